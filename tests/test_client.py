@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from loopback import Asked, Loopback
 
-from treeward.client.rewards import AsyncRewardClient, RewardClient
+from treeward.client.rewards import AsyncRewardClient, RewardClient, _loop
 from treeward.errors import ConfigError, DataError, TreewardError
 from treeward.http import RewardServerError
 from treeward.scoring.score import ConversationScorer, Score
@@ -116,6 +117,36 @@ def test_a_large_list_is_split_and_comes_back_in_order(serve: Callable[..., Loop
     assert most == 3
 
 
+def test_long_conversations_are_sent_in_bodies_that_a_server_takes(serve: Callable[..., Loopback]) -> None:
+    server = serve(scored)
+    context = [{"role": "user", "content": "x" * 3_000_000}]
+    scores = RewardClient(server.url).score_completions(context, [str(i) for i in range(5)])
+    assert [score.score for score in scores] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert sorted(len(request.json["conversations"]) for request in server.requests) == [1, 2, 2]
+
+
+def test_threads_that_begin_together_share_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, start = [], threading.Barrier(16)
+    before = sys.getswitchinterval()
+    monkeypatch.setattr("treeward.client.rewards._LOOPS", {})
+
+    def begin() -> None:
+        start.wait(timeout=20)
+        found.append(_loop())
+
+    threads = [threading.Thread(target=begin) for _ in range(16)]
+    try:
+        sys.setswitchinterval(1e-6)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(found) == 16 and len(set(found)) == 1
+    found[0].call_soon_threadsafe(found[0].stop)
+
+
 def test_it_asks_again_where_that_may_help(serve: Callable[..., Loopback]) -> None:
     busy = 429, {"error": {"message": "many wait", "code": "queue_full"}}, {"retry-after": "0"}
     server = serve(busy, (503, b"<html>restarting</html>"), None, scored)
@@ -195,7 +226,7 @@ def test_a_malformed_conversation_is_not_sent(wrong: Any, serve: Callable[..., L
 @pytest.mark.parametrize(
     "arguments",
     [{"url": "localhost:8000"}, {"token": "two words"}, {"timeout_seconds": 0}, {"timeout_seconds": math.inf},
-     {"max_concurrency": -2}],
+     {"max_concurrency": -2}, {"max_conversations": 0}],
 )  # fmt: skip
 def test_impossible_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -294,7 +294,7 @@ def test_an_error_of_memory_forgets_the_prompts(
 
 
 def test_health_and_the_models(own_client: Any, service: Service, loaded_model: ServedModel) -> None:
-    assert own_client.get("/health").json() == {"status": "ok"}
+    assert own_client.get("/health").json() == {"status": "ok"} and own_client.head("/health").is_success
     assert own_client.get("/ready").json() == {"status": "ready", "models": ["tiny"]}
     [listed] = own_client.get("/v1/models").json()["data"]
     assert (listed["id"], listed["max_model_len"]) == ("tiny", 160)

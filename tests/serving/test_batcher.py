@@ -347,13 +347,33 @@ def test_a_conversation_that_cannot_be_tokenized_fails_alone(
 
 def test_a_model_that_fails_at_everything_is_not_alive(run: Any, model: FakeModel, score: Any) -> None:
     async def story(batcher: Batcher) -> None:
-        model.fail = {2: RuntimeError("the device is lost")}
+        assert await score(batcher, conversations([1])) == [1.0]
+        lost = RuntimeError("the device is lost")
+        model.fail = {1: lost, 2: lost}
         for _ in range(8):
             assert batcher.is_alive
             assert await score(batcher, conversations([2])) == [None]
         await until(lambda: not batcher.is_alive)
+        assert await score(batcher, conversations([3]), by=FakeModel("other")) == [3.0]
+        assert not batcher.is_alive  # another model does not make up for it
         assert await score(batcher, conversations([3])) == [3.0]
         await until(lambda: batcher.is_alive)
+
+    run(story)
+
+
+def test_conversations_that_cannot_be_scored_do_not_make_a_server_unhealthy(
+    run: Any, model: FakeModel, score: Any
+) -> None:
+    model.fail = {2: RuntimeError("this conversation is too much"), 4: math.nan}
+    model.fail_to_prepare = {6: "the chat template refuses it"}
+
+    async def story(batcher: Batcher) -> None:
+        for _ in range(2):  # before it has scored anything, and after
+            for number in (2, 4, 6) * 8:
+                assert await score(batcher, conversations([number])) == [None]
+                assert batcher.is_alive
+            assert await score(batcher, conversations([1])) == [1.0]
 
     run(story)
 

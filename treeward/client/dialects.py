@@ -34,11 +34,15 @@ class RenderedConversation:
 
 @dataclass(frozen=True, slots=True)
 class ServerScore:
-    """A server's numbers for one conversation, its count of tokens, and the hash of the contract that it reports."""
+    """A server's numbers for one conversation, its count of tokens, and the hash of the contract that it reports.
+
+    `labels`: the names of the numbers, if it has them.
+    """
 
     values: Sequence[float | None]
     num_tokens: int | None = None
     contract: str | None = None
+    labels: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,10 @@ def _read_sglang(response: Any) -> list[ServerScore]:
 
 def _openrlhf_body(form: Form, conversations: Sequence[RenderedConversation]) -> dict[str, Any]:
     queries = _sent(form, conversations)
-    prompts = [query.rpartition(one.completion)[0] or query for query, one in zip(queries, conversations, strict=True)]
+    prompts = [
+        query[: query.rfind(one.completion)] if one.completion in query else query
+        for query, one in zip(queries, conversations, strict=True)
+    ]
     return {"query": queries, "prompts": prompts, "labels": [""] * len(queries)}
 
 
@@ -87,7 +94,7 @@ def _read_tei(response: Any) -> list[ServerScore]:
     rows = response if response and isinstance(response[0], list) else [response]
     # TEI sorts by score; the labels are LABEL_0, LABEL_1, ...
     ordered = [sorted(row, key=lambda one: (len(one["label"]), one["label"])) for row in rows]
-    return [ServerScore([one["score"] for one in row]) for row in ordered]
+    return [ServerScore([one["score"] for one in row], labels=[one["label"] for one in row]) for row in ordered]
 
 
 def _read_treeward(response: Any) -> list[ServerScore]:

@@ -31,6 +31,10 @@ from treeward.scoring.score import Conversation, OnError, Reward, Score
 _Arguments = ParamSpec("_Arguments")
 _Value = TypeVar("_Value")
 
+_BODY_BYTES = 2**23
+"""A request with a larger body is split, since servers limit bodies."""
+_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
+
 
 class _Client:
     """What both clients are made of."""
@@ -47,7 +51,12 @@ class _Client:
         max_concurrency: int = 8,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        for name, number in (("timeout_seconds", timeout_seconds), ("max_concurrency", max_concurrency)):
+        positive = {
+            "timeout_seconds": timeout_seconds,
+            "max_conversations": max_conversations,
+            "max_concurrency": max_concurrency,
+        }
+        for name, number in positive.items():
             if not 0 < number < math.inf:
                 raise ConfigError(f"{name} is not positive", field=name, got=number, need="a positive number")
         self.model, self.timeout_seconds = model, timeout_seconds
@@ -67,6 +76,8 @@ class _Client:
         """The server's reward for each conversation; a malformed one is not sent."""
         found: dict[int, Reward] = {}
         sent: dict[int, Conversation] = {}
+        parts: list[list[int]] = []
+        num_bytes = 0
         names = where or [f"conversation {i}" for i in range(len(conversations))]
         references = reference_answers or [None] * len(conversations)
         if not len(names) == len(references) == len(conversations):
@@ -75,12 +86,18 @@ class _Client:
         for i, (conversation, name) in enumerate(zip(conversations, names, strict=True)):
             try:
                 sent[i] = check_messages(conversation, "messages", name)
-                _json([sent[i], references[i]], name)
+                size = len(_json([sent[i], references[i]], name))
             except DataError as error:
                 if on_error == "raise":
                     raise
                 why = " ".join(str(error).split())
                 found[i] = Reward(None, Score(None, error=why), error=why)
+                continue
+            if not parts or len(parts[-1]) >= self.max_conversations or num_bytes + size > _BODY_BYTES:
+                parts.append([])
+                num_bytes = 0
+            parts[-1].append(i)
+            num_bytes += size
         until, slots = self._until(), asyncio.Semaphore(self._max_concurrency)
 
         async def send(part: list[int]) -> None:
@@ -96,12 +113,10 @@ class _Client:
                     raise reply.error(f"{names[i]} has no score", got=reward.error)
                 found[i] = reward
 
-        places = [i for i in sent if i not in found]
-        size = self.max_conversations
         try:
             async with asyncio.TaskGroup() as group:
-                for start in range(0, len(places), size):
-                    group.create_task(send(places[start : start + size]))
+                for part in parts:
+                    group.create_task(send(part))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [found[i] for i in range(len(conversations))]
@@ -196,12 +211,16 @@ class AsyncRewardClient(_Client):
         await self.aclose()
 
 
-@functools.cache
-def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """The event loop of the synchronous clients of a process, in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="treeward-client", daemon=True).start()
-    return loop
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of the synchronous clients of this process, in a thread of its own."""
+    process = os.getpid()
+    if process not in _LOOPS:
+        made = asyncio.new_event_loop()
+        if _LOOPS.setdefault(process, made) is made:  # no other thread was faster
+            threading.Thread(target=made.run_forever, name="treeward-client", daemon=True).start()
+        else:
+            made.close()
+    return _LOOPS[process]
 
 
 def _blocking(
@@ -212,7 +231,7 @@ def _blocking(
     @functools.wraps(method)
     def call(self: RewardClient, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Value:
         coroutine = method(cast("AsyncRewardClient", self), *args, **kwargs)
-        future = asyncio.run_coroutine_threadsafe(coroutine, _loop(os.getpid()))
+        future = asyncio.run_coroutine_threadsafe(coroutine, _loop())
         try:
             return future.result()
         finally:

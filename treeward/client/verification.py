@@ -222,6 +222,9 @@ class _Server:
             fix = "serve the model as a classifier of whole conversations, and check which model it is"
             where = self.connection.url
             raise RewardServerError("this is another model's", status=200, where=where, got=got, need=need, fix=fix)
+        by_label = dict(zip(found.labels, values, strict=bool(found.labels)))
+        if by_label.keys() == {head.name for head in heads}:
+            values = [by_label[head.name] for head in heads]
         numbers = [value for value in values if value is not None]
         return combined_heads(numbers, heads) if len(numbers) == len(values) else None
 

@@ -43,7 +43,7 @@ _WINDOW = 512
 _TOKENIZED_AT_ONCE = 64
 """Conversations of one request that are tokenized before those of the next."""
 _MOST_FAILED = 8
-"""Batches in a row without any score after which the server says that it is not alive."""
+"""Batches in a row at which a model fails altogether before the server says that it is not alive."""
 _BATCHES_AHEAD = 64
 """A request with conversations that are ready goes on for about so many batches ahead, and others for twice as many:
 tokens need more memory than text.
@@ -83,15 +83,16 @@ class Batcher:
         self._ready_tokens, self._most_ready_tokens = 0, _BATCHES_AHEAD * config.batch_tokens
         self._closed = False
         self._per_second = 0.0
-        self._failed_in_a_row = 0
+        self._has_scored: dict[str, Item] = {}
+        self._failed_in_a_row: dict[str, int] = {}
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="treeward-tokenize")
         self._scoring = threading.Thread(target=self._run, name="treeward-score", daemon=True)
         self._scoring.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether the scoring thread runs, and the last batches were not all failures of the server."""
-        return self._failed_in_a_row < _MOST_FAILED and self._scoring.is_alive()
+        """Whether the scoring thread runs, and each model still scores what it has scored before."""
+        return max([0, *self._failed_in_a_row.values()]) < _MOST_FAILED and self._scoring.is_alive()
 
     @property
     def seconds_of_queue(self) -> float:
@@ -209,8 +210,18 @@ class Batcher:
         self._per_second = rate if not self._per_second else 0.9 * self._per_second + 0.1 * rate
         self._settle([(request, i, score) for (request, i, _), score in zip(batch, scores, strict=True)])
         self.metrics.batch(model.name, sum(item.num_tokens for item in items), computed, seconds)
-        has_failed = all(isinstance(score, FailedScore) for score in scores)
-        self._failed_in_a_row = self._failed_in_a_row + 1 if has_failed else 0
+        self._check_model(model, items, scores)
+
+    def _check_model(self, model: ServedModel, items: Sequence[Item], scores: Sequence[Score]) -> None:
+        """If nothing of a batch could be scored, see whether that is the model's fault: score what it has scored."""
+        name = model.name
+        good = [item for item, score in zip(items, scores, strict=True) if not isinstance(score, FailedScore)]
+        if good:
+            self._has_scored[name] = good[0]
+        elif name in self._has_scored and isinstance(_isolated(model.score, [self._has_scored[name]])[0], FailedScore):
+            self._failed_in_a_row[name] = self._failed_in_a_row.get(name, 0) + 1
+            return
+        self._failed_in_a_row[name] = 0
 
     def _take_batch(self) -> list[tuple[_Request, int, Item]]:
         """What one forward pass holds: of the model whose turn it is, a few conversations of each request."""

@@ -74,6 +74,8 @@ class RequestLimits:
         given = headers.get("x-request-id", "")
         request_id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else secrets.token_hex(8)
         scope["state"] = state = {"request_id": request_id, "deadline": started + self.config.deadline_seconds}
+        if scope["method"] == "HEAD":  # the connection leaves out the body of the response
+            scope = {**scope, "method": "GET"}
         status, body = 499, b""  # the client has gone, unless there is a response
 
         async def respond(message: Message) -> None:

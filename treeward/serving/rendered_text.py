@@ -41,7 +41,8 @@ class Ending:
     """What every conversation of a model ends and begins with, as its template and tokenizer write it.
 
     `text` and `ids`: the end of turn, without the SEP that the tokenizer of an encoder adds itself (`sep`). `first`:
-    the BOS or CLS. `padding`: the text of the pad token where it can be stripped.
+    the BOS or CLS, `first_id` its id, None where there is none. `padding`: the text of the pad token where it can be
+    stripped.
     """
 
     text: str = ""
@@ -49,6 +50,7 @@ class Ending:
     first: str = ""
     sep: str = ""
     padding: str = ""
+    first_id: int | None = None
 
     @classmethod
     def of(cls, renderer: Renderer | None) -> Ending:
@@ -64,21 +66,27 @@ class Ending:
         except DataError:
             return cls()
         text, ids = _common_end(*texts), tuple(_common_end(*rows))
-        first = {tokenizer.bos_token_id: tokenizer.bos_token, tokenizer.cls_token_id: tokenizer.cls_token}
+        firsts = {tokenizer.bos_token_id: tokenizer.bos_token, tokenizer.cls_token_id: tokenizer.cls_token}
+        first = firsts.get(rows[0][0]) or ""
         padding = tokenizer.pad_token or ""
         can_strip = padding not in text and padding != tokenizer.eos_token
-        return cls(text, ids, first.get(rows[0][0]) or "", sep, padding if can_strip else "")
+        return cls(text, ids, first, sep, padding if can_strip else "", rows[0][0] if first else None)
 
     def warning(self, texts: Sequence[str | Sequence[int]]) -> str | None:
-        """How many texts, or token ids, do not end as the model's conversations do; None for none."""
-        cut = 0
+        """How many texts, or token ids, do not end or begin as the model's conversations do; None for none."""
+        cut = begun = 0
         for text in texts:
-            if isinstance(text, str):
+            if isinstance(text, str):  # it is given exactly one BOS
                 cut += not text.removesuffix(self.sep).endswith(self.text)
             else:
                 cut += bool(self.ids) and tuple(text[-len(self.ids) :]) != self.ids
+                has_one = text[0] == self.first_id and text[1:2] != [self.first_id]
+                begun += self.first_id is not None and not has_one
         end = ascii(self.text) if self.text else f"the tokens {list(self.ids)}"
-        return f"{cut} of {len(texts)} texts do not end with {end}, as this model's conversations do" if cut else None
+        said = [f"{cut} of {len(texts)} texts do not end with {end}, as this model's conversations do"] if cut else []
+        if begun:
+            said.append(f"{begun} of {len(texts)} texts do not begin with exactly one token {self.first_id}")
+        return "; ".join(said) or None
 
     def completed(self, generated: str) -> str:
         """A generated text without padding, and with the white space that the template writes after the end of turn.

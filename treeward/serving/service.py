@@ -49,8 +49,10 @@ class Service:
 
         Raises `APIError` 404.
         """
+        if name in self.models:  # before all folders: one model may be loaded from where another's name says
+            return self.models[name]
         for model in self.models.values():
-            if name in (None, model.name) or [name] == list(model.members):
+            if name is None or [name] == list(model.members):
                 return model
         message = f"no model is called {str(name)[:100]!r}; here are: {', '.join(self.models)}"
         raise APIError(404, "model_not_found", message, param="model")

@@ -125,6 +125,16 @@ def test_a_cut_end_is_scored_and_told(kind: str, shared: Any) -> None:
         assert "X-Treeward-Warning" in served.client.post(route, json={key: cut}).headers, route
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_ids_with_two_bos_or_none_are_scored_and_told(kind: str, shared: Any) -> None:
+    served = shared(kind)
+    ids = served.ids[0]
+    got = served.client.post("/classify", json={"input_ids": [ids, ids[:1] + ids, ids[1:]]})
+    want = f"2 of 3 texts do not begin with exactly one token {ids[0]}" if kind not in ("plain", "chatml") else None
+    assert got.headers.get("X-Treeward-Warning") == want
+    assert got.json()[0]["embedding"] == pytest.approx(served.scores[:1], abs=CLOSE)
+
+
 @pytest.mark.parametrize("kind", ["plain", "chatml", "bos_written"])
 def test_generated_texts_get_what_a_policy_never_writes(kind: str, shared: Any) -> None:
     served = shared(kind)

@@ -76,7 +76,7 @@ class _Server:
     ) -> JSON:
         """The response to a request for the rewards of all that is asked, in the form that `to_json` gives them.
 
-        The header `X-Treeward-Warning` says which rendered texts end otherwise than the model's conversations.
+        The header `X-Treeward-Warning` says which rendered texts end or begin otherwise than the model's conversations.
         """
         rewards = await self.rewards(model, asked)
         warning = model.ending.warning([one.text for one in asked if isinstance(one, RenderedText)])
