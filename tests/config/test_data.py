@@ -35,6 +35,10 @@ PAIRS = DataConfig.model_validate(
             "default": BINARY,
         },
         BINARY | {
+            "train": {"data_path": "t", "split": "s"}, "val_split": "v",
+            "validation": [{"data_path": "a", "name": "A"}, {"data_path": "b", "name": "B"}],
+        },
+        BINARY | {
             "train": {"data_path": "t", "split": "s"}, "validation": VALIDATION[0], "val_data_paths": {"B": "b"},
             "val_split": "v",
         },

@@ -139,7 +139,8 @@ def test_overrides(write, override, result):
         ("rm.seed", "not understood"),
         ("rm seed=1", "not understood"),
         ("+rm.seed=1", "there already(?s:.*)write rm.seed=1"),
-        ("~rm.sed", "cannot be applied(?s:.*)sed"),
+        ("~rm.sed", "not there(?s:.*)did you mean seed"),
+        ("~rm.list.x", "cannot be applied"),
         ("rm.seed=[1", "cannot be applied"),
         ("rm.list.2=1", "cannot be applied"),
     ],
@@ -194,6 +195,7 @@ def test_syntax_errors_name_the_file(write, text, words):
 def test_references_and_functions(write):
     text = SMALL + "rm: {seed: '${mul:2,${rm.log_period}}', log_period: 5, val_period: '${div:9,2}'}\n"
     assert mistake(write(text)).field == "rm.val_period", "4.5 steps"
+    assert load_config(write(SMALL + "rm: {seed: '${nowhere}'}\n"), ["rm.seed=7"]).rm.seed == 7
     config = load_config(write(text), ["rm.val_period=${int:${div:9,2}}", "rm.max_num_steps=${max:3,${min:8,7}}"])
     assert (config.rm.seed, config.rm.val_period, config.rm.max_num_steps) == (10, 4, 7)
 
@@ -239,7 +241,9 @@ def test_a_misspelt_key_fails_with_the_nearest_name(write, override, field, near
     [
         ("grpo.num_generation_per_prompt=8", "grpo.num_generations_per_prompt"),
         ("num_generations=8", "grpo.num_generations_per_prompt"),
+        ("num_generation=8", "grpo.num_generations_per_prompt"),
         ("loss_fn.epsilon=0.1", "loss_fn.ratio_clip_min and loss_fn.ratio_clip_max"),
+        ("loss_fn.clip_ratio_hgh=0.1", "loss_fn.ratio_clip_max"),
         ("policy.learning_rate=1e-5", "policy.optimizer.kwargs.lr"),
         ("max_steps=3", "grpo.max_num_steps"),
     ],

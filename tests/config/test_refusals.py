@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from treeward.config.checkpointing import CheckpointingConfig
+from treeward.config.checkpointing import CheckpointingConfig, GRPOCheckpointingConfig
 from treeward.config.data import DataConfig, PromptDataConfig
 from treeward.config.ensemble import EnsembleConfig
 from treeward.config.grpo import GRPOConfig, PolicyLossConfig
@@ -32,6 +32,7 @@ SECTIONS = [
     (DataConfig, "validation: {data_path: v}", "train"),
     (DataConfig, "train: {}", "train[0].data_path"),
     (DataConfig, "train: t.jsonl", "train"),
+    (DataConfig, "train: [null], default: {dataset_name: HelpSteer3}", "train"),
     (DataConfig, "train_data_path: t, validation: [{data_path: a}, {data_path: b}]", "validation[1].name"),
     (DataConfig, "train_data_path: t, validation: {data_path: a, name: A}, val_data_paths: {A: b}",
      "validation[1].name"),
@@ -52,6 +53,7 @@ SECTIONS = [
      "validation[1].name"),
     (PromptDataConfig, "train: {data_path: t}, default: {prompt_key: q}", "default.prompt_key"),
     (PromptDataConfig, "train: {data_path: t}, dataset_type: rank", "dataset_type"),
+    (PromptDataConfig, "train: {data_path: t, processor: sft_processor}", "train[0].processor"),
     # the model that is trained
     (PolicyConfig, "{}", "model_name"),
     (PolicyConfig, f"model_name: m, {BARE}", "model_name"),
@@ -69,6 +71,8 @@ SECTIONS = [
     (PolicyConfig, f"model_name: m, scheduler: [{LINEAR}, {LINEAR}, {{milestones: [5]}}, {{milestones: [6]}}]",
      "scheduler"),
     (PolicyConfig, "model_name: m, scheduler: [{milestones: [5]}]", "scheduler.schedulers"),
+    (PolicyConfig, "model_name: m, scheduler: [{name: a.B}, {name: a.C, milestones: [5]}]",
+     "scheduler.schedulers[1].milestones"),
     (PolicyConfig, "model_name: m, scheduler: {warmup_steps: 1, warmup_ratio: 0.1}", "scheduler.warmup_steps"),
     (OptimizerConfig, "name: AdamW", "name"),
     (OptimizerConfig, "kwargs: {}", "kwargs.lr"),
@@ -79,6 +83,7 @@ SECTIONS = [
     *((CheckpointingConfig, f"metric_name: '{name}'", "metric_name") for name in
       ("accuracy", "train/rm/loss", "train:loss", "validation-default_f1", "validation-_loss", "validation-loss",
        "val_", "")),
+    (GRPOCheckpointingConfig, "metric_name: validation-math/reward", "metric_name"),
     *((EvaluationConfig, f"suites: [rewardbench, '{suite}']", "suites") for suite in
       ("", " ", "=folder", "llmbar=", "llmbar,rmbench")),
     # GRPO
@@ -141,6 +146,7 @@ SECTIONS = [
     (JudgeEnvironmentConfig, "base_url: u, model: m, lowest_rating: 10", "lowest_rating"),
     (HybridEnvironmentConfig, "mode: fallback, members: {rules: {weight: 2}}", "members.rules.weight"),
     (HybridEnvironmentConfig, "missing: renormalise, members: {a: {weight: -1}}", "members.a.weight"),
+    (HybridEnvironmentConfig, "members: {a: {settings: 5}}", "members.a.settings"),
     # servers
     (ServerConfig, "models: [{}]", "models[0].model"),
     (ServerConfig, "models: [{model: a, models: [b]}]", "models[0].model"),
@@ -175,6 +181,9 @@ RUNS = [
     ("rm", ["checkpointing.metric_name=val_loss"], "checkpointing.metric_name"),
     ("rm", [VALIDATION, "checkpointing.metric_name=validation-hard_loss"], "checkpointing.metric_name"),
     ("rm", [VALIDATION, "checkpointing.metric_name=val_loss", "rm.val_period=0", "rm.val_at_end=false"],
+     "checkpointing.metric_name"),
+    ("rm", [VALIDATION, "checkpointing.metric_name=val_loss",
+            "rm={val_period: null, val_at_start: true, val_at_end: false}"],
      "checkpointing.metric_name"),
     ("rm", ["hub={push_to_hub: true, repo_id: a/b}", "checkpointing.enabled=false"], "hub.push_to_hub"),
     ("rm", ["evaluation.enabled=true", "checkpointing.enabled=false"], "evaluation.enabled"),

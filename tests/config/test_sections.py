@@ -186,6 +186,7 @@ def test_environments_of_a_run(load):
     assert rows_choose.default_environments == {} and rows_choose.used_environments == ()
     assert load("grpo", "data.env_name={math: 1.0, shape: 0.2}").used_environments == ("math", "shape")
     assert load("grpo", "env.reward_model.enabled=false").environments == ("math", "shape")
+    assert load("grpo", "env={my_package.math: {a_key_of_the_class: 1}}").environments[-1] == "my_package.math"
 
 
 def test_remarks_are_logged_once_each(load, caplog):
@@ -212,8 +213,8 @@ def test_a_members_keys_stand_beside_its_weight():
         "other": {"type": "rules", "settings": {"rule": "regex"}, "pattern": "x"},
     }
     members = load_section(HybridEnvironmentConfig, {"members": values}, where="env_config").members
-    assert members["rules"].settings == {"rule": "math"} and members["rules"].weight == 2
-    assert members["other"].settings == {"rule": "regex", "pattern": "x"} and members["other"].type == "rules"
+    assert members["rules"].section == {"rule": "math"} and members["rules"].weight == 2
+    assert members["other"].section == {"rule": "regex", "pattern": "x"} and members["other"].type == "rules"
 
 
 def test_constants_survive_the_contract():

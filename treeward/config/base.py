@@ -217,9 +217,17 @@ def _unknown_key(location: Location, root: type[Strict], keys: Mapping[Location,
         fix = f"run `{command}`, or remove the key: ~{_joined(location)} on the command line"
         return ConfigError(f"{key} belongs to `{command}`", got=got, need=need, fix=fix)
     here = [path[-1] for path in keys if path[:-1] == without_numbers(parents)]
-    meant = [path for path in KEYS_ELSEWHERE.get(key, ()) if path.split(".")[0] in root.model_fields]
-    if not meant and (near := nearest_name(key, here)):
-        meant = [_joined((*parents, near))]
+    # The names of TRL and verl that mean keys of this run; a misspelt one is known in the section of ours.
+    ours = {
+        theirs: [path for path in paths if path.split(".")[0] in root.model_fields]
+        for theirs, paths in KEYS_ELSEWHERE.items()
+    }
+    within = "".join(f"{part}." for part in without_numbers(parents))
+    meant = ours.get(key, [])
+    if not meant:
+        of_section = [theirs for theirs, paths in ours.items() if any(path.startswith(within) for path in paths)]
+        near = nearest_name(key, [*here, *of_section])
+        meant = [_joined((*parents, near))] if near in here else ours.get(near or "", [])
     meant = meant or [_joined(path) for path in keys if path[-1] == key][:1]
     need, fix = f"one of {', '.join(here)}", f"did you mean {' and '.join(meant)}?"
     return ConfigError("there is no such key", got=got, need=None if meant else need, fix=fix if meant else None)

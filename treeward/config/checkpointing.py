@@ -95,7 +95,11 @@ def parse_grpo_metric_name(name: str) -> str:
 
     Raises `ConfigError` for any other name.
     """
-    return parse_metric_name(name.replace("accuracy", "reward"), metrics=GRPO_METRICS).metric
+    key = parse_metric_name(name, metrics={**GRPO_METRICS, "accuracy": True})
+    if key.validation is not None:
+        need = "val:<metric>: there is one validation, of all sets"
+        raise ConfigError("a run of GRPO has no metrics of one set", got=name, need=need, fix=f"write val:{key.metric}")
+    return "reward" if key.metric == "accuracy" else key.metric
 
 
 def _seconds(value: Any) -> Any:

@@ -99,7 +99,7 @@ def _shared_values(given: Block, block_keys: Sequence[str]) -> Block:
         if kind not in _DATASET_TYPES:
             raise ConfigError("dataset_type is not known", field="dataset_type", got=kind, need="rank or binary")
         shared = _joined(shared, {"dataset_name": _DATASET_TYPES[kind]}, "")
-    default = _mapping(given.get("default"), "default", "{dataset_name: ...}")
+    default = _mapping(given.get("default", {}), "default", "{dataset_name: ...}")
     for key in default.keys() - set(block_keys):
         near, need = nearest_name(key, block_keys), f"one of {', '.join(block_keys)}"
         fix = f"did you mean data.default.{near}?" if near else None
@@ -115,18 +115,18 @@ def _blocks(value: Any, where: str, shared: Block) -> list[Block]:
 
 
 def _validation_blocks(value: Any, given: Block, shared: Block, block_keys: Sequence[str]) -> list[Block]:
-    """The validation sets; `val_split` is that of the flat ones, or of the only block."""
+    """The validation sets; `val_split` is that of the flat ones, or of all blocks."""
     are_named = isinstance(value, Mapping) and all(isinstance(block, Mapping) for block in value.values())
     if value and are_named and not set(value) & set(block_keys):
         value = [{"name": str(name), **block} for name, block in value.items()]
     validation = _blocks(value, "validation", shared)
     flat: list[Block] = [{**shared, "data_path": given["val_data_path"]}] if "val_data_path" in given else []
     need = "{name: path, ...}; for one unnamed set use data.val_data_path"
-    for name, path in _mapping(given.get("val_data_paths"), "val_data_paths", need).items():
+    for name, path in _mapping(given.get("val_data_paths", {}), "val_data_paths", need).items():
         flat.append({**shared, "data_path": path, "name": str(name)})
     split = {"split": given["val_split"]} if "val_split" in given else {}
-    if not flat and len(validation) == 1:
-        return [_joined(validation[0], split, "val_")]
+    if not flat:
+        return [_joined(block, split, "val_") for block in validation]
     return validation + [_joined(block, split, "val_") for block in flat]
 
 
@@ -154,9 +154,9 @@ def _with_names(validation: list[Block]) -> list[Block]:
 
 
 def _mapping(value: Any, field: str, need: str) -> Mapping[str, Any]:
-    if not isinstance(value or {}, Mapping):
+    if not isinstance(value, Mapping):
         raise ConfigError(f"{field} is not a mapping", field=field, got=value, need=need)
-    return value or {}
+    return value
 
 
 def _joined(block: Block, values: Block, prefix: str) -> Block:

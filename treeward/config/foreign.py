@@ -72,7 +72,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "truncated_importance_sampling_ratio_min": "set it to null: only large weights are cut, as tis does",
     },
     "PromptDataConfig": _unread("num_workers use_multiple_dataloader"),
-    "PromptSetConfig": _unread("repeat download_dir processor"),
+    "PromptSetConfig": _unread("repeat download_dir"),
     "RewardModelEnvironmentConfig": _unread(
         "logprob_batch_size logprob_chunk_size offload_optimizer_for_logprob generation max_grad_norm "
         "make_sequence_length_divisible_by processor env_name"

@@ -114,9 +114,11 @@ class GRPORunConfig(Strict):
         """Warnings about settings that are valid and may surprise."""
         generation, others = self.policy.generation, (*self.used_environments, self.grpo.gold_environment)
         unused = [f"env.{name}" for name in self.environments if name not in others]
+        unread = [key for key in ("weight_sync", "weight_folder", "retokenize") if getattr(generation, key)]
         found = {
             f"policy.generation.backend is {generation.backend} and no url is given: the policy itself samples, in "
             "this process": generation.backend != "hf" and not generation.is_remote,
+            f"policy.generation.{', '.join(unread)} has no effect without a url": unread and not generation.is_remote,
             f"no set of data uses {', '.join(unused)}; its rows may name them": unused,
             "grpo.watch has nothing to watch: data has no validation set": (
                 self.grpo.watch.enabled and not self.data.validation

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from treeward.config.base import Location, Strict, config_error, sections, without_numbers
+from treeward.config.base import Location, Strict, config_error, nearest_name, sections, without_numbers
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import ENVIRONMENT_SECTIONS, environment_sections
 from treeward.config.run import RewardModelRunConfig
@@ -127,15 +127,22 @@ def _apply_override(config: DictConfig, text: str) -> Location:
     try:
         if sign == "~":
             parent = OmegaConf.select(config, ".".join(path[:-1])) if path[1:] else config
+            if isinstance(parent, DictConfig) and path[-1] not in parent:
+                near = nearest_name(path[-1], map(str, parent))
+                fix = f"did you mean {near}?" if near else None
+                raise ConfigError("a key to be removed is not there", where="command line", got=text, fix=fix)
             del parent[int(path[-1]) if isinstance(parent, ListConfig) else path[-1]]
             return path
-        old = OmegaConf.select(config, key, default=_ABSENT)
+        # What the key refers to need not exist: it is replaced.
+        old = OmegaConf.select(config, key, default=_ABSENT, throw_on_resolution_failure=False)
         if sign == "+" and old is not _ABSENT:
             summary, fix = "+ adds a key, and it is there already", f"write {text[1:]}"
             raise ConfigError(summary, where="command line", got=text, fix=fix)
         value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value{match['value']}"]))["value"]  # type: ignore[call-overload, index]
         OmegaConf.update(config, key, value, merge=isinstance(value, dict) and isinstance(old, DictConfig))
-    except (OmegaConfBaseException, yaml.YAMLError, IndexError, TypeError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
         summary = f"an override cannot be applied: {str(getattr(error, 'problem', None) or error).splitlines()[0]}"
         fix = "put a value with special characters in single quotes, and in double quotes for the shell"
         raise ConfigError(summary, where="command line", got=text, need="a key, and a value in YAML", fix=fix) from None
@@ -146,7 +153,7 @@ def _read_with_defaults(file: Path, readers: tuple[Path, ...]) -> dict[str, Any]
     """The file's tree over those of the files that it names; `readers` are the files that led to this one."""
     tree, base, chain = read_yaml(file), dict[str, Any](), (*readers, file.resolve())
     names = tree.pop("defaults", None) or []
-    for name in [names] if isinstance(names, str) else names:
+    for name in names if isinstance(names, list) else [names]:
         parent = file.parent / str(name)
         if not parent.is_file() or parent.resolve() in chain:
             summary = "a file of defaults does not exist" if not parent.is_file() else "defaults go round in a circle"
@@ -200,11 +207,11 @@ def _without_effect(section: type[Strict], raw: Mapping[str, Any], path: str) ->
             for name, kind, keys in environment_sections(value):
                 yield from _without_effect(ENVIRONMENT_SECTIONS.get(kind, Strict), keys, f"{path}env.{name}.")
         else:  # a key that is no field holds blocks of `data`: `default`, or a validation set by its name
-            inner = next(sections(fields.get("train" if key == "default" else key)), section)
+            inner = next(sections(fields.get("train" if key == "default" else key, section)), None)
             blocks = enumerate(value) if isinstance(value, list) else [(None, value)]
             for i, block in blocks:
                 place = f"{path}{key}" if i is None else f"{path}{key}[{i}]"
-                yield from _without_effect(inner, block, f"{place}.") if isinstance(block, dict) else []
+                yield from _without_effect(inner, block, f"{place}.") if inner and isinstance(block, dict) else []
 
 
 def _escape(value: Any) -> Any:

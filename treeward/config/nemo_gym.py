@@ -70,7 +70,7 @@ class NemoGymConfig(HostedModelConfig):
         """The configuration of the server."""
         model = self.model_dump(include=set(HostedModelConfig.model_fields)) | {"name": "reward_model"}
         ensemble = self.ensemble or (EnsembleConfig() if len(self.model_path) > 1 else None)
-        if ensemble is None or ensemble.over == "heads":
+        if len(self.model_path) == 1 and (ensemble is None or ensemble.over == "heads"):
             model["model"] = self.model_path[0]
         else:
             model["models"] = self.model_path

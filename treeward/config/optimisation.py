@@ -85,18 +85,19 @@ class TorchScheduleConfig(Strict):
 def _schedule(raw: Any) -> Any:
     """The section of a schedule's name, of null (constant), of PyTorch schedulers, or of one of them."""
     if raw is None or isinstance(raw, str):
-        return NamedScheduleConfig(**{"name": raw or "constant"})
+        raw = {"name": "constant" if raw is None else raw}
     if isinstance(raw, Mapping) and ("kwargs" in raw or "." in str(raw.get("name", ""))):
         raw = [raw]
     if isinstance(raw, Sequence):
-        milestones = [entry["milestones"] for entry in raw if isinstance(entry, Mapping) and "milestones" in entry]
+        milestones = [entry["milestones"] for entry in raw if isinstance(entry, Mapping) and [*entry] == ["milestones"]]
         if len(milestones) > 1:
             raise ConfigError("milestones are given more than once", got=milestones, need="one list of steps")
-        schedulers = [entry for entry in raw if not (isinstance(entry, Mapping) and "milestones" in entry)]
+        schedulers = [entry for entry in raw if not (isinstance(entry, Mapping) and [*entry] == ["milestones"])]
         raw = {"schedulers": schedulers, "milestones": milestones[0] if milestones else ()}
     if not isinstance(raw, Mapping):
         return raw
-    return TorchScheduleConfig(**raw) if "schedulers" in raw else NamedScheduleConfig(**raw)
+    keys = {str(key): value for key, value in raw.items()}
+    return TorchScheduleConfig(**keys) if "schedulers" in keys else NamedScheduleConfig(**keys)
 
 
 SchedulerConfig = Annotated[NamedScheduleConfig | TorchScheduleConfig, BeforeValidator(_schedule)]

@@ -79,7 +79,7 @@ def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[st
 def _used_environments(config: GRPORunConfig) -> list[tuple[str, str, dict[str, Any]]]:
     """The name, kind and keys of each environment that the run starts, and of the members of hybrids."""
     used = (*config.used_environments, config.grpo.gold_environment)
-    return [section for section in environment_sections(config.env) if section[0].split(".")[0] in used]
+    return list(environment_sections({name: section for name, section in config.env.items() if name in used}))
 
 
 def _check_set(dataset: SetConfig, field: str) -> None:

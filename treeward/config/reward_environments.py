@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from treeward.config.base import Strict, TextOrTexts, at_field, config_error, nearest_name
 from treeward.config.ensemble import EnsembleConfig
@@ -245,6 +245,8 @@ class CustomEnvironmentConfig(Strict):
 class HybridMember(Strict):
     """One member of a hybrid: its weight, and its own keys beside it."""
 
+    model_config = ConfigDict(extra="allow")
+
     weight: float | None = None
     """With `weighted`: factor of its reward. None: 1."""
     type: str | None = None
@@ -252,14 +254,10 @@ class HybridMember(Strict):
     settings: dict[str, Any] = {}
     """The member's own keys; they may also stand beside `weight` and `type`."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _gather_settings(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping):
-            return raw
-        own = {key: value for key, value in raw.items() if key not in ("weight", "type", "settings")}
-        gathered = {key: raw[key] for key in ("weight", "type") if key in raw}
-        return gathered | {"settings": {**(raw.get("settings") or {}), **own}}
+    @property
+    def section(self) -> dict[str, Any]:
+        """The member's own keys, from both places."""
+        return {**self.settings, **(self.model_extra or {})}
 
 
 class HybridEnvironmentConfig(Strict):
@@ -298,25 +296,24 @@ def is_enabled(section: Any) -> bool:
     return not isinstance(section, Mapping) or section.get("enabled", True) is not False
 
 
-def environment_sections(env: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def environment_sections(env: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, dict[str, Any]]]:
     """The name, kind and keys of each enabled section of `env`, and of members of hybrids, as `mixed.members.math`.
 
     Raises `ConfigError`, its `field` relative to `env`, for a section that is not a mapping.
     """
     for name, section in env.items():
         if not isinstance(section, Mapping):
-            raise ConfigError(
-                "the section of an environment is not a mapping", field=name, got=section, need="its keys"
-            )
+            summary = "the section of an environment is not a mapping"
+            raise ConfigError(summary, field=f"{prefix}{name}", got=section, need="its keys")
         if not is_enabled(section):
             continue
         keys = {key: value for key, value in section.items() if key not in ("enabled", "type")}
-        kind = str(section.get("type") or name.rpartition(".")[2])
-        yield name, kind, keys
+        kind = str(section.get("type") or name)
+        yield f"{prefix}{name}", kind, keys
         if kind == "hybrid" and isinstance(keys.get("members"), Mapping):
             members = {key: HybridMember.model_validate(member) for key, member in keys["members"].items()}
-            inner = {key: one.settings | ({"type": one.type} if one.type else {}) for key, one in members.items()}
-            yield from environment_sections({f"{name}.members.{key}": one for key, one in inner.items()})
+            inner = {key: one.section | ({"type": one.type} if one.type else {}) for key, one in members.items()}
+            yield from environment_sections(inner, f"{prefix}{name}.members.")
 
 
 def check_environments(env: Mapping[str, Any]) -> None:
@@ -334,9 +331,7 @@ def check_environments(env: Mapping[str, Any]) -> None:
                 one = config_error(error, schema, where=f"env.{name}")
                 raise at_field(one, ".".join(part for part in (name, one.field) if part)) from None
         elif near := nearest_name(kind, () if "." in kind else ENVIRONMENT_SECTIONS):
-            field, need = (
-                name if name.split(".")[-1] == kind else f"{name}.type",
-                f"one of {', '.join(ENVIRONMENT_SECTIONS)}",
-            )
+            field = name if name.split(".")[-1] == kind else f"{name}.type"
+            need = f"one of {', '.join(ENVIRONMENT_SECTIONS)}"
             fix = f"did you mean {near}? Say `type: {near}` where the name is meant to be another"
             raise ConfigError("there is no such kind of environment", field=field, got=kind, need=need, fix=fix)

@@ -79,8 +79,8 @@ class ScheduleConfig(Strict):
 
     @property
     def validates(self) -> bool:
-        """Whether there is ever a validation."""
-        return self.val_period is not None or self.val_at_start or self.val_at_end
+        """Whether there is a validation after the first step."""
+        return self.val_period is not None or self.val_at_end
 
 
 class RMConfig(ScheduleConfig):

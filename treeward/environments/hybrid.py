@@ -47,7 +47,7 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         try:
             for name, member in self.config.members.items():
                 where = f"{WHERE}.members.{name}"
-                self.members[name] = make_environment(member.type or name, member.settings, where=where)
+                self.members[name] = make_environment(member.type or name, member.section, where=where)
         except BaseException:
             self.shutdown()
             raise
@@ -60,7 +60,7 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
     def check_remote(cls, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         [config], kwargs = super().check_remote(*args, **kwargs)
         for name, member in config.members.items():
-            check_section(member.type or name, member.settings, where=f"{WHERE}.members.{name}")
+            check_section(member.type or name, member.section, where=f"{WHERE}.members.{name}")
         return (config,), kwargs
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
