@@ -105,10 +105,13 @@ def test_kl_and_the_sizes_of_curves() -> None:
 def test_a_planted_law_is_found_wherever_the_points_lie(alpha: float, beta: float) -> None:
     even, uneven = np.linspace(0.2, 3.0, 40), np.concatenate([np.linspace(0.01, 1, 30), np.linspace(1.001, 3, 600)])
     for d in (even, uneven):
-        assert fit_gao(d, d * (alpha - beta * np.log(d))) == pytest.approx((alpha, beta), abs=1e-9)
+        rl, bon = fit_gao(d, d * (alpha - beta * np.log(d)), "rl"), fit_gao(d, d * (alpha - beta * d), "bon")
+        assert rl[1:] == pytest.approx((alpha, beta, 1.0), abs=1e-9) == bon[1:]
     # A curve that is no law: its fit is that of the curve, not of the places where it was looked at.
     dense = np.linspace(0.01, 3, 300)
-    assert fit_gao(dense, np.sin(dense)) == pytest.approx(fit_gao(uneven, np.sin(uneven)), abs=3e-3)
+    assert fit_gao(dense, np.sin(dense), "rl")[1:3] == pytest.approx(
+        fit_gao(uneven, np.sin(uneven), "rl")[1:3], abs=3e-3
+    )
 
 
 # --- the analysis ----------------------------------------------------------------------------------------------------
@@ -303,6 +306,8 @@ def test_the_report_of_one_proxy() -> None:
     content = json.loads(json.dumps(to_json(found["length"]), allow_nan=False))
     assert content["n"] == list(range(1, 13)) and len(content["curves"]["gold"]["mean"]) == 12
     assert content["verdict"]["peak"] == 5
+    assert content["law"]["beta"] > 0 and content["law"]["peak"] == 3 and "law of Gao et al." in said
+    assert analyse([SampledPrompt([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])]).law is None
 
 
 # --- real completions ------------------------------------------------------------------------------------------------

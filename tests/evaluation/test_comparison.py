@@ -207,6 +207,9 @@ def test_errors_of_files_name_the_place(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="several models") as caught:
         read_evaluation(tmp_path / "several")
     assert caught.value.got == "mine, other"
+    twice = write(tmp_path / "twice", [scored(1, 1.0), scored(1, -1.0)])
+    with pytest.raises(DataError, match=r"examples.jsonl:2: two examples have one id"):
+        read_evaluation(twice)
     broken = tmp_path / "broken.jsonl"
     row: dict[str, Any] = to_row(scored(1, 1.0))
     del row["ranks"]

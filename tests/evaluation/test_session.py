@@ -7,6 +7,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -300,13 +301,32 @@ def test_results_that_a_new_evaluation_would_drop_are_refused(tmp_path: Path) ->
     assert found == [(m, s) for m in "xy" for s in ("first", "other")]
 
 
-def test_ids_that_come_twice_become_distinct() -> None:
-    class Twice(Questions):
-        def load(self, source: str | None = None) -> list[EvalExample]:
-            return super().load("2") * 2
+class Named(Questions):
+    """Questions with other ids or subsets."""
 
-    (summary,) = run_evaluation([candidate("m")], [(Twice(), None)]).summaries
-    assert [one.example.id for one in summary.examples] == ["0", "1", "0#2", "1#2"]
+    def __init__(self, **fields: Sequence[str]) -> None:
+        super().__init__()
+        self.fields = fields
+
+    def load(self, source: str | None = None) -> list[EvalExample]:
+        rows = zip(*self.fields.values(), strict=True)
+        examples = super().load(str(len(next(iter(self.fields.values())))))
+        named = zip(examples, rows, strict=True)
+        return [replace(one, **dict(zip(self.fields, values, strict=True))) for one, values in named]  # type: ignore[arg-type]
+
+
+def test_ids_that_come_twice_become_distinct_from_every_other() -> None:
+    (summary,) = run_evaluation([candidate("m")], [(Named(id=["a", "a", "a#2", "a", "a#2"]), None)]).summaries
+    assert [one.example.id for one in summary.examples] == ["a", "a#3", "a#2", "a#4", "a#2#2"]
+    asked = [one.example.context[0]["content"].split()[3] for one in summary.examples]
+    assert asked == ["0", "1", "2", "3", "4"]
+
+
+def test_rows_of_other_subsets_are_refused(tmp_path: Path) -> None:
+    """The numbers are of the kept rows, so they would be of the subsets of the earlier run."""
+    run_evaluation([candidate("m")], [(Named(subset="xyxy"), None)], tmp_path, report=False)
+    with pytest.raises(CheckpointError, match="another model, from other data"):
+        run_evaluation([candidate("m")], [(Named(subset="xxyy"), None)], tmp_path, report=False)
 
 
 def test_a_suite_that_is_empty_or_that_the_hub_does_not_give() -> None:

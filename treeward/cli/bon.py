@@ -75,7 +75,7 @@ def run(
             rate(data, one, folder and folder / "scores", len(clusters), progress.show) for one in (right, *proxies)
         )
     scores = dict(zip(names, every, strict=True))
-    failed = _tell_failures({"gold": of_gold, **({"proxy": every[0]} if len(names) == 1 else scores)})
+    failed = _tell_failures([("gold", of_gold), *([("proxy", every[0])] if len(names) == 1 else scores.items())])
     samples = {
         name: [
             SampledPrompt([one.score for one in p], [one.score for one in g], *cluster)
@@ -147,12 +147,12 @@ def _by_environment(section: Mapping[str, Any], option: str, stack: ExitStack) -
     return grade
 
 
-def _tell_failures(scores: Mapping[str, Sequence[Sequence[Any]]]) -> int:
+def _tell_failures(scores: Sequence[tuple[str, Sequence[Sequence[Any]]]]) -> int:
     """How many scores are missing, told by their reasons."""
     from treeward.evaluation.session import common_reasons
 
     num_failed = 0
-    for name, rows in scores.items():
+    for name, rows in scores:
         errors = Counter(one.error for row in rows for one in row if one.score is None)
         num_failed += errors.total()
         for reason, count in common_reasons(errors)[:_MOST_REASONS]:

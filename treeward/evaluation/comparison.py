@@ -110,7 +110,7 @@ def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     """The examples of one model: a file `examples.jsonl`, or a folder that `treeward eval` wrote for one model.
 
     A folder is OUTPUT/<model>, OUTPUT/<model>/<suite>, or OUTPUT itself if it has one model. Raises `DataError` for a
-    path without examples or with those of several models, and for rows that are none.
+    path without examples or with those of several models, for rows that are none, and for an id that comes twice.
     """
     found = Path(path)
     is_file = found.is_file() and file_suffix(str(found)) in KINDS
@@ -124,11 +124,17 @@ def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
         got, fix = ", ".join(models), str(found / models[0])
         summary = "the folder holds the evaluations of several models"
         raise DataError(summary, where=str(path), got=got, need="the folder of one model", fix=fix)
-    suites = {
-        file.resolve().parent.name: [scored_from_row(row.values, row.where) for row in read_file(str(file))]
-        for file in files
-    }
-    return Evaluation(models[0], str(path), suites)
+    return Evaluation(models[0], str(path), {file.resolve().parent.name: _read_rows(file) for file in files})
+
+
+def _read_rows(file: Path) -> list[ScoredExample]:
+    rows: dict[str, ScoredExample] = {}
+    for row in read_file(str(file)):
+        scored = scored_from_row(row.values, row.where)
+        if rows.setdefault(scored.example.id, scored) is not scored:
+            need = "an id for each example of a suite"
+            raise DataError("two examples have one id", where=row.where, field="id", got=scored.example.id, need=need)
+    return list(rows.values())
 
 
 def compare(

@@ -296,13 +296,17 @@ def _load_suite(suite: Suite, source: str | None, limit: int | None = None) -> _
         ) from error
     if not examples:
         raise DataError("the suite has no examples", where=source or suite.name, need="at least one")
-    seen: Counter[str] = Counter()
+    given = Counter(example.id for example in examples)
+    taken: set[str] = set()
     digest = hashlib.sha256()
     for i, example in enumerate(examples):
-        seen[example.id] += 1
-        if seen[example.id] > 1:
-            examples[i] = replace(example, id=f"{example.id}#{seen[example.id]}")
-        parts = [examples[i].id, example.context, example.completions, example.ranks]
+        number, name = 1, example.id
+        while name in taken or (number > 1 and name in given):
+            number += 1
+            name = f"{example.id}#{number}"
+        taken.add(name)
+        examples[i] = replace(example, id=name)
+        parts = [name, example.subset, example.context, example.completions, example.ranks, example.suite_data]
         digest.update(json.dumps(parts, sort_keys=True, default=str).encode() + b"\n")
     # The digest is of all examples: the rows of one limit are of use to another.
     return _LoadedSuite(suite, tuple(examples[:limit]), digest.hexdigest())

@@ -31,6 +31,7 @@ Interval = tuple[float | None, float | None]
 
 _DRAWS_AT_ONCE = 4_000_000
 _FEWEST_CLUSTERS = 10
+_FEWEST_OF_A_PART = 5
 
 
 # --- intervals ------------------------------------------------------------------------------------------------------
@@ -188,7 +189,9 @@ def combined(name: str, parts: Sequence[Part], weights: Sequence[float] | None =
     least = math.sqrt(float(shares**2 @ ((p - lows) * (highs - p)).clip(0.0)))
     low = max(value - max(float(np.linalg.norm(shares * (p - lows))), least), float(shares @ lows))
     high = min(value + max(float(np.linalg.norm(shares * (highs - p))), least), float(shares @ highs))
-    metric = Metric(name, value, low, high, count)
+    few = len(parts) > 1 and any((one.count or 0) < _FEWEST_OF_A_PART for one in metrics)
+    note = f"With parts of fewer than {_FEWEST_OF_A_PART} examples the interval may be too narrow." if few else None
+    metric = Metric(name, value, low, high, count, note)
     prompts = [prompt for part in parts for prompt in part.prompts]
     if len(set(prompts)) == sum(len(set(part.prompts)) for part in parts):
         return metric
@@ -199,8 +202,8 @@ def combined(name: str, parts: Sequence[Part], weights: Sequence[float] | None =
     ]
     ends = cluster_bootstrap(np.concatenate(drawn), prompts)
     low, high = (low, high) if ends[0] is None or ends[1] is None else (min(low, ends[0]), max(high, ends[1]))
-    note = f"The interval allows for the {len(set(prompts))} prompts that {len(prompts)} examples share."
-    return replace(metric, low=low, high=high, note=note)
+    shared = f"The interval allows for the {len(set(prompts))} prompts that {len(prompts)} examples share."
+    return with_notes(replace(metric, low=low, high=high), shared)
 
 
 def with_notes(metric: Metric, *notes: str | None) -> Metric:

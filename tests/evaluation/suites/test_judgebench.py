@@ -79,3 +79,13 @@ def test_the_headline_is_of_the_pairs_of_gpt(examples: list[EvalExample], scored
 def test_a_file_of_the_authors_repository(tmp_path: Path) -> None:
     file = write(tmp_path / "dataset=judgebench,response_model=gpt-4o-2024-05-13.jsonl", rows_of("gpt", 3))
     assert [e.suite_data["id"] for e in JudgeBench().load(str(file))] == ["gpt-0", "gpt-1", "gpt-2"]
+    write(tmp_path / "outputs" / f"{file.stem},judge_name=x.jsonl", rows_of("claude", 2))  # a result
+    assert len(JudgeBench().load(str(tmp_path))) == 3
+    write(tmp_path / "dataset=judgebench,response_model=claude-3-5-sonnet-20240620.jsonl", rows_of("claude", 2))
+    assert {e.suite_data["writer"] for e in JudgeBench().load(str(tmp_path))} == {"gpt", "claude"}
+
+
+def test_a_folder_of_one_writer(tmp_path: Path) -> None:
+    write(tmp_path / "claude.jsonl", rows_of("claude", 2))
+    write(tmp_path / "other.jsonl", rows_of("gpt", 1))
+    assert len(JudgeBench().load(str(tmp_path))) == 2

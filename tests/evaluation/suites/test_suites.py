@@ -56,6 +56,12 @@ def test_shards_are_read_in_order_and_only_of_the_split(tmp_path: Path, write_pa
     assert [row.values["a"] for row in rows] == [0, 1]
 
 
+def test_a_file_with_the_name_of_the_split(tmp_path: Path) -> None:
+    (tmp_path / "filtered.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "raw.jsonl").write_text('{"a": 2}\n')
+    assert [row.values["a"] for row in suite_rows(str(tmp_path), "org/name", split="filtered")] == [1]
+
+
 def test_a_saved_dataset_and_a_pattern(tmp_path: Path) -> None:
     import datasets  # type: ignore[import-untyped]
 
@@ -74,6 +80,7 @@ def test_a_saved_dataset_and_a_pattern(tmp_path: Path) -> None:
 def test_the_interval_of_parts_by_hand() -> None:
     parts = [Part(Metric("a", 0.5, 0.25, 0.75, 4), (), ()), Part(Metric("c", 1.0, 0.5, 1.0, 2), (), ())]
     found = combined("headline", parts, [1, 3])
+    assert "fewer than 5 examples" in str(found.note)
     assert (found.value, found.count) == (0.875, 6) and combined("headline", []).value is None
     assert found.low == pytest.approx(0.875 - math.hypot(0.25 * 0.25, 0.75 * 0.5))
     assert found.high == pytest.approx(0.875 + 0.25 * 0.25)

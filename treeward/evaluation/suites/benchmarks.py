@@ -101,10 +101,10 @@ class RMBench(Suite):
         return [_style_example(row) for row in rows]
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
-        groups, cells = by_subset(scored), {one.example.id: self._cells(one) for one in scored}
+        groups, cells = by_subset(scored), {id(one): self._cells(one) for one in scored}
 
         def part(name: str, own: Sequence[ScoredExample], places: Any = ...) -> Part:
-            return self.part(name, own, lambda one: float(cells[one.example.id][places].mean()))
+            return self.part(name, own, lambda one: float(cells[id(one)][places].mean()))
 
         of_domains = {domain: [one for one in scored if one.example.subset.startswith(domain)] for domain in DOMAINS}
         domains = {domain: own for domain, own in of_domains.items() if own}
@@ -113,7 +113,7 @@ class RMBench(Suite):
             combined(name, [part(name, own, places) for own in domains.values()])
             for name, places in _DIFFICULTIES.items()
         ]
-        matrices = [np.mean([cells[one.example.id] for one in own], axis=0) for own in domains.values()]
+        matrices = [np.mean([cells[id(one)] for one in own], axis=0) for own in domains.values()]
         return SuiteResult(
             self.name,
             combined("overall", parts),
@@ -173,7 +173,7 @@ class JudgeBench(Suite):
     num_published = 350
 
     def load(self, source: str | None = None) -> list[EvalExample]:
-        """The splits `gpt` and `claude` of the hub or of a copy, or one file, as of the authors' repository.
+        """The splits `gpt` and `claude` of the hub or of a copy, the authors' repository, or one file.
 
         See `Suite.load`.
         """
@@ -193,7 +193,12 @@ class JudgeBench(Suite):
 def _judged_rows(source: str | None, hub_path: str) -> Iterator[Row]:
     if source is not None and os.path.isfile(source):
         return read_rows(source)
-    return chain.from_iterable(suite_rows(source, hub_path, split=split) for split in _WRITERS)
+    # In the authors' folder the files with judge_name in their names are results.
+    files = sorted(Path(source).rglob("dataset=judgebench*.jsonl")) if source is not None else []
+    if pairs := [str(file) for file in files if "judge_name=" not in file.name]:
+        return chain.from_iterable(map(read_rows, pairs))
+    there = [writer for writer in _WRITERS if source is not None and any(Path(source).rglob(f"{writer}*"))]
+    return chain.from_iterable(suite_rows(source, hub_path, split=split) for split in there or _WRITERS)
 
 
 def _judged_example(row: Row) -> EvalExample:

@@ -26,6 +26,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError
@@ -63,7 +64,7 @@ class Suite(ABC):
 
     @abstractmethod
     def load(self, source: str | None = None) -> list[EvalExample]:
-        """The examples in the order of the data; `load_suite` makes ids that come twice distinct.
+        """The examples in the order of the data; `run_evaluation` makes ids that come twice distinct.
 
         `source`: a file or folder in the published schema, the name of a copy on the hub, or None for `hub_path`.
         Raises `DataError` naming file, row and field for data that is not there or not in the schema.
@@ -192,8 +193,11 @@ class PreferenceSuite(Suite):
 def suite_rows(source: str | None, hub_path: str, *, split: str | None) -> Iterator[Row]:
     """The rows of one split of the hub's `hub_path` (None), of a copy of it, or of a file, which is taken whole.
 
-    Raises `DataError` as `read_rows` does.
+    In a folder a file with the split's name counts first (`filtered.jsonl`). Raises `DataError` as `read_rows` does.
     """
+    if source is not None and os.path.isdir(source):
+        named = sorted(file for file in Path(source).glob(f"{split}.*") if file_suffix(file.name) in KINDS)
+        source = str(named[0]) if named else source
     is_file = source is not None and (os.path.isfile(source) or file_suffix(source) in KINDS)
     return read_rows(source or hub_path, split=None if is_file else split)
 

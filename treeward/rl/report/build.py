@@ -169,15 +169,15 @@ def _law(gold: Block, name: str) -> tuple[Block, str] | None:
     if len(points) < _FEWEST_FOR_A_LAW or gold["x"][0] > _NEAR_THE_START * max(points):
         return None
     d, gains = np.array(sorted(points.items())).T
-    law = fit_gao(d, gains)
-    spread = float(np.sum((gains - gains.mean()) ** 2))
-    r_squared = 1.0 - float(np.sum((gains - law.gain(d)) ** 2)) / spread if spread > 0.0 else 0.0
-    if r_squared < _LEAST_R_SQUARED:
+    law = fit_gao(d, gains, "rl")
+    if law.r_squared < _LEAST_R_SQUARED:
         return None
-    peak = law.peak_distance
-    top = "still rising at the end" if peak is None or peak > d[-1] else f"highest at {format_number(peak)}"
-    words = f"alpha = {format_number(law.alpha)}, beta = {format_number(law.beta)} (R squared {r_squared:.2f}), {top}"
     x = np.linspace(0.0, d[-1], _MOST_POINTS)
+    peak = int(np.argmax(law.gain(x)))
+    top = "still rising at the end" if peak == _MOST_POINTS - 1 else f"highest at {format_number(x[peak])}"
+    words = (
+        f"alpha = {format_number(law.alpha)}, beta = {format_number(law.beta)} (R squared {law.r_squared:.2f}), {top}"
+    )
     look = {"name": name, "colour": gold["colour"], "dash": _DOTTED, "dots": False}
     return look | {"x": x.tolist(), "y": law.gain(x).tolist()}, words
 
