@@ -63,6 +63,20 @@ def test_rank_format(tmp_path: Path) -> None:
     assert parse(tmp_path, "PreferenceDataset", rank_row()).task_name == "PreferenceDataset"
 
 
+def test_a_conversation_that_does_not_end_with_the_assistant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    row = rank_row()
+    row["completions"][1]["completion"].append(user("Is it?"))
+    path = write_jsonl(tmp_path / "rows.jsonl", rank_row(), row, row)
+    assert len(list(open_dataset(DatasetConfig(data_path=path)))) == 3
+    (record,) = caplog.records
+    assert f"in 2 of 3 comparisons a completion does not end with an assistant message (the first is {path}:2)" in (
+        record.message
+    )
+    with pytest.raises(DataError, match="not a whole number"):
+        row["completions"][0]["rank"] = 2**64
+        parse(tmp_path, "PreferenceDataset", row)
+
+
 def test_rank_format_in_csv(tmp_path: Path) -> None:
     rows = [rank_row(margin=1.5), rank_row("vier", "fünf")]
     with (tmp_path / "rows.csv").open("w", newline="") as handle:
@@ -339,6 +353,7 @@ def test_custom_classes(custom: str) -> None:
     stream, other = (
         open_dataset(DatasetConfig(dataset_name=f"{custom}.Old", kwargs=kwargs)) for kwargs in ({}, {"word": "other"})
     )
+    assert [row["task_name"] for row in stream.formatted_ds["train"]] == ["old"]
     assert list(stream) == list(stream) and next(iter(stream))[0].task_name == "old"
     assert stream.name == f"{custom}.Old[train]" and stream.fingerprint != other.fingerprint
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import pickle
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +146,14 @@ def test_too_long(encode: Any) -> None:
     huge = preference("Paris.", "Lyon.", prompt="Capital? " * 1_000_000)
     counts = encode(huge, renderer=renderer_of(60)).counts
     assert (counts.read, counts.kept, counts.dropped_too_long) == (2, 1, 1) and counts.longest > 60_000
+
+
+def test_memory_does_not_follow_the_lengths_of_rows(encode: Any) -> None:
+    rows = [preference("Paris.", "Lyon.", prompt="Capital? " * 200_000)] * 30
+    tracemalloc.start()
+    assert encode(*rows, renderer=renderer_of(60)).counts.dropped_too_long == 30
+    assert tracemalloc.get_traced_memory()[1] < 40_000_000  # of 108 million characters
+    tracemalloc.stop()
 
 
 def test_counts_and_costs_are_those_of_the_rows(encode: Any, monkeypatch: pytest.MonkeyPatch) -> None:

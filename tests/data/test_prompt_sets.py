@@ -70,6 +70,7 @@ BRIEF = tuple({"role": "system", "content": text} for text in ("Be brief.", "In 
             {"ground_truth": "5", "reference_answers": ["5"], "level": 2},
         ),
         ("ResponseDataset", {"input": [*SUM], "output": 5}, SUM, {"ground_truth": 5}),
+        ("PromptDataset", {"prompt": "2 + 3?", "extra_info": "x"}, SUM, {"extra_info": "x"}),
         (
             "ResponseDataset",
             {"messages": [*SUM, assistant("5")]},
@@ -102,6 +103,12 @@ def test_schemas(tmp_path: Path, name: str, row: dict[str, Any], messages: Any, 
 def test_named_keys(tmp_path: Path) -> None:
     (named,) = opened(tmp_path, "ResponseDataset", {"q": "2 + 3?", "a": "5"}, input_key="q", output_key="a")
     assert (named.messages, named.info["ground_truth"]) == (SUM, "5")
+    (own,) = opened(
+        tmp_path, "ResponseDataset", {"q": "2?", "ground_truth": "5"}, input_key="q", output_key="ground_truth"
+    )
+    assert own.info == {"ground_truth": "5", "reference_answers": ["5"]}
+    request = {"input": "2?", "output": "2", "responses_create_params": "text", "tools": ["f"]}
+    assert opened(tmp_path, "ResponseDataset", request)[0].info["tools"] == ["f"]
 
 
 def test_what_is_read_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +206,10 @@ def test_rows_are_held_out_for_validation(tmp_path: Path) -> None:
             r"field: responses_create_params.input\[0\]",
         ),
         ("ResponseDataset", {"inputs": "2?", "output": "2"}, "the row has no input(.|\n)*is it inputs"),
+        *(
+            ("ResponseDataset", {"input": "2?", "output": wrong}, "output is no answer")
+            for wrong in (float("nan"), [], {}, True)
+        ),
         ("ResponseDataset", {"input": "2?"}, "the row has no output(.|\n)*PromptDataset"),
         ("OpenMathInstruct-2", {"problem": 3, "expected_answer": "3"}, "neither text nor(.|\n)*field: problem"),
     ],

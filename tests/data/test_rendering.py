@@ -131,12 +131,15 @@ def test_the_clock_is_stopped(caplog: pytest.LogCaptureFixture) -> None:
     source = (
         "\n  {% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
         "{% macro iso() %}{{ strftime_now('%Y-%m-%d') }}{% endmacro %}"
-        "{{ date_string }} {{ iso() }} {% for m in messages %}{{ m['content'] }}{% endfor %}"
+        "{{ date_string }} {{ iso() }} {{ strftime_now('%A, %-d %B %y %H:%M') }} "
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     )
     with caplog.at_level(logging.WARNING):
         renderer = Renderer(byte_bpe(), chat_template=source)
     assert "26 Jul 2024" in caplog.text
-    assert renderer.render(CHAT[:1]) == "\n26 Jul 2024 2024-07-26 What is the capital of France?"
+    assert (
+        renderer.render(CHAT[:1]) == "\n26 Jul 2024 2024-07-26 Friday, 26 July 24 00:00 What is the capital of France?"
+    )
     today = datetime.now().strftime("%d %b %Y")
     plain = renderer.tokenizer.apply_chat_template(CHAT[:1], chat_template=source, tokenize=False)
     assert plain.replace(today, "26 Jul 2024").startswith("\n26 Jul 2024")  # the same but for the date
@@ -177,6 +180,10 @@ def test_content_parts() -> None:
     text_only, vision = (Renderer(byte_bpe(), chat_template=template) for template in (CHATML, listing))
     assert text_only.render(parts) == text_only.render(plain)
     assert vision.render(parts) == vision.render(plain) == "What now?|Wait.|"
+    trimming = "{% for p in m['content'] %}{{ p['text'] | trim }}{% endfor %}"
+    both = f"{{% for m in messages %}}{{% if m['content'] is string %}}{{{{ m['content'] }}}}{{% else %}}{trimming}"
+    both += "{% endif %}{% endfor %}"  # as Gemma 3: its own way with parts is that of plain transformers
+    assert Renderer(byte_bpe(), chat_template=both).render(parts) == "Whatnow?Wait."
     with pytest.raises(DataError, match=r"reads text only(?s:.*)image"):
         text_only.encode([user([{"type": "image", "url": "a.png"}])], where="a.jsonl:1")
 

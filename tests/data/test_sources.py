@@ -90,6 +90,7 @@ def test_nested_values_and_places(tmp_path: Path, kind: str) -> None:
     [
         '[{"a": 1}, {"a": 2}]',
         '{"data": [{"a": 1}, {"a": 2}]}',
+        '{"data": [{"a": 1}, {"a": 2}], "rows": 2}',
         '{"version": 1,\n "rows": [{"a": 1},\n {"a": 2}]}',
         '{"a": 1}\n{"a": 2}\n',
         '\ufeff\n{"a": 1}\n\n{"a": 2}',
@@ -113,7 +114,10 @@ def test_layouts_of_json(tmp_path: Path, text: str) -> None:
         ("a.jsonl.gz", b'{"a": 1}', ":1", ["gzip file is damaged", "remove .gz"]),
         ("a.json", b'[{"a": 1},\n {"a": }]', ":2", ["not JSON"]),
         ("a.json", b'{"a":\n 1}', "", ["no list of rows", "['a']"]),
+        ("a.json", b'{"data": [{"a": 1}],\n "rows": [{"a": 2}]}', "", ["no list of rows"]),  # none is left out silently
+        ("a.json", b'{"data": []}', "", ["no rows"]),
         ("a.csv", b"a,b\n1,2\n3\n", ":3", ["does not fit", "a, b"]),
+        ("a.csv", b'\na,b\n1,"2\n2"\n3,4,"5\n6"\n', ":5", ["does not fit", "a, b"]),  # where the row begins
         ("a.csv", b"a,b,a\n1,2,3\n", ":1", ["the same name", "a, b, a"]),
         ("a.csv", b'a,b\n1,2\n"open,2\n3,4\n', ":3", ["not valid CSV"]),
         ("a.parquet", b"PAR1nonsense", ":row 1", ["cannot be read"]),
@@ -149,6 +153,11 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
     (tmp_path / ".hidden.jsonl").write_text("broken")
     assert values(tmp_path) == values(tmp_path, split="train") == values(tmp_path / "*.jsonl*") == ROWS
     assert values(tmp_path / "**" / "b.*") == ROWS[1:]
+    write(tmp_path / "b.jsonl.gz", ROWS[1:])
+    for path in (tmp_path, tmp_path / "b.*"):
+        assert f"{tmp_path / 'b.jsonl'} and {tmp_path / 'b.jsonl.gz'}" in str(refused(path))
+    (tmp_path / "b.jsonl.gz").unlink()
+    (tmp_path / "README.md").write_text("Files of mine.")  # says nothing of splits
     write(tmp_path / "train.jsonl", ROWS)
     assert "a.jsonl.gz, b.jsonl beside train.jsonl" in str(refused(tmp_path))
     assert str(tmp_path / "train.jsonl") in str(refused(tmp_path / "trian.jsonl").fix)

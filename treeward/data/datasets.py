@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import random
 import re
 from collections import deque
@@ -48,6 +49,8 @@ from treeward.data.synthetic import bundled_path
 from treeward.errors import ConfigError
 
 __all__ = ["RowDataset", "TaskDataSpec", "open_dataset", "register_dataset"]
+
+logger = logging.getLogger(__name__)
 
 _DATASETS = Registry("datasets", example="my_module.MyDataset")
 _Class = TypeVar("_Class", bound=type[Any])
@@ -117,9 +120,18 @@ class RowDataset(RowSource):
         return _with_non_contextual(self._completed()) if self.config.non_contextual_answer else self._completed()
 
     def _completed(self) -> Iterator[tuple[Preference, str]]:
-        for row in self.rows():
+        total, others, first = 0, 0, ""
+        for total, row in enumerate(self.rows(), 1):  # noqa: B007
             preference = self.to_preference(row)
+            if any(completion.messages[-1]["role"] != "assistant" for completion in preference.completions):
+                others, first = others + 1, first or row.where
             yield replace(preference, context=self.files.complete(preference.context, row.where)), row.where
+        if others:
+            logger.warning(
+                "%s: in %d of %d comparisons a completion does not end with an assistant message (the first is %s); "
+                "its score is read after that other message",
+                *(self.name, others, total, first),
+            )
 
 
 @register_dataset("PreferenceDataset")

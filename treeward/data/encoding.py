@@ -45,7 +45,7 @@ Ties = Literal["drop", "half", "error"]
 half a win for either side), or it is an error, as any two equal ranks are then."""
 
 _FORMAT_VERSION = 6  # raise it when the file's layout, the rules for keeping a comparison or the parsing of rows change
-_ROWS_AT_ONCE = 128  # enough for a fast tokenizer to use all cores, and few enough for long conversations
+_ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 128, 4_000_000  # enough for a fast tokenizer to use all cores
 
 _SUMMED = ("tokens", "tree_tokens", "truncated", "deduplicated", "tied_pairs", "non_contextual")
 _SCHEMA = pa.schema(
@@ -248,8 +248,7 @@ def _write(path: Path, stream: RowDataset, renderer: Renderer, ties: Ties, progr
             atomic_file(path, "wb") as file,
             pa.ipc.new_file(file, _SCHEMA) as writer,
         ):
-            preferences = iter(stream)
-            while rows := list(itertools.islice(preferences, _ROWS_AT_ONCE)):
+            for rows in _portions(stream):
                 records = list(_encode_rows(rows, renderer, ties))
                 writer.write_batch(pa.RecordBatch.from_pylist(records, schema=_SCHEMA))
                 done += len(rows)
@@ -258,6 +257,20 @@ def _write(path: Path, stream: RowDataset, renderer: Renderer, ties: Ties, progr
         summary = f"the token cache cannot be written: {error.strerror or error}"
         need = "a folder with room that can be written"
         raise ConfigError(summary, where=str(path.parent), field="data.cache_dir", need=need) from error
+
+
+def _portions(stream: RowDataset) -> Iterator[list[tuple[Preference, str]]]:
+    """Rows for one call of the tokenizer: few where they are long, so that memory does not follow their lengths."""
+    rows, characters = [], 0
+    for preference, where in stream:
+        rows.append((preference, where))
+        conversations = [[*preference.context, *completion.messages] for completion in preference.completions]
+        characters += sum(len(str(message.get("content"))) for messages in conversations for message in messages)
+        if len(rows) == _ROWS_AT_ONCE or characters > _CHARACTERS_AT_ONCE:
+            yield rows
+            rows, characters = [], 0
+    if rows:
+        yield rows
 
 
 # --- from preferences to rows of the file ----------------------------------------------------------------------------

@@ -118,12 +118,8 @@ def as_messages(value: Any, key: str, role: str, where: str) -> Messages:
         try:
             parsed = parse_json_list(value, key, where)
         except DataError:
-            parsed = None
-        if (
-            not parsed
-            or not _is_list(parsed)
-            or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in parsed)
-        ):
+            parsed = value
+        if not (isinstance(parsed, list) and parsed and all(map(_has_role_and_content, parsed))):
             return ({"role": role, "content": value},)  # also "[1, 2]"
         value = parsed
     if _is_list(value):
@@ -200,7 +196,7 @@ def _completion(item: Any, field: str, where: str | None) -> Completion:
     if not isinstance(item, Mapping) or "completion" not in item:
         raise DataError("a completion has no messages", where=where, field=field, got=item, need=need)
     rank = item.get("rank")
-    if isinstance(rank, bool) or not isinstance(rank, int | float) or not float(rank).is_integer():
+    if isinstance(rank, bool) or not isinstance(rank, int | float) or not abs(rank) <= 2**31 or rank != int(rank):
         raise DataError("a rank is not a whole number", where=where, field=f"{field}.rank", got=rank, need=need)
     messages = parse_json_list(item["completion"], f"{field}.completion", where)
     messages = check_messages(messages, f"{field}.completion", where)
@@ -387,6 +383,10 @@ def _check_continues(prompt: Messages, side: Messages, key: str, where: str) -> 
 
 def _keys(values: Mapping[str, Any]) -> str:
     return f"keys {sorted(map(str, values))}"
+
+
+def _has_role_and_content(value: Any) -> bool:
+    return isinstance(value, dict) and {"role", "content"} <= value.keys()
 
 
 def _is_list(value: Any) -> bool:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -121,9 +122,7 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
         prompts.append(_with_environment(replace(prompt, messages=messages), config.env_name, environments))
     if not prompts:
         raise DataError("there are no prompts", where=source.name, got="an empty dataset", need="at least one")
-    tools = [(p.info.get("responses_create_params") or p.info).get("tools") for p in prompts]
-    if any(tools):
-        number = sum(map(bool, tools))
+    if number := sum(_has_tools(prompt.info) for prompt in prompts):
         logger.warning("%s: %d rows have tools; the policy does not see them", source.name, number)
     kept = prompts
     if config.split_validation_size:
@@ -132,6 +131,11 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
         kept = [prompt for prompt, is_out in zip(prompts, held_out, strict=True) if is_out == wants]
     counts = PromptCounts(read=len(prompts), kept=len(kept), held_out=len(prompts) - len(kept))
     return PromptSet(source.name, kept, counts, config.weight)
+
+
+def _has_tools(info: Mapping[str, Any]) -> bool:
+    request = info.get(_REQUEST)
+    return bool(info.get("tools") or (isinstance(request, Mapping) and request.get("tools")))
 
 
 # --- datasets by name ------------------------------------------------------------------------------------------------
@@ -320,10 +324,15 @@ def from_response_row(
     keys = (input_key, output_key) if has_input else ("messages", None)
     read = from_prompt_row(values, where, prompt_key=keys[0], answer_key=keys[1])
     truth = read.info.get("ground_truth")
+    is_number = isinstance(truth, int | float) and not isinstance(truth, bool) and abs(truth) < math.inf
+    if has_input and not (isinstance(truth, str) or is_number or (isinstance(truth, Sequence) and truth)):
+        need = "a text, a number, or a list of accepted ones"
+        raise DataError(f"{output_key} is no answer", where=where, field=output_key, got=truth, need=need)
     if not keeps_columns:
         return replace(read, info={"ground_truth": required(read.info, "ground_truth", where, "an answer")})
     references = {"reference_answers": [truth]} if isinstance(truth, str) else {}
-    return replace(read, info=references | {key: v for key, v in read.info.items() if key != output_key})
+    columns = {key: v for key, v in read.info.items() if key == "ground_truth" or key != output_key}
+    return replace(read, info=references | columns)
 
 
 def check_prompt(messages: Sequence[Message], field: str, where: str | None) -> tuple[Message, ...]:
@@ -378,7 +387,8 @@ def _columns(values: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
     """The row's columns that have a value, beside its prompt."""
     given = {key: value for key, value in values.items() if value is not None}
     extra = given.pop("extra_info", {})
-    columns = {key: v for key, v in extra.items() if v is not None} if isinstance(extra, Mapping) else {}
+    extra = extra if isinstance(extra, Mapping) else {"extra_info": extra}
+    columns = {key: value for key, value in extra.items() if value is not None}
     columns |= {key: value for key, value in given.items() if key not in (prompt_key, *_ENVIRONMENT_KEYS)}
     chosen = next((given[key] for key in _ENVIRONMENT_KEYS if key in given), None)
     return columns if chosen is None else columns | {"environment": chosen}

@@ -99,7 +99,7 @@ class PromptFiles:
         template, system = texts
         try:
             is_template = template is None or template.format("\0").count("\0") == 1
-        except (ValueError, LookupError):
+        except (ValueError, LookupError, AttributeError):
             is_template = False
         if not is_template:
             need = "exactly one {}, where the last user message goes; {{ and }} are braces of the text"
@@ -166,7 +166,7 @@ class ObjectRows(RowSource):
     """
 
     def __init__(self, config: SetConfig, cls: Any) -> None:
-        self.config = config
+        self.config, self.split = config, config.split
         self.dataset = _construct(cls, config)
         self._rows, self.name = _rows_of(self.dataset, config)
         self.spec = getattr(self.dataset, "task_spec", None)

@@ -25,6 +25,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,7 +52,7 @@ DEFAULT_CHAT_TEMPLATE = """\
 is one) after each assistant message, and nothing after the last, so that a score is read at EOS."""
 
 FIXED_DATE = "26 Jul 2024"
-"""What `strftime_now` gives: the date that Llama 3's templates fall back to; `2024-07-26` for the format of ISO."""
+"""What `strftime_now` gives, in the format that a template asks for: the date that those of Llama 3 fall back to."""
 
 MAX_SECONDS = 10.0
 """Processor time that one rendering may take; real templates need milliseconds."""
@@ -60,6 +61,7 @@ MAX_CHARACTERS = 2**28
 """Characters that a template may keep in a variable."""
 
 SETTING = "policy.tokenizer.chat_template"
+_MIDNIGHT = datetime.strptime(FIXED_DATE, "%d %b %Y")
 _CLOCK = "{% macro strftime_now(format) %}"
 _TIMED, _BOUNDED = "treeward_timed", "treeward_bounded"
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("deadline", default=float("inf"))
@@ -112,7 +114,7 @@ class Renderer:
         self._seen_roles = set(_ROLES)
         source, name = find_template(tokenizer, chat_template)
         self.chat_template = without_clock(source, self.chat_template_kwargs)
-        self._reads_text = self._probe_content(name)
+        self._reads_text, self._reads_parts = self._probe_content(name)
         probe: list[int] = tokenizer("a probe", add_special_tokens=True)["input_ids"]
         cls, sep, bos = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id
         framed = cls is not None and sep is not None and probe[:1] == [cls] and probe[-1:] == [sep]
@@ -304,15 +306,17 @@ class Renderer:
             return self.chat_template
         return without_clock(f"{before}{source}{after}", self.chat_template_kwargs)
 
-    def _probe_content(self, name: str) -> bool:
-        """Whether the template reads content that is text, and not a list of parts alone, as those of vision models.
+    def _probe_content(self, name: str) -> tuple[bool, bool]:
+        """Whether the template reads content that is text, and content that is a list of parts.
 
-        Such a template may skip a text silently, and a template for text writes a list as Python would.
+        Templates of vision models may skip a text silently, and templates for text write a list as Python would.
         """
         in_parts = [message | {"content": _as_parts(message["content"])} for message in _PROBE_MESSAGES]
         text, parts = self._try_probe(_PROBE_MESSAGES, name), self._try_probe(in_parts, name)
-        reads_text, reads_parts = (all(m["content"] in one for m in _PROBE_MESSAGES) for one in (text, parts))
-        return reads_text or not reads_parts or "'type'" in parts
+        if all(message["content"] in text for message in _PROBE_MESSAGES):
+            return True, parts == text
+        reads_parts = "'type'" not in parts and all(message["content"] in parts for message in _PROBE_MESSAGES)
+        return not reads_parts, reads_parts
 
     def _try_probe(self, messages: list[Message], name: str) -> str:
         try:
@@ -331,7 +335,7 @@ class Renderer:
 
     def _content(self, message: Message, where: str | None) -> Message:
         content = message.get("content")
-        if content is None or isinstance(content, str) == self._reads_text:
+        if content is None or (self._reads_text if isinstance(content, str) else self._reads_parts):
             return message
         if isinstance(content, str):
             return message | {"content": _as_parts(content)}
@@ -469,8 +473,9 @@ def without_clock(template: str, variables: Mapping[str, Any]) -> str:
         )
     # transformers passes only plain values to a template, so a macro shadows its clock. The macro stands on a line of
     # its own: transformers trims the newline after a block, which leaves the rest as it was.
-    date = "{{ '2024-07-26' if format == '%Y-%m-%d' else '" + FIXED_DATE + "' }}"
-    return f"{_CLOCK}{date}{{% endmacro %}}\n{template}"
+    codes = [f"%{code}" for code in ("-d", "-m", *"aAbBcdDeFHIjmMpSTuUwWxXyYzZ")]
+    replaced = "".join(f" | replace({code!r}, {_MIDNIGHT.strftime(code)!r})" for code in codes)
+    return f"{_CLOCK}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
 
 
 def _limit(template: str) -> None:

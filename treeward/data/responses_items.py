@@ -64,7 +64,8 @@ def _messages(items: Sequence[Any], field: str, developer: str) -> list[Message]
             case "function_call_output":
                 told = {"tool_call_id": item.get("call_id"), "name": names.get(str(item.get("call_id")))}
                 content = _text(item.get("output"), f"{where}.output")
-                messages.append({"role": "tool", "content": content} | {k: v for k, v in told.items() if v})
+                known = {key: value for key, value in told.items() if isinstance(value, str) and value}
+                messages.append({"role": "tool", "content": content} | known)
             case "reasoning":
                 pass
             case other:
@@ -85,15 +86,10 @@ def _message(item: Mapping[str, Any], where: str, developer: str) -> Message:
     content = _text(item.get("content"), f"{where}.content")
     message: Message = {"role": developer if role == "developer" else role, "content": content}
     # Rows in the form of chat completions have their calls in the messages themselves.
-    calls = [
-        _checked(call, Mapping, f"{where}.tool_calls[{i}]", '{"id": ..., "function": {...}}')
-        for i, call in enumerate(_checked(item.get("tool_calls") or [], list, f"{where}.tool_calls", "a list"))
-    ]
-    if calls:
-        message["tool_calls"] = [
-            _call({**(call.get("function") or {}), "call_id": call.get("id")}, f"{where}.tool_calls[{i}]")
-            for i, call in enumerate(calls)
-        ]
+    for i, call in enumerate(_checked(item.get("tool_calls") or [], list | tuple, f"{where}.tool_calls", "a list")):
+        field, need = f"{where}.tool_calls[{i}]", '{"id": ..., "function": {...}}'
+        function = _checked(_checked(call, Mapping, field, need).get("function"), Mapping, field, need)
+        message.setdefault("tool_calls", []).append(_call({**function, "call_id": call.get("id")}, field))
     return message | {key: item[key] for key in ("tool_call_id", "name") if isinstance(item.get(key), str)}
 
 

@@ -62,6 +62,9 @@ def read_rows(path: str, *, split: str | None = None, subset: str | None = None)
     is not UTF-8, malformed JSON, CSV or Arrow data, a truncated gzip, and rows that are not objects.
     """
     files, table, label = _locate(path, split, subset)
+    if twice := [file for file in files if f"{file}.gz" in files]:
+        got, fix = f"{twice[0]} and {twice[0]}.gz", "remove one of them, or choose with a pattern"
+        raise DataError("a file is there twice", where=twice[0], got=got, need="each row once", fix=fix)
     if files:
         return _at_least_one(itertools.chain.from_iterable(map(read_file, files)), path)
     # A dataset may have been saved with a torch or numpy format; rows are plain Python values.
@@ -146,7 +149,7 @@ def _locate(path: str, split: str | None, subset: str | None) -> tuple[list[str]
 def _files_of_splits(folder: str, subset: str | None) -> dict[str, list[str]]:
     """The files of a folder by split, as `datasets` reads their names, or a README like those on the hub.
 
-    Raises `DataError` for files that it would pass over, unless a README says what is read.
+    Raises `DataError` for files that it would pass over, unless the README's `configs` say what is read.
     """
     import datasets
 
@@ -158,7 +161,8 @@ def _files_of_splits(folder: str, subset: str | None) -> dict[str, list[str]]:
         raise DataError(summary, where=folder, got=got, need=need, fix="check path and subset") from error
     read = {os.path.basename(file) for files in splits.values() for file in files}
     names = [n for n in os.listdir(folder) if file_suffix(n) in KINDS and not n.startswith((".", "_", "dataset_info"))]
-    if not os.path.exists(os.path.join(folder, "README.md")) and (left := sorted({*names} - read - {"config.json"})):
+    left, card = sorted({*names} - read - {"config.json"}), os.path.join(folder, "README.md")
+    if left and not (os.path.exists(card) and "configs:" in "".join(_texts(card))):
         got = f"{', '.join(left)} beside {', '.join(sorted(read))}"
         need, fix = "files of one kind, with a split in each name", f"move them, or choose as *{file_suffix(left[0])}"
         raise DataError("files of the folder are in no split", where=folder, got=got, need=need, fix=fix)
@@ -269,7 +273,9 @@ def _json_rows(path: str) -> Iterator[Row]:
         where = f"{path}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else path
         raise DataError(f"the file is not JSON: {error}", where=where, need="a list of objects") from error
     if isinstance(value, dict):
-        value = value.get("data") or value.get("rows") or (value if "\n" in text.strip() else [value])
+        lists = [value[key] for key in ("data", "rows") if isinstance(value.get(key), list)]
+        is_row = not lists and "\n" not in text.strip()
+        value = lists[0] if len(lists) == 1 else [value] if is_row else value
     if not isinstance(value, list):
         got = f"an object with keys {sorted(value)}" if isinstance(value, dict) else value
         need = 'a list of objects, {"data": [...]}, {"rows": [...]}, or an object per line'
@@ -287,27 +293,25 @@ def _row(value: Any, where: str) -> Row:
 def _csv_rows(path: str, dialect: str) -> Iterator[Row]:
     # The limit of a cell is the process's, and its default is less than one long conversation.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL_CHARACTERS))
-    reader = csv.DictReader(_texts(path), dialect=dialect, strict=True)
+    reader = csv.reader(_texts(path), dialect, strict=True)
+    header: list[str] = []
+    end = 0  # a row may have several lines, and is named by its first
     try:
-        header = list(reader.fieldnames or ())
-        if len(set(header)) < len(header):
-            need = "different names: one of them would be lost"
-            raise DataError("columns have the same name", where=f"{path}:1", got=", ".join(header), need=need)
-        for values in reader:
-            where = f"{path}:{reader.line_num}"  # the last line of a row that has several
-            if None in values or None in values.values():
-                need, fix = (
-                    f"a cell for each of {', '.join(header)}",
-                    "put cells that hold the separator in double quotes",
-                )
-                raise DataError("the row does not fit the header", where=where, got=values, need=need, fix=fix)
-            yield Row(values, where)
+        for cells in reader:
+            where, end = f"{path}:{end + 1}", reader.line_num
+            if not header:
+                header = cells
+                if len(set(header)) < len(header):
+                    need = "different names: one of them would be lost"
+                    raise DataError("columns have the same name", where=where, got=", ".join(header), need=need)
+            elif cells and len(cells) != len(header):
+                need, fix = f"a cell for each of {', '.join(header)}", "put cells that hold the separator in quotes"
+                raise DataError("the row does not fit the header", where=where, got=cells, need=need, fix=fix)
+            elif cells:
+                yield Row(dict(zip(header, cells, strict=True)), where)
     except csv.Error as error:
-        where, need = (
-            f"{path}:{reader.line_num + 1}",
-            'double quotes around cells with a line break, and "" for a quote',
-        )
-        raise DataError(f"the row is not valid CSV: {error}", where=where, need=need) from error
+        need = 'double quotes around cells with a line break, and "" for a quote'
+        raise DataError(f"the row is not valid CSV: {error}", where=f"{path}:{end + 1}", need=need) from error
 
 
 def _arrow_rows(path: str, *, is_parquet: bool) -> Iterator[Row]:
