@@ -156,7 +156,7 @@ def test_verls_functions(rewards_file: str) -> None:
 
 
 def test_what_is_no_finite_number_is_no_reward(rewards_file: str) -> None:
-    values = [math.nan, math.inf, None, "1", [1.0], {"score": math.nan}, {}, {"error": "broken"}, True, 0]
+    values = [math.nan, 10**400, None, "1", [1.0], {"score": math.nan}, {}, {"error": "broken"}, True, 0]
     result = step(f"{rewards_file}:anything", [chat("4")] * len(values), [{"value": value} for value in values])
     assert [math.isnan(reward) for reward in result.rewards.tolist()] == [True] * 8 + [False] * 2
     assert result.rewards.tolist()[8:] == [1, 0]

@@ -199,3 +199,8 @@ def test_offloaded_weights_are_on_the_gpu_for_a_step_only(folder: str, scores: l
     assert model.device.type == "cpu"
     assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=1e-4)
     assert model.device.type == "cpu" and set(seen) == {"cuda"}
+
+
+def test_several_replicas_do_not_run_in_one_process(folder: str) -> None:
+    with pytest.raises(ConfigError, match="several replicas do not run in one process"):
+        RewardModelEnvironment({"model_name": folder, "num_replicas": 2}, workers="here")

@@ -142,6 +142,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda f: replace_text(f / "chat_template.jinja", "{%- endfor -%}", "{%- end"), "template", "cannot be parsed",
     ),
     "template gone": (lambda f: (f / "chat_template.jinja").unlink(), "template", "gone.*fix restore chat_templ"),
+    "template empty": (lambda f: (f / "chat_template.jinja").write_text(""), "template", "gone.*fix restore chat"),
     "words of the vocabulary swapped": (swap_words, "tokens", "another tokenizer"),
     "BOS added": (add_bos, "tokens", r"becomes other tokens got .*at 0, '<\|system\|>.*need .*at 0"),
     "pad = eos in config.json": (
@@ -201,6 +202,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "tokenizer gone": (
         lambda f: [file.unlink() for file in f.glob("tokenizer*")], "files", "tokenizer",
     ),
+    "tokenizer is a list": (lambda f: (f / "tokenizer.json").write_text("[]"), "files", "tokenizer cannot be loaded"),
+    "padding is text": (lambda f: edit(f / "config.json", pad_token_id="x"), "files", "cannot be loaded got .*pad_tok"),
     "no contract": (lambda f: (f / CONTRACT_FILE).unlink(), "contract", "no scoring contract .* --write"),
 }  # fmt: skip
 

@@ -226,8 +226,8 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
 def _reward(value: Any) -> Reward:
     """A returned value as a `Reward`; anything but a finite number has the value None and a reason."""
     if isinstance(value, Reward):
-        finite = value.value is None or math.isfinite(value.value)
-        return value if finite else Reward(None, error=f"the reward is {value.value}")
+        finite = value.value is None or _number(value.value) is not None
+        return value if finite else Reward(None, error=f"the reward is {value.value!r:.100}, no finite number")
     components: dict[str, float] = {}
     if isinstance(value, Mapping):
         components = {
@@ -250,5 +250,8 @@ def _number(value: Any) -> float | None:
         value = value.item()
     if not isinstance(value, int | float):
         return None
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
     return number if math.isfinite(number) else None

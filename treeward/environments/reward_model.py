@@ -27,6 +27,7 @@ from torch import Tensor
 from treeward.config.reward_environments import RewardModelEnvironmentConfig
 from treeward.environments.completions import plain
 from treeward.environments.interface import (
+    WHERE,
     ConfiguredEnvironment,
     Conversations,
     Infos,
@@ -185,7 +186,9 @@ def _needs_ray(config: RewardModelEnvironmentConfig) -> bool:
 
 
 def _worker_here(config: RewardModelEnvironmentConfig) -> ScoringWorker:
-    assert config.num_workers == 1, "several replicas do not run in one process"
+    if config.num_workers > 1:
+        got = f"{config.num_workers} replicas, workers='here'"
+        raise ConfigError("several replicas do not run in one process", where=WHERE, field="num_replicas", got=got)
     on_gpu = config.resources.gpus_per_node > 0 and torch.cuda.is_available()
     worker = ScoringWorker(config, "cuda" if on_gpu else "cpu")
     worker.load()

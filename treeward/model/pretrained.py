@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The number formats that a configuration can name."""
 
+_DAMAGED = (LookupError, TypeError, AttributeError, StrictDataclassError)
+"""Errors of transformers on files that are JSON of another form, as a list in the place of a mapping."""
+
 
 def quiet_transformers() -> None:
     """No advice and no progress bars from transformers: they are about calls that treeward makes, not its user."""
@@ -50,7 +53,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code, padding_side="right"
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, *_DAMAGED) as error:
         raise _loading_error(name, "tokenizer", error, fix="name one: policy.tokenizer.name=...") from error
     for key in ("is_local", "local_files_only"):  # where it was loaded from; a saved tokenizer would hold it
         tokenizer.init_kwargs.pop(key, None)
@@ -62,7 +65,7 @@ def read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     _look_for(name, "model")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, AttributeError, StrictDataclassError) as error:  # AttributeError: it is a list
+    except (OSError, ValueError, *_DAMAGED) as error:
         raise _loading_error(name, "model", error) from error
     return config
 

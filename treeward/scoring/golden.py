@@ -42,6 +42,7 @@ from treeward.model.loading import PAD_TOKEN, load_reward_model
 from treeward.model.pretrained import load_tokenizer, read_config
 from treeward.model.reward_model import RewardModel, check_finite, head_name
 from treeward.model.stored import (
+    StoredTensor,
     architecture_of,
     dtype_of,
     has_template,
@@ -146,7 +147,6 @@ def sign_folder(
         is_plain = pad == padding and _reads_plainly(model, golden, pad, tolerance)
     head = of_head(stored, head_name(model.hf))
     backbone_dtype = dtype_of([tensor for tensor in stored if tensor not in head])
-    hashes = {} if may_be_broken else {tensor.name: sha256_of([tensor]) for tensor in stored}
     contract = ScoringContract(
         treeward_version=VERSION,
         rendering=_rendering(renderer, folder, pad, golden),
@@ -163,21 +163,33 @@ def sign_folder(
         heads=chosen,
         problem_type=config.get("problem_type"),
         reward_shaping=None if like is None else like.reward_shaping,
-        weights=WeightsContract(
-            architecture=type(model.hf).__name__,
-            num_parameters=num_parameters(stored),
-            num_tensors=len(stored),
-            shapes_sha256=shapes_sha256(stored),
-            head_sha256=sha256_of(head),
-            sha256=text_sha256(json.dumps(sorted(hashes.items()))) if hashes else None,
-            tensors={name: digest[:HASH_DIGITS] for name, digest in hashes.items()},
-            config=architecture_of(config),
-        ),
+        weights=_weights(type(model.hf).__name__, stored, head, config, only_head=may_be_broken),
         golden=golden,
         tolerance=tolerance,
     )
     write_contract(contract, folder)
     return contract
+
+
+def _weights(
+    architecture: str,
+    stored: Sequence[StoredTensor],
+    head: Sequence[StoredTensor],
+    config: Mapping[str, Any],
+    *,
+    only_head: bool,
+) -> WeightsContract:
+    hashes = {} if only_head else {tensor.name: sha256_of([tensor]) for tensor in stored}
+    return WeightsContract(
+        architecture=architecture,
+        num_parameters=num_parameters(stored),
+        num_tensors=len(stored),
+        shapes_sha256=shapes_sha256(stored),
+        head_sha256=sha256_of(head),
+        sha256=text_sha256(json.dumps(sorted(hashes.items()))) if hashes else None,
+        tensors={name: digest[:HASH_DIGITS] for name, digest in hashes.items()},
+        config=architecture_of(config),
+    )
 
 
 def weighted_heads(labels: Sequence[str], weights: Mapping[str, float] | Sequence[float]) -> list[HeadContract]:

@@ -228,7 +228,7 @@ class _Replay:
         )
         # What the renderer adds to a template (a fixed date, a BOS) is in that of an export already.
         texts = [raw if isinstance(raw, str) else "", self.renderer.chat_template]
-        if raw is None and need.template_in_folder:
+        if not raw and need.template_in_folder:
             summary = "the chat template is gone: treeward falls back to its own, other programs have none"
             self.differs("template", summary, "none", f"sha256 {need.chat_template_sha256[:12]}",
                          restore("chat_template.jinja"))  # fmt: skip
