@@ -5,6 +5,7 @@ with atomic_file(Path("rows.jsonl")) as stream:     # the same, written piece by
     stream.write(line)
 with folder_lock(Path("results/rm")) as locked:     # released at the end, however the process ends
     if not locked: ...                              # another process has it
+remove_leftovers(Path("results/rm"))                # what writes that were killed have left
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["atomic_file", "folder_lock", "sync_folder", "write_text"]
+__all__ = ["atomic_file", "folder_lock", "remove_leftovers", "sync_folder", "write_text"]
+
+_PARTIAL = ".partial"
 
 
 @contextlib.contextmanager
@@ -29,7 +32,7 @@ def atomic_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
     # Readable for all: temporary files are their owner's alone, and a model is read by servers and colleagues.
     permissions = path.stat().st_mode & 0o777 if path.exists() else 0o644
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PARTIAL)
     try:
         with open(descriptor, mode, **text) as stream:  # type: ignore[call-overload]
             yield stream
@@ -48,6 +51,13 @@ def write_text(path: Path, text: str) -> None:
     """Write a whole file; a crash leaves the old one or the new one."""
     with atomic_file(path) as stream:
         stream.write(text)
+
+
+def remove_leftovers(*folders: Path) -> None:
+    """Remove what writes into these folders have left that were killed; nobody may be writing into them."""
+    for folder in folders:
+        for partial in folder.glob(f".*{_PARTIAL}"):
+            partial.unlink()
 
 
 def sync_folder(folder: Path) -> None:

@@ -51,6 +51,7 @@ MOMENTS = """
 from treeward.rl import grpo
 from treeward.rl.update import PolicyUpdater
 from treeward.training import loop
+from treeward.training.checkpoints import CheckpointStore
 
 moments = {
     "step 1": (loop.TrackerGroup, "log", lambda group, metrics, **_: metrics.get("train/prompts_drawn") == 6),
@@ -58,7 +59,9 @@ moments = {
     "rename": (os, "rename", lambda source, target: Path(target).name == "step_4"),
     "validated, not saved": (loop.Loop, "save", lambda session: session.state.step == 6),
     "updating": (PolicyUpdater, "_step", lambda updater, *_: updater.on_step.args[0].last_epoch == 29),
+    "saved, not pruned": (CheckpointStore, "prune", lambda store: (store.folder / "step_10").exists()),
     "export": (grpo.shutil, "copytree"),
+    "report": (os, "replace", lambda source, target: Path(target).name == "report.html"),
 }
 """
 

@@ -187,6 +187,23 @@ def test_whatever_a_server_says_is_a_well_formed_completion_or_an_error(
         assert all(math.isfinite(x) and x <= 0.01 for x in completion.log_probs)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"prompt_token_ids": [5, 6, 7, 9]}, "another prompt than was sent"),
+        ({"index": 1}, r"indices \[1, 1\]"),
+        ({"logprobs": {"token_logprobs": [-1.0] * 99}}, "99 log-probabilities for"),
+    ],
+)
+def test_what_was_not_asked_for_is_not_learnt_from(
+    policy: PolicyModel, tiny_tokenizer: Any, wrong: Any, what: str
+) -> None:
+    with serving(policy, tiny_tokenizer) as (generator, served, _):
+        served.change = lambda reply: {"choices": [choice | wrong for choice in reply["choices"]]}
+        with pytest.raises(GenerationError, match=f"(?s)does not fit the request.*{what}.*row 0"):
+            generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
+
+
 def test_a_trimmed_stop_token_was_sampled_nevertheless(policy: PolicyModel, tiny_tokenizer: Any) -> None:
     with serving(policy, tiny_tokenizer, backend="sglang") as (generator, served, _):
         want = generator.generate(PROMPTS, IDS, num_completions=1, seed=1)

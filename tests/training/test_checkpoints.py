@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from treeward.config.checkpointing import CheckpointingConfig
 from treeward.errors import CheckpointError
+from treeward.storage import write_text
 from treeward.training.checkpoints import CheckpointStore, open_store
 
 WRITES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"}
@@ -76,18 +77,28 @@ def leftovers(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def test_a_checkpoint_is_found_and_sound(tmp_path: Path) -> None:
+def killed(*_: Any) -> None:
+    raise Killed
+
+
+def test_a_checkpoint_is_found_and_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path, keep_top_k=None) as store:
         assert store.latest() is None and store.best() is None and store.to_resume() is None
         for step in (1, 2, 10):
             saved = store.save(step, writer("x"))
     for name in (".saving_step_11", ".removing_step_0"):  # of a session that was killed
         (tmp_path / name).mkdir()
+    for path in (tmp_path, tmp_path / "step_1", tmp_path / "step_2"):
+        with contextlib.suppress(Killed), monkeypatch.context() as patch:
+            patch.setattr("os.replace", killed)
+            patch.setattr("os.unlink", killed)
+            write_text(path / "state.json", "new")
+        assert leftovers(path) != []
     with opened(tmp_path, keep_top_k=None) as again:
         assert saved == again.latest() == again.best() == again.to_resume() and steps(again) == [1, 2, 10]
         with pytest.raises(CheckpointError, match="another run is using"), opened(tmp_path):
             pass
-    assert leftovers(tmp_path) == []
+    assert leftovers(tmp_path) == leftovers(tmp_path / "step_1") == leftovers(tmp_path / "step_2") == []
 
 
 @settings(deadline=None, max_examples=12)

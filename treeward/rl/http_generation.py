@@ -104,7 +104,7 @@ class HttpGenerator(Generator):
         elif server.weight_sync_method != "none":
             self._sync = import_object(server.weight_sync_method, field="weight_sync")
         self._weights: Path | None = None
-        self._has_written = self._stale_logged = False
+        self._stale_logged = False
 
     def generate(
         self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_completions: int, seed: int
@@ -145,14 +145,13 @@ class HttpGenerator(Generator):
             logger.warning("Whether %s has the policy's weights is unknown: it gives no log-probabilities.", self._url)
 
     def close(self) -> None:
-        """Remove the weights that were written."""
-        if self._has_written:
+        """Remove the weights that were written, also by a session of this run that was killed."""
+        if self.server.weight_sync_method == "folder":
             self._clear_weights(keep=None)
 
     def _write_weights(self, policy: PolicyModel, version: int) -> None:
         target = Path(str(self.server.weight_folder)).resolve() / f"version-{version}"
         self._clear_weights(keep=self._weights)  # those of a run that was killed
-        self._has_written = True
         export_policy(policy, self.tokenizer, target, chat_template=self.chat_template)
         run_async(self._announce(target, version))
         self._weights = target
@@ -223,6 +222,10 @@ class HttpGenerator(Generator):
                 given = [_of_sglang(one, log_probs) for one in (reply if isinstance(reply, list) else [reply])]
             else:
                 choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
+                if (indices := [choice["index"] for choice in choices]) != list(range(len(choices))):
+                    raise ValueError(f"choices with the indices {indices}")
+                if any(choice.get("prompt_token_ids") not in (None, request.prompt_ids) for choice in choices):
+                    raise ValueError("completions of another prompt than was sent: prompt_token_ids differ")
                 given = [_of_completions(one, log_probs) for one in choices]
             found = [_Served.model_validate(one) for one in given]
             if len(found) != request.num_completions:

@@ -126,7 +126,7 @@ def sampling_seed(seed: int, step: int, draw: int, *, validation: bool = False) 
 
 def _check_failures(found: GroupRewards, most: float) -> None:
     num, failed = found.rewards_PG.numel(), len(found.failures)
-    if failed > most * num:
+    if failed / max(num, 1) > most:
         raise ModelError(
             "too many completions have no reward",
             got=f"{failed / num:.0%} of {num}; {failure_summary(found.failures)}",

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from treeward.config.checkpointing import CheckpointingConfig
 from treeward.errors import CheckpointError, ConfigError
-from treeward.storage import folder_lock, sync_folder
+from treeward.storage import folder_lock, remove_leftovers, sync_folder
 
 __all__ = ["Checkpoint", "CheckpointStore", "open_store"]
 
@@ -63,6 +63,7 @@ def open_store(
             for leftover in folder.glob(".*_*") if locked else ():  # parts that a killed session has left
                 if leftover.name.startswith((_PARTIAL, _REMOVING)):
                     shutil.rmtree(leftover)
+            remove_leftovers(*((folder, *folder.glob("step_*")) if locked else ()))
         except OSError as error:
             summary, fix = "the checkpoint folder cannot be used", "set checkpointing.checkpoint_dir"
             raise CheckpointError(summary, where=str(folder), got=str(error), fix=fix) from error

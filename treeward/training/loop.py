@@ -349,6 +349,7 @@ class Loop:
         best = None if self.store is None else self.store.best()
         if self.store is None or best is None:
             return outcome
+        self.store.prune()  # a session that was killed after its last save has not
         is_current = best.step == self.state.step
         state = self.state if is_current else read_state(best.path)
         final = self.store.folder / "final"

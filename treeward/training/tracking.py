@@ -28,7 +28,7 @@ from typing import Any, Literal, Protocol, Self
 
 from treeward.config.logger import LoggerConfig
 from treeward.errors import ConfigError
-from treeward.storage import write_text
+from treeward.storage import remove_leftovers, write_text
 from treeward.training.step_file import StepFile, flattened, read_steps
 
 __all__ = ["METRICS_FILE", "RunStatus", "TrackerGroup", "check_log_folder", "open_trackers", "read_metrics"]
@@ -221,6 +221,7 @@ def open_trackers(config: LoggerConfig, settings: Mapping[str, Any], resume_step
     continues from, None for a new run. Raises `ConfigError` naming the key that enabled it for a tracker that cannot
     start.
     """
+    remove_leftovers(Path(config.log_dir))
     group = TrackerGroup(Path(config.log_dir) / METRICS_FILE, resume_step)
     for name, (made, fix) in _TRACKERS.items():
         if not getattr(config, f"{name}_enabled"):
