@@ -27,10 +27,9 @@ from typing import Annotated, Any
 import typer
 
 from treeward.cli.options import ModelOptions, check_device, check_shaping, load_rewards, parse_yaml, with_model_options
-from treeward.config.base import nearest_name
 from treeward.config.load import load_section
 from treeward.config.server import ServedModelConfig
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, nearest_name
 from treeward.progress import ShownProgress
 from treeward.tables import results_table
 

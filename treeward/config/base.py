@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 else:
     ModelMetaclass = type(BaseModel)  # it has no public name
 
-__all__ = ["Limit", "Location", "Period", "Strict", "TextOrTexts", "at_field", "config_error", "meaning"]
-__all__ += ["nearest_name", "sections", "without_numbers"]
 
 Location = tuple[str, ...]
 """The keys that lead to a value, as ("policy", "optimizer", "kwargs")."""
@@ -91,11 +89,9 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
             value = given.pop(key, None)
             if fix is None or _is_off(value):
                 continue
-            field, value = (
-                (f"{key}.enabled", True) if isinstance(value, Mapping) and "enabled" in value else (key, value)
-            )
-            need = "null, false or no such key"
-            raise ConfigError(f"{key} is not supported", field=field, got=_shown(value), need=need, fix=fix)
+            is_section, need = isinstance(value, Mapping) and "enabled" in value, "null, false or no such key"
+            field, got = (f"{key}.enabled", "true") if is_section else (key, _shown(value))
+            raise ConfigError(f"{key} is not supported", field=field, got=got, need=need, fix=fix)
         for theirs, ours in cls.other_names.items():
             if theirs in given and given.setdefault(ours, given[theirs]) != given[theirs]:
                 summary, got = f"{ours} and {theirs} contradict each other", f"{given[ours]} and {given[theirs]}"
@@ -177,17 +173,11 @@ def config_error(
             problem = _problem(details, location, root)
         elif problem.field:
             location = (*location, *problem.field.replace("[", ".").replace("]", "").split("."))
-        problems.append(at_field(problem, _joined(location), where=origin(location) if origin else where))
+        problems.append(problem.but(field=_joined(location) or None, where=origin(location) if origin else where))
     if len(problems) == 1:
         return problems[0]
     listed = "\n".join(f"  {line}" for problem in problems for line in str(problem).splitlines())
     return ConfigError(f"the configuration has {len(problems)} mistakes\n{listed}", where=where)
-
-
-def at_field(error: ConfigError, field: str, *, where: str | None = None) -> ConfigError:
-    """The same error at another field, as one of a section is at a key of the section around it."""
-    got = {} if error.got is None else {"got": error.got}
-    return ConfigError(error.summary, where=where, field=field or None, need=error.need, fix=error.fix, **got)
 
 
 def _problem(details: ErrorDetails, location: Location, root: type[Strict]) -> ConfigError:

@@ -15,11 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, PositiveFloat, PositiveInt
 
-from treeward.config.base import Strict, at_field, nearest_name
-from treeward.errors import ConfigError
-
-__all__ = ["GRPO_METRICS", "METRICS", "CheckpointingConfig", "GRPOCheckpointingConfig", "MetricKey"]
-__all__ += ["parse_grpo_metric_name", "parse_metric_name"]
+from treeward.config.base import Strict
+from treeward.errors import ConfigError, nearest_name
 
 METRICS: Mapping[str, bool | None] = {
     **dict.fromkeys(("loss", "ece", "brier"), False),
@@ -149,7 +146,7 @@ class CheckpointingConfig(Strict):
         try:
             direction = self._direction(self.metric_name)
         except ConfigError as error:
-            raise at_field(error, "metric_name") from None
+            raise error.but(field="metric_name") from None
         keys, given = "higher_is_better metric_name", self.higher_is_better
         need = "true or false: the metric has no direction of its own; length_controlled_accuracy has one"
         self.refuse(direction is None and given is None, keys, need)

@@ -18,8 +18,6 @@ from treeward.config.base import Strict
 from treeward.config.data_forms import COMPARISON_SETS, PROMPT_SETS, keys_of_forms, normalise_data
 from treeward.errors import ConfigError
 
-__all__ = ["DataConfig", "DatasetConfig", "PromptDataConfig", "PromptSetConfig", "SetConfig"]
-
 _NEEDS_A_PATH = ("PreferenceDataset", "BinaryPreferenceDataset", "ResponseDataset", "PromptDataset")
 _OPEN_MATH_VALIDATION = 0.05
 

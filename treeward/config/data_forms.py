@@ -14,10 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from treeward.config.base import nearest_name
-from treeward.errors import ConfigError
-
-__all__ = ["COMPARISON_SETS", "PROMPT_SETS", "keys_of_forms", "normalise_data"]
+from treeward.errors import ConfigError, nearest_name
 
 Block = dict[str, Any]
 Splits = Mapping[str | None, str | None]

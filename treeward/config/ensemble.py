@@ -11,8 +11,6 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from treeward.config.base import Strict
 
-__all__ = ["EnsembleConfig", "EnsembleMethod"]
-
 EnsembleMethod = Literal["mean", "worst", "uncertainty"]
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["COMMANDS", "FOREIGN_KEYS", "KEYS_ELSEWHERE", "VALUES_ELSEWHERE"]
-
 _ON_POLICY = "every completion is sampled by the policy that learns from it"
 _RESUME = "remove the section; a resumed run samples the step again, with the same seeds"
 _STOP = "set it to null; grpo.watch.stop ends a run that exploits its reward"

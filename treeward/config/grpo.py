@@ -24,8 +24,6 @@ from pydantic import (
 from treeward.config.base import Limit, Period, Strict
 from treeward.config.run import ScheduleConfig
 
-__all__ = ["AlarmKind", "GRPOConfig", "PolicyLossConfig", "WatchConfig"]
-
 Estimator = Literal["grpo", "leave_one_out", "reinforce_plus_plus"]
 AlarmKind = Literal["gold_falls", "kl_budget", "length_growth", "entropy_collapse", "truncation", "no_signal"]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]

@@ -14,8 +14,6 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from treeward.config.base import Period, Strict, TextOrTexts
 from treeward.config.policy import ShardingConfig, TrainedModelConfig
 
-__all__ = ["GRPOPolicyConfig", "GenerationConfig", "LoraConfig"]
-
 
 class LoraConfig(Strict):
     """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): the policy is its frozen model and a product of two

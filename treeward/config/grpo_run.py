@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from treeward.config.base import Strict, nearest_name
+from treeward.config.base import Strict
 from treeward.config.checkpointing import GRPOCheckpointingConfig, parse_grpo_metric_name
 from treeward.config.data import PromptDataConfig
 from treeward.config.grpo import GRPOConfig, PolicyLossConfig
@@ -21,9 +21,7 @@ from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.logger import GRPOLoggerConfig
 from treeward.config.reward_environments import check_environments, is_enabled
 from treeward.config.run import ClusterConfig
-from treeward.errors import ConfigError
-
-__all__ = ["GRPORunConfig"]
+from treeward.errors import ConfigError, nearest_name
 
 
 class GRPORunConfig(Strict):

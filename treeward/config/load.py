@@ -22,13 +22,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from treeward.config.base import Location, Strict, config_error, nearest_name, sections, without_numbers
+from treeward.config.base import Location, Strict, config_error, sections, without_numbers
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import ENVIRONMENT_SECTIONS, environment_sections
 from treeward.config.run import RewardModelRunConfig
-from treeward.errors import ConfigError
-
-__all__ = ["load_config", "load_file", "load_grpo_config", "load_section", "read_yaml", "save_config"]
+from treeward.errors import ConfigError, nearest_name
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,6 @@ from pydantic import ConfigDict
 
 from treeward.config.base import Strict
 
-__all__ = ["GRPOLoggerConfig", "LoggerConfig", "MlflowConfig", "TensorboardConfig", "WandbConfig"]
-
 
 class WandbConfig(Strict):
     """Weights & Biases. Keys beside these are passed on to `wandb.init`."""

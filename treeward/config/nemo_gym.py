@@ -21,8 +21,6 @@ from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.config.server import HostedModelConfig, Models, ServerConfig
 from treeward.errors import ConfigError
 
-__all__ = ["NemoGymConfig"]
-
 _DEADLINE_SECONDS = 600  # NeMo Gym waits without a limit, and repeats a rollout that is given up
 _TOKENS_OF_A_CONVERSATION = 2048
 _TOKENS_OF_A_CUSTOM_ONE = 512  # the size of a conversation in `serving.models`, whatever its length

@@ -18,8 +18,6 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, field_
 from treeward.config.base import Strict
 from treeward.errors import ConfigError
 
-__all__ = ["NamedScheduleConfig", "OptimizerConfig", "SchedulerConfig", "TorchScheduleConfig", "TorchSchedulerConfig"]
-
 DottedPath = Annotated[str, Field(pattern=r"\w\.\w")]
 """The dotted path of a class."""
 

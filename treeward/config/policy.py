@@ -15,9 +15,6 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_v
 from treeward.config.base import Strict
 from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
 
-__all__ = ["BatchingConfig", "PolicyConfig", "Precision", "RewardModelConfig", "ScoringTokenizerConfig"]
-__all__ += ["ShardingConfig", "TokenizerConfig", "TrainedModelConfig", "take_batching_budget"]
-
 _MICRO_BATCH_TOKENS = 4096
 _VOCAB_SIZE = 4096
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
@@ -48,11 +45,8 @@ class ShardingConfig(Strict):
     """Not supported yet: must be null."""
 
     def check(self) -> None:
-        for key, default in {
-            "tensor_parallel_size": 1,
-            "context_parallel_size": 1,
-            "custom_parallel_plan": None,
-        }.items():
+        defaults = {"tensor_parallel_size": 1, "context_parallel_size": 1, "custom_parallel_plan": None}
+        for key, default in defaults.items():
             need = f"{default or 'null'}: it is not supported yet"
             self.refuse(getattr(self, key) != default, key, need, fix=self._saves_memory)
         is_moved, need = self.cpu_offload and not self._can_offload, "false: it is not supported yet"
@@ -175,9 +169,7 @@ class TrainedModelConfig(Strict):
         trained, rows = self.trained_vocab_size, (self.architecture or {}).get("vocab_size")
         is_unclear = (self.model_name is None) == (self.architecture is None)
         need = "model_name, a hub name or a folder, or model_config to train from scratch"
-        self.refuse(
-            is_unclear, "model_name architecture", need, fix="give one of policy.model_name, policy.model_config"
-        )
+        self.refuse(is_unclear, "model_name architecture", need, "give policy.model_name or policy.model_config")
         is_unnamed = self.architecture is not None and not isinstance(self.architecture.get("model_type"), str)
         self.refuse(is_unnamed, "architecture", "with model_type, a model family of transformers, as qwen3 or llama")
         size, whole = self.train_micro_batch_size, self.train_global_batch_size
@@ -186,11 +178,8 @@ class TrainedModelConfig(Strict):
         self.refuse(is_larger, "train_micro_batch_size train_global_batch_size", need)
         is_ready, need = trained is None, "no vocab_size, or policy.model_config with no policy.tokenizer.name"
         self.refuse(is_ready and self.tokenizer.vocab_size is not None, "tokenizer.vocab_size tokenizer.name", need)
-        is_small, need = (
-            isinstance(rows, int) and rows < (trained or 0),
-            f"at most {rows}, the vocab_size of model_config",
-        )
-        self.refuse(is_small, "tokenizer.vocab_size", need)
+        is_larger = isinstance(rows, int) and rows < (trained or 0)
+        self.refuse(is_larger, "tokenizer.vocab_size", f"at most {rows}, the vocab_size of model_config")
 
 
 class PolicyConfig(TrainedModelConfig):

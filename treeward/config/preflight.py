@@ -18,15 +18,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from treeward.config.base import nearest_name
 from treeward.config.data import DatasetConfig, SetConfig
 from treeward.config.data_forms import COMPARISON_SETS, PROMPT_SETS
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import RewardModelEnvironmentConfig, environment_sections
 from treeward.config.run import RewardModelRunConfig
-from treeward.errors import ConfigError
-
-__all__ = ["check_inputs", "check_packages"]
+from treeward.errors import ConfigError, nearest_name
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)(?<!\.gz)")
 

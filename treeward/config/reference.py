@@ -20,8 +20,6 @@ from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import ENVIRONMENT_SECTIONS
 from treeward.config.run import RewardModelRunConfig
 
-__all__ = ["config_reference"]
-
 
 def config_reference(page: str) -> str:
     """The page with its tables, between `<!-- begin NAME -->` and `<!-- end NAME -->`, generated anew."""

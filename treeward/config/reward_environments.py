@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from treeward.config.base import Strict, TextOrTexts, at_field, config_error, nearest_name
+from treeward.config.base import Strict, TextOrTexts, config_error
 from treeward.config.ensemble import EnsembleConfig
 from treeward.config.policy import (
     BatchingConfig,
@@ -27,11 +27,7 @@ from treeward.config.policy import (
     take_batching_budget,
 )
 from treeward.config.reward_shaping import ShapingOrContract
-from treeward.errors import ConfigError
-
-__all__ = ["ENVIRONMENT_SECTIONS", "CustomEnvironmentConfig", "HybridEnvironmentConfig", "JudgeEnvironmentConfig"]
-__all__ += ["MathEnvironmentConfig", "RewardModelEnvironmentConfig", "RuleEnvironmentConfig"]
-__all__ += ["check_environments", "environment_sections", "is_enabled"]
+from treeward.errors import ConfigError, nearest_name
 
 
 class ResourcesConfig(Strict):
@@ -329,7 +325,7 @@ def check_environments(env: Mapping[str, Any]) -> None:
                 schema.model_validate(keys)
             except ValidationError as error:
                 one = config_error(error, schema, where=f"env.{name}")
-                raise at_field(one, ".".join(part for part in (name, one.field) if part)) from None
+                raise one.but(field=".".join(part for part in (name, one.field) if part)) from None
         elif near := nearest_name(kind, () if "." in kind else ENVIRONMENT_SECTIONS):
             field = name if name.split(".")[-1] == kind else f"{name}.type"
             need = f"one of {', '.join(ENVIRONMENT_SECTIONS)}"

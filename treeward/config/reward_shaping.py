@@ -17,9 +17,6 @@ from pydantic import Discriminator, Field, NonNegativeFloat, NonNegativeInt, Pos
 
 from treeward.config.base import Strict
 
-__all__ = ["CalibratedTemperature", "CalibrationProvenance", "LengthCurve", "LengthPenaltyConfig", "LengthUnit"]
-__all__ += ["NormalizationConstants", "RewardCalibration", "RewardShapingConfig", "ShapingOrContract"]
-
 LengthUnit = Literal["characters", "tokens"]
 """Unit of the length of a completion: characters, or tokens without special ones."""
 
@@ -79,17 +76,13 @@ class RewardShapingConfig(Strict):
 
     def check(self) -> None:
         self.check_pair("reward_mean", "reward_std", need="both of them, or neither for those of the model's contract")
-        keys, need = (
-            "running normalize_rewards reward_mean",
-            "normalize_rewards: true, without reward_mean and reward_std",
-        )
-        self.refuse(self.running and (not self.normalize_rewards or self.reward_mean is not None), keys, need)
-        self.refuse(
-            self.reference is not None and self.uses_contract_constants,
-            "normalize_rewards reference",
-            "constants of the relative rewards, or running: true; the contract's constants describe scores",
-            fix="set normalize_rewards to false: relative rewards are bounded from above already",
-        )
+        is_wrong = self.running and (not self.normalize_rewards or self.reward_mean is not None)
+        need = "normalize_rewards: true, without reward_mean and reward_std"
+        self.refuse(is_wrong, "running normalize_rewards reward_mean", need)
+        is_wrong = self.reference is not None and self.uses_contract_constants
+        need = "constants of the relative rewards, or running: true; the contract's constants describe scores"
+        fix = "set normalize_rewards to false: relative rewards are bounded from above already"
+        self.refuse(is_wrong, "normalize_rewards reference", need, fix)
 
 
 ShapingOrContract = Annotated[

@@ -14,16 +14,13 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from treeward.config.base import Limit, Period, Strict, TextOrTexts, at_field, nearest_name
+from treeward.config.base import Limit, Period, Strict, TextOrTexts
 from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKey, parse_metric_name
 from treeward.config.data import DataConfig
 from treeward.config.logger import LoggerConfig
 from treeward.config.policy import PolicyConfig
 from treeward.config.reward_shaping import RewardShapingConfig
-from treeward.errors import ConfigError
-
-__all__ = ["EvaluationConfig", "HubConfig", "LossConfig", "RMConfig", "RewardModelRunConfig"]
-__all__ += ["ClusterConfig", "ScheduleConfig"]
+from treeward.errors import ConfigError, nearest_name
 
 _PERTURBATIONS = 100  # the docstring of rm.val_perturbations says so
 
@@ -219,11 +216,8 @@ class RewardModelRunConfig(Strict):
             self.refuse(is_lost, keys, "checkpointing.enabled: true, to export the model", fix)
         sets, suites = self.data.validation, self.evaluation.suites
         fix = "give data.val_data_path or evaluation.suites, or set evaluation.enabled=false"
-        is_idle, need = (
-            self.evaluation.enabled and not (sets or suites),
-            "a set in data.validation, or evaluation.suites",
-        )
-        self.refuse(is_idle, "evaluation.enabled evaluation.suites", need, fix)
+        is_idle, need = not (sets or suites), "a set in data.validation, or evaluation.suites"
+        self.refuse(self.evaluation.enabled and is_idle, "evaluation.enabled evaluation.suites", need, fix)
         is_unfit = self.reward_shaping is not None and self.reward_shaping.uses_calibration and not sets
         fix = "give data.val_data_path, or reward_mean and reward_std; or run `treeward calibrate` later"
         self.refuse(is_unfit, "reward_shaping", "a set in data.validation, to fit its constants on", fix)
@@ -239,7 +233,7 @@ class RewardModelRunConfig(Strict):
         try:
             validation, metric = parse_metric_name(given, names)
         except ConfigError as error:
-            raise at_field(error, field) from None
+            raise error.but(field=field) from None
         if validation is not None and validation not in names:
             near = nearest_name(validation, names) or names[0]
             if f"{validation}_{metric}" in METRICS:  # validation-length_controlled_accuracy: the set is missing

@@ -21,8 +21,6 @@ from treeward.config.ensemble import EnsembleConfig
 from treeward.config.reward_shaping import ShapingOrContract
 from treeward.errors import ConfigError
 
-__all__ = ["HostedModelConfig", "Models", "ServedModelConfig", "ServerConfig"]
-
 Models = Annotated[TextOrTexts, Field(min_length=1)]
 HostName = Annotated[str, Field(pattern=r"^(\*|[a-z0-9_.-]+|\[[0-9a-f:.]+\])$")]
 HostNames = Annotated[tuple[HostName, ...], BeforeValidator(lambda name: (name,) if isinstance(name, str) else name)]

@@ -17,11 +17,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from treeward.config.base import nearest_name
 from treeward.config.reward_environments import is_enabled
 from treeward.environments.interface import WHERE, Environment
 from treeward.environments.remote import RemoteEnvironment
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, nearest_name
 from treeward.user_code import import_object
 
 _CLASSES: dict[str, type[Environment] | str] = {

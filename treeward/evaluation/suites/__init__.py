@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from treeward.config.base import nearest_name
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, nearest_name
 from treeward.evaluation.suites.benchmarks import JudgeBench, LLMBar, RMBench
 from treeward.evaluation.suites.interface import PreferenceSuite, Suite, TiePolicy
 from treeward.evaluation.suites.rewardbench import RewardBench, RewardBench2
