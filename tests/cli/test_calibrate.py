@@ -70,12 +70,15 @@ def test_the_constants_reach_the_contract_and_from_there_the_rewards(
     assert "comparisons" in table and f"{calibration_of(model).normalization.mean:.4f}" in table  # type: ignore[union-attr]
 
 
-def test_a_file_of_its_own_leaves_the_model_alone(model: Path, write_rows: Write, tmp_path: Path) -> None:
+def test_a_file_of_its_own_leaves_the_model_alone(
+    model: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = (model / CONTRACT_FILE).read_bytes()
     output = tmp_path / "deep" / "calibration.json"
     words = ["calibrate", str(model), "--data", str(write_rows("in.jsonl", BINARY)), "--device", "cpu"]
     assert main([*words, "--output", str(output)]) == 0
     assert (model / CONTRACT_FILE).read_bytes() == before
+    assert "the option is no section" in refused([*words[1:], "--shaping", "contract"], capsys)
     assert main(words) == 0
     assert RewardCalibration.model_validate(json.loads(output.read_text(encoding="utf-8"))) == calibration_of(model)
 

@@ -135,7 +135,7 @@ def test_other_data_into_a_folder_with_results_is_refused(
         (["MODEL", "--shaping", "{normalize_rewards: true, running: true}"], "order of the rows"),
         (["MODEL", "--shaping", "{reference: par}"], "reference completions, and there are none"),
         (["MODEL", "--ensemble", "mean"], "one model is no ensemble"),
-        (["--checkpoints", "nowhere"], "there is no model to evaluate"),
+        (["MODEL", "--checkpoints", "nowhere"], "the folder has no checkpoints"),
         (["MODEL", "--checkpoints", "RUN", "--ensemble", "mean"], "checkpoints are compared with each other"),
         ([], "there is no model to evaluate"),
         (["MODEL", "/nowhere/model"], "there is no such folder"),

@@ -48,7 +48,14 @@ def labelled(folder: Path) -> Path:
     return folder
 
 
-def test_several_labels_need_weights(labelled: Path, verify: Verify) -> None:
+def test_several_labels_need_weights(labelled: Path, model_folder: Path, verify: Verify) -> None:
+    for words in (["--write"], ["--write", "--head-weights", "helpful=1,helpful=2"]):  # never quietly a wrong head
+        code, text = verify(labelled, *words)
+        assert code == 2 and ("--head-weights NAME=1" in text or "each name once" in text)
+        assert not (labelled / CONTRACT_FILE).exists()
+    shutil.copy(model_folder / CONTRACT_FILE, labelled)  # of one head
+    assert "helpful, brief" in verify(labelled, "--write", "--force")[1]
+    (labelled / CONTRACT_FILE).unlink()
     assert verify(labelled, "--write", "--head-weights", "brief=0.25, helpful=1")[0] == 0
     contract = read_contract(labelled)
     assert contract is not None

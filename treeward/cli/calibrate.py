@@ -52,9 +52,11 @@ def run(
     if shaping is not None and output is not None:
         raise ConfigError("a shaping is kept in a contract, and --output is none", where="--shaping, --output")
     if shaping is not None:
-        section = load_section(RewardShapingConfig, parse_yaml(shaping, "--shaping"), where="--shaping")
-        added["reward_shaping"] = section
+        section = parse_yaml(shaping, "--shaping", names=False)
+        added["reward_shaping"] = load_section(RewardShapingConfig, section, where="--shaping")
     config = dataset_config(data, dataset_name, split, data_option)
+    if (config.split or ("train" if config.data_path is None else "")).startswith("train"):
+        logger.warning("On data that the model was trained on, as a split `train` may be, the temperature is too low.")
 
     from treeward.data.datasets import open_dataset
     from treeward.model.contract import read_contract, write_contract

@@ -110,6 +110,9 @@ def _candidates(
     from treeward.model.pretrained import check_local
 
     checkpoints = {} if run_dir is None else _checkpoints(Path(run_dir))
+    if run_dir is not None and not checkpoints:
+        need = "a run's checkpoint_dir, with folders step_N"
+        raise ConfigError("the folder has no checkpoints", where="--checkpoints", got=run_dir, need=need)
     if not models and not checkpoints:
         need = "a model, or --checkpoints RUN_DIR"
         raise ConfigError("there is no model to evaluate", where="MODEL", got="none", need=need)

@@ -72,8 +72,10 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 done, 1 done in part, 2 a mistake to mend, 128 + n signal n."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.isatty():
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show the line below a heading
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # in a file or a pipe no row may change
     if words == ["--version"]:
         sys.stdout.write(f"treeward {VERSION}\n")
         return 0
@@ -133,9 +135,12 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
         except (TreewardError, OSError, KeyboardInterrupt) as error:
             if logging.getLogger("treeward").isEnabledFor(logging.DEBUG):
                 traceback.print_exc()
-            interrupted = isinstance(error, KeyboardInterrupt)
-            sys.stderr.write(f"\ntreeward {verb}: interrupted\n" if interrupted else f"treeward {verb}: {error}\n")
-            code = 130 if interrupted else 2
+            code, text = 2, str(error)
+            if isinstance(error, KeyboardInterrupt):
+                code, text = 130, "interrupted"
+            elif isinstance(error, OSError):
+                text = f"{type(error).__name__}: {error}\n  fix:   treeward --debug {verb} ... shows where it comes from"
+            sys.stderr.write(f"treeward {verb}: {text}\n")
         raise typer.Exit(code)
 
     return reporting

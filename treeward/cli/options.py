@@ -160,14 +160,15 @@ def check_device(device: str | None) -> None:
         raise ConfigError("the device cannot be used", where="--device", got=got, need=need) from error
 
 
-def parse_yaml(text: str, option: str) -> Any:
-    """A mapping that is given as an option, or a name."""
+def parse_yaml(text: str, option: str, *, names: bool = True) -> Any:
+    """A mapping that is given as an option, or with `names` a name."""
     import yaml
 
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         value = None
-    if not isinstance(value, str | dict):
-        raise ConfigError("the option is no section", where=option, got=text, need="YAML, as {key: value}, or a name")
+    if not isinstance(value, dict) and not (names and isinstance(value, str)):
+        need = "YAML, as {key: value}" + (", or a name" if names else "")
+        raise ConfigError("the option is no section", where=option, got=text, need=need)
     return value

@@ -135,8 +135,14 @@ def _write(folder: Path, weights: str | None, force: bool, device: str | None, t
 
 
 def _weights(text: str) -> dict[str, float]:
+    weights: dict[str, float] = {}
     try:
-        return {name.strip(): float(value) for name, value in (part.split("=") for part in text.split(","))}
+        for part in text.split(","):
+            name, value = part.split("=")
+            if name.strip() in weights:
+                raise ValueError(name)
+            weights[name.strip()] = float(value)
     except ValueError as error:
-        summary, need = "the weights of the heads cannot be read", "name=1,other=0.5"
+        summary, need = "the weights of the heads cannot be read", "name=1,other=0.5, each name once"
         raise ConfigError(summary, where="--head-weights", got=text, need=need) from error
+    return weights

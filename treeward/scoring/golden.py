@@ -139,7 +139,9 @@ def sign_folder(
         ).model
         kept = {"chat_template_kwargs", "max_length", "truncation"}
         renderer = renderer or Renderer(tokenizer, **(like.rendering.model_dump(include=kept) if like else {}))
-    chosen = list(heads or (like.heads if like else _only_head(model)))
+    if heads is None and like is not None and len(like.heads) == model.num_heads:
+        heads = like.heads
+    chosen = list(heads or _only_head(model))
     pad = raw_pad_token_id(config)
     with exact_scoring(model):
         golden = _golden(model, renderer, chosen, may_be_broken)

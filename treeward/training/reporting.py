@@ -244,7 +244,10 @@ def verdicts(report: Path) -> list[str]:
 
 
 def _named_suites(config: RewardModelRunConfig) -> list[tuple[Suite, str | None]]:
-    return [(get_suite(name), source) for name, source in config.evaluation.named_suites]
+    try:
+        return [(get_suite(name), source) for name, source in config.evaluation.named_suites]
+    except ConfigError as error:
+        raise error.but(field="evaluation.suites") from error
 
 
 class _Stopped(Exception):

@@ -85,7 +85,13 @@ def save_state(folder: Path, state: RunState, optimizer: torch.optim.Optimizer |
 
 def write_state(folder: Path, state: RunState) -> None:
     """Write the state alone, also into a finished checkpoint: a kill leaves the old one or the new one."""
-    write_text(folder / _STATE, json.dumps(asdict(state), indent=2) + "\n")
+    try:
+        text = json.dumps(asdict(state), indent=2)
+    except (TypeError, ValueError) as error:
+        summary, where = "the state of the run cannot be saved", "env: the state_dict() of an environment"
+        need = "numbers, texts, and lists and mappings of these"
+        raise CheckpointError(summary, where=where, got=str(error), need=need) from error
+    write_text(folder / _STATE, text + "\n")
 
 
 def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> RunState:

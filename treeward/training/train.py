@@ -289,7 +289,7 @@ class RewardModelRun(Run):
 
     def finish(self, outcome: Outcome) -> Callable[[StopRequest, bool], Outcome]:
         setup, validation = self.setup, self._by_set(outcome.validation)
-        caveats = {name: setup.caveat(name, means) for name, means in validation.items()}
+        caveats = {name: setup.caveat(name, validation.get(name, {})) for name in setup.validation_sets}
         ended = TrainingOutcome(
             **{**vars(outcome), "validation": validation},
             validation_sizes=setup.validation_sizes,
