@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
 from treeward import __version__
 from treeward.cli import main as entry
@@ -53,6 +54,16 @@ def test_options_may_stand_between_overrides_and_debug_anywhere(capsys: pytest.C
         assert "Traceback" in text and "no_such.yaml" in text
     assert main(words) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_fault_of_the_system_is_one_message_that_names_debug(capsys: pytest.CaptureFixture[str]) -> None:
+    def fault() -> int:
+        raise FileNotFoundError(2, "No such file", "golden.json")
+
+    with pytest.raises(typer.Exit) as ended:
+        entry._reporting("verify", fault)()
+    error = capsys.readouterr().err
+    assert ended.value.exit_code == 2 and "golden.json" in error and "--debug verify" in error
 
 
 def test_the_log_has_one_handler_and_names_levels(restored_logging: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,13 +72,13 @@ def test_every_shape_of_row_is_scored_in_order_as_transformers_does(
     assert rows == list(SHAPES.values())  # each row is written as it came
 
 
-def test_standard_streams(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_standard_streams_are_utf_8(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = json.dumps(SHAPES["responses"]) + "\n\n" + json.dumps({"messages": [USER, ANSWER], "note": "é"}) + "\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
     assert main(["score", str(model_folder), "--data", "-"]) == 0
-    out = capsys.readouterr().out
+    out = written.getvalue().decode()
     assert "é" in out
     assert [sorted(json.loads(line)) for line in out.splitlines()] == [
         ["prompt", "responses", "scores"],
