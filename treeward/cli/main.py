@@ -135,12 +135,12 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
         except (TreewardError, OSError, KeyboardInterrupt) as error:
             if logging.getLogger("treeward").isEnabledFor(logging.DEBUG):
                 traceback.print_exc()
-            code, text = 2, str(error)
+            code, text = 2, f"treeward {verb}: {error}\n"
             if isinstance(error, KeyboardInterrupt):
-                code, text = 130, "interrupted"
+                code, text = 130, f"\ntreeward {verb}: interrupted\n"
             elif isinstance(error, OSError):
-                text = f"{type(error).__name__}: {error}\n  fix:   treeward --debug {verb} ... shows where it comes from"
-            sys.stderr.write(f"treeward {verb}: {text}\n")
+                text += f"  fix:   treeward --debug {verb} ... shows where it comes from\n"
+            sys.stderr.write(text)
         raise typer.Exit(code)
 
     return reporting
