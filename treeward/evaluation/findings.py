@@ -119,15 +119,11 @@ def _reasons(summary: Summary) -> Iterator[str | None]:
     if summary.perturbations is not None:
         yield _of_rewrites(summary.perturbations.numbers)
     if summary.overlap is not None and summary.overlap.accuracy_flagged.count:
-        shared, exact, clean, flagged = map(
-            percent,
-            map(
-                summary.overlap.numbers.__getitem__, ("flagged", "flagged_exact", "accuracy_clean", "accuracy_flagged")
-            ),
-        )
+        said = {name: percent(metric) for name, metric in summary.overlap.numbers.items()}
         yield (
-            f"{shared} of the examples have an exact or near duplicate in the training data, {exact} word for word: "
-            f"accuracy {flagged} on these and {clean} on the others."
+            f"{said['flagged']} of the examples have an exact or near duplicate in the training data, "
+            f"{said['flagged_exact']} word for word: accuracy {said['accuracy_flagged']} on these and "
+            f"{said['accuracy_clean']} on the others."
         )
     note = result.headline.note or ""
     yield None if note.startswith("The interval is over") else note  # shared prompts are no finding

@@ -176,8 +176,8 @@ def combined(name: str, parts: Sequence[Part], weights: Sequence[float] | None =
     simulations, of four parts of five in 92 to 96).
 
     That is for independent parts. Where parts share prompts, prompts are drawn anew too (`cluster_bootstrap`), and each
-    end is the wider one. The drawn average is of p + N w_i / n_i (y_i - p_i) for an outcome y_i of part i, which keeps
-    the parts' sizes and weights fixed as the sum over the drawn examples changes.
+    end is the wider one, within [0, 1]. The drawn average is of p + N w_i / n_i (y_i - p_i) for an outcome y_i of part
+    i, which keeps the parts' sizes and weights fixed as the sum over the drawn examples changes.
     """
     if not parts:
         return Metric(name, None, count=0, note="There are no examples.")
@@ -201,7 +201,8 @@ def combined(name: str, parts: Sequence[Part], weights: Sequence[float] | None =
         if part.outcomes
     ]
     ends = cluster_bootstrap(np.concatenate(drawn), prompts)
-    low, high = (low, high) if ends[0] is None or ends[1] is None else (min(low, ends[0]), max(high, ends[1]))
+    if ends[0] is not None and ends[1] is not None:
+        low, high = max(0.0, min(low, ends[0])), min(1.0, max(high, ends[1]))
     shared = f"The interval allows for the {len(set(prompts))} prompts that {len(prompts)} examples share."
     return with_notes(replace(metric, low=low, high=high), shared)
 

@@ -41,8 +41,16 @@ def test_a_bias_costs_length_controlled_accuracy_and_opens_the_gap(diagnosed: An
     assert fair.accuracy_gap.low < 0 < fair.accuracy_gap.high and liking.accuracy_gap.low > 0.15
     assert liking.relative_slope.value > 0.5 and fair.relative_slope.high < 0.1
     assert fair.longer_is_right.value == liking.longer_is_right.value == pytest.approx(0.5, abs=0.01)  # of the data
-    (bars,) = loving.figures
+    bars, _ = loving.figures
     assert [item["value"] for item in bars["series"][0]["items"]][3] == accuracies[2]
+
+
+def test_score_against_length_has_the_planted_slope_and_is_flat_without_one(diagnosed: Any) -> None:
+    for bias in (0.0, 0.3, 3.0):
+        (curve,) = diagnosed("length_controlled", bias).figures[1]["series"]
+        assert curve["x"] == sorted(curve["x"]) and curve["x"][0] < -10 and curve["x"][-1] > 10
+        for x, y, low, high in zip(curve["x"], curve["y"], curve["low"], curve["high"], strict=True):
+            assert low <= y <= high and y == pytest.approx(bias * x / 100, abs=0.1)
 
 
 def test_a_model_that_only_likes_length_has_one_zero_and_a_half(bundled: Any, score_with: Any) -> None:

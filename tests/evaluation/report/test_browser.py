@@ -52,6 +52,13 @@ def test_every_figure_is_drawn_and_nothing_is_loaded_or_run(visit: Visit) -> Non
     bars = next(block for block in sample_report()["blocks"] if block["kind"] == "bars")
     values = [item["value"] for series in bars["series"] for item in series["items"]]
     assert widths == pytest.approx([value * widths[0] / values[0] for value in values], rel=1e-3)
+    bars, whiskers = (
+        page.locator(f".kind-bars .layer_{layer}_marks {mark}").evaluate_all(
+            "(all) => all.map((mark) => mark.getBoundingClientRect()).map((box) => box.top + box.height / 2)"
+        )
+        for layer, mark in ((0, "path"), (1, "line"))
+    )
+    assert bars == pytest.approx(whiskers, abs=1)  # an interval lies in the middle of its bar
     assert page.locator(".card-value").all_inner_texts()[2:] == ["8.3%", "+0.00250", "–"]
 
 
@@ -114,6 +121,27 @@ def test_filters_search_and_sorting(visit: Visit) -> None:
     page.locator("table.examples th", has_text="Margin").click()
     expect(page.locator(FIRST)).to_contain_text(format_number(known[-1], "signed"))  # examples without a score are last
     expect(page.locator("table.examples th.margin")).to_have_attribute("aria-sort", "descending")
+
+
+def test_the_examples_on_which_models_disagree_stand_together(visit: Visit, tmp_path: Path) -> None:
+    outcomes = {
+        "both": "right right",
+        "one": "right wrong",
+        "tied": "tie right",
+        "lost": "right failed",
+        "none": "wrong",
+    }
+    rows = [
+        {"id": id, "model": model, "outcome": outcome, "margin": None if outcome == "failed" else at - 2.0}
+        for id, own in outcomes.items()
+        for at, (model, outcome) in enumerate(zip(MODELS, own.split(), strict=False))
+    ]
+    block = {"kind": "examples", "title": "Examples", "source": "s"}
+    page = visit(write_report(tmp_path, "t", [block], {"s": rows}))
+    page.select_option("[data-key=models]", "disagree")
+    assert page.locator("table.examples td.id").all_inner_texts() == ["one", "one", "tied", "tied"]
+    page = visit(write_report(tmp_path, "t", [block], {"s": rows[:2]}))
+    assert count(page, "[data-key=models]") == 0
 
 
 def test_a_row_opens_with_its_completions_side_by_side(visit: Visit) -> None:

@@ -86,6 +86,13 @@ def test_the_interval_of_parts_by_hand() -> None:
     assert found.high == pytest.approx(0.875 + 0.25 * 0.25)
 
 
+def test_the_interval_of_parts_with_shared_prompts_stays_within_0_and_1() -> None:
+    outcomes = {"a": [1.0] * 10 + [0.0] * 2, "b": [1.0] * 6}
+    parts = [Part.of(name, own, [i // 2 for i in range(len(own))]) for name, own in outcomes.items()]
+    found = combined("c", parts)
+    assert found.value == pytest.approx(11 / 12) and found.low is not None and 0 < found.low < 0.8 and found.high == 1
+
+
 @pytest.mark.parametrize("accuracy", [0.95, 0.99])
 def test_the_interval_of_many_parts_that_are_nearly_all_right_covers(accuracy: float) -> None:
     """A part that is all right reaches nowhere above itself, so the sum of 23 of them reached too low."""

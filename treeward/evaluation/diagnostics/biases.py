@@ -33,17 +33,19 @@ from treeward.evaluation.diagnostics.completions import (
     collect_pairs,
     completion_text,
     prompt_numbers,
+    residuals_within_prompts,
     slopes_within_prompts,
 )
 from treeward.evaluation.diagnostics.labels import LABELS
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.report.blocks import bar_item, bars_block
-from treeward.evaluation.results import Diagnostic, Metric
-from treeward.evaluation.statistics import Part, accuracy_metric, combined
+from treeward.evaluation.results import Block, Diagnostic, Metric
+from treeward.evaluation.statistics import Part, accuracy_metric, cluster_bootstrap, combined
 
 __all__ = ["diagnose_length", "diagnose_style", "left_out_note", "length_strata", "markdown_density", "stratify"]
 
 _SIMILAR = 0.1  # of the larger amount
+_MOST_POINTS, _FEWEST_FOR_A_POINT = 10, 20
 
 _FENCED = re.compile(r"^[ \t]*(```|~~~).*?(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _MARKS = (
@@ -114,12 +116,40 @@ def _diagnose(
             rows += [] if score is None else [(score, prompt, amount, place, length / 100)]
     table = np.array(rows, dtype=np.float64).reshape(-1, 5)
     features = table[:, 2:4] if trait is LENGTH else table[:, 2:]
-    numbers = slopes_within_prompts(trait.slopes, table[:, 0], features, table[:, 1].astype(np.int64))
+    scores, prompts = table[:, 0], table[:, 1].astype(np.int64)
+    numbers = slopes_within_prompts(trait.slopes, scores, features, prompts)
     numbers |= stratify(scored, amounts, trait.strata)
     _, more, less, similar, _, mean = trait.strata
     items = [bar_item(LABELS[one][0], numbers[one]) for one in (more, less, similar, mean)]
     bars = bars_block(trait.title, model, items, trait.note)
-    return Diagnostic(numbers, (bars,), int(np.isnan(collect_pairs(scored).margins).sum()))
+    curve = _score_against_length(scores, features, prompts, model) if trait is LENGTH else []
+    return Diagnostic(numbers, (bars, *curve), int(np.isnan(collect_pairs(scored).margins).sum()))
+
+
+def _score_against_length(
+    scores: NDArray[np.float64], features: NDArray[np.float64], prompts: NDArray[np.int64], model: str
+) -> list[Block]:
+    """Mean score by length between equally good completions of a prompt: the curve that `slope_given_rank` is of.
+
+    Nothing where there are not enough completions for three points.
+    """
+    lengths, rest, _, prompts = residuals_within_prompts(scores, features, prompts)
+    num_points = min(_MOST_POINTS, len(lengths) // _FEWEST_FOR_A_POINT)
+    if num_points < 3 or not np.ptp(lengths):
+        return []
+    parts = np.array_split(np.argsort(lengths, kind="stable"), num_points)
+    x, y = ([float(values[part].mean()) for part in parts] for values in (100 * lengths, rest))
+    low, high = zip(*(cluster_bootstrap(rest[part], prompts[part].tolist()) for part in parts), strict=True)
+    block: Block = {
+        "kind": "curves",
+        "title": "Score against length",
+        "note": "Of completions of one prompt, at equal rank: flat without a bias. Each point is the mean of as many "
+        f"completions, {len(lengths):,} in all; the band is a 95 % interval.",
+        "x_label": "characters above the prompt's mean",
+        "y_label": "score above the prompt's mean",
+        "series": [{"name": model, "x": x, "y": y, "low": list(low), "high": list(high)}],
+    }
+    return [block]
 
 
 def markdown_density(text: str) -> float:

@@ -24,7 +24,14 @@ from treeward.data.preference import Message
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Metric
 
-__all__ = ["Pairs", "collect_pairs", "completion_text", "prompt_numbers", "slopes_within_prompts"]
+__all__ = [
+    "Pairs",
+    "collect_pairs",
+    "completion_text",
+    "prompt_numbers",
+    "residuals_within_prompts",
+    "slopes_within_prompts",
+]
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -79,6 +86,22 @@ def prompt_numbers(scored: Sequence[ScoredExample]) -> list[int]:
     return [numbers.setdefault(one.example.prompt_key, len(numbers)) for one in scored]
 
 
+def residuals_within_prompts(
+    scores: Floats, features_NF: Floats, prompts: Integers
+) -> tuple[Floats, Floats, Floats, Integers]:
+    """What prompts and the other features leave of the first feature and of the scores (Frisch and Waugh 1933).
+
+    Four arrays of the completions that have another of the same prompt: the first feature and the scores, both less the
+    mean of their prompt and what the other features say of them; the scores less the mean of their prompt alone; and
+    their prompts, numbered from 0.
+    """
+    kept = np.bincount(prompts, minlength=1)[prompts] > 1
+    groups = np.unique(prompts[kept], return_inverse=True)[1]
+    x, y = _demeaned(features_NF[kept], groups), _demeaned(scores[kept, None], groups)[:, 0]
+    own, rest = (column - x[:, 1:] @ np.linalg.lstsq(x[:, 1:], column, rcond=None)[0] for column in (x[:, 0], y))
+    return own, rest, y, groups
+
+
 def slopes_within_prompts(
     names: tuple[str, str], scores: Floats, features_NF: Floats, prompts: Integers
 ) -> dict[str, Metric]:
@@ -87,19 +110,15 @@ def slopes_within_prompts(
     By the first of `names`; by the second the same in standard deviations of scores within prompts, pooled and taken as
     known: sqrt(sum (s_ij - mean_i)^2 / (N - G)).
 
-    Least squares on scores and features less the mean of their prompt; what the other features say of the scores and of
-    the first is taken out of both (Frisch and Waugh 1933). The interval is 95 %, of Student's t with G - 1 degrees of
-    freedom for G prompts, and robust to errors that go together within a prompt: the jackknife over prompts (CV3:
-    MacKinnon, Nielsen and Webb 2023, Journal of Applied Econometrics 38, page 671; the usual CR1 is too narrow for
-    skewed lengths), which leaves a prompt out of the last of these steps.
+    Least squares on what `residuals_within_prompts` leaves of the scores and of the first feature. The interval is
+    95 %, of Student's t with G - 1 degrees of freedom for G prompts, and robust to errors that go together within a
+    prompt: the jackknife over prompts (CV3: MacKinnon, Nielsen and Webb 2023, Journal of Applied Econometrics 38, page
+    671; the usual CR1 is too narrow for skewed lengths), which leaves a prompt out of the last of these steps.
     `count`: completions that have another of the same prompt. No value where the feature does not vary within prompts,
     or only together with the others; no interval for fewer than `FEWEST_PROMPTS`, or where one prompt alone decides.
     """
-    kept = np.bincount(prompts, minlength=1)[prompts] > 1
-    groups = np.unique(prompts[kept], return_inverse=True)[1]
-    x, y = _demeaned(features_NF[kept], groups), _demeaned(scores[kept, None], groups)[:, 0]
+    own, rest, y, groups = residuals_within_prompts(scores, features_NF, prompts)
     count, num_prompts = len(y), len(np.unique(groups))
-    own, rest = (column - x[:, 1:] @ np.linalg.lstsq(x[:, 1:], column, rcond=None)[0] for column in (x[:, 0], y))
     xy_G, xx_G = (np.bincount(groups, weights=own * column, minlength=1) for column in (rest, own))
     xy, xx = float(xy_G.sum()), float(xx_G.sum())
     note = f"{num_prompts} prompts"

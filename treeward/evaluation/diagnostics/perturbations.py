@@ -317,7 +317,7 @@ def summarize_perturbations(scores: Sequence[PerturbedScores], model: str = "mod
     figures = (
         bars_block("Score shift by rewrite", model, moved, _OF_SHIFT, format="signed", reference=0,
                    x_range=[-reach, reach]),
-        bars_block("Right pairs lost when the worse completion is rewritten", model, lost, _OF_FLIPS, reference=0),
+        bars_block("Right pairs lost when the worse completion is rewritten", model, lost, _OF_FLIPS, reference=None),
     )  # fmt: skip
     return Diagnostic(by_name, figures, num_failed)
 

@@ -124,7 +124,7 @@ def _bars(block: Block) -> tuple[dict[str, Any], dict[str, tuple[str, str]], lis
     said = _layer({**row, "lane": row["text_lane"]} for row in rows).encode(**place)
     in_words = alt.ExprRef(f"{_WIDE} ? datum.words : datum.{'shown' if many else 'brief'}")
     layers = [
-        base.mark_bar(height=alt.RelativeBandSize(0.72)).encode(
+        base.mark_bar(size=13).encode(
             x=x, x2=alt.X2Datum(min(max(0, low), high)), color=_COLOUR, tooltip="tip:N"
         ),
         spans.mark_rule(color="var(--paper)", strokeWidth=4, opacity=0.75),

@@ -17,6 +17,7 @@ OUTCOMES = {"wrong": "✗ wrong", "tie": "= tie", "right": "✓ right", "failed"
 
 def example_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows as the page's table shows them; `share` is the size of the margin, the widest of all being 1."""
+    disputed = _disputed(rows)
     widest = max((abs(row["margin"]) for row in rows if is_number(row.get("margin"))), default=1.0) or 1.0
     found = []
     for row in rows:
@@ -25,10 +26,20 @@ def example_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         found.append(shown | {
             "outcome": outcome, "rank": list(OUTCOMES).index(outcome),
             "margin": margin, "share": abs(margin or 0.0) / widest,
+            "models": "disagree" if shown["id"] in disputed else "do not",
             "context": messages(row.get("context")), "prompt": prompt_text(row.get("context")),
             "completions": _completions(row),
         })  # fmt: skip
     return found
+
+
+def _disputed(rows: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The ids that one model has right and another has not, though both have scored them."""
+    of_ids: dict[str, set[bool]] = {}
+    for row in rows:
+        if row.get("outcome") not in ("failed", None):
+            of_ids.setdefault(str(row.get("id")), set()).add(row["outcome"] == "right")
+    return {id for id, found in of_ids.items() if len(found) > 1}
 
 
 def messages(value: Any) -> list[dict[str, str]]:
@@ -63,7 +74,7 @@ def _completions(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = []
     for i, (completion, score, length, num_tokens, error) in enumerate(zip_longest(*columns)):
         place = distinct.index(ranks[i]) if i < len(ranks) and len(distinct) > 1 else None
-        name = "Tied" if ranks else "Completion"
+        name = "Tied" if len(ranks) > 1 else "Completion"
         if place is not None:
             name = "Worse completion" if place else "Better completion"
             name = f"Rank {place + 1} of {len(distinct)}" if len(distinct) > 2 else name

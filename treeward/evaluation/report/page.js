@@ -22,7 +22,7 @@ async function drawAll() {
 }
 
 // A row of the examples opens below itself, with its completions side by side.
-const COLUMNS = { outcome: 0, margin: 1, subset: 2, model: 3, id: 4, prompt: 5, detail: 6 };
+const COLUMNS = { outcome: 0, margin: 1, subset: 2, model: 3, id: 4, prompt: 5, models: 6, detail: 7 };
 
 function toggle(row, open = !row.child.isShown()) {
   if (open) row.child(row.data()[COLUMNS.detail].shown, "detail").show();
@@ -31,7 +31,7 @@ function toggle(row, open = !row.child.isShown()) {
 }
 
 function examplesTable(element) {
-  const { margin, model, prompt, detail } = COLUMNS;
+  const { margin, model, id, prompt, models, detail } = COLUMNS;
   const filters = element.previousElementSibling;
   const unknownLast = (sign) => (a, b) => (a === "") - (b === "") || sign * (a - b);
   DataTable.type("known", "order", { asc: unknownLast(1), desc: unknownLast(-1) });
@@ -42,7 +42,7 @@ function examplesTable(element) {
     data, deferRender: true, columns: Object.entries(COLUMNS).map(([className, at]) =>
       ({ data: at, className, render: { _: "shown", sort: "order", type: "order", filter: "search" } })),
     autoWidth: false, pageLength: 25, order: [[margin, "asc"]],
-    columnDefs: [{ targets: detail, visible: false }, { targets: margin, type: "known" }, { targets: prompt, orderable: false },
+    columnDefs: [{ targets: [models, detail], visible: false }, { targets: margin, type: "known" }, { targets: prompt, orderable: false },
       { targets: model, visible: filters.querySelector("[data-key=model]") !== null }],
     layout: { topStart: () => filters, topEnd: "search", bottomStart: "info", bottomEnd: "paging" },
     language: { search: "Search", searchPlaceholder: 'words, or "a phrase"', zeroRecords: "No example matches. Fewer words or filters find more." },
@@ -52,6 +52,7 @@ function examplesTable(element) {
     select.addEventListener("change", () => {
       const wanted = select.value;
       table.column(COLUMNS[select.dataset.key]).search.fixed("filter", wanted ? (text) => text === wanted : null);
+      if (wanted && select.dataset.key === "models") table.order([[id, "asc"]]); // the rows of one example stand together
       table.draw();
     });
   }
