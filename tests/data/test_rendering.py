@@ -17,8 +17,9 @@ from templates import SENTENCES, TEMPLATES, byte_bpe, family_renderer, template_
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from treeward.data import rendering
-from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE, Renderer
+from treeward.data import templates
+from treeward.data.rendering import Renderer
+from treeward.data.templates import DEFAULT_CHAT_TEMPLATE
 from treeward.errors import ConfigError, DataError
 
 # LLaVA writes a space after `</s>`, GLM-4 writes no end of turn.
@@ -123,6 +124,8 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
     assert "PARIS" in Renderer(tokenizer, chat_template="shout").render(CHAT)
     with pytest.raises(ConfigError, match=r"neither a file nor a template(?s:.*)missing\.jinja"):
         Renderer(tokenizer, chat_template="missing.jinja")
+    with pytest.raises(ConfigError, match=r"argument of transformers(?s:.*)add_generation_prompt, tokenize"):
+        Renderer(tokenizer, chat_template_kwargs={"tools": [], "tokenize": True, "add_generation_prompt": True})
     with pytest.raises(ConfigError, match=r"cannot be parsed(?s:.*)\{% if %\}"):
         Renderer(tokenizer, chat_template="hello\n{% if %}")
 
@@ -278,8 +281,8 @@ FAILING = {
 def test_a_template_that_fails_is_an_error_with_its_reason(
     text: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.1)
-    monkeypatch.setattr(rendering, "MAX_CHARACTERS", 2**20)
+    monkeypatch.setattr(templates, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(templates, "MAX_CHARACTERS", 2**20)
     with pytest.raises(ConfigError, match=f"the chat template fails: .*{reason}"):
         Renderer(byte_bpe(), chat_template=text)
     later = CHATML + "{% if messages | length > 2 %}" + text + "{% endif %}"

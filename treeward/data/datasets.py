@@ -48,8 +48,6 @@ from treeward.data.sources import Row
 from treeward.data.synthetic import bundled_path
 from treeward.errors import ConfigError
 
-__all__ = ["RowDataset", "TaskDataSpec", "open_dataset", "register_dataset"]
-
 logger = logging.getLogger(__name__)
 
 _DATASETS = Registry("datasets", example="my_module.MyDataset")

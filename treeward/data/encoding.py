@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from treeward.data.datasets import RowDataset
     from treeward.data.rendering import Fitted, Renderer
 
-__all__ = ["Comparison", "EncodedDataset", "EncodingCounts", "Ties", "count_tree_tokens", "encode_dataset"]
 
 logger = logging.getLogger(__name__)
 

@@ -28,24 +28,6 @@ from typing import Any
 
 from treeward.errors import DataError, nearest_name
 
-__all__ = [
-    "Completion",
-    "Message",
-    "Preference",
-    "as_messages",
-    "check_messages",
-    "from_binary_row",
-    "from_helpsteer3_row",
-    "from_transcripts",
-    "last_text",
-    "parse_json_list",
-    "parse_transcript",
-    "preference_from_dict",
-    "preference_to_dict",
-    "required",
-    "split_common_prefix",
-]
-
 Message = dict[str, Any]
 """A chat message: `role` and `content`, and whatever else a chat template reads (`tool_calls`, `name`, ...)."""
 

@@ -29,7 +29,6 @@ from treeward.progress import ShownProgress
 if TYPE_CHECKING:
     from treeward.data.rendering import Renderer
 
-__all__ = ["EncodedPrompt", "EncodedPrompts", "encode_prompts"]
 
 logger = logging.getLogger(__name__)
 

@@ -44,9 +44,6 @@ from treeward.data.synthetic import best_completions
 from treeward.data.synthetic import prompts as bundled_prompts
 from treeward.errors import ConfigError, DataError, nearest_name
 
-__all__ = ["Prompt", "PromptCounts", "PromptSet", "RowPrompts", "from_prompt_row", "from_response_row", "open_prompts"]
-__all__ += ["register_prompt_dataset"]
-
 logger = logging.getLogger(__name__)
 
 _PROMPT_DATASETS = Registry("datasets of prompts", example="my_module.MyPrompts")

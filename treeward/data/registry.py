@@ -36,8 +36,6 @@ from treeward.data.sources import Row, fingerprint, read_rows
 from treeward.errors import ConfigError, DataError, nearest_name
 from treeward.user_code import import_object
 
-__all__ = ["ObjectRows", "PromptFiles", "Registry", "RowSource"]
-
 _PLACES = ("data_path", "subset", "split")
 _ARGUMENTS = (*_PLACES, "prompt_key", "chosen_key", "rejected_key", "input_key", "output_key")
 _PROMPT_FILES = ("prompt_file", "system_prompt_file")

@@ -8,63 +8,32 @@ generation prompt. Rendering turn by turn and joining would differ for templates
 SentencePiece, which adds a space at every beginning. The ids begin with exactly one BOS where the tokenizer has one and
 adds it by default, whatever the template writes; an encoder's ids have exactly one CLS and one SEP around them.
 
-`Renderer.chat_template` is the template as it is used, so saved with a model it renders the same text everywhere. A
-template that writes today's date is given `FIXED_DATE`, so that a score does not depend on the day; one that runs for
-`MAX_SECONDS` of processor time, or builds a text of more than `MAX_CHARACTERS`, is stopped.
+`Renderer.chat_template` is the template as it is used, so saved with a model it renders the same text everywhere.
 """
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import hashlib
+import inspect
 import itertools
 import json
 import logging
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 
 from treeward.data.preference import Message
+from treeward.data.templates import SETTING, apply_template, find_template, without_clock
 from treeward.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DEFAULT_CHAT_TEMPLATE", "FIXED_DATE", "Fitted", "Renderer", "Truncation"]
-
 logger = logging.getLogger(__name__)
-
-DEFAULT_CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|' + message['role'] + '|>\\n' + message['content'] -}}
-{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- endif -%}
-{%- if not loop.last -%}{{- '\\n' -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '\\n<|assistant|>\\n' -}}{%- endif -%}"""
-"""For tokenizers without a template: each role as a header on its own line, then the text; the EOS token (where there
-is one) after each assistant message, and nothing after the last, so that a score is read at EOS."""
-
-FIXED_DATE = "26 Jul 2024"
-"""What `strftime_now` gives, in the format that a template asks for: the date that those of Llama 3 fall back to."""
-
-MAX_SECONDS = 10.0
-"""Processor time that one rendering may take; real templates need milliseconds."""
-
-MAX_CHARACTERS = 2**28
-"""Characters that a template may keep in a variable."""
-
-SETTING = "policy.tokenizer.chat_template"
-_MIDNIGHT = datetime.strptime(FIXED_DATE, "%d %b %Y")
-_CLOCK = "{% macro strftime_now(format) %}"
-_TIMED, _BOUNDED = "treeward_timed", "treeward_bounded"
-_deadline: contextvars.ContextVar[float] = contextvars.ContextVar("deadline", default=float("inf"))
 
 Truncation = Literal["drop", "truncate_left", "error"]
 
@@ -93,7 +62,7 @@ class Renderer:
     `chat_template`: see `find_template`. `chat_template_kwargs` reach the template (`enable_thinking`, `date_string`,
     `tools`, ...). `max_length` is in tokens, None for no limit, and `truncation` is what `fit` does about longer
     conversations. Raises `ConfigError` for a template that cannot be found or parsed, or that fails whatever it is
-    given.
+    given, and for variables that are arguments of `apply_chat_template`.
 
     A Renderer can be pickled. It logs its decisions (default template, fixed date) once, when it is made.
     """
@@ -112,6 +81,10 @@ class Renderer:
         self.max_length = max_length
         self.truncation: Truncation = truncation
         self._seen_roles = set(_ROLES)
+        arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents"}
+        if wrong := sorted(arguments & self.chat_template_kwargs.keys()):
+            summary, need = "an argument of transformers is no variable of the template", "variables of the template"
+            raise ConfigError(summary, field=f"{SETTING}_kwargs", got=", ".join(wrong), need=need)
         source, name = find_template(tokenizer, chat_template)
         self.chat_template = without_clock(source, self.chat_template_kwargs)
         self._reads_text, self._reads_parts = self._probe_content(name)
@@ -402,21 +375,8 @@ class Renderer:
             return None
 
     def _apply(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """What transformers renders, within `MAX_SECONDS` and `MAX_CHARACTERS`. Raises whatever the template raises."""
-        _limit(self.chat_template)
-        token = _deadline.set(time.thread_time() + MAX_SECONDS)
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=self.chat_template,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **self.chat_template_kwargs,
-            )
-        finally:
-            _deadline.reset(token)
-        assert isinstance(text, str)
-        return text
+        variables = {"add_generation_prompt": generation_prompt, **self.chat_template_kwargs}
+        return apply_template(self.tokenizer, messages, self.chat_template, variables)
 
 
 def _tokenizer_contents(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -429,110 +389,3 @@ def _tokenizer_contents(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _as_parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
-
-
-# --- templates: where they come from, their clock, and how long they may run ------------------------------------------
-
-
-def find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> tuple[str, str]:
-    """The template's text, and a name for it in errors.
-
-    `chat_template`: None or "default" is the tokenizer's own, or `DEFAULT_CHAT_TEMPLATE` where it has none; else the
-    name of one of the tokenizer's templates, a file, or the text of a template. Raises `ConfigError`.
-    """
-    own = tokenizer.chat_template
-    if chat_template is None or chat_template == "default":
-        if not own:
-            logger.warning("the tokenizer has no chat template: using treeward's default, <|role|> headers and EOS")
-            return DEFAULT_CHAT_TEMPLATE, "the default chat template"
-        try:
-            return tokenizer.get_chat_template(), "the tokenizer's chat template"
-        except ValueError as error:  # several, and no default
-            raise ConfigError(str(error), field=SETTING, need=f"one of {sorted(own)}") from error
-    if isinstance(own, dict) and chat_template in own:
-        return own[chat_template], f"the tokenizer's chat template {chat_template!r}"
-    if any(mark in chat_template for mark in ("{{", "{%", "\n")):
-        return chat_template, SETTING
-    path = Path(chat_template).expanduser()
-    if not path.is_file():
-        summary = "the chat template is neither a file nor a template"
-        need = "a file that exists, a Jinja template, or null for the tokenizer's own"
-        raise ConfigError(summary, field=SETTING, got=chat_template, need=need)
-    return path.read_text(encoding="utf-8"), str(path)
-
-
-def without_clock(template: str, variables: Mapping[str, Any]) -> str:
-    """The template with `strftime_now` fixed; `variables` are those that it is rendered with."""
-    if "strftime_now" not in template or template.startswith(_CLOCK):
-        return template
-    if not {"date_string", "current_date"} & variables.keys():
-        logger.warning(
-            "the chat template writes today's date; it is rendered with %s so that scores do not depend on the day "
-            "(chat_template_kwargs.date_string sets another where the template reads it)",
-            FIXED_DATE,
-        )
-    # transformers passes only plain values to a template, so a macro shadows its clock. The macro stands on a line of
-    # its own: transformers trims the newline after a block, which leaves the rest as it was.
-    codes = [f"%{code}" for code in ("-d", "-m", *"aAbBcdDeFHIjmMpSTuUwWxXyYzZ")]
-    replaced = "".join(f" | replace({code!r}, {_MIDNIGHT.strftime(code)!r})" for code in codes)
-    return f"{_CLOCK}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
-
-
-def _limit(template: str) -> None:
-    """Make each turn of a loop and each call in the template look at the clock, and each assignment at its size.
-
-    transformers compiles a text once and renders with that object; it offers no way to pass an environment.
-    """
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    if _has_power(template):
-        raise jinja2.TemplateRuntimeError("it raises a number to a power")
-    compiled = _compile_jinja_template(template)
-    environment = compiled.environment
-    if _BOUNDED in environment.filters:
-        return
-    environment.filters |= {_TIMED: _timed, _BOUNDED: _bounded}
-    call = environment.call
-
-    def bounded_call(context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_time()
-        for value in (*args, *kwargs.values()):
-            _bounded(context, value)
-        return call(context, function, *args, **kwargs)
-
-    environment.call = bounded_call
-    tree, nodes = environment.parse(template), jinja2.nodes
-    bounds = ((nodes.For, "iter", _TIMED), (nodes.Assign, "node", _BOUNDED), (nodes.AssignBlock, "filter", _BOUNDED))
-    for kind, field, name in bounds:
-        for node in tree.find_all(kind):
-            setattr(node, field, nodes.Filter(getattr(node, field), name, [], [], None, None, lineno=node.lineno))
-    bounded = environment.from_string(tree)
-    compiled.root_render_func, compiled.blocks = bounded.root_render_func, bounded.blocks
-
-
-@functools.lru_cache
-def _has_power(template: str) -> bool:
-    """No real template has one, and Jinja would compute it when it compiles: it works constants out."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    return _compile_jinja_template("").environment.parse(template).find(jinja2.nodes.Pow) is not None
-
-
-@jinja2.pass_context  # or Jinja would evaluate the filters when it compiles
-def _timed(_: Any, items: Iterable[Any]) -> Iterator[Any]:
-    for item in items:
-        _check_time()
-        yield item
-
-
-@jinja2.pass_context
-def _bounded(_: Any, value: Any) -> Any:
-    size = len(value) if isinstance(value, str | list) else value.bit_length() if isinstance(value, int) else 0
-    if size > MAX_CHARACTERS:
-        raise jinja2.TemplateRuntimeError(f"it builds a text of more than {MAX_CHARACTERS:,} characters")
-    return value
-
-
-def _check_time() -> None:
-    if time.thread_time() > _deadline.get():
-        raise jinja2.TemplateRuntimeError(f"it runs for more than {MAX_SECONDS:g} seconds")

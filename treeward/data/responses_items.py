@@ -19,8 +19,6 @@ from typing import Any
 from treeward.data.preference import Message
 from treeward.errors import DataError
 
-__all__ = ["conversation_of", "messages_of_input"]
-
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """The kinds of content parts that are text, and the key that holds it."""
 

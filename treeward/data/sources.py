@@ -34,8 +34,6 @@ from typing import Any
 
 from treeward.errors import DataError, nearest_name
 
-__all__ = ["KINDS", "Row", "file_suffix", "fingerprint", "read_file", "read_jsonl_stream", "read_rows"]
-
 KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 """The suffixes of the files that are read."""
 

@@ -13,10 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from treeward.data.datasets import RowDataset
-from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE
+from treeward.data.templates import DEFAULT_CHAT_TEMPLATE
 from treeward.errors import ConfigError
-
-__all__ = ["texts_of", "train_tokenizer"]
 
 _END, _PAD = "<|endoftext|>", "<|pad|>"
 _SPECIAL = [_END, _PAD, "<|system|>", "<|user|>", "<|assistant|>"]

@@ -17,15 +17,7 @@ from treeward.data.preference import Message
 from treeward.data.synthetic.gold import Question, gold_quality, parse_question
 from treeward.errors import ConfigError, nearest_name
 
-__all__ = [
-    "SPLITS",
-    "Question",
-    "best_completions",
-    "bundled_path",
-    "gold_quality",
-    "parse_question",
-    "prompts",
-]
+__all__ = ["SPLITS", "Question", "best_completions", "bundled_path", "gold_quality", "parse_question", "prompts"]
 
 SPLITS = ("train", "validation", "length_controlled")
 

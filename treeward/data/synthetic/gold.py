@@ -41,8 +41,6 @@ from treeward.data.synthetic.world import (
 )
 from treeward.errors import DataError
 
-__all__ = ["Question", "gold_quality", "gold_reward", "grade", "parse_question"]
-
 _CORRECT, _FORMAT, _COURTESY = 0.6, 0.25, 0.15
 _STANDING = "from now on"
 _KIND = {kind.name: kind for kind in KINDS}

@@ -15,9 +15,6 @@ from functools import cache
 from pathlib import Path
 from re import findall
 
-__all__ = ["FACTS", "FILLERS", "FORMATS", "KINDS", "LEAD_INS", "POLITE_CLOSERS", "POLITE_OPENERS"]
-__all__ += ["RUDE_CLOSERS", "RUDE_OPENERS", "Fact", "Kind", "known_words", "words_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fact:

@@ -1,0 +1,170 @@
+"""Chat templates: where they come from, the date that they write, and how long they may run.
+
+A template is a program that comes with a model. One that writes today's date is given `FIXED_DATE`, so that a score
+does not depend on the day. One that runs for `MAX_SECONDS` of processor time, or keeps a text of more than
+`MAX_CHARACTERS` in a variable, is stopped.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from treeward.data.preference import Message
+from treeward.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|' + message['role'] + '|>\\n' + message['content'] -}}
+{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- endif -%}
+{%- if not loop.last -%}{{- '\\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '\\n<|assistant|>\\n' -}}{%- endif -%}"""
+"""For tokenizers without a template: each role as a header on its own line, then the text; the EOS token (where there
+is one) after each assistant message, and nothing after the last, so that a score is read at EOS."""
+
+FIXED_DATE = "26 Jul 2024"
+"""What `strftime_now` gives, in the format that a template asks for: the date that those of Llama 3 fall back to."""
+
+MAX_SECONDS = 10.0
+"""Processor time that one rendering may take; real templates need milliseconds."""
+
+MAX_CHARACTERS = 2**28
+"""Characters that a template may keep in a variable."""
+
+SETTING = "policy.tokenizer.chat_template"
+_MIDNIGHT = datetime.strptime(FIXED_DATE, "%d %b %Y")
+_CLOCK = "{% macro strftime_now(format) %}"
+_TIMED, _BOUNDED = "treeward_timed", "treeward_bounded"
+_deadline: contextvars.ContextVar[float] = contextvars.ContextVar("deadline", default=float("inf"))
+
+
+def find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> tuple[str, str]:
+    """The template's text, and a name for it in errors.
+
+    `chat_template`: None or "default" is the tokenizer's own, or `DEFAULT_CHAT_TEMPLATE` where it has none; else the
+    name of one of the tokenizer's templates, a file, or the text of a template. Raises `ConfigError`.
+    """
+    own = tokenizer.chat_template
+    if chat_template is None or chat_template == "default":
+        if not own:
+            logger.warning("the tokenizer has no chat template: using treeward's default, <|role|> headers and EOS")
+            return DEFAULT_CHAT_TEMPLATE, "the default chat template"
+        try:
+            return tokenizer.get_chat_template(), "the tokenizer's chat template"
+        except ValueError as error:  # several, and no default
+            raise ConfigError(str(error), field=SETTING, need=f"one of {sorted(own)}") from error
+    if isinstance(own, dict) and chat_template in own:
+        return own[chat_template], f"the tokenizer's chat template {chat_template!r}"
+    if any(mark in chat_template for mark in ("{{", "{%", "\n")):
+        return chat_template, SETTING
+    path = Path(chat_template).expanduser()
+    if not path.is_file():
+        summary = "the chat template is neither a file nor a template"
+        need = "a file that exists, a Jinja template, or null for the tokenizer's own"
+        raise ConfigError(summary, field=SETTING, got=chat_template, need=need)
+    return path.read_text(encoding="utf-8"), str(path)
+
+
+def without_clock(template: str, variables: Mapping[str, Any]) -> str:
+    """The template with `strftime_now` fixed; `variables` are those that it is rendered with."""
+    if "strftime_now" not in template or template.startswith(_CLOCK):
+        return template
+    if not {"date_string", "current_date"} & variables.keys():
+        logger.warning(
+            "the chat template writes today's date; it is rendered with %s so that scores do not depend on the day "
+            "(chat_template_kwargs.date_string sets another where the template reads it)",
+            FIXED_DATE,
+        )
+    # transformers passes only plain values to a template, so a macro shadows its clock. The macro stands on a line of
+    # its own: transformers trims the newline after a block, which leaves the rest as it was.
+    codes = [f"%{code}" for code in ("-d", "-m", *"aAbBcdDeFHIjmMpSTuUwWxXyYzZ")]
+    replaced = "".join(f" | replace({code!r}, {_MIDNIGHT.strftime(code)!r})" for code in codes)
+    return f"{_CLOCK}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
+
+
+def apply_template(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template: str, variables: Mapping[str, Any]
+) -> str:
+    """What transformers renders, within `MAX_SECONDS` and `MAX_CHARACTERS`. Raises whatever the template raises."""
+    _limit(template)
+    token = _deadline.set(time.thread_time() + MAX_SECONDS)
+    try:
+        text = tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **variables)
+    finally:
+        _deadline.reset(token)
+    assert isinstance(text, str)
+    return text
+
+
+def _limit(template: str) -> None:
+    """Make each turn of a loop and each call in the template look at the clock, and each assignment at its size.
+
+    transformers compiles a text once and renders with that object; it offers no way to pass an environment.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    if _has_power(template):
+        raise jinja2.TemplateRuntimeError("it raises a number to a power")
+    compiled = _compile_jinja_template(template)
+    environment = compiled.environment
+    if _BOUNDED in environment.filters:
+        return
+    environment.filters |= {_TIMED: _timed, _BOUNDED: _bounded}
+    call = environment.call
+
+    def bounded_call(context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_time()
+        for value in (*args, *kwargs.values()):
+            _bounded(context, value)
+        return call(context, function, *args, **kwargs)
+
+    environment.call = bounded_call
+    tree, nodes = environment.parse(template), jinja2.nodes
+    bounds = ((nodes.For, "iter", _TIMED), (nodes.Assign, "node", _BOUNDED), (nodes.AssignBlock, "filter", _BOUNDED))
+    for kind, field, name in bounds:
+        for node in tree.find_all(kind):
+            setattr(node, field, nodes.Filter(getattr(node, field), name, [], [], None, None, lineno=node.lineno))
+    bounded = environment.from_string(tree)
+    compiled.root_render_func, compiled.blocks = bounded.root_render_func, bounded.blocks
+
+
+@functools.lru_cache
+def _has_power(template: str) -> bool:
+    """No real template has one, and Jinja would compute it when it compiles: it works constants out."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template("").environment.parse(template).find(jinja2.nodes.Pow) is not None
+
+
+@jinja2.pass_context  # or Jinja would evaluate the filters when it compiles
+def _timed(_: Any, items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        _check_time()
+        yield item
+
+
+@jinja2.pass_context
+def _bounded(_: Any, value: Any) -> Any:
+    size = len(value) if isinstance(value, str | list) else value.bit_length() if isinstance(value, int) else 0
+    if size > MAX_CHARACTERS:
+        raise jinja2.TemplateRuntimeError(f"it builds a text of more than {MAX_CHARACTERS:,} characters")
+    return value
+
+
+def _check_time() -> None:
+    if time.thread_time() > _deadline.get():
+        raise jinja2.TemplateRuntimeError(f"it runs for more than {MAX_SECONDS:g} seconds")
