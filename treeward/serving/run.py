@@ -42,7 +42,7 @@ def make_service(config: ServerConfig, *, models: Sequence[ServedModel] | None =
         kind = ServedModel if section.reward_class is None else CustomModel
         loaded.append(model := kind.load(section, config))
         checked = "it keeps its contract" if model.contracts else "no contract was checked"
-        members, seconds = ", ".join(model.members), time.monotonic() - started
+        members, seconds = ", ".join(section.members), time.monotonic() - started
         logger.info("%s: loaded %s in %.1f s; %s.", model.name, members, seconds, checked)
     return Service(loaded, config)
 
