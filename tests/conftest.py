@@ -145,6 +145,19 @@ def tiny_run(tiny_runs: Callable[[Path], Callable[..., Any]], tmp_path: Path) ->
 
 
 @pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[[str, Iterable[Any]], Path]:
+    """Write rows as JSON lines; a row that is text is written as it is."""
+
+    def write(name: str, rows: Iterable[Any]) -> Path:
+        path = tmp_path / name
+        lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
 def write_prompts(tmp_path: Path) -> Callable[[str, Iterable[Any]], str]:
     """Write rows of `PromptDataset`; a text is a prompt."""
 

@@ -1,29 +1,13 @@
-"""What tests of the command line share: a function that writes rows."""
+"""What tests of the command line share."""
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from treeward.cli.main import main
-
-
-@pytest.fixture
-def write_rows(tmp_path: Path) -> Callable[[str, Iterable[Any]], Path]:
-    """Write rows as JSON lines; a row that is text is written as it is."""
-
-    def write(name: str, rows: Iterable[Any]) -> Path:
-        path = tmp_path / name
-        lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
-        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        return path
-
-    return write
 
 
 @pytest.fixture

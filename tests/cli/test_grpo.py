@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from treeward.cli.main import main
 
-CONFIG = """
-grpo: {{num_prompts_per_step: 2, num_generations_per_prompt: 2, max_num_steps: 2, val_period: 1, seed: 7}}
-policy:
-  model_config: {{model_type: qwen3, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1,
-                 num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8, max_position_embeddings: 128}}
-  tokenizer: {{vocab_size: 300}}
-  max_total_sequence_length: 96
-  precision: float32
-  optimizer: {{kwargs: {{lr: 1.0e-3}}}}
-  generation: {{max_new_tokens: 4}}
-data:
-  train: {{dataset_name: PromptDataset, data_path: {folder}/train.jsonl}}
-  validation: {{dataset_name: PromptDataset, data_path: {folder}/held_out.jsonl}}
-env: {{planted: {{type: custom, function: planted.vowels}}}}
-checkpointing: {{checkpoint_dir: {folder}/the checkpoints}}
-logger: {{log_dir: {folder}/logs}}
-"""
-
 
 @pytest.fixture
-def command(tmp_path: Path) -> Callable[..., int]:
-    """`treeward grpo` of a tiny configuration, with overrides."""
-    for name in ("train", "held_out"):
-        rows = [{"prompt": f"Say {name} {n}."} for n in range(8)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (tmp_path / "run.yaml").write_text(CONFIG.format(folder=tmp_path), encoding="utf-8")
-    return lambda *words: main(["grpo", "--config", str(tmp_path / "run.yaml"), *words])
+def command(tiny_grpo: Callable[..., Any], tmp_path: Path) -> Callable[..., int]:
+    """`treeward grpo` of the tiny configuration, of two steps, with overrides."""
+    tiny_grpo()
+    common = ["grpo.max_num_steps=2", "grpo.val_period=1", f"checkpointing.checkpoint_dir={tmp_path}/the checkpoints"]
+    return lambda *words: main(["grpo", "--config", str(tmp_path / "run.yaml"), *common, *words])
 
 
 def test_a_run_ends_with_its_results_and_where_they_are(

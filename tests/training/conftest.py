@@ -1,9 +1,9 @@
-"""What tests of training share: the trajectory of a run, its final weights, and small files of comparisons."""
+"""What tests of training share: the trajectory of a run and its weights."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,3 @@ def read_weights() -> Callable[[Path], dict[str, Any]]:
     from safetensors.torch import load_file
 
     return lambda folder: load_file(folder / "model.safetensors")
-
-
-@pytest.fixture
-def write_rows(tmp_path: Path) -> Callable[[str, Iterable[dict[str, Any]]], str]:
-    def write(name: str, rows: Iterable[dict[str, Any]]) -> str:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return str(path)
-
-    return write

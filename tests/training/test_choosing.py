@@ -39,7 +39,7 @@ def evaluated(outcome: TrainingOutcome, config: DatasetConfig, perturbations: in
 
 
 def test_validation_says_what_an_evaluation_of_the_exported_model_says(
-    tiny_run: Callable[..., Any], write_rows: Callable[..., str]
+    tiny_run: Callable[..., Any], write_rows: Callable[..., Path]
 ) -> None:
     stream = open_dataset(DatasetConfig(dataset_name="Bundled", split="length_controlled"))
     rows = [preference_to_dict(preference) for preference, _ in stream]
@@ -97,7 +97,7 @@ def test_the_checkpoints_that_are_compared_are_counted(
 
 
 def test_validation_data_that_is_trained_on_is_said_before_the_first_step(
-    tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, write_rows: Callable[..., str]
+    tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, write_rows: Callable[..., Path]
 ) -> None:
     def rows(numbers: Iterable[int]) -> list[dict[str, str]]:
         return [{"prompt": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": "No."} for n in numbers]
@@ -119,7 +119,7 @@ def test_validation_data_that_is_trained_on_is_said_before_the_first_step(
 
 
 def test_a_metric_without_a_value_ranks_last_and_says_why_once(
-    tiny_run: Callable[..., Any], write_rows: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_run: Callable[..., Any], write_rows: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"prompt": f"{i}?", "chosen": "a long completion " * 4 + str(i), "rejected": "no"} for i in range(8)]
     file = write_rows("held_out.jsonl", rows)

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def uneven_rows() -> list[dict[str, Any]]:
 
 
 def test_the_report_has_the_accuracies_that_training_printed(
-    tiny_run: Callable[..., Any], tmp_path: Path, write_rows: Callable[[str, Iterable[dict[str, Any]]], str]
+    tiny_run: Callable[..., Any], tmp_path: Path, write_rows: Callable[..., Path]
 ) -> None:
     uneven = write_rows("uneven.jsonl", uneven_rows())
     even = write_rows(
@@ -99,7 +99,7 @@ def test_a_report_that_is_missing_is_written_and_one_that_is_there_is_left(
 
 
 def test_other_wishes_renew_the_report_and_keep_its_rows(
-    tiny_run: Callable[..., Any], tmp_path: Path, write_rows: Callable[[str, Iterable[dict[str, Any]]], str]
+    tiny_run: Callable[..., Any], tmp_path: Path, write_rows: Callable[..., Path]
 ) -> None:
     first = train(tiny_run("rm.max_num_steps=2", REPORT), show_progress=False)
     folder = first.report.parent
@@ -207,7 +207,7 @@ def test_the_weights_of_training_are_let_go_before_the_exported_ones_are_loaded(
 def test_suites_are_checked_before_anything_is_trained(
     tiny_run: Callable[..., Any],
     tmp_path: Path,
-    write_rows: Callable[[str, Iterable[dict[str, Any]]], str],
+    write_rows: Callable[..., Path],
     suites: str,
     kind: type[TreewardError],
     message: str,

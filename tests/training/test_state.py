@@ -127,10 +127,13 @@ def test_another_run_is_refused_by_the_values_that_differ(tmp_path: Path) -> Non
     ]
 
 
-def test_a_state_that_is_no_json_and_a_damaged_checkpoint_are_told(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_or_resumed_is_told(tmp_path: Path) -> None:
     session = Session(OptimizerConfig(), CONSTANT)
     with pytest.raises(CheckpointError, match="(?s)state_dict.*type set is not JSON serializable"):
         write_state(tmp_path, RunState(1, {}, run={"rewards": {1, 2}}))
+    save_state(tmp_path, RunState(1, {}), None, session.scheduler)
+    with pytest.raises(CheckpointError, match="saved without its optimiser"):
+        load_state(tmp_path, session.optimizer, session.scheduler)
     session.save(tmp_path, 1)
     for name in ("optimizer.pt", "training_state.json"):
         file = tmp_path / name

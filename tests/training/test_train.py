@@ -91,7 +91,7 @@ def test_a_run_may_be_logged_and_validated_less_and_keep_nothing(trained: Traine
     assert list(tmp_path.rglob("*.safetensors")) == []
 
 
-def test_pooled_metrics_count_every_comparison_once(trained: Trained, write_rows: Callable[..., str]) -> None:
+def test_pooled_metrics_count_every_comparison_once(trained: Trained, write_rows: Callable[..., Path]) -> None:
     text, sizes, sets = words(1), {"small": 3, "large": 13}, []
     for name, size in sizes.items():
         rows = [{"prompt": next(text), "chosen": next(text), "rejected": next(text)} for _ in range(size)]
@@ -174,8 +174,8 @@ def test_bfloat16_stays_near_and_may_be_the_format_of_the_export(
     assert weights["score.weight"].dtype == torch.float32
 
 
-def _binary(file: str, **options: Any) -> str:
-    return json.dumps({"dataset_name": "BinaryPreferenceDataset", "data_path": file, "split": None, **options})
+def _binary(file: Path, **options: Any) -> str:
+    return json.dumps({"dataset_name": "BinaryPreferenceDataset", "data_path": str(file), "split": None, **options})
 
 
 def _rule_rows(seed: int, count: int, *, labels: str) -> list[dict[str, str]]:
@@ -192,7 +192,7 @@ def _rule_rows(seed: int, count: int, *, labels: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(("labels", "lowest", "highest"), [("planted", 0.97, 1.0), ("shuffled", 0.3, 0.7)])
 def test_a_planted_rule_is_learnt_and_shuffled_labels_are_not(
-    trained: Trained, write_rows: Callable[..., str], labels: str, lowest: float, highest: float
+    trained: Trained, write_rows: Callable[..., Path], labels: str, lowest: float, highest: float
 ) -> None:
     data = _binary(write_rows("train.jsonl", _rule_rows(1, 160, labels=labels)))
     held_out = _binary(write_rows("val.jsonl", _rule_rows(2, 100, labels=labels)), name="held_out")

@@ -23,16 +23,19 @@ import typer
 from treeward.cli.comparisons import DataOptions, DatasetName, Split, dataset_config
 from treeward.cli.options import Model, ModelOptions, load, one_model, parse_yaml, with_model_options
 from treeward.config.load import load_section
-from treeward.config.reward_shaping import RewardCalibration, RewardShapingConfig
+from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
 from treeward.storage import write_text
 from treeward.tables import results_table
+from treeward.training.step_file import flattened
 
 if TYPE_CHECKING:
     from treeward.data.preference import Preference
 
 logger = logging.getLogger(__name__)
+
+_NOT_SHOWN: Any = {"length_curve": {"lengths", "values"}, "provenance": {"fingerprint"}}
 
 
 @with_model_options
@@ -81,7 +84,9 @@ def run(
                 yield preference
 
         found = calibrate(scorer, counted(), name=name, length_unit=length_unit)
-    sys.stdout.write(results_table(_rows(found), ["constant", "value"]) + "\n")
+    constants = flattened(found.model_dump(exclude=_NOT_SHOWN))
+    rows = [{"constant": key, "value": f"{one:.4f}" if isinstance(one, float) else one} for key, one in constants]
+    sys.stdout.write(results_table(rows, ["constant", "value"]) + "\n")
     if contract is not None:
         output = str(write_contract(contract.model_copy(update={"calibration": found, **added}), model))
     elif output is not None:
@@ -89,19 +94,3 @@ def run(
         write_text(Path(output), found.model_dump_json(indent=2) + "\n")
     logger.info("Wrote the constants to %s.", output)
     return 0
-
-
-def _rows(calibration: RewardCalibration) -> list[dict[str, str | None]]:
-    known, curve, temperature = calibration.normalization, calibration.length_curve, calibration.temperature
-    source = calibration.provenance
-    assert known is not None and source is not None  # `calibrate` gives both
-    values = {
-        "comparisons": f"{source.num_comparisons:,}",
-        "completions with a score": f"{source.num_conversations:,}",
-        "completions without one": f"{source.num_failed:,}",
-        "mean score": f"{known.mean:.4f}",
-        "standard deviation": f"{known.std:.4f}",
-        "variance that length explains": f"{1 - (curve.residual_std / known.std) ** 2:.1%}" if curve else None,
-        "temperature T": f"{temperature.value:.4f}" if temperature else None,
-    }
-    return [{"constant": constant, "value": value} for constant, value in values.items()]

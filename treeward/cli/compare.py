@@ -62,18 +62,16 @@ def run(
 def _write_table(comparison: Comparison) -> None:
     a, b = comparison.names
     columns = [
-        *(Column("set"), Column("examples"), Column("first", a, ".1%"), Column("second", b, ".1%")),
-        *(Column("difference", format="+.1%"), Column("interval", "95 % interval")),
+        *(Column("name", "set"), Column("count", "examples"), Column("a", a, ".1%"), Column("b", b, ".1%")),
+        *(Column("less", "difference", "+.1%"), Column("interval", "95 % interval")),
         *(Column("only_first", f"only {a}"), Column("only_second", f"only {b}")),
         *(Column("p_value", "p", ".2g"), Column("adjusted_p_value", "p (Holm)", ".2g")),
     ]
-    rows = [
-        {column.key: getattr(one, column.key, None) for column in columns}
-        | {"set": one.name, "examples": one.count, "first": one.first.value, "second": one.second.value}
-        | {"difference": one.difference.value, "interval": None if low is None else f"{low:+.1%} to {high:+.1%}"}
-        for one in (comparison.overall, *comparison.parts)
-        for low, high in [(one.difference.low, one.difference.high)]
-    ]
+    rows = []
+    for one in (comparison.overall, *comparison.parts):
+        low, high = one.difference.low, one.difference.high
+        values = {"a": one.first.value, "b": one.second.value, "less": one.difference.value}
+        rows.append(asdict(one) | values | {"interval": None if low is None else f"{low:+.1%} to {high:+.1%}"})
     sys.stdout.write(results_table(rows, columns) + "\n")
 
 

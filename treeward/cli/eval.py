@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -75,7 +76,12 @@ def run(
             drift=checkpoints is not None,
             on_progress=progress.show,
         )
-    sys.stdout.write(results_table(_rows(done.summaries), _COLUMNS) + "\n")
+    rows: list[dict[str, Any]] = []
+    for one in done.summaries:
+        parts = {"": one.result.headline, **{section.name: section for section in one.result.sections}}
+        parts["length-controlled"] = one.length.length_controlled_accuracy
+        rows += ({"model": one.model, "suite": one.suite, "part": name} | asdict(part) for name, part in parts.items())
+    sys.stdout.write(results_table(rows, _COLUMNS) + "\n")
     if done.path is not None:
         sys.stdout.write(f"\nThe report is {done.path}\n")
     return 1 if any(one.result.num_failed for one in done.summaries) else 0
@@ -152,16 +158,3 @@ def _checkpoints(folder: Path) -> dict[str, str]:
     if (folder / "final").is_dir():
         found[str(folder / "final")] = "final"
     return found
-
-
-def _rows(summaries: list[Any]) -> list[dict[str, Any]]:
-    return [
-        {"model": one.model, "suite": one.suite, "part": part}
-        | {"value": metric.value, "low": metric.low, "high": metric.high, "count": metric.count}
-        for one in summaries
-        for part, metric in (
-            ("", one.result.headline),
-            *((section.name, section) for section in one.result.sections),
-            ("length-controlled", one.length.length_controlled_accuracy),
-        )
-    ]
