@@ -9,7 +9,7 @@ import pytest
 from verbs import call
 
 from treeward.cli import bon
-from treeward.errors import ConfigError, DataError
+from treeward.errors import CheckpointError, ConfigError, DataError
 from treeward.evaluation.best_of_n import SampledPrompt, analyse
 from treeward.scoring.scorer import Scorer
 
@@ -183,3 +183,18 @@ def test_a_wrong_row_is_told_before_anything_else(samples: Path, tmp_path: Path)
     with pytest.raises(DataError, match="has no gold_scores with a number for each") as caught:
         run("--proxy", "n", "--data", samples, "--output", tmp_path / "out")
     assert f"{samples}:13" in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_scores_of_another_shaping_model_or_file_are_not_mixed(
+    model_folder: Path, samples: Path, tmp_path: Path
+) -> None:
+    arguments = ("--data", samples, "--output", tmp_path / "out")
+    assert run("--proxy", penalised(model_folder, 0.5), *arguments) == 0
+    with pytest.raises(CheckpointError, match="another shaping"):
+        run("--proxy", penalised(model_folder, 0.25), *arguments)
+    with pytest.raises(CheckpointError, match="dtype float32 -> bfloat16"):
+        run("--proxy", penalised(model_folder, 0.5), *arguments, "--dtype", "bfloat16")
+    with samples.open("a", encoding="utf-8") as stream:
+        stream.write(samples.read_text(encoding="utf-8").splitlines()[0] + "\n")
+    with pytest.raises(CheckpointError, match="another data"):
+        run("--proxy", penalised(model_folder, 0.5), *arguments)

@@ -164,7 +164,7 @@ def by_subset(scored: Iterable[ScoredExample]) -> dict[str, list[ScoredExample]]
 
 
 def combined(name: str, parts: Sequence[Part], weights: Sequence[float] | None = None) -> Metric:
-    """sum w_i p_i / sum w_i over parts that have a value, with a 95 % interval from theirs; weights of None are equal.
+    """sum w_i p_i / sum w_i over parts, which all have a value, with a 95 % interval; weights of None are equal.
 
         p - sqrt(sum w_i^2 (p_i - low_i)^2),  p + sqrt(sum w_i^2 (high_i - p_i)^2)     with weights that sum to 1
 

@@ -79,9 +79,11 @@ def test_ties_are_those_of_the_published_function(scored: Make, rows: list[Row],
         ([2.0, 2.0, 2.0, 2.0], 0.25),
         ([0.0, 1.0, 1.0, 0.0], 0.0),
         ([-3.0, -3.5, -4.0, -9.0], 1.0),
+        ([1.0, 0.0, None, 0.0], 0.0),
+        ([None, 0.0, 0.0, 0.0], 0.0),
     ],
 )
-def test_best_of_four_shares_the_credit_of_a_tie(scored: Make, scores: list[float], credit: float) -> None:
+def test_best_of_four_shares_the_credit_of_a_tie(scored: Make, scores: list[float | None], credit: float) -> None:
     assert RewardBench2().summarize([scored(example("1", "Math", 1, 4), scores)]).headline.value == credit
 
 

@@ -40,7 +40,6 @@ _ROWS_AT_ONCE = 64
 class SampledRow:
     """A row of the file: the `context` of its N `conversations`, and all its columns as `values`."""
 
-    number: int
     where: str
     context: list[Message]
     conversations: list[list[Message]]
@@ -73,12 +72,12 @@ class Rater:
 def sampled_rows(rows: Iterable[Row]) -> Iterator[SampledRow]:
     """Rows of `prompt` (text), `context` or `messages` with `responses` or `completions` (texts, messages, or those of
     a preference file), and rows of chosen and rejected completions. Raises `DataError` for any other row."""
-    for number, row in enumerate(rows):
+    for row in rows:
         conversations = _conversations(row.values, row.where)
         shared, shortest = 0, min(map(len, conversations))
         while shared < shortest - 1 and all(one[shared] == conversations[0][shared] for one in conversations):
             shared += 1
-        yield SampledRow(number, row.where, conversations[0][:shared], conversations, row.values)
+        yield SampledRow(row.where, conversations[0][:shared], conversations, row.values)
 
 
 def _conversations(values: Mapping[str, Any], where: str) -> list[list[Message]]:
