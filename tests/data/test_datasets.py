@@ -72,9 +72,29 @@ def test_a_conversation_that_does_not_end_with_the_assistant(tmp_path: Path, cap
     assert f"in 2 of 3 comparisons a completion does not end with an assistant message (the first is {path}:2)" in (
         record.message
     )
-    with pytest.raises(DataError, match="not a whole number"):
-        row["completions"][0]["rank"] = 2**64
-        parse(tmp_path, "PreferenceDataset", row)
+
+
+@pytest.mark.parametrize(
+    ("more", "field", "words"),
+    [
+        ({"context": "2 + 2?"}, "context", "BinaryPreferenceDataset"),
+        ({"context": [{"role": "user"}]}, "context[0].content", "has no text"),
+        ({"completions": rank_row()["completions"][:1]}, "completions", "two or more"),
+        *(
+            (
+                {"completions": [{"rank": rank, "completion": [assistant("4")]}] * 2},
+                "completions[0].rank",
+                "whole number",
+            )
+            for rank in (None, True, 0.5, float("nan"), 2**64, 10**400)
+        ),
+        ({"margin": float("nan")}, "margin", "finite"),
+    ],
+)
+def test_bad_rank_rows(tmp_path: Path, more: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(DataError, match=words) as caught:
+        parse(tmp_path, "PreferenceDataset", rank_row() | more)
+    assert caught.value.field == field and str(caught.value.where).endswith("rows.jsonl:1")
 
 
 def test_rank_format_in_csv(tmp_path: Path) -> None:

@@ -217,6 +217,14 @@ def test_oldest_messages_go_first_whole(kept: list[dict[str, Any]]) -> None:
         assert fitted is not None and fitted.truncated
 
 
+def test_completions_of_similar_length_keep_the_same_context() -> None:
+    renderer, context = fitting(240, "truncate_left"), [user("flour " * 300)]
+    answers = [[assistant("salt " * words)] for words in range(1, 40)]
+    whole = renderer.encode_many([[*context, *answer] for answer in answers])
+    cuts = [len(full) - len(cut or []) for full, cut in zip(whole, fit_all(renderer, context, answers), strict=True)]
+    assert len(set(cuts)) < 12 < len(set(map(len, whole))) and cuts == sorted(cuts)
+
+
 @settings(max_examples=60)
 @given(
     context=st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"]), st.integers(0, 25)), max_size=5),
