@@ -44,11 +44,7 @@ def test_the_reward_model_example_means_what_it_meant(tmp_path, caplog):
 def test_the_first_file_means_what_it_meant(caplog):
     with caplog.at_level(logging.INFO, logger="treeward.config"):
         config = load_grpo_config(FILES / "grpo_rm_first.yaml")
-    assert (config.grpo.completions_per_step, config.prompts_per_update, config.completions_per_update) == (
-        512,
-        32,
-        512,
-    )
+    assert (config.grpo.completions_per_step, config.prompts_per_update, config.updates_per_pass) == (512, 32, 1)
     assert (config.grpo.estimator, config.grpo.divides_by_std) == ("leave_one_out", True)
     assert config.policy.micro_batch_tokens == 4 * 512
     assert (config.max_new_tokens, config.max_prompt_length) == (512, 511)

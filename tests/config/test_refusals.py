@@ -84,7 +84,7 @@ SECTIONS = [
       ("accuracy", "train/rm/loss", "train:loss", "validation-default_f1", "validation-_loss", "validation-loss",
        "val_", "")),
     (GRPOCheckpointingConfig, "metric_name: validation-math/reward", "metric_name"),
-    *((EvaluationConfig, f"suites: [rewardbench, '{suite}']", "suites") for suite in
+    *((EvaluationConfig, f"suites: [rewardbench, '{suite}']", "suites[1]") for suite in
       ("", " ", "=folder", "llmbar=", "llmbar,rmbench")),
     # GRPO
     (GRPOConfig, "adv_estimator: {name: leave_one_out, use_leave_one_out_baseline: false}",

@@ -41,7 +41,8 @@ Limit = Annotated[PositiveInt | None, BeforeValidator(lambda value: None if valu
 """The most that something may be. Other toolkits write -1 for no limit."""
 Period = Annotated[PositiveInt | None, BeforeValidator(lambda value: None if str(value) in ("0", "-1") else value)]
 """Steps from one event to the next, or another number for which other toolkits write 0 or -1 for none."""
-TextOrTexts = Annotated[tuple[str, ...], BeforeValidator(lambda text: (text,) if isinstance(text, str) else text)]
+OneIsAList = BeforeValidator(lambda text: (text,) if isinstance(text, str) else text)
+TextOrTexts = Annotated[tuple[str, ...], OneIsAList]
 """Texts; a single one needs no list."""
 
 
@@ -130,6 +131,7 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
 def _shown(value: Any) -> str:
     """A value as YAML spells it."""
     value = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+    value = list(value) if isinstance(value, tuple) else value
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

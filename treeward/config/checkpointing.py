@@ -20,10 +20,9 @@ from treeward.errors import ConfigError, nearest_name
 
 METRICS: Mapping[str, bool | None] = {
     **dict.fromkeys(("loss", "ece", "brier"), False),
-    **dict.fromkeys(
-        ("accuracy", "length_controlled_accuracy", "accuracy_longer_right", "accuracy_shorter_right"), True
-    ),
-    **dict.fromkeys(("robust_accuracy", "worst_subset", "reward_margin", "auroc", "kendall_tau"), True),
+    **dict.fromkeys(("accuracy", "length_controlled_accuracy", "robust_accuracy", "worst_subset"), True),
+    **dict.fromkeys(("accuracy_longer_right", "accuracy_shorter_right"), True),
+    **dict.fromkeys(("reward_margin", "auroc", "kendall_tau"), True),
     **dict.fromkeys(("chosen_rewards", "rejected_rewards", "accuracy_gap")),
 }
 """The validation metrics of a reward model -> whether higher is better; None where neither direction is.

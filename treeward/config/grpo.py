@@ -11,15 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from treeward.config.base import Limit, Period, Strict
 from treeward.config.run import ScheduleConfig
@@ -226,7 +218,7 @@ class GRPOConfig(ScheduleConfig):
     num_val_generations: PositiveInt = 1
     """Completions of each validation prompt. NeMo RL's name is `val_num_generations_per_prompt`."""
     watch: WatchConfig = WatchConfig()
-    num_logged_samples: NonNegativeInt = 8
+    num_logged_samples: int = Field(default=8, ge=0)
     """Prompts of each validation whose completions are kept for the report, in `samples.jsonl`."""
 
     @property
@@ -260,9 +252,7 @@ class GRPOConfig(ScheduleConfig):
         self.refuse(is_kept, "truncated overlong_filtering", need)
         is_unread = self.batch_multiplier != 1.0 and not self.use_dynamic_sampling
         self.refuse(is_unread, "batch_multiplier use_dynamic_sampling", "1, or use_dynamic_sampling: true")
-        self.refuse(
-            self.environments is not None and (not self.environments or 0.0 in self.environments.values()),
-            "environments",
-            "names of sections of env with weights other than 0, or null",
-            fix="to watch an environment without training on it set grpo.gold_environment",
-        )
+        is_idle = self.environments is not None and (not self.environments or 0.0 in self.environments.values())
+        need = "names of sections of env with weights other than 0, or null"
+        fix = "to watch an environment without training on it set grpo.gold_environment"
+        self.refuse(is_idle, "environments", need, fix)

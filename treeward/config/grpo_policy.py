@@ -98,11 +98,6 @@ class GenerationConfig(Strict):
         """`folder`, `none` or the dotted path of a function."""
         return self.weight_sync or ("none" if self.backend == "openai" else "folder")
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether a server samples."""
-        return self.url is not None
-
     def check(self) -> None:
         need = "backend: vllm, sglang or openai, or no url: backend hf samples in this process"
         self.refuse(self.backend == "hf" and self.url is not None, "url backend", need)

@@ -66,19 +66,15 @@ class GRPORunConfig(Strict):
         return tuple(dict.fromkeys((*self.named_environments, *default)))
 
     @property
-    def completions_per_update(self) -> int:
-        """Completions that one optimiser step learns from."""
-        return self.policy.train_global_batch_size or self.grpo.completions_per_step
-
-    @property
     def prompts_per_update(self) -> int:
         """Groups that one optimiser step learns from."""
-        return self.completions_per_update // self.grpo.num_generations_per_prompt
+        completions = self.policy.train_global_batch_size or self.grpo.completions_per_step
+        return completions // self.grpo.num_generations_per_prompt
 
     @property
     def updates_per_pass(self) -> int:
         """Optimiser steps in one pass over the completions of a step."""
-        return self.grpo.completions_per_step // self.completions_per_update
+        return self.grpo.num_prompts_per_step // self.prompts_per_update
 
     @property
     def max_prompt_length(self) -> int:
@@ -115,8 +111,8 @@ class GRPORunConfig(Strict):
         unread = [key for key in ("weight_sync", "weight_folder", "retokenize") if getattr(generation, key)]
         found = {
             f"policy.generation.backend is {generation.backend} and no url is given: the policy itself samples, in "
-            "this process": generation.backend != "hf" and not generation.is_remote,
-            f"policy.generation.{', '.join(unread)} has no effect without a url": unread and not generation.is_remote,
+            "this process": generation.backend != "hf" and not generation.url,
+            f"policy.generation.{', '.join(unread)} has no effect without a url": unread and not generation.url,
             f"no set of data uses {', '.join(unused)}; its rows may name them": unused,
             "grpo.watch has nothing to watch: data has no validation set": (
                 self.grpo.watch.enabled and not self.data.validation
@@ -166,7 +162,7 @@ class GRPORunConfig(Strict):
         keys = f"{key} policy.generation.backend policy.generation.retokenize policy.generation.temperature"
         need = "a generator that returns log-probabilities of its tokens, which this one does not for these settings"
         fix = f"set {key}=false, or sample with backend hf or sglang"
-        self.refuse(sampling.is_remote and has_none and is_wanted, keys, need, fix)
+        self.refuse(sampling.url and has_none and is_wanted, keys, need, fix)
 
     def _check_environments(self) -> None:
         fix = f"set env.{next(iter(self.env))}.enabled=true"

@@ -80,9 +80,8 @@ class NemoGymConfig(HostedModelConfig):
         need = "no such key: model_path, host, port and batch_size of the section itself set it"
         for key in sorted(values.keys() & self.server.keys()):
             raise ConfigError("a key is set twice", field=f"server.{key}", got=self.server[key], need=need)
-        return load_section(
-            ServerConfig, {"deadline_seconds": _DEADLINE_SECONDS} | values | self.server, where="server"
-        )
+        values = {"deadline_seconds": _DEADLINE_SECONDS} | values | self.server
+        return load_section(ServerConfig, values, where="server")
 
     def check(self) -> None:
         is_running = isinstance(self.shaping, RewardShapingConfig) and self.shaping.running

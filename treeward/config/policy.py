@@ -143,11 +143,6 @@ class TrainedModelConfig(Strict):
     sequence_packing: BatchingConfig = BatchingConfig()
 
     @property
-    def activation_checkpointing(self) -> bool:
-        """Whether activations are computed again in the backward pass."""
-        return self.activation_checkpointing_enabled or self.dtensor_cfg.activation_checkpointing
-
-    @property
     def micro_batch_tokens(self) -> int | None:
         """The token budget of one forward pass; None if only `train_micro_batch_size` limits it."""
         is_unset = self.train_micro_batch_tokens is None and self.train_micro_batch_size is None

@@ -111,9 +111,8 @@ class RewardModelEnvironmentConfig(Strict):
         sharding = raw.get("dtensor_cfg") or {}
         moved = {key: raw[key] for key in cls.other_forms if key in raw}
         if moved and isinstance(sharding, Mapping):
-            raw = {key: value for key, value in raw.items() if key not in moved} | {
-                "dtensor_cfg": {**moved, **sharding}
-            }
+            others = {key: value for key, value in raw.items() if key not in moved}
+            raw = {**others, "dtensor_cfg": {**moved, **sharding}}
         return take_batching_budget(raw, "batch_tokens", "batch_size")
 
     def check(self) -> None:

@@ -10,11 +10,11 @@ is a whole configuration: every other key has a default, written once, on its fi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from treeward.config.base import Limit, Period, Strict, TextOrTexts
+from treeward.config.base import Limit, OneIsAList, Period, Strict
 from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKey, parse_metric_name
 from treeward.config.data import DataConfig
 from treeward.config.logger import LoggerConfig
@@ -24,8 +24,9 @@ from treeward.errors import ConfigError, nearest_name
 
 _PERTURBATIONS = 100  # the docstring of rm.val_perturbations says so
 
-
 LossName = Literal["bradley_terry"]
+SuiteName = Annotated[str, Field(pattern=r"^\s*[^\s=,][^=,]*(=.*\S.*)?$")]
+"""A name, or a name and a folder, as llmbar=downloads/llmbar."""
 
 
 class LossConfig(Strict):
@@ -101,7 +102,7 @@ class EvaluationConfig(Strict):
 
     enabled: bool = False
     """Evaluate the exported model on the validation sets and `suites`, and write a report."""
-    suites: TextOrTexts = ()
+    suites: Annotated[tuple[SuiteName, ...], OneIsAList] = ()
     """Suites, as `rewardbench` or `llmbar`, from the hub, or as `llmbar=FOLDER` from a copy; one needs no list."""
     perturbations: PositiveInt | None = None
     """Examples of each set and suite whose completions are rewritten, to measure how scores change. None: none."""
@@ -111,16 +112,6 @@ class EvaluationConfig(Strict):
     """Look for the examples of each set and suite in the training sets, and report the accuracy without them too."""
     output: str | None = None
     """Folder of the report and its rows. None: `report` inside `checkpointing.checkpoint_dir`."""
-
-    @field_validator("suites")
-    @classmethod
-    def _suites_have_names(cls, suites: tuple[str, ...]) -> tuple[str, ...]:
-        for suite in suites:
-            name, equals, folder = suite.partition("=")
-            if not name.strip() or "," in name or (equals and not folder.strip()):
-                need = "a name, as llmbar, or a name and a folder, as llmbar=downloads/llmbar"
-                raise ConfigError("a suite is not understood", got=repr(suite), need=need)
-        return suites
 
     @property
     def named_suites(self) -> tuple[tuple[str, str | None], ...]:

@@ -8,22 +8,19 @@ port: 8000
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from treeward.config.base import Strict, TextOrTexts
+from treeward.config.base import OneIsAList, Strict, TextOrTexts
 from treeward.config.ensemble import EnsembleConfig
 from treeward.config.reward_shaping import ShapingOrContract
 from treeward.errors import ConfigError
 
 Models = Annotated[TextOrTexts, Field(min_length=1)]
 HostName = Annotated[str, Field(pattern=r"^(\*|[a-z0-9_.-]+|\[[0-9a-f:.]+\])$")]
-HostNames = Annotated[tuple[HostName, ...], BeforeValidator(lambda name: (name,) if isinstance(name, str) else name)]
 
 
 class HostedModelConfig(Strict):
@@ -117,7 +114,7 @@ class ServerConfig(Strict):
     """PEM file with the private key."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the server, as https://example.org; none by default."""
-    allowed_hosts: HostNames | None = None
+    allowed_hosts: Annotated[tuple[HostName, ...], OneIsAList] | None = None
     """Names besides localhost that `Host` may have; `*` is any. None: no other where `host` is a loopback address."""
     log_format: Literal["text", "json"] = "text"
     """`json`: one JSON object a line, with the id of the request."""
@@ -125,15 +122,6 @@ class ServerConfig(Strict):
     """Log a line for each request."""
     playground: bool = True
     """Serve a page at / where a person can try the models."""
-
-    @property
-    def hosts_that_may_be_named(self) -> tuple[str, ...] | None:
-        """The names besides loopback's that the header Host may have; None where it may have any."""
-        if self.allowed_hosts is not None:
-            return None if "*" in self.allowed_hosts else self.allowed_hosts
-        with contextlib.suppress(ValueError):  # a name
-            return () if ipaddress.ip_address(self.host.strip("[]")).is_loopback else None
-        return () if self.host.lower() == "localhost" else None
 
     def check(self) -> None:
         self.check_pair("tls_certificate", "tls_key")

@@ -213,7 +213,7 @@ def _make_generator(
         "end_ids": end_ids_of(policy, tokenizer, of_template=template_end_ids(renderer)),
     }
     generation = section.model_copy(update=changes)
-    if generation.is_remote:
+    if generation.url is not None:
         return HttpGenerator(policy, tokenizer, generation, chat_template=renderer.chat_template, **common)
     return LocalGenerator(policy, tokenizer, generation, **common)
 

@@ -9,6 +9,7 @@ signal uvicorn accepts nothing new and answers what was accepted.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import math
 import signal
@@ -76,7 +77,7 @@ def make_server(service: Service, *, token: str | None = None) -> uvicorn.Server
     config = service.config
     return uvicorn.Server(
         uvicorn.Config(
-            create_app(service, token=token, allowed_hosts=config.hosts_that_may_be_named),
+            create_app(service, token=token, allowed_hosts=_hosts_that_may_be_named(config)),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -115,3 +116,12 @@ def _check_tls(config: ServerConfig) -> None:
     except OSError as error:  # ssl.SSLError is one
         at = {"field": "tls_certificate, tls_key", "got": str(error)}
         raise ConfigError("the TLS files cannot be used", **at, need="PEM files, the key without a password") from error
+
+
+def _hosts_that_may_be_named(config: ServerConfig) -> tuple[str, ...] | None:
+    """The names besides loopback's that the header Host may have; None where it may have any."""
+    if config.allowed_hosts is not None:
+        return None if "*" in config.allowed_hosts else config.allowed_hosts
+    with contextlib.suppress(ValueError):  # a name
+        return () if ipaddress.ip_address(config.host.strip("[]")).is_loopback else None
+    return () if config.host.lower() == "localhost" else None

@@ -217,7 +217,7 @@ def prepare_for_training(model: RewardModel | PolicyModel, policy: TrainedModelC
     Weights are float32 whatever the precision: bfloat16 cannot hold the small steps of a low learning rate.
     """
     model.compute_dtype = DTYPES[policy.precision]
-    if policy.activation_checkpointing:
+    if policy.activation_checkpointing_enabled or policy.dtensor_cfg.activation_checkpointing:
         model.recompute_activations()
     count = sum(parameter.numel() for parameter in model.parameters())
     name = type(model.hf).__name__
