@@ -158,7 +158,6 @@ def _curves() -> dict[str, Any]:
         "kind": "curves",
         "title": "Best of N: proxy and gold reward",
         "x_label": "N (samples per prompt)",
-        "x_scale": "log",
         "y_label": "reward",
         "series": [
             {"name": "proxy reward", "x": x, "y": proxy, "low": proxy - 0.05, "high": proxy + 0.05},

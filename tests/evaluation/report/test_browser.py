@@ -274,7 +274,7 @@ def test_empty_and_odd_blocks_are_drawn(visit: Visit, tmp_path: Path) -> None:
         {"kind": "bars", "title": "No series", "series": []},
         {"kind": "bars", "title": "Shifts", "x_range": [-1, 1], "series": [{"name": "", "items": shifts}]},
         {"kind": "curves", "title": "One point", "series": [{"name": "a", "x": [3, None], "y": [3, 1]}]},
-        {"kind": "curves", "title": "No point", "x_scale": "log", "series": [{"name": "a", "x": [1], "y": [None]}]},
+        {"kind": "curves", "title": "No point", "series": [{"name": "a", "x": [1], "y": [None]}]},
         {"kind": "table", "title": "No rows", "columns": [{"key": "a", "label": "A"}], "rows": []},
         {"kind": "examples", "title": "No examples", "source": "none"},
         {"kind": "examples", "title": "Hardly a row", "source": "bare"},

@@ -151,6 +151,13 @@ def test_a_law_is_fitted_only_where_it_can_be(golds: list[float], kls: list[floa
     assert ("gold, fitted law" in [one["name"] for one in figure["series"]]) is expected
 
 
+def test_a_kl_that_went_much_further_does_not_hide_the_others() -> None:
+    near, far = (RLRun(name, {n: {"train/kl": n * k} for n in range(9)}) for name, k in (("near", 0.5), ("far", 4.0)))
+    assert by_title([near, far])["KL to the reference"]["y_scale"] == "symlog"
+    assert by_title([near, replace(near, name="b")])["KL to the reference"]["y_scale"] == "linear"
+    assert by_title([far])["KL to the reference"]["y_scale"] == "linear"
+
+
 def test_rewards_that_move_are_shown_on_a_scale_that_stays() -> None:
     """The shaped reward stays near 0 while the raw one rises from 1 to 3; the watch has seen the raw one."""
     rows = {}

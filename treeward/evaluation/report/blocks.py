@@ -19,10 +19,10 @@ it, and the contents do not list it. A number that is None or not finite shows a
 fraction), points (a difference of fractions, in percentage points), number, signed, integer, text. A table's cell may
 be an object {"value", "low", "high", "count"}, with its own "format" where it is not the column's. A column may name
 the column that it `explains`: narrow screens show it below that one's cells. `most` is the number of rows on a table's
-first page. Curves may have an `x_scale` or `y_scale` (log, symlog), be shares against shares (`is_square`), name places
-of the x axis, `x_ticks` [{"x", "label"}], and points, `labels` beside x and y, and mark places, `lines` [{"x", "label",
-"colour"}]. A series of curves may have the `colour` and the `dash` of another, by number, and `dots` or none. The rows
-of `examples` are those of `treeward.evaluation.examples.to_row`, with a `model` where there is more than one.
+first page. Curves may have a `y_scale` (symlog), be shares against shares (`is_square`), name places of the x axis,
+`x_ticks` [{"x", "label"}], and points, `labels` beside x and y, and mark places, `lines` [{"x", "label", "colour"}]. A
+series of curves may have the `colour` and the `dash` of another, by number, and `dots` or none. The rows of `examples`
+are those of `treeward.evaluation.examples.to_row`, with a `model` where there is more than one.
 """
 
 from __future__ import annotations

@@ -173,10 +173,9 @@ def _curves(block: Block) -> tuple[dict[str, Any], dict[str, tuple[str, str]], l
     series, form = block["series"], block.get("format") or "number"
     x_name, y_name = block.get("x_label") or "x", block.get("y_label") or "y"
     rows = [row for order, one in enumerate(series) for row in _points(one, _look(one, order), form, x_name)]
-    logarithmic = block.get("x_scale") == "log" and min((row["x"] for row in rows), default=1.0) > 0
-    scale = alt.Scale(type="log", base=2, nice=False) if logarithmic else alt.Scale(zero=False, nice=False)
+    scale = alt.Scale(zero=False, nice=False)
     y_scale = alt.Scale(type=block.get("y_scale") or "linear", zero=False)
-    x_axis, height = _x_axis(block.get("x_ticks"), logarithmic), 340
+    x_axis, height = _x_axis(block.get("x_ticks")), 340
     if block.get("is_square"):
         scale = y_scale = alt.Scale(domain=[0, 1], nice=False)
         x_axis, height = _axis(form), 400
@@ -233,9 +232,9 @@ def _rules(lines: Sequence[Block]) -> list[alt.Chart]:
     ]
 
 
-def _x_axis(ticks: Sequence[Block] | None, logarithmic: bool) -> alt.Axis:
+def _x_axis(ticks: Sequence[Block] | None) -> alt.Axis:
     if not ticks:
-        return _axis(None, values=[2**n for n in range(21)]) if logarithmic else _axis(None)
+        return _axis(None)
     names = json.dumps([tick["label"] for tick in ticks])
     places = [tick["x"] for tick in ticks]
     return alt.Axis(values=places, labelExpr=f"{names}[round(datum.index * {max(1, len(ticks) - 1)})]")

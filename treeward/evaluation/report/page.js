@@ -31,7 +31,7 @@ function toggle(row, open = !row.child.isShown()) {
 }
 
 function examplesTable(element) {
-  const { margin, model, id, prompt, models, detail } = COLUMNS;
+  const { outcome, margin, model, id, prompt, models, detail } = COLUMNS;
   const filters = element.previousElementSibling;
   const unknownLast = (sign) => (a, b) => (a === "") - (b === "") || sign * (a - b);
   DataTable.type("known", "order", { asc: unknownLast(1), desc: unknownLast(-1) });
@@ -42,7 +42,7 @@ function examplesTable(element) {
     data, deferRender: true, columns: Object.entries(COLUMNS).map(([className, at]) =>
       ({ data: at, className, render: { _: "shown", sort: "order", type: "order", filter: "search" } })),
     autoWidth: false, pageLength: 25, order: [[margin, "asc"]],
-    columnDefs: [{ targets: [models, detail], visible: false }, { targets: margin, type: "known" }, { targets: prompt, orderable: false },
+    columnDefs: [{ targets: [models, detail], visible: false }, { targets: margin, type: "known" }, { targets: outcome, type: "string" }, { targets: prompt, orderable: false },
       { targets: model, visible: filters.querySelector("[data-key=model]") !== null }],
     layout: { topStart: () => filters, topEnd: "search", bottomStart: "info", bottomEnd: "paging" },
     language: { search: "Search", searchPlaceholder: 'words, or "a phrase"', zeroRecords: "No example matches. Fewer words or filters find more." },

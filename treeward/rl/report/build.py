@@ -33,6 +33,7 @@ _MOST_PROMPTS = 12
 _FEWEST_FOR_A_LAW = 5
 _LEAST_R_SQUARED = 0.8
 _NEAR_THE_START = 0.1
+_MUCH_HIGHER = 5.0
 _SOLID, _DOTTED = 0, 2  # dashes of charts
 
 _FIGURES: tuple[tuple[str, str, str, str, str], ...] = (
@@ -196,12 +197,18 @@ def _over_steps(runs: Sequence[RLRun], title: str, key: str, y_label: str, note:
             series.append(look | {"name": f"{prefix}training", "dash": _DOTTED, "dots": False} | _thinned(curve))
     if not series:
         return None
+    tops: dict[int, float] = {}
+    for one in series:
+        tops[one["colour"]] = max(*one["y"], tops.get(one["colour"], 0.0))
+    *_, second, first = [0.0, *sorted(tops.values())]
+    is_far = key == "kl" and first > _MUCH_HIGHER * second > 0.0
     return {
         "kind": "curves",
         "title": title,
-        "note": note,
+        "note": note + (" One run went much further: the axis is logarithmic above 1." if is_far else ""),
         "x_label": "step",
         "y_label": y_label,
+        "y_scale": "symlog" if is_far else "linear",
         "format": format,
         "series": series,
         "lines": [
