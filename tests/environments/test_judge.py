@@ -151,6 +151,20 @@ def test_garbage_is_asked_about_once_more_and_then_no_reward(endpoint: Endpoint)
     assert errors(result) == ["the judge gave no verdict, also after a reminder"]
 
 
+def test_failures_are_retried_and_those_that_stay_cost_only_their_samples(endpoint: Endpoint) -> None:
+    fail = [(429, {}, {"retry-after": "0"})]
+
+    def answer(request: dict[str, Any]) -> Any:
+        if between_tags(request, "completion") == "bad":
+            return 503, b"come back later"
+        return fail.pop() if fail else "Rating: [[7]]"
+
+    endpoint.answer = answer
+    result = judge(endpoint, max_retries=1).step([chat("bad"), chat("good")], [{}, {}])
+    assert errors(result) == ["judge: the server refuses the request: 503: come back later", None]
+    assert len(endpoint.requests) == 4
+
+
 def test_a_request_that_hangs(endpoint: Endpoint) -> None:
     release = threading.Event()
     endpoint.answer = lambda request: (

@@ -84,7 +84,9 @@ def test_what_has_no_reward_is_none_and_counted(caplog: pytest.LogCaptureFixture
         values = reward(["a"] * 4, ["x", "fail", "xxx", "fail"], ground_truth=[0.5] * 4, log_metric=logged.__setitem__)
     assert values == [0.5, None, 2.5, None]
     assert logged == {"mine/failed": 0.5, "mine/raw_mean": 2.0}
-    assert [r.getMessage() for r in caplog.records] == ["2 of 4 completions have no reward; the first: it says fail"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "lengths: 2 of 4 samples have no reward; the first: sample 1: it says fail"
+    ]
 
 
 class Counting(Lengths):

@@ -279,3 +279,14 @@ def test_what_lies_on_the_disk_must_keep_the_contract(model_folder: Path, tmp_pa
 def test_sequences_that_the_model_cannot_read(rows: list[list[int]], make_scorer: Any) -> None:
     with pytest.raises(ModelError, match=f"sequence {len(rows) - 1}: "):
         make_scorer().score_tokens(rows)
+
+
+def test_a_row_that_was_made_up_for_padding_is_never_scored(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_tokens(["<|new|>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    scorer = Scorer.load(tmp_path, device="cpu")
+    assert scorer.score([CHATS[0]])[0].score is not None and scorer.model.num_embeddings == 601
+    with pytest.raises(ModelError, match="(?s)cannot read this sequence.*token 600"):
+        scorer.score([[user("Hi"), assistant("<|new|>")]])

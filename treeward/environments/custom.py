@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from treeward.config.reward_environments import CustomEnvironmentConfig
 from treeward.data.preference import Message
 from treeward.environments.completions import NO_COMPLETION, completion_text, prompt_text
-from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward, log_failures
+from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.errors import ConfigError
 from treeward.http import run_async
 from treeward.user_code import import_object
@@ -113,9 +113,7 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
             if text is not None
         ]
         found = iter(self._found(samples) if samples else [])
-        rewards = [Reward(None, error=NO_COMPLETION) if text is None else next(found) for text in texts]
-        log_failures(self.name, rewards)
-        return rewards
+        return [Reward(None, error=NO_COMPLETION) if text is None else next(found) for text in texts]
 
     def _found(self, samples: Sequence[_Sample]) -> list[Reward]:
         calls = [samples] if self._convention.batched else [[one] for one in samples]

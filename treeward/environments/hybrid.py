@@ -28,7 +28,6 @@ from treeward.environments.interface import (
     Environment,
     Infos,
     Reward,
-    log_failures,
     undone_on_failure,
 )
 from treeward.environments.registry import check_section, make_environment
@@ -91,9 +90,7 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         combine = self._weighted if self.config.mode == "weighted" else self._fallback
         # Where one member fails, another may have counted the step already.
         with self._turn, undone_on_failure(self):
-            rewards = combine(conversations, env_infos, update)
-        log_failures(self.name, rewards)
-        return rewards
+            return combine(conversations, env_infos, update)
 
     def _weighted(self, conversations: Conversations, env_infos: Infos, update: bool) -> list[Reward]:
         def ask(member: Environment) -> list[Reward]:

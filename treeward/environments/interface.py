@@ -184,7 +184,13 @@ class Environment(RayActor, abc.ABC):
         rewards = method([sample.conversation for sample in valid], [dict(sample.info) for sample in valid])
         assert len(rewards) == len(valid), f"{self.name} gives {len(rewards)} rewards for {len(valid)} conversations"
         found = iter(rewards)
-        return [next(found) if one.error is None else Reward(None, error=one.error) for one in samples]
+        rewards = [next(found) if one.error is None else Reward(None, error=one.error) for one in samples]
+        if failed := [i for i, reward in enumerate(rewards) if reward.value is None]:
+            first = f"sample {failed[0]}: {rewards[failed[0]].error}"
+            logger.warning(
+                "%s: %d of %d samples have no reward; the first: %s", self.name, len(failed), len(rewards), first
+            )
+        return rewards
 
 
 _Section = TypeVar("_Section", bound=Strict)
@@ -212,14 +218,6 @@ class ConfiguredEnvironment(Environment, Generic[_Section]):
             return env_config
         assert isinstance(env_config, Mapping)
         return load_section(cls.section, env_config, where=WHERE)
-
-
-def log_failures(name: str, rewards: Sequence[Reward]) -> None:
-    """One warning for all samples of a step without a reward."""
-    failed = [i for i, reward in enumerate(rewards) if reward.value is None]
-    if failed:
-        first = f"sample {failed[0]}: {rewards[failed[0]].error}"
-        logger.warning("%s: %d of %d samples have no reward; the first: %s", name, len(failed), len(rewards), first)
 
 
 def reward_metrics(name: str, rewards: Tensor) -> dict[str, float]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from treeward.config.reward_environments import JudgeEnvironmentConfig
 from treeward.data.preference import Message
 from treeward.environments.completions import NO_COMPLETION, completion_text, message_text, plain, transcript
-from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward, log_failures
+from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.errors import ModelError
 from treeward.http import ServerError, run_async
 from treeward.openai_client import check_openai, key_from, openai_client, post
@@ -92,9 +92,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         samples = [self._questions(*sample) for sample in zip(conversations, env_infos, strict=True)]
         asked = [sample for sample in samples if not isinstance(sample, str)]
         judged = iter(run_async(self._judge_all(asked)) if asked else [])
-        rewards = [Reward(None, error=sample) if isinstance(sample, str) else next(judged) for sample in samples]
-        log_failures(self.name, rewards)
-        return rewards
+        return [Reward(None, error=sample) if isinstance(sample, str) else next(judged) for sample in samples]
 
     def _questions(self, conversation: Sequence[Message], info: Mapping[str, Any]) -> list[_Question] | str:
         """The prompts for the judge about a sample, or why there are none."""

@@ -33,7 +33,6 @@ from treeward.environments.interface import (
     Infos,
     Reward,
     conversation_of,
-    log_failures,
     undone_on_failure,
 )
 from treeward.environments.replicas import ReplicaPool, ScoringWorker
@@ -100,7 +99,6 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
                     got="; ".join(failed[:3]),
                     fix="correct these samples, or set on_failure=mask to take such samples out of the loss",
                 )
-        log_failures(self.name, rewards)
         return rewards
 
     def preprocess_data(self, message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ import regex
 from treeward.config.reward_environments import MathEnvironmentConfig, RuleEnvironmentConfig
 from treeward.data.preference import Message
 from treeward.environments.completions import NO_COMPLETION, completion_text, plain
-from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward, log_failures
+from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.environments.math_answers import MathChecker, MathVerdict, marked, number_text
 from treeward.errors import ConfigError
 
@@ -57,9 +57,7 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
                 found.append(Reward(None, error=str(error)))
         compared = [(one.golds, one.text) for one in found if isinstance(one, _Answer)]
         verdicts = iter(self._checker.check(compared) if self._checker else [])
-        rewards = [one if isinstance(one, Reward) else self._judged(next(verdicts)) for one in found]
-        log_failures(self.name, rewards)
-        return rewards
+        return [one if isinstance(one, Reward) else self._judged(next(verdicts)) for one in found]
 
     def shutdown(self) -> bool:
         if self._checker is not None:

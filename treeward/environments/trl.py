@@ -10,15 +10,12 @@ evaluation gets rewards too, and does not change running statistics.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from treeward.environments.remote import RemoteEnvironment, as_environment
 from treeward.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 _NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric", "environments", "completion_ids"})
 """Arguments of TRL beside the columns of the dataset (`GRPOTrainer._calculate_rewards`)."""
@@ -60,11 +57,8 @@ class TrlReward:
         log_metric = columns.get("log_metric")
         infos = self._env_infos(columns, len(logs))
         rewards = self.environment.reward(logs, infos, update=not _evaluates(log_metric))
-        errors = [reward.error for reward in rewards if reward.value is None]
-        if errors:
-            logger.warning("%d of %d completions have no reward; the first: %s", len(errors), len(rewards), errors[0])
         if log_metric is not None and rewards:
-            log_metric(f"{self.__name__}/failed", len(errors) / len(rewards))
+            log_metric(f"{self.__name__}/failed", sum(reward.value is None for reward in rewards) / len(rewards))
             raw = [reward.raw for reward in rewards if reward.raw is not None]
             if raw:
                 log_metric(f"{self.__name__}/raw_mean", sum(raw) / len(raw))

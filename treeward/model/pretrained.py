@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The number formats that a configuration can name."""
 
-_DAMAGED = (LookupError, TypeError, AttributeError, StrictDataclassError)
-"""Errors of transformers on files that are JSON of another form, as a list in the place of a mapping."""
+_DAMAGED = (LookupError, TypeError, AttributeError, StrictDataclassError)  # of JSON of another form, as a list
 
 
 def quiet_transformers() -> None:

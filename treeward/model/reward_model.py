@@ -171,17 +171,15 @@ class RewardModel(WrappedModel):
     def _check_sequences(self, sequences: Sequence[TokenIds]) -> None:
         limit, known = self.max_positions, self.num_known_tokens
         for i, sequence in enumerate(sequences):
-            low, high = (int(min(sequence)), int(max(sequence))) if len(sequence) else (0, 0)
-            got, need = None, "1 token or more" if limit is None else f"1 to {limit} tokens, the model's positions"
             if not len(sequence) or (limit is not None and len(sequence) > limit):
                 got = f"{len(sequence)} tokens"
-            elif low < 0 or high >= known:
-                got, need = (
-                    f"token {low if low < 0 else high}",
-                    f"0 to {known - 1}, the tokens of the model's vocabulary",
-                )
-            if got is not None:
-                raise ModelError("the model cannot read this sequence", where=f"sequence {i}", got=got, need=need)
+                need = "1 token or more" if limit is None else f"1 to {limit} tokens, the model's positions"
+            elif min(sequence) < 0 or max(sequence) >= known:
+                got = f"token {min(sequence) if min(sequence) < 0 else max(sequence)}"
+                need = f"0 to {known - 1}, the tokens of the model's vocabulary"
+            else:
+                continue
+            raise ModelError("the model cannot read this sequence", where=f"sequence {i}", got=got, need=need)
 
     def score(self, data: Mapping[str, Tensor], *, max_tokens: int | None = DEFAULT_BATCH_TOKENS) -> dict[str, Tensor]:
         """`{"scores": float32 (B,)}` for `{"input_ids": (B, L), "input_lengths": (B,)}`, as NeMo RL's `Policy.score`.
