@@ -95,6 +95,7 @@ def test_where_the_constants_cannot_be_kept_is_told_first(
 ) -> None:
     data = ["--data", str(write_rows("in.jsonl", BINARY))]
     assert "--output" in refused(["org/no-such-model", *data], capsys)
+    assert "trained on" in refused(["org/no-such-model", "--dataset-name", "Bundled"], capsys)  # its split is train
     (model / "model.safetensors").unlink()  # were the model loaded, this would be the error
     (model / CONTRACT_FILE).unlink()
     assert "cannot be kept" in refused([str(model), *data], capsys)

@@ -56,14 +56,17 @@ def test_options_may_stand_between_overrides_and_debug_anywhere(capsys: pytest.C
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_fault_of_the_system_is_one_message_that_names_debug(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "of golden.json"), BrokenPipeError("of golden.json")])
+def test_a_fault_of_the_system_is_one_message_that_names_debug(
+    error: OSError, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fault() -> int:
-        raise FileNotFoundError(2, "No such file", "golden.json")
+        raise error
 
     with pytest.raises(typer.Exit) as ended:
         entry._reporting("verify", fault)()
-    error = capsys.readouterr().err
-    assert ended.value.exit_code == 2 and "golden.json" in error and "--debug verify" in error
+    said = capsys.readouterr().err
+    assert ended.value.exit_code == 2 and "golden.json" in said and "--debug verify" in said
 
 
 def test_the_log_has_one_handler_and_names_levels(restored_logging: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,11 +128,9 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
     def reporting(**options: Any) -> None:
         try:
             code = run(**options)
-        except BrokenPipeError:
-            # The reader of our output (head, say) has enough. Python would complain once more when it flushes.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = 0
         except (TreewardError, OSError, KeyboardInterrupt) as error:
+            if isinstance(error, BrokenPipeError) and _reader_has_enough():
+                raise typer.Exit(0) from None
             if logging.getLogger("treeward").isEnabledFor(logging.DEBUG):
                 traceback.print_exc()
             code, text = 2, f"treeward {verb}: {error}\n"
@@ -144,6 +142,16 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
         raise typer.Exit(code)
 
     return reporting
+
+
+def _reader_has_enough() -> bool:
+    """Whether standard output is a pipe that nobody reads any more (head has gone), and not another pipe broke."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of Python
+        return True
+    return False
 
 
 if __name__ == "__main__":
