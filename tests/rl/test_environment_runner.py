@@ -16,12 +16,8 @@ from treeward.config.grpo_run import GRPORunConfig
 from treeward.data.preference import Message
 from treeward.environments.interface import Environment, Reward
 from treeward.errors import CheckpointError, ConfigError, DataError, ModelError
-from treeward.rl.environment_runner import (
-    EnvironmentRunner,
-    GroupRewards,
-    environment_metrics,
-    make_environment_runner,
-)
+from treeward.rl import environment_runner
+from treeward.rl.environment_runner import EnvironmentRunner, GroupRewards, environment_metrics, make_environment_runner
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
 from treeward.scoring.score import Score
 
@@ -248,6 +244,15 @@ def test_late_completions_are_dropped_and_undone(hanging: Counting, caplog: pyte
     assert rows(runner.reward([group("d")])) == [[3]]  # after the late one, of which nothing is left
     assert hanging.calls == 3 and hanging.most_at_once == 1
     assert runner.state_dict() == {"hanging": {"count": 3}} == {"hanging": hanging.state_dict()}
+
+
+def test_an_environment_that_does_not_shut_down_keeps_nobody(
+    hanging: Counting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(environment_runner, "_SHUTDOWN_SECONDS", SOON)
+    monkeypatch.setattr(hanging, "shutdown", lambda: hanging.go.wait(NEVER))
+    EnvironmentRunner({"hanging": hanging}, {"hanging": 1.0}).shutdown()
+    assert "hanging did not shut down: it hangs" in caplog.text
 
 
 PATH = f"{__name__}.Lengths"

@@ -79,9 +79,8 @@ def test_it_samples_in_the_precision_of_training(family: str, tiny_tokenizer: An
     policy = policy_of(family)
     policy.layout = "rows"  # whose attention is that of sampling: in bfloat16 another one rounds otherwise
     policy.compute_dtype = torch.bfloat16
-    groups = make(policy, tiny_tokenizer, temperature=0.8, end_ids=[0]).generate(
-        PROMPTS, IDS, num_completions=4, seed=2
-    )
+    generator = make(policy, tiny_tokenizer, temperature=0.8, end_ids=[0])
+    groups = generator.generate(PROMPTS, IDS, num_completions=4, seed=2)
     said = torch.tensor([x for completion in completions_of(groups) for x in completion.log_probs or ()])
 
     def apart(dtype: torch.dtype | None) -> torch.Tensor:
@@ -144,9 +143,8 @@ def test_a_stop_string_ends_the_completion_that_it_completes(policy: PolicyModel
     options: dict[str, Any] = {"end_ids": [0], "max_new_tokens": 40}
     free = completions_of(make(policy, tiny_tokenizer, **options).generate(PROMPTS, IDS, num_completions=6, seed=6))
     stops = (free[0].text[9:13], free[7].text[20:21], "no such text")
-    groups = make(policy, tiny_tokenizer, stop_strings=stops, **options).generate(
-        PROMPTS, IDS, num_completions=6, seed=6
-    )
+    generator = make(policy, tiny_tokenizer, stop_strings=stops, **options)
+    groups = generator.generate(PROMPTS, IDS, num_completions=6, seed=6)
     ended = 0
     for whole, completion in zip(free, completions_of(groups), strict=True):
         found = [

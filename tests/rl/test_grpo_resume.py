@@ -25,6 +25,7 @@ from treeward.rl.generation import GenerationError
 from treeward.rl.grpo import GRPOOutcome, grpo
 from treeward.rl.update import PolicyUpdater
 from treeward.training import loop
+from treeward.training.checkpoints import CheckpointStore
 from treeward.training.tracking import TrackerGroup, read_metrics
 
 Make = Callable[..., Any]
@@ -42,6 +43,7 @@ FORGETFUL = (
     "loss_fn.reference_policy_kl_type=k1",
     "policy.scheduler={name: linear, warmup_steps: 2}",
     "checkpointing.metric_name=val:raw_reward",
+    "checkpointing.keep_top_k=1",
     "grpo.environment_timeout_seconds=5",
 )
 
@@ -55,6 +57,10 @@ def die(*arguments: Any, **options: Any) -> Any:
 
 
 COMPUTED: dict[str, Result] = {}
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
 @dataclass
@@ -79,8 +85,8 @@ class Trial:
         if (key := " ".join(options)) not in COMPUTED:
             folder = self.temporary.mktemp("uninterrupted")
             self.start(*options, f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs")
-            COMPUTED[key] = self.result_of(folder)
-        return self.result_of(self.folder) == COMPUTED[key]
+            COMPUTED[key] = self.result_of(folder) | {"kept": kept(folder)}
+        return self.result_of(self.folder) | {"kept": kept(self.folder)} == COMPUTED[key]
 
 
 @pytest.fixture
@@ -131,6 +137,9 @@ MOMENTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "before the rename of a save": _at(os, "rename", lambda source, target: Path(target).name == "step_4"),
     "between a validation and the save": _at(loop.Loop, "save", lambda loop: loop.state.step == 4),
     "in step 5": _before_step(4),
+    "between the last save and its pruning": _at(
+        CheckpointStore, "prune", lambda store: (store.folder / "step_6").exists()
+    ),
     "in the export": _at(grpo_module.shutil, "copytree", lambda *_: True),
     "before the report": _at(grpo_module, "write_rl_report", lambda *_, **__: True),
 }

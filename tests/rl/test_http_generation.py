@@ -42,12 +42,7 @@ def policy() -> PolicyModel:
 
 @contextmanager
 def serving(
-    policy: PolicyModel,
-    tokenizer: Any,
-    *,
-    backend: Any = "vllm",
-    raw: bool = False,
-    **settings: Any,
+    policy: PolicyModel, tokenizer: Any, *, backend: Any = "vllm", raw: bool = False, **settings: Any
 ) -> Iterator[tuple[HttpGenerator, ServedPolicy, Loopback]]:
     served = ServedPolicy(policy, tokenizer, raw=raw)
     with Loopback(served) as loopback:
@@ -256,6 +251,9 @@ def test_weights_by_a_folder(policy: PolicyModel, tiny_tokenizer: Any, backend: 
         paths = [asked.path for asked in loopback.requests]
         assert ("/update_weights_from_disk" in paths) == (backend == "sglang")
         assert ("/collective_rpc" in paths and "/reset_prefix_cache" in paths) == (backend == "vllm")
+    (tmp_path / "weights" / "version-3").mkdir()
+    with serving(policy, tiny_tokenizer, backend=backend, **strict):
+        pass  # it was killed after its last step, and has nothing to write any more
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version-of-mine"]
 
 

@@ -130,7 +130,7 @@ def test_rewards_that_fail_are_in_no_mean(opened: Callable[..., GRPOSetup], monk
     found = measured(run)
     assert found.metrics["validation/num_failed"] == 6 and "validation/reward" not in found.metrics
     assert found.samples[0]["completions"][0]["reward"] is None
-    assert run.watch.observe(1, **found.watched) == [] or run.watch.alarms
+    assert {alarm.kind for alarm in run.watch.observe(1, **found.watched)} <= {"truncation"}
 
 
 def test_running_statistics_neither_move_nor_hide_the_proxy(opened: Callable[..., GRPOSetup]) -> None:

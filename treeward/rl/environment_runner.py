@@ -194,9 +194,8 @@ class EnvironmentRunner:
             reward = environment.rewards if update else environment.evaluation_rewards
             rewards = reward([one[0] for one in samples], [one[1] for one in samples])
             if len(rewards) != len(samples):
-                raise ConfigError(
-                    f"the environment gives {len(rewards)} rewards for {len(samples)} samples", where=name
-                )
+                summary = f"the environment gives {len(rewards)} rewards for {len(samples)} samples"
+                raise ConfigError(summary, where=name)
             return rewards, copy.deepcopy(environment.state_dict())
 
         self._last[name] = _in_thread(step, after=self._last.get(name))

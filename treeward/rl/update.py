@@ -88,8 +88,7 @@ class PolicyUpdater:
         self.loss = loss or PolicyLossConfig()
         self.micro_batch_tokens, self.max_grad_norm, self.temperature = micro_batch_tokens, max_grad_norm, temperature
         self.prompts_per_update, self.updates_per_batch = prompts_per_update, updates_per_batch
-        self.parts_per_batch, self.on_step = parts_per_batch, on_step
-        self.steps_begun = 0
+        self.parts_per_batch, self.on_step, self.steps_begun = parts_per_batch, on_step, 0
 
     @torch.no_grad()
     def evaluate(self, groups: Sequence[CompletionGroup], *, for_reward: bool = False) -> Evaluated:
