@@ -74,8 +74,9 @@ def _cards(summary: Summary, name: str) -> list[Block]:
         worst = statistics.worst_subset
         items.append(_card("Worst subset", worst, summary.chances.get(worst.note or ""), worst.note or ""))
     if summary.perturbations is not None:
-        robust = "right before and after every change of style"
-        items.append(_card("Robust accuracy", summary.perturbations.robust_accuracy, None, robust))
+        failed = summary.perturbations.num_left_out
+        robust = ("right before and after every change of style", f"{failed:,} texts have no score" if failed else "")
+        items.append(_card("Robust accuracy", summary.perturbations.robust_accuracy, None, *robust))
     before, after, scale = (one.value for one in (statistics.ece, statistics.ece_fitted, statistics.temperature))
     helps = before is not None and after is not None and scale is not None and after < before
     rescaled = f"off by {after:.1%} once margins are divided by {scale:.2f}" if helps else ""

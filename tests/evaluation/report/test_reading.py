@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +116,16 @@ def test_every_number_has_a_name_in_words() -> None:
     )
     blocks = report_blocks([made])
     rows = [row for one in blocks if one["kind"] == "table" for row in one["rows"] if "metric" in row]
-    assert {row["metric"] for row in rows} == set(LABELS) - {"worst_subset"} | {"worst_subset"}
+    assert {row["metric"] for row in rows} == set(LABELS)
     for text, form, explanation in LABELS.values():
         assert "_" not in text + explanation and text[0].isupper() and not explanation.endswith(".")
         assert form in ("percent", "points", "number", "signed")
     items = [item["label"] for one in blocks if one["kind"] == "bars" for own in one["series"] for item in own["items"]]
     assert "_" not in "".join(items)
+    assert block(blocks, "Overlap with the training data")["reference"] == 0.25  # chance of the suite
+    assert made.perturbations is not None
+    lacking = replace(made, perturbations=replace(made.perturbations, num_left_out=3))
+    assert cards(lacking)["Robust accuracy"]["note"].endswith("; 3 texts have no score")
 
 
 def overlap(near: int, exact: int, count: int = 80) -> Overlap:

@@ -154,7 +154,8 @@ def diagnose_overlap(
         said += " The model was trained on these examples: quote none of the numbers as held out."
     unit = "pairs of completions" if suite.summarize(scored).unit == "pairs" else "whole examples"
     items = [bar_item(LABELS[name][0], numbers[name]) for name in ("accuracy_clean", "accuracy_flagged")]
-    bars = bars_block("Overlap with the training data", model, items, f"{said} Each n counts {unit}.")
+    note = f"{said} Each n counts {unit}."
+    bars = bars_block("Overlap with the training data", model, items, note, reference=suite.chance())
     columns = {"id": ("Example", "text"), "subset": ("Subset", "text")}
     columns |= {"prompt": ("Of the prompt", "percent"), "completion": ("Of a completion", "percent")}
     rows = sorted(map(asdict, (flag for flag in overlap.flags if flag.is_flagged)),
