@@ -271,6 +271,10 @@ def test_prompt_files(tmp_path: Path) -> None:
     filled = user("Answer in \\boxed{}: 2 + 2?")
     assert list(preference.context) == [{"role": "system", "content": "Be brief."}, *CONTEXT[:2], filled]
     assert preference.completions[0].messages == (assistant("{4}"),)
+    parts = [{"type": "text", "text": "2 + "}, "2?"]
+    row = {"prompt": [user(parts)], "chosen": "4", "rejected": "5"}
+    asked = parse(tmp_path, "BinaryPreferenceDataset", row, prompt_file=files["prompt_file"])
+    assert list(asked.context) == [filled]
     before = open_dataset(config).fingerprint
     (tmp_path / "system.txt").write_text("Be long.")
     assert open_dataset(config).fingerprint != before

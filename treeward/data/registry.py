@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from treeward.config.data import SetConfig
-from treeward.data.preference import Message
+from treeward.data.preference import Message, last_text
 from treeward.data.sources import Row, fingerprint, read_rows
 from treeward.errors import ConfigError, DataError, nearest_name
 from treeward.user_code import import_object
@@ -244,4 +244,6 @@ def _takes_any(signature: inspect.Signature) -> bool:
 def _filled(content: Any, template: str) -> Any:
     if isinstance(content, str):
         return template.format(content)
+    if all(isinstance(part, str) or part.get("type") == "text" for part in content):
+        return template.format(last_text([{"content": content}]))
     return [{**part, "text": template.format(part["text"])} if part.get("type") == "text" else part for part in content]

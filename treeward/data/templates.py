@@ -121,7 +121,7 @@ def _limit(template: str) -> None:
         raise jinja2.TemplateRuntimeError("it raises a number to a power")
     compiled = _compile_jinja_template(template)
     environment = compiled.environment
-    if _BOUNDED in environment.filters:
+    if environment.call.__name__ == "bounded_call":
         return
     environment.filters |= {_TIMED: _timed, _BOUNDED: _bounded}
     call = environment.call
@@ -132,7 +132,6 @@ def _limit(template: str) -> None:
             _bounded(context, value)
         return call(context, function, *args, **kwargs)
 
-    environment.call = bounded_call
     tree, nodes = environment.parse(template), jinja2.nodes
     bounds = ((nodes.For, "iter", _TIMED), (nodes.Assign, "node", _BOUNDED), (nodes.AssignBlock, "filter", _BOUNDED))
     for kind, field, name in bounds:
@@ -140,6 +139,7 @@ def _limit(template: str) -> None:
             setattr(node, field, nodes.Filter(getattr(node, field), name, [], [], None, None, lineno=node.lineno))
     bounded = environment.from_string(tree)
     compiled.root_render_func, compiled.blocks = bounded.root_render_func, bounded.blocks
+    environment.call = bounded_call  # at last: another thread may look for it
 
 
 @functools.lru_cache
