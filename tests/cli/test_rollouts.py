@@ -7,6 +7,7 @@ import contextlib
 import json
 import ssl
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from treeward.config.server import ServerConfig
 from treeward.errors import DataError
 from treeward.scoring.scorer import Scorer
 from treeward.serving.app import create_app
+from treeward.serving.models import ServedModel
 from treeward.serving.rollouts.collect import Rewards
 from treeward.serving.run import make_service
 
@@ -186,6 +188,20 @@ def test_what_does_not_pass_is_in_the_failures_and_tried_on_resume(collect: Coll
     policy.replies.clear()
     assert collect(*reward, "--resume") == 0
     assert len(collect.read()) == 3 and collect.read("_failures") == []
+
+
+def test_a_slow_reward_model_is_waited_for(
+    collect: Collector, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score = ServedModel.score
+
+    def slowly(self: ServedModel, items: Any) -> Any:
+        time.sleep(1.3)
+        return score(self, items)
+
+    monkeypatch.setattr(ServedModel, "score", slowly)
+    assert collect("--reward-model", str(model_folder), "--device", "cpu", "--timeout", "1") == 0
+    assert all("reward" in row for row in collect.read())
 
 
 @pytest.mark.parametrize("status", [401, 404])

@@ -305,6 +305,15 @@ def test_health_and_the_models(own_client: Any, service: Service, loaded_model: 
         assert got.status_code == 503 and got.json()["status"] == "failed"
 
 
+def test_a_name_goes_before_the_folder_of_another_model(
+    make_service: Callable[..., Service], loaded_model: ServedModel
+) -> None:
+    service = make_service()
+    first, second = (ServedModel(name, loaded_model.scorer, members=[folder]) for name, folder in ("ab", "bc"))
+    service.models = {"a": first, "b": second}
+    assert [service.model(name) for name in (None, "a", "b", "c")] == [first, first, second, second]
+
+
 def test_metrics(own_client: Any, service: Service, conversations: Any, loaded_model: ServedModel) -> None:
     before = loaded_model.num_computed_tokens
     body = {"conversations": conversations}

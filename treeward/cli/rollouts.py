@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_A_DAY = 24 * 3600.0
+"""The limit of scoring in this process: completions that were paid for wait for a slow reward model."""
+
 
 @with_model_options
 def run(
@@ -92,7 +95,7 @@ def run(
     token, client, service = key_from(rewards_token_env), None, None
     if reward_model:
         section = one_model(reward_model, ensemble, shaping, options)  # made again, a reward must be the same
-        service, client = _hosted(section, options.batch_tokens, timeout, concurrency)
+        service, client = _hosted(section, options.batch_tokens, concurrency)
     elif rewards_url is not None:
         url = checked_url(rewards_url).removesuffix("/v1")
         client = AsyncRewardClient(url, token=token, model=rewards_model, max_concurrency=concurrency, **common)
@@ -131,7 +134,7 @@ async def _collected(
 
 
 def _hosted(
-    section: ServedModelConfig, batch_tokens: int | None, timeout: float, concurrency: int
+    section: ServedModelConfig, batch_tokens: int | None, concurrency: int
 ) -> tuple[Service, AsyncRewardClient]:
     """The reward model in this process behind the batcher of a server, and a client of it; it listens nowhere."""
     from httpx import ASGITransport
@@ -142,9 +145,8 @@ def _hosted(
     from treeward.serving.run import make_service
 
     given: dict[str, Any] = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
-    service = make_service(ServerConfig(models=(section,), deadline_seconds=timeout, access_log=False, **given))
+    service = make_service(ServerConfig(models=(section,), deadline_seconds=_A_DAY, access_log=False, **given))
     transport = ASGITransport(create_app(service))
-    client = AsyncRewardClient(
-        "http://localhost", transport=transport, timeout_seconds=timeout, max_concurrency=concurrency
+    return service, AsyncRewardClient(
+        "http://localhost", transport=transport, timeout_seconds=_A_DAY, max_concurrency=concurrency
     )
-    return service, client
