@@ -54,7 +54,7 @@ soak: env-dev
 	$(BIN)/python benchmarks/soak.py
 
 docs: env-dev
-	$(BIN)/python -m treeward.config.reference docs/config.md
+	$(BIN)/python docs/config_tables.py
 	$(BIN)/mkdocs build --quiet
 
 clean:

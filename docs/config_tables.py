@@ -1,12 +1,11 @@
 """The tables of `docs/config.md`, generated from the schema; a test holds the page to it.
 
-python -m treeward.config.reference docs/config.md
+python docs/config_tables.py    # writes docs/config.md
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -89,5 +88,5 @@ def _default(field: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    file = Path(sys.argv[1])
+    file = Path(__file__).parent / "config.md"
     file.write_text(config_reference(file.read_text("utf-8")), "utf-8")
