@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _FINAL = "final"
 _OWN = ("length_controlled_accuracy", "ece", "score_mean", "score_std")
 _COLUMNS = {
-    "name": ("checkpoint", "text"),
+    "name": ("Checkpoint", "text"),
     "accuracy": ("Accuracy", "percent"),
     **{name: LABELS[name][:2] for name in _OWN},
     "before": ("Against", "text"),
