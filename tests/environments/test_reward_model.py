@@ -134,7 +134,10 @@ def test_failures_may_be_errors_and_leave_no_trace(folder: str) -> None:
         environment.step([*LOGS[4:8], LOGS[0][:1]], [{}] * 5)
     assert environment.state_dict() == before
     assert environment.step(LOGS[4:8], [{}] * 4).rewards.isfinite().all()
-    assert environment.state_dict() != before
+    after = environment.state_dict()
+    assert after != before
+    assert environment.step(LOGS[:4], INFOS[:4], update=False).rewards.isfinite().all()
+    assert environment.state_dict() == after
 
 
 def test_rewards_relative_to_reference_answers(folder: str, scores: list[float]) -> None:

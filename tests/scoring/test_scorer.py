@@ -290,3 +290,15 @@ def test_a_row_that_was_made_up_for_padding_is_never_scored(tiny_tokenizer: Any,
     assert scorer.score([CHATS[0]])[0].score is not None and scorer.model.num_embeddings == 601
     with pytest.raises(ModelError, match="(?s)cannot read this sequence.*token 600"):
         scorer.score([[user("Hi"), assistant("<|new|>")]])
+
+
+@pytest.mark.parametrize(("batch_tokens", "max_sequences"), [(None, 3), (150, None)])
+def test_no_pass_is_larger_than_allowed(batch_tokens: int | None, max_sequences: int | None, make_scorer: Any) -> None:
+    scorer = make_scorer()
+    want, make_batch, batches = values(scorer.score(CHATS)), scorer.model.make_batch, []
+    scorer.batch_tokens, scorer.max_sequences = batch_tokens, max_sequences
+    scorer.model.make_batch = lambda groups: batches.append(make_batch(groups)) or batches[-1]
+    assert values(scorer.score(CHATS)) == pytest.approx(want, abs=CLOSE)
+    sizes = [len(batch.reads_S) for batch in batches]
+    assert len(batches) > 1 and sum(sizes) == len(CHATS) and max(sizes) <= (max_sequences or len(CHATS))
+    assert max(batch.num_computed_tokens for batch in batches) <= (batch_tokens or 10**4)
