@@ -40,6 +40,8 @@ SECTIONS = [
     (DataConfig, "train_data_path: t, train: {data_path: u}", "train_data_path"),
     (DataConfig, "train_data_path: t, train: [{data_path: u}, {data_path: w}]", "train_data_path"),
     (DataConfig, "train_data_path: t, dataset_type: pairs", "dataset_type"),
+    (DataConfig, "train_data_path: t, dataset_type: [rank]", "dataset_type"),
+    (DataConfig, "train_data_path: t, dataset_name: [HelpSteer3]", "train[0].dataset_name"),
     (DataConfig, "train_data_path: t, default: {promt_key: a}", "default.promt_key"),
     (DataConfig, "train_data_path: t, validation: {data_path: x, weight: 2}", "validation[0].weight"),
     (DataConfig, "train_data_path: t, validation: {data_path: x, non_contextual_answer: true}",

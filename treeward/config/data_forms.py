@@ -72,7 +72,7 @@ def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[st
         raise ConfigError("training data is given in two forms", field="train_data_path", got=got, need=need)
     train = [_joined(train[0] if train else shared, flat, "train_")] if flat else train
     validation = _validation_blocks(raw.get("validation"), given, shared, block_keys)
-    name, val_split = shared.get("dataset_name", ""), given.get("val_split")
+    name, val_split = str(shared.get("dataset_name", "")), given.get("val_split")
     own = own_splits.get(name, {})
     if not train and (own or "." in name):
         train = [dict(shared)]
@@ -93,9 +93,9 @@ def _shared_values(given: Block, block_keys: Sequence[str]) -> Block:
     """The flat keys and those of the `default` block: the values of every block that does not give its own."""
     shared = {key: given[key] for key in _FLAT_KEYS if key in given}
     if (kind := given.get("dataset_type")) is not None:
-        if kind not in _DATASET_TYPES:
+        if str(kind) not in _DATASET_TYPES:
             raise ConfigError("dataset_type is not known", field="dataset_type", got=kind, need="rank or binary")
-        shared = _joined(shared, {"dataset_name": _DATASET_TYPES[kind]}, "")
+        shared = _joined(shared, {"dataset_name": _DATASET_TYPES[str(kind)]}, "")
     default = _mapping(given.get("default", {}), "default", "{dataset_name: ...}")
     for key in default.keys() - set(block_keys):
         near, need = nearest_name(key, block_keys), f"one of {', '.join(block_keys)}"
