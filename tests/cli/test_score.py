@@ -148,7 +148,7 @@ def test_a_missing_file_and_an_output_that_is_the_input_are_told_first(
 def test_a_reader_that_has_enough_is_no_error(
     model_folder: Path, write_rows: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = write_rows("in.jsonl", [SHAPES["messages"]] * 3)
+    data = write_rows("in.jsonl", [SHAPES["messages"] | {"note": "x" * 9000}] * 3)  # more than a buffer
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stream:

@@ -147,6 +147,7 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
 def _reader_has_enough() -> bool:
     """Whether standard output is a pipe that nobody reads any more (head has gone), and not another pipe broke."""
     try:
+        sys.stdout.write("\n")  # what had failed to be written may be gone from its buffer
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of Python
