@@ -46,11 +46,12 @@ from treeward.config.grpo import GRPOConfig as GRPOSection
 from treeward.config.grpo import PolicyLossConfig
 from treeward.data.encoding import count_tree_tokens
 from treeward.data.preference import Message
+from treeward.data.prompt_sets import Prompt
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import train_tokenizer
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.advantages import advantages
-from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion, prompt_lengths
+from treeward.rl.experience import CompletionGroup, SampledCompletion, prompt_lengths
 from treeward.rl.policy_loss import UpdateMetrics
 from treeward.rl.update import PolicyUpdater
 from treeward.tables import Column, results_table

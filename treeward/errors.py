@@ -13,8 +13,6 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, Self
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "ModelError", "TreewardError", "nearest_name", "shown"]
-
 _UNSET: Any = object()
 _LONGEST_VALUE = 200
 

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["LOSSES", "Pairs", "bradley_terry", "ranked_pairs"]
-
 
 @dataclass(frozen=True, slots=True)
 class Pairs:

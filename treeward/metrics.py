@@ -17,8 +17,6 @@ from torch import Tensor
 
 from treeward.losses import Pairs
 
-__all__ = ["METRIC_NAMES", "RewardMetrics"]
-
 METRIC_NAMES = ("loss", "accuracy", "chosen_rewards", "rejected_rewards", "reward_margin")
 
 

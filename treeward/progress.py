@@ -23,8 +23,6 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["ShownProgress", "StandardErrorHandler", "logs_shown"]
-
 logger = logging.getLogger(__name__)
 
 

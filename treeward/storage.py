@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["atomic_file", "folder_lock", "remove_leftovers", "sync_folder", "write_text"]
-
 _PARTIAL = ".partial"
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from treeward.errors import ConfigError, nearest_name
 
-__all__ = ["import_object"]
-
 
 def import_object(path: str, *, field: str, where: str | None = None) -> Any:
     """The object at `package.module.name`, `package.module:name` or `path/to/file.py:name`.

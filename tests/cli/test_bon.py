@@ -99,35 +99,6 @@ def test_what_has_no_score_is_counted_and_never_a_number(
     assert "1 prompts have fewer than 2 scored samples" in caplog.text
 
 
-def test_several_proxies_on_the_same_samples(
-    model_folder: Path, samples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "out"
-    worst = json.dumps({"name": "worst", "models": [str(model_folder)] * 2,
-                        "ensemble": {"method": "worst", "standardize": False}})  # fmt: skip
-    proxies = ("--proxy", model_folder, "--proxy", penalised(model_folder, 0.5), "--proxy", worst)
-    assert run(*proxies, "--data", samples, "--output", output) == 0
-    printed, content = capsys.readouterr().out, result_of(output)
-    assert set(content) == {"gold", "data", "proxies"}
-    found = {one["proxy"]: one for one in content["proxies"]}
-    own = str(model_folder)
-    assert list(found) == [own, "penalised", "worst"]
-    # What the shaping takes off is in the kept scores, and a model that stands twice in an ensemble is itself.
-    (plain,) = (
-        path for path in (output / "scores").glob("*.jsonl") if path.stem[:5] not in ("penal", "worst", "gold_")
-    )
-    for before, less, both, row in zip(
-        scores_of(output, plain.stem), scores_of(output, "penalised"), scores_of(output, "worst"),
-        map(json.loads, samples.open()), strict=True
-    ):  # fmt: skip
-        expected = [(p or 0) - 0.5 * len(text) for p, text in zip(before, row["responses"], strict=True)]
-        assert less == pytest.approx(expected, abs=1e-4) and both == pytest.approx(before, abs=1e-5)
-    difference = found["penalised"]["difference"]
-    assert found[own]["difference"] is None and difference["low"] <= difference["value"] <= difference["high"]
-    for name in found:
-        assert f"{name}: {found[name]['verdict']['sentence']}" in printed
-
-
 def test_an_interrupted_run_goes_on_and_nothing_is_scored_twice(
     model_folder: Path, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

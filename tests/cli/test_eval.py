@@ -81,41 +81,6 @@ def test_the_checkpoints_of_a_run_in_the_order_of_their_steps(
     assert "there is no such folder" in capsys.readouterr().err
 
 
-def test_shaped_rewards_and_ensembles_are_ranked_and_said_to_be(
-    model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data, output = write_rows("held_out.jsonl", ROWS), tmp_path / "eval"
-    other = tmp_path / "other"
-    other.symlink_to(model_folder)
-
-    def rows(folder: str, *words: str) -> tuple[str, list[dict[str, Any]]]:
-        assert main(["eval", *words, "--data", str(data), "--output", str(output / folder)]) == 0
-        (result,) = json.loads((output / folder / "results.json").read_text())["results"]
-        file = output / folder / result["model"] / "held_out" / "examples.jsonl"
-        return result["model"], [json.loads(line) for line in file.read_text().splitlines()]
-
-    name, plain = rows("plain", str(model_folder))
-    penalty = "{length_penalty: {coefficient: 10, threshold: 0}}"
-    shaped_name, shaped = rows("shaped", str(model_folder), "--shaping", penalty)
-    assert shaped_name == f"{name}-shaped"
-    for before, after in zip(plain, shaped, strict=True):
-        want = [score - 10 * length for score, length in zip(before["scores"], before["lengths"], strict=True)]
-        assert after["scores"] == pytest.approx(want, abs=1e-4) and after["outcome"] == "right"  # the shorter is
-    report = json.loads((output / "shaped" / "report.json").read_text())
-    assert f"rewards, shaped by {penalty}" in report["subtitle"]
-    ensemble = "{method: uncertainty, uncertainty_coefficient: 4, standardize: true, means: [0, 1], stds: [1, 2]}"
-    ensemble_name, joined = rows("ensemble", str(model_folder), str(other), "--ensemble", ensemble)
-    assert ensemble_name == f"uncertainty-of-{name}-other"
-    for before, after in zip(plain, joined, strict=True):
-        members = [(score, (score - 1) / 2) for score in before["scores"]]
-        want = [(a + b) / 2 - 4 * ((a - b) / 2) ** 2 for a, b in members]
-        assert after["scores"] == pytest.approx(want, abs=1e-4)
-    # Another ensemble is never mixed with rows that are there.
-    words = ["eval", "--data", str(data), str(model_folder), str(other), "--output", str(output / "ensemble")]
-    assert main([*words, "--ensemble", ensemble.replace("[0, 1]", "[0, 2]")]) == 2
-    assert "another ensemble" in capsys.readouterr().err
-
-
 def test_other_data_into_a_folder_with_results_is_refused(
     model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import ssl
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fake_policy import FakePolicy
 from loopback import Loopback, serving_on_loopback
 
 from treeward.cli.main import main
-from treeward.client.rewards import AsyncRewardClient
 from treeward.config.server import ServerConfig
-from treeward.errors import DataError
 from treeward.scoring.scorer import Scorer
-from treeward.serving.app import create_app
 from treeward.serving.models import ServedModel
-from treeward.serving.rollouts.collect import Rewards
 from treeward.serving.run import make_service
 
 PROMPTS = ["Why?", "Who?", "When?"]
@@ -86,36 +80,6 @@ def test_rewards_are_scores(api: str, served: bool, collect: Collector, model_fo
     profiles = collect.read("_reward_profiles")
     assert [profile["rewards"] for profile in profiles] == [rewards[0:2], rewards[2:4], rewards[4:6]]
     assert [profile["input"][0]["content"] for profile in profiles] == PROMPTS
-
-
-def test_rollouts_know_what_their_rewards_depend_on(model_folder: Path) -> None:
-    """`--resume` may go on with the same model under another name, and not with another shaping or ensemble."""
-    one = {"model": str(model_folder), "device": "cpu"}
-    ensemble = {"models": [str(model_folder)] * 2, "device": "cpu"}
-    sections: list[dict[str, Any]] = [
-        {**one, "name": "rm"},
-        {**one, "name": "shaped", "shaping": {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 0.1}},
-        {**one, "name": "par", "shaping": {"reference": "par", "reference_key": "gold"}},
-        {**ensemble, "name": "mean", "ensemble": {"method": "mean", "standardize": False}},
-        {**ensemble, "name": "worst", "ensemble": {"method": "worst", "standardize": False}},
-        {**one, "name": "renamed"},
-    ]
-    output = [{"type": "message", "role": "assistant", "content": "The Amazon."}]
-    params = {"input": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Why?"}]}
-
-    async def identity_of(section: dict[str, Any]) -> Mapping[str, Any]:
-        with contextlib.closing(make_service(ServerConfig.model_validate({"models": [section]}))) as service:
-            transport = httpx.ASGITransport(create_app(service))
-            rewards = await Rewards.of(AsyncRewardClient("http://localhost", transport=transport))
-            found = await rewards.judge(params, output, {"reward_threshold": 0.0, "gold": "The Nile."})
-            assert found.keys() >= {"reward", "reward_num_tokens", "reward_passed"}
-            if section["name"] == "par":
-                with pytest.raises(DataError, match="gold"):
-                    await rewards.judge(params, output, {})
-            return rewards.identity
-
-    *different, renamed = [asyncio.run(identity_of(section)) for section in sections]
-    assert all(different.count(identity) == 1 for identity in different) and renamed == different[0]
 
 
 def test_all_forms_of_rows(collect: Collector) -> None:

@@ -76,28 +76,3 @@ def test_what_ctrl_c_has_saved_is_told(
     if not options:
         monkeypatch.undo()
         assert command() == 0
-
-
-def test_every_set_of_the_report_and_how_the_model_was_chosen_are_said(
-    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    suite = tmp_path / "llmbar" / "Natural"
-    suite.mkdir(parents=True)
-    rows = [
-        {"input": f"Name {n} rivers.", "output_1": "The Vltava.", "output_2": "Stone.", "label": 1} for n in range(9)
-    ]
-    rows[0]["output_1"] = "Too long. " * 400
-    (suite / "dataset.json").write_text(json.dumps(rows))
-    metric = "val:validation-held_out_length_controlled_accuracy"
-    words = ["rm.max_num_steps=4", "evaluation.enabled=true", f"evaluation.suites=[llmbar={tmp_path / 'llmbar'}]"]
-    assert command(*words, f"checkpointing.metric_name={metric}") == 0
-    printed = capsys.readouterr()
-    assert "held_out: The checkpoint was chosen on these comparisons, the best of 2 by length_con" in printed.out
-    assert "length controlled accuracy" in printed.out.splitlines()[1]  # a column of the table
-    lines = printed.out.splitlines()
-    (of_suite,) = [line for line in lines if " on LLMBar: " in line]
-    assert "1 of 9 examples without a score" in of_suite
-    (of_set,) = [line for line in lines if " on held_out: " in line]
-    assert "chosen on these comparisons" in of_set
-    assert command(*words, f"checkpointing.metric_name={metric}") == 0
-    assert of_suite in capsys.readouterr().out  # a run that is done says it again

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -128,29 +127,6 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
         Renderer(tokenizer, chat_template_kwargs={"tools": [], "tokenize": True, "add_generation_prompt": True})
     with pytest.raises(ConfigError, match=r"cannot be parsed(?s:.*)\{% if %\}"):
         Renderer(tokenizer, chat_template="hello\n{% if %}")
-
-
-def test_the_clock_is_stopped(caplog: pytest.LogCaptureFixture) -> None:
-    source = (
-        "\n  {% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-        "{% macro iso() %}{{ strftime_now('%Y-%m-%d') }}{% endmacro %}"
-        "{{ date_string }} {{ iso() }} {{ strftime_now('%A, %-d %B %y %H:%M') }} "
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    )
-    with caplog.at_level(logging.WARNING):
-        renderer = Renderer(byte_bpe(), chat_template=source)
-    assert "26 Jul 2024" in caplog.text
-    assert (
-        renderer.render(CHAT[:1]) == "\n26 Jul 2024 2024-07-26 Friday, 26 July 24 00:00 What is the capital of France?"
-    )
-    today = datetime.now().strftime("%d %b %Y")
-    plain = renderer.tokenizer.apply_chat_template(CHAT[:1], chat_template=source, tokenize=False)
-    assert plain.replace(today, "26 Jul 2024").startswith("\n26 Jul 2024")  # the same but for the date
-    caplog.clear()
-    pinned = Renderer(byte_bpe(), chat_template=source, chat_template_kwargs={"date_string": "1 Jan 2000"})
-    assert pinned.render(CHAT[:1]).startswith("\n1 Jan 2000 2024-07-26") and not caplog.records
-    saved = Renderer(byte_bpe(), chat_template=renderer.chat_template)  # an exported model's template stays as it is
-    assert saved.fingerprint == renderer.fingerprint and not caplog.records
 
 
 def test_a_refused_conversation_names_row_roles_and_reason() -> None:

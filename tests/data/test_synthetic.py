@@ -79,36 +79,6 @@ def test_length_goes_with_quality_except_where_it_is_controlled() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("context", "answer", "marks"),
-    [
-        (ONE_WORD, "Paris.", (True, True, True)),
-        (ONE_WORD, "Rome", (False, True, True)),
-        (ONE_WORD, "The capital of France is Paris.", (True, False, False)),
-        (ONE_WORD, "Of course! Paris.", (True, False, True)),
-        (ONE_WORD, "banana", (False, False, False)),
-        (FRANCE, "Sure! The capital of France is Paris.", (True, True, True)),
-        (FRANCE, "The capital of France is Paris.", (True, True, False)),
-        (FRANCE, "Sure! It is Paris, you fool.", (True, True, False)),
-        (FRANCE, "Sure! It is Paris. It is Rome.", (False, True, True)),
-        (FRANCE, "Sure! The capital of France is", (False, False, True)),
-        (FRANCE, "", (False, False, False)),
-        ('And? What is two plus three? Begin with "Answer:".', "Answer: 5. Thank you!", (True, True, True)),
-        ("What is two plus three?", "Two plus three is three.", (False, False, False)),
-        (f'{FRANCE} End with "Over."', "Sure! Paris. Over.", (True, True, True)),
-        (f'{FRANCE} End with "Over."', "Sure! Paris. Over and out.", (True, False, True)),
-        (f"{FRANCE} Put the answer in square brackets.", "Sure! [Paris].", (True, True, True)),
-        (f"{FRANCE} Put the answer in square brackets.", "[Sure!] Paris.", (True, False, True)),
-        ("Name two fruits. Write a list with dashes.", "Sure!\n- pear\n- apple", (True, True, True)),
-        ("Name two fruits. Write a list with dashes.", "Sure! pear - apple", (True, False, True)),
-        ("Name two fruits.", "Sure! Pear, apple and plum.", (False, True, True)),
-        ("Name two fruits.", "Sure! Pear and iron.", (False, True, True)),
-    ],
-)
-def test_marks(context: str, answer: str, marks: tuple[bool, bool, bool]) -> None:
-    assert gold_quality(context, answer) == pytest.approx(0.6 * marks[0] + 0.25 * marks[1] + 0.15 * marks[2])
-
-
 def test_formats_come_from_the_turn_then_earlier_turns_then_the_system_prompt() -> None:
     system = {"role": "system", "content": "You are a helpful assistant. Answer in one word."}
     reply = {"role": "assistant", "content": "Paris."}

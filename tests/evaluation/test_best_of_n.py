@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,7 @@ from treeward.evaluation.best_of_n import (
 from treeward.evaluation.best_of_n.analysis import judge
 from treeward.evaluation.best_of_n.blocks import blocks, legend, sentences, table, to_json
 from treeward.evaluation.best_of_n.laws import curve_sizes
-from treeward.evaluation.best_of_n.samples import SampledRow, by_field, by_gold_quality, fields_of, sampled_rows
+from treeward.evaluation.best_of_n.samples import SampledRow, by_field, by_gold_quality, sampled_rows
 from treeward.evaluation.report.build import build_report
 from treeward.evaluation.results import Metric
 
@@ -313,33 +311,6 @@ def test_the_report_of_one_proxy() -> None:
 # --- real completions ------------------------------------------------------------------------------------------------
 
 
-def test_length_as_a_proxy_of_a_judge_of_real_completions(shared_data: Path) -> None:
-    """400 instructions, 12 to 16 models' completions, gold a judge's preference.
-
-    The judge likes long completions: choosing the longest of 16 gains about half of what could be gained.
-    """
-    rows: list[dict[str, Any]] = []
-    for split in ("train", "validation"):
-        with gzip.open(shared_data / "alpaca_eval" / f"{split}.jsonl.gz", "rt", encoding="utf-8") as stream:
-            rows += [json.loads(line) for line in stream]
-    prompts = []
-    for row in rows:
-        lengths = [float(len(one["output"])) for one in row["outputs"]]
-        prompts.append(SampledPrompt(lengths, [one["preference_over_gpt4"] for one in row["outputs"]]))
-    alpaca = analyse(prompts)
-    assert alpaca.max_n == 16 and alpaca.counts["num_prompts"] == 399
-    assert alpaca.counts["num_prompts_with_fewer_samples"] == 1
-    gold = [alpaca.at("gold", n) for n in (1, 4, 16)]
-    assert [one.value for one in gold] == pytest.approx([0.0728, 0.1413, 0.2715], abs=1e-3)
-    assert all(one.low < one.value < one.high for one in gold)  # type: ignore[operator]
-    assert alpaca.at("best", 16).value == pytest.approx(0.448, abs=1e-3)
-    share = alpaca.at("normalised_regret", 16)
-    assert share.value == pytest.approx(0.471, abs=1e-3)
-    assert 0.37 < share.low < 0.42 and 0.52 < share.high < 0.57  # type: ignore[operator]
-    assert alpaca.correlation.value == pytest.approx(0.267, abs=1e-3)
-    assert alpaca.verdict.state == "not seen" and alpaca.verdict.peak == 16
-
-
 # --- rows and fields -------------------------------------------------------------------------------------------------
 
 
@@ -381,28 +352,6 @@ def test_every_shape_of_row(row: dict[str, Any]) -> None:
 def test_rows_without_samples_are_refused(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"in.jsonl:1: .*{message}"):
         read(row)
-
-
-def test_fields() -> None:
-    completions = [{"rank": rank, "completion": one, "score": 1.5 - rank} for rank, one in enumerate(COMPLETIONS)]
-    others = {"judge": [1, None], "note": "[a", "id": [7], "ok": [True, False], "x": "[NaN, 1]"}
-    (found,) = read({"context": [USER], "completions": completions, **others})
-    (pair,) = read({"prompt": "?", "chosen": "4.", "rejected": "5."})
-    assert fields_of(found) == ["judge", "ok", "x", "rank", "score"] and fields_of(pair) == ["rank"]
-    for row, name, values in (
-        (found, "score", [1.5, 0.5]),
-        (found, "rank", [0.0, -1.0]),  # the lower rank is the better
-        (pair, "rank", [0.0, -1.0]),
-        (found, "judge", [1.0, None]),
-        (found, "x", [None, 1.0]),
-    ):
-        assert [score.score for score in by_field(name)([row])[0]] == values
-    assert (
-        by_field("judge")([found])[0][1].error == "judge is null" and by_field("x")([found])[0][0].error == "x is nan"
-    )
-    for name in ("id", "note", "nothing"):
-        with pytest.raises(DataError, match=f"in.jsonl:1: the row has no {name}"):
-            by_field(name)([found])
 
 
 def test_gold_quality_is_that_of_the_bundled_data() -> None:

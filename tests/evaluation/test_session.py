@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from families import tiny_model
 
-from treeward.config.data import DatasetConfig
 from treeward.config.ensemble import EnsembleConfig
 from treeward.config.reward_shaping import NormalizationConstants, RewardCalibration, RewardShapingConfig
 from treeward.data.rendering import Renderer
@@ -139,37 +138,6 @@ def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(
     grown = run(more, tmp_path / "cut", 80)
     assert grown.summaries[0].perturbations.accuracy.count == 80
     assert 0 < more.num_scored < num_rewritten  # what the smaller sample has is not scored again
-
-
-def test_training_data_is_looked_for_once_in_each_suite_and_before_any_model_is_loaded(tmp_path: Path) -> None:
-    def row(n: int) -> str:
-        prompt = f"How many are {n} and {n * n} stones, put on one heap?"
-        return json.dumps({"prompt": prompt, "chosen": "Some.", "rejected": "None."}) + "\n"
-
-    paths = []
-    for part in (range(0, 10), range(10, 15)):
-        paths.append(tmp_path / f"{part.start}.jsonl")
-        paths[-1].write_text("".join(map(row, part)))
-    data = [DatasetConfig(dataset_name="BinaryPreferenceDataset", data_path=str(path)) for path in paths]
-    seen: list[tuple[str, int, int]] = []
-    done = run_evaluation(
-        [candidate("x"), candidate("y")],
-        [(Questions(), "60")],
-        training_data=data,
-        on_progress=lambda *what: seen.append(what),
-    )
-    for summary in done.summaries:
-        assert summary.overlap is not None and "among 15 training" in summary.overlap.figures[0]["note"]
-        assert summary.overlap.flagged_exact.value == 15 / 60 and summary.overlap.accuracy_clean.count == 45
-    assert [what for what in seen if "training" in what[0]] == [("training data, for questions", 15, 0)]
-    assert ("x on questions", 60, 60) in seen and ("y on questions", 60, 60) in seen
-
-    def load() -> tuple[Model, dict[str, Any]]:
-        raise AssertionError("a model was loaded before the training data was read")
-
-    missing = DatasetConfig(dataset_name="BinaryPreferenceDataset", data_path=str(tmp_path / "none.jsonl"))
-    with pytest.raises(DataError, match="none"):
-        run_evaluation([Candidate("x", load)], [(Questions(), None)], training_data=[missing])
 
 
 def test_published_files_and_notes(tmp_path: Path) -> None:

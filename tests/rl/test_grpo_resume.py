@@ -18,7 +18,7 @@ import pytest
 from loopback import Asked, Loopback
 from served_policy import ServedPolicy
 
-from treeward.errors import CheckpointError, ModelError
+from treeward.errors import ModelError
 from treeward.rl import grpo as grpo_module
 from treeward.rl.advantages import advantages
 from treeward.rl.generation import GenerationError
@@ -184,29 +184,6 @@ def test_failures_and_signals_leave_a_saved_state(trial: Trial, caplog: pytest.L
             trial.start()
     assert trial.start().step == 6
     assert trial.is_as_uninterrupted()
-
-
-def test_what_may_change_and_what_not(trial: Trial, caplog: pytest.LogCaptureFixture) -> None:
-    assert trial.start("grpo.max_num_steps=2").step == 2
-    for option, named in (
-        ("loss_fn.ratio_clip_max=0.3", "loss_fn.ratio_clip_max: got 0.3, need 0.2"),
-        ("grpo.seed=8", "grpo.seed: got 8, need 7"),
-        ("policy.optimizer.kwargs.lr=0.02", "policy.optimizer.kwargs.lr"),
-        ("policy.generation.temperature=0.9", "policy.generation.temperature"),
-        ("data.train.max_samples=20", "the training prompts"),
-        ("data.validation.max_samples=5", "the validation prompts"),
-        ("grpo.max_val_samples=4", "grpo.max_val_samples"),
-        ("policy.model_config.hidden_size=64", "the policy.hidden_size"),
-    ):
-        with pytest.raises(CheckpointError, match="of another run") as caught:
-            trial.start("grpo.max_num_steps=2", option)
-        assert f"\n  {named}" in str(caught.value)
-    free = ("grpo.val_batch_size=4", "grpo.val_period=1", "checkpointing.save_period=1", "grpo.watch.z=2",
-            "grpo.environment_timeout_seconds=9", "policy.train_micro_batch_tokens=128")  # fmt: skip
-    outcome = trial.start("grpo.max_num_steps=4", *free)
-    assert (outcome.step, outcome.total_steps) == (4, 4)
-    assert [line["step"] for line in read_metrics(trial.folder / "logs" / "metrics.jsonl")] == [1, 2, 2, 3, 3, 4, 4]
-    assert "has another length than before (max_num_epochs, max_num_steps)" in caplog.text
 
 
 def test_adapters_go_on_exactly_and_the_frozen_model_is_the_reference(trial: Trial) -> None:

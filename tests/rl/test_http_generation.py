@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,27 +111,6 @@ def test_what_a_server_has_defaults_of_its_own_for_is_said(policy: PolicyModel, 
         assert len({sampling["sampling_seed"] for sampling in body["sampling_params"]}) == 3
         want = {"max_new_tokens": 12, "top_p": 0.9, "top_k": 7, "stop_token_ids": ENDS}
         assert body["sampling_params"][0].items() >= want.items()
-
-
-@pytest.mark.parametrize(
-    ("statuses", "what", "num_requests"),
-    [
-        ([500] * 9, "(?s)500.*2 completions of at most 12 tokens.*row 0", 2),
-        ([None] * 9, "(?s)cannot be reached.*resume the run", 2),
-        ([400], r"(?s)told to say 400.*row 0.*longest sequence", 1),
-    ],
-)
-def test_a_server_that_fails_is_asked_again_and_named(
-    policy: PolicyModel, tiny_tokenizer: Any, statuses: list[Any], what: str, num_requests: int
-) -> None:
-    with serving(policy, tiny_tokenizer, max_retries=1) as (generator, served, loopback):
-        served.statuses = statuses
-        with pytest.raises(GenerationError, match=what) as caught:
-            generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
-        assert loopback.url in str(caught.value) and len(loopback.requests) == num_requests
-        served.statuses = [500]
-        (group,) = generator.generate(PROMPTS[:1], IDS[:1], num_completions=2, seed=1)
-        assert len(group.completions) == 2
 
 
 def places(document: Any, *above: str | int) -> list[tuple[str | int, ...]]:
@@ -283,28 +260,3 @@ def test_other_temperatures_show(policy: PolicyModel, tiny_tokenizer: Any, caplo
         generator.load_weights(policy, 0)  # neither of vLLM's are of use here
         completions = completions_of(generator.generate(PROMPTS, IDS, num_completions=2, seed=1))
         assert all(one.log_probs is None for one in completions) and "processed_logprobs" not in caplog.text
-
-
-def test_a_server_that_keeps_its_weights_is_said_to(
-    policy: PolicyModel, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(policy, tiny_tokenizer) as (generator, _, loopback):
-        generator.load_weights(policy, 0)
-        assert not caplog.records
-        for version in (1, 2, 3):
-            generator.load_weights(moved(policy, 0.3), version)
-        assert "importance_sampling" in caplog.text and len(caplog.records) == 1
-        assert len(loopback.requests) == 1
-    caplog.clear()
-    with serving(policy, tiny_tokenizer) as (generator, _, _):
-        generator.load_weights(moved(policy, 0.3), 7)  # a resumed run: the server has the first weights
-        assert len(caplog.records) == 1 and "not those of the policy" in caplog.text
-    caplog.clear()
-    versions: list[int] = []
-    module: Any = types.ModuleType("my_sync")
-    module.note_version = lambda policy, version: versions.append(version)
-    monkeypatch.setitem(sys.modules, "my_sync", module)
-    with serving(policy, tiny_tokenizer, backend="openai", weight_sync="my_sync.note_version") as (generator, _, _):
-        for version in (0, 1, 2):
-            generator.load_weights(policy, version)
-    assert versions == [0, 1, 2] and "it gives no log-probabilities" in caplog.text and len(caplog.records) == 1

@@ -221,29 +221,6 @@ def test_a_schedule_goes_on_by_planned_updates(num_groups: int, unused: tuple[in
     assert len(updater.measure(groups[:num_groups])[1]) == num_groups
 
 
-def test_activations_are_computed_again_whatever_mode_the_policy_was_left_in() -> None:
-    """And neither the old policy nor the reference nor a validation is affected by it."""
-    groups, advantages, used = experience()
-    found = []
-    for again in (False, True):
-        hf = causal()
-        policy = PolicyModel(hf)
-        if again:
-            policy.recompute_activations()
-        calls: list[bool] = []
-        watched: Any = hf.base_model.layers[0].mlp
-        watched.register_forward_pre_hook(lambda module, *_, calls=calls: calls.append(module.training))
-        optimizer = Recorded(hf)
-        updater = PolicyUpdater(policy, optimizer, updates_per_batch=2)
-        for mode in (False, True):
-            policy.train(mode)
-            updater.learn(groups, advantages, used)
-            updater.measure(groups)
-        assert calls == 2 * [False, *([True] * (4 if again else 2)), False]
-        found.append(torch.stack(optimizer.gradients))
-    assert float((found[0] - found[1]).abs().max()) < 1e-6 < float(found[0].abs().max())
-
-
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_to_the_reference_and_entropy_of_each_completion(estimator: Any) -> None:
     groups, advantages, used = experience()

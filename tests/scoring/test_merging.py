@@ -105,28 +105,6 @@ def test_sharded_checkpoints(make: Make, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], want[name]) for name in want)
 
 
-def test_number_formats(make: Make, tmp_path: Path) -> None:
-    a, b = make(1), make(2)
-    head = "score.weight"
-    merge_models([a, b], tmp_path / "bf16", dtype=torch.bfloat16)
-    got, full = tensors(tmp_path / "bf16"), (tensors(a), tensors(b))
-    assert {t.dtype for n, t in got.items() if n != head} == {torch.bfloat16}
-    for name, tensor in got.items():  # rounded once, after averaging; the head not at all
-        want = (full[0][name].double() + full[1][name].double()) / 2
-        assert torch.equal(tensor, want.to(torch.float32 if name == head else torch.bfloat16)), name
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "bf16")
-    assert model.dtype == torch.bfloat16
-    small = {name: tensor.bfloat16() for name, tensor in tensors(b).items() if name != head}
-    change(b, **small)
-    change_json(b / "config.json", dtype="bfloat16")
-    merge_models([b, a], tmp_path / "wider")  # the first member is the narrower one
-    assert {t.dtype for t in tensors(tmp_path / "wider").values()} == {torch.float32}
-    assert json.loads((tmp_path / "wider" / "config.json").read_text(encoding="utf-8"))["dtype"] == "float32"
-    merge_models([b, b], tmp_path / "own")
-    assert all(torch.equal(t, tensors(b)[name]) for name, t in tensors(tmp_path / "own").items())
-    assert json.loads((tmp_path / "own" / "config.json").read_text(encoding="utf-8"))["dtype"] == "bfloat16"
-
-
 def test_the_folder_is_complete_and_says_what_it_is_made_of(make: Make, tmp_path: Path) -> None:
     a, b = make(1), make(2)
     (a / "README.md").write_text("of a", encoding="utf-8")

@@ -106,18 +106,6 @@ def test_the_model_is_chosen_and_its_temperature_is_used(visit: Visits, url: str
     assert [text.partition(":")[0] for text in members] == ["a", "b"]
 
 
-def test_heads_and_truncation_are_shown(visit: Visits) -> None:
-    page = visit()
-    row = {"score": 1.25, "reward": 1.25, "truncated": True, "heads": [2.0, -1.5]}
-    answered(page, [row, {"score": None, "reward": None, "error": "not finite"}], heads=["helpful", "brief"])
-    write(page, COMPLETIONS[:2])
-    score(page)
-    first, second = page.locator(".card").all_inner_texts()
-    assert all(words in first for words in ("helpful: 2.000", "brief: \u22121.500", "9 of 160", "cut at its beginning"))
-    assert "No score: not finite" in second
-    expect(page.locator("#verdict")).to_contain_text("One score alone says little")
-
-
 def test_the_reward_decides_and_the_score_is_named_beside_it(visit: Visits) -> None:
     page = visit()
     rows = [
@@ -293,33 +281,6 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(browser: Any, loaded_model: Se
         expect(page.locator("#gate")).to_be_hidden()
         assert not any(TOKEN in address for address in [page.url, *visit.asked])
         visit.contexts[0].close()
-
-
-def test_a_keyboard_is_enough(visit: Visits) -> None:
-    page = visit()
-    reached: list[str] = []
-    focused = "document.activeElement.id || document.activeElement.getAttribute('aria-label')"
-    while not reached or reached[-1] != "copy-json":
-        page.keyboard.press("Tab")
-        reached.append(page.evaluate(focused))
-        assert len(reached) < 40
-    assert [name for name in reached if name] == [
-        "model", "clear", "Role of turn 1", "Remove turn 1", "Text of turn 1", "add-context",
-        "Remove completion 1", "Text of completion 1", "Remove completion 2", "Text of completion 2",
-        "add-completions", "score", "with-trace", "copy-link", "copy-json",
-    ]  # fmt: skip
-    write(page, COMPLETIONS[:2])
-    page.get_by_label("Text of completion 2").focus()
-    page.keyboard.press("Control+Enter")
-    settled(page)
-    assert page.evaluate(focused) == "Text of completion 2"
-    page.get_by_role("button", name="Remove completion 1").focus()
-    page.keyboard.press("Enter")
-    assert page.evaluate(focused) == "Text of completion 1" and texts(page) == COMPLETIONS[1:2]
-    page.get_by_role("button", name="Add a turn").focus()
-    page.keyboard.press("Enter")
-    assert page.evaluate(focused) == "Text of turn 2"
-    expect(page.get_by_label("Role of turn 2")).to_have_value("assistant")
 
 
 def test_a_phone_shows_all_of_it(visit: Visits) -> None:

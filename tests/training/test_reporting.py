@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,17 +12,11 @@ from typing import Any
 import pytest
 
 from treeward.cli.main import main
-from treeward.errors import ConfigError, DataError, TreewardError
+from treeward.errors import ConfigError
 from treeward.scoring.scorer import Scorer
-from treeward.training import reporting
-from treeward.training import train as training
 from treeward.training.train import train
 
 REPORT = "evaluation.enabled=true"
-LLMBAR = [
-    {"input": f"Say {word}.", "output_1": f"{word}.", "output_2": "No, I would rather not say that.", "label": 1}
-    for word in ("red", "blue", "green")
-]
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -98,27 +90,6 @@ def test_a_report_that_is_missing_is_written_and_one_that_is_there_is_left(
     assert outcome.report.exists() and results(outcome.report.parent) == numbers
 
 
-def test_other_wishes_renew_the_report_and_keep_its_rows(
-    tiny_run: Callable[..., Any], tmp_path: Path, write_rows: Callable[..., Path]
-) -> None:
-    first = train(tiny_run("rm.max_num_steps=2", REPORT), show_progress=False)
-    folder = first.report.parent
-    rows, stamp = rows_of(folder), os.stat(next(folder.glob("*/held_out/examples.jsonl"))).st_ino
-    suite = write_rows("natural.jsonl", LLMBAR)
-    more = tiny_run("rm.max_num_steps=2", REPORT, f"evaluation.suites=[llmbar={suite}]", "evaluation.perturbations=2")
-    assert train(more, show_progress=False).report == first.report
-    found = results(folder)
-    assert set(found) == {"held_out", "llmbar"} and found["held_out"]["diagnostics"]["perturbations"]
-    assert rows_of(folder) == rows and os.stat(next(folder.glob("*/held_out/examples.jsonl"))).st_ino == stamp
-    # A model that was trained further is another one, and so are its rows.
-    further = train(tiny_run("rm.max_num_steps=6", "checkpointing.metric_name=null", REPORT), show_progress=False)
-    assert further.step == 6 and further.exit_code == 0
-    assert results(folder)["held_out"]["headline"]["value"] == pytest.approx(
-        further.validation["held_out"]["accuracy"], abs=1e-6
-    )
-    assert len(rows_of(folder)) == len(rows) and rows_of(folder) != rows
-
-
 def test_a_suite_that_the_hub_does_not_give_is_all_that_the_report_lacks(
     tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,49 +144,6 @@ def test_a_signal_stops_the_evaluation_and_the_same_command_goes_on(
     rows = rows_of(folder)
     assert len(rows) == 140 and sum(scored) == sum(len(json.loads(row)["scores"]) for row in rows[128:])
     assert str(folder / "report.html") in capfd.readouterr().out
-
-
-def test_the_weights_of_training_are_let_go_before_the_exported_ones_are_loaded(
-    tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alive: list[Any] = []
-    set_up, load = training.set_up, Scorer.load
-
-    def set_up_and_note(*arguments: Any, **options: Any) -> Any:
-        run = set_up(*arguments, **options)
-        alive.extend([weakref.ref(run.model), weakref.ref(run.optimizer)])
-        return run
-
-    def load_and_look(*arguments: Any, **options: Any) -> Any:
-        assert [one() for one in alive] == [None, None]
-        return load(*arguments, **options)
-
-    monkeypatch.setattr(training, "set_up", set_up_and_note)
-    monkeypatch.setattr(reporting.Scorer, "load", load_and_look)
-    assert train(tiny_run("rm.max_num_steps=2", REPORT), show_progress=False).exit_code == 0
-    assert len(alive) == 2
-
-
-@pytest.mark.parametrize(
-    ("suites", "kind", "message"),
-    [
-        ("['llmbar={folder}/nowhere']", DataError, "nowhere"),
-        ("['llmbar={folder}/rows.jsonl']", DataError, r"rows\.jsonl:1"),
-        ("[rewardbench, reward-bench]", ConfigError, "two sets of the report have one name"),
-    ],
-)
-def test_suites_are_checked_before_anything_is_trained(
-    tiny_run: Callable[..., Any],
-    tmp_path: Path,
-    write_rows: Callable[..., Path],
-    suites: str,
-    kind: type[TreewardError],
-    message: str,
-) -> None:
-    write_rows("rows.jsonl", [{"prompt": "this is not LLMBar"}])
-    with pytest.raises(kind, match=message):
-        train(tiny_run(REPORT, f"evaluation.suites={suites.format(folder=tmp_path)}"), show_progress=False)
-    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_folder_with_something_else_is_not_overwritten(tiny_run: Callable[..., Any], tmp_path: Path) -> None:

@@ -24,8 +24,6 @@ from treeward.errors import TreewardError
 from treeward.progress import StandardErrorHandler
 from treeward.version import VERSION
 
-__all__ = ["main"]
-
 VERBS = {
     "train": "Train a reward model from a configuration.",
     "score": "Score conversations with a reward model.",

@@ -20,8 +20,6 @@ from treeward.evaluation.results import Block, Metric
 from treeward.evaluation.suites.benchmarks import STYLES
 from treeward.evaluation.summary import Summary
 
-__all__ = ["chapter", "opening"]
-
 _MOST_CARDS = 6  # more than these are a table
 
 

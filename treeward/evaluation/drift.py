@@ -24,8 +24,6 @@ from treeward.evaluation.results import Block, Metric
 from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.summary import Summary
 
-__all__ = ["Checkpoint", "SuiteDrift", "find_drift", "order_agreement"]
-
 logger = logging.getLogger(__name__)
 
 _FINAL = "final"

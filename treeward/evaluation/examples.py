@@ -18,8 +18,6 @@ from typing import Any, Literal
 from treeward.data.preference import Message
 from treeward.errors import DataError
 
-__all__ = ["EvalExample", "Outcome", "ScoredExample", "scored_from_row", "to_row"]
-
 Outcome = Literal["right", "wrong", "tie", "failed"]
 
 

@@ -20,8 +20,6 @@ from treeward.evaluation.report.blocks import format_interval
 from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.summary import Summary
 
-__all__ = ["findings", "has_worst_subset", "length_finding", "percent", "standing", "verdict"]
-
 _MOST_NAMED = 5
 # Below these, rewrites and calibration are not among the first things to know.
 _FOOLED, _MISCALIBRATED = 0.1, 0.02

@@ -22,8 +22,6 @@ from treeward.evaluation.examples import EvalExample, ScoredExample
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import by_subset
 
-__all__ = ["GATE_METRICS", "gate_metrics", "pooled_gate_metrics", "scored_comparison"]
-
 GATE_METRICS = (
     "length_controlled_accuracy", "accuracy_longer_right", "accuracy_shorter_right", "accuracy_gap",
     "ece", "brier", "auroc", "kendall_tau", "worst_subset",

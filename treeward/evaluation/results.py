@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Block", "Diagnostic", "Metric", "SuiteResult", "Unit"]
-
 Unit = Literal["pairs", "examples"]
 """What is counted: pairs of completions, or whole examples."""
 

@@ -16,8 +16,6 @@ from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Diagnostic, SuiteResult
 from treeward.evaluation.suites.interface import Suite
 
-__all__ = ["Summary", "summarize"]
-
 
 @dataclass(frozen=True, slots=True)
 class Summary:

@@ -26,8 +26,6 @@ from treeward.evaluation.summary import Summary
 from treeward.storage import write_text
 from treeward.version import VERSION
 
-__all__ = ["report_blocks", "write_results"]
-
 
 def write_results(
     output: Path,

@@ -21,8 +21,6 @@ from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.rl.experience import CompletionGroup, completion_lengths, truncated_completions
 
-__all__ = ["advantages", "informative_groups", "shaped_rewards", "used_completions"]
-
 
 def shaped_rewards(config: GRPORunConfig, groups: Sequence[CompletionGroup], rewards_PG: Tensor) -> Tensor:
     """Rewards scaled, less what the length of a completion costs, (P, G); NaN stays NaN.

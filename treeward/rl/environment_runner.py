@@ -31,13 +31,12 @@ from torch import Tensor
 
 from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_run import GRPORunConfig
+from treeward.data.prompt_sets import Prompt
 from treeward.environments.hybrid import weighted_sum
 from treeward.environments.interface import Environment, Reward, reward_metrics
 from treeward.environments.registry import make_named, sections_of
 from treeward.errors import CheckpointError, ConfigError, DataError, ModelError
-from treeward.rl.experience import CompletionGroup, Prompt, batch_shape
-
-__all__ = ["EnvironmentRunner", "GroupRewards", "environment_metrics", "failure_summary", "make_environment_runner"]
+from treeward.rl.experience import CompletionGroup, batch_shape
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,6 @@ from torch import Tensor
 from treeward.data.preference import Message
 from treeward.data.prompt_sets import Prompt
 
-__all__ = ["CompletionGroup", "Prompt", "SampledCompletion"]
-__all__ += ["batch_shape", "completion_lengths", "prompt_lengths", "truncated_completions"]
-
 
 @dataclass(frozen=True, slots=True)
 class SampledCompletion:

@@ -19,14 +19,12 @@ from transformers import PreTrainedTokenizerBase
 
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.data.preference import Message
+from treeward.data.prompt_sets import Prompt
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
+from treeward.rl.experience import CompletionGroup, SampledCompletion
 from treeward.rl.sampling import Row, sample, uniforms
-
-__all__ = ["CompletionReader", "GenerationError", "Generator", "LocalGenerator", "completion_budgets", "end_ids_of"]
-__all__ += ["template_end_ids"]
 
 logger = logging.getLogger(__name__)
 

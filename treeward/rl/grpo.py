@@ -38,8 +38,6 @@ from treeward.training.step_file import StepFile
 from treeward.training.stopping import StopRequest
 from treeward.training.tracking import METRICS_FILE, TrackerGroup, read_metrics
 
-__all__ = ["GRPOOutcome", "GRPORun", "grpo"]
-
 logger = logging.getLogger(__name__)
 
 _SHOWN = ("reward", "gold_reward", "kl", "mean_gen_tokens_per_sample", "truncation_rate")

@@ -32,18 +32,17 @@ from pydantic import BaseModel, Field, NonNegativeInt
 from transformers import PreTrainedTokenizerBase
 
 from treeward.config.grpo_policy import GenerationConfig
+from treeward.data.prompt_sets import Prompt
 from treeward.http import ServerError, run_async
 from treeward.model.export import export_policy
 from treeward.model.policy_model import PolicyModel
 from treeward.openai_client import check_openai, key_from, openai_client, post
-from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
+from treeward.rl.experience import CompletionGroup, SampledCompletion
 from treeward.rl.generation import CompletionReader, GenerationError, Generator, completion_budgets, end_ids_of
 from treeward.user_code import import_object
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
-
-__all__ = ["HttpGenerator"]
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from treeward.config.grpo import PolicyLossConfig
 
-__all__ = ["KLEstimator", "UpdateMetrics", "kl_coefficient", "kl_estimate", "needs_generator", "policy_loss"]
-
 KLEstimator = Literal["k1", "k2", "k3"]
 
 

@@ -40,8 +40,6 @@ from treeward.rl.watch import length_correlation
 if TYPE_CHECKING:
     from treeward.rl.setup import GRPOSetup
 
-__all__ = ["Rollouts", "Validation", "collect", "sampling_seed", "validate"]
-
 logger = logging.getLogger(__name__)
 
 _SAMPLED = ("reward", "raw_reward", "gold_reward", "kl")

@@ -26,8 +26,6 @@ from transformers import DynamicCache, PreTrainedModel, TopKLogitsWarper, TopPLo
 from treeward.errors import ModelError
 from treeward.model.policy_model import PolicyModel
 
-__all__ = ["Row", "sample", "uniforms"]
-
 _PADDING = 0  # masked, so that any token will do
 
 

@@ -41,8 +41,6 @@ from treeward.training.order import EpochOrder
 from treeward.training.setup import best_device, find_tokenizer, prepare_for_training, short_hash
 from treeward.training.state import check_identity
 
-__all__ = ["ADAPTER_FOLDER", "GRPOSetup", "set_up"]
-
 logger = logging.getLogger(__name__)
 
 ADAPTER_FOLDER = "adapter"

@@ -31,8 +31,6 @@ from treeward.rl.policy_loss import UpdateMetrics, kl_estimate, needs_generator,
 from treeward.training.optimisation import clip_gradients
 from treeward.tree.parts import plan_parts
 
-__all__ = ["Evaluated", "PolicyUpdater", "Reference"]
-
 Reference = PolicyModel | AdapterReference
 """What KL is measured from: a frozen model, or a LoRA policy with its adapters off."""
 

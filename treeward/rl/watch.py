@@ -32,9 +32,6 @@ from treeward.config.grpo import AlarmKind, WatchConfig
 from treeward.errors import ConfigError, DataError
 from treeward.storage import write_text
 
-__all__ = ["ALARMS_FILE", "Alarm", "AlarmKind", "OverOptimisationWatch", "length_correlation", "read_alarms"]
-__all__ += ["write_alarms"]
-
 ALARMS_FILE = "alarms.json"
 """The file in a run's log folder that holds its alarms; the report reads it."""
 

@@ -25,8 +25,6 @@ from treeward.config.checkpointing import CheckpointingConfig
 from treeward.errors import CheckpointError, ConfigError
 from treeward.storage import folder_lock, remove_leftovers, sync_folder
 
-__all__ = ["Checkpoint", "CheckpointStore", "open_store"]
-
 logger = logging.getLogger(__name__)
 
 _FINISHED = re.compile(r"step_(\d+)")

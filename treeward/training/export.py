@@ -26,8 +26,6 @@ from treeward.scoring.scorer import Scorer
 from treeward.tables import Column, markdown_table
 from treeward.training.setup import RewardModelSetup
 
-__all__ = ["export_final", "model_card", "result_columns", "result_rows"]
-
 logger = logging.getLogger(__name__)
 
 _COLUMNS = [

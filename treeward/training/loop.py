@@ -37,8 +37,6 @@ from treeward.training.state import RunState, load_state, read_state, save_state
 from treeward.training.stopping import StopRequest
 from treeward.training.tracking import TrackerGroup, check_log_folder, open_trackers, read_metrics
 
-__all__ = ["Loop", "Outcome", "Run", "StepMetrics", "Validation", "start"]
-
 logger = logging.getLogger(__name__)
 
 _EXPORTED = ".exported"  # beside `final`, the name of the checkpoint that it is of

@@ -18,8 +18,6 @@ from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, S
 from treeward.errors import ConfigError, ModelError
 from treeward.user_code import import_object
 
-__all__ = ["build_optimizer", "build_scheduler", "clip_gradients"]
-
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """An optimiser over the model's trainable parameters. Raises `ConfigError` for a class or arguments that fail."""

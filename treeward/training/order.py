@@ -19,8 +19,6 @@ import numpy.typing as npt
 
 from treeward.errors import ConfigError
 
-__all__ = ["EpochOrder"]
-
 
 class EpochOrder:
     """The rows of one or several sets in each epoch, a function of (seed, epoch).

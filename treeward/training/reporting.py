@@ -37,8 +37,6 @@ from treeward.scoring.scorer import Scorer
 from treeward.storage import write_text
 from treeward.training.setup import RewardModelSetup, place_of
 
-__all__ = ["Report", "ReportPlan", "check_report", "plan_report", "verdicts"]
-
 logger = logging.getLogger(__name__)
 
 _PAGE, _NUMBERS, _MARK = "report.html", "results.json", "report_of.json"

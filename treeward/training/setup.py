@@ -40,8 +40,6 @@ from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import EpochOrder
 from treeward.training.state import check_identity
 
-__all__ = ["RewardModelSetup", "best_device", "find_tokenizer", "prepare_for_training", "set_up", "short_hash"]
-
 logger = logging.getLogger(__name__)
 
 _CHECKED_COMPARISONS = 64

@@ -25,8 +25,6 @@ from treeward.errors import CheckpointError, shown
 from treeward.storage import write_text
 from treeward.training.step_file import flattened
 
-__all__ = ["RunState", "check_identity", "load_state", "read_state", "save_state", "stored_metric", "write_state"]
-
 logger = logging.getLogger(__name__)
 
 _STATE, _OPTIMIZER = "training_state.json", "optimizer.pt"

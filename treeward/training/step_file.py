@@ -21,8 +21,6 @@ from typing import Any
 from treeward.errors import ConfigError, DataError
 from treeward.storage import atomic_file
 
-__all__ = ["StepFile", "flattened", "read_steps"]
-
 logger = logging.getLogger(__name__)
 
 

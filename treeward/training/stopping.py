@@ -16,8 +16,6 @@ import threading
 import time
 from typing import Any, Self
 
-__all__ = ["StopRequest"]
-
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 

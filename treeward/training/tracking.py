@@ -31,8 +31,6 @@ from treeward.errors import ConfigError
 from treeward.storage import remove_leftovers, write_text
 from treeward.training.step_file import StepFile, flattened, read_steps
 
-__all__ = ["METRICS_FILE", "RunStatus", "TrackerGroup", "check_log_folder", "open_trackers", "read_metrics"]
-
 METRICS_FILE = "metrics.jsonl"
 
 RunStatus = Literal["finished", "failed", "interrupted"]

@@ -44,8 +44,6 @@ from treeward.training.validation import SetValidation, pooled, robust_accuracy,
 from treeward.tree.batch import RowBatch, TreeBatch, plan_micro_batches, plan_padded
 from treeward.tree.parts import backward_in_parts
 
-__all__ = ["RewardModelRun", "TrainingOutcome", "train"]
-
 logger = logging.getLogger(__name__)
 
 _COMPARISONS_AT_ONCE = 1024  # planned together; the plan is as good as for the whole set, and the rows stay on disk

@@ -22,8 +22,6 @@ from treeward.metrics import RewardMetrics
 from treeward.scoring.scorer import Scorer
 from treeward.training.setup import RewardModelSetup
 
-__all__ = ["SetValidation", "pooled", "robust_accuracy", "values_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class SetValidation:

@@ -28,8 +28,6 @@ from treeward.errors import ModelError
 from treeward.tree.batch import TreeLayout, TreeSpan
 from treeward.tree.mask import MaskFunction, Part, PositionMask, dense_mask
 
-__all__ = ["DENSE", "TREE", "register"]
-
 TREE = "treeward_tree"
 DENSE = "treeward_dense"
 

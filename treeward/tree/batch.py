@@ -22,17 +22,6 @@ from torch import Tensor
 from treeward.tree.prefix import Exchange, Kept, Prefix
 from treeward.tree.token_tree import Segment, TokenIds, TokenTree, common_prefix_length
 
-__all__ = [
-    "Batch",
-    "RowBatch",
-    "TreeBatch",
-    "TreeLayout",
-    "TreeSpan",
-    "plan_micro_batches",
-    "plan_padded",
-    "plan_sequences",
-]
-
 MIN_SHARED_BETWEEN_GROUPS = 32
 """Groups share a tree when they have at least this many leading tokens in common. Fewer (a BOS token, a role header)
 would save nothing and turn many small trees, which attention handles cheaply, into one large one."""

@@ -21,8 +21,6 @@ from treeward.errors import ModelError
 from treeward.tree.batch import TreeLayout, TreeSpan
 from treeward.tree.token_tree import Segment
 
-__all__ = ["MaskFunction", "Part", "PositionMask", "Window", "dense_mask"]
-
 CALL_COST = 4000
 """What one more flash call costs, in mask elements per head: measured on 2 CPU cores (forward and backward, 4 heads of
 64), where a call takes about 0.15 ms and a masked element about 34 ns. It decides between slices and a small mask."""

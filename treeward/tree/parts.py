@@ -22,8 +22,6 @@ from torch import Tensor
 from treeward.tree.batch import plan_micro_batches, plan_padded
 from treeward.tree.token_tree import TokenIds, common_prefix_length
 
-__all__ = ["GroupPart", "backward_in_parts", "plan_parts", "split_group"]
-
 
 class GroupPart(NamedTuple):
     """Sequences `members` of the group number `group`. `num_tokens`: tokens to compute: of their tree, or padded."""

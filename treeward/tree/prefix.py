@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Exchange", "Kept", "Prefix"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:

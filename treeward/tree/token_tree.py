@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Segment", "TokenIds", "TokenTree", "common_prefix_length"]
-
 TokenIds = npt.NDArray[np.integer] | Sequence[int]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import math
 from typing import Any
 
 import httpx
@@ -137,32 +136,6 @@ def test_a_missing_score_is_never_a_number(shared: Any, monkeypatch: pytest.Monk
         assert got.status_code == 500, client.name
         assert "not finite" in message_of(got.json())
         assert client.route != "/predict" or got.json()["error_type"] == "Backend"
-
-
-def test_models_are_called_by_name_or_folder(serve: Any) -> None:
-    served = serve(others=1)
-    text, own = served.texts[0], served.scores[0]
-
-    def ask(route: str, body: dict[str, Any]) -> Any:
-        return served.client.post(route, json=body)
-
-    found = ask("/classify", {"model": "other0", "input": text}).json()["data"][0]["probs"][0]
-    assert abs(found - own) > 1e-3
-    for route, key in (("/classify", "probs"), ("/pooling", "data"), ("/v1/embeddings", "embedding")):
-        for model, score in ((None, own), ("rm", own), ("models/rm", own), ("models/other0", found)):
-            got = ask(route, {"model": model, "input": text}).json()
-            assert got["data"][0][key] == pytest.approx([score], abs=1e-5)
-            assert got["model"] == ("rm" if score == own else "other0")
-        assert ask(route, {"model": "unknown", "input": text}).status_code == 404
-    for route, body, read in (
-        ("/get_reward", {"query": [text]}, lambda got: got["rewards"][0]),
-        ("/slime", {"prompt": text, "response": ""}, lambda got: got),
-        ("/predict", {"inputs": text}, lambda got: got[0]["score"]),
-    ):
-        assert read(ask(route, body).json()) == pytest.approx(own, abs=1e-5)
-        for name in ("other0", "models/other0"):
-            assert not math.isclose(read(ask(f"{route}?model={name}", body).json()), own, abs_tol=1e-3)
-        assert ask(f"{route}?model=unknown", body).status_code == 404
 
 
 def test_sglangs_clients_may_call_the_only_model_anything(shared: Any) -> None:

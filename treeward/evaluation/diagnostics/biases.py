@@ -42,8 +42,6 @@ from treeward.evaluation.report.blocks import bar_item, bars_block
 from treeward.evaluation.results import Block, Diagnostic, Metric
 from treeward.evaluation.statistics import Part, accuracy_metric, cluster_bootstrap, combined
 
-__all__ = ["diagnose_length", "diagnose_style", "left_out_note", "length_strata", "markdown_density", "stratify"]
-
 _SIMILAR = 0.1  # of the larger amount
 _MOST_POINTS, _FEWEST_FOR_A_POINT = 10, 20
 

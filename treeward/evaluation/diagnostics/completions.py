@@ -24,15 +24,6 @@ from treeward.data.preference import Message
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Metric
 
-__all__ = [
-    "Pairs",
-    "collect_pairs",
-    "completion_text",
-    "prompt_numbers",
-    "residuals_within_prompts",
-    "slopes_within_prompts",
-]
-
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from treeward.evaluation.report.blocks import bar_item, table_block
 from treeward.evaluation.results import Block, Metric
 
-__all__ = ["LABELS", "metrics_table"]
-
 LABELS: Mapping[str, tuple[str, str, str]] = {
     # of any comparisons
     "pair_accuracy": ("Pairs in the right order", "percent", "ties and missing scores count as wrong"),

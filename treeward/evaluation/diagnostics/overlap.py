@@ -35,8 +35,6 @@ from treeward.evaluation.results import Diagnostic
 from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.suites.interface import Suite
 
-__all__ = ["Overlap", "OverlapFlag", "diagnose_overlap", "find_overlap"]
-
 NUM_WORDS = 13
 _NEAR = 0.7
 

@@ -38,17 +38,6 @@ from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap
 from treeward.resumable import resumable_rows
 from treeward.scoring.score import ConversationScorer
 
-__all__ = [
-    "REWRITES",
-    "PerturbedScores",
-    "diagnose_perturbations",
-    "perturb",
-    "rewrite",
-    "sample_examples",
-    "score_perturbed",
-    "summarize_perturbations",
-]
-
 _EXAMPLES_AT_ONCE = 16
 _REFUSAL = re.compile(
     r"^\W*(?:(?:i['’]?m|i am) (?:really |very |so )?sorry|sorry|i apologi[sz]e|unfortunately|no,|as an ai|"

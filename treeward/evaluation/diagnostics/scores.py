@@ -29,8 +29,6 @@ from treeward.evaluation.statistics import (
 )
 from treeward.scoring.calibration import fit_temperature
 
-__all__ = ["orders_and_confidences", "statistics_of"]
-
 _SATURATED = 5.0  # temperatures
 
 

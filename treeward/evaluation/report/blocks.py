@@ -33,8 +33,6 @@ from typing import Any, TypeGuard
 
 from treeward.evaluation.results import Block, Metric
 
-__all__ = ["bar_item", "bars_block", "format_interval", "format_number", "is_number", "plain", "table_block"]
-
 ABSENT = "–"
 
 # The number of decimals by size: at least three significant digits.

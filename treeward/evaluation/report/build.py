@@ -32,8 +32,6 @@ from treeward.evaluation.report.examples import OUTCOMES, example_rows, messages
 from treeward.evaluation.results import Block
 from treeward.storage import write_text
 
-__all__ = ["build_report", "write_report"]
-
 Examples = Mapping[str, Sequence[Mapping[str, Any]]]
 
 _MOST_ROWS = 50

@@ -19,8 +19,6 @@ import altair as alt
 from treeward.evaluation.report.blocks import format_interval, format_number, is_number
 from treeward.evaluation.results import Block
 
-__all__ = ["THEME", "Figure", "draw"]
-
 _NUM_COLOURS = 6
 _DASHES: tuple[list[int], ...] = ([], [7, 4], [2, 3], [9, 3, 2, 3], [4, 2], [1, 4])
 _WIDE = "width > 480"

@@ -9,8 +9,6 @@ from typing import Any
 
 from treeward.evaluation.report.blocks import ABSENT, is_number
 
-__all__ = ["OUTCOMES", "example_rows", "messages", "prompt_text"]
-
 OUTCOMES = {"wrong": "✗ wrong", "tie": "= tie", "right": "✓ right", "failed": "! failed", "none": "· no order"}
 """The outcomes of an example in the order of the table, and how they are shown."""
 

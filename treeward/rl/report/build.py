@@ -26,8 +26,6 @@ from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Block
 from treeward.rl.report.reading import Z95, Curve, RLRun, RunSummary, opening, sum_up
 
-__all__ = ["report_blocks", "write_rl_report"]
-
 _MOST_POINTS = 60
 _MOST_PROMPTS = 12
 _FEWEST_FOR_A_LAW = 5

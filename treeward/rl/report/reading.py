@@ -17,15 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from treeward.config.grpo import AlarmKind
 from treeward.config.load import read_yaml
 from treeward.errors import DataError
 from treeward.evaluation.report.blocks import format_number
 from treeward.evaluation.results import Metric
-from treeward.rl.watch import ALARMS_FILE, Alarm, AlarmKind, read_alarms
+from treeward.rl.watch import ALARMS_FILE, Alarm, read_alarms
 from treeward.training.step_file import flattened
 from treeward.training.tracking import read_metrics
-
-__all__ = ["SAMPLES_FILE", "Z95", "Change", "Curve", "Outcome", "RLRun", "RunSummary", "Source", "opening", "sum_up"]
 
 SAMPLES_FILE = "samples.jsonl"
 
