@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 import threading
 import types
@@ -18,7 +19,9 @@ from treeward.data.responses_items import conversation_of
 from treeward.errors import ConfigError
 from treeward.serving.dialects.nemo_gym import with_verdict
 from treeward.serving.models import ServedModel
-from treeward.serving.nemo_gym_app import gym_config, main
+
+APP = runpy.run_path(str(Path(__file__).parents[3] / "resources_servers" / "reward_model" / "app.py"))
+gym_config, main = APP["gym_config"], APP["main"]
 
 QUESTION = "Name a river in Peru, please."
 COMPLETION = "The Amazon."
