@@ -62,13 +62,6 @@ def test_killed_again_and_again_it_ends_as_if_it_had_not_been(
     assert_same_run(tmp_path, uninterrupted(user, tmp_path_factory))
 
 
-@pytest.mark.slow
-def test_killed_wherever_it_happens_to_be(user: User, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    user.kill_at_random(0, STEPS)
-    user.finish()
-    assert_same_run(tmp_path, uninterrupted(user, tmp_path_factory))
-
-
 def test_two_ctrl_c_leave_at_once(user: User, tmp_path: Path) -> None:
     process = user.start(stand_still="in the middle of a step")
     user.wait_until((tmp_path / "standing_still").exists, process)
