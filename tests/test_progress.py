@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
-import textwrap
 
 import pytest
 
@@ -100,38 +94,3 @@ def test_where_nothing_configured_logging_progress_is_seen_and_logging_stays_as_
         return
     assert [line for line in lines if "steps" not in line] == ["logged 2", "logged 3", "logged 4", "said"]
     assert len([line for line in lines if line.startswith("training: ") and "loss 0.5000" in line]) == 2
-
-
-@pytest.mark.parametrize("size", [(0, 0), (24, 70), (24, 120)])
-@pytest.mark.parametrize("configured", [True, False])
-def test_bar_and_log_share_a_real_terminal(size: tuple[int, int], configured: bool) -> None:
-    """In a pseudo-terminal, also one of unknown size: logged text has its lines alone and one bar is left."""
-    configure = "from treeward.cli.main import configure_logging; configure_logging()" if configured else ""
-    output = _in_a_terminal(textwrap.dedent(SCRIPT.format(configure=configure)), size)
-    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).rsplit("\r", 1)[-1] for line in output.splitlines()]
-    logged = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines if "logged" in line or "said" in line]
-    assert [line.strip() for line in logged] == ["logged 2", "logged 3", "logged 4", "said"]
-    assert len([line for line in lines if "training" in line and "4/4 loss 0.5000" in line]) == 1
-
-
-def _in_a_terminal(script: str, size: tuple[int, int]) -> str:
-    parent, child = pty.openpty()
-    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
-    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stderr=child, env=environment | {"TERM": "xterm", "NO_COLOR": "1"}
-    ) as process:
-        os.close(child)
-        output = b""
-        while chunk := _read(parent):
-            output += chunk
-    os.close(parent)
-    assert process.returncode == 0, output
-    return output.decode()
-
-
-def _read(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 4096)
-    except OSError:  # Linux: the other end is closed
-        return b""

@@ -10,7 +10,7 @@ from verbs import call
 
 from treeward.cli import bon
 from treeward.errors import CheckpointError, ConfigError, DataError
-from treeward.evaluation.best_of_n import SampledPrompt, analyse
+from treeward.evaluation.best_of_n.analysis import SampledPrompt, analyse
 from treeward.scoring.scorer import Scorer
 
 Write = Callable[..., Path]
@@ -97,33 +97,6 @@ def test_what_has_no_score_is_counted_and_never_a_number(
     assert "3 samples are left out: proxy: too long to score" in caplog.text
     assert "4 samples are left out: gold: gold_scores is null" in caplog.text
     assert "1 prompts have fewer than 2 scored samples" in caplog.text
-
-
-def test_an_interrupted_run_goes_on_and_nothing_is_scored_twice(
-    model_folder: Path, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-    score = Scorer.score
-
-    def counting(self: Scorer, many: Any, **options: Any) -> Any:
-        asked.append(len(many))
-        return score(self, many, **options)
-
-    output = tmp_path / "out"
-    arguments = ("--gold", model_folder, "--data", samples, "--output", output, "--unchecked")
-    monkeypatch.setattr(Scorer, "score", counting)
-    assert run("--proxy", "n", *arguments) == 0
-    assert sum(asked) == 60  # twelve prompts, five samples
-    whole = result_of(output)
-    (path,) = (path for path in (output / "scores").glob("*.jsonl") if path.stem != "n")
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    path.write_text("".join(lines[:4]) + lines[4][:30], encoding="utf-8")  # killed while it wrote the fifth row
-    assert run("--proxy", "n", *arguments) == 0
-    assert sum(asked) == 60 + 40
-    mean = result_of(output)["curves"]["gold"]["mean"]
-    assert mean == pytest.approx(whole["curves"]["gold"]["mean"], abs=1e-5)
-    assert run("--proxy", "gold_scores", "--proxy", "n", *arguments) == 0  # one more proxy does not ask gold again
-    assert [one["proxy"] for one in result_of(output)["proxies"]] == ["gold_scores", "n"] and sum(asked) == 100
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from treeward.config import load_config, load_grpo_config
+from treeward.config.load import load_config, load_grpo_config
 from treeward.errors import ConfigError
 
 RM = "policy: {model_name: m}\ndata: {train_data_path: t.jsonl}\n"

@@ -2,8 +2,7 @@
 
 import pytest
 
-from treeward.config import DataConfig
-from treeward.config.data import PromptDataConfig
+from treeward.config.data import DataConfig, PromptDataConfig
 
 BINARY = {"dataset_name": "BinaryPreferenceDataset", "prompt_key": "q"}
 VALIDATION = [{"data_path": "a", "name": "A", "split": "v"}, {"data_path": "b", "name": "B", "split": "v"}]

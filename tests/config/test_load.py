@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from treeward.config import load_config, load_grpo_config, save_config
 from treeward.config.base import Strict
-from treeward.config.load import load_file, load_section
+from treeward.config.load import load_config, load_file, load_grpo_config, load_section, save_config
 from treeward.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

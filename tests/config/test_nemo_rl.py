@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from treeward.config import load_config, load_grpo_config, save_config
+from treeward.config.load import load_config, load_grpo_config, save_config
 from treeward.errors import ConfigError
 
 FILES = Path(__file__).parent / "nemo_rl"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from treeward.config import load_config, load_grpo_config
 from treeward.config.data_forms import COMPARISON_SETS, PROMPT_SETS
+from treeward.config.load import load_config, load_grpo_config
 from treeward.config.preflight import check_inputs
 from treeward.data.datasets import _DATASETS
 from treeward.data.prompt_sets import _PROMPT_DATASETS

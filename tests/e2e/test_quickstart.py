@@ -62,38 +62,3 @@ def check_report(folder: Path, accuracies: dict[str, float], shown: str) -> None
     assert said in page and f"On length_controlled: {said}: right in {longer:.1%}" in shown
     for text in (f"{longer:.1%}", f"{shorter:.1%}", f"{controlled['value']:.1%}"):
         assert text in page and shown.count(text) >= 2  # in the sentence, and in the table at the end
-
-
-# Human comparisons of dialogues teach a model of this size nothing about following instructions.
-HH = """
-defaults: {config}
-rm: {{max_num_steps: {steps}, max_num_epochs: 10, val_period: null}}
-policy: {{train_global_batch_size: 16, max_total_sequence_length: 512}}
-data:
-  dataset_name: HHTranscripts
-  train_data_path: {data}/hh_harmless/train.jsonl.gz
-  val_data_path: {data}/hh_harmless/validation.jsonl.gz
-checkpointing: {{metric_name: null, checkpoint_dir: {folder}/run}}
-evaluation: {{suites: ["llmbar={data}/llmbar"], perturbations: null}}
-logger: {{log_dir: {folder}/logs}}
-"""
-
-
-def test_a_toy_that_was_trained_on_hh_is_said_to_know_nothing_of_llmbar(shared_data: Path, tmp_path: Path) -> None:
-    config = tmp_path / "hh.yaml"
-    quickstart_config = REPOSITORY / "examples" / "configs" / "quickstart.yaml"
-    config.write_text(HH.format(config=quickstart_config, steps=60, data=shared_data, folder=tmp_path))
-    command = [sys.executable, "-m", "treeward.cli.main", "train", "--config", str(config)]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    results = json.loads((tmp_path / "run" / "report" / "results.json").read_text())["results"]
-    (llmbar,) = (one for one in results if one["suite"] == "llmbar")
-    assert llmbar["headline"]["count"] == 100
-    judged = llmbar["headline_of_scored"] or llmbar["headline"]
-    assert judged["low"] <= 0.5  # it has learnt nothing that would help it here
-    assert llmbar["standing"] == ("worse than chance" if judged["high"] < 0.5 else "no better than chance")
-    page = (tmp_path / "run" / "report" / "report.html").read_text(encoding="utf-8")
-    verdict = llmbar["verdict"]
-    assert llmbar["standing"] in verdict and f"{judged['value']:.1%}" in verdict
-    assert verdict.partition(": ")[2] in page and verdict.partition(": ")[2] in run.stdout
-    if llmbar["num_failed"]:
-        assert f"{llmbar['num_failed']} of 100 examples without a score" in verdict

@@ -16,18 +16,9 @@ from hypothesis import strategies as st
 from treeward.data.sources import Row
 from treeward.data.synthetic import bundled_path
 from treeward.errors import ConfigError, DataError
-from treeward.evaluation.best_of_n import (
-    SampledPrompt,
-    analyse,
-    analyse_several,
-    expected_best_of,
-    fit_gao,
-    kl_of_best_of,
-    selection_weights,
-)
-from treeward.evaluation.best_of_n.analysis import judge
+from treeward.evaluation.best_of_n.analysis import SampledPrompt, analyse, analyse_several, judge
 from treeward.evaluation.best_of_n.blocks import blocks, legend, sentences, table, to_json
-from treeward.evaluation.best_of_n.laws import curve_sizes
+from treeward.evaluation.best_of_n.laws import curve_sizes, expected_best_of, fit_gao, kl_of_best_of, selection_weights
 from treeward.evaluation.best_of_n.samples import SampledRow, by_field, by_gold_quality, sampled_rows
 from treeward.evaluation.report.build import build_report
 from treeward.evaluation.results import Metric

@@ -106,27 +106,6 @@ def test_the_tolerances_hold_for_every_way_to_compute(family: str, tiny_tokenize
     assert small.tolerance.bfloat16 > float((in_file - golden).abs().max()) > 10 * small.tolerance.float32
 
 
-def test_signing_leaves_no_trace(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """In the middle of training, under autocast, with gradients that are waiting."""
-    model, renderer, first = signed(tmp_path, tiny_tokenizer, tiny_model("llama"))
-    model.train()
-    model.compute_dtype = torch.bfloat16
-    batch = model.make_batch([[renderer.encode(messages) for messages in GOLDEN_CONVERSATIONS.values()]])
-    model(batch).sum().backward()
-    scores = model(batch).detach()
-    before = {name: (p.detach().clone(), p.grad.clone()) for name, p in model.named_parameters()}
-    config, random, counted = copy.deepcopy(model.hf.config.to_dict()), torch.get_rng_state(), model.num_row_tokens
-    again = sign_folder(tmp_path, model=model, renderer=renderer)
-    assert again == first == read_contract(tmp_path)
-    assert all(module.training for module in model.modules())
-    assert model.compute_dtype == torch.bfloat16 and model.hf.config.to_dict() == config
-    assert torch.equal(torch.get_rng_state(), random) and model.num_row_tokens == counted
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, before[name][0]) and torch.equal(parameter.grad, before[name][1])
-        assert parameter.requires_grad and not parameter.is_inference()
-    assert torch.equal(model(batch), scores)
-
-
 @pytest.mark.parametrize("where", ["config", "tokenizer"])
 def test_padding_that_plain_transformers_would_read_is_known(
     where: str, model_folder: Path, tiny_tokenizer: Any, tmp_path: Path

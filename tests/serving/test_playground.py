@@ -217,18 +217,6 @@ def test_a_pasted_conversation_is_read_and_other_text_is_not(visit: Visits) -> N
     expect(page.get_by_label("Text of turn 1")).to_have_value(PROMPT)
 
 
-def test_json_is_a_body_that_the_server_reads_and_a_reload_keeps_the_text(visit: Visits) -> None:
-    page = visit(permissions=["clipboard-read", "clipboard-write"], color_scheme="dark")
-    write(page)
-    page.get_by_role("button", name="Copy JSON").click()
-    expect(page.locator("#status")).to_contain_text("Copied as JSON")
-    body = json.loads(page.evaluate("navigator.clipboard.readText()"))
-    assert body == {"context": [{"role": "user", "content": PROMPT}], "completions": COMPLETIONS}
-    page.reload()
-    expect(page.get_by_label("Text of completion 3")).to_have_value(COMPLETIONS[2])
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)"
-
-
 def test_completions_without_a_score_or_text(visit: Visits, url: str) -> None:
     page = visit()
     page.get_by_role("button", name="Score").click()

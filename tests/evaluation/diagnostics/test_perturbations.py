@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from families import tiny_model
 
 from treeward.data.rendering import Renderer
 from treeward.data.synthetic import gold_quality
-from treeward.errors import CheckpointError
 from treeward.evaluation.diagnostics.completions import completion_text
 from treeward.evaluation.diagnostics.perturbations import (
     REWRITES,
@@ -113,28 +110,6 @@ def test_the_scores_are_those_of_the_conversations(bundled: Any, tiny_tokenizer:
             assert all(one.rewritten[name][side] is None for name, text in texts.items() if text is None)
     found = summarize_perturbations(scores, "mine")
     assert found.num_left_out == 0 and len(found.numbers) == 2 + 2 * len(REWRITES)
-
-
-def test_rows_are_kept_as_they_are_scored_and_belong_to_their_scorer(bundled: Any, tmp_path: Path) -> None:
-    examples, file = bundled("validation"), tmp_path / "perturbations.jsonl"
-    kept: dict[str, Any] = {"folder": tmp_path, "identity": {"model": "m"}}
-    ids = [one.id for one in sample_examples(examples, 60)]
-    want = diagnosed(Rule(by_letters), examples, num_examples=60)
-    with pytest.raises(KeyboardInterrupt):
-        diagnosed(Rule(by_letters, most=1000), examples, num_examples=60, **kept)
-    rows = file.read_text().splitlines()
-    assert 16 <= len(rows) < 60
-    file.write_text("\n".join(rows)[:-30])  # as kill -9 leaves the last row
-    told: list[tuple[int, int]] = []
-    got = diagnosed(Rule(by_letters), examples, num_examples=60, on_progress=lambda *done: told.append(done), **kept)
-    assert got == want and told[0] == (len(rows) - 1, 60) and told[-1] == (60, 60)
-    assert [json.loads(line)["id"] for line in file.read_text().splitlines()] == ids
-    more = Rule(by_letters)
-    assert diagnosed(more, examples, num_examples=90, **kept) == diagnosed(Rule(by_letters), examples, num_examples=90)
-    new = {one.id for one in sample_examples(examples, 90)} - set(ids)
-    assert {json.loads(line)["id"] for line in file.read_text().splitlines()[60:]} == new  # nothing is scored again
-    with pytest.raises(CheckpointError, match="another model"):
-        diagnosed(Rule(by_letters), examples, num_examples=5, folder=tmp_path, identity={"model": "another"})
 
 
 def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: Any, make_example: Any) -> None:

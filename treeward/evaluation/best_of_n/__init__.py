@@ -5,19 +5,3 @@
 `laws` is the mathematics of choosing and the law of Gao et al., `analysis` makes curves and the verdict whether
 gold falls again, `samples` reads and scores the samples of a file, and `blocks` shows the result.
 """
-
-from treeward.evaluation.best_of_n.analysis import BestOfN, Curve, SampledPrompt, analyse, analyse_several
-from treeward.evaluation.best_of_n.laws import GaoLaw, expected_best_of, fit_gao, kl_of_best_of, selection_weights
-
-__all__ = [
-    "BestOfN",
-    "Curve",
-    "GaoLaw",
-    "SampledPrompt",
-    "analyse",
-    "analyse_several",
-    "expected_best_of",
-    "fit_gao",
-    "kl_of_best_of",
-    "selection_weights",
-]
