@@ -81,7 +81,7 @@ def test_the_threshold_is_the_one_that_is_documented() -> None:
         assert kinds(watch) == expected
     alarm = watch.alarms[0]
     assert alarm.step == 40 and watch.metrics()["watch/gold_fall_error"] == pytest.approx(1 / np.sqrt(99))
-    for words in ("from its best, 10 at step 10,", "the proxy rose by 3, from 1 to 4", "validation number 5"):
+    for words in ("from its best, 10 at step 10,", "the proxy rose by 3, from 1 to 4", "validation 5 asks for"):
         assert words in alarm.sentence
 
 

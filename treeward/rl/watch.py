@@ -184,8 +184,8 @@ class OverOptimisationWatch:
         return (
             f"Gold has fallen by {-change.value:.3g} from its best, {before:.3g} at step {best['step']}, to "
             f"{gold:.3g}, while the proxy rose by {rise:.3g}, from {_mean(best['proxy']):.3g} to "
-            f"{_mean(now['proxy']):.3g}: the policy exploits the reward model. The fall is {fell}; at validation "
-            f"number {t} {needed:.1f} are needed.{'' if math.isnan(kl) else f' KL is {kl:.3g}.'}"
+            f"{_mean(now['proxy']):.3g}: the policy exploits the reward model. The fall is {fell}; validation {t} "
+            f"asks for {needed:.1f}.{'' if math.isnan(kl) else f' KL is {kl:.3g}.'}"
         )
 
     def _signs(self, now: Mapping[str, Any]) -> dict[AlarmKind, str]:
