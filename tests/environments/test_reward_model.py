@@ -132,6 +132,10 @@ def test_failures_may_be_errors_and_leave_no_trace(folder: str) -> None:
     before = environment.state_dict()
     with pytest.raises(ModelError, match=r"1 of 5 samples have no reward(?s:.*)sample 4: there is no completion"):
         environment.step([*LOGS[4:8], LOGS[0][:1]], [{}] * 5)
+    with pytest.raises(
+        ModelError, match=r"1 of 2 samples have no reward(?s:.*)sample 0: the message log is not a list"
+    ):
+        environment.step(["no list", LOGS[0]], [{}, {}])  # type: ignore[list-item]
     assert environment.state_dict() == before
     assert environment.step(LOGS[4:8], [{}] * 4).rewards.isfinite().all()
     after = environment.state_dict()

@@ -163,7 +163,7 @@ class Environment(RayActor, abc.ABC):
         """Free models, workers and connections. Safe to repeat."""
         return True
 
-    def _samples(self, message_logs: Sequence[Any], env_infos: Sequence[Any]) -> list[_Sample]:
+    def _samples(self, message_logs: Sequence[Any], env_infos: Sequence[Any]) -> list[Sample]:
         if len(message_logs) != len(env_infos):
             got = f"{len(message_logs)} message logs and {len(env_infos)} env_infos"
             raise DataError("there is not one env_info for each message log", where=self.name, got=got)
@@ -171,14 +171,14 @@ class Environment(RayActor, abc.ABC):
         for log, info in zip(message_logs, env_infos, strict=True):
             known = dict(info) if isinstance(info, Mapping) else {}
             try:
-                samples.append(_Sample(conversation_of(log), known, None))
+                samples.append(Sample(conversation_of(log), known, None))
             except DataError as error:
-                samples.append(_Sample([], known, f"{error.summary} (got: {str(error.got)[:100]!r})"))
+                samples.append(Sample([], known, f"{error.summary} (got: {str(error.got)[:100]!r})"))
             if info is not None and not isinstance(info, Mapping):
-                samples[-1] = _Sample([], known, f"the env_info is not a mapping (got: {str(info)[:100]!r})")
+                samples[-1] = Sample([], known, f"the env_info is not a mapping (got: {str(info)[:100]!r})")
         return samples
 
-    def _rewarded(self, samples: Sequence[_Sample], update: bool) -> list[Reward]:
+    def _rewarded(self, samples: Sequence[Sample], update: bool) -> list[Reward]:
         valid = [sample for sample in samples if sample.error is None]
         method = self.rewards if update else self.evaluation_rewards
         rewards = method([sample.conversation for sample in valid], [dict(sample.info) for sample in valid])
@@ -267,7 +267,7 @@ def undone_on_failure(environment: Environment) -> Iterator[None]:
         raise
 
 
-class _Sample(NamedTuple):
+class Sample(NamedTuple):
     """One sample of a step, or why it is none."""
 
     conversation: list[Message]

@@ -28,10 +28,13 @@ from treeward.config.reward_environments import RewardModelEnvironmentConfig
 from treeward.environments.completions import plain
 from treeward.environments.interface import (
     WHERE,
+    AnyInfos,
     ConfiguredEnvironment,
     Conversations,
     Infos,
+    Logs,
     Reward,
+    Sample,
     conversation_of,
     undone_on_failure,
 )
@@ -91,15 +94,24 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
             references = None if key is None else [plain(info.get(key)) for info in env_infos]
             found = self._rewarder.rewards(conversations, references, update=update)
             rewards = [replace(reward, components=_components(reward.score)) for reward in found]
-            failed = [f"sample {i}: {reward.error}" for i, reward in enumerate(rewards) if reward.value is None]
-            if failed and self.config.on_failure == "raise":
-                raise ModelError(
-                    f"{len(failed)} of {len(rewards)} samples have no reward",
-                    field="on_failure",
-                    got="; ".join(failed[:3]),
-                    fix="correct these samples, or set on_failure=mask to take such samples out of the loss",
-                )
+            self._refuse_failures([None if one.value is not None else str(one.error) for one in rewards])
         return rewards
+
+    def _samples(self, message_logs: Logs, env_infos: AnyInfos) -> list[Sample]:
+        samples = super()._samples(message_logs, env_infos)
+        self._refuse_failures([sample.error for sample in samples])
+        return samples
+
+    def _refuse_failures(self, errors: Sequence[str | None]) -> None:
+        """Raise `ModelError` with `on_failure: raise` where a sample has an error."""
+        failed = [f"sample {i}: {error}" for i, error in enumerate(errors) if error is not None]
+        if failed and self.config.on_failure == "raise":
+            raise ModelError(
+                f"{len(failed)} of {len(errors)} samples have no reward",
+                field="on_failure",
+                got="; ".join(failed[:3]),
+                fix="correct these samples, or set on_failure=mask to take such samples out of the loss",
+            )
 
     def preprocess_data(self, message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
         """The model's input: `{"input_ids": int64 (B, L), "input_lengths": int64 (B,)}`, right-padded.
