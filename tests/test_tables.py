@@ -33,7 +33,7 @@ def test_an_absent_value_and_none_are_dashes_and_keep_the_column_numeric():
     assert table.splitlines() == [
         "set                mean loss",
         "─────────────────  ─────────",
-        "plain                 0.2500",
+        "plain                   0.25",
         "length-controlled          –",
         "third                      –",
     ]
@@ -42,13 +42,10 @@ def test_an_absent_value_and_none_are_dashes_and_keep_the_column_numeric():
 @pytest.mark.parametrize(
     ("values", "cells"),
     [
-        ([0.5, 0.123456], ["0.5000", "0.1235"]),
-        ([3e-6], ["3.00e-06"]),
-        ([0.0, 1e-4], ["0.00e+00", "1.00e-04"]),
-        ([12345.678, 1.0], ["12,345.68", "1.00"]),
-        ([math.nan, math.inf, 0.5], ["nan", "inf", "0.5000"]),
+        ([0.5, 0.123456, 3e-6], ["0.5", "0.1235", "3e-06"]),
+        ([math.nan, math.inf], ["nan", "inf"]),
         ([1234567], ["1,234,567"]),
-        ([np.int64(1234), np.float32(0.5)], ["1,234", "0.5000"]),
+        ([np.int64(1234), np.float32(0.5)], ["1,234", "0.5"]),
         ([True, False], ["yes", "no"]),
     ],
 )
@@ -71,7 +68,7 @@ def test_markdown():
     assert markdown_table([{"set": "a|b", "accuracy": 0.5}, {"set": "c\nd"}], ["set", "accuracy"]).splitlines() == [
         "| set | accuracy |",
         "| :--- | ---: |",
-        "| a\\|b | 0.5000 |",
+        "| a\\|b | 0.5 |",
         "| c d | – |",
     ]
 

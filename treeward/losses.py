@@ -116,4 +116,5 @@ def bradley_terry(
 
 
 LOSSES: Mapping[str, Callable[..., Tensor]] = {"bradley_terry": bradley_terry}
-"""By `rm.loss.name`. Each takes scores (S,), `Pairs` and the options of its section, and gives the sum over groups."""
+"""By `rm.loss.name`. Each takes scores (S,), `Pairs` and its options, the keys of `LossConfig` of the same names and
+defaults, and gives the sum over groups."""

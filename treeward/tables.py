@@ -17,7 +17,6 @@ control characters, whatever the cells hold. `markdown_table` gives the same cel
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,14 +26,13 @@ from rich.cells import cell_len
 
 _ABSENT = "–"
 _GAP = "  "
-_SMALLEST_FIXED, _LARGEST_FIXED = 1e-3, 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
     """One column: the rows' `key`, its heading (`title`, else the key), and a format specification for numbers.
 
-    Without `format` whole numbers get thousands separators and the others a number of decimals that the column shares.
+    Without `format` whole numbers get thousands separators and the others four digits.
     """
 
     key: str
@@ -73,43 +71,23 @@ def _layout(
         values = [row.get(column.key) for row in rows]
         present = [value for value in values if value is not None]
         right.append(bool(present) and all(map(_is_number, present)))
-        by_column.append(_cells(values, column.format))
+        by_column.append([_cell(value, column.format) for value in values])
     return titles, [list(line) for line in zip(*by_column, strict=True)], right
 
 
-def _cells(values: Sequence[Any], specification: str | None) -> list[str]:
-    shared = _shared_format([float(value) for value in values if _is_number(value) and not _is_whole(value)])
-    cells = []
-    for value in values:
-        if value is None:
-            cells.append(_ABSENT)
-        elif isinstance(value, bool):
-            cells.append("yes" if value else "no")
-        elif not _is_number(value):
-            cells.append(_plain(str(value)))
-        elif specification is not None:
-            cells.append(format(value, specification))
-        else:
-            cells.append(format(int(value), ",") if _is_whole(value) else format(float(value), shared))
-    return cells
-
-
-def _shared_format(values: Sequence[float]) -> str:
-    """One format for all the fractions of a column, so that their points stand below each other."""
-    sizes = [abs(value) for value in values if math.isfinite(value) and value != 0.0]
-    if not sizes:
-        return ".4f"
-    if min(sizes) < _SMALLEST_FIXED or max(sizes) >= _LARGEST_FIXED:
-        return ".2e"
-    return ".4f" if max(sizes) < 100 else ",.2f"
+def _cell(value: Any, specification: str | None) -> str:
+    if value is None:
+        return _ABSENT
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not _is_number(value):
+        return _plain(str(value))
+    is_whole = isinstance(value, numbers.Integral)
+    return format(int(value) if is_whole else float(value), specification or ("," if is_whole else ".4g"))
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, numbers.Integral)
 
 
 def _plain(text: str) -> str:

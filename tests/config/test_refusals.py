@@ -268,4 +268,4 @@ def test_a_loss_that_is_not_known_names_those_that_are_and_how_to_add_one(load, 
     error = mistake("rm", "rm.loss=hinge")
     assert (error.field, error.got) == ("rm.loss.name", "hinge")
     assert "bradley_terry" in error.need and "LOSSES" in error.fix
-    assert "margin" in mistake("rm", "rm.loss.margin=0.5").need
+    assert "margin" in mistake("rm", "rm.loss.margin=1.0").need

@@ -96,13 +96,6 @@ def test_which_underscore_parts_set_and_metric_is_known_from_the_sets(load, sets
     assert load("rm", data, f"checkpointing.metric_name={name}").ranking_metric == key
 
 
-def test_a_metric_that_can_be_read_in_two_ways_is_refused(load, mistake):
-    words = ["data.val_data_paths={a: a, a_robust: b}", "checkpointing.metric_name=val:validation-a_robust_accuracy"]
-    error = mistake("rm", *words)
-    assert error.fix == "write validation-a/robust_accuracy or validation-a_robust/accuracy"
-    assert load("rm", *words, "checkpointing.enabled=false").ranking_metric is None, "nothing is ranked"
-
-
 @pytest.mark.parametrize("metric", [*METRICS, *GRPO_METRICS])
 def test_every_metric_has_its_direction(metric):
     section = CheckpointingConfig if metric in METRICS else GRPOCheckpointingConfig

@@ -99,22 +99,3 @@ def test_the_fingerprint_is_of_what_is_asked_and_told(renderer: Renderer) -> Non
     assert plain == fingerprint("a", "b", name="set elsewhere")
     different = [fingerprint("b", "a"), fingerprint("a", "c"), fingerprint("a", "b", weight=2.0)]
     assert len({plain, *different, fingerprint("a", "b", like=other_template)}) == 5
-
-
-def test_a_template_that_asks_in_another_form_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    def said(template: str) -> list[str]:
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "treeward"):
-            encode_prompts([prompts_of("Hi", "Ho")], Renderer(byte_bpe(), chat_template=template))
-        return [record.message for record in caplog.records]
-
-    assert said(WITH_GENERATION_PROMPT) == []
-    (thinking,) = said(WITH_GENERATION_PROMPT.replace("assistant\\n' }}", "assistant\\n<think>' }}"))
-    assert "generation prompt is '<think>'" in thinking
-    (silent,) = said(CHATML)
-    assert "generation prompt is ''" in silent and "<|im_start|>assistant" in silent
-    instruct = (
-        "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
-        "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
-    )
-    assert said(instruct) == []

@@ -111,11 +111,10 @@ def test_the_suites_are_read_once_and_one_model_is_in_memory_at_a_time(tmp_path:
 def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(tmp_path: Path) -> None:
     def run(model: Model, output: Path, perturbations: int = 60) -> Any:
         suites = [(Questions(), None)]
-        return run_evaluation([candidate("m", model)], suites, output, num_perturbations=perturbations, report=False)
+        return run_evaluation([candidate("m", model)], suites, output, num_perturbations=perturbations)
 
     whole = Model()
     want = run(whole, tmp_path / "whole")
-    assert want.path == tmp_path / "whole" / "results.json"
     num_rewritten = whole.num_scored - 180
     # It dies while it scores the rows, and once more while it scores the rewritten replies.
     for most in (130, 180 + num_rewritten // 2):
@@ -292,9 +291,9 @@ def test_ids_that_come_twice_become_distinct_from_every_other() -> None:
 
 def test_rows_of_other_subsets_are_refused(tmp_path: Path) -> None:
     """The numbers are of the kept rows, so they would be of the subsets of the earlier run."""
-    run_evaluation([candidate("m")], [(Named(subset="xyxy"), None)], tmp_path, report=False)
+    run_evaluation([candidate("m")], [(Named(subset="xyxy"), None)], tmp_path)
     with pytest.raises(CheckpointError, match="another model, from other data"):
-        run_evaluation([candidate("m")], [(Named(subset="xxyy"), None)], tmp_path, report=False)
+        run_evaluation([candidate("m")], [(Named(subset="xxyy"), None)], tmp_path)
 
 
 def test_a_suite_that_is_empty_or_that_the_hub_does_not_give() -> None:

@@ -12,8 +12,9 @@ from huggingface_hub import HfApi
 from torch.nn import functional as F
 
 from treeward.config.checkpointing import METRICS
-from treeward.errors import ModelError
+from treeward.errors import ConfigError, ModelError
 from treeward.evaluation.gates import GATE_METRICS
+from treeward.losses import LOSSES
 from treeward.metrics import METRIC_NAMES
 from treeward.model.reward_model import RewardModel
 from treeward.training.setup import set_up
@@ -230,3 +231,10 @@ def test_a_loss_that_stops_being_finite_keeps_the_last_checkpoint(trained: Train
         trained(sgd, "policy.max_grad_norm=null", "checkpointing.save_period=1", "rm.val_period=0")
     assert "policy.optimizer.kwargs.lr" in str(caught.value)
     assert len(list((tmp_path / "run_0" / "checkpoints").glob("step_*"))) >= 1
+
+
+def test_a_loss_has_its_own_options(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSSES, "bradley_terry", lambda scores_S, pairs: scores_S.square().sum())  # type: ignore[index]
+    assert trained("rm.max_num_steps=1")[0].exit_code == 0
+    with pytest.raises(ConfigError, match=r"bradley_terry(?s:.*)label_smoothing"):
+        trained("rm.loss.label_smoothing=0.1")

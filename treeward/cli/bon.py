@@ -26,7 +26,7 @@ from typing import Annotated, Any
 
 import typer
 
-from treeward.cli.options import ModelOptions, check_device, check_shaping, load_rewards, parse_yaml, with_model_options
+from treeward.cli.options import ModelOptions, check_shaping, load_rewards, parse_yaml, with_model_options
 from treeward.config.load import load_section
 from treeward.config.server import ServedModelConfig
 from treeward.errors import ConfigError, nearest_name
@@ -96,6 +96,7 @@ def run(
 def _rater(text: str, option: str, fields: Sequence[str], options: ModelOptions) -> Any:
     """What a proxy or gold is: a field of the rows, a model, an environment, or the bundled world's gold quality."""
     from treeward.evaluation.best_of_n.samples import Rater, by_field, by_gold_quality, by_scorer
+    from treeward.model.pretrained import check_device
 
     if text in fields:
         return Rater(text, lambda stack: (by_field(text), {"field": text}))
@@ -120,7 +121,7 @@ def _rater(text: str, option: str, fields: Sequence[str], options: ModelOptions)
     if isinstance(section.get("ensemble"), str):
         section["ensemble"] = {"method": section["ensemble"]}
     model = load_section(ServedModelConfig, {**options.keys, "name": text.strip(), **section}, where=option)
-    check_device(model.device)
+    check_device(model.device, where=option, field="device")
     check_shaping(model, alone=True)
 
     def by_model(stack: ExitStack) -> Any:

@@ -73,7 +73,6 @@ def run(
             limit=limit,
             num_perturbations=perturbations,
             training_data=training,
-            drift=checkpoints is not None,
             on_progress=progress.show,
         )
     rows: list[dict[str, Any]] = []
@@ -145,7 +144,7 @@ def _candidates(
                 partial(load_rewards, section, options.batch_tokens),
                 published_name=first if not notes and not Path(first).exists() else None,
                 note="; ".join(notes) or None,
-                in_drift=first in checkpoints,
+                is_checkpoint=first in checkpoints,
             )
         )
     return candidates

@@ -100,7 +100,9 @@ def checked_models(
 ) -> list[ServedModelConfig]:
     """As `reward_models`; a device or a shaping that cannot be is an error before any weights are loaded."""
     sections = reward_models(models, ensemble, shaping, options.keys)
-    check_device(options.device)
+    from treeward.model.pretrained import check_device  # it imports torch: seconds
+
+    check_device(options.device, where="--device")
     for section in sections:
         check_shaping(section, alone=alone)
     return sections
@@ -147,17 +149,6 @@ def check_shaping(section: ServedModelConfig, *, alone: bool = False) -> None:
         shaper = load_shaper(section.shaping, section.members[0], is_ensemble=several, trust_remote_code=trusted)
         assert shaper is not None
         check_fixed(shaper.config, "--shaping", alone=alone)
-
-
-def check_device(device: str | None) -> None:
-    """Raise `ConfigError` for a device that is not there."""
-    import torch  # seconds
-
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
-        got, need = f"{device}: {str(error).splitlines()[0]}", "cpu, or a GPU that torch sees, as cuda or cuda:1"
-        raise ConfigError("the device cannot be used", where="--device", got=got, need=need) from error
 
 
 def parse_yaml(text: str, option: str, *, names: bool = True) -> Any:

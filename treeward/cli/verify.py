@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from treeward.cli.options import Device, Dtype, Model, TrustRemoteCode, check_device
+from treeward.cli.options import Device, Dtype, Model, TrustRemoteCode
 from treeward.errors import ConfigError, ModelError
 from treeward.tables import results_table
 
@@ -77,10 +77,10 @@ def run(
         _show(served, f"{served.against} (as {served.dialect}, {served.form} sent{name})", as_json=as_json)
         return 0 if served.equal else 1
 
-    from treeward.model.pretrained import DTYPES
+    from treeward.model.pretrained import DTYPES, check_device
     from treeward.scoring.verification import verify
 
-    check_device(device)
+    check_device(device, where="--device")
     if write:
         _write(Path(model).expanduser(), head_weights, force, device, trust_remote_code)
     found = verify(model, quick=quick, device=device, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)

@@ -53,12 +53,12 @@ def parse_metric_name(name: str, sets: Sequence[str] = (), metrics: Mapping[str,
     """Read a metric's name in any accepted spelling.
 
     `sets`: the names of the validation sets. With underscores `validation-a_robust_accuracy` is the metric
-    `robust_accuracy` of the set `a` or `accuracy` of `a_robust`: the set in `sets` decides, and without one the longer
-    metric. Raises `ConfigError` for any other name, and where both sets exist.
+    `robust_accuracy` of the set `a` or `accuracy` of `a_robust`: the first such set of `sets` decides, and without one
+    the longer metric. Raises `ConfigError` for any other name.
     """
     spelling = name.removeprefix("val:")
     if spelling.startswith("validation-"):
-        key = _key_of_one_set(spelling.removeprefix("validation-"), sets, name)
+        key = _key_of_one_set(spelling.removeprefix("validation-"), sets)
     else:
         metric = re.sub("^(val_|eval/rm/|validation/)", "", spelling)
         key = MetricKey(None, metric if metric != name else "")
@@ -70,17 +70,13 @@ def parse_metric_name(name: str, sets: Sequence[str] = (), metrics: Mapping[str,
     return key
 
 
-def _key_of_one_set(spelling: str, sets: Sequence[str], name: str) -> MetricKey:
+def _key_of_one_set(spelling: str, sets: Sequence[str]) -> MetricKey:
     """The set and the metric of `set/metric` or `set_metric`; the longest metric unless `sets` says otherwise."""
     if "/" in spelling:
         validation, _, metric = spelling.rpartition("/")
         return MetricKey(validation, metric)
     named = [MetricKey(one, spelling.removeprefix(f"{one}_")) for one in sets if spelling.startswith(f"{one}_")]
     meant = [key for key in named if key.metric in METRICS]
-    if len(meant) > 1:
-        fix = "write " + " or ".join(f"validation-{validation}/{metric}" for validation, metric in sorted(meant))
-        need = "a slash between the set and the metric"
-        raise ConfigError("a metric's name can be read in two ways", got=name, need=need, fix=fix)
     known = [metric for metric in METRICS if spelling.endswith(f"_{metric}")]
     metric = max(known, key=len, default=spelling.rpartition("_")[2])
     return (meant or sorted(named)[-1:] or [MetricKey(spelling.removesuffix(metric)[:-1], metric)])[0]

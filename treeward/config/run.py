@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, StrictBool, model_validator
 
 from treeward.config.base import Limit, OneIsAList, Period, Strict
 from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKey, parse_metric_name
@@ -34,7 +34,7 @@ class LossConfig(Strict):
 
     name: LossName = "bradley_terry"
     """A function of `treeward.losses`: `bradley_terry` is softplus(-(score(chosen) - score(rejected) - margin))."""
-    margin: bool = True
+    margin: StrictBool = True  # 1.0 would be read as true
     """Subtract the number `margin` of a row, where it has one, from the difference of its scores. False: ignore it."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
     """The assumed probability that a label is wrong."""
@@ -53,8 +53,8 @@ class LossConfig(Strict):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keys that the loss takes as arguments."""
-        return self.model_dump(exclude={"name", "margin"})
+        """The loss's own arguments: the keys that are not at their default, which is the function's default too."""
+        return self.model_dump(exclude={"name", "margin"}, exclude_defaults=True)
 
 
 class ScheduleConfig(Strict):

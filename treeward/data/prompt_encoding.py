@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PROMPTS_AT_ONCE = 512
-_PROBE = "Romam."
 
 
 class EncodedPrompt(NamedTuple):
@@ -107,7 +105,6 @@ def encode_prompts(
             logger.warning("%s: %s (the first: %s)", one.name, left, first)
         sizes.append(kept)
         counts += replace(one.counts, kept=kept, too_long=left_out)
-        _warn_of_form(one, renderer)
     weights = tuple(one.weight for one in sets)
     return EncodedPrompts(tuple(prompts), tuple(token_ids), tuple(sizes), weights, counts, longest)
 
@@ -122,24 +119,3 @@ def _encoded(
             encoded = renderer.encode_short(texts, max_length, where=[prompt.where for prompt in some])
             yield from ((prompt, *ids) for prompt, ids in zip(some, encoded, strict=True))
             shown.show(f"tokenizing {one.name}", start + len(some), len(one))
-
-
-def _warn_of_form(one: PromptSet, renderer: Renderer) -> None:
-    """Warn where the template begins a finished completion in another way than its generation prompt does.
-
-    The policy learns from the tokens of its prompt and of its samples, so training is sound; but what the template
-    renders later, as an earlier turn or for a reward model of the same family, has another beginning.
-    """
-    messages = one[0].messages
-    try:
-        completed = renderer.render([*messages, {"role": "assistant", "content": _PROBE}])
-    except DataError:
-        return  # a template that refuses it: nothing can be compared
-    prompt, begun = renderer.render(messages, generation_prompt=True), completed.partition(_PROBE)[0]
-    if prompt.rstrip() != begun.rstrip():
-        same = len(os.path.commonprefix([prompt, begun]))
-        logger.warning(
-            "%s: after the same beginning the chat template's generation prompt is %r, and a finished completion has "
-            "%r: the policy must write that by itself, or policy.tokenizer.chat_template sets another template",
-            *(one.name, prompt[same:], begun[same:]),
-        )

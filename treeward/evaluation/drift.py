@@ -88,9 +88,7 @@ class SuiteDrift:
             turned = min(trained, key=lambda one: (value := one.numbers["order_agreement"].value) is None or value)
             parts.append(
                 f"The order changed most from **{turned.before}** to **{turned.model}**: "
-                f"{percent(turned.numbers['order_agreement'])} of the pairs are ordered alike. A larger standard "
-                "deviation makes rewards larger; a common shift of all scores changes nothing, as only differences "
-                "between completions of one prompt count."
+                f"{percent(turned.numbers['order_agreement'])} of the pairs are ordered alike."
             )
         if self.final_is is None and any(one.model == _FINAL for one in self.checkpoints):
             parts.append(f"`{_FINAL}` was exported; none of these checkpoints has its scores.")

@@ -61,15 +61,15 @@ class Candidate:
     `name`: its folder of rows and its name in the report. `load`: returns the scorer and its identity, everything that
     a kept row depends on besides the example (`scorer_identity`); called when its turn comes, so that one model is in
     memory at a time. `published_name`: the name in published result files; None is `name`. `note`: what a reader of the
-    report must know of its scores, such as a shaping. `in_drift`: False for a model that is not one of the checkpoints
-    that are compared with each other.
+    report must know of its scores, such as a shaping. `is_checkpoint`: of the run whose checkpoints are compared
+    with each other, in the order of the candidates.
     """
 
     name: str
     load: Callable[[], tuple[ConversationScorer, Identity]]
     published_name: str | None = None
     note: str | None = None
-    in_drift: bool = True
+    is_checkpoint: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class _LoadedSuite:
 class Evaluated:
     """The results of an evaluation: for each model in turn a summary of each suite, and the file to look at.
 
-    `path`: report.html, or results.json where no report is written; None where nothing is. `drift`: between
-    checkpoints, suite by suite. `unread`: suites that could not be read, and why.
+    `path`: of the report; None where nothing is written. `drift`: between checkpoints, suite by suite. `unread`: suites
+    that could not be read, and why.
     """
 
     summaries: list[Summary]
@@ -103,8 +103,6 @@ def run_evaluation(
     limit: int | None = None,
     num_perturbations: int | None = None,
     training_data: Sequence[DatasetConfig] = (),
-    drift: bool = False,
-    report: bool = True,
     on_progress: Progress = lambda what, done, total: None,
     skip_unreadable: bool = False,
 ) -> Evaluated:
@@ -112,9 +110,8 @@ def run_evaluation(
 
     `output`: the folder of rows, results.json and the report; None writes nothing. `limit`: most examples of each
     suite, the first. `num_perturbations`: most examples of each suite whose completions are rewritten; None rewrites
-    none. `training_data`: data to look for in the suites. `drift`: the candidates are checkpoints of one run, in
-    order. `report`: False writes results.json only. `skip_unreadable`: leave out and note a suite that cannot be read,
-    as long as another can be.
+    none. `training_data`: data to look for in the suites. `skip_unreadable`: leave out and note a suite that cannot be
+    read, as long as another can be.
 
     Raises `ConfigError` for two candidates or suites of one name and for a folder with results that this evaluation
     would drop, `DataError` for a suite that cannot be read or is empty and for files that cannot be written, and
@@ -143,8 +140,8 @@ def run_evaluation(
     def write(notes: list[str], found: Sequence[SuiteDrift] = ()) -> Path | None:
         if output is None:
             return None
-        logger.info("Writing the %s.", "report" if report else "results")
-        return write_results(output, summaries, report=report, drift=found, subtitle="; ".join(notes))
+        logger.info("Writing the report.")
+        return write_results(output, summaries, drift=found, subtitle="; ".join(notes))
 
     summaries: list[Summary] = []
     for number, candidate in enumerate(candidates):
@@ -155,8 +152,8 @@ def run_evaluation(
             if summaries and (path := write([*notes, f"missing, after an error: {missing}"])):
                 logger.warning("%s holds the complete results; it lacks %s.", path, missing)
             raise
-    compared = {candidate.name for candidate in candidates if candidate.in_drift}
-    found = find_drift([one for one in summaries if one.model in compared]) if drift else []
+    checkpoints = {candidate.name for candidate in candidates if candidate.is_checkpoint}
+    found = find_drift([one for one in summaries if one.model in checkpoints])
     return Evaluated(summaries, write(notes, found), found, unread)
 
 

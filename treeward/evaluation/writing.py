@@ -28,14 +28,9 @@ from treeward.version import VERSION
 
 
 def write_results(
-    output: Path,
-    summaries: Sequence[Summary],
-    *,
-    report: bool = True,
-    drift: Sequence[SuiteDrift] = (),
-    subtitle: str = "",
+    output: Path, summaries: Sequence[Summary], *, drift: Sequence[SuiteDrift] = (), subtitle: str = ""
 ) -> Path:
-    """Write results.json and, unless switched off, the report; returns the path to look at.
+    """Write results.json and the report; returns the path of the report.
 
     `drift`: of checkpoints, suite by suite. `subtitle`: what a reader must know of the scores, below the title.
     Raises `DataError` where they cannot be written.
@@ -47,16 +42,13 @@ def write_results(
     }
     content |= {"notes": subtitle} if subtitle else {}
     content |= {"drift": list(map(dataclasses.asdict, drift))} if drift else {}
-    path = output / "results.json"
     try:
         output.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-        if report:
-            title = "Evaluation of " + ", ".join(dict.fromkeys(summary.model for summary in summaries))
-            path = write_report(output, title, report_blocks(summaries, drift), _rows(summaries), subtitle=subtitle)
+        write_text(output / "results.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        title = "Evaluation of " + ", ".join(dict.fromkeys(summary.model for summary in summaries))
+        return write_report(output, title, report_blocks(summaries, drift), _rows(summaries), subtitle=subtitle)
     except OSError as error:
         raise DataError("the results cannot be written", where=str(output), got=str(error)) from error
-    return path
 
 
 def report_blocks(summaries: Sequence[Summary], drift: Sequence[SuiteDrift] = ()) -> list[Block]:

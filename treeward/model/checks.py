@@ -13,7 +13,6 @@ Shapes: S sequences, H heads.
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
@@ -24,7 +23,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import PolicyModel
-from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel, head_name
 from treeward.model.wrapped import Layout, WrappedModel
 from treeward.tree.batch import RowBatch, TreeBatch
@@ -36,11 +34,6 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention",
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest accepted difference of hidden states, relative to their largest value. Rounding stays a factor of ten below,
 and a token that sees one token too many lies far above."""
-
-_PROBE_TEXTS = (
-    "Don't they're  12,345.67 words?\n\n\tdef f(x): return x  ",
-    "e\u0301tude Übermaß 谢谢 علم \u212b ﬁne 👩‍🔬 …",
-)
 
 
 @torch.no_grad()
@@ -191,26 +184,6 @@ def check_positions(model: WrappedModel, length: int) -> None:
             got=length,
             need=f"at most {limit}",
         )
-
-
-def check_tokenizer_survives(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `ConfigError` for a tokenizer that gives other tokens once it is saved beside this model.
-
-    For some model types transformers ignores the class of a saved tokenizer and loads the type's own class, with its
-    own normalisation and splitting.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        hf.config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        again = load_tokenizer(folder)
-    if all(tokenizer(text)["input_ids"] == again(text)["input_ids"] for text in _PROBE_TEXTS):
-        return
-    raise ConfigError(
-        "this tokenizer cannot be kept with this type of model",
-        where="policy.tokenizer.name",
-        got=f"model_type {hf.config.model_type}, whose tokenizers transformers loads as {type(again).__name__}",
-        fix="give a tokenizer of that class, or train another type (qwen3, llama)",
-    )
 
 
 def _check_tokens(rows: int, sequences: Sequence[TokenIds], highest_token: int | None = None) -> None:

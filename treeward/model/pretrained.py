@@ -196,3 +196,12 @@ def bare_model(
             where="policy.model_config",
             got=str(error.__cause__ or error),
         ) from error
+
+
+def check_device(device: str | None, *, where: str, field: str | None = None) -> None:
+    """Raise `ConfigError` for a device that is not there."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
+        got, need = f"{device}: {str(error).splitlines()[0]}", "cpu, or a GPU that torch sees, as cuda or cuda:1"
+        raise ConfigError("the device cannot be used", where=where, field=field, got=got, need=need) from error

@@ -34,6 +34,7 @@ from treeward.model.pretrained import load_tokenizer, quiet_transformers, read_c
 from treeward.model.reward_model import HEAD_NAMES
 from treeward.model.stored import dtype_of, raw_config, read_stored
 from treeward.scoring.golden import sign_folder, tokenizer_sha256
+from treeward.tables import markdown_table
 
 logger = logging.getLogger(__name__)
 
@@ -46,20 +47,8 @@ library_name: transformers
 tags: [reward-model, treeward, merge]
 ---
 
-# Reward model
-
 The weighted average of the weights of these reward models (WARM, arXiv 2401.12187), made with treeward.
 
-| model | weight |
-|---|---|
-{rows}
-
-A higher score is better; only differences of scores of completions of one prompt have a meaning. With the
-Bradley-Terry loss, P(a is preferred to b) = sigmoid(score(a) - score(b)).
-
-```bash
-treeward score THIS_FOLDER --data conversations.jsonl --output scores.jsonl
-```
 """
 
 
@@ -216,5 +205,5 @@ def _write_settings(members: Sequence[Path], shares: Sequence[float], partial: P
     config = raw_config(members[0]) | {"dtype": dtype_of(backbone)}
     config = {name: value for name, value in config.items() if name not in ("_name_or_path", "torch_dtype")}
     (partial / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    rows = [f"| {'/'.join(one.parts[-2:])} | {share:.4g} |" for one, share in zip(members, shares, strict=True)]
-    (partial / "README.md").write_text(_CARD.format(rows="\n".join(rows)), encoding="utf-8")
+    rows = [{"model": "/".join(one.parts[-2:]), "weight": share} for one, share in zip(members, shares, strict=True)]
+    (partial / "README.md").write_text(_CARD + markdown_table(rows, ["model", "weight"]) + "\n", encoding="utf-8")

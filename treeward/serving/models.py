@@ -28,7 +28,7 @@ from treeward.environments.completions import NO_COMPLETION, completion_text
 from treeward.environments.custom import CustomEnvironment
 from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import ScoringContract, read_contract
-from treeward.model.pretrained import DTYPES
+from treeward.model.pretrained import DTYPES, check_device
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.rewarding import load_shaper
 from treeward.scoring.score import Conversation, Score
@@ -85,7 +85,7 @@ class ServedModel:
         """Load what the section names. Raises `ModelError` for a model that does not keep its scoring contract, and
         `ConfigError` for a device that is not there.
         """
-        _check_device(config)
+        check_device(config.device, where=config.served_name, field="device")
         same = {"device", "max_length", "truncation", "check_contract", "trust_remote_code"}
         options: dict[str, Any] = {name: getattr(config, name) for name in same} | {
             "dtype": DTYPES[config.dtype],
@@ -255,14 +255,6 @@ class CustomModel(ServedModel):
         if isinstance(asked, RenderedText):
             return Item(None, 0, error="this model reads messages: send messages, not rendered text")
         return Item(asked, self.NUM_TOKENS, error=NO_COMPLETION if completion_text(asked) is None else None)
-
-
-def _check_device(config: ServedModelConfig) -> None:
-    try:
-        torch.empty(0, device=config.device)
-    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
-        at = {"where": config.served_name, "field": "device", "got": f"{config.device}: {str(error).splitlines()[0]}"}
-        raise ConfigError("the device cannot be used", **at, need="cpu, cuda, cuda:1, ...") from error
 
 
 def _item(prepared: Prepared | tuple[Prepared, ...], prompt_length: int | None = None) -> Item:

@@ -14,7 +14,6 @@ import logging
 import math
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Sequence
 
@@ -51,11 +50,10 @@ def make_service(config: ServerConfig, *, models: Sequence[ServedModel] | None =
 def serve(config: ServerConfig) -> int:
     """Serve until a signal, and give the exit code.
 
-    Raises `ConfigError` for an address that cannot be used, a token that is not there, and TLS files that cannot be
-    read; `ModelError` as `make_service`.
+    Raises `ConfigError` for an address that cannot be used and a token that is not there, `ModelError` as
+    `make_service`, and `OSError` for TLS files that cannot be read.
     """
     token = key_from(config.token_env, field="token_env")
-    _check_tls(config)
     with contextlib.closing(_bind(config)) as listener:
         service = make_service(config)
         server = make_server(service, token=token)
@@ -105,17 +103,6 @@ def _bind(config: ServerConfig) -> socket.socket:
         need = "an address of this machine, and a port that is free"
         raise ConfigError("the address cannot be used", where="host, port", got=got, need=need, fix=fix) from error
     return listener
-
-
-def _check_tls(config: ServerConfig) -> None:
-    if config.tls_certificate is None or config.tls_key is None:
-        return
-    try:
-        # With a password, so that a key that has one fails here and does not ask on the terminal.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_certificate, config.tls_key, password="")
-    except OSError as error:  # ssl.SSLError is one
-        at = {"field": "tls_certificate, tls_key", "got": str(error)}
-        raise ConfigError("the TLS files cannot be used", **at, need="PEM files, the key without a password") from error
 
 
 def _hosts_that_may_be_named(config: ServerConfig) -> tuple[str, ...] | None:

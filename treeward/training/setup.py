@@ -30,7 +30,7 @@ from treeward.errors import DataError
 from treeward.evaluation.diagnostics.perturbations import sample_examples
 from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.suites import PreferenceSuite
-from treeward.model.checks import check_before_training, check_positions, check_tokenizer_survives
+from treeward.model.checks import check_before_training, check_positions
 from treeward.model.loading import build_reward_model, load_reward_model
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import DTYPES, load_tokenizer
@@ -133,7 +133,7 @@ def set_up(
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
     model = _load_model(config, tokenizer, checkpoint)
-    _check_model(config, model, tokenizer, [*training_sets.values(), *validation_sets.values()], checkpoint)
+    _check_model(config, model, tokenizer, [*training_sets.values(), *validation_sets.values()])
     total_steps = order.steps_per_epoch(config.policy.train_global_batch_size) * config.rm.max_num_epochs
     total_steps = min(total_steps, config.rm.max_num_steps or total_steps)
     optimizer = build_optimizer(model, config.policy.optimizer)
@@ -245,11 +245,8 @@ def _check_model(
     model: RewardModel,
     tokenizer: PreTrainedTokenizerBase,
     datasets: Sequence[EncodedDataset],
-    checkpoint: Checkpoint | None,
 ) -> None:
     """Whether model, tokenizer and data fit together, on the first comparisons of each set."""
-    if checkpoint is None and config.policy.tokenizer.name != config.policy.model_name:
-        check_tokenizer_survives(model.hf, tokenizer)
     first = [comparison for dataset in datasets for comparison in dataset[:_CHECKED_COMPARISONS]]
     sample = [ids for comparison in first for ids in comparison.token_ids]
     check_positions(model, config.max_sequence_length)
@@ -273,7 +270,7 @@ def _identity(
         "the tokenizer or template": short_hash(renderer.fingerprint),
         "the training data": short_hash(json.dumps(data)),
         "the validation data": short_hash(json.dumps(validation, sort_keys=True)),
-        "rm": {"seed": config.rm.seed, "loss": config.rm.loss.model_dump(mode="json")},
+        "rm": {"seed": config.rm.seed, "loss": config.rm.loss.model_dump(mode="json", exclude_defaults=True)},
         "data": {"shuffle": config.data.shuffle},
         # The state of optimiser and schedule is that of the saved run: a new rate would be ignored without a word.
         "policy": policy.model_dump(

@@ -8,6 +8,7 @@ outcome.validation        # {"plain": {"accuracy": 0.95, ...}, ...}
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import math
 import time
@@ -17,12 +18,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from treeward.config.checkpointing import MetricKey
 from treeward.config.preflight import check_packages
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.encoding import Comparison
+from treeward.errors import ConfigError
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.gates import scored_comparison
 from treeward.evaluation.results import Metric
@@ -94,6 +95,14 @@ class RewardModelRun(Run):
         )
         self.setup, self.config, self.model = setup, setup.config, setup.model
         self._changed = self._warned_of_ranking = False
+        loss = self.config.rm.loss
+        self._loss = partial(LOSSES[loss.name], **loss.options)
+        try:
+            inspect.signature(self._loss).bind(None, None)
+        except TypeError as error:
+            raise ConfigError(
+                f"{loss.name} does not take an option: {error}", field="rm.loss", got=loss.options
+            ) from None
 
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
         self.model.train()
@@ -147,11 +156,6 @@ class RewardModelRun(Run):
         margins = [c.margin for c in comparisons] if self.config.rm.loss.margin else None
         half = self.config.data.ties == "half"
         return ranked_pairs([c.ranks for c in comparisons], margins=margins, ties="half" if half else "drop")
-
-    def _loss(self, scores_S: Tensor, pairs: Pairs) -> Tensor:
-        """The loss, summed over comparison groups."""
-        loss = self.config.rm.loss
-        return LOSSES[loss.name](scores_S, pairs, **loss.options)
 
     def _parts(self, comparisons: Sequence[Comparison]) -> list[tuple[Sequence[int], TreeBatch | RowBatch]]:
         """The trees of a micro-batch: one, or several parts of a comparison that is larger than the token budget."""

@@ -176,7 +176,7 @@ def test_missing_scores_make_no_model_worse_than_chance(tmp_path: Path) -> None:
     assert "40.2% (30.8% to 50.4%) of the scored ones; no better than chance" in said
     assert "The interval of the scored examples contains 50%" in findings(made) and "worse" not in findings(made)
     assert "92 examples" in cards(made)["Overall of the scored"]["note"]
-    write_results(tmp_path, [made], report=False)
+    write_results(tmp_path, [made])
     (plain,) = json.loads((tmp_path / "results.json").read_text())["results"]
     assert (plain["standing"], plain["chance"]) == ("no better than chance", 0.5)
     assert plain["verdict"] == said.replace("**", "") and plain["headline_of_scored"]["count"] == 92
@@ -229,6 +229,6 @@ def test_what_chose_the_model_is_said_beside_the_verdict(tmp_path: Path) -> None
 
     made = summary(perfect, suite=Chosen())
     assert verdict(made).endswith(f". {Chosen.caveat}")
-    write_results(tmp_path, [made, summary(perfect, "b")], report=False)
+    write_results(tmp_path, [made, summary(perfect, "b")])
     first, second = json.loads((tmp_path / "results.json").read_text())["results"]
     assert first["caveat"] == Chosen.caveat and second["caveat"] is None
