@@ -98,7 +98,7 @@ class RewardModelRun(Run):
         loss = self.config.rm.loss
         self._loss = partial(LOSSES[loss.name], **loss.options)
         try:
-            inspect.signature(self._loss).bind(None, None)
+            inspect.signature(LOSSES[loss.name]).bind(None, None, **loss.options)
         except TypeError as error:
             raise ConfigError(
                 f"{loss.name} does not take an option: {error}", field="rm.loss", got=loss.options
