@@ -278,8 +278,8 @@ def test_sections_of_another_command_say_so(write, text, load, override, command
 
 def test_every_mistake_is_listed_with_its_place(write):
     path = write("policy:\n  precision: fp16\ndata: {}\nrm:\n  max_num_epochs: zero\n  sed: 1\n")
-    text = str(mistake(path, "hub.push_to_hub=true"))
-    for key in ("policy.precision", "data.train", "rm.max_num_epochs", "rm.sed", "hub.repo_id"):
+    text = str(mistake(path, "hub.push_to_hub=maybe"))
+    for key in ("policy.precision", "data.train", "rm.max_num_epochs", "rm.sed", "hub.push_to_hub"):
         assert f"field: {key}" in text
     assert f"{path}: the value is not valid" in text
     assert "the configuration has 5 mistakes" in text

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, RepoUrl
 from torch.nn import functional as F
 
 from treeward.config.checkpointing import METRICS
@@ -214,15 +214,37 @@ def test_a_planted_rule_is_learnt_and_shuffled_labels_are_not(
         assert column(lines, "eval/rm/loss")[-1] > 0.6
 
 
-def test_the_model_is_pushed_to_the_hub(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **o: calls.append((repo_id, o)))
-    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **o: calls.append((o["repo_id"], o)))
-    hub = ["+hub.push_to_hub=true", "+hub.repo_id=me/rm", "+hub.private=true"]
-    outcome, _ = trained("rm.max_num_steps=1", *hub)
-    (created, how), (uploaded, what) = calls
-    assert created == uploaded == "me/rm" and how["private"] is True
-    assert Path(what["folder_path"]) == outcome.model_folder
+def test_the_model_is_pushed_to_the_hub(
+    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failed upload hides no result, the same command tries it again, and a third one has nothing to do."""
+    calls: list[dict[str, Any]] = []
+
+    def create_repo(self: HfApi, repo_id: str, **options: Any) -> RepoUrl:
+        calls.append({"created": repo_id, **options})
+        return RepoUrl(f"https://huggingface.co/{repo_id if '/' in repo_id else f'me/{repo_id}'}")
+
+    def upload_folder(self: HfApi, **options: Any) -> None:
+        calls.append(options)
+        if len(calls) == 2:
+            raise OSError("the network is down")
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    folder = tmp_path / "my first run"
+    config = tiny_run("rm.max_num_steps=1", "+hub.push_to_hub=true", f"checkpointing.checkpoint_dir={folder}")
+    failed = train(config, show_progress=False)
+    assert failed.exit_code == 1 and "the network is down" in str(failed.upload_error)
+    assert "The same command as for training tries the upload again" in caplog.text
+    assert failed.model_folder == folder / "final" and failed.validation["held_out"]["accuracy"] is not None
+    for _ in range(2):
+        assert train(config, show_progress=False).exit_code == 0
+    assert [call["created"] for call in calls[::2]] == ["my-first-run"] * 2 and calls[0]["private"] is True
+    assert [(call["repo_id"], Path(call["folder_path"])) for call in calls[1::2]] == [
+        ("me/my-first-run", folder / "final")
+    ] * 2
+    named = tiny_run("+hub={push_to_hub: true, repo_id: team/rm}", f"checkpointing.checkpoint_dir={folder}")
+    assert named.hub_repo_id == "team/rm"
 
 
 def test_a_loss_that_stops_being_finite_keeps_the_last_checkpoint(trained: Trained, tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ is a whole configuration: every other key has a default, written once, on its fi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, StrictBool, model_validator
@@ -124,14 +126,12 @@ class HubConfig(Strict):
     """The upload of the exported model to the Hugging Face hub."""
 
     push_to_hub: bool = False
-    """Upload the exported folder when training ends."""
+    """Upload the exported folder when training ends. A failed upload leaves the model, with exit code 1; the same
+    command tries it again."""
     repo_id: str | None = None
-    """Repository, as `organisation/name`."""
+    """Repository, as `organisation/name`. None: the name of `checkpointing.checkpoint_dir`, in your own account."""
     private: bool = True
     """Make the repository private if it is new."""
-
-    def check(self) -> None:
-        self.refuse(self.push_to_hub and self.repo_id is None, "repo_id push_to_hub", "organisation/name to push to")
 
 
 class ClusterConfig(Strict):
@@ -178,6 +178,13 @@ class RewardModelRunConfig(Strict):
         """The metric that ranks checkpoints; None if they are not ranked."""
         name = self.checkpointing.metric_name if self.checkpointing.enabled else None
         return None if name is None else parse_metric_name(name, self.validation_names)
+
+    @property
+    def hub_repo_id(self) -> str:
+        """The repository of the upload; without an organisation it is one of the account that is logged in."""
+        folder = Path(self.checkpointing.checkpoint_dir).resolve().name
+        words = re.findall(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*", folder)  # the hub allows no other names
+        return self.hub.repo_id or "-".join(words)[:96].rstrip("-.") or "reward-model"
 
     @property
     def remarks(self) -> list[str]:

@@ -10,6 +10,7 @@ on and plain transformers has no place for. It holds scores, so the model must b
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,16 +101,21 @@ def export_policy(
     _write(policy.hf, tokenizer, folder, state=state, changes=changes, chat_template=chat_template)
 
 
-def push_folder(folder: Path, repo_id: str, *, private: bool) -> None:
-    """Upload a model folder to the hub. Raises `ModelError` if the hub refuses; the folder stays."""
+def push_folder(folder: Path, repo_id: str, *, private: bool) -> str:
+    """Upload a model folder to the hub, and return its page there.
+
+    `repo_id`: without an organisation it is in the account that is logged in. Raises `ModelError` if the hub refuses;
+    the folder stays.
+    """
     api = HfApi()
     try:
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload reward model")
+        page = api.create_repo(repo_id, private=private, exist_ok=True)
+        api.upload_folder(repo_id=page.repo_id, folder_path=folder, commit_message="Upload reward model")
+        return str(page)
     except (OSError, ValueError, HTTP_ERROR) as error:
         raise ModelError(
             "the model cannot be uploaded",
             where=f"hub.repo_id: {repo_id}",
             got=str(error).partition("\n")[0],
-            fix=f"hf auth login, then hf upload {repo_id} {folder}",
+            fix=f"hf auth login, then hf upload {repo_id} {shlex.quote(str(folder))}",
         ) from error

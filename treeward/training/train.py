@@ -23,7 +23,7 @@ from treeward.config.checkpointing import MetricKey
 from treeward.config.preflight import check_packages
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.encoding import Comparison
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, TreewardError
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.gates import scored_comparison
 from treeward.evaluation.results import Metric
@@ -32,6 +32,7 @@ from treeward.metrics import METRIC_NAMES, RewardMetrics
 from treeward.model.export import export_model, push_folder
 from treeward.model.loading import load_reward_model
 from treeward.scoring.golden import sign_folder
+from treeward.storage import write_text
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.export import export_final
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
@@ -47,6 +48,8 @@ from treeward.tree.parts import backward_in_parts
 
 logger = logging.getLogger(__name__)
 
+_UPLOADED = ".uploaded"  # beside `final`, the repository and the step of the model that is there
+_RETRY = "The model is whole. The same command as for training tries the upload again."
 _COMPARISONS_AT_ONCE = 1024  # planned together; the plan is as good as for the whole set, and the rows stay on disk
 
 
@@ -55,12 +58,13 @@ class TrainingOutcome(Outcome):
     """How a run ended. `validation`: the metrics of each set; `validation_sizes`: how many comparisons they are of.
 
     `caveats`: by set, why its metrics may be better than those of new data. `report_error`: why a report is missing or
-    lacks a suite; the exit code is 1 then.
+    lacks a suite; `upload_error`: why the model is not on the hub. The exit code is 1 then.
     """
 
     validation_sizes: Mapping[str, int] = field(default_factory=dict)
     caveats: Mapping[str, str] = field(default_factory=dict)
     report_error: str | None = None
+    upload_error: str | None = None
 
 
 def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> TrainingOutcome:
@@ -262,7 +266,7 @@ class RewardModelRun(Run):
         sign_folder(folder / "model", model=setup.model, renderer=setup.renderer, may_be_broken=True)
 
     def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
-        setup, policy, hub = self.setup, self.config.policy, self.config.hub
+        setup, policy = self.setup, self.config.policy
         model = setup.model
         if not is_current:
             model = load_reward_model(
@@ -272,10 +276,7 @@ class RewardModelRun(Run):
                 trust_remote_code=policy.trust_remote_code,
             ).model
         validation = self._by_set(state.own_validation)
-        final = store.write_folder("final", partial(export_final, setup, model, best.step, validation))
-        if hub.push_to_hub:
-            assert hub.repo_id is not None  # the schema sees to it
-            push_folder(final, hub.repo_id, private=hub.private)
+        store.write_folder("final", partial(export_final, setup, model, best.step, validation))
 
     def _by_set(self, validation: Mapping[str, float]) -> dict[str, dict[str, float]]:
         """Logged metrics, by validation set; empty without any."""
@@ -297,9 +298,29 @@ class RewardModelRun(Run):
             validation_sizes=setup.validation_sizes,
             caveats={name: caveat for name, caveat in caveats.items() if caveat is not None},
         )
-        if not self.config.evaluation.enabled or outcome.model_folder is None:
+        if outcome.model_folder is None:
+            return lambda stop, show_progress: ended
+        if self.config.hub.push_to_hub:
+            ended = _uploaded(ended, self.config, outcome.model_folder)
+        if not self.config.evaluation.enabled:
             return lambda stop, show_progress: ended
         return partial(_with_report, ended, plan_report(setup, outcome.model_folder, ended.caveats))
+
+
+def _uploaded(outcome: TrainingOutcome, config: RewardModelRunConfig, model: Path) -> TrainingOutcome:
+    """Upload the model, unless an earlier session has. A failure is logged, and the run's results are shown."""
+    repo_id, mark = config.hub_repo_id, model.parent / _UPLOADED
+    uploaded = f"{repo_id} {outcome.model_step}"
+    if mark.exists() and mark.read_text(encoding="utf-8") == uploaded:
+        return outcome
+    try:
+        page = push_folder(model, repo_id, private=config.hub.private)
+    except Exception as error:  # the model is exported, and no later failure may hide that
+        logger.error("%s\n%s", error, _RETRY, exc_info=None if isinstance(error, TreewardError) else error)
+        return replace(outcome, upload_error=str(error), exit_code=1)
+    write_text(mark, uploaded)
+    logger.info("Uploaded %s to %s.", model, page)
+    return outcome
 
 
 def _with_report(outcome: TrainingOutcome, plan: ReportPlan, stop: StopRequest, show_progress: bool) -> TrainingOutcome:
