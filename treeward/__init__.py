@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from treeward.losses import bradley_terry as bradley_terry
     from treeward.losses import ranked_pairs as ranked_pairs
     from treeward.model.loading import load_policy as load_policy
-    from treeward.model.loading import load_reward_model as load_reward_model
     from treeward.model.policy_model import PolicyModel as PolicyModel
     from treeward.model.reward_model import RewardModel as RewardModel
     from treeward.rl.grpo import GRPOOutcome as GRPOOutcome
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from treeward.scoring.ensemble import EnsembleScorer as EnsembleScorer
     from treeward.scoring.score import Score as Score
     from treeward.scoring.scorer import Scorer as Scorer
+    from treeward.scoring.scorer import load_reward_model as load_reward_model
     from treeward.scoring.shaping import Shaper as Shaper
     from treeward.scoring.verification import verify as verify
     from treeward.training.train import TrainingOutcome as TrainingOutcome
@@ -73,13 +73,13 @@ _HOMES = {
     "errors": ("CheckpointError", "ConfigError", "DataError", "ModelError", "TreewardError"),
     "http": ("RewardServerError",),
     "losses": ("bradley_terry", "ranked_pairs"),
-    "model.loading": ("load_policy", "load_reward_model"),
+    "model.loading": ("load_policy",),
     "model.policy_model": ("PolicyModel",),
     "model.reward_model": ("RewardModel",),
     "rl.grpo": ("GRPOOutcome", "grpo"),
     "scoring.ensemble": ("EnsembleScorer",),
     "scoring.score": ("Score",),
-    "scoring.scorer": ("Scorer",),
+    "scoring.scorer": ("Scorer", "load_reward_model"),
     "scoring.shaping": ("Shaper",),
     "scoring.verification": ("verify",),
     "training.train": ("TrainingOutcome", "train"),

@@ -19,7 +19,7 @@ from treeward.data.datasets import open_dataset
 from treeward.data.encoding import encode_dataset
 from treeward.data.preference import Completion, Preference, preference_to_dict
 from treeward.data.rendering import Renderer
-from treeward.errors import DataError, ModelError, TreewardError
+from treeward.errors import ConfigError, DataError, ModelError, TreewardError
 from treeward.model.prefix_cache import PrefixCache
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.score import Score
@@ -217,8 +217,11 @@ def test_several_heads(tiny_tokenizer: Any, tmp_path: Path) -> None:
     assert scorer.score_tokens(rows) == pytest.approx(values(scorer.score(CHATS)), abs=CLOSE)
     hf.save_pretrained(tmp_path)
     renderer.tokenizer.save_pretrained(tmp_path)
-    loaded = Scorer.load(tmp_path, device="cpu", head_weights=[1.0, -0.5, 0.0])
-    assert values(loaded.score(CHATS)) == pytest.approx(values(scorer.score(CHATS)), abs=CLOSE)
+    for weights in ([1.0, -0.5, 0.0], {"LABEL_0": 1.0, "LABEL_1": -0.5}):
+        loaded = Scorer.load(tmp_path, device="cpu", head_weights=weights)
+        assert values(loaded.score(CHATS)) == pytest.approx(values(scorer.score(CHATS)), abs=CLOSE)
+    with pytest.raises(ConfigError, match="some of LABEL_0, LABEL_1, LABEL_2"):
+        Scorer(model, renderer, head_weights={"helpful": 1.0})
 
 
 @pytest.mark.parametrize("family", ["qwen3", "bert"])

@@ -11,6 +11,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from treeward.config.base import Strict
 
+HeadWeights = Literal["mean"] | dict[str, float] | tuple[float, ...]
 EnsembleMethod = Literal["mean", "worst", "uncertainty"]
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from treeward.config.base import Strict, TextOrTexts, config_error
-from treeward.config.ensemble import EnsembleConfig
+from treeward.config.ensemble import EnsembleConfig, HeadWeights
 from treeward.config.policy import (
     BatchingConfig,
     Precision,
@@ -62,8 +62,9 @@ class RewardModelEnvironmentConfig(Strict):
     trust_remote_code: bool = False
     """Execute Python code that the model's repository brings."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
-    head_weights: tuple[float, ...] | None = None
-    """Weight of each head in the score, for a model with several heads. None: as in its scoring contract."""
+    head_weights: HeadWeights | None = None
+    """Weight of each head in the score, for a model with several: numbers in order or by the names of its labels (those
+    not named have none), or `mean`. None: as in its scoring contract."""
 
     precision: Precision = "bfloat16"
     """Number format of the backbone's weights, `bfloat16` or `float32` (also `bf16`, `fp32`). The head is float32."""

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from treeward.config.base import OneIsAList, Strict, TextOrTexts
-from treeward.config.ensemble import EnsembleConfig
+from treeward.config.ensemble import EnsembleConfig, HeadWeights
 from treeward.config.reward_shaping import ShapingOrContract
 from treeward.errors import ConfigError
 
@@ -28,6 +28,9 @@ class HostedModelConfig(Strict):
 
     shaping: ShapingOrContract | None = None
     """How scores become rewards; `contract`: as the model's scoring contract says. None: rewards are scores."""
+    head_weights: HeadWeights | None = None
+    """Weight of each head in the score, for a model with several: numbers in order or by the names of its labels (those
+    not named have none), or `mean`. None: as in its scoring contract."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the backbone's weights; the head is float32."""
     device: str | None = None

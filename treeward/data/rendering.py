@@ -238,6 +238,11 @@ class Renderer:
             return None
 
     @property
+    def developer_role(self) -> str:
+        """The role of a message of the developer: most templates know `system`, and some drop unknown roles."""
+        return "developer" if "developer" in self.chat_template else "system"
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The arguments of a `Renderer` that renders the same with the same tokenizer; JSON."""
         return {

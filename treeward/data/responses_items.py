@@ -34,6 +34,19 @@ def conversation_of(
     return [*messages_of_input(params, developer=developer), *_messages(output, "response.output", developer)]
 
 
+def as_conversation(prompt: Any, response: Any, *, developer: str = "system") -> list[Message]:
+    """The conversation of a prompt and its response, each a text, messages, or items of the Responses API."""
+    output = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
+    need = "a text, messages, or items of the Responses API"
+    output = _checked(output, Sequence, "response", need)
+    return [*messages_of_input({"input": prompt}, developer=developer), *_messages(output, "response", developer)]
+
+
+def messages_of_output(output: Sequence[Any]) -> list[Message]:
+    """The messages of a response's `output`."""
+    return _messages(output, "response.output", "system")
+
+
 def messages_of_input(params: Mapping[str, Any], *, developer: str = "system") -> list[Message]:
     """The messages of `input`, which is a text of the user or a list of items, after the `instructions`."""
     instructions, given = params.get("instructions"), params.get("input")
@@ -48,8 +61,10 @@ def messages_of_input(params: Mapping[str, Any], *, developer: str = "system") -
 def _messages(items: Sequence[Any], field: str, developer: str) -> list[Message]:
     messages: list[Message] = []
     names: dict[str, str] = {}  # of the functions, by the ids of their calls
-    for i, item in enumerate(items):
+    for i, given in enumerate(items):
         where = f"{field}[{i}]"
+        # NeMo Gym and the openai client have objects of pydantic.
+        item = given.model_dump(exclude_none=True) if hasattr(given, "model_dump") else given
         match _checked(item, Mapping, where, '{"type": "message", ...}').get("type") or "message":
             case "message":
                 messages.append(_message(item, where, developer))

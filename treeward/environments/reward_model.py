@@ -42,7 +42,6 @@ from treeward.environments.replicas import ReplicaPool, ScoringWorker
 from treeward.errors import CheckpointError, ConfigError, DataError, ModelError
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.rewarding import Rewarder, load_shaper
-from treeward.scoring.score import Score
 
 Workers = Literal["auto", "here", "ray"]
 
@@ -93,7 +92,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
             key = self._rewarder.reference_key
             references = None if key is None else [plain(info.get(key)) for info in env_infos]
             found = self._rewarder.rewards(conversations, references, update=update)
-            rewards = [replace(reward, components=_components(reward.score)) for reward in found]
+            rewards = [replace(reward, components=reward.score.parts) for reward in found]
             self._refuse_failures([None if one.value is not None else str(one.error) for one in rewards])
         return rewards
 
@@ -203,9 +202,3 @@ def _worker_here(config: RewardModelEnvironmentConfig) -> ScoringWorker:
     worker = ScoringWorker(config, "cuda" if on_gpu else "cpu")
     worker.load()
     return worker
-
-
-def _components(score: Score) -> dict[str, float]:
-    parts = {f"member_{i}": value for i, value in enumerate(score.members)}
-    heads = score.heads if len(score.heads) > 1 else ()
-    return parts | {f"head_{i}": value for i, value in enumerate(heads)}

@@ -9,6 +9,7 @@ A missing score is never a number: the call raises, or the score is None with it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -27,7 +28,8 @@ class Score:
 
     `score`: float32, or None where there is none; `error` then says why. `num_tokens`: as it was scored, or its full
     length; 0 where it could not be rendered. `truncated`: some of its context was cut to make it fit. `heads`: the
-    value of each head, in the model's order; `members`: the score of each model of an ensemble.
+    value of each head, in the model's order, and `head_names` their names; `members`: the score of each model of an
+    ensemble.
     """
 
     score: float | None
@@ -36,6 +38,17 @@ class Score:
     heads: tuple[float, ...] = ()
     members: tuple[float, ...] = ()
     error: str | None = None
+    head_names: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The scores of members, and the values of several heads, by name, as `member_0` and `head_helpfulness`."""
+        parts = {f"member_{i}": value for i, value in enumerate(self.members)}
+        if len(self.heads) > 1:
+            labels = self.head_names or tuple(map(str, range(len(self.heads))))
+            keys = [re.sub(r"\W+", "_", label.removeprefix("LABEL_")) for label in labels]
+            parts |= {f"head_{key}": value for key, value in zip(keys, self.heads, strict=True)}
+        return parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
     scorer = Scorer.load("results/rm/final")
     scorer.score([[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}]])
     scorer.score_completions(context, [completion, other])      # the prompt is computed once
+    scorer.score(prompt="2 + 2?", response="4.")                # a float, as `predict("2 + 2?", "4.")`
 
 Rendering, read position and head are those of training. What the conversations of a call have in common is computed
 once, and no score depends on the rest of the call. A conversation that is too long is never cut silently: its score is
@@ -17,7 +18,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import numpy as np
 import torch
@@ -25,9 +26,10 @@ from torch import Tensor
 
 from treeward.data.preference import check_messages
 from treeward.data.rendering import Renderer, Truncation
+from treeward.data.responses_items import as_conversation
 from treeward.errors import ConfigError, DataError, ModelError, TreewardError, shown
+from treeward.model import loading
 from treeward.model.contract import CONTRACT_FILE, ScoringContract, read_contract
-from treeward.model.loading import load_reward_model
 from treeward.model.prefix_cache import PrefixCache, RecentTokens
 from treeward.model.pretrained import load_tokenizer, quiet_transformers
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
@@ -38,6 +40,11 @@ from treeward.tree.token_tree import common_prefix_length
 _OTHER_COMPLETION = "~"
 _MOST_PROMPTS = 4096
 _P = TypeVar("_P")
+
+Text = str | Sequence[Any]
+"""A prompt, or a response: a text, messages, or items of the Responses API."""
+HeadWeights = Sequence[float] | Mapping[str, float] | Literal["mean"]
+"""The weight of each head in the score, in order or by name (those not named have none), or the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +85,43 @@ class PreparedScorer(abc.ABC, Generic[_P]):
     def score_prepared(self, prepared: Sequence[_P], *, on_error: OnError = "raise") -> list[Score]:
         """The second half of `score`: the tokens of `prepare` go through the model."""
 
+    @overload
     def score(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
-    ) -> list[Score]:
-        """Score whole conversations. `where` names each in errors.
+    ) -> list[Score]: ...
+    @overload
+    def score(self, conversations: Text, response: Text) -> float: ...
+    @overload
+    def score(self, *, prompt: Text, response: Text) -> float: ...
+    def score(
+        self,
+        conversations: Any = None,
+        response: Text | None = None,
+        *,
+        prompt: Text | None = None,
+        where: Sequence[str] | None = None,
+        on_error: OnError = "raise",
+    ) -> list[Score] | float:
+        """Score whole conversations. `where` names each in errors. `score(prompt, response)` is `predict`.
 
         A conversation that is too long has the score None. Raises `DataError` for one that is empty, has no assistant
         turn at its end, or that the chat template refuses, and `ModelError` for a score that is not finite; with
         `on_error="mask"` its score is None instead, and `Score.error` says why.
         """
+        if prompt is not None or response is not None:
+            return self.predict(conversations if prompt is None else prompt, response)
         return self.score_prepared(self.prepare(conversations, where=where, on_error=on_error), on_error=on_error)
+
+    def predict(self, prompt: Text, response: Text | None) -> float:
+        """The score of one response, each a text, messages, or items of the Responses API.
+
+        Raises as `score`, and `DataError` for a conversation that is too long.
+        """
+        messages = as_conversation(prompt, response, developer=self.members[0].renderer.developer_role)
+        [score] = self.score([messages])
+        if score.score is None:
+            raise DataError("the response has no score", got=score.error)
+        return score.score
 
     def score_completions(
         self, context: Conversation, completions: Sequence[Conversation | str], *, on_error: OnError = "raise"
@@ -100,8 +134,9 @@ class Scorer(PreparedScorer[Prepared]):
     """Scores conversations with one reward model.
 
     `batch_tokens`: most tokens computed in one forward pass, counted after sharing; `max_sequences`: most conversations
-    in one. At least one of them is a number. `head_weights`: the weight of each head in the score, or "mean"; None
-    for a model with one head. `prefix_cache`: holds the prompts of earlier calls; None computes each call's own once.
+    in one. At least one of them is a number. `head_weights`: the weight of each head in the score, in order or by the
+    name of its label, or "mean"; None for a model with one head. `prefix_cache`: holds the prompts of earlier calls;
+    None computes each call's own once.
     """
 
     def __init__(
@@ -111,7 +146,7 @@ class Scorer(PreparedScorer[Prepared]):
         *,
         batch_tokens: int | None = DEFAULT_BATCH_TOKENS,
         max_sequences: int | None = None,
-        head_weights: Sequence[float] | Literal["mean"] | None = None,
+        head_weights: HeadWeights | None = None,
         contract: ScoringContract | None = None,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
@@ -123,7 +158,8 @@ class Scorer(PreparedScorer[Prepared]):
         self.prefix_cache = prefix_cache
         self._prompt_lengths: dict[bytes, int] = {}
         self._recent = RecentTokens()
-        self.head_weights = _head_weights(head_weights, model.num_heads)
+        self.head_names = _head_names(model, contract)
+        self.head_weights = _head_weights(head_weights, self.head_names)
 
     @classmethod
     def load(
@@ -139,7 +175,7 @@ class Scorer(PreparedScorer[Prepared]):
         truncation: Truncation | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        head_weights: Sequence[float] | Literal["mean"] | None = None,
+        head_weights: HeadWeights | None = None,
         check_contract: bool = True,
         prefix_cache_bytes: int = 0,
         trust_remote_code: bool = False,
@@ -155,7 +191,7 @@ class Scorer(PreparedScorer[Prepared]):
         """
         quiet_transformers()
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        loaded = load_reward_model(
+        loaded = loading.load_reward_model(
             model,
             tokenizer=None if tokenizer is None else load_tokenizer(tokenizer, trust_remote_code=trust_remote_code),
             dtype=dtype,
@@ -297,7 +333,9 @@ class Scorer(PreparedScorer[Prepared]):
             if on_error == "raise":
                 raise
             return Score(None, one.num_tokens, one.truncated, error=_one_line(error))
-        return Score(self._combined(values), one.num_tokens, one.truncated, heads=tuple(values))
+        return Score(
+            self._combined(values), one.num_tokens, one.truncated, heads=tuple(values), head_names=self.head_names
+        )
 
     def _combined(self, values: Sequence[float]) -> float:
         if self.head_weights is None:
@@ -377,22 +415,37 @@ def check_conversation(conversation: Conversation, name: str) -> Conversation:
     return messages
 
 
-def _head_weights(weights: Sequence[float] | Literal["mean"] | None, num_heads: int) -> tuple[float, ...] | None:
-    if weights is None and num_heads == 1:
+def _head_names(model: RewardModel, contract: ScoringContract | None) -> tuple[str, ...]:
+    """The name of each head: that of its label."""
+    labels = [head.name for head in contract.heads] if contract else list((model.hf.config.id2label or {}).values())
+    if len(labels) != model.num_heads:
+        labels = [str(i) for i in range(model.num_heads)]
+    return tuple(map(str, labels))
+
+
+def _head_weights(weights: HeadWeights | None, names: Sequence[str]) -> tuple[float, ...] | None:
+    if weights is None and len(names) == 1:
         return None
     if weights is None:
         raise ModelError(
             "the model has several heads, and nothing says how they make one score",
-            got=f"{num_heads} heads",
-            fix=f"head_weights={[1.0, *[0.0] * (num_heads - 1)]} takes the first alone; Score.heads has all values",
+            got=f"{len(names)} heads: {', '.join(names)}",
+            fix=f"head_weights={{{names[0]!r}: 1.0}} takes the first alone; Score.heads has all values",
         )
     if weights == "mean":
-        return (1.0 / num_heads,) * num_heads
-    if len(weights) != num_heads:
+        return (1.0 / len(names),) * len(names)
+    unknown = [name for name in weights if name not in names] if isinstance(weights, Mapping) else []
+    values = [weights.get(name, 0.0) for name in names] if isinstance(weights, Mapping) else list(weights)
+    if unknown or len(values) != len(names) or not any(values):
         raise ConfigError(
             "the weights of the heads do not fit the model",
             field="head_weights",
             got=weights,
-            need=f"{num_heads} numbers",
+            need=f"{len(names)} numbers, not all 0, or the weights of some of {', '.join(names)}",
         )
-    return tuple(map(float, weights))
+    return tuple(map(float, values))
+
+
+def load_reward_model(model: str | Path, **options: Any) -> Scorer:
+    """A reward model whose `score(prompt=..., response=...)` is a number: `Scorer.load`, with its options."""
+    return Scorer.load(model, **options)

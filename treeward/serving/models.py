@@ -86,7 +86,7 @@ class ServedModel:
         `ConfigError` for a device that is not there.
         """
         check_device(config.device, where=config.served_name, field="device")
-        same = {"device", "max_length", "truncation", "check_contract", "trust_remote_code"}
+        same = {"head_weights", "device", "max_length", "truncation", "check_contract", "trust_remote_code"}
         options: dict[str, Any] = {name: getattr(config, name) for name in same} | {
             "dtype": DTYPES[config.dtype],
             "batch_tokens": server.batch_tokens,
@@ -100,8 +100,9 @@ class ServedModel:
             scorer = EnsembleScorer.load(members, config=ensemble, **options)
         tokenizer = scorer.renderer.tokenizer
         shaper = load_shaper(config.shaping, members[0], is_ensemble=ensemble is not None, tokenizer=tokenizer)
-        # Nobody knows whether a model that was not checked keeps its contract.
-        contracts = [read_contract(member) for member in members] if config.check_contract else []
+        # Nobody knows whether a model that was not checked keeps its contract; other weights make another score.
+        is_kept = config.check_contract and config.head_weights is None
+        contracts = [read_contract(member) for member in members] if is_kept else []
         found = [contract for contract in contracts if contract is not None]
         return cls(config.served_name, scorer, shaper=shaper, contracts=found, members=members)
 
@@ -139,8 +140,8 @@ class ServedModel:
 
     @property
     def developer_role(self) -> str:
-        """The role of a rollout's developer message: most templates know `system`, and some drop unknown roles."""
-        return "developer" if self.renderer is not None and "developer" in self.renderer.chat_template else "system"
+        """The role of a rollout's developer message."""
+        return "system" if self.renderer is None else self.renderer.developer_role
 
     def described(self, created: int) -> dict[str, Any]:
         """The model as /v1/models lists it. `created`: seconds of the epoch."""
@@ -161,7 +162,7 @@ class ServedModel:
             "max_model_len": None if self.renderer is None else self.renderer.max_length,
             "contract": self.contract_sha256,
             "members": list(self.members),
-            "heads": [head.name for head in self.contracts[0].heads] if len(self.contracts) == 1 else [],
+            "heads": list(self.scorers[0].head_names) if len(self.scorers) == 1 else [],
             "temperature": temperature,  # what scores are divided by to be log-odds
             "shaped": self.shaper is not None,
             "shaping_sha256": shaping,

@@ -139,9 +139,7 @@ def verdict(reward: Reward, threshold: float | None = None) -> dict[str, Any]:
     parts: dict[str, float] = {}
     if score.score is not None and score.score != reward.value:
         parts["reward_score"] = score.score
-    parts |= {f"reward_member_{i}": value for i, value in enumerate(score.members)}
-    if len(score.heads) > 1:
-        parts |= {f"reward_head_{i}": value for i, value in enumerate(score.heads)}
+    parts |= {f"reward_{name}": value for name, value in score.parts.items()}
     passed = {} if threshold is None else {"reward_passed": reward.value >= threshold}
     counts = {"reward_num_tokens": score.num_tokens, "reward_truncated": score.truncated}
     return {"reward": reward.value, **({"reward_components": parts, **parts} if parts else {}), **counts, **passed}
