@@ -8,6 +8,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# An environment that `uv run` has made has no pip.
+MAKE_VENV := test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); $(BIN)/python -m ensurepip --default-pip > /dev/null
 # One thread for each of two test processes: tiny models gain nothing from more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
@@ -17,12 +19,12 @@ env: $(VENV)/.ready
 env-dev: $(VENV)/.ready-dev
 
 $(VENV)/.ready: constraints.txt pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(MAKE_VENV)
 	$(PIP) --editable '.[math]'
 	touch $@
 
 $(VENV)/.ready-dev: constraints.txt pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(MAKE_VENV)
 	$(PIP) --editable '.[dev]'
 	touch $@ $(VENV)/.ready
 

@@ -19,7 +19,7 @@ from signed import write_signed_model
 
 from treeward.training.tracking import read_metrics
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,104 @@
+"""What scripts for NeMo RL's reward models import, under its names.
+
+    from treeward.compat.nemo_rl import HelpSteer3Dataset, RewardModelEnvironment, TaskDataSpec
+
+| in NeMo RL | here |
+|---|---|
+| `nemo_rl.environments.reward_model_environment` | `RewardModelEnvironment` |
+| `nemo_rl.environments.interfaces` | `EnvironmentReturn` |
+| `nemo_rl.data.interfaces` | `TaskDataSpec`, `DatumSpec`, `LLMMessageLogType` |
+| `nemo_rl.data.datasets.preference_datasets` | the four dataset classes |
+
+These are treeward's own classes, not NeMo RL's: names, fields and arguments are the same, and NeMo RL need not be
+installed. In NeMo RL's own loop use `treeward.environments.nemo_rl`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NotRequired, TypedDict
+
+import torch
+
+from treeward.config.data import DataConfig
+from treeward.config.load import load_section
+from treeward.data.datasets import TaskDataSpec, open_dataset
+from treeward.data.prompt_encoding import EncodedPrompt
+from treeward.environments.interface import EnvironmentReturn as EnvironmentReturn
+from treeward.environments.reward_model import RewardModelEnvironment as RewardModelEnvironment
+
+LLMMessageLogType = list[dict[str, str | torch.Tensor]]
+"""Messages with `role` and `content`, and tensors of the loop, as `token_ids`."""
+
+
+class DatumSpec(TypedDict):
+    """A prompt in NeMo RL's rollouts. `length`: its tokens; `loss_multiplier`: 0 leaves it out of the loss."""
+
+    message_log: LLMMessageLogType
+    length: int
+    extra_env_info: dict[str, Any] | None
+    loss_multiplier: float
+    idx: int
+    task_name: NotRequired[str]
+    stop_strings: NotRequired[list[str]]
+
+
+def datum_spec(encoded: EncodedPrompt, idx: int) -> DatumSpec:
+    """A prompt of `encode_prompts` as a row of NeMo RL's rollouts.
+
+    The messages stay raw, for the environment's model to render. `token_ids`, int64, of the last message are those of
+    the whole prompt as the policy's template renders it; the messages before have none.
+    """
+    ids, messages = torch.tensor(encoded.token_ids, dtype=torch.int64), encoded.prompt.messages
+    log = [{**message, "token_ids": ids[:0]} for message in messages[:-1]] + [{**messages[-1], "token_ids": ids}]
+    return DatumSpec(
+        message_log=log, length=len(ids), extra_env_info=dict(encoded.prompt.info), loss_multiplier=1.0, idx=idx
+    )
+
+
+class _PreferenceSets:
+    """The attributes of NeMo RL's dataset classes: `formatted_ds`, {"train": rows, "validation": rows or None}, each
+    row with `context` and ranked `completions`, and `task_spec`.
+
+    The arguments are keys of the section `data`: `train_data_path`, `val_data_path`, `train_split`, `val_split`, and
+    `prompt_key`, `chosen_key`, `rejected_key`. Raises `ConfigError` for other keys, `DataError` for a row that is
+    wrong. `dataset_name` in a configuration means the same, and does not hold all rows in memory.
+    """
+
+    dataset_name: ClassVar[str]
+
+    def __init__(self, train_data_path: str | None = None, val_data_path: str | None = None, **keys: Any) -> None:
+        given = {"train_data_path": train_data_path, "val_data_path": val_data_path, **keys}
+        section = {"dataset_name": self.dataset_name} | {key: one for key, one in given.items() if one is not None}
+        data = load_section(DataConfig, section, where=type(self).__name__)
+        train, *validation = (open_dataset(one) for one in (*data.train[:1], *data.validation[:1]))
+        self.formatted_ds = {"train": _rows(train), "validation": _rows(validation[0]) if validation else None}
+        self.task_spec: TaskDataSpec = train.task_spec
+
+
+def _rows(dataset: Any) -> list[dict[str, Any]]:
+    (rows,) = dataset.formatted_ds.values()
+    return list(rows)
+
+
+class PreferenceDataset(_PreferenceSets):
+    """Rows in the rank format: `context` and `completions` with ranks."""
+
+    dataset_name = "PreferenceDataset"
+
+
+class BinaryPreferenceDataset(_PreferenceSets):
+    """Rows of a prompt, a chosen and a rejected completion."""
+
+    dataset_name = "BinaryPreferenceDataset"
+
+
+class HelpSteer3Dataset(_PreferenceSets):
+    """nvidia/HelpSteer3 from the hub, or copies of its splits."""
+
+    dataset_name = "HelpSteer3"
+
+
+class Tulu3PreferenceDataset(_PreferenceSets):
+    """The preference mixture of Tulu 3 8B from the hub, or a copy; it has no validation split."""
+
+    dataset_name = "Tulu3Preference"
