@@ -9,16 +9,11 @@ takes any response as a sign that the server is up, so nothing listens until the
 
 from __future__ import annotations
 
-import os
 import sys
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from treeward.config.load import load_section
-from treeward.config.nemo_gym import NemoGymConfig
-from treeward.errors import ConfigError, TreewardError
+from treeward.config.nemo_gym import NemoGymConfig, handed_over
+from treeward.errors import TreewardError
 from treeward.serving import logs
 from treeward.serving.run import serve
 
@@ -36,19 +31,8 @@ def main() -> int:
 
 def gym_config() -> NemoGymConfig:
     """This server's section of the configuration that NeMo Gym hands over in the environment. Raises `ConfigError`."""
-    name = os.environ.get("NEMO_GYM_CONFIG_PATH", "")
-    try:
-        merged = OmegaConf.create(os.environ.get("NEMO_GYM_CONFIG_DICT", ""))
-        [(implementation, section)] = OmegaConf.select(merged, f"{name}.resources_servers").items()
-    except (OmegaConfBaseException, YAMLError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            "NeMo Gym has given no configuration of this server",
-            where="NEMO_GYM_CONFIG_DICT, NEMO_GYM_CONFIG_PATH",
-            got=f"{type(error).__name__}: {error}",
-            need=f"YAML with one server in {name or 'NAME'}.resources_servers",
-            fix="use ng_run, or treeward serve MODEL without NeMo Gym",
-        ) from error
-    return load_section(NemoGymConfig, section, where=f"{name}.resources_servers.{implementation}")
+    where, section = handed_over()
+    return load_section(NemoGymConfig, section, where=where)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,14 @@ NeMo Gym's own keys of the section are known and have no effect; `host` and `por
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from yaml import YAMLError
 
 from treeward.config.ensemble import EnsembleConfig
 from treeward.config.load import load_section
@@ -29,6 +33,38 @@ _SHORTHANDS = ("normalize_rewards", "reward_mean", "reward_std", "reward_clip", 
 _Ensemble = Annotated[
     EnsembleConfig, BeforeValidator(lambda given: {"method": given} if isinstance(given, str) else given)
 ]
+
+
+def handed_over() -> tuple[str, DictConfig]:
+    """What NeMo Gym gives a server in the environment: the name of its section, and the section in the merged whole.
+
+    Raises `ConfigError`.
+    """
+    name = os.environ.get("NEMO_GYM_CONFIG_PATH", "")
+    try:
+        [(implementation, section)] = OmegaConf.select(_merged(), f"{name}.resources_servers").items()
+    except (OmegaConfBaseException, YAMLError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            "NeMo Gym has given no configuration of this server",
+            where="NEMO_GYM_CONFIG_DICT, NEMO_GYM_CONFIG_PATH",
+            got=f"{type(error).__name__}: {error}",
+            need=f"YAML with one server in {name or 'NAME'}.resources_servers",
+            fix="use ng_run, or treeward serve MODEL without NeMo Gym",
+        ) from error
+    return f"{name}.resources_servers.{implementation}", section
+
+
+def model_server_url(name: str) -> str:
+    """The address of one of NeMo Gym's model servers, for OpenAI's API. Raises `ConfigError`."""
+    servers = OmegaConf.select(_merged(), f"{name}.responses_api_models") or {}
+    for server in servers.values():
+        return f"http://{server.host}:{server.port}/v1"
+    need = "the name of a server in NAME.responses_api_models of the configuration"
+    raise ConfigError("there is no such model server", field="judge_model_server.name", got=name, need=need)
+
+
+def _merged() -> DictConfig:
+    return cast(DictConfig, OmegaConf.create(os.environ.get("NEMO_GYM_CONFIG_DICT", "")))
 
 
 class NemoGymConfig(HostedModelConfig):

@@ -37,7 +37,7 @@ from treeward.serving.rollouts.statistics import aggregate_metrics
 
 PATHS = ("/verify", "/seed_session", "/close_session", "/aggregate_metrics")
 """How the addresses of its bodies end."""
-_VERDICT_KEYS = frozenset(
+VERDICT_KEYS = frozenset(
     {
         *("reward", "reward_score", "reward_components", "reward_num_tokens", "reward_truncated", "reward_passed"),
         *("mask_sample", "failure_kind", "failure_reason", "_ng_failure_class"),
@@ -46,7 +46,11 @@ _VERDICT_KEYS = frozenset(
 """What a body may hold of an earlier verdict, when it is verified again."""
 
 router = APIRouter(tags=["NeMo Gym"], route_class=JSONRoute)
-_of_rollouts = APIRouter(route_class=JSONRoute)
+sessions = APIRouter(route_class=JSONRoute)
+"""The routes beside /verify, which are the same for every resources server."""
+_verify = APIRouter(route_class=JSONRoute)
+ROLLOUT_PREFIX = "/ng-rollout/{rollout_id}"
+"""Before the addresses that are asked for one rollout, where NeMo Gym observes it."""
 
 
 class CreateParams(Body):
@@ -74,7 +78,7 @@ class VerifyBody(Body):
     """`reward_passed` says whether the reward is at least this."""
 
 
-@_of_rollouts.post("/verify", summary="The reward of a rollout", response_model=dict[str, Any])
+@_verify.post("/verify", summary="The reward of a rollout", response_model=dict[str, Any])
 async def verify(body: VerifyBody, request: Request, server: Server) -> Response:
     model = server.model(None)
     content, given = await request.body(), await request.json()
@@ -84,14 +88,15 @@ async def verify(body: VerifyBody, request: Request, server: Server) -> Response
         [reward] = await server.rewards(model, asked, reference_answers=references, on_error="mask")
         added = verdict(reward, body.reward_threshold)
     except DataError as error:
-        added = _failure(in_words(error))
+        added = failure(in_words(error))
     except APIError as error:
         server.service.metrics.errors.labels(error.code).inc()
-        added = _failure(error.message)
+        added = failure(error.message)
     return Response(with_verdict(content, given, added), media_type="application/json")
 
 
-@_of_rollouts.post("/seed_session", summary="Begin a session", response_model=dict[str, str])
+@sessions.post("/seed_session", summary="Begin a session", response_model=dict[str, str])
+@sessions.post(ROLLOUT_PREFIX + "/seed_session", response_model=dict[str, str])
 async def seed_session(
     resources_session_id: Annotated[str | None, Field(min_length=1), FromBody(embed=True)] = None,
 ) -> JSON:
@@ -104,25 +109,26 @@ async def seed_session(
     return response
 
 
-@router.post("/close_session", summary="End a session", response_model=dict[str, str])
+@sessions.post("/close_session", summary="End a session", response_model=dict[str, str])
 async def close_session(resources_session_id: Annotated[str, FromBody(embed=True)]) -> JSON:
     return JSON({"resources_session_id": resources_session_id})
 
 
-@router.post("/aggregate_metrics", summary="Statistics of verified rollouts", response_model=dict[str, Any])
+@sessions.post("/aggregate_metrics", summary="Statistics of verified rollouts", response_model=dict[str, Any])
 def aggregate(  # no coroutine: it takes long, in a thread
     verify_responses: Annotated[list[dict[str, Any]], FromBody(embed=True)],
 ) -> JSON:
     return JSON(aggregate_metrics(verify_responses))
 
 
-@router.get("/reverify_mode", summary="Rollouts may be verified again at any time")
+@sessions.get("/reverify_mode", summary="Rollouts may be verified again at any time")
 async def reverify_mode() -> JSON:
     return JSON("stateless")
 
 
-router.include_router(_of_rollouts)
-router.include_router(_of_rollouts, prefix="/ng-rollout/{rollout_id}")
+router.include_router(sessions)
+router.include_router(_verify)
+router.include_router(_verify, prefix=ROLLOUT_PREFIX)
 
 
 def parse(given: Mapping[str, Any], model: ServedModel) -> Conversation:
@@ -134,7 +140,7 @@ def parse(given: Mapping[str, Any], model: ServedModel) -> Conversation:
 def verdict(reward: Reward, threshold: float | None = None) -> dict[str, Any]:
     """The keys that a reward adds to a rollout."""
     if reward.value is None:
-        return _failure(reward.error or "there is no reward")
+        return failure(reward.error or "there is no reward")
     score = reward.score
     parts: dict[str, float] = {}
     if score.score is not None and score.score != reward.value:
@@ -151,7 +157,7 @@ def with_verdict(content: bytes, given: Mapping[str, Any], added: Mapping[str, A
     The echoed part is the bytes themselves: it is neither dumped nor rounded. Only a body that holds an earlier verdict
     is written anew. Raises `APIError` 422 for such a body that is nested too deep.
     """
-    stale = (_VERDICT_KEYS | added.keys()) & given.keys()
+    stale = (VERDICT_KEYS | added.keys()) & given.keys()
     if stale:
         try:
             kept = {key: value for key, value in json.loads(content).items() if key not in stale}
@@ -162,7 +168,8 @@ def with_verdict(content: bytes, given: Mapping[str, Any], added: Mapping[str, A
     return content.rstrip(b" \t\r\n")[:-1] + comma + orjson.dumps(added)[1:]
 
 
-def _failure(reason: str) -> dict[str, Any]:
+def failure(reason: str) -> dict[str, Any]:
+    """The keys of a rollout without a reward."""
     kind = "verifier_error"
     masked = {"reward": 0.0, "mask_sample": True}
     return {**masked, "_ng_failure_class": kind, "failure_kind": kind, "failure_reason": reason}
