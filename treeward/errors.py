@@ -10,7 +10,9 @@ traceback and exits with code 2. Anything else that is raised is a fault of tree
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Self
 
 _UNSET: Any = object()
@@ -86,6 +88,17 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
     by_lower_case = {candidate.lower(): candidate for candidate in names}
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.6)
     return by_lower_case[close[0]] if close else None
+
+
+def nearest_path(path: str | os.PathLike[str]) -> str | None:
+    """The path that was probably meant by one that does not exist: names are corrected where it goes astray."""
+    given = Path(path)
+    missing = next((one for one in reversed([given, *given.parents]) if not one.exists()), None)
+    near = missing and nearest_name(missing.name, os.listdir(missing.parent) if missing.parent.is_dir() else ())
+    if missing is None or near is None:
+        return None
+    meant = missing.parent / near / given.relative_to(missing)
+    return str(meant) if meant.exists() else nearest_path(meant)
 
 
 def _rebuild(cls: type[TreewardError], state: dict[str, Any], args: tuple[Any, ...]) -> TreewardError:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -44,6 +46,53 @@ def test_the_help_of_a_verb_shows_examples_that_parse(verb: str, capsys: pytest.
         command = entry._load(verb)
         command.make_context(verb, shlex.split(example)[1:])  # raises for words that do not parse
         assert all(getattr(parameter, "help", None) for parameter in command.params)
+
+
+def test_a_misspelt_verb_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "Did you mean 'train'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "near"),
+    [
+        (["score", "MODEL", "--data", "run/rows.jsnl"], "--data", "run/rows.jsonl"),
+        (["train", "--config", "run/qickstart.yaml"], "--config", "run/quickstart.yaml"),
+        (["eval", "runs/final/modl", "--suite", "llmbar"], "MODEL", "run/final/model"),
+        (["eval", "run/final/model", "--suite", "llmbar=run/rows.json"], "--suite", "run/rows.jsonl"),
+        (["compare", "run/finl", "run"], "A", "run/final"),
+        (["verify", "run/final/mdel"], "MODEL", "run/final/model"),
+    ],
+)
+def test_a_path_that_is_not_there_names_its_option_and_the_nearest(
+    words: list[str], option: str, near: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / "final" / "model").mkdir(parents=True)
+    for name in ("rows.jsonl", "quickstart.yaml"):
+        (tmp_path / "run" / name).write_text("")
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"field: {option}\n" in said and f"did you mean {near}?" in said
+
+
+def test_a_loss_that_is_called_type_is_told_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rm.yaml").write_text("policy: {model_name: some/model}\ndata: {train_data_path: train.jsonl}\n")
+    assert main(["train", "--config", str(tmp_path / "rm.yaml"), "rm.loss.type=regression"]) == 2
+    said = capsys.readouterr().err
+    assert "rm.loss.type=regression" in said and "rm.loss.name, which is one of bradley_terry" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [("treeward ev", {"eval"}), ("treeward eval --da", {"--data", "--dataset-name", "--data-option"})],
+)
+def test_a_shell_completes_verbs_and_their_options(line: str, offered: set[str]) -> None:
+    words = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_TREEWARD_COMPLETE": "complete_bash"}
+    command = [sys.executable, "-c", "from treeward.cli.main import main; main()"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **words})
+    assert set(done.stdout.split()) == offered
 
 
 def test_options_may_stand_between_overrides_and_debug_anywhere(capsys: pytest.CaptureFixture[str]) -> None:

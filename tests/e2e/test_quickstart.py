@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from treeward import Scorer
+from treeward.cli import serve
 
 REPOSITORY = Path(__file__).parent.parent.parent
 
@@ -33,6 +37,9 @@ def test_it_learns_the_data_and_its_bias_and_may_be_repeated(tmp_path: Path) -> 
     assert "Put the answer in square brackets" in first and "Next" in first
     check_report(tmp_path / REPORT, {"plain": plain, "length_controlled": controlled}, first)
     written = (tmp_path / REPORT / "report.html").stat().st_mtime_ns
+    request = json.loads(re.findall(r"-d '(.*?)'", str(serve.__doc__), re.DOTALL)[0])
+    right, wrong = Scorer.load(tmp_path / "results/quickstart/final").score_completions(**request)
+    assert right.score > wrong.score + 1, "the example of `treeward serve --help` ranks wrong"
     again = quickstart(tmp_path)
     assert again == first  # nothing is trained again, and the exported model scores as before
     assert (tmp_path / REPORT / "report.html").stat().st_mtime_ns == written

@@ -118,7 +118,9 @@ def test_a_template_that_fails_is_a_clear_error(
 
 
 def test_routes_and_methods_that_are_not_there(own_client: Any, service: Service) -> None:
-    assert error(own_client.get("/v2/rewards")) == (404, "not_found")
+    response = own_client.post("/v2/rewards")
+    assert error(response) == (404, "not_found") and "did you mean /v1/rewards?" in response.text
+    assert "the routes are /v1/rewards, " in own_client.post("/not/at/all").text
     assert error(own_client.post("/" + "x" * 5000))[0] == 404
     response = own_client.get("/v1/rewards")
     assert error(response) == (405, "method_not_allowed") and response.headers["allow"] == "POST"

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import io
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -40,20 +41,18 @@ VERBS = {
 
 
 class _Verbs(TyperGroup):
-    """Lists verbs by their summaries, and imports the one that is called."""
+    """Lists verbs by their summaries, and imports the one that is called or completed."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(VERBS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
-        return TyperCommand(cmd_name, help=VERBS[cmd_name]) if cmd_name in VERBS else None
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {verb: TyperCommand(verb, help=summary) for verb, summary in VERBS.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else _load(name), rest
 
 
-app = typer.Typer(cls=_Verbs, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+app = typer.Typer(cls=_Verbs, rich_markup_mode=None, no_args_is_help=True)
 
 
 @app.callback()
@@ -131,6 +130,8 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
                 raise typer.Exit(0) from None
             if logging.getLogger("treeward").isEnabledFor(logging.DEBUG):
                 traceback.print_exc()
+            if isinstance(error, TreewardError) and error.field is None:
+                error = error.but(field=_option_of(error.where, run, options))
             code, text = 2, f"treeward {verb}: {error}\n"
             if isinstance(error, KeyboardInterrupt):
                 code, text = 130, f"\ntreeward {verb}: interrupted\n"
@@ -140,6 +141,16 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
         raise typer.Exit(code)
 
     return reporting
+
+
+def _option_of(where: str | None, run: Callable[..., int], given: Mapping[str, Any]) -> str | None:
+    """The option or argument by which the path was given that an error is about; None if it was given by none."""
+    for name, parameter in inspect.signature(run, eval_str=True).parameters.items():
+        info, value = parameter.annotation.__metadata__[0], given[name]
+        if where in [str(one).rpartition("=")[2] for one in (value if isinstance(value, list) else [value])]:
+            is_argument = isinstance(info, typer.models.ArgumentInfo)
+            return info.metavar if is_argument else next(iter(info.param_decls or ()), f"--{name.replace('_', '-')}")
+    return None
 
 
 def _reader_has_enough() -> bool:

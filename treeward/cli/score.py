@@ -2,7 +2,7 @@
 
 examples:
   treeward score results/quickstart/final --data conversations.jsonl --output scores.jsonl
-  echo '{"prompt": "2 + 2?", "responses": ["4", "5"]}' | treeward score MODEL --data - --output -
+  echo '{"prompt": "What is 7 plus 5?", "responses": ["12", "13"]}' | treeward score MODEL --data -
   treeward score MODEL --data conversations.jsonl --shaping "{length_penalty: {coefficient: 0.001}}"
   treeward score MODEL OTHER_MODEL --data conversations.jsonl --ensemble worst
 

@@ -2,6 +2,8 @@
 
 examples:
   treeward serve results/quickstart/final
+  curl localhost:8000/v1/rewards -d '{"completions": ["12", "13"],
+      "context": [{"role": "user", "content": "What is 7 plus 5?"}]}'
   treeward serve MODEL OTHER_MODEL --host 0.0.0.0 --port 8000 token_env=TREEWARD_TOKEN
   treeward serve MODEL OTHER_MODEL --ensemble worst --shaping "{length_penalty: {coefficient: 0.001}}"
   treeward serve --config server.yaml --port 8001 deadline_seconds=30

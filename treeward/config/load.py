@@ -26,7 +26,7 @@ from treeward.config.base import Location, Strict, config_error, sections, witho
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import ENVIRONMENT_SECTIONS, environment_sections
 from treeward.config.run import RewardModelRunConfig
-from treeward.errors import ConfigError, nearest_name
+from treeward.errors import ConfigError, nearest_name, nearest_path
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +106,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a file, with `${...}` references as they are. Raises `ConfigError` naming the file."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
+    except FileNotFoundError as error:
+        near = nearest_path(path)
+        fix = f"did you mean {near}?" if near else f"correct the path; relative paths begin at {Path.cwd()}"
+        raise ConfigError("there is no such file", where=str(path), need="a YAML file", fix=fix) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         summary = f"the YAML cannot be read: {' '.join(str(error).split())}"
         raise ConfigError(summary, where=str(path), need="a YAML file in UTF-8") from error

@@ -23,7 +23,7 @@ from treeward.config.data_forms import COMPARISON_SETS, PROMPT_SETS
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import RewardModelEnvironmentConfig, environment_sections
 from treeward.config.run import RewardModelRunConfig
-from treeward.errors import ConfigError, nearest_name
+from treeward.errors import ConfigError, nearest_name, nearest_path
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)(?<!\.gz)")
 
@@ -131,7 +131,6 @@ def _check_path(path: str | None, field: str, need: str) -> None:
     """Raise `ConfigError`, with the nearest name in the folder, for a file or folder that does not exist."""
     if path is None or Path(path).exists():
         return
-    folder = Path(path).parent
-    near = nearest_name(Path(path).name, os.listdir(folder)) if folder.is_dir() else None
-    fix = f"did you mean {folder / near}?" if near else f"correct the path; relative paths begin at {os.getcwd()}"
+    near = nearest_path(path)
+    fix = f"did you mean {near}?" if near else f"correct the path; relative paths begin at {os.getcwd()}"
     raise ConfigError("there is no such file or folder", field=field, got=path, need=need, fix=fix)

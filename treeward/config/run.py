@@ -47,6 +47,9 @@ class LossConfig(Strict):
     @classmethod
     def _is_known(cls, raw: Any) -> Any:
         name = raw.get("name") if isinstance(raw, Mapping) else raw
+        if name is None and isinstance(raw, Mapping) and "type" in raw:
+            need = f"rm.loss.name, which is one of {', '.join(get_args(LossName))}"
+            raise ConfigError("a loss is chosen by its name", field="type", got=raw["type"], need=need)
         if isinstance(name, str) and name not in get_args(LossName):
             fix = "add a function to treeward/losses.py, and its name to LOSSES there and to LossName in config/run.py"
             need = f"one of {', '.join(get_args(LossName))}"

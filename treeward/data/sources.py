@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from treeward.errors import DataError, nearest_name
+from treeward.errors import DataError, nearest_name, nearest_path
 
 KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 """The suffixes of the files that are read."""
@@ -178,6 +178,7 @@ def _table(path: str, split: str | None, subset: str | None) -> tuple[Any, str]:
         need = "a folder that save_to_disk wrote, or a hub dataset"
         fix = "check path, subset, split and network; offline, give a local copy instead of the name; a private or "
         fix += "gated dataset needs HF_TOKEN"
+        fix = f"did you mean {near}?" if not is_saved and (near := nearest_path(path)) else fix
         got = f"{type(error).__name__}: {error}"
         raise DataError("the dataset cannot be read", where=path, got=got, need=need, fix=fix) from error
     if isinstance(loaded, Mapping):
@@ -205,12 +206,12 @@ def _chosen_split(splits: Mapping[str, Any], path: str, split: str | None) -> tu
 
 def _missing(path: str) -> DataError:
     folder = os.path.dirname(path) or "."
+    near = nearest_path(path)
+    fix = f"did you mean {near}?" if near else "check the path"
     if glob.has_magic(path) or not os.path.isdir(folder):
         summary = "no file fits the pattern" if glob.has_magic(path) else "there is no such file, and no such folder"
-        return DataError(summary, where=path, got=folder, fix="check the path")
-    near = nearest_name(os.path.basename(path), os.listdir(folder))
+        return DataError(summary, where=path, got=folder, fix="check the path" if glob.has_magic(path) else fix)
     need = "a file, a folder, a pattern such as data/*.jsonl, or a hub name such as org/name"
-    fix = f"did you mean {os.path.join(os.path.dirname(path), near)}?" if near else "check the path"
     return DataError("there is no such file", where=path, need=need, fix=fix)
 
 

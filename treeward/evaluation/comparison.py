@@ -20,7 +20,7 @@ import numpy as np
 from statsmodels.stats.multitest import multipletests
 
 from treeward.data.sources import KINDS, file_suffix, read_file
-from treeward.errors import DataError
+from treeward.errors import DataError, nearest_path
 from treeward.evaluation.examples import EvalExample, Outcome, ScoredExample, scored_from_row
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import accuracy_metric, paired_bootstrap, paired_test
@@ -118,7 +118,8 @@ def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     models = sorted({file.resolve().parent.parent.name for file in files})
     if not files:
         need = f"a folder that `treeward eval` wrote, or its {_ROWS}"
-        fix = "treeward eval MODEL --suite llmbar --output DIR"
+        near = nearest_path(found)
+        fix = f"did you mean {near}?" if near else "treeward eval MODEL --suite llmbar --output DIR"
         raise DataError("there is no evaluation here", where=str(path), need=need, fix=fix)
     if len(models) > 1:
         got, fix = ", ".join(models), str(found / models[0])

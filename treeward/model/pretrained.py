@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from treeward.errors import ConfigError, ModelError, nearest_name
+from treeward.errors import ConfigError, ModelError, nearest_name, nearest_path
 from treeward.model.reward_model import HEAD_NAMES
 
 logger = logging.getLogger(__name__)
@@ -109,11 +109,8 @@ def check_local(name: str) -> None:
         name.startswith(("/", ".", "~")) or name.count("/") > 1 or (path.parent != Path() and path.parent.is_dir())
     )
     if is_local and not path.exists():
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = nearest_name(path.name, siblings)
-        raise ModelError(
-            "there is no such folder", where=name, fix=f"did you mean {path.parent / near}?" if near else None
-        )
+        near = nearest_path(path)
+        raise ModelError("there is no such folder", where=name, fix=f"did you mean {near}?" if near else None)
 
 
 def check_fields(config: PreTrainedConfig, fields: Iterable[str], where: str) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import CONTRACT_FILE, read_contract
-from treeward.model.pretrained import load_tokenizer, quiet_transformers, read_config
+from treeward.model.pretrained import check_local, load_tokenizer, quiet_transformers, read_config
 from treeward.model.reward_model import HEAD_NAMES
 from treeward.model.stored import dtype_of, raw_config, read_stored
 from treeward.scoring.golden import sign_folder, tokenizer_sha256
@@ -76,6 +76,8 @@ def merge_models(
         raise ConfigError("the output exists already", where=str(output), need="a new folder")
     shares = _shares(weights, len(folders))
     members = [Path(folder).expanduser() for folder in folders]
+    for member in members:
+        check_local(str(member))
     first = _identity(members[0], trust_remote_code)
     for member in members[1:]:
         _check_alike(first, _identity(member, trust_remote_code), members[0], member)

@@ -28,7 +28,7 @@ from treeward.errors import DataError, ModelError, TreewardError
 from treeward.model.contract import CONTRACT_FILE, Dtype, ScoringContract, read_contract, text_sha256
 from treeward.model.export import HTTP_ERROR
 from treeward.model.loading import load_reward_model
-from treeward.model.pretrained import load_tokenizer, quiet_transformers
+from treeward.model.pretrained import check_local, load_tokenizer, quiet_transformers
 from treeward.model.reward_model import RewardModel, head_name
 from treeward.model.stored import (
     StoredTensor,
@@ -119,6 +119,7 @@ def local_folder(name: str | Path, *, trust_remote_code: bool = False) -> Path:
         raise ModelError("the model is inside this folder", where=str(name), fix=f"use {name}/model")
     if folder.is_dir():
         return folder
+    check_local(str(name))
     try:
         patterns = [*_PATTERNS, *(["*.py"] if trust_remote_code else [])]
         return Path(snapshot_download(str(name), allow_patterns=patterns))

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from treeward.errors import nearest_name
 from treeward.serving import dialects
 from treeward.serving.api_error import ERRORS, APIError
 from treeward.serving.dialects import nemo_gym
@@ -112,6 +113,11 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "error")
     message = f"{request.method} {request.url.path[:100]}: {error.detail}"
+    if error.status_code == 404:
+        method, paths = request.method.lower(), request.app.openapi()["paths"]
+        routes = [path for path, methods in paths.items() if method in methods and "{" not in path]
+        near = nearest_name(request.url.path[:100], routes)
+        message += f"; {f'did you mean {near}? ' if near else ''}the routes are {', '.join(routes)}"
     response = await _api_error(request, APIError(error.status_code, code, message))
     response.headers.update(error.headers or {})
     return response
