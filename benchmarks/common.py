@@ -30,6 +30,7 @@ from treeward.model.reward_model import RewardModel
 __all__ = ["SIZES", "activation_bytes", "build", "build_causal", "interleave", "load_pairs", "shared_data"]
 
 SIZES = {
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2},  # to see that a benchmark runs
     "xs": {"hidden_size": 256, "num_hidden_layers": 6},
     "s": {"hidden_size": 384, "num_hidden_layers": 6},
     "m": {"hidden_size": 512, "num_hidden_layers": 8},

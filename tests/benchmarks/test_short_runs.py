@@ -14,10 +14,10 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SHORT = {
-    "training_step.py": "--pairs 2 --rounds 1",
-    "scoring.py": "--prompts 1 --rounds 1",
-    "policy_update.py": "--prompts 2 --rounds 1 --completions 4 --prompt-tokens 128",
-    "serving.py": "--requests 16 --rounds 1 --connections 1 8",
+    "training_step.py": "--size tiny --pairs 2 --rounds 1",
+    "scoring.py": "--size tiny --prompts 1 --rounds 1",
+    "policy_update.py": "--size tiny --prompts 2 --rounds 1 --completions 4 --prompt-tokens 128",
+    "serving.py": "--size tiny --requests 16 --rounds 1 --connections 1 8",
     "soak.py": "--minutes 0.1 --clients 8",
 }
 

@@ -20,7 +20,9 @@ def test_the_demo_makes_everything_it_needs_and_reports(
     quick = {
         "SFT_EPOCHS": 1,
         "SHORTER": ["grpo.max_num_steps=2", "grpo.max_val_samples=8", "policy.generation.max_new_tokens=16"],
-        "SHORTER_TRAINING": ["rm.max_num_steps=4", "rm.val_period=4", "checkpointing.save_period=4"],
+        "SHORTER_TRAINING": [
+            f"{key}=4" for key in ("rm.max_num_steps", "rm.val_period", "rm.val_batches", "checkpointing.save_period")
+        ],
     }
     for name, value in quick.items():
         monkeypatch.setitem(run.__globals__, name, value)
