@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from treeward.environments.registry import make_environment as make_environment
     from treeward.environments.registry import register_environment as register_environment
     from treeward.environments.reward_model import RewardModelEnvironment as RewardModelEnvironment
+    from treeward.environments.trl import as_trl as as_trl
     from treeward.errors import CheckpointError as CheckpointError
     from treeward.errors import ConfigError as ConfigError
     from treeward.errors import DataError as DataError
@@ -70,6 +71,7 @@ _HOMES = {
     "environments.interface": ("Environment",),
     "environments.registry": ("make_environment", "register_environment"),
     "environments.reward_model": ("RewardModelEnvironment",),
+    "environments.trl": ("as_trl",),
     "errors": ("CheckpointError", "ConfigError", "DataError", "ModelError", "TreewardError"),
     "http": ("RewardServerError",),
     "losses": ("bradley_terry", "ranked_pairs"),

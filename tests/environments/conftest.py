@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from families import tiny_model
+from loopback import serving_on_loopback
+from signed import write_signed_model
 
 from treeward.data.rendering import Renderer
 
@@ -31,3 +34,24 @@ def make_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -
 def folder(make_folder: Callable[..., str]) -> str:
     """A random reward model."""
     return make_folder()
+
+
+@pytest.fixture(scope="session")
+def signed_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A signed reward model."""
+    return write_signed_model(tmp_path_factory.mktemp("signed") / "rm", tiny_tokenizer, seed=5, max_length=160)
+
+
+@pytest.fixture(scope="session")
+def served(signed_folder: Path) -> Iterator[str]:
+    """The address of a server of the signed model, as it is (`rm`) and with a shaping (`shaped`)."""
+    from treeward.config.server import ServerConfig
+    from treeward.serving.run import make_service
+
+    shaping = {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 0.5}
+    one = {"model": str(signed_folder), "device": "cpu"}
+    config = {"models": [{**one, "name": "rm"}, {**one, "name": "shaped", "shaping": shaping}]}
+    service = make_service(ServerConfig.model_validate(config))
+    with serving_on_loopback(service, token="a-token") as url:
+        yield url
+    service.close()

@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from treeward.client.rewards import RewardClient
 from treeward.data.preference import Message
 from treeward.environments.interface import Environment, Reward
-from treeward.environments.reward_model import RewardModelEnvironment
+from treeward.environments.trl import TrlReward, as_trl
 from treeward.errors import ConfigError
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
@@ -177,10 +178,15 @@ def logged(trainer: Any, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
-def test_trl_trains_on_the_rewards_of_the_environment(folder: str, policy_tokenizer: Any, tmp_path: Path) -> None:
-    environment = RewardModelEnvironment({"model_name": folder, "precision": "float32"})
-    trainer, recorder = train_with_grpo(environment.as_trl(), policy_tokenizer, tmp_path)
-    scorer = Scorer.load(folder, device="cpu")
+@pytest.mark.parametrize("where", ["here", "server"])
+def test_trl_trains_on_the_rewards_of_the_model(
+    where: str, signed_folder: Path, served: str, policy_tokenizer: Any, tmp_path: Path
+) -> None:
+    reward = as_trl(str(signed_folder), precision="float32")
+    if where == "server":
+        reward = TrlReward(RewardClient(served, token="a-token"))
+    trainer, recorder = train_with_grpo(reward, policy_tokenizer, tmp_path)
+    scorer = Scorer.load(signed_folder, device="cpu")
     want = [[score.score for score in scorer.score(step)] for step in recorder.steps]
     assert len(want) == 2 and all(len(step) == 4 for step in want)
     assert logged(trainer, "rewards/reward_model_env/mean") == pytest.approx(

@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback import serving_on_loopback
 from signed import write_signed_model
 
+from treeward.config.preflight import check_inputs
+from treeward.config.server import ServerConfig
 from treeward.data.rendering import Renderer
 from treeward.errors import TreewardError
+from treeward.http import RewardServerError
 from treeward.model.export import export_policy
 from treeward.model.loading import build_policy
 from treeward.rl import setup as rl_setup
 from treeward.rl.setup import set_up
+from treeward.serving.run import make_service
 
 Make = Callable[..., Any]
 Write = Callable[[str, Iterable[Any]], str]
@@ -54,7 +59,7 @@ def test_whether_rewards_move(tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Pa
 
 def test_which_keys_of_an_environment_are_of_the_run() -> None:
     def same(one: dict[str, Any], **changes: Any) -> bool:
-        return rl_setup._section(one) == rl_setup._section({**one, **changes})
+        return rl_setup._section("own", one) == rl_setup._section("own", {**one, **changes})
 
     model = {"model_name": "rm", "precision": "float32"}
     assert same(model, resources={"gpus_per_node": 0}, num_replicas=2, batch_size=3, worker_timeout_seconds=9)
@@ -112,3 +117,24 @@ def test_models_are_known_by_their_weights_wherever_they_lie(
         write(4)
         shutil.copytree("model", "copy", dirs_exist_ok=True)
         assert identity_now(tiny_grpo(*copied)) != first
+
+
+def test_a_reward_model_at_a_server_is_known_by_its_contract(
+    tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """Wherever the server is; one with another model, or another shaping, is another run."""
+    for name, seed in (("rm", 3), ("other", 4)):
+        write_signed_model(tmp_path / name, tiny_tokenizer, seed=seed, max_length=256)
+    shaped = {"shaping": {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 2.0}}
+    identities = []
+    for name, more in (("rm", {}), ("rm", {}), ("rm", shaped), ("other", {})):
+        service = make_service(ServerConfig.model_validate({"models": [{"model": str(tmp_path / name), **more}]}))
+        with serving_on_loopback(service) as url:
+            config = tiny_grpo(f"env={{reward_model: {{model_name: '{url}/v1'}}}}", "grpo.environments=[reward_model]")
+            check_inputs(config)
+            identities.append(identity_now(config)["env"])
+        service.close()
+    assert identities[0] == identities[1] != identities[2]
+    assert identities[3] not in identities[:3]
+    with pytest.raises(RewardServerError, match="cannot be reached"):
+        set_up(config)

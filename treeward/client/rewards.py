@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from treeward.data.preference import check_messages
 from treeward.errors import ConfigError, DataError
-from treeward.http import Connection, Reply, RewardServerError
+from treeward.http import Connection, Reply, RewardServerError, checked_url
 from treeward.scoring.score import Conversation, OnError, Reward, Score
 
 _Arguments = ParamSpec("_Arguments")
@@ -61,8 +61,9 @@ class _Client:
                 raise ConfigError(f"{name} is not positive", field=name, got=number, need="a positive number")
         self.model, self.timeout_seconds = model, timeout_seconds
         self.max_conversations, self._max_concurrency = max_conversations, max_concurrency
+        self.url = checked_url(url)
         of_connection = {"token": token, "max_retries": max_retries, "transport": transport}
-        self._connection = Connection(url, max_connections=max_concurrency, **of_connection)  # type: ignore[arg-type]
+        self._connection = Connection(self.url, max_connections=max_concurrency, **of_connection)  # type: ignore[arg-type]
 
     async def _rewards(
         self,
@@ -177,9 +178,14 @@ class AsyncRewardClient(_Client):
         options: dict[str, Any] = {"reference_answers": reference_answers, "where": where, "on_error": on_error}
         return [reward.value for reward in await self._rewards(conversations, shaped=True, **options)]
 
-    async def detailed_rewards(self, conversations: Sequence[Conversation], **options: Any) -> list[Reward]:
-        """`rewards`, with its options, each with the score that it was made of, or the reason why there is none."""
-        return await self._rewards(conversations, shaped=True, **options)
+    async def detailed_rewards(
+        self, conversations: Sequence[Conversation], /, *, shaped: bool = True, **options: Any
+    ) -> list[Reward]:
+        """`rewards`, with its options, each with the score that it was made of, or the reason why there is none.
+
+        `shaped`: False leaves rewards as scores, also of a model that is served with shaping.
+        """
+        return await self._rewards(conversations, shaped=shaped, **options)
 
     async def models(self) -> list[dict[str, Any]]:
         """The models of the server (id, contract, ...); the first is the default."""
@@ -250,6 +256,7 @@ class RewardClient(_Client):
     score = _blocking(AsyncRewardClient.score)
     score_completions = _blocking(AsyncRewardClient.score_completions)
     rewards = _blocking(AsyncRewardClient.rewards)
+    detailed_rewards = _blocking(AsyncRewardClient.detailed_rewards)
     models = _blocking(AsyncRewardClient.models)
     ready = _blocking(AsyncRewardClient.ready)
     close = _blocking(AsyncRewardClient.aclose)

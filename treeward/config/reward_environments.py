@@ -11,6 +11,7 @@ keys. `treeward/environments/registry.py` constructs the environments.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -57,7 +58,12 @@ class RewardModelEnvironmentConfig(Strict):
     enabled: bool = True
     """Use this environment. It must be true where the environment is made in Python."""
     model_names: TextOrTexts = Field(alias="model_name", min_length=1)
-    """Folder or hub name of a reward model; several of them need `ensemble`."""
+    """Folder or hub name of a reward model, or the address of a `treeward serve`, as `http://host:8000`; several models
+    need `ensemble`."""
+    served_model: str | None = None
+    """Which model of the server at `model_name`, by its name there. None: its first."""
+    token_env: str | None = None
+    """Environment variable that holds the bearer token of the server at `model_name`. None: it asks for none."""
     tokenizer: ScoringTokenizerConfig = ScoringTokenizerConfig()
     trust_remote_code: bool = False
     """Execute Python code that the model's repository brings."""
@@ -100,9 +106,14 @@ class RewardModelEnvironmentConfig(Strict):
     sequence_packing: BatchingConfig = BatchingConfig()
 
     @property
+    def url(self) -> str | None:
+        """The address of the server that scores; None for a model that is loaded."""
+        return server_address(self.model_names[0])
+
+    @property
     def num_workers(self) -> int:
-        """Replicas of the model."""
-        return self.num_replicas or max(self.resources.gpus_per_node, 1) * self.resources.num_nodes
+        """Replicas of the model that are loaded."""
+        return 0 if self.url else self.num_replicas or max(self.resources.gpus_per_node, 1) * self.resources.num_nodes
 
     @model_validator(mode="before")
     @classmethod
@@ -126,9 +137,24 @@ class RewardModelEnvironmentConfig(Strict):
         self.refuse(are_several and is_extra, "tokenizer model_names", need)
         gpus = self.resources.gpus_per_node * self.resources.num_nodes
         is_given = "resources" in self.model_fields_set and self.num_replicas is not None
+        self._check_server()
         need = "a replica for each GPU, or resources.gpus_per_node: 0 for replicas on the CPU"
         keys = "num_replicas resources.gpus_per_node resources.num_nodes"
         self.refuse(is_given and gpus not in (0, self.num_replicas), keys, need)
+
+    def _check_server(self) -> None:
+        need = "the address of a server as the only model_name"
+        for key in ("served_model", "token_env"):
+            self.refuse(self.url is None and getattr(self, key) is not None, f"{key} model_names", need)
+        self.refuse(len(self.model_names) > 1 and "://" in "".join(self.model_names), "model_names", need)
+        if self.url is None:
+            return
+        need = "no such key with a server, which is started with it"
+        for key in ("head_weights", "ensemble", "tokenizer.chat_template", "tokenizer.chat_template_kwargs"):
+            value = functools.reduce(getattr, key.split("."), self)
+            self.refuse(value is not None, f"{key} model_names", need)
+        need = "a section, or nothing: the rewards are then those of the server, `treeward serve --shaping contract`"
+        self.refuse(self.reward_shaping == "contract", "reward_shaping model_names", need)
 
 
 class RuleEnvironmentConfig(Strict):
@@ -285,6 +311,11 @@ ENVIRONMENT_SECTIONS: Mapping[str, type[Strict]] = {
     "hybrid": HybridEnvironmentConfig,
 }
 """The kinds of environments -> the schema of their sections."""
+
+
+def server_address(model: str) -> str | None:
+    """The address of a `treeward serve` that stands in the place of a model's name; None for any other name."""
+    return model.removesuffix("/").removesuffix("/v1") if model.startswith(("http://", "https://")) else None
 
 
 def is_enabled(section: Any) -> bool:

@@ -10,6 +10,8 @@
 rendered and read as in training, and a common prompt is computed once. The number of replicas and the rest of the batch
 change no reward.
 
+Where `model_name` is the address of a `treeward serve`, the server scores (`RewardServer`).
+
 Several replicas of the model are always Ray actors. A worker that dies is restarted, and its chunk of the step is
 repeated; running statistics live in this object, not in the workers.
 """
@@ -24,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from treeward.client.rewards import RewardClient
 from treeward.config.reward_environments import RewardModelEnvironmentConfig
 from treeward.environments.completions import plain
 from treeward.environments.interface import (
@@ -39,9 +42,12 @@ from treeward.environments.interface import (
     undone_on_failure,
 )
 from treeward.environments.replicas import ReplicaPool, ScoringWorker
+from treeward.environments.reward_server import RewardServer
 from treeward.errors import CheckpointError, ConfigError, DataError, ModelError
+from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.rewarding import Rewarder, load_shaper
+from treeward.scoring.shaping import Shaper
 
 Workers = Literal["auto", "here", "ray"]
 
@@ -50,28 +56,28 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
     """Rewards conversations by a reward model.
 
     `workers`: "here" runs the model in this process, "ray" in Ray actors; "auto" is "here" for one replica, unless this
-    process is a Ray actor without a GPU and the model needs one. Raises `ConfigError` for a faulty configuration or too
-    few resources, `ModelError` for a model that cannot be loaded.
+    process is a Ray actor without a GPU and the model needs one. With a server there are no workers; `client` is that
+    of the server, in the place of one by the configuration. Raises `ConfigError` for a faulty configuration or too few
+    resources, `ModelError` for a model that cannot be loaded, `RewardServerError` for a server that is not there.
     """
 
     name = "reward_model_env"
     section = RewardModelEnvironmentConfig
 
     def __init__(
-        self, env_config: Mapping[str, Any] | RewardModelEnvironmentConfig, *, workers: Workers = "auto"
+        self,
+        env_config: Mapping[str, Any] | RewardModelEnvironmentConfig,
+        *,
+        workers: Workers = "auto",
+        client: RewardClient | None = None,
     ) -> None:
         super().__init__(env_config)
         self._lock = threading.Lock()  # steps may come from several threads; the model takes one at a time
-        shaper = load_shaper(
-            self.config.reward_shaping,
-            self.config.model_names[0],
-            is_ensemble=self.config.ensemble is not None,
-            tokenizer=self.config.tokenizer.name,
-            trust_remote_code=self.config.trust_remote_code,
-        )
-        self._rewarder = Rewarder(lambda conversations, _: self._running().score(conversations), shaper)
-        self._workers: ScoringWorker | ReplicaPool | None
-        if workers == "ray" or (workers == "auto" and _needs_ray(self.config)):
+        self._rewarder = Rewarder(lambda conversations, _: self._running().score(conversations), _shaper(self.config))
+        self._workers: ScoringWorker | ReplicaPool | RewardServer | None
+        if self.config.url is not None:
+            self._workers = RewardServer.connect(self.config) if client is None else RewardServer(client)
+        elif workers == "ray" or (workers == "auto" and _needs_ray(self.config)):
             self._workers = ReplicaPool(self.config)
         else:
             self._workers = _worker_here(self.config)
@@ -89,12 +95,18 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
 
     def _shaped(self, conversations: Conversations, env_infos: Infos, *, update: bool) -> list[Reward]:
         with self._lock, undone_on_failure(self):
-            key = self._rewarder.reference_key
-            references = None if key is None else [plain(info.get(key)) for info in env_infos]
-            found = self._rewarder.rewards(conversations, references, update=update)
+            found = self._found(conversations, env_infos, update=update)
             rewards = [replace(reward, components=reward.score.parts) for reward in found]
             self._refuse_failures([None if one.value is not None else str(one.error) for one in rewards])
         return rewards
+
+    def _found(self, conversations: Conversations, env_infos: Infos, *, update: bool) -> list[Reward]:
+        workers = self._running()
+        if isinstance(workers, RewardServer) and self._rewarder.shaper is None:
+            return workers.rewards(conversations, env_infos)
+        key = self._rewarder.reference_key
+        references = None if key is None else [plain(info.get(key)) for info in env_infos]
+        return self._rewarder.rewards(conversations, references, update=update)
 
     def _samples(self, message_logs: Logs, env_infos: AnyInfos) -> list[Sample]:
         samples = super()._samples(message_logs, env_infos)
@@ -166,7 +178,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
             workers.shutdown()
         return True
 
-    def _running(self) -> ScoringWorker | ReplicaPool:
+    def _running(self) -> ScoringWorker | ReplicaPool | RewardServer:
         if self._workers is None:
             raise ModelError("the environment was shut down", fix="make a new RewardModelEnvironment")
         return self._workers
@@ -176,8 +188,21 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         if isinstance(workers, ScoringWorker):
             return workers
         raise ConfigError(
-            f"{what} needs the model in this process", got="a model in Ray workers", fix='one replica, workers="here"'
+            f"{what} needs the model in this process",
+            got="a model in Ray workers, or at a server",
+            fix='the folder of the model, one replica, workers="here"',
         )
+
+
+def _shaper(config: RewardModelEnvironmentConfig) -> Shaper | None:
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    model, tokenizer, shaping = config.model_names[0], config.tokenizer.name, config.reward_shaping
+    if config.url is None or shaping is None or shaping == "contract":
+        options["is_ensemble"] = config.ensemble is not None
+        return load_shaper(shaping, model, tokenizer=tokenizer, **options)
+    # The contract is at the server; a tokenizer that only repeats the address is no tokenizer.
+    tokenizer = None if tokenizer in config.model_names else tokenizer
+    return Shaper(shaping, tokenizer=load_tokenizer(tokenizer, **options) if tokenizer else None)
 
 
 def _needs_ray(config: RewardModelEnvironmentConfig) -> bool:

@@ -34,7 +34,7 @@ class RewardSourceConfig(Strict):
     """The source of rewards: exactly one of `model`, `environment` and `actor`."""
 
     model: str | None = None
-    """A reward model, by folder or hub name, loaded once in this process."""
+    """A reward model: a folder or hub name, loaded once in this process, or the address of a `treeward serve`."""
 
     environment: dict[str, Any] | None = None
     """A section as under `env:`, made once in this process; `type` is its kind, `reward_model` if it is absent."""

@@ -1,7 +1,7 @@
-"""`TrlReward`: an environment as one of the `reward_funcs` of TRL's trainers.
+"""`as_trl` and `TrlReward`: a reward model, or any environment, as one of the `reward_funcs` of TRL's trainers.
 
+    GRPOTrainer(model="Qwen/Qwen3-0.6B", reward_funcs=as_trl("http://host:8000"), train_dataset=prompts)
     reward = RewardModelEnvironment({"model_name": "results/rm/final"}).as_trl()
-    GRPOTrainer(model="Qwen/Qwen3-0.6B", reward_funcs=reward, train_dataset=prompts)
 
 TRL calls it with prompts, completions and the columns of the dataset, each a list with an entry per completion. A
 completion without a reward gives None, which TRL keeps out of the group's baseline and gives the advantage 0. TRL's
@@ -14,19 +14,32 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from treeward.client.rewards import RewardClient
 from treeward.environments.remote import RemoteEnvironment, as_environment
+from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError
 
 _NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric", "environments", "completion_ids"})
 """Arguments of TRL beside the columns of the dataset (`GRPOTrainer._calculate_rewards`)."""
 
 
+def as_trl(
+    model: str, *, name: str | None = None, columns: Mapping[str, str] | None = None, **settings: Any
+) -> TrlReward:
+    """A reward model as one of TRL's `reward_funcs`: `RewardModelEnvironment({"model_name": model, ...}).as_trl()`.
+
+    `model`: the address of a `treeward serve` (`http://host:8000`), or the folder or hub name of a model, which is
+    loaded. `settings`: other keys of the section `env.reward_model`, as `token_env`. Raises what that raises.
+    """
+    return RewardModelEnvironment({"model_name": model, **settings}).as_trl(name=name, columns=columns)
+
+
 class TrlReward:
     """A reward function for TRL.
 
-    `environment`: an `Environment`, or the Ray actor of one. `name`: its name in TRL's log (`rewards/<name>/mean`).
-    `columns`: keys of `env_infos` (`ground_truth`, ...) to columns of the dataset; every other column keeps its name,
-    and an empty cell is left out.
+    `environment`: an `Environment`, the Ray actor of one, or the `RewardClient` of a server. `name`: its name in TRL's
+    log (`rewards/<name>/mean`). `columns`: keys of `env_infos` (`ground_truth`, ...) to columns of the dataset; every
+    other column keeps its name, and an empty cell is left out.
 
     It can be pickled with a Ray actor, and with an environment that can be pickled: not one with a loaded reward model.
     Raises `ConfigError` for an environment with running statistics in one of several processes (`WORLD_SIZE`): each
@@ -37,6 +50,8 @@ class TrlReward:
     """
 
     def __init__(self, environment: Any, *, name: str | None = None, columns: Mapping[str, str] | None = None) -> None:
+        if isinstance(environment, RewardClient):
+            environment = RewardModelEnvironment({"model_name": environment.url}, client=environment)
         self.environment = as_environment(environment)
         self._check_shared()
         self.__name__ = name or self.environment.name

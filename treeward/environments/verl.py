@@ -2,7 +2,7 @@
 
     reward.custom_reward_function.path=pkg://treeward.environments.verl
     reward.custom_reward_function.name=compute_score
-    +reward.custom_reward_function.reward_kwargs.model=results/rm/final
+    +reward.custom_reward_function.reward_kwargs.model=results/rm/final        # or http://host:8000
 
 The other `reward_kwargs` are those of `RewardSourceConfig`: an `environment`, or the `actor` that a run shares. verl
 does not pass the prompt on, so the data has it in `extra_info`, under `prompt` (messages, or the text of one); the rest

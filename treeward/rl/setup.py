@@ -20,10 +20,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.config.reward_environments import is_enabled
+from treeward.config.reward_environments import RewardModelEnvironmentConfig, is_enabled, server_address
 from treeward.data.prompt_encoding import EncodedPrompt, EncodedPrompts, encode_prompts
 from treeward.data.prompt_sets import open_prompts
 from treeward.data.rendering import Renderer
+from treeward.environments.reward_server import RewardServer
 from treeward.model.checks import check_policy, check_positions
 from treeward.model.contract import CONTRACT_FILE
 from treeward.model.export import export_policy
@@ -56,7 +57,7 @@ _NOT_OF_THE_REWARD = {
     *("resources", "num_replicas", "cpus_per_replica", "batch_size", "batch_tokens", "dtensor_cfg", "cpu_offload"),
     *("activation_checkpointing", "dynamic_batching", "sequence_packing", "megatron_cfg", "max_retries"),
     *("worker_timeout_seconds", "start_timeout_seconds", "step_timeout_seconds", "timeout_seconds"),
-    *("workers", "num_workers", "max_concurrency", "base_url", "api_key_env"),
+    *("workers", "num_workers", "max_concurrency", "base_url", "api_key_env", "served_model", "token_env"),
 }
 """Keys of our environments that change where and how fast a reward is computed, or whether there is one in time."""
 
@@ -273,7 +274,7 @@ def _identity(
         "data": {"shuffle": config.data.shuffle},
         "grpo": config.grpo.model_dump(mode="json", exclude=_NOT_OF_THE_RUN),
         "loss_fn": config.loss_fn.model_dump(mode="json"),
-        "env": {name: _section(section) for name, section in config.env.items() if is_enabled(section)},
+        "env": {name: _section(name, section) for name, section in config.env.items() if is_enabled(section)},
         "policy": {
             **policy.model_dump(mode="json", include={*trained_by, "optimizer", "scheduler", "hf_config_overrides"}),
             "generation": policy.generation.model_dump(mode="json", include=sampled_by),
@@ -282,20 +283,32 @@ def _identity(
     }
 
 
-def _section(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of an environment's section that rewards depend on, with the weights of the models that it names.
+def _section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of an environment's section that rewards depend on, with the weights of the models that it names, or
+    what their server says of them.
 
-    Of classes that are not ours every key counts.
+    Of classes that are not ours every key counts. Raises `RewardServerError` for a server that is not there.
     """
-    left_out = set() if "." in str(section.get("type", "")) else _NOT_OF_THE_REWARD
+    kind = str(section.get("type") or name)
+    left_out = set() if "." in kind else _NOT_OF_THE_REWARD
     kept = {key: value for key, value in section.items() if key not in left_out}
     if isinstance(kept.get("members"), Mapping):  # of a hybrid; a member's own keys may stand in `settings`, or beside
         members = {name: {**(one.get("settings") or {}), **one} for name, one in kept["members"].items()}
-        kept["members"] = {name: _section({**one, "settings": None}) for name, one in members.items()}
+        kept["members"] = {name: _section(name, {**one, "settings": None}) for name, one in members.items()}
     if "model_name" in kept:
         names = kept["model_name"]
-        kept["model_name"] = [_with_weights(one) for one in ([names] if isinstance(names, str) else names)]
+        listed = [names] if isinstance(names, str) else names
+        is_served = kind == "reward_model" and server_address(listed[0]) is not None
+        kept["model_name"] = [_at_server(section)] if is_served else [_with_weights(one) for one in listed]
     return kept
+
+
+def _at_server(section: Mapping[str, Any]) -> str:
+    """What the rewards of a server depend on."""
+    keys = {key: section.get(key) for key in ("model_name", "served_model", "token_env")}
+    server = RewardServer.connect(RewardModelEnvironmentConfig.model_validate(keys))
+    with server.client:
+        return server.identity
 
 
 def _with_weights(name: str | None) -> str | None:

@@ -1,0 +1,164 @@
+"""A server in the place of a reward model: its scores through every face of the environment; failures have reasons."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopback import Asked, Loopback
+
+from treeward import RewardClient, RewardModelEnvironment, RewardServerError, as_trl
+from treeward.environments.interface import DETAILS
+from treeward.environments.nemo_rl import NemoRLEnvironment
+from treeward.environments.trl import TrlReward
+from treeward.environments.verl import compute_scores
+from treeward.errors import ConfigError, ModelError
+from treeward.scoring.scorer import Scorer
+
+PROMPT = [{"role": "user", "content": "Name a river."}]
+COMPLETIONS = ["The Nile.", "A river is water.", "No."]
+LOGS = [[*PROMPT, {"role": "assistant", "content": text}] for text in COMPLETIONS]
+INFOS: list[dict[str, Any]] = [{}, {}, {}]
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", "a-token")
+
+
+@pytest.fixture(scope="module")
+def scores(signed_folder: Path) -> list[float]:
+    found = Scorer.load(signed_folder, device="cpu").score(LOGS)
+    return [one.score for one in found if one.score is not None]
+
+
+def section(served: str, **keys: Any) -> dict[str, Any]:
+    """With what a configuration of NeMo RL has beside the model; it has no effect."""
+    own = {
+        "enabled": True,
+        "precision": "bfloat16",
+        "batch_size": 4,
+        "max_model_len": 2048,
+        "tokenizer": {"name": served},
+    }
+    return {"model_name": served, "token_env": "REWARD_TOKEN", "resources": {"gpus_per_node": 2}, **own, **keys}
+
+
+def test_every_face_gives_the_scores_of_the_model(served: str, scores: list[float]) -> None:
+    ends = [log[-1:] for log in LOGS]
+    client = RewardClient(f"{served}/", token="a-token")
+    infos = [{"prompt": PROMPT} for _ in LOGS]
+    section_of_verl = {"environment": {"model_name": served, "token_env": "REWARD_TOKEN"}}
+    found = {
+        "step": RewardModelEnvironment(section(f"{served}/v1"))
+        .step([*LOGS, PROMPT], [*INFOS, {}])
+        .rewards.tolist()[:3],
+        "nemo_rl": NemoRLEnvironment(section(served)).step(LOGS, INFOS).rewards.tolist(),
+        "as_trl": as_trl(served, token_env="REWARD_TOKEN")([PROMPT] * 3, ends, ground_truth=[1, 2, 3]),
+        "TrlReward": TrlReward(client)(["Name a river."] * 3, COMPLETIONS),
+        "verl": [one["score"] for one in compute_scores(["d"] * 3, COMPLETIONS, [""] * 3, infos, **section_of_verl)],
+    }
+    for face, rewards in found.items():
+        assert rewards == pytest.approx(scores, abs=1e-5), face
+
+
+@pytest.mark.parametrize(
+    ("keys", "scale"),
+    [
+        ({}, (0.0, 1.0)),
+        ({"served_model": "shaped"}, (1.0, 0.5)),  # the server's own
+        ({"served_model": "shaped", "reward_shaping": {"reward_mean": 3.0, "reward_std": 2.0}}, (3.0, 2.0)),
+        ({"reward_shaping": {"reward_mean": 3.0, "reward_std": 2.0}}, (3.0, 2.0)),
+    ],
+)
+def test_shaping_is_ours_or_the_servers(
+    keys: dict[str, Any], scale: tuple[float, float], served: str, scores: list[float]
+) -> None:
+    if "reward_shaping" in keys:
+        keys = keys | {"reward_shaping": {"normalize_rewards": True, **keys["reward_shaping"]}}
+    rewards = RewardModelEnvironment(section(served, **keys)).reward(LOGS, INFOS)
+    assert [one.value for one in rewards] == pytest.approx([(s - scale[0]) / scale[1] for s in scores], abs=1e-4)
+    assert [one.raw for one in rewards] == pytest.approx(scores, abs=1e-5)
+
+
+def test_lengths_are_counted_by_a_tokenizer_that_is_named(
+    served: str, signed_folder: Path, scores: list[float]
+) -> None:
+    keys = {"reward_shaping": {"length_penalty": {"coefficient": 10.0, "threshold": 0, "unit": "tokens"}}}
+    with pytest.raises(ConfigError, match="there is no tokenizer"):
+        RewardModelEnvironment(section(served, **keys))
+    named = RewardModelEnvironment(section(served, **keys, tokenizer={"name": str(signed_folder)}))
+    local = RewardModelEnvironment({"model_name": str(signed_folder), "precision": "float32", **keys})
+    found, want = named.step(LOGS, INFOS).rewards, local.step(LOGS, INFOS).rewards
+    assert found.tolist() == pytest.approx(want.tolist(), abs=1e-4)
+    assert found.tolist() != pytest.approx(scores, abs=1)
+
+
+def test_one_that_cannot_be_scored_is_masked_or_raises(served: str, scores: list[float]) -> None:
+    logs = [LOGS[0], [*PROMPT, {"role": "assistant", "content": "word " * 400}]]
+    step = RewardModelEnvironment(section(served)).step(logs, INFOS[:2])
+    assert step.rewards[0].item() == pytest.approx(scores[0], abs=1e-5) and math.isnan(step.rewards[1])
+    assert "too long" in step.metadata[1][DETAILS]["error"]
+    with pytest.raises(ModelError, match="1 of 2 samples have no reward"):
+        RewardModelEnvironment(section(served, on_failure="raise")).step(logs, INFOS[:2])
+
+
+def test_at_the_start_the_server_must_be_there_and_ours(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RewardServerError, match="cannot be reached"):
+        as_trl("http://127.0.0.1:1", max_retries=0)
+    with pytest.raises(RewardServerError, match="401"):
+        as_trl(served)
+    with pytest.raises(ConfigError, match=r"models rm, shaped(?s:.)*with other"):
+        RewardModelEnvironment(section(served, served_model="other"))
+    vllm = Loopback(lambda asked: (200, {"data": [{"id": "a policy of vLLM"}]}))
+    with vllm, pytest.raises(ConfigError, match="treeward serve"):
+        as_trl(vllm.url)
+    monkeypatch.delenv("REWARD_TOKEN")
+    with pytest.raises(ConfigError, match="REWARD_TOKEN is empty or not set"):
+        RewardModelEnvironment(section(served))
+
+
+def test_a_server_that_fails_gives_reasons_and_no_numbers() -> None:
+    status, contract = 200, "one"
+
+    def answer(asked: Asked) -> Any:
+        if asked.path == "/v1/models":
+            return 200, {"data": [{"id": "rm", "contract": contract}]}
+        row = {"score": 1.0, "reward": 1.0, "num_tokens": 1, "truncated": False, "error": None}
+        return status, {"data": [{"index": i, **row} for i in range(len(asked.json["conversations"]))]}
+
+    with Loopback(answer) as server:
+        environment = RewardModelEnvironment({"model_name": server.url, "max_retries": 0})
+        strict = RewardModelEnvironment({"model_name": server.url, "max_retries": 0, "on_failure": "raise"})
+        assert environment.step(LOGS, INFOS).rewards.tolist() == [1.0] * 3
+        status = 503
+        failed = environment.step(LOGS, INFOS)
+        assert bool(failed.rewards.isnan().all()) and "503" in failed.metadata[0][DETAILS]["error"]
+        assert environment.as_trl()([PROMPT] * 3, COMPLETIONS) == [None] * 3
+        with pytest.raises(ModelError, match="3 of 3 samples"):
+            strict.step(LOGS, INFOS)
+        status = 401
+        with pytest.raises(ModelError, match="401"):
+            environment.step(LOGS, INFOS)
+        status, contract = 200, "two"
+        with pytest.raises(ModelError, match="another model than before"):
+            environment.step(LOGS, INFOS)
+        assert environment.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"model_name": "results/rm", "token_env": "X"}, "token_env and model_name"),
+        ({"model_name": ["http://host:8000", "results/rm"], "ensemble": {"method": "mean"}}, "the only model_name"),
+        ({"head_weights": [1.0, 2.0]}, "started with it"),
+        ({"tokenizer": {"chat_template": "x"}}, "started with it"),
+        ({"reward_shaping": "contract"}, "--shaping contract"),
+        ({"model_name": "http://"}, "no address of a server"),
+    ],
+)
+def test_what_makes_no_sense_with_a_server(keys: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        RewardModelEnvironment({"model_name": "http://host:8000", **keys})
