@@ -5,16 +5,29 @@ Sections: scoring; the classes; reward model types; the folder and its commands.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import os
+import runpy
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import torch
 from families import tiny_model
 from signed import write_signed_model
 from starlette.testclient import TestClient
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import treeward
 from treeward.config.nemo_gym import NemoGymConfig
+from treeward.environments.registry import make_environment
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import DataError
 from treeward.scoring.score import Score
@@ -62,6 +75,179 @@ def test_a_loaded_model_scores_a_prompt_and_a_response(model_path: str) -> None:
 def test_what_has_no_score_is_an_error_and_no_number(model_path: str, prompt: Any, response: Any) -> None:
     with pytest.raises(DataError):
         treeward.load_reward_model(model_path, device="cpu").score(prompt=prompt, response=response)
+
+
+# The classes, as the page has them; the lines above the first one are ours
+
+IMPORTS = """
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from treeward.compat.nemo_gym import *
+"""
+QUICK_START = """
+class RewardModelResourcesServer(SimpleResourcesServer):
+    def model_post_init(self, context):
+        # Load reward model
+        self.reward_model = load_reward_model(self.config.model_path)
+
+    async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
+        # Extract response text
+        response_text = extract_response(body.response)
+
+        # Get reward model score
+        reward = self.reward_model.score(
+            prompt=body.responses_create_params.input,
+            response=response_text
+        )
+
+        return BaseVerifyResponse(**body.model_dump(), reward=reward)
+"""
+LENGTH_PENALTY = """
+class LengthPenalty(RewardModelResourcesServer):
+    async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
+        prompt, response = body.responses_create_params.input, extract_response(body.response)  # the page leaves it out
+        raw_reward = self.reward_model.score(prompt, response)
+
+        # Length penalty to discourage verbosity gaming
+        length_penalty = max(0, len(response) - 500) * 0.001
+
+        reward = raw_reward - length_penalty
+        return BaseVerifyResponse(**body.model_dump(), reward=reward)
+"""
+HUGGING_FACE = """
+class HFRewardModelServer(SimpleResourcesServer):
+    def model_post_init(self, context):
+        self.tokenizer = AutoTokenizer.from_pretrained(self.config.model_path)
+        self.model = AutoModelForSequenceClassification.from_pretrained(
+            self.config.model_path,
+            torch_dtype=torch.float16,
+            device_map="auto"
+        )
+
+    def score(self, prompt: str, response: str) -> float:
+        inputs = self.tokenizer(
+            prompt + response,
+            return_tensors="pt",
+            truncation=True,
+            max_length=self.config.max_length
+        ).to(self.model.device)
+
+        with torch.no_grad():
+            outputs = self.model(**inputs)
+
+        return outputs.logits[0].item()
+"""
+START = '\nif __name__ == "__main__":\n    RewardModelResourcesServer.run_webserver()\n'
+
+
+@pytest.fixture
+def app_of(tmp_path: Path, model_path: str) -> Callable[..., TestClient]:
+    """A function: a client of a class of the page."""
+
+    def make(code: str, name: str) -> TestClient:
+        (tmp_path / "app.py").write_text(IMPORTS + code, encoding="utf-8")
+        server = runpy.run_path(str(tmp_path / "app.py"))[name](config={"model_path": model_path})
+        return TestClient(server.setup_webserver())
+
+    return make
+
+
+def test_the_quick_starts_class(app_of: Callable[..., TestClient], model_path: str) -> None:
+    client = app_of(QUICK_START, "RewardModelResourcesServer")
+    expected = treeward.load_reward_model(model_path, device="cpu").predict(PROMPT, RESPONSE)
+    body = rollout(reward_threshold=0.7, _ng_task_index=3, note={"kept": [1, None]})
+    for path in ("/verify", "/ng-rollout/r-1/verify"):
+        got = client.post(path, json=body).json()
+        assert got["reward"] == pytest.approx(expected, abs=1e-6)
+        assert {key: got[key] for key in body} == body
+    assert client.post("/verify", json=got).json() == got  # verified again
+    assert client.get("/").status_code == 200
+    seeded = client.post("/seed_session", json={"resources_session_id": "s", "episode_id": {}, "task_data": {}})
+    assert seeded.json() == {"resources_session_id": "s"} and seeded.headers["set-cookie"]
+    assert client.post("/ng-rollout/r-1/seed_session", json=body).json() == {}
+    assert client.post("/close_session", json={"resources_session_id": "s"}).json() == {"resources_session_id": "s"}
+    metrics = client.post("/aggregate_metrics", json={"verify_responses": [got]}).json()
+    assert metrics["key_metrics"]["mean/reward"] == pytest.approx(expected, abs=1e-6)
+    assert client.get("/reverify_mode").json() == "stateless"
+    assert client.post("/verify", json={"response": {}}).status_code == 422
+
+
+def test_a_failed_verify_is_masked(app_of: Callable[..., TestClient]) -> None:
+    client = app_of(QUICK_START, "RewardModelResourcesServer")
+    got = client.post("/verify", json=rollout("word " * 400)).json()
+    assert (got["reward"], got["mask_sample"], got["_ng_failure_class"]) == (0.0, True, "verifier_error")
+    assert "too long" in got["failure_reason"]
+    nan = "class Nan(SimpleResourcesServer):\n    def predict(self, prompt, response):\n        return float('nan')\n"
+    assert app_of(nan, "Nan").post("/verify", json=rollout()).json()["failure_reason"] == "the reward is nan"
+
+
+def test_the_length_penalty(app_of: Callable[..., TestClient]) -> None:
+    client = app_of(QUICK_START + LENGTH_PENALTY, "LengthPenalty")
+    plain = app_of(QUICK_START, "RewardModelResourcesServer")
+    for response, penalty in ((RESPONSE, 0.0), ("wave " * 120, 0.1)):
+        raw, less = (one.post("/verify", json=rollout(response)).json()["reward"] for one in (plain, client))
+        assert raw - less == pytest.approx(penalty, abs=1e-6)
+
+
+def test_the_hugging_face_class(app_of: Callable[..., TestClient], model_path: str) -> None:
+    got = app_of(HUGGING_FACE, "HFRewardModelServer").post("/verify", json=rollout()).json()
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    hf = AutoModelForSequenceClassification.from_pretrained(model_path, dtype=torch.float32)
+    expected = hf(**tokenizer(PROMPT + RESPONSE, return_tensors="pt")).logits[0].item()
+    assert got["reward"] == pytest.approx(expected, abs=0.02)  # float16
+
+
+def test_as_gym_starts_it(tmp_path: Path, model_path: str) -> None:
+    (tmp_path / "app.py").write_text(IMPORTS + QUICK_START + START, encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    section = {"entrypoint": "app.py", "model_path": model_path, "device": "cpu", "host": "127.0.0.1", "port": port}
+    merged = {"reward_model_server": {"resources_servers": {"reward_model": section}}}
+    gym = {"NEMO_GYM_CONFIG_DICT": json.dumps(merged), "NEMO_GYM_CONFIG_PATH": "reward_model_server"}
+    process = subprocess.Popen([sys.executable, "app.py"], cwd=tmp_path, env=os.environ | gym)
+    try:
+        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
+        while True:
+            try:
+                client.get("/")
+                break
+            except httpx.ConnectError:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    raise AssertionError(f"it ended with {process.wait(0.2)}") from None
+        assert math.isfinite(client.post("/verify", json=rollout()).json()["reward"])
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@pytest.mark.parametrize("method", ["score", "predict"])
+def test_the_custom_class_is_served_and_is_an_environment(
+    tmp_path: Path, make_client: Callable[..., Any], method: str
+) -> None:
+    code = f"""
+def load_custom_model(model_path):
+    class Model:
+        def forward(self, prompt, response):
+            return len(prompt) + len(response) / 1000
+    return Model()
+
+class CustomRewardModel:
+    def __init__(self, model_path: str):
+        self.model = load_custom_model(model_path)
+
+    def {method}(self, prompt: str, response: str) -> float:
+        # Your custom scoring logic
+        return self.model.forward(prompt, response)
+"""
+    (tmp_path / "mine.py").write_text(code, encoding="utf-8")
+    path = f"{tmp_path / 'mine.py'}:CustomRewardModel"
+    expected = pytest.approx(len(PROMPT) + len(RESPONSE) / 1000)
+    client = make_client(model_path="/path/to/weights", reward_class=path)
+    assert client.post("/verify", json=rollout()).json()["reward"] == expected
+    section = {"type": "custom", "function": path, "kwargs": {"model_path": "/path/to/weights"}}
+    log = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": RESPONSE}]
+    assert make_environment("mine", section).step([log], [{}]).rewards.item() == expected
 
 
 # Reward model types: scalar, multi-attribute

@@ -1,0 +1,107 @@
+"""Names that a resources server of NeMo Gym imports: NeMo Gym's own classes where it is installed, else ours.
+
+    from treeward.compat.nemo_gym import *
+
+    class RewardModelResourcesServer(SimpleResourcesServer):
+        def model_post_init(self, context):
+            self.reward_model = load_reward_model(self.config.model_path)
+
+        async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
+            response_text = extract_response(body.response)
+            reward = self.reward_model.score(prompt=body.responses_create_params.input, response=response_text)
+            return BaseVerifyResponse(**body.model_dump(), reward=reward)
+
+    if __name__ == "__main__":
+        RewardModelResourcesServer.run_webserver()
+
+`self.config` has every key of the server's section, and the defaults of NeMo Gym's page for its options. A class with
+`score(prompt, response)` or `predict`, which take texts, needs no `verify`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from pydantic import ConfigDict, Field
+
+from treeward.data.responses_items import messages_of_input, messages_of_output
+from treeward.environments.completions import completion_text, prompt_text
+from treeward.errors import DataError
+from treeward.scoring.scorer import load_reward_model
+
+try:
+    from nemo_gym.base_resources_server import (
+        BaseMultiRewardVerifyResponse,
+        BaseVerifyRequest,
+        BaseVerifyResponse,
+    )
+    from nemo_gym.base_resources_server import BaseResourcesServerConfig as _Config
+    from nemo_gym.base_resources_server import SimpleResourcesServer as _Server
+except ImportError:
+    from treeward.serving.resources_server import BaseMultiRewardVerifyResponse as BaseMultiRewardVerifyResponse
+    from treeward.serving.resources_server import BaseResourcesServerConfig as _Config
+    from treeward.serving.resources_server import BaseVerifyRequest as BaseVerifyRequest
+    from treeward.serving.resources_server import BaseVerifyResponse as BaseVerifyResponse
+    from treeward.serving.resources_server import SimpleResourcesServer as _Server
+
+__all__ = [
+    "BaseMultiRewardVerifyResponse",
+    "BaseResourcesServerConfig",
+    "BaseVerifyRequest",
+    "BaseVerifyResponse",
+    "SimpleResourcesServer",
+    "extract_response",
+    "load_reward_model",
+]
+
+_SCORING = ThreadPoolExecutor(1, thread_name_prefix="treeward-verify")
+
+
+class BaseResourcesServerConfig(_Config):  # type: ignore[misc]
+    """The server's section of the configuration; every further key of it is an attribute too."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    device: str = Field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
+    batch_size: int = 8
+    max_length: int = 2048
+    normalize_rewards: bool = False
+    reward_mean: float = 0.0
+    reward_std: float = 1.0
+
+
+class SimpleResourcesServer(_Server):  # type: ignore[misc]
+    """A resources server: a subclass has `verify`, or `score` or `predict`, and loads its model in `model_post_init`.
+
+    `setup_webserver` gives the application; `run_webserver` is what an `app.py` calls.
+    """
+
+    model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True, protected_namespaces=())
+
+    config: BaseResourcesServerConfig
+
+    async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
+        """The reward of a rollout by `score` or `predict`, which are called one at a time beside the event loop."""
+        score = getattr(self, "score", None) or getattr(self, "predict", None)
+        if score is None:
+            raise NotImplementedError(f"{type(self).__name__} needs verify(body), or score(prompt, response)")
+        prompt = prompt_text(messages_of_input({"input": body.responses_create_params.input}))
+        response = extract_response(body.response)
+        reward = await asyncio.get_running_loop().run_in_executor(_SCORING, score, prompt, response)
+        return BaseVerifyResponse(**body.model_dump(), reward=reward)
+
+
+def extract_response(response: Any) -> str:
+    """The text of the last message of a response (`output`: items of the Responses API).
+
+    Raises `DataError` where it does not end with a text of the assistant.
+    """
+    output = response["output"] if isinstance(response, Mapping) else response.output
+    text = completion_text(messages_of_output(output))
+    if text is None:
+        raise DataError("there is no response to score", field="response.output", got=output)
+    return text

@@ -1,0 +1,149 @@
+"""A resources server of NeMo Gym as a class, with the names and fields of NeMo Gym's own, without NeMo Gym.
+
+    class Brevity(SimpleResourcesServer):
+        async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
+            return BaseVerifyResponse(**body.model_dump(), reward=1.0)
+
+    Brevity.run_webserver()             # in app.py, which NeMo Gym starts
+
+Import the names from `treeward.compat.nemo_gym`, which takes NeMo Gym's where it is installed. Unlike there, a `verify`
+that raises, or gives no finite number, costs its rollout the reward, and not the collection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import JSONResponse
+from omegaconf import OmegaConf
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from treeward.config.nemo_gym import handed_over
+from treeward.errors import ConfigError
+from treeward.serving import logs
+from treeward.serving.dialects.nemo_gym import ROLLOUT_PREFIX, VERDICT_KEYS, failure, sessions
+
+logger = logging.getLogger(__name__)
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True, protected_namespaces=())
+
+
+class BaseResourcesServerConfig(_Open):
+    """The server's section of the configuration; every further key of it is an attribute too."""
+
+    name: str = "resources_server"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    entrypoint: str = "app.py"
+    domain: str | None = None
+
+
+class ResponsesCreateParams(_Open):
+    """The request of the policy: `input` is a text of the user, or items of the Responses API."""
+
+    input: str | list[Any]
+
+
+class PolicyResponse(_Open):
+    """The response of the policy: `output` are items of the Responses API."""
+
+    output: list[Any]
+
+
+class BaseVerifyRequest(_Open):
+    """A rollout, with all keys of its row; those of an earlier verdict are left out."""
+
+    responses_create_params: ResponsesCreateParams
+    response: PolicyResponse
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_verdict(cls, raw: Any) -> Any:
+        if "reward" in cls.model_fields or not isinstance(raw, Mapping):
+            return raw
+        return {key: value for key, value in raw.items() if key not in VERDICT_KEYS}
+
+
+class BaseVerifyResponse(BaseVerifyRequest):
+    """A rollout with its reward."""
+
+    reward: float
+    mask_sample: bool = False
+    failure_kind: str | None = None
+    failure_reason: str | None = None
+
+
+class BaseMultiRewardVerifyResponse(BaseVerifyResponse):
+    """A rollout with the parts of its reward."""
+
+    reward_components: dict[str, float]
+
+
+class SimpleResourcesServer(_Open):
+    """A resources server: a subclass has `verify`, and loads what it needs in `model_post_init`."""
+
+    config: BaseResourcesServerConfig
+    server_client: Any = None
+
+    async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
+        """The reward of a rollout."""
+        raise NotImplementedError("a resources server needs `verify`")
+
+    def setup_webserver(self) -> FastAPI:
+        """The application: /verify, and what else NeMo Gym asks of a resources server."""
+        app = FastAPI(title=self.config.name)
+        for prefix in ("", ROLLOUT_PREFIX):
+            app.post(f"{prefix}/verify", response_model=None)(_masking(self.verify))
+        app.include_router(sessions)
+        for path in ("/", "/health"):
+            app.get(path, include_in_schema=False)(_is_up)
+        return app
+
+    @classmethod
+    def run_webserver(cls) -> None:
+        """Make the server of the section that NeMo Gym hands over, then serve until a signal. Raises `ConfigError`."""
+        logs.configure("text")
+        where, section = handed_over()
+        values: Any = OmegaConf.to_container(section, resolve=True)
+        schema: Any = cls.model_fields["config"].annotation
+        try:
+            config = schema.model_validate({"name": where.split(".")[0]} | values)
+        except ValidationError as error:
+            raise ConfigError("the section of the server is not valid", where=where, got=str(error)) from None
+        app = cls(config=config).setup_webserver()  # nothing listens before the model is loaded
+        uvicorn.run(app, host=config.host, port=config.port, log_level="warning")
+
+
+def _masking(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[JSONResponse]]:
+    """`verify` as a route, in whose verdict a failure is never a number that counts."""
+
+    @functools.wraps(verify)
+    async def answer(*args: Any, **given: Any) -> JSONResponse:
+        try:
+            found = await verify(*args, **given)
+            verdict = found.model_dump(mode="json") if isinstance(found, BaseModel) else dict(found)
+            if verdict.get("mask_sample") or math.isfinite(verdict["reward"]):
+                return JSONResponse(verdict)
+            reason = f"the reward is {verdict['reward']!r}"
+        except (HTTPException, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            logger.exception("A rollout has no reward.")
+            reason = f"{type(error).__name__}: {error}"
+        body = next(value for value in given.values() if isinstance(value, BaseVerifyRequest))
+        return JSONResponse(body.model_dump(mode="json") | failure(reason))
+
+    return answer
+
+
+async def _is_up() -> JSONResponse:
+    return JSONResponse({"status": "ok"})
