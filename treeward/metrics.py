@@ -26,6 +26,7 @@ class RewardMetrics:
 
     `num_groups` counts comparison groups, each with weight 1 in the loss. `num_pairs` counts ordered pairs (no ties),
     over which everything else is summed. `num_correct`: the better one scored strictly higher; equal is not correct.
+    `gap_sum`: of the absolute differences of the two scores.
     """
 
     loss_sum: float = 0.0
@@ -34,6 +35,7 @@ class RewardMetrics:
     num_correct: int = 0
     chosen_sum: float = 0.0
     rejected_sum: float = 0.0
+    gap_sum: float = 0.0
 
     @classmethod
     @torch.no_grad()
@@ -49,6 +51,7 @@ class RewardMetrics:
             num_correct=int((chosen_P > rejected_P).sum()),
             chosen_sum=float(chosen_P.sum()),
             rejected_sum=float(rejected_P.sum()),
+            gap_sum=float((chosen_P - rejected_P).abs().sum()),
         )
 
     def __add__(self, other: RewardMetrics) -> RewardMetrics:
@@ -59,6 +62,7 @@ class RewardMetrics:
             self.num_correct + other.num_correct,
             self.chosen_sum + other.chosen_sum,
             self.rejected_sum + other.rejected_sum,
+            self.gap_sum + other.gap_sum,
         )
 
     def means(self) -> dict[str, float]:

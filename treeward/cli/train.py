@@ -49,6 +49,8 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
         from treeward.training.reporting import verdicts
 
         lines += [f"What it has learnt:  {shlex.quote(str(outcome.report))}", *verdicts(outcome.report)]
+    if outcome.warning is not None:
+        lines.append(f"WARNING: {outcome.warning}")
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     if outcome.interrupted_by:
         sys.stderr.write(f"The report was stopped ({outcome.interrupted_by}). The same command goes on with it.\n")

@@ -4,6 +4,7 @@
     reference = AdapterReference(policy)        # the frozen model itself: no second copy of it
     save_adapters(policy, folder)               # in peft's format: PeftModel.from_pretrained(base, folder)
     load_adapters(policy, folder)               # the same bits, into a policy with the same adapters
+    merge_adapters(hf, folder)                  # anybody's adapters, into the weights of any model
 
 An adapted layer computes W x + b + (alpha / dim) B A x, eq. 3. B begins at zero, so that a fresh adapter changes no bit
 of the model. A and B are float32, whatever W is. `export.export_policy` writes W + (alpha / dim) B A.
@@ -15,15 +16,17 @@ import contextlib
 import json
 import logging
 import math
+import warnings
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from treeward.config.grpo_policy import LoraConfig
@@ -34,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _NAME = "default"  # peft's own name for the only adapter
 _WHERE = "policy.dtensor_cfg.lora_cfg"
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def add_adapters(policy: PolicyModel, config: LoraConfig, *, seed: int) -> None:
@@ -130,7 +133,7 @@ def load_adapters(policy: PolicyModel, folder: Path) -> None:
     Raises `CheckpointError` for files that cannot be read, and for other adapters.
     """
     try:
-        alpha = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))["lora_alpha"]
+        alpha = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["lora_alpha"]
         saved = load_file(folder / _WEIGHTS)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError("the adapters cannot be read", where=str(folder), got=str(error)) from error
@@ -167,6 +170,49 @@ def plain_state(policy: PolicyModel, dtype: torch.dtype | None = None) -> dict[s
             copies[id(weight)] = plain.to("cpu", (dtype or weight.dtype) if weight.is_floating_point() else None)
         state[name if layer is None else f"{owner}.{part}"] = copies[id(weight)]
     return state
+
+
+def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
+    """Merge a folder of PEFT's adapters into the weights of their base model, in the weights' own number format.
+
+    Modules that were trained whole (`modules_to_save`), as the head of a reward model, replace the base's. Returns the
+    names of the model's children that the folder has weights of. Raises `ModelError` where peft is missing, and for
+    adapters of another model, or of a kind that cannot be merged.
+    """
+    writes = isinstance(hf, GenerationMixin)
+    auto = "AutoPeftModelForCausalLM" if writes else "AutoPeftModelForSequenceClassification"
+    labels = "" if writes else ", num_labels=1"
+    merge = f'peft.{auto}.from_pretrained("{folder}"{labels}).merge_and_unload().save_pretrained(MERGED)'
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        fix = f"pip install treeward[lora], or merge them where peft is installed, and use that folder: {merge}"
+        raise ModelError("adapters need the package peft", where=str(folder), got=str(error), fix=fix) from error
+    try:
+        with safe_open(folder / _WEIGHTS, framework="pt") as file:
+            saved = set(file.keys())
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        if config.task_type == "SEQ_CLS" and writes:
+            summary = "these are adapters of a classifier, as reward models are: it cannot write completions"
+            raise ModelError(summary, where=str(folder))
+        config.task_type = None  # its wrapper would want more of the model than a merge does
+        brought = {name.removeprefix("base_model.model.").split(".")[0] for name in saved}
+        whole = {name for name, _ in hf.named_children()} & brought - {hf.base_model_prefix}
+        config.modules_to_save = sorted({*(config.modules_to_save or ()), *whole}) or None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of tensors that do not fit too, which are errors below
+            adapted = peft.PeftModel.from_pretrained(hf, str(folder), config=config, torch_device=str(hf.device))
+        if other := sorted(saved ^ set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))):
+            raise ValueError(f"{len(other)} tensors are in the file or in the model, but not in both, as {other[0]}")
+        adapted.merge_and_unload()
+    except ModelError:
+        raise
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        got = (str(error).strip() or type(error).__name__).splitlines()[0]
+        need, fix = "adapters of this base, in safetensors", f"merge them yourself, and use that folder: {merge}"
+        raise ModelError("the adapters cannot be merged", where=str(folder), got=got, need=need, fix=fix) from error
+    hf.requires_grad_(True)  # peft freezes
+    return brought
 
 
 def _chosen_layers(policy: PolicyModel, config: LoraConfig) -> dict[str, nn.Module]:

@@ -4,11 +4,13 @@
     config = read_config("results/rm/final", trust_remote_code=False)
     hf = bare_model(AutoModelForCausalLM.from_config, {"model_type": "qwen3", ...}, tokenizer, seed=42)
 
+A folder of PEFT's adapters (`adapter_config.json`) is a model too: its base with the adapters merged into the weights.
 Every failure is a `ModelError` or `ConfigError` with the name that was asked for.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -28,7 +30,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from treeward.errors import ConfigError, ModelError, nearest_name, nearest_path
-from treeward.model.reward_model import HEAD_NAMES
+from treeward.model.lora import ADAPTER_CONFIG, merge_adapters
+from treeward.model.reward_model import HEAD_NAMES, head_name
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,9 @@ def quiet_transformers() -> None:
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name, padding on the right. Raises `ModelError` where there is none."""
+    base = base_of_adapters(name)
+    if base is not None and not (Path(name).expanduser() / "tokenizer_config.json").is_file():
+        return load_tokenizer(base, trust_remote_code=trust_remote_code)
     _look_for(name, "tokenizer")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -60,13 +66,31 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
-    """The configuration of a folder or hub name. Raises `ModelError`."""
+    """The configuration of a folder or hub name; for adapters, that of their base. Raises `ModelError`."""
+    if (base := base_of_adapters(name)) is not None:
+        return read_config(base, trust_remote_code)
     _look_for(name, "model")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, *_DAMAGED) as error:
         raise _loading_error(name, "model", error) from error
     return config
+
+
+def base_of_adapters(name: str) -> str | None:
+    """The model that a folder of PEFT's adapters belongs to; None for any other name. Raises `ModelError`."""
+    file = Path(name).expanduser() / ADAPTER_CONFIG
+    if not file.is_file():
+        return None
+    try:
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        check_local(base)
+    except (ModelError, ValueError, *_DAMAGED) as error:
+        got, need = str(error).splitlines()[0], "base_model_name_or_path, the folder or hub name of the adapters' model"
+        raise ModelError(
+            "the base model of these adapters is not there", where=str(file), got=got, need=need
+        ) from error
+    return str(base)
 
 
 def load_weights(
@@ -77,6 +101,13 @@ def load_weights(
     Raises `ModelError` for a checkpoint that is missing, damaged or of another shape, or that lacks other weights, and
     for weights that are not finite: some attention kernels swallow NaN and give numbers.
     """
+    if (base := base_of_adapters(name)) is not None:
+        hf, new_head = load_weights(model_class, base, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+        if new_head:
+            hf.get_submodule(head_name(hf)).float()
+        brought = merge_adapters(hf, Path(name).expanduser())
+        _check_finite(hf, name)
+        return hf, new_head and not brought & set(HEAD_NAMES)
     try:
         hf, info = model_class.from_pretrained(
             name,
@@ -89,10 +120,7 @@ def load_weights(
         )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise _loading_error(name, "model", error) from error
-    if broken := [key for key, weight in hf.named_parameters() if not bool(weight.detach().isfinite().all())]:
-        raise ModelError(
-            "the weights hold NaN or infinity", where=name, got=f"{len(broken)} tensors, the first of them {broken[0]}"
-        )
+    _check_finite(hf, name)
     lacking = sorted(info["missing_keys"])
     new_head = any(key.split(".")[0] in HEAD_NAMES for key in lacking)
     # A pretrained encoder may lack the pooling too, which is above the backbone like the head.
@@ -100,6 +128,13 @@ def load_weights(
     if missing := [key for key in lacking if not new_head or (key.startswith(above) and ".pooler." not in key)]:
         raise ModelError("weights are missing from the checkpoint", where=name, got=missing[:8])
     return hf, new_head
+
+
+def _check_finite(hf: PreTrainedModel, name: str) -> None:
+    if broken := [key for key, weight in hf.named_parameters() if not bool(weight.detach().isfinite().all())]:
+        raise ModelError(
+            "the weights hold NaN or infinity", where=name, got=f"{len(broken)} tensors, the first of them {broken[0]}"
+        )
 
 
 def check_local(name: str) -> None:

@@ -35,6 +35,7 @@ from treeward.scoring.golden import sign_folder
 from treeward.storage import write_text
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.export import export_final
+from treeward.training.learning import CHANCE, LearningWatch
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.optimisation import clip_gradients
 from treeward.training.reporting import ReportPlan, check_report, plan_report
@@ -58,13 +59,15 @@ class TrainingOutcome(Outcome):
     """How a run ended. `validation`: the metrics of each set; `validation_sizes`: how many comparisons they are of.
 
     `caveats`: by set, why its metrics may be better than those of new data. `report_error`: why a report is missing or
-    lacks a suite; `upload_error`: why the model is not on the hub. The exit code is 1 then.
+    lacks a suite; `upload_error`: why the model is not on the hub. The exit code is 1 then. `warning`: what to try
+    with a model that has not learnt.
     """
 
     validation_sizes: Mapping[str, int] = field(default_factory=dict)
     caveats: Mapping[str, str] = field(default_factory=dict)
     report_error: str | None = None
     upload_error: str | None = None
+    warning: str | None = None
 
 
 def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> TrainingOutcome:
@@ -100,6 +103,9 @@ class RewardModelRun(Run):
         self.setup, self.config, self.model = setup, setup.config, setup.model
         self._changed = self._warned_of_ranking = False
         loss = self.config.rm.loss
+        chance = CHANCE if loss.name == "bradley_terry" else None
+        rate = self.optimizer.defaults["lr"]
+        self._watch = LearningWatch(setup.total_steps, learning_rate=rate, chance=chance)
         self._loss = partial(LOSSES[loss.name], **loss.options)
         try:
             inspect.signature(LOSSES[loss.name]).bind(None, None, **loss.options)
@@ -142,6 +148,9 @@ class RewardModelRun(Run):
             total, computed_tokens, row_tokens = total + sums, computed_tokens + computed, row_tokens + rows
         learning_rate = self.optimizer.param_groups[0]["lr"]
         grad_norm = self._update_weights(number, total)
+        if self.config.rm.loss.margin and any(one.margin for one in comparisons):
+            self._watch.chance = None  # the loss of equal scores depends on the margins
+        self._watch.see(number, total)
         means, episodes = total.means(), setup.order.num_seen(number, size)
         logged = {f"train/rm/{name}": value for name, value in means.items()} | {
             "train/rm/lr": learning_rate,
@@ -297,6 +306,7 @@ class RewardModelRun(Run):
             **{**vars(outcome), "validation": validation},
             validation_sizes=setup.validation_sizes,
             caveats={name: caveat for name, caveat in caveats.items() if caveat is not None},
+            warning=self._watch.verdict(),
         )
         if outcome.model_folder is None:
             return lambda stop, show_progress: ended

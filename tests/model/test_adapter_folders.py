@@ -1,0 +1,107 @@
+"""Folders of PEFT's adapters are models: their base with the adapters merged, as reward model and as policy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from treeward import Scorer, load_policy
+from treeward.cli.main import main
+from treeward.errors import ModelError
+from treeward.model.loading import load_reward_model
+
+CONVERSATION = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
+
+
+@pytest.fixture
+def adapters(policy_folder: Path, tmp_path: Path) -> Callable[[str], tuple[Path, Any]]:
+    """Saves adapters of a kind on `policy_folder`, as TRL does; their folder, and the model that peft computes with."""
+
+    def make(task: str) -> tuple[Path, Any]:
+        is_reward_model = task == "SEQ_CLS"
+        model_class = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
+        torch.manual_seed(3)
+        hf = model_class.from_pretrained(policy_folder, **({"num_labels": 1} if is_reward_model else {}))
+        settings = peft.LoraConfig(task_type=task, r=4, target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(hf, settings).eval()
+        model.save_pretrained(tmp_path / task)
+        return tmp_path / task, model
+
+    return make
+
+
+def logits(hf: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return hf(input_ids=torch.tensor([ids]), use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+
+def test_a_reward_model(adapters: Any, write_rows: Callable[..., Path], tmp_path: Path) -> None:
+    folder, model = adapters("SEQ_CLS")
+    rows, output = write_rows("rows.jsonl", [{"messages": CONVERSATION}]), tmp_path / "scores.jsonl"
+    assert main(["score", str(folder), "--data", str(rows), "--output", str(output)]) == 0
+    ids = Scorer.load(folder).renderer.encode(CONVERSATION)
+    assert json.loads(output.read_text())["score"] == pytest.approx(float(logits(model, ids)), abs=1e-5)
+    trained = load_reward_model(folder, head_seed=1).model  # its head is not drawn anew
+    saved = load_file(folder / "adapter_model.safetensors")["base_model.model.score.weight"]
+    assert torch.equal(trained.head.weight, saved) and all(one.requires_grad for one in trained.parameters())
+    half = load_reward_model(folder, dtype=torch.bfloat16).model
+    assert half.head.weight.dtype == torch.float32 and half.hf.dtype == torch.bfloat16
+
+
+def test_a_policy(adapters: Any) -> None:
+    folder, model = adapters("CAUSAL_LM")
+    loaded = load_policy(folder)
+    ids = loaded.tokenizer.encode("Two words.")
+    assert float((logits(loaded.model.hf, ids) - logits(model, ids)).abs().max()) < 1e-4
+    with pytest.raises(ModelError, match="no reward head"):
+        load_reward_model(folder)
+    assert load_reward_model(folder, head_seed=1).model.num_heads == 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder, base: rebased(folder, base / "gone"), "base model of these adapters is not there(?s:.*)gone"),
+        (lambda folder, base: rebased(folder, None), "base model of these adapters is not there"),
+        (
+            lambda folder, base: (folder / "adapter_model.safetensors").unlink(),
+            r"cannot be merged(?s:.*)SequenceClassi",
+        ),
+        (lambda folder, base: rebased(folder, shallow(folder, base)), r"cannot be merged(?s:.*)layers\.1"),
+        (lambda folder, base: None, None),
+    ],
+)
+def test_refusals(adapters: Any, policy_folder: Path, spoil: Callable[..., None], message: str | None) -> None:
+    folder, _ = adapters("SEQ_CLS")
+    spoil(folder, policy_folder)
+    if message is None:
+        with pytest.raises(ModelError, match="cannot write completions"):
+            load_policy(folder)
+        return
+    with pytest.raises(ModelError, match=message):
+        Scorer.load(folder)
+
+
+def rebased(folder: Path, base: Path | None) -> None:
+    file = folder / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"base_model_name_or_path": base and str(base)}))
+
+
+def shallow(folder: Path, base: Path) -> Path:
+    """A copy of the base with one layer less."""
+    copy = folder.parent / "shallow"
+    shutil.copytree(base, copy)
+    config = AutoModelForCausalLM.from_pretrained(base).config
+    config.num_hidden_layers -= 1
+    AutoModelForCausalLM.from_config(config).save_pretrained(copy)
+    return copy
