@@ -24,6 +24,8 @@ ROUTES = {  # with what a client might send
     "/v1/rewards/trace": {"context": [{"role": "user", "content": "a"}], "completion": "b", "max_points": 3},
     "/classify": {"model": "tiny", "input": ["a"], "use_activation": False, "truncate_prompt_tokens": 9},
     "/pooling": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    "/score": {"text_1": "a", "text_2": ["b", "c"], "use_activation": True},
+    "/rerank": {"model": "tiny", "query": "a", "documents": ["b", "c"], "top_n": 1},
     "/v1/embeddings": {"model": "tiny", "input": [[3, 4], [5]], "encoding_format": "base64"},
     "/get_reward": {"query": ["a b", "c"], "prompts": ["a", "c"], "labels": ["", None]},
     "/slime": {"prompt": [{"role": "user", "content": "a"}], "response": "b", "label": None},

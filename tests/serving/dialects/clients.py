@@ -44,6 +44,18 @@ def _embedded(got: Any) -> list[float]:
     return [row["embedding"][0] for row in rows]
 
 
+def _scored(got: Any) -> list[float]:
+    return [row["score"] for row in got["data"]]
+
+
+def _pairs(prompts: str, completions: str) -> Callable[[list[Any]], dict[str, Any]]:
+    return lambda chats: {name: [chat[i]["content"] for chat in chats] for i, name in enumerate((prompts, completions))}
+
+
+def _query(chats: list[Any]) -> dict[str, Any]:
+    return {"model": "rm", "query": chats[0][0]["content"], "documents": [chats[0][1]["content"]]}
+
+
 _RAW = {"model": "rm", "use_activation": False}
 _BASE64 = {"encoding_format": "base64", "embed_dtype": "float32", "endianness": "little"}
 _ONE: dict[str, Any] = {"at_once": False}
@@ -83,6 +95,20 @@ CLIENTS = [
         "texts",
         lambda texts: {"input": texts, "encoding_format": "base64", "endianness": "big"},
         lambda got: [_decoded(row["data"], ">") for row in got["data"]],
+    ),
+    Client("vllm_score", "/score", "messages", _pairs("text_1", "text_2"), _scored),
+    Client("vllm_score_queries", "/v1/score", "messages", _pairs("queries", "documents"), _scored),
+    Client(
+        "vllm_score_one_prompt",
+        "/score",
+        "messages",
+        lambda chats: {"text_1": chats[0][0]["content"], "text_2": chats[0][1]["content"]},
+        _scored,
+        at_once=False,
+    ),
+    Client("vllm_rerank", "/rerank", "messages", _query, lambda got: [got["results"][0]["relevance_score"]], **_ONE),
+    Client(
+        "cohere_rerank", "/v2/rerank", "messages", _query, lambda got: [got["results"][0]["relevance_score"]], **_ONE
     ),
     Client("sglang_texts", "/classify", "texts", lambda texts: {"model": "rm", "text": texts}, _embedded),
     Client(

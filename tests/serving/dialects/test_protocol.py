@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 from typing import Any
 
 import httpx
@@ -22,6 +23,8 @@ TEXT_ROUTES = {
     "/get_reward": {"query": ["text"]},
     "/slime": {"prompt": "text", "response": "more"},
     "/predict": {"inputs": "text"},
+    "/score": {"text_1": "text", "text_2": "more"},
+    "/rerank": {"query": "text", "documents": ["more"]},
 }
 
 
@@ -41,6 +44,27 @@ def test_vllms_response_has_all_that_its_clients_read(shared: Any) -> None:
     assert got["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
     pooled = served.client.post("/pooling", json={"input": served.ids[0]}).json()
     assert pooled["id"].startswith("pool-") and pooled["data"][0]["object"] == "pooling"
+
+
+def test_pairs_of_one_prompt_are_scored_and_ranked(serve: Any) -> None:
+    served = serve(prefix_cache_bytes=0)
+    prompt, completions = CHATS[0][0]["content"], [chat[1]["content"] for chat in CHATS]
+    chats = [[CHATS[0][0], chat[1]] for chat in CHATS]
+    want = [one.score for one in served.scorer.score(chats)]
+    tokens = served.service.model("rm").num_computed_tokens
+    got = served.client.post("/score", json={"text_1": prompt, "text_2": completions}).json()
+    computed = served.service.model("rm").num_computed_tokens - tokens
+    assert computed < got["usage"]["prompt_tokens"] == sum(len(served.scorer.renderer.encode(chat)) for chat in chats)
+    assert (got["object"], [row["index"] for row in got["data"]]) == ("list", [0, 1, 2, 3])
+    assert [row["score"] for row in got["data"]] == pytest.approx(want, abs=1e-5)
+    body = {"query": prompt, "documents": completions, "use_activation": True}
+    order = sorted(range(4), key=lambda i: -want[i])
+    for more, number in (({}, 4), ({"top_n": 2}, 2)):
+        ranked = served.client.post("/v1/rerank", json=body | more).json()
+        assert [row["index"] for row in ranked["results"]] == order[:number]
+        assert [row["document"]["text"] for row in ranked["results"]] == [completions[i] for i in order[:number]]
+        assert ranked["results"][0]["relevance_score"] == pytest.approx(1 / (1 + math.exp(-max(want))), abs=1e-5)
+        assert ranked["usage"]["total_tokens"] == got["usage"]["total_tokens"]
 
 
 def test_sglangs_response_is_one_object_for_one_text(shared: Any) -> None:
@@ -108,6 +132,13 @@ def test_classify_refuses_what_it_cannot_score_as_asked(body: Any, what: str, sh
         ("/get_reward", {"query": ["a", ""]}, "no token"),
         ("/slime", {"prompt": [{"role": 5, "content": "a"}], "response": "b"}, "a text or messages"),
         ("/slime", {"prompt": "a", "response": None}, "response"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "one for all of them, or one for each"),
+        ("/score", {"text_1": "a", "text_2": []}, "one for each"),
+        ("/score", {"text_1": "a", "documents": ["a"]}, "give either text_1 and text_2, or queries and documents"),
+        ("/score", {"queries": "a", "documents": ["a", "word " * 400]}, "too long to score"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+        ("/rerank", {"query": "a", "documents": ["b b"], "truncate_prompt_tokens": 1}, "would change its score"),
         ("/predict", {"inputs": ["a", "b"]}, "are a pair"),
         ("/predict", {"inputs": [["a"], "b"]}, "inputs"),
         ("/predict", {"inputs": "word " * 400, "truncate": True}, "too long to score"),

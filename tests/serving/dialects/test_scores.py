@@ -185,5 +185,8 @@ def test_shaping_reads_the_completion_beside_the_prompt(serve: Any) -> None:
         refused = served.client.post(route, json=body)
         assert refused.status_code == 422
         assert "send messages" in refused.text and "prompts" in refused.text
+    prompts, completions = ([chat[i]["content"] for chat in CHATS] for i in (0, 1))
+    paired = served.client.post("/score", json={"text_1": prompts, "text_2": completions}).json()
+    assert [row["score"] for row in paired["data"]] == pytest.approx(rewards, abs=CLOSE)
     messages = served.client.post("/classify", json={"messages": CHATS[0]}).json()
     assert messages["data"][0]["probs"] == pytest.approx(rewards[:1], abs=CLOSE)

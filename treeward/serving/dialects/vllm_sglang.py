@@ -36,16 +36,11 @@ from treeward.serving.rendered_text import RenderedText
 router = APIRouter(route_class=JSONRoute)
 
 
-class VllmBody(Body):
-    """Rendered texts or token ids (`input`), or one conversation (`messages`)."""
+class VllmOptions(Body):
+    """What every body of vLLM's has."""
 
     model: ModelName = None
     """Which of the served models, by its name or by the folder that it was loaded from."""
-    input: Texts | None = None
-    """Texts as the model's chat template renders them, or their token ids. A BOS (or CLS and SEP) of a text is neither
-    doubled nor missing, whatever `add_special_tokens` says; token ids are taken as they are."""
-    messages: Chat | None = Field(default=None, min_length=1)
-    """A conversation that ends with an assistant's message."""
     use_activation: bool | None = None
     """True: the sigmoid of the score; otherwise the score itself."""
     activation: bool | None = None
@@ -54,6 +49,16 @@ class VllmBody(Body):
     """A still older name of `use_activation`."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     """Most tokens; a longer conversation is refused, as cutting it would change its score. -1: the model's limit."""
+
+
+class VllmBody(VllmOptions):
+    """Rendered texts or token ids (`input`), or one conversation (`messages`)."""
+
+    input: Texts | None = None
+    """Texts as the model's chat template renders them, or their token ids. A BOS (or CLS and SEP) of a text is neither
+    doubled nor missing, whatever `add_special_tokens` says; token ids are taken as they are."""
+    messages: Chat | None = Field(default=None, min_length=1)
+    """A conversation that ends with an assistant's message."""
     add_generation_prompt: Literal[False] = False
     """Must be false: a score is read at the end of the completion."""
     continue_final_message: Literal[False] = False
@@ -159,7 +164,7 @@ async def embeddings(body: EmbeddingsBody, server: Server) -> JSON:
 
     def to_json(rewards: Sequence[Reward]) -> ListResponse:
         numbers = [as_numbers(reward.value, body.encoding_format) for reward in rewards]
-        return _list("embd", model, rewards, [{"object": "embedding", "embedding": one} for one in numbers])
+        return list_response("embd", model, rewards, [{"object": "embedding", "embedding": one} for one in numbers])
 
     return await server.respond(model, [RenderedText(text) for text in as_list(body.input)], to_json)
 
@@ -175,7 +180,7 @@ async def _vllm(body: VllmBody, server: Server, kind: str, row: Callable[[float]
     model = server.model(body.model)
 
     def to_json(rewards: Sequence[Reward]) -> ListResponse:
-        return _list(kind, model, rewards, [row(value) for value in _values(body, rewards)])
+        return list_response(kind, model, rewards, [row(value) for value in values_of(body, rewards)])
 
     return await server.respond(model, parse(body, model), to_json)
 
@@ -199,7 +204,7 @@ def parse(body: VllmBody, model: ServedModel) -> list[Conversation | RenderedTex
     return [conversation]
 
 
-def _values(body: VllmBody, rewards: Sequence[Reward]) -> list[float]:
+def values_of(body: VllmOptions, rewards: Sequence[Reward]) -> list[float]:
     """Scores, or their sigmoids. Raises `APIError` 422 for a conversation beyond the body's own limit."""
     most = body.truncate_prompt_tokens
     for i, reward in enumerate(rewards):
@@ -212,7 +217,7 @@ def _values(body: VllmBody, rewards: Sequence[Reward]) -> list[float]:
     return [bodies.sigmoid(value) for value in values] if is_sigmoid else values
 
 
-def _list(kind: str, model: ServedModel, rewards: Sequence[Reward], rows: list[dict[str, Any]]) -> ListResponse:
+def list_response(kind: str, model: ServedModel, rewards: Sequence[Reward], rows: list[dict[str, Any]]) -> ListResponse:
     tokens = sum(reward.score.num_tokens for reward in rewards)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
     name, now, data = f"{kind}-{uuid4().hex}", int(time.time()), [{"index": i} | row for i, row in enumerate(rows)]
