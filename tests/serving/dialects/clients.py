@@ -56,6 +56,10 @@ def _query(chats: list[Any]) -> dict[str, Any]:
     return {"model": "rm", "query": chats[0][0]["content"], "documents": [chats[0][1]["content"]]}
 
 
+def _best(got: Any) -> list[float]:
+    return [got["results"][0]["relevance_score"]]
+
+
 _RAW = {"model": "rm", "use_activation": False}
 _BASE64 = {"encoding_format": "base64", "embed_dtype": "float32", "endianness": "little"}
 _ONE: dict[str, Any] = {"at_once": False}
@@ -106,10 +110,8 @@ CLIENTS = [
         _scored,
         at_once=False,
     ),
-    Client("vllm_rerank", "/rerank", "messages", _query, lambda got: [got["results"][0]["relevance_score"]], **_ONE),
-    Client(
-        "cohere_rerank", "/v2/rerank", "messages", _query, lambda got: [got["results"][0]["relevance_score"]], **_ONE
-    ),
+    Client("vllm_rerank", "/rerank", "messages", _query, _best, **_ONE),
+    Client("cohere_rerank", "/v2/rerank", "messages", _query, _best, **_ONE),
     Client("sglang_texts", "/classify", "texts", lambda texts: {"model": "rm", "text": texts}, _embedded),
     Client(
         "sglang_one_text", "/classify", "texts", lambda texts: {"text": texts[0]}, lambda got: got["embedding"], **_ONE
