@@ -68,15 +68,17 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def folder_lock(folder: Path) -> Iterator[bool]:
+def folder_lock(folder: Path, *, wait: bool = False) -> Iterator[bool]:
     """Lock an existing folder or file while the block runs; yields False where another process holds it.
+
+    `wait`: until it does not, instead.
 
     Raises `OSError` where it cannot be locked.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             yield False
             return

@@ -40,7 +40,7 @@ def test_words_are_models_and_settings() -> None:
     assert (config.host, config.port, config.max_queued, config.token_env) == ("0.0.0.0", 0, 5, "TOKEN")
     words = ["a", "b", "--shaping", "contract", "--dtype", "bfloat16", "--device", "cpu", "--unchecked"]
     for model in config_of(*words, "--trust-remote-code").models:
-        assert (model.shaping, model.dtype, model.device) == ("contract", "bfloat16", "cpu")
+        assert (model.shaping, model.dtype, model.device) == ("contract", "bfloat16", ("cpu",))
         assert model.trust_remote_code and not model.check_contract
     [model] = config_of("a", "b", "--ensemble", "worst").models
     assert model.members == ("a", "b") and model.ensemble is not None and model.ensemble.over == "models"

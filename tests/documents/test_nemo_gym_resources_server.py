@@ -1,6 +1,6 @@
 """The page "RLHF with Reward Models" of NeMo Gym (a resources server), walked through: what is quoted is run.
 
-Sections: scoring; the classes; reward model types; the folder and its commands.
+Sections: scoring; the classes; reward model types; the folder and its commands; the configuration; normalisation.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import json
 import math
 import os
 import runpy
+import shutil
 import socket
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,14 @@ import treeward
 from treeward.config.nemo_gym import NemoGymConfig
 from treeward.environments.registry import make_environment
 from treeward.environments.reward_model import RewardModelEnvironment
-from treeward.errors import DataError
+from treeward.errors import ConfigError, DataError
+from treeward.scoring.running import RewardLog, RunningStatistics
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
 from treeward.serving.app import create_app
+from treeward.serving.run import make_service
 
+REPOSITORY = Path(__file__).parent.parent.parent
 PROMPT = "Explain quantum computing simply."
 RESPONSE = "It computes with waves of chance."
 ATTRIBUTES = ["helpfulness", "correctness", "coherence", "complexity", "verbosity"]
@@ -299,7 +305,6 @@ def test_without_weights_it_says_which_there_are(five_attributes: str) -> None:
 @pytest.fixture
 def make_client(request: pytest.FixtureRequest) -> Callable[..., TestClient]:
     """A function: a client of the server with these keys of the page's configuration."""
-    from treeward.serving.run import make_service
 
     def make(**section: Any) -> TestClient:
         config = NemoGymConfig.model_validate({"entrypoint": "app.py", "device": "cpu", **section}).server_config
@@ -308,3 +313,202 @@ def make_client(request: pytest.FixtureRequest) -> Callable[..., TestClient]:
         return TestClient(create_app(service))
 
     return make
+
+
+# The configuration: the page's first YAML and its table
+
+APP = runpy.run_path(str(REPOSITORY / "resources_servers" / "reward_model" / "app.py"))
+FIRST_YAML = """
+reward_model_server:
+  resources_servers:
+    reward_model:
+      entrypoint: app.py
+      model_path: {model_path}
+      device: cuda
+"""
+
+
+def test_the_first_yaml_starts(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_GYM_CONFIG_PATH", "reward_model_server")
+    monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", FIRST_YAML.format(model_path=model_path))
+    assert APP["gym_config"]().server_config.models[0].device == ("cuda",)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="(?s)cuda.*`auto` takes a GPU where there is one, else the CPU"):
+            make_service(APP["gym_config"]().server_config)
+        without = FIRST_YAML.format(model_path=model_path).replace("      device: cuda\n", "")
+        monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", without)
+    service = make_service(APP["gym_config"]().server_config)
+    got = TestClient(create_app(service)).post("/verify", json=rollout()).json()
+    service.close()
+    assert got["reward"] == pytest.approx(Scorer.load(model_path).score(PROMPT, RESPONSE), abs=1e-5)
+
+
+def test_the_options_have_the_pages_defaults(model_path: str, five_attributes: str, make_client: Any) -> None:
+    config = NemoGymConfig(model_path=(model_path,))
+    assert (config.batch_size, config.default_max_length) == (8, 2048)
+    assert config.server_config.batch_tokens == 8 * 2048
+    assert config.server_config.models[0].shaping is None  # normalize_rewards: false
+    # The contract of a model says more than a default; a model that says nothing has the default, or its positions.
+    for path, expected in ((model_path, 300), (five_attributes, 100)):
+        client = make_client(model_path=path, default_max_length=100, head_weights="mean")
+        assert client.get("/v1/models").json()["data"][0]["max_model_len"] == expected
+    assert (
+        make_client(model_path=model_path, max_length=50)
+        .post("/verify", json=rollout("word " * 60))
+        .json()["failure_reason"]
+        .endswith("at most 50")
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision(model_path: str, make_client: Any, dtype: str) -> None:
+    exact = make_client(model_path=model_path).post("/verify", json=rollout()).json()["reward"]
+    client = make_client(model_path=model_path, dtype=dtype)
+    got = client.post("/verify", json=rollout()).json()["reward"]
+    assert got != exact and got == pytest.approx(exact, abs={"float16": 2e-3, "bfloat16": 2e-2}[dtype])
+    [model] = client.app.state.service.models.values()
+    reward_model = model.scorers[0].model
+    assert reward_model.head.weight.dtype == torch.float32
+    assert reward_model.hf.dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("ensemble", [None, {"method": "worst", "standardize": False}])
+def test_two_devices_give_the_scores_of_one(model_path: str, make_client: Any, ensemble: Any) -> None:
+    section = {"model_path": [model_path] * 2 if ensemble else model_path, "ensemble": ensemble}
+    one, two = make_client(**section), make_client(**section, device=["cpu", "cpu"], batch_size=1)
+    chats = [
+        [{"role": "user", "content": p * 20}, {"role": "assistant", "content": p + r}] for p in "abc" for r in "def"
+    ]
+    chats += [[{"role": "user", "content": "g"}, {"role": "assistant", "content": "too long " * 300}]]
+    body = {"conversations": chats, "on_error": "mask"}
+    before, after = (client.post("/v1/rewards", json=body).json()["data"] for client in (one, two))
+    assert [row["score"] for row in after[:-1]] == pytest.approx([row["score"] for row in before[:-1]], abs=1e-6)
+    assert after[-1] == before[-1] and after[-1]["score"] is None
+    [model] = two.app.state.service.models.values()
+    assert len(model.replicas) == 2 and all(scorer.num_computed_tokens > 0 for scorer in model.scorers)
+
+
+@pytest.mark.parametrize(
+    ("ensemble", "expected"),
+    [
+        ({"method": "uncertainty", "uncertainty_coefficient": 2.0, "means": [0.0, 1.0], "stds": [1.0, 2.0]},
+         lambda r: (r + (r - 1) / 2) / 2 - 2 * ((r - (r - 1) / 2) / 2) ** 2),
+        ({"method": "uncertainty", "standardize": False}, lambda r: r),
+        ({"means": [0.0, 1.0], "stds": [1.0, 1.0]}, lambda r: r - 0.5),
+    ],
+)  # fmt: skip
+def test_all_options_of_an_ensemble(model_path: str, make_client: Any, ensemble: Any, expected: Any) -> None:
+    raw = make_client(model_path=model_path).post("/verify", json=rollout()).json()["reward"]
+    got = make_client(model_path=[model_path] * 2, ensemble=ensemble).post("/verify", json=rollout()).json()
+    assert got["reward"] == pytest.approx(expected(raw), abs=1e-5)
+    assert got["reward_member_0"] == got["reward_member_1"] == pytest.approx(raw, abs=1e-5)
+
+
+def test_a_preference_score_is_in_0_to_1(model_path: str, make_client: Any) -> None:
+    got = make_client(model_path=model_path, preference_score=True).post("/verify", json=rollout()).json()
+    assert got["reward"] == pytest.approx(1 / (1 + math.exp(-got["reward_score"])))
+    shaping = {"preference_score": True, "temperature": 2.0}
+    got = make_client(model_path=model_path, shaping=shaping).post("/verify", json=rollout()).json()
+    assert got["reward"] == pytest.approx(1 / (1 + math.exp(-got["reward_score"] / 2)))
+
+
+# Normalisation: constants, and "running statistics normalization"
+
+
+def test_normalize_rewards_alone_starts_and_says_that_it_changes_nothing(
+    model_path: str, tmp_path: Any, make_client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = make_client(model_path=model_path).post("/verify", json=rollout()).json()["reward"]
+    for section in ({"normalize_rewards": True}, {"shaping": {"normalize_rewards": True}}):
+        caplog.clear()
+        got = make_client(model_path=model_path, **section).post("/verify", json=rollout()).json()
+        assert got["reward"] == pytest.approx(raw, abs=1e-6)
+        assert "normalize_rewards changes nothing" in caplog.text and "treeward calibrate" in caplog.text
+    for constants, expected in (
+        ({"reward_mean": 0.5}, raw - 0.5), ({"reward_std": 0.5}, raw / 0.5), ({"reward_mean": 0.0}, raw)
+    ):  # fmt: skip
+        client = make_client(model_path=model_path, normalize_rewards=True, **constants)
+        assert client.post("/verify", json=rollout()).json()["reward"] == pytest.approx(expected, abs=1e-5)
+    fitted = tmp_path / "fitted"
+    shutil.copytree(model_path, fitted)
+    contract = json.loads((fitted / "reward_contract.json").read_text())
+    contract["calibration"] = {"normalization": {"mean": 0.25, "std": 0.125}}
+    (fitted / "reward_contract.json").write_text(json.dumps(contract))
+    got = make_client(model_path=str(fitted), normalize_rewards=True).post("/verify", json=rollout()).json()
+    assert got["reward"] == pytest.approx(max(-5, min(5, (raw - 0.25) / 0.125)), abs=1e-4)
+
+
+RESPONSES = ["Four.", "It is five, I think.", "No idea at all, sorry.", "Waves.", "Ask me later about it."]
+
+
+def test_running_statistics_are_the_pages_formula_and_fixed_for_who_asks_again(
+    model_path: str, tmp_path: Any, make_client: Any
+) -> None:
+    running = {"normalize_rewards": True, "running": True, "statistics_file": str(tmp_path / "rewards.jsonl")}
+    section = running | {"model_path": model_path, "statistics_size": 3}
+    one, other = make_client(**section), make_client(**section)
+
+    def ask(client: TestClient, response: str) -> dict[str, Any]:
+        got: dict[str, Any] = client.post("/verify", json=rollout(response)).json()
+        return {key: value for key, value in got.items() if key.startswith("reward")}
+
+    first = [ask((one, other)[i % 2], response) for i, response in enumerate(RESPONSES)]  # two replicas, in turn
+    scores = [got["reward_score"] for got in first]
+    for i, got in enumerate(first):
+        seen = scores[: min(i + 1, 3)]
+        mean, std = statistics.fmean(seen), statistics.pstdev(seen)
+        expected = max(-5.0, min(5.0, (scores[i] - mean) / (std + 1e-8)))
+        assert got["reward"] == pytest.approx(expected, abs=1e-6)
+        assert got["reward_components"] == {key: got[key] for key in got["reward_components"]}
+        found = (got["reward_running_mean"], got["reward_running_std"], got["reward_running_count"])
+        assert found == pytest.approx((mean, std, len(seen)))
+    again = make_client(**section)  # started anew, with the file
+    for client in (one, other, again):
+        for response, got in zip(RESPONSES[::-1], first[::-1], strict=True):
+            repeated = ask(client, response)
+            assert repeated["reward"] == pytest.approx(got["reward"], abs=1e-5)
+            assert repeated["reward_running_count"] == got["reward_running_count"]
+    [listed] = again.get("/v1/models").json()["data"]
+    fixed = {"mean": statistics.fmean(scores[:3]), "std": statistics.pstdev(scores[:3]), "count": 3, "fixed": True}
+    assert listed["running_statistics"] == pytest.approx(fixed)
+    samples = again.get("/metrics").text
+    assert 'treeward_running_count{model="reward_model"} 3.0' in samples
+    body = {"context": [{"role": "user", "content": PROMPT}], "completions": RESPONSES[:1]}
+    [row] = again.post("/v1/rewards", json=body).json()["data"]
+    assert row["reward"] == 0.0 and row["components"]["running_count"] == 1
+
+
+def test_a_kill_in_the_middle_of_a_line_and_a_file_of_other_rewards(
+    model_path: str, tmp_path: Any, make_client: Any
+) -> None:
+    file = tmp_path / "rewards.jsonl"
+    running = {"shaping": {"normalize_rewards": True, "running": True}, "statistics_file": str(file)}
+    section = running | {"model_path": model_path}
+    expected = [make_client(**section).post("/verify", json=rollout(r)).json()["reward"] for r in RESPONSES[:2]]
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9])  # of the second line
+    got = [make_client(**section).post("/verify", json=rollout(r)).json()["reward"] for r in RESPONSES[:2]]
+    assert got == pytest.approx(expected) and file.read_bytes() == whole
+    for other in ({"statistics_size": 7}, {"shaping": running["shaping"] | {"temperature": 2.0}}):
+        with pytest.raises(ConfigError, match="no file with statistics of these rewards"):
+            make_client(**section | other)
+    assert file.read_bytes() == whole
+    with pytest.raises(ConfigError, match="statistics_file"):
+        make_client(model_path=model_path, statistics_file=str(file))
+    with pytest.raises(ConfigError, match="cannot be kept"):
+        make_client(**section | {"statistics_file": str(tmp_path / "no" / "folder")})
+
+
+def test_statistics_of_processes_that_write_at_once(tmp_path: Any) -> None:
+    """Each log reads what the others have written; all of them agree about every conversation."""
+    logs = [RewardLog(path=tmp_path / "rewards.jsonl", size=100) for _ in range(4)]
+
+    def add(i: int) -> tuple[float, RunningStatistics]:
+        return logs[i % 4].add({str(i // 2): float(i // 2)})[str(i // 2)]
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda k: [add(i) for i in range(k, 160, 4)], range(4)))
+    found = [log.add({str(n): -1.0 for n in range(80)}) for log in logs]
+    assert found[0] == found[1] == found[2] == found[3]
+    assert [value for value, _ in found[0].values()] == list(range(80))
+    assert sorted(one.count for _, one in found[0].values()) == list(range(1, 81))

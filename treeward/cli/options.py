@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 ConfigFile = Annotated[str, typer.Option("--config", metavar="FILE", help="The YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="+key adds one, ~key removes one.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: a GPU where there is one.")]
-Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Number format of the backbone's weights.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if any.")]
+ScoringDtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Annotated[ScoringDtype, typer.Option(help="Number format of the backbone's weights.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model folder contains.")]
 Unchecked = Annotated[bool, typer.Option("--unchecked", help="Also a model that breaks its scoring contract.")]
 Shaping = Annotated[str | None, typer.Option(metavar="YAML", help="A reward_shaping section, or `contract`.")]
@@ -125,6 +126,7 @@ def load(section: ServedModelConfig, batch_tokens: int | None) -> tuple[Scorer |
 
     need = "a reward model; `treeward serve` serves a reward class"
     section.refuse(section.reward_class is not None, "reward_class", need)
+    section.refuse(len(section.device) > 1, "device", "one device; `treeward serve` takes several")
     given: dict[str, Any] = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
     model = ServedModel.load(section, ServerConfig(models=(section,), prefix_cache_bytes=0, **given))
     return model.scorer, model.shaper

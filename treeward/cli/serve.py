@@ -14,11 +14,11 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
-from treeward.cli.options import Device, Ensemble, Shaping, TrustRemoteCode, Unchecked, reward_models
+from treeward.cli.options import Ensemble, ScoringDtype, Shaping, TrustRemoteCode, Unchecked, reward_models
 from treeward.config.load import load_file
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
@@ -31,8 +31,8 @@ def run(
     port: Annotated[int | None, typer.Option(help="The port; default 8000, 0 takes a free one.")] = None,
     shaping: Shaping = None,
     ensemble: Ensemble = None,
-    device: Device = None,
-    dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(help="Of the backbone's weights.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:1, auto; cuda:0,cuda:1 for a copy on each.")] = None,
+    dtype: Annotated[ScoringDtype | None, typer.Option(help="Of the backbone's weights.")] = None,
     trust_remote_code: TrustRemoteCode = False,
     unchecked: Unchecked = False,
 ) -> int:

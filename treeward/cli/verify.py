@@ -110,10 +110,8 @@ def _show(result: Verification | ServerVerification, name: str, *, as_json: bool
 
 
 def _write(folder: Path, weights: str | None, force: bool, device: str | None, trust_remote_code: bool) -> None:
-    import torch
-
     from treeward.model.contract import CONTRACT_FILE, read_contract
-    from treeward.model.pretrained import quiet_transformers
+    from treeward.model.pretrained import choose_device, quiet_transformers
     from treeward.scoring.golden import head_labels, sign_folder, weighted_heads
 
     path, heads, before = folder / CONTRACT_FILE, None, None
@@ -127,8 +125,8 @@ def _write(folder: Path, weights: str | None, force: bool, device: str | None, t
         before = read_contract(folder)
     except ModelError as error:
         logger.warning("The contract that is replaced cannot be read, so nothing of it is kept: %s", error.summary)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    contract = sign_folder(folder, like=before, heads=heads, device=device, trust_remote_code=trust_remote_code)
+    chosen = choose_device(device)
+    contract = sign_folder(folder, like=before, heads=heads, device=chosen, trust_remote_code=trust_remote_code)
     logger.info("Wrote %s, of %d golden conversations.", path, len(contract.golden))
     if before is not None and before.calibration is not None:
         logger.warning("Its calibration is left out: treeward calibrate %s --data FILE fits a new one.", folder)

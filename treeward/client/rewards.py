@@ -288,6 +288,7 @@ class _Row(BaseModel):
     error: str | None
     heads: list[float] = []
     members: list[float] = []
+    components: dict[str, float] = {}
 
 
 _ROWS = TypeAdapter(list[_Row])
@@ -308,5 +309,5 @@ def _read(reply: Reply, number: int) -> list[Reward]:
     for row in rows:
         why = row.error if row.score is None else None
         score = Score(row.score, row.num_tokens, row.truncated, tuple(row.heads), tuple(row.members), why)
-        rewards.append(Reward(row.reward, score, error=row.error))
+        rewards.append(Reward(row.reward, score, row.components, row.error))
     return rewards

@@ -6,6 +6,8 @@
 
 NeMo Gym's own keys of the section are known and have no effect; `host` and `port` are those that it gives. The keys of
 `shaping` (`normalize_rewards`, `reward_mean`, `length_penalty`, ...) may stand beside the others instead.
+`normalize_rewards: true` alone uses the constants of the model's contract; without those it changes nothing, and the
+log says so.
 """
 
 from __future__ import annotations
@@ -26,9 +28,12 @@ from treeward.config.server import HostedModelConfig, Models, ServerConfig
 from treeward.errors import ConfigError
 
 _DEADLINE_SECONDS = 600  # NeMo Gym waits without a limit, and repeats a rollout that is given up
-_TOKENS_OF_A_CONVERSATION = 2048
 _TOKENS_OF_A_CUSTOM_ONE = 512  # the size of a conversation in `serving.models`, whatever its length
-_SHORTHANDS = ("normalize_rewards", "reward_mean", "reward_std", "reward_clip", "length_penalty")
+_SHORTHANDS = (
+    *("normalize_rewards", "reward_mean", "reward_std", "reward_clip", "running", "length_penalty", "preference_score"),
+)
+_CONSTANTS = {"reward_mean": 0.0, "reward_std": 1.0}
+_LENIENT = {"missing_constants": "ignore"}
 
 _Ensemble = Annotated[
     EnsembleConfig, BeforeValidator(lambda given: {"method": given} if isinstance(given, str) else given)
@@ -76,8 +81,10 @@ class NemoGymConfig(HostedModelConfig):
     """Folder or hub name of a reward model, or a list of them, which are scored as an ensemble."""
     ensemble: _Ensemble | None = None
     """How the scores of several models are combined: mean, worst, uncertainty, or a section. None: mean."""
-    batch_size: PositiveInt | None = None
-    """Conversations of `max_length` tokens (or 2048) in one forward pass. None: the server's `batch_tokens`."""
+    batch_size: PositiveInt = 8
+    """Conversations of `max_length` tokens (or 2048) in one forward pass."""
+    default_max_length: PositiveInt = 2048
+    """`max_length` of a model whose scoring contract does not say."""
     host: str = "127.0.0.1"
     """The address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
@@ -88,16 +95,18 @@ class NemoGymConfig(HostedModelConfig):
     @model_validator(mode="before")
     @classmethod
     def _gather_shaping(cls, raw: Any) -> Any:
-        given = {key: raw[key] for key in cls.other_forms if key in raw} if isinstance(raw, Mapping) else {}
-        if not given:
+        if not isinstance(raw, Mapping):
             return raw
-        if raw.get("shaping") is not None:
+        given = {key: raw[key] for key in cls.other_forms if key in raw}
+        shaping, others = raw.get("shaping"), {key: value for key, value in raw.items() if key not in given}
+        if given and shaping is not None:
             need = "all of it in the shaping section"
             raise ConfigError("rewards are shaped in two ways", field=next(iter(given)), got=given, need=need)
-        shaping = RewardShapingConfig(**given)
-        is_on = shaping.normalize_rewards or shaping.length_penalty is not None
-        others = {key: value for key, value in raw.items() if key not in given}
-        return {**others, "shaping": shaping if is_on else None}
+        if not given:
+            return {**others, "shaping": {**_LENIENT, **shaping}} if isinstance(shaping, Mapping) else raw
+        constants = {} if _CONSTANTS.keys().isdisjoint(given) else _CONSTANTS  # one of them may be left out
+        section = RewardShapingConfig.model_validate({**_LENIENT, **constants, **given})
+        return {**others, "shaping": section if section.changes_scores else None}
 
     @property
     def server_config(self) -> ServerConfig:
@@ -110,8 +119,8 @@ class NemoGymConfig(HostedModelConfig):
             model["models"] = self.model_path
         model["ensemble"] = ensemble and ensemble.model_dump()
         values: dict[str, Any] = {"models": [model], "host": self.host, "port": self.port}
-        if self.batch_size is not None:
-            tokens = _TOKENS_OF_A_CUSTOM_ONE if self.reward_class else self.max_length or _TOKENS_OF_A_CONVERSATION
+        if "batch_size" in self.model_fields_set or "batch_tokens" not in self.server:
+            tokens = _TOKENS_OF_A_CUSTOM_ONE if self.reward_class else self.max_length or self.default_max_length
             values["batch_tokens"] = self.batch_size * tokens
         need = "no such key: model_path, host, port and batch_size of the section itself set it"
         for key in sorted(values.keys() & self.server.keys()):
@@ -120,7 +129,4 @@ class NemoGymConfig(HostedModelConfig):
         return load_section(ServerConfig, values, where="server")
 
     def check(self) -> None:
-        is_running = isinstance(self.shaping, RewardShapingConfig) and self.shaping.running
-        need = "constants, as reward_mean and reward_std: a rollout that is verified again gets the same reward"
-        self.refuse(is_running, "shaping.running", need)
         assert self.server_config  # raises for what the server would refuse

@@ -17,12 +17,13 @@ from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, S
 
 _MICRO_BATCH_TOKENS = 4096
 _VOCAB_SIZE = 4096
-_PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
+_PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_short_names = BeforeValidator(lambda name: _PRECISIONS.get(name, name) if isinstance(name, str) else name)
 
-Precision = Annotated[
-    Literal["float32", "bfloat16"],
-    BeforeValidator(lambda name: _PRECISIONS.get(name, name) if isinstance(name, str) else name),
-]
+Precision = Annotated[Literal["float32", "bfloat16"], _short_names]
+"""Of a model that is trained."""
+ScoringPrecision = Annotated[Literal["float32", "bfloat16", "float16"], _short_names]
+"""Of a reward model that only scores."""
 
 
 class ShardingConfig(Strict):

@@ -21,8 +21,8 @@ from treeward.config.base import Strict, TextOrTexts, config_error
 from treeward.config.ensemble import EnsembleConfig, HeadWeights
 from treeward.config.policy import (
     BatchingConfig,
-    Precision,
     RewardModelConfig,
+    ScoringPrecision,
     ScoringTokenizerConfig,
     ShardingConfig,
     take_batching_budget,
@@ -72,8 +72,8 @@ class RewardModelEnvironmentConfig(Strict):
     """Weight of each head in the score, for a model with several: numbers in order or by the names of its labels (those
     not named have none), or `mean`. None: as in its scoring contract."""
 
-    precision: Precision = "bfloat16"
-    """Number format of the backbone's weights, `bfloat16` or `float32` (also `bf16`, `fp32`). The head is float32."""
+    precision: ScoringPrecision = "bfloat16"
+    """Number format of the backbone's weights: `bfloat16`, `float32`, `float16` (or `bf16`). The head is float32."""
     batch_size: PositiveInt | None = None
     """Most conversations in one forward pass. None: only `batch_tokens` limits it."""
     batch_tokens: PositiveInt | None = None

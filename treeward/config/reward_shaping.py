@@ -53,6 +53,9 @@ class RewardShapingConfig(Strict):
     reference_key: str = "reference_answers"
     """The key of `env_infos` with the reference completions of a sample: a text, or a list of texts and messages."""
 
+    preference_score: bool = False
+    """Rewards in [0, 1]: the sigmoid of the score, after length and temperature; `reference: par` is one already."""
+
     normalize_rewards: bool = False
     """Subtract a mean and divide by a standard deviation, as the last step."""
     reward_mean: float | None = None
@@ -61,8 +64,16 @@ class RewardShapingConfig(Strict):
     """The standard deviation to divide by. None: from the model's contract, unless `running`."""
     running: bool = False
     """Normalise by the mean and standard deviation of all rewards so far, this batch included."""
+    missing_constants: Literal["refuse", "ignore"] = "refuse"
+    """Without constants, here or in the contract, `normalize_rewards` is an error, or changes nothing and warns."""
     reward_clip: PositiveFloat | None = 5.0
     """Normalised rewards are clipped to +- this many standard deviations; others are never clipped. None: no limit."""
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether a reward may be another number than the score."""
+        steps = (self.length_calibration, self.length_penalty, self.temperature, self.reference)
+        return any(steps) or self.preference_score or self.normalize_rewards
 
     @property
     def uses_contract_constants(self) -> bool:
@@ -79,6 +90,9 @@ class RewardShapingConfig(Strict):
         is_wrong = self.running and (not self.normalize_rewards or self.reward_mean is not None)
         need = "normalize_rewards: true, without reward_mean and reward_std"
         self.refuse(is_wrong, "running normalize_rewards reward_mean", need)
+        is_wrong = self.preference_score and (self.normalize_rewards or self.reference == "log_sigmoid")
+        need = "rewards in [0, 1] as they are, or with reference: par"
+        self.refuse(is_wrong, "preference_score normalize_rewards reference", need)
         is_wrong = self.reference is not None and self.uses_contract_constants
         need = "constants of the relative rewards, or running: true; the contract's constants describe scores"
         fix = "set normalize_rewards to false: relative rewards are bounded from above already"

@@ -12,14 +12,20 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from treeward.config.base import OneIsAList, Strict, TextOrTexts
 from treeward.config.ensemble import EnsembleConfig, HeadWeights
+from treeward.config.policy import ScoringPrecision
 from treeward.config.reward_shaping import ShapingOrContract
 from treeward.errors import ConfigError
 
 Models = Annotated[TextOrTexts, Field(min_length=1)]
+Devices = Annotated[
+    tuple[str, ...],
+    Field(min_length=1),
+    BeforeValidator(lambda given: tuple(given.split(",")) if isinstance(given, str) else given),
+]
 HostName = Annotated[str, Field(pattern=r"^(\*|[a-z0-9_.-]+|\[[0-9a-f:.]+\])$")]
 
 
@@ -31,18 +37,24 @@ class HostedModelConfig(Strict):
     head_weights: HeadWeights | None = None
     """Weight of each head in the score, for a model with several: numbers in order or by the names of its labels (those
     not named have none), or `mean`. None: as in its scoring contract."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the backbone's weights; the head is float32."""
-    device: str | None = None
-    """cpu, cuda, cuda:1, ... None: a GPU where there is one."""
+    dtype: ScoringPrecision = "float32"
+    """Number format of the backbone's weights, `float32`, `bfloat16` or `float16`; the head is float32."""
+    device: Devices = ("auto",)
+    """`auto` (a GPU if there is one, else the CPU), cpu, cuda, cuda:1, ...; each of several has a copy of the model."""
     max_length: PositiveInt | None = None
-    """Longest conversation, in tokens. None: as in training."""
+    """Longest conversation, in tokens. None: as in the model's scoring contract, otherwise `default_max_length`."""
+    default_max_length: PositiveInt | None = None
+    """`max_length` of a model whose scoring contract does not say. None: the model's positions."""
     truncation: Literal["drop", "truncate_left", "error"] | None = None
     """Longer conversations have no reward, or lose the oldest tokens (`truncate_left`). None: as in training."""
     trust_remote_code: bool = False
     """Run Python code that the model's repository brings."""
     check_contract: bool = True
     """Refuse to serve a model that does not reproduce the tokens and scores of its contract's golden conversations."""
+    statistics_file: str | None = None
+    """File of the statistics of `shaping.running`, which replicas of the server share. None: in memory."""
+    statistics_size: PositiveInt = 1000
+    """Conversations whose rewards the statistics of `shaping.running` are made of; then they are fixed."""
     reward_class: str | None = None
     """A class of your own, as `my_module:MyReward`, made with the path of the model. None: it is a reward model."""
 

@@ -24,7 +24,7 @@ from treeward.errors import ModelError
 from treeward.model.pretrained import check_local
 from treeward.storage import write_text
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 """Number formats that a backbone computes in."""
 
 CONTRACT_FILE = "reward_contract.json"
@@ -147,7 +147,7 @@ class ToleranceContract(Strict):
     float32: float = Field(gt=0)
     """When computed in float32, on any device."""
     bfloat16: float = Field(gt=0)
-    """When the backbone computes in bfloat16."""
+    """When the backbone computes in bfloat16, or in float16, which rounds less."""
 
     def of(self, dtype: Dtype) -> float:
         """The tolerance of scores that a backbone computes in `dtype`."""

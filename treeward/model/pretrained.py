@@ -35,7 +35,7 @@ from treeward.model.reward_model import HEAD_NAMES, head_name
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The number formats that a configuration can name."""
 
 _DAMAGED = (LookupError, TypeError, AttributeError, StrictDataclassError)  # of JSON of another form, as a list
@@ -230,10 +230,16 @@ def bare_model(
         ) from error
 
 
+def choose_device(device: torch.device | str | None) -> torch.device:
+    """The device of a name; None and `auto` are a GPU where there is one, else the CPU."""
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device in (None, "auto") else device)
+
+
 def check_device(device: str | None, *, where: str, field: str | None = None) -> None:
     """Raise `ConfigError` for a device that is not there."""
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, device=choose_device(device))
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         got, need = f"{device}: {str(error).splitlines()[0]}", "cpu, or a GPU that torch sees, as cuda or cuda:1"
-        raise ConfigError("the device cannot be used", where=where, field=field, got=got, need=need) from error
+        fix = "`auto` takes a GPU where there is one, else the CPU"
+        raise ConfigError("the device cannot be used", where=where, field=field, got=got, need=need, fix=fix) from error

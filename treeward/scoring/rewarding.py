@@ -102,8 +102,10 @@ class Rewarder:
             plan.names.extend(f"{name}, {key}[{m}]" for m in range(len(found)))
         return plan
 
-    def finish(self, plan: RewardPlan, scores: Sequence[Score], *, update: bool = True) -> list[Reward]:
-        """The rewards of a plan from the scores of `plan.to_score`, in order."""
+    def finish(
+        self, plan: RewardPlan, scores: Sequence[Score], *, update: bool = True, keys: Sequence[str] | None = None
+    ) -> list[Reward]:
+        """The rewards of a plan from the scores of `plan.to_score`, in order. `keys`: as `Shaper.shape`."""
         own, of_references = scores[: len(plan.conversations)], iter(scores[len(plan.conversations) :])
         if self.shaper is None:
             return [Reward(score.score, score, error=score.error) for score in own]
@@ -111,7 +113,7 @@ class Rewarder:
             None if isinstance(one, str) else [(next(of_references), conversation) for conversation in one]
             for one in plan.references
         ]
-        rewards = self.shaper.shape(own, plan.conversations, references, update=update)
+        rewards = self.shaper.shape(own, plan.conversations, references, update=update, keys=keys)
         return [
             replace(reward, value=None, error=one) if isinstance(one, str) else reward
             for reward, one in zip(rewards, plan.references, strict=True)

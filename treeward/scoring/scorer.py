@@ -31,7 +31,7 @@ from treeward.errors import ConfigError, DataError, ModelError, TreewardError, s
 from treeward.model import loading
 from treeward.model.contract import CONTRACT_FILE, ScoringContract, read_contract
 from treeward.model.prefix_cache import PrefixCache, RecentTokens
-from treeward.model.pretrained import load_tokenizer, quiet_transformers
+from treeward.model.pretrained import choose_device, load_tokenizer, quiet_transformers
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
 from treeward.scoring.diagnosis import Check, diagnose
 from treeward.scoring.score import Conversation, OnError, Score
@@ -180,7 +180,7 @@ class Scorer(PreparedScorer[Prepared]):
         prefix_cache_bytes: int = 0,
         trust_remote_code: bool = False,
     ) -> Scorer:
-        """Load a reward model from a folder or the hub. `device`: None is a GPU where there is one.
+        """Load a reward model from a folder or the hub. `device`: None or `auto` is a GPU where there is one.
 
         The model's scoring contract says how conversations are rendered and truncated; a model without one uses its
         tokenizer's chat template and drops conversations longer than its positions. The arguments of the same names
@@ -190,12 +190,11 @@ class Scorer(PreparedScorer[Prepared]):
         conversations; `check_contract=False` skips this check.
         """
         quiet_transformers()
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         loaded = loading.load_reward_model(
             model,
             tokenizer=None if tokenizer is None else load_tokenizer(tokenizer, trust_remote_code=trust_remote_code),
             dtype=dtype,
-            device=device,
+            device=choose_device(device),
             several_heads=True,
             trust_remote_code=trust_remote_code,
         )

@@ -8,8 +8,9 @@ Each step is off unless the configuration asks for it. The order is fixed:
 
 1. length calibration and length penalty, on the raw score: the curve and the coefficient are in its units;
 2. temperature, which turns a score into log-odds;
-3. reference completions: the sigmoid takes a difference of log-odds. References go through steps 1 and 2 with their own
-   lengths: otherwise a long completion would pay for its length, and the long reference beside it would not;
+3. reference completions: the sigmoid takes a difference of log-odds (`preference_score`: log-odds). References go
+   through steps 1 and 2 with their own lengths: otherwise a long completion would pay for its length, and the long
+   reference beside it would not;
 4. normalisation and clipping, last, because they set the scale and the bounds of the policy's reward.
 
 A missing score stays missing: `Reward.value` is None and `error` says why.
@@ -17,9 +18,10 @@ A missing score stays missing: `Reward.value` is None and `error` says why.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -28,6 +30,7 @@ from scipy.special import expit, log_expit
 from treeward.config.reward_shaping import LengthCurve, LengthUnit, RewardCalibration, RewardShapingConfig
 from treeward.data.preference import Message, check_messages, last_text
 from treeward.errors import CheckpointError, ConfigError, DataError
+from treeward.scoring.running import RewardLog, RunningStatistics
 from treeward.scoring.score import Conversation, Reward, Score
 
 if TYPE_CHECKING:
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
 Reference = tuple[Score, Conversation]
 """A reference completion: its score by the same model, and the conversation that ends with it, for its length."""
+
+logger = logging.getLogger(__name__)
 
 _EPSILON = 1e-8
 _WHERE = "reward_shaping"
@@ -74,44 +79,14 @@ def completion_length(conversation: Conversation, unit: LengthUnit, tokenizer: P
     return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-@dataclass
-class RunningStatistics:
-    """Count, mean and variance of all numbers seen so far, without keeping them.
-
-    M2 is the sum of squared differences from the mean. A batch b is added to the numbers a by Chan, Golub and LeVeque
-    1979 (the formula of Welford 1962 where b is a single number):
-    mean = mean_a + d n_b / n, M2 = M2_a + M2_b + d^2 n_a n_b / n, with d = mean_b - mean_a and n = n_a + n_b.
-    """
-
-    count: int = 0
-    mean: float = 0.0
-    m2: float = 0.0
-
-    @property
-    def std(self) -> float:
-        """Standard deviation of the population, sqrt(M2 / n); 0 before the first number."""
-        return math.sqrt(self.m2 / self.count) if self.count else 0.0
-
-    def update(self, values: Iterable[float]) -> None:
-        """Add finite numbers; their order makes no difference."""
-        batch = list(values)
-        if not batch:
-            return
-        mean = math.fsum(batch) / len(batch)
-        count, difference = self.count + len(batch), mean - self.mean
-        self.m2 += math.fsum((value - mean) ** 2 for value in batch)
-        self.m2 += difference**2 * self.count * len(batch) / count
-        self.mean += difference * len(batch) / count
-        self.count = count
-
-
 class Shaper:
     """Turns scores into rewards by a `RewardShapingConfig`.
 
     `calibration`: the fitted constants, as `Scorer.contract.calibration`. `tokenizer`: the reward model's own, where
-    lengths are in tokens. Raises `ConfigError` where constants or a tokenizer are needed and missing. The contract's
-    constants are adapted to the steps before the normalisation: after length calibration they are those of the
-    calibrated scores, and a temperature divides them too.
+    lengths are in tokens. `log`: a server's; running statistics are then those of the log, and a conversation that
+    comes again has the reward that it had. Raises `ConfigError` where constants or a tokenizer are needed and missing.
+    The contract's constants are adapted to the steps before the normalisation: after length calibration they are those
+    of the calibrated scores, and a temperature divides them too.
     """
 
     def __init__(
@@ -123,6 +98,7 @@ class Shaper:
     ) -> None:
         self.config = config
         self.statistics = RunningStatistics()
+        self.log: RewardLog | None = None
         self._tokenizer = tokenizer
         known = calibration or RewardCalibration()
         self._curve: LengthCurve | None = None
@@ -135,14 +111,20 @@ class Shaper:
         else:
             self._temperature = config.temperature or 1.0
         self._constants: tuple[float, float] | None = None
-        if config.uses_contract_constants:
-            if self._curve is not None:
-                mean, std = self._curve.residual_mean, self._curve.residual_std
-            else:
-                normalization = _fitted(known.normalization, "normalize_rewards", "a mean and a standard deviation")
-                mean, std = normalization.mean, normalization.std
+        if config.uses_contract_constants and self._curve is not None:
+            self._constants = self._curve.residual_mean, self._curve.residual_std
+        elif config.uses_contract_constants and (config.missing_constants == "refuse" or known.normalization):
+            normalization = _fitted(known.normalization, "normalize_rewards", "a mean and a standard deviation")
+            self._constants = normalization.mean, normalization.std
+        elif config.uses_contract_constants:
+            logger.warning(
+                "normalize_rewards changes nothing: there are no constants, so a reward is the score, without a limit. "
+                "Give reward_mean and reward_std, or fit them: treeward calibrate MODEL --data FILE."
+            )
+        if self._constants is not None:
+            mean, std = self._constants
             self._constants = mean / self._temperature, std / self._temperature
-        elif config.normalize_rewards and config.reward_mean is not None and config.reward_std is not None:
+        if config.normalize_rewards and config.reward_mean is not None and config.reward_std is not None:
             self._constants = config.reward_mean, config.reward_std
         units = {
             "length_calibration": self._curve and self._curve.unit,
@@ -168,19 +150,26 @@ class Shaper:
         references: Sequence[Sequence[Reference] | None] | None = None,
         *,
         update: bool = True,
+        keys: Sequence[str] | None = None,
     ) -> list[Reward]:
         """One reward for each score, in order; B scores, B conversations.
 
         `references`: the reference completions of each sample, read where the configuration asks for them; a sample
         without references, or with a reference that has no score, gets no reward. `update`: running statistics take
         this batch in before it is normalised; in validation they stay unchanged, and before the first update there is
-        no reward.
+        no reward. `keys`: what a `log` knows each sample by.
         """
         given = [None] * len(scores) if references is None else references
         shaped = [self._relative(*item) for item in zip(scores, conversations, given, strict=True)]
+        if self.log is not None and keys is not None:
+            known = self.log.add(
+                {key: one.value for key, one in zip(keys, shaped, strict=True) if one.value is not None}
+            )
+            pairs = zip(keys, shaped, strict=True)
+            return [one if one.value is None else self._normalized(one, *known[key]) for key, one in pairs]
         if self.config.running and update:
             self.statistics.update(one.value for one in shaped if one.value is not None)
-        return [one if one.value is None else self._normalized(one, one.value) for one in shaped]
+        return [one if one.value is None else self._normalized(one, one.value, self.statistics) for one in shaped]
 
     def state_dict(self) -> dict[str, Any]:
         """The state that an exact resume needs: the running statistics, if any. JSON."""
@@ -214,6 +203,8 @@ class Shaper:
                     return Reward(None, score, error=f"{key}[{i}] has no score")
                 adjusted.append(self._adjusted(one.score, text))
             value = relative_reward(value, adjusted, self.config.reference)
+        elif self.config.preference_score:
+            value = float(expit(value))
         if not math.isfinite(value):
             return Reward(None, score, error=f"the shaped reward is not finite: {value}")
         return Reward(value, score)
@@ -228,12 +219,14 @@ class Shaper:
             score -= penalty.coefficient * max(0.0, length - penalty.threshold)
         return score / self._temperature
 
-    def _normalized(self, shaped: Reward, value: float) -> Reward:
+    def _normalized(self, shaped: Reward, value: float, running: RunningStatistics) -> Reward:
         """max(-c, min(c, (r - mean) / std)), with the clip c."""
         if self.config.running:
-            if self.statistics.count == 0:
+            if running.count == 0:
                 return replace(shaped, value=None, error="there are no running statistics yet")
-            mean, std = self.statistics.mean, self.statistics.std + _EPSILON
+            mean, std = running.mean, running.std + _EPSILON
+            parts = {"running_mean": mean, "running_std": running.std, "running_count": float(running.count)}
+            shaped = replace(shaped, components=parts)
         elif self._constants is not None:
             mean, std = self._constants
         else:

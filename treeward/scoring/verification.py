@@ -28,7 +28,7 @@ from treeward.errors import DataError, ModelError, TreewardError
 from treeward.model.contract import CONTRACT_FILE, Dtype, ScoringContract, read_contract, text_sha256
 from treeward.model.export import HTTP_ERROR
 from treeward.model.loading import load_reward_model
-from treeward.model.pretrained import check_local, load_tokenizer, quiet_transformers
+from treeward.model.pretrained import check_local, choose_device, load_tokenizer, quiet_transformers
 from treeward.model.reward_model import RewardModel, head_name
 from treeward.model.stored import (
     StoredTensor,
@@ -91,9 +91,9 @@ def verify(
 ) -> Verification:
     """Replay the contract of a model in a folder or on the hub.
 
-    `device`: None is a GPU where there is one. `dtype`: of the backbone; in bfloat16 scores are compared to the
-    contract's tolerance for bfloat16. `quick`: of the weights on the disk only the head is hashed. What is wrong with
-    the model is in the result; `ModelError` is raised where there is no model at all.
+    `device`: None is a GPU where there is one. `dtype`: of the backbone; other than in float32 scores are compared to
+    the contract's tolerance for bfloat16. `quick`: of the weights on the disk only the head is hashed. What is wrong
+    with the model is in the result; `ModelError` is raised where there is no model at all.
     """
     quiet_transformers()
     folder = local_folder(name, trust_remote_code=trust_remote_code)
@@ -108,8 +108,7 @@ def verify(
     except ModelError as error:
         others = [Check(part, "not checked", "there is no contract to compare with") for part in PARTS[1:]]
         return Verification(str(name), (_difference("contract", error), *others))
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return _Replay(str(name), folder, contract, device, dtype, quick, trust_remote_code).run()
+    return _Replay(str(name), folder, contract, choose_device(device), dtype, quick, trust_remote_code).run()
 
 
 def local_folder(name: str | Path, *, trust_remote_code: bool = False) -> Path:

@@ -224,7 +224,7 @@ class Batcher:
         self._failed_in_a_row[name] = 0
 
     def _take_batch(self) -> list[tuple[_Request, int, Item]]:
-        """What one forward pass holds: of the model whose turn it is, a few conversations of each request."""
+        """A forward pass of each replica: of the model whose turn it is, a few conversations of each request."""
         model = next(iter(self._ready)).model if self._ready else None
         queue = deque(_prompts_together([one for one in islice(self._ready, _WINDOW) if one.model is model]))
         batch: list[tuple[_Request, int, Item]] = []
@@ -235,7 +235,7 @@ class Batcher:
             for _ in range(min(_TURN, len(request.ready))):
                 i, item = request.ready[0]
                 cost = request.model.cost(item, of_prompt.get(item.prompt))
-                if batch and used + cost > self.config.batch_tokens:
+                if batch and used + cost > self.config.batch_tokens * request.model.num_replicas:
                     is_full = True
                     break
                 request.ready.popleft()

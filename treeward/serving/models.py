@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,11 +34,14 @@ from treeward.model.contract import ScoringContract, read_contract
 from treeward.model.pretrained import DTYPES, check_device
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.rewarding import load_shaper
+from treeward.scoring.running import RewardLog
 from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Prepared, Scorer
 from treeward.scoring.shaping import Shaper
 from treeward.serving.rendered_text import Ending, RenderedText
 from treeward.tree.token_tree import common_prefix_length
+
+logger = logging.getLogger(__name__)
 
 _NO_IDS = np.empty(0, dtype=np.int32)
 
@@ -66,7 +72,9 @@ def check_length(asked: Conversation | RenderedText, limit: int) -> str | None:
 
 
 class ServedModel:
-    """A scorer with its name, its contracts and its shaping. `members`: the models that it was loaded from."""
+    """A scorer with its name, its contracts and its shaping. `members`: the models that it was loaded from. `replicas`:
+    all copies of the scorer, one on each device, which share a batch.
+    """
 
     def __init__(
         self,
@@ -76,40 +84,77 @@ class ServedModel:
         shaper: Shaper | None = None,
         contracts: Sequence[ScoringContract] = (),
         members: Sequence[str] = (),
+        replicas: Sequence[Scorer | EnsembleScorer] = (),
     ) -> None:
         self.name, self.scorer, self.shaper = name, scorer, shaper
         self.contracts, self.members = tuple(contracts), tuple(members)
+        self.replicas = tuple(replicas) or (scorer,)
+        self._pool = ThreadPoolExecutor(self.num_replicas, thread_name_prefix="treeward-replica")
 
     @classmethod
     def load(cls, config: ServedModelConfig, server: ServerConfig) -> ServedModel:
         """Load what the section names. Raises `ModelError` for a model that does not keep its scoring contract, and
         `ConfigError` for a device that is not there.
         """
-        check_device(config.device, where=config.served_name, field="device")
-        same = {"head_weights", "device", "max_length", "truncation", "check_contract", "trust_remote_code"}
-        options: dict[str, Any] = {name: getattr(config, name) for name in same} | {
+        for device in config.device:
+            check_device(device, where=config.served_name, field="device")
+        same = ("head_weights", "truncation", "check_contract", "trust_remote_code")
+        members, ensemble = config.members, config.ensemble
+        contracts = [contract for contract in map(read_contract, members) if contract is not None]
+        is_limited = any(contract.rendering.max_length for contract in contracts)
+        options: dict[str, Any] = {
+            "max_length": config.max_length or (None if is_limited else config.default_max_length),
+            **{name: getattr(config, name) for name in same},
             "dtype": DTYPES[config.dtype],
             "batch_tokens": server.batch_tokens,
             "prefix_cache_bytes": server.prefix_cache_bytes,
         }
-        members, ensemble = config.members, config.ensemble
-        scorer: Scorer | EnsembleScorer
-        if ensemble is None:
-            scorer = Scorer.load(members[0], **options)
-        else:
-            scorer = EnsembleScorer.load(members, config=ensemble, **options)
-        tokenizer = scorer.renderer.tokenizer
+        replicas: list[Scorer | EnsembleScorer] = [
+            Scorer.load(members[0], device=device, **options)
+            if ensemble is None
+            else EnsembleScorer.load(members, config=ensemble, device=device, **options)
+            for device in config.device
+        ]
+        tokenizer = replicas[0].renderer.tokenizer
         shaper = load_shaper(config.shaping, members[0], is_ensemble=ensemble is not None, tokenizer=tokenizer)
         # Nobody knows whether a model that was not checked keeps its contract; other weights make another score.
-        is_kept = config.check_contract and config.head_weights is None
-        contracts = [read_contract(member) for member in members] if is_kept else []
-        found = [contract for contract in contracts if contract is not None]
-        return cls(config.served_name, scorer, shaper=shaper, contracts=found, members=members)
+        found = contracts if config.check_contract and config.head_weights is None else []
+        served = cls(
+            config.served_name, replicas[0], shaper=shaper, contracts=found, members=members, replicas=replicas
+        )
+        served.keep_statistics(config)
+        return served
+
+    def keep_statistics(self, config: ServedModelConfig) -> None:
+        """With running statistics, keep a log of rewards. Raises `ConfigError` for a file that is none of this model's,
+        or that nothing would read.
+        """
+        path = config.statistics_file and Path(config.statistics_file).expanduser()
+        if self.shaper is not None and self.shaper.config.running:
+            of = {"model": self.contract_sha256 or list(config.members), "shaping": self.shaping_sha256}
+            identity = of | config.model_dump(mode="json", include={"ensemble", "head_weights"})
+            try:
+                self.shaper.log = RewardLog(size=config.statistics_size, path=path or None, identity=identity)
+            except OSError as error:
+                got = f"{path}: {error.strerror or error}"
+                need = "a file that the server may write, in a folder that is there"
+                raise ConfigError(
+                    "the statistics cannot be kept", field="statistics_file", got=got, need=need
+                ) from error
+            if not path:
+                logger.warning("%s: no statistics_file, so running statistics are this process's alone.", self.name)
+        else:
+            config.refuse(path, "statistics_file", "shaping: {normalize_rewards: true, running: true}")
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:
-        """The members' scorers, each once."""
-        return tuple(dict.fromkeys(self.scorer.members))
+        """The members' scorers, each once; of all replicas, the first one's first."""
+        return tuple(dict.fromkeys(member for replica in self.replicas for member in replica.members))
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the model, one on each device."""
+        return max(len(self.replicas), 1)
 
     @property
     def renderer(self) -> Renderer | None:
@@ -133,6 +178,15 @@ class ServedModel:
         return "+".join(hashes) if hashes and len(hashes) == len(self.members) else None
 
     @property
+    def shaping_sha256(self) -> str | None:
+        """Hash of the shaping and its fitted constants; None without shaping."""
+        if self.shaper is None:
+            return None
+        calibrations = [contract.calibration for contract in self.contracts]
+        parts = [self.shaper.config.model_dump_json(), *(one and one.model_dump_json() for one in calibrations)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @property
     def reference_key(self) -> str | None:
         """The key under which rows hold the reference answers that the shaping compares with; None for none."""
         config = None if self.shaper is None else self.shaper.config
@@ -146,10 +200,8 @@ class ServedModel:
     def described(self, created: int) -> dict[str, Any]:
         """The model as /v1/models lists it. `created`: seconds of the epoch."""
         calibrations = [contract.calibration for contract in self.contracts]
-        shaping, temperature = None, None
-        if self.shaper is not None:
-            parts = [self.shaper.config.model_dump_json(), *(one and one.model_dump_json() for one in calibrations)]
-            shaping = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        temperature = None
+        log = None if self.shaper is None else self.shaper.log
         is_single = len(self.contracts) == len(self.members) == 1 and isinstance(self.scorer, Scorer)
         if is_single and calibrations[0] is not None and calibrations[0].temperature is not None:
             temperature = calibrations[0].temperature.value
@@ -165,7 +217,8 @@ class ServedModel:
             "heads": list(self.scorers[0].head_names) if len(self.scorers) == 1 else [],
             "temperature": temperature,  # what scores are divided by to be log-odds
             "shaped": self.shaper is not None,
-            "shaping_sha256": shaping,
+            "shaping_sha256": self.shaping_sha256,
+            "running_statistics": None if log is None else log.described(),
             "reference_key": self.reference_key,
             "developer_role": self.developer_role,
         }
@@ -184,12 +237,33 @@ class ServedModel:
         Raises what the model raises. If it has run out of memory, cached prompts are dropped first.
         """
         try:
-            return self.scorer.score_prepared([item.prepared for item in items], on_error="mask")
+            return self._score(items)
         except (torch.OutOfMemoryError, MemoryError):
             for cache in [scorer.prefix_cache for scorer in self.scorers if scorer.prefix_cache is not None]:
                 cache.clear()
             torch.cuda.empty_cache()
             raise
+
+    def _score(self, items: Sequence[Item]) -> list[Score]:
+        """The scores by all replicas, each with an equal part of the tokens; the order keeps prompts together."""
+        if self.num_replicas == 1:
+            return self.scorer.score_prepared([item.prepared for item in items], on_error="mask")
+        ends = np.cumsum([item.num_tokens for item in items])
+        # The replica in whose part of all tokens the middle of a conversation lies.
+        places = [
+            (end - item.num_tokens / 2) * self.num_replicas // max(ends[-1], 1)
+            for item, end in zip(items, ends, strict=True)
+        ]
+        futures = [
+            self._pool.submit(
+                replica.score_prepared,
+                [item.prepared for item, place in zip(items, places, strict=True) if place == r],
+                on_error="mask",
+            )
+            for r, replica in enumerate(self.replicas)
+        ]
+        wait(futures)  # all of them: a batch that fails is tried again, and a scorer has one caller at a time
+        return [score for future in futures for score in future.result()]
 
     def cost(self, item: Item, like: Item | None) -> int:
         """About how many tokens an item adds to a batch that has one `like` it: those that are not known already."""
@@ -225,7 +299,7 @@ class CustomModel(ServedModel):
 
     def __init__(self, name: str, environment: CustomEnvironment, *, shaper: Shaper | None = None) -> None:
         self.name, self.environment, self.shaper = name, environment, shaper
-        self.contracts, self.members, self.scorer = (), (), None  # type: ignore[assignment]
+        self.contracts, self.members, self.replicas, self.scorer = (), (), (), None  # type: ignore[assignment]
 
     @classmethod
     def load(cls, config: ServedModelConfig, server: ServerConfig) -> CustomModel:
@@ -241,7 +315,9 @@ class CustomModel(ServedModel):
         if isinstance(config.shaping, str):
             raise ConfigError("a reward class has no scoring contract", **at, need="shaping: a reward_shaping section")
         shaper = None if config.shaping is None else Shaper(RewardShapingConfig.model_validate(config.shaping))
-        return cls(config.served_name, environment, shaper=shaper)
+        served = cls(config.served_name, environment, shaper=shaper)
+        served.keep_statistics(config)
+        return served
 
     def prepare(self, asked: Sequence[Conversation | RenderedText]) -> list[Item]:
         return [self._item(one) for one in asked]

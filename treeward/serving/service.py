@@ -11,6 +11,7 @@ one score whichever way it came.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from typing import Any, Literal
 
 from treeward.config.server import ServerConfig
 from treeward.scoring.rewarding import Rewarder
+from treeward.scoring.running import RewardLog
 from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.batcher import Batcher, FailedScore
@@ -42,6 +44,10 @@ class Service:
             caches = [scorer.prefix_cache for scorer in model.scorers if scorer.prefix_cache is not None]
             size, reused = partial(_sum, caches, "num_bytes"), partial(_sum, caches, "num_reused_tokens")
             watch("prefix_cache_bytes", "Keys and values of prompts.", size, model=model.name)
+            if (log := None if model.shaper is None else model.shaper.log) is not None:
+                for name, what in (("mean", "Mean"), ("std", "Standard deviation"), ("count", "Number")):
+                    value = partial(_running, log, name)
+                    watch(f"running_{name}", f"{what} of the rewards that normalise.", value, model=model.name)
             watch("prefix_cache_reused", "Tokens that were found and not computed again.", reused, model=model.name)
 
     def model(self, name: str | None) -> ServedModel:
@@ -117,7 +123,24 @@ class Service:
         scores = await self.batcher.score(model, [*asked, *plan.to_score[len(asked) :]], deadline=deadline)
         # It makes tokens of completions, and may keep statistics: in a thread, and always the same.
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._shaping, rewarder.finish, plan, scores)
+        keys = [_key(*pair) for pair in zip(asked, plan.references, strict=True)]
+        try:
+            return await loop.run_in_executor(self._shaping, partial(rewarder.finish, plan, scores, keys=keys))
+        except OSError as error:
+            raise APIError(500, "statistics_failed", f"the running statistics cannot be kept: {error}") from error
+
+
+def _key(asked: Conversation | RenderedText, references: Any) -> str:
+    """What a reward depends on, hashed."""
+    try:
+        text = repr((asked.text if isinstance(asked, RenderedText) else asked, references))
+    except RecursionError:  # it is refused before it is scored
+        text = ""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def _running(log: RewardLog, name: str) -> float:
+    return float(getattr(log.statistics, name))
 
 
 def _sum(caches: Sequence[Any], name: str) -> float:

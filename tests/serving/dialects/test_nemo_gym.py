@@ -239,7 +239,7 @@ def test_the_seeds_options() -> None:
     more = {"length_penalty": {"coefficient": 0.01, "threshold": 100}, "server": {"deadline_seconds": 7}}
     config = config_of(**gym, **scale, **more, model_path="some/model", batch_size=4, max_length=512)
     [model] = config.models
-    assert (model.model, model.device, model.max_length) == ("some/model", "cpu", 512)
+    assert (model.model, model.device, model.max_length) == ("some/model", ("cpu",), 512)
     assert (config.host, config.port, config.batch_tokens, config.deadline_seconds) == ("127.0.0.1", 1234, 2048, 7)
     shaping = model.shaping
     assert (shaping.reward_mean, shaping.reward_std, shaping.length_penalty.coefficient) == (0.5, 2.0, 0.01)

@@ -5,7 +5,8 @@
 
 Further keys are added where they apply: `reward_score` (the model's own score, where shaping makes the reward of it),
 `reward_components` (that score, and the values of members and heads, each at the top level too), and `reward_passed`
-for a row with a `reward_threshold`.
+for a row with a `reward_threshold`; `reward_running_mean`, `reward_running_std` and `reward_running_count` where
+running statistics have normalised the reward.
 
 A conversation without a reward gets a 200 and NeMo Gym's form of a failure: reward 0.0, `mask_sample` true,
 `failure_reason`. The row then stays out of the metrics and is tried again on resume; any other status would end the
@@ -145,6 +146,7 @@ def verdict(reward: Reward, threshold: float | None = None) -> dict[str, Any]:
     parts: dict[str, float] = {}
     if score.score is not None and score.score != reward.value:
         parts["reward_score"] = score.score
+    parts |= {f"reward_{name}": value for name, value in reward.components.items()}
     parts |= {f"reward_{name}": value for name, value in score.parts.items()}
     passed = {} if threshold is None else {"reward_passed": reward.value >= threshold}
     counts = {"reward_num_tokens": score.num_tokens, "reward_truncated": score.truncated}

@@ -64,7 +64,9 @@ class RewardsBody(OwnBody):
 
 
 class RewardRow(TypedDict):
-    """`heads`, `members`: of a model with several heads, and of an ensemble, the value of each."""
+    """`heads`, `members`: of a model with several heads, and of an ensemble, the value of each. `components`: the
+    running statistics that have normalised the reward.
+    """
 
     index: int
     reward: float | None
@@ -74,6 +76,7 @@ class RewardRow(TypedDict):
     error: str | None
     heads: NotRequired[list[float]]
     members: NotRequired[list[float]]
+    components: NotRequired[dict[str, float]]
 
 
 class RewardsResponse(TypedDict):
@@ -133,6 +136,8 @@ def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> RewardsResponse:
             row["heads"] = list(score.heads)
         if score.members:
             row["members"] = list(score.members)
+        if reward.components:
+            row["components"] = dict(reward.components)
         rows.append(row)
     total = sum(row["num_tokens"] for row in rows)
     return RewardsResponse(
