@@ -1,0 +1,167 @@
+"""open-instruct's guide to reward modelling, section by section, and the page for those who come from elsewhere.
+
+The automatic upload to the hub is tried in tests/training/test_train.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from treeward.config.load import load_config
+from treeward.model.loading import build_reward_model
+from treeward.scoring.scorer import Scorer
+from treeward.training.tracking import read_metrics
+from treeward.training.train import train
+
+REPOSITORY = Path(__file__).parent.parent.parent
+METRICS = ("accuracy", "loss", "chosen_rewards", "rejected_rewards", "reward_margin")
+
+# --- Implementation details ------------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_pads_from_the_right(model_folder: Path) -> None:
+    """Rows of two lengths, padded by the exported tokenizer, have the scores of plain transformers and of treeward."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    question = [{"role": "user", "content": "Hi"}]
+    logs = [[*question, {"role": "assistant", "content": text}] for text in ("Hello!", "Hello, and how are you all?")]
+    texts = [tokenizer.apply_chat_template(log, tokenize=False) for log in logs]
+    batch = tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=False)
+    assert tokenizer.padding_side == "right" and batch["attention_mask"][:, -1].tolist() == [0, 1]
+    with torch.no_grad():
+        plain = AutoModelForSequenceClassification.from_pretrained(model_folder).eval()(**batch).logits.flatten()
+    ours = [score.score for score in Scorer.load(model_folder).score(logs)]
+    assert plain.tolist() == pytest.approx(ours, abs=1e-5)
+
+
+def test_dropout_is_off_and_the_head_is_drawn_as_documented(tiny_tokenizer: Any) -> None:
+    rates = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+    shape = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 1, "n_head": 4, "n_positions": 64}
+    model = build_reward_model({**shape, **rates}, tiny_tokenizer, seed=3).model
+    model.train()
+    batch = model.make_batch([[[1, 2, 3, 4], [1, 2, 5]]])
+    assert torch.equal(model(batch), model(batch)) and model.training
+    head = model.hf.score.weight.detach()
+    assert head.shape == (1, 1024) and float(head.std()) == pytest.approx(1 / math.sqrt(1024 + 1), rel=0.1)
+
+
+# --- Training metrics ------------------------------------------------------------------------------------------------
+
+
+def test_the_documented_metrics(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
+    """Each name is logged and means what the guide says; a step of one pair has the log sigmoid of its margin."""
+    one = ["policy.train_global_batch_size=1", "policy.train_micro_batch_tokens=null", "data.shuffle=false"]
+    train(tiny_run("rm.max_num_steps=4", "checkpointing.enabled=false", *one), show_progress=False)
+    lines = read_metrics(tmp_path / "logs" / "metrics.jsonl")
+    steps = [line for line in lines if "train/rm/loss" in line]
+    assert [line["episode"] for line in steps] == [1, 2, 3, 4]
+    kept = next(value for line in lines for name, value in line.items() if name.endswith("/kept"))
+    for line in steps:
+        accuracy, loss, chosen, rejected, margin = (line[f"train/rm/{name}"] for name in METRICS)
+        assert margin == pytest.approx(chosen - rejected, abs=1e-5) and accuracy == (margin > 0)
+        assert loss == pytest.approx(math.log1p(math.exp(-margin)), abs=1e-5)
+        assert line["epoch"] == pytest.approx(line["episode"] / kept)
+    rates = [line["train/rm/lr"] for line in steps]
+    assert all(before > after for before, after in pairwise(rates)), "the schedule is linear"
+    (validated, *_) = [line for line in lines if "eval/rm/loss" in line]
+    assert {f"eval/rm/{name}" for name in METRICS} <= set(validated)
+
+
+# --- Debug, and the run of Tulu 3 ------------------------------------------------------------------------------------
+
+
+def run_script(script: str, folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    """`bash SCRIPT` as quoted, from another folder, into `folder`; the lines of its metrics."""
+    assert f"bash {script}" in (REPOSITORY / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    folders = [f"checkpointing.checkpoint_dir={folder}/model", f"logger.log_dir={folder}/logs"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    words = ["bash", str(REPOSITORY / script), *folders, *overrides]
+    done = subprocess.run(words, cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "model" / "final" / "model.safetensors").is_file()
+    return list(read_metrics(folder / "logs" / "metrics.jsonl"))
+
+
+def test_the_debug_script(tmp_path: Path) -> None:
+    lines = run_script("scripts/train/debug/reward_modeling.sh", tmp_path, "rm.max_num_steps=2", "rm.val_batches=1")
+    assert [line["episode"] for line in lines if "episode" in line] == [32, 64]
+
+
+def test_the_script_of_tulu_3_on_something_small(policy_folder: Path, tmp_path: Path) -> None:
+    rows = [
+        [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": text}]
+        for n in range(8)
+        for text in (f"It is {n + 1}.", "No.")
+    ]
+    data = tmp_path / "mixture.jsonl"
+    pairs = zip(rows[::2], rows[1::2], strict=True)
+    data.write_text("".join(json.dumps({"chosen": good, "rejected": bad}) + "\n" for good, bad in pairs))
+    small = [
+        *(f"policy.model_name={policy_folder}", f"data.train_data_path={data}"),
+        *("policy.max_total_sequence_length=128", "policy.train_global_batch_size=4"),
+    ]
+    lines = run_script("scripts/train/tulu3/reward_modeling_8b.sh", tmp_path, *small)
+    assert [line["episode"] for line in lines if "episode" in line] == [4, 8]
+    text = (REPOSITORY / "scripts/train/tulu3/reward_modeling_8b.sh").read_text(encoding="utf-8")
+    assert "Needs one GPU with more than 140 GB" in text and "has not been run at this size" in text
+
+
+# --- The page for those who come from elsewhere ----------------------------------------------------------------------
+
+PAGE = (REPOSITORY / "docs" / "coming-from.md").read_text(encoding="utf-8")
+BASE = """
+policy: {model_name: some/model, optimizer: {kwargs: {lr: 1.0e-5}}}
+data: {train: {data_path: train.jsonl}, validation: {data_path: val.jsonl}}
+"""
+# Of the authors' own scripts/train/tulu3/reward_modeling_8b.sh.
+FLAGS = """
+--exp_name --model_name_or_path --tokenizer_name --use_slow_tokenizer --dataset_mixer_list --max_token_length
+--max_prompt_token_length --per_device_train_batch_size --gradient_accumulation_steps --learning_rate
+--lr_scheduler_type --num_train_epochs --gradient_checkpointing --with_tracking --seed --mixed_precision
+"""
+
+
+def rows(section: str) -> list[tuple[str, str]]:
+    """The rows of a section's table of options: theirs, ours."""
+    _, _, text = PAGE.partition(f"\n## {section}\n")
+    lines = [line.strip("| ") for line in text.partition("\n## ")[0].splitlines() if line.startswith("| `")]
+    return [(theirs, ours) for theirs, _, ours in (line.partition(" | ") for line in lines) if "=" in ours]
+
+
+@pytest.mark.parametrize(("section", "number"), [("open-instruct", 21), ("TRL", 25), ("OpenRLHF", 23)])
+def test_every_row_is_an_override_that_is_read(section: str, number: int, tmp_path: Path) -> None:
+    file = tmp_path / "base.yaml"
+    file.write_text(BASE, encoding="utf-8")
+    found = rows(section)
+    assert len(found) >= number
+    for theirs, ours in found:
+        overrides = [code for code in re.findall(r"`([^`]+)`", ours) if "=" in code]
+        assert overrides, theirs
+        for override in overrides:
+            assert load_config(file, [override]) is not None
+
+
+def test_the_left_column_has_options_of_the_others() -> None:
+    trl = pytest.importorskip("trl")
+    fields = {
+        field.name
+        for section in (trl.RewardConfig, trl.ModelConfig, trl.ScriptArguments)
+        for field in dataclasses.fields(section)
+    }
+    named = {name for theirs, _ in rows("TRL") for name in re.findall(r"`(\w+)`", theirs)}
+    assert named and named <= fields
+    assert set(FLAGS.split()) <= set(re.findall(r"--\w+", PAGE.partition("## TRL")[0]))
