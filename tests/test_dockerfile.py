@@ -1,0 +1,48 @@
+"""The Dockerfile and the commands around it name only what exists. Nothing is built."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from treeward.cli.main import main
+
+REPOSITORY = Path(__file__).parent.parent
+TEXT = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8")
+GUIDE = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
+COMMANDS = [line.lstrip("# ") for line in (TEXT + GUIDE).splitlines() if line.lstrip("# ").startswith("docker ")]
+
+
+def test_what_it_copies_and_installs_is_there() -> None:
+    kept = {line.removeprefix("!") for line in (REPOSITORY / ".dockerignore").read_text().split() if line[0] == "!"}
+    copied = {name for line in re.findall(r"^COPY (.*)", TEXT, re.MULTILINE) for name in line.split()[:-1]}
+    assert copied == kept and {"constraints.txt", "treeward"} <= copied
+    assert all((REPOSITORY / name).exists() for name in copied)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = re.findall(r'^ARG EXTRAS="(.*)"', TEXT, re.MULTILINE)[0].split(",")
+    named = {extra for one in re.findall(r"as \"([\w,]+)\"", TEXT) for extra in one.split(",")}
+    assert {*extras, *named} <= set(project["optional-dependencies"])
+    assert {project["readme"], *project["license-files"]} <= copied  # the build reads them
+    python = re.findall(r"^FROM python:([\d.]+)", TEXT, re.MULTILINE)[0]
+    assert project["requires-python"] == f">={python}"
+    assert re.findall(r"^ENTRYPOINT \[\"(\w+)\"\]", TEXT, re.MULTILINE)[0] in project["scripts"]
+
+
+@pytest.mark.parametrize("command", [one for one in COMMANDS if one.startswith("docker run")])
+def test_its_commands_are_verbs_with_their_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(command)
+    verb, *rest = words[words.index("treeward") + 1 :]
+    assert main([verb, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in rest if word.startswith("--"))
+    assert all((REPOSITORY / word).is_file() for word in rest if word.endswith(".yaml"))
+
+
+def test_its_build_arguments_exist() -> None:
+    arguments = set(re.findall(r"^ARG (\w+)", TEXT, re.MULTILINE))
+    assert arguments == set(re.findall(r"--build-arg (\w+)=", TEXT + GUIDE)) | {"EXTRAS"}
+    assert len(COMMANDS) >= 6
