@@ -51,12 +51,13 @@ class Pairs:
 def ranked_pairs(
     ranks: Sequence[Sequence[int]],
     *,
-    margins: Sequence[float | None] | None = None,
+    margins: Sequence[float | Sequence[float | None] | None] | None = None,
     ties: Literal["drop", "half"] = "drop",
 ) -> Pairs:
     """The pairs of G groups whose scores lie one group after another.
 
-    `ranks`: for each group the rank of each completion, lower is better. `margins`: one per group, None for no margin.
+    `ranks`: for each group the rank of each completion, lower is better. `margins`: one per group, None for no margin,
+    or a number for each completion, whose difference is a pair's margin (0 where it is negative or one is None).
     `ties`: what becomes of two completions of equal rank: no pair ("drop"), or one that either wins by half ("half").
     """
     better: list[int] = []
@@ -73,12 +74,12 @@ def ranked_pairs(
             if group[i] < group[j] or (ties == "half" and i < j and group[i] == group[j])
         ]
         num_groups += bool(pairs)
-        group_margin = (margins[g] if margins is not None else None) or 0.0
+        group_margin = margins[g] if margins is not None else None
         for i, j, is_tie in pairs:
             better.append(offset + i)
             worse.append(offset + j)
             weight.append(1 / len(pairs))
-            margin.append(0.0 if is_tie else group_margin)
+            margin.append(0.0 if is_tie else _margin(group_margin, i, j))
             tied.append(is_tie)
         offset += len(group)
     return Pairs(
@@ -89,6 +90,13 @@ def ranked_pairs(
         torch.tensor(tied, dtype=torch.bool),
         num_groups,
     )
+
+
+def _margin(of_group: float | Sequence[float | None] | None, better: int, worse: int) -> float:
+    if of_group is None or isinstance(of_group, int | float):
+        return of_group or 0.0
+    a, b = (of_group[i] if i < len(of_group) else None for i in (better, worse))
+    return 0.0 if a is None or b is None else max(a - b, 0.0)
 
 
 def bradley_terry(

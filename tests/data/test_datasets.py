@@ -3,7 +3,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ def test_a_conversation_that_does_not_end_with_the_assistant(tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("more", "field", "words"),
     [
-        ({"context": "2 + 2?"}, "context", "BinaryPreferenceDataset"),
+        ({"context": 4}, "context", "neither text nor a list of messages"),
         ({"context": [{"role": "user"}]}, "context[0].content", "has no text"),
         ({"completions": rank_row()["completions"][:1]}, "completions", "two or more"),
         *(
@@ -109,19 +108,10 @@ def test_rank_format_in_csv(tmp_path: Path) -> None:
     assert [preference for preference, _ in stream] == [preference for preference, _ in stream] == expected
 
 
-@pytest.mark.parametrize(
-    ("row", "fix"),
-    [
-        ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}, "HHTranscripts"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "BinaryPreferenceDataset$"),
-        ({"context": [], "response1": "b", "response2": "c", "overall_preference": 1}, "HelpSteer3"),
-        ({"prompt": "a", "response": "b", "stars": 4}, "grades .stars, scores. become one row for each prompt"),
-    ],
-)
-def test_rows_without_ranks_name_their_own_keys_and_format(tmp_path: Path, row: dict[str, Any], fix: str) -> None:
-    with pytest.raises(DataError) as caught:
-        parse(tmp_path, "PreferenceDataset", row)
-    assert caught.value.got == f"keys {sorted(row)}" and re.search(fix, str(caught.value.fix))
+def test_rows_without_ranks_name_their_own_keys(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the format is told by the keys") as caught:
+        parse(tmp_path, "PreferenceDataset", {"prompt": "a", "chosen": "b", "rejected": "c"})
+    assert caught.value.got == "keys ['chosen', 'prompt', 'rejected']"
 
 
 # --- BinaryPreferenceDataset -----------------------------------------------------------------------------------------
@@ -302,7 +292,8 @@ def test_fingerprints_follow_content_and_parsing(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
     config = DatasetConfig(dataset_name="BinaryPreferenceDataset", data_path=path)
     other = DatasetConfig(dataset_name="BinaryPreferenceDataset", data_path=path, prompt_key="chosen")
-    digests = [open_dataset(one).fingerprint for one in (config, other, DatasetConfig(data_path=path), config)]
+    tulu = DatasetConfig(dataset_name="Tulu3Preference", data_path=path)
+    digests = [open_dataset(one).fingerprint for one in (config, other, tulu, config)]
     assert len(set(digests)) == 3 and digests[0] == digests[-1]
     write_jsonl(tmp_path / "a.jsonl", {"prompt": "a", "chosen": "b", "rejected": "d"})
     assert open_dataset(config).fingerprint != digests[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import pickle
+import re
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -78,10 +79,13 @@ OTHER = preference("Sure.", "No.", prompt="Other?")
 def encode(tmp_path: Path) -> Any:
     numbers = itertools.count()
 
-    def encode(*rows: Preference, ties: Any = "drop", renderer: Renderer | None = None) -> EncodedDataset:
+    def encode(
+        *rows: Preference, ties: Any = "drop", renderer: Renderer | None = None, keep_rest: bool = True
+    ) -> EncodedDataset:
         """The comparisons of the rows, and of one more that is always kept."""
         cache = tmp_path / str(next(numbers))
-        return encode_dataset(Rows([*rows, OTHER]), renderer or renderer_of(), ties=ties, cache_dir=cache)
+        stream, policy = Rows([*rows, OTHER]), {"ties": ties, "keep_rest": keep_rest}
+        return encode_dataset(stream, renderer or renderer_of(), **policy, cache_dir=cache)
 
     return encode
 
@@ -148,6 +152,34 @@ def test_too_long(encode: Any) -> None:
     assert (counts.read, counts.kept, counts.dropped_too_long) == (2, 1, 1) and counts.longest > 60_000
 
 
+def test_an_overlong_completion_leaves_the_others(encode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    row = preference("Paris.", "Lyon. " * 30, "Nice.", ranks=(0, 1, 2))
+    pair = preference("Paris.", "Lyon. " * 30)
+    tied = preference("Paris.", "Lyon. " * 30, "Nice.", ranks=(0, 1, 0))
+    dataset = encode(row, pair, tied, renderer=renderer_of(60))
+    assert dataset[0].ranks == (0, 2) and len(dataset[0].token_ids) == len(dataset[0].lengths) == 2
+    counts = dataset.counts
+    assert (counts.kept, counts.dropped_too_long, counts.completions, counts.completions_too_long) == (2, 2, 4, 1)
+    words = r"2 of 4 comparisons \(50%: 2 too long\) and 1 of 5 completions of kept comparisons \(20%: too long\) were"
+    assert re.search(words, caplog.text) and re.match(words, str(counts.much_dropped))
+    assert encode(tied, ties="half", renderer=renderer_of(60))[0].ranks == (0, 0)
+    assert encode(preference("Paris.", "Lyon.")).counts.much_dropped is None
+    whole = encode(row, renderer=renderer_of(60), keep_rest=False)
+    assert (whole.counts.dropped_too_long, whole.counts.completions_too_long) == (1, 0)
+
+
+def test_ranks_that_contradict_scores_are_counted(encode: Any) -> None:
+    def scored(*scores: float | None) -> Preference:
+        row = preference("Paris.", "Lyon.", "Nice.")
+        return replace(
+            row, completions=tuple(replace(c, score=s) for c, s in zip(row.completions, scores, strict=True))
+        )
+
+    dataset = encode(scored(3, 2, 1), scored(3, 1, 2), scored(None, 1, 1), scored(None, None, 2))
+    assert dataset[1].scores == (3, 1, 2) and dataset[3].scores == (None, None, 2) and dataset.counts.contradicted == 1
+    assert "1 whose ranks contradict the scores in the data" in dataset.counts.summary()
+
+
 def test_memory_does_not_follow_the_lengths_of_rows(encode: Any) -> None:
     rows = [preference("Paris.", "Lyon.", prompt="Capital? " * 200_000)] * 30
     tracemalloc.start()
@@ -172,6 +204,7 @@ def test_counts_and_costs_are_those_of_the_rows(encode: Any, monkeypatch: pytest
     for comparison in dataset:
         row = [*rows, OTHER][int(comparison.where.partition(":")[2]) - 1]
         own = {tuple(renderer.encode([*row.context, *c.messages])) for c in row.completions}
+        own = {ids for ids in own if len(ids) <= 120}
         assert {tuple(ids.tolist()) for ids in comparison.token_ids} == own
         assert (comparison.margin, comparison.subset) == (row.margin, row.task_name)
     assert [c.where for c in dataset[3:9:2]] == [dataset[i].where for i in (3, 5, 7)]
@@ -204,11 +237,12 @@ def test_the_cache_is_reused_for_the_same_content_only(tmp_path: Path, caplog: p
     others = [
         encode_dataset(rows, renderer_of(), ties="half", cache_dir=tmp_path),
         encode_dataset(rows, renderer_of(400), ties="drop", cache_dir=tmp_path),
+        encode_dataset(rows, renderer_of(), ties="drop", keep_rest=False, cache_dir=tmp_path),
         encode_dataset(Rows(varied(21), fingerprint="b"), renderer_of(), ties="drop", cache_dir=tmp_path),
     ]
-    assert rows.times_read == 3
-    assert len({dataset.fingerprint for dataset in [first, *others]}) == 4
-    assert len(list(tmp_path.iterdir())) == 4  # and no temporary file
+    assert rows.times_read == 4
+    assert len({dataset.fingerprint for dataset in [first, *others]}) == 5
+    assert len(list(tmp_path.iterdir())) == 5  # and no temporary file
 
 
 def test_a_cut_cache_is_noticed_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from families import tiny_model
 
+from treeward.data.formats import conversations_of
 from treeward.data.rendering import Renderer
 from treeward.data.sources import Row
 from treeward.errors import DataError
 from treeward.model.reward_model import RewardModel
-from treeward.scoring.rows import conversations_of, score_rows
+from treeward.scoring.rows import score_rows
 from treeward.scoring.scorer import Scorer
 
 ASK = {"role": "user", "content": "2 + 2?"}
@@ -35,6 +36,13 @@ def scorer(tiny_tokenizer: Any) -> Scorer:
         ({"prompt": "2 + 2?", "responses": ["4", "5"]}, TWO),
         ({"context": [ASK], "responses": ["4", [FIVE]]}, TWO),
         ({"context": "2 + 2?", "responses": ["4", "5"]}, TWO),
+        ({"prompt": "2 + 2?", "completions": [{"completion": "4", "score": 1}, {"completion": "5", "score": 2}]}, TWO),
+        ({"instruction": "2 + 2?", "completions": [{"response": "4", "model": "a"}, {"response": "5"}]}, TWO),
+        ({"context": [ASK], "response1": "4", "response2": "5", "overall_preference": 2}, TWO),
+        ({"prompt": "2 + 2?", "response_1": "4", "response_2": "5", "preference_strength": 2}, TWO),
+        ({"prompt": "2 + 2?", "response": "4", "helpfulness": 3}, TWO[:1]),
+        ({"conversations": TWO}, TWO),
+        ({"prompt": "2 + 2?", "chosen": [ASK, FOUR], "rejected": [ASK, FIVE], "messages": [ASK, FOUR]}, TWO),
         ({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, TWO),
         ({"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}, TWO),
         ({"prompt": "2 + 2?", "chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}, TWO),
@@ -48,18 +56,18 @@ def test_every_shape(values: dict[str, Any], want: list[Any], scorer: Scorer) ->
     assert scored.num_failed == 0
     numbers = [score.score for score in scorer.score(want)]
     assert {name: row[name] for name in values} == values  # as it came, and its scores
-    assert row.keys() - values.keys() == ({"score"} if "messages" in values else {"scores"})
-    got = [row["score"]] if "messages" in values else row["scores"]
+    assert row.keys() - values.keys() == ({"score"} if len(want) == 1 else {"scores"})
+    got = [row["score"]] if len(want) == 1 else row["scores"]
     assert got == pytest.approx(numbers, abs=1e-6)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"text": "4"}, r"nothing to score(?s:.*)\['text'\](?s:.*)messages; or"),
-        ({"prompt": "2 + 2?"}, r"these keys together(?s:.*)\['prompt'\]"),
-        ({"prompt": "2 + 2?", "completions": ["4", "5"]}, "these keys together"),
-        ({"prompt": "2 + 2?", "context": [ASK], "completions": [[FOUR]]}, "these keys together"),
+        ({"text": "4"}, r"nothing to score(?s:.*)\['text'\](?s:.*)one of messages,"),
+        ({"prompt": "2 + 2?"}, r"nothing to score(?s:.*)\['prompt'\]"),
+        ({"prompt": "2 + 2?", "context": [ASK], "completions": [[FOUR]]}, "two prompts"),
+        ({"response": "4"}, "no prompt"),
         ({"messages": []}, "messages"),
         ({"messages": [ASK, {"content": "4"}]}, "role"),
         ({"context": [ASK], "completions": []}, "completions"),
@@ -68,7 +76,7 @@ def test_every_shape(values: dict[str, Any], want: list[Any], scorer: Scorer) ->
         ({"prompt": [], "responses": ["4"]}, "prompt"),
         ({"prompt": "2 + 2?", "responses": [4]}, "responses"),
         ({"prompt": "2 + 2?", "chosen": "4", "rejected": None}, "these keys together"),
-        ({"messages": [ASK, FOUR], "chosen": "4", "rejected": "5"}, "these keys together"),
+        ({"messages": [ASK, FOUR], "responses": ["4"]}, "these keys together"),
         ({"context": [ASK], "completions": ["4"], "responses": ["5"]}, "these keys together"),
         ({"messages": '[{"role": "user"'}, "messages is not valid JSON"),
     ],

@@ -1,7 +1,7 @@
 """`DataConfig` and `PromptDataConfig`: the sets of a run, comparisons for a reward model and prompts for a policy.
 
     data:
-      train: [{dataset_name: BinaryPreferenceDataset, data_path: train.jsonl, prompt_key: question}]
+      train: [{data_path: train.jsonl, prompt_key: question}]
       validation: [{data_path: plain.jsonl, name: plain}, {data_path: hard.jsonl, name: hard}]
 
 `treeward.config.data_forms` has two more forms: flat keys, and blocks with shared values.
@@ -18,7 +18,10 @@ from treeward.config.base import Strict
 from treeward.config.data_forms import COMPARISON_SETS, PROMPT_SETS, keys_of_forms, normalise_data
 from treeward.errors import ConfigError
 
-_NEEDS_A_PATH = ("PreferenceDataset", "BinaryPreferenceDataset", "ResponseDataset", "PromptDataset")
+_NEEDS_A_PATH = (
+    *("auto", "PreferenceDataset", "BinaryPreferenceDataset", "HelpSteer2Preference"),
+    *("ResponseDataset", "PromptDataset"),
+)
 _OPEN_MATH_VALIDATION = 0.05
 
 
@@ -55,8 +58,9 @@ class SetConfig(Strict):
 class DatasetConfig(SetConfig):
     """One set of comparisons: its format, where it lies, and how to read it."""
 
-    dataset_name: str = "PreferenceDataset"
-    """A format, as `BinaryPreferenceDataset`, a set, as `HelpSteer3`, or the dotted path of a class."""
+    dataset_name: str = "auto"
+    """A format, as `BinaryPreferenceDataset`, a set, as `HelpSteer3`, or the dotted path of a class. `auto`: the format
+    that the keys of the first row tell."""
     non_contextual_answer: bool = False
     """Training only: add a good completion of another prompt to each comparison, as the worst (Liu et al. 2024)."""
     prompt_key: str = "prompt"
@@ -101,8 +105,9 @@ class DataConfig(_Sets[DatasetConfig]):
 
     other_forms: ClassVar[tuple[str, ...]] = keys_of_forms([*DatasetConfig.model_fields])
 
-    truncation: Literal["drop", "truncate_left", "error"] = "drop"
-    """Too long comparisons are left out and counted (`drop`), cut from the left (`truncate_left`), or an `error`."""
+    truncation: Literal["drop", "drop_comparison", "truncate_left", "error"] = "drop"
+    """Too long completions are left out and counted (`drop`), with their whole comparison (`drop_comparison`), cut from
+    the left (`truncate_left`), or an `error`."""
     ties: Literal["drop", "half", "error"] = "drop"
     """Pairs of equal rank: left out and counted (`drop`), half a win for each side (`half`), or an error (`error`)."""
     cache_dir: str | None = None

@@ -32,9 +32,13 @@ _DATASET_TYPES = {"rank": "PreferenceDataset", "binary": "BinaryPreferenceDatase
 # The names of the sets in `treeward.data`, which this layer cannot import. Those that bring their own data have the
 # name of each validation set with its split, and under None the training split.
 COMPARISON_SETS: Mapping[str, Splits] = {
+    "auto": {},
     "PreferenceDataset": {},
     "BinaryPreferenceDataset": {},
     **dict.fromkeys(("HelpSteer3", "HelpSteer3Dataset"), {None: "train", "default": "validation"}),
+    "HelpSteer2": {None: "train", "default": "validation"},
+    "HelpSteer2Preference": {},
+    "UltraFeedback": {None: "train"},
     **dict.fromkeys(("Tulu3Preference", "Tulu3PreferenceDataset"), {None: "train"}),
     **dict.fromkeys(("HHTranscripts", "hh-rlhf"), {None: "train", "default": "test"}),
     "Bundled": {None: "train", "plain": "validation", "length_controlled": "length_controlled"},

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, StrictBool, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from treeward.config.base import Limit, OneIsAList, Period, Strict
 from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKey, parse_metric_name
@@ -31,13 +31,18 @@ SuiteName = Annotated[str, Field(pattern=r"^\s*[^\s=,][^=,]*(=.*\S.*)?$")]
 """A name, or a name and a folder, as llmbar=downloads/llmbar."""
 
 
+def _no_number(value: Any) -> Any:
+    return value if isinstance(value, bool) else str(value)  # 1.0 would be read as true
+
+
 class LossConfig(Strict):
     """The loss of a comparison's pairs, and its options."""
 
     name: LossName = "bradley_terry"
     """A function of `treeward.losses`: `bradley_terry` is softplus(-(score(chosen) - score(rejected) - margin))."""
-    margin: StrictBool = True  # 1.0 would be read as true
-    """Subtract the number `margin` of a row, where it has one, from the difference of its scores. False: ignore it."""
+    margin: Annotated[Literal[True, False, "scores"], BeforeValidator(_no_number)] = True
+    """Subtract the number `margin` of a row, where it has one, from the difference of its scores. False: ignore it.
+    `scores`: where a row has no `margin`, by how much the data scores the better completion higher."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
     """The assumed probability that a label is wrong."""
     center_rewards_coefficient: NonNegativeFloat = 0.0

@@ -1,6 +1,6 @@
 """Named datasets of comparisons: from the `data` section of a config to a stream of preferences.
 
-    stream = open_dataset(DatasetConfig(dataset_name="BinaryPreferenceDataset", data_path="train.jsonl"))
+    stream = open_dataset(DatasetConfig(data_path="train.jsonl"))   # dataset_name: auto, told by the keys of a row
     for preference, where in stream:              # restartable: each loop reads the data again
         ...
 
@@ -28,11 +28,12 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain, islice
+from functools import cache, cached_property
+from itertools import chain, groupby, islice
 from typing import Any, TypeVar
 
 from treeward.config.data import DatasetConfig
+from treeward.data.formats import recognise
 from treeward.data.preference import (
     Message,
     Preference,
@@ -42,9 +43,12 @@ from treeward.data.preference import (
     last_text,
     preference_from_dict,
     preference_to_dict,
+    prompt_key,
+    required,
+    turns_of,
 )
 from treeward.data.registry import ObjectRows, Registry, RowSource
-from treeward.data.sources import Row
+from treeward.data.sources import Row, read_rows
 from treeward.data.synthetic import bundled_path
 from treeward.errors import ConfigError
 
@@ -52,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 _DATASETS = Registry("datasets", example="my_module.MyDataset")
 _Class = TypeVar("_Class", bound=type[Any])
+
+_NAMED_KEYS = ("prompt_key", "chosen_key", "rejected_key")
 
 _WINDOW = 4096
 """Comparisons whose best completions are at hand: data of any size can be streamed."""
@@ -78,17 +84,40 @@ def open_dataset(config: DatasetConfig) -> RowDataset:
     """One training or validation set.
 
     Raises `ConfigError` for an unknown name (with the nearest one), a class that cannot be imported or constructed, or
-    one without the attributes of a dataset; `DataError` for data that is not there. Rows are checked as they come.
+    one without the attributes of a dataset; `DataError` for data that is not there, and under "auto" for a first row
+    in no known format. Rows are checked as they come.
     """
+    config = recognised(config)
     cls = _DATASETS.find(config.dataset_name)
     return cls(config) if issubclass(cls, RowDataset) else _ObjectDataset(config, cls)
+
+
+def recognised(config: DatasetConfig) -> DatasetConfig:
+    """The configuration with the format that `auto` stands for: that of named keys, or of the keys of the first row."""
+    if config.dataset_name != "auto":
+        return config
+    if any(getattr(config, key) != type(config).model_fields[key].default for key in _NAMED_KEYS):
+        return config.model_copy(update={"dataset_name": "BinaryPreferenceDataset"})
+    first = next(read_rows(str(config.data_path), split=config.split, subset=config.subset))  # or it raises
+    found = recognise(first.values, first.where)
+    update = {"dataset_name": found.dataset}
+    if found.dataset == "BinaryPreferenceDataset":
+        update["prompt_key"] = prompt_key(first.values, first.where) or config.prompt_key
+    _tell(str(config.data_path), found.title, found.dataset)
+    return config.model_copy(update=update)
+
+
+@cache
+def _tell(path: str, title: str, dataset_name: str) -> None:
+    """Once for each file, however often it is opened."""
+    logger.info("%s: taken for %s (dataset_name: %s)", path, title, dataset_name)
 
 
 class RowDataset(RowSource):
     """A restartable stream of preferences with their places: `to_preference` is all that a subclass needs."""
 
-    def to_preference(self, row: Row) -> Preference:
-        """Parse one row; raises `DataError` naming `row.where`."""
+    def to_preference(self, row: Row) -> Preference | None:
+        """Parse one row; None for one that compares nothing. Raises `DataError` naming `row.where`."""
         raise NotImplementedError
 
     @property
@@ -102,7 +131,8 @@ class RowDataset(RowSource):
     @cached_property
     def formatted_ds(self) -> dict[str, list[dict[str, Any]]]:
         """The rows in the rank format, under the split's name."""
-        return {self.split or "train": [preference_to_dict(self.to_preference(row)) for row in self.rows()]}
+        parsed = (self.to_preference(row) for row in self.rows())
+        return {self.split or "train": [preference_to_dict(one) for one in parsed if one is not None]}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -118,12 +148,17 @@ class RowDataset(RowSource):
         return _with_non_contextual(self._completed()) if self.config.non_contextual_answer else self._completed()
 
     def _completed(self) -> Iterator[tuple[Preference, str]]:
-        total, others, first = 0, 0, ""
+        total, others, first, alone = 0, 0, "", 0
         for total, row in enumerate(self.rows(), 1):  # noqa: B007
             preference = self.to_preference(row)
+            if preference is None:
+                alone += 1
+                continue
             if any(completion.messages[-1]["role"] != "assistant" for completion in preference.completions):
                 others, first = others + 1, first or row.where
             yield replace(preference, context=self.files.complete(preference.context, row.where)), row.where
+        if alone:
+            logger.warning("%s: %d of %d prompts have fewer than two completions: left out", self.name, alone, total)
         if others:
             logger.warning(
                 "%s: in %d of %d comparisons a completion does not end with an assistant message (the first is %s); "
@@ -134,7 +169,7 @@ class RowDataset(RowSource):
 
 @register_dataset("PreferenceDataset")
 class PreferenceDataset(RowDataset):
-    """Rows in the rank format: `context`, `completions` with ranks, optionally scores, `margin` and `task_name`."""
+    """Rows of a prompt and `completions` with ranks or scores, optionally `margin` and `task_name`."""
 
     def to_preference(self, row: Row) -> Preference:
         return preference_from_dict(row.values, where=row.where, task_name=self.task_name)
@@ -145,7 +180,7 @@ class BinaryPreferenceDataset(RowDataset):
     """Rows of a prompt, a chosen and a rejected completion, under keys that may be named; see `from_binary_row`."""
 
     def to_preference(self, row: Row) -> Preference:
-        keys = {key: getattr(self.config, key) for key in ("prompt_key", "chosen_key", "rejected_key")}
+        keys = {key: getattr(self.config, key) for key in _NAMED_KEYS}
         return from_binary_row(row.values, row.where, task_name=self.task_name, **keys)
 
 
@@ -157,6 +192,44 @@ class HelpSteer3(RowDataset):
 
     def to_preference(self, row: Row) -> Preference:
         return from_helpsteer3_row(row.values, row.where, task_name=self.task_name)
+
+
+@register_dataset("HelpSteer2Preference")
+class HelpSteer2Preference(RowDataset):
+    """The file `preference/preference.jsonl.gz` of nvidia/HelpSteer2: two responses and a strength from -3 to 3."""
+
+    def to_preference(self, row: Row) -> Preference:
+        keys = ("prompt", "response_1", "response_2", "preference_strength")
+        return from_helpsteer3_row(row.values, row.where, keys=keys, task_name=self.task_name)
+
+
+@register_dataset("UltraFeedback")
+class UltraFeedback(RowDataset):
+    """openbmb/UltraFeedback, or a copy of it: `completions` of an `instruction`, ranked by `overall_score`."""
+
+    hub_path = "openbmb/UltraFeedback"
+
+    def to_preference(self, row: Row) -> Preference | None:
+        is_short = isinstance(row.values.get("completions"), list) and len(row.values["completions"]) < 2
+        return None if is_short else preference_from_dict(row.values, where=row.where, task_name=self.task_name)
+
+
+@register_dataset("HelpSteer2")
+class HelpSteer2(UltraFeedback):
+    """nvidia/HelpSteer2, or a copy of it: rows of one prompt follow each other, and `helpfulness` ranks them."""
+
+    hub_path = "nvidia/HelpSteer2"
+
+    def rows(self) -> Iterator[Row]:
+        """One row for each prompt, at the place of its first response."""
+        need = "a row of prompt, response and helpfulness"
+        for prompt, rows in groupby(super().rows(), lambda row: required(row.values, "prompt", row.where, need)):
+            first, completions = "", []
+            for row in rows:
+                response, score = (required(row.values, key, row.where, need) for key in ("response", "helpfulness"))
+                completions.append({"response": response, "score": score})
+                first = first or row.where
+            yield Row({"prompt": turns_of(prompt), "completions": completions}, first)
 
 
 @register_dataset("Tulu3Preference", "Tulu3PreferenceDataset")

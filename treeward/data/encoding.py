@@ -27,7 +27,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 
-from treeward.data.preference import Preference, last_text
+from treeward.data.preference import Completion, Preference, last_text
 from treeward.errors import ConfigError, DataError
 from treeward.progress import ShownProgress
 from treeward.storage import atomic_file
@@ -43,10 +43,14 @@ Ties = Literal["drop", "half", "error"]
 """What becomes of a comparison none of whose completions outranks another: it is left out, it is kept (the loss counts
 half a win for either side), or it is an error, as any two equal ranks are then."""
 
-_FORMAT_VERSION = 6  # raise it when the file's layout, the rules for keeping a comparison or the parsing of rows change
+_FORMAT_VERSION = 7  # raise it when the file's layout, the rules for keeping a comparison or the parsing of rows change
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 128, 4_000_000  # enough for a fast tokenizer to use all cores
 
-_SUMMED = ("tokens", "tree_tokens", "truncated", "deduplicated", "tied_pairs", "non_contextual")
+_MUCH = 0.1  # a larger share that is left out is warned of
+_SUMMED = (
+    *("tokens", "tree_tokens", "truncated", "deduplicated", "tied_pairs", "non_contextual"),
+    *("completions", "completions_too_long", "contradicted"),
+)
 _SCHEMA = pa.schema(
     [
         ("where", pa.string()),
@@ -56,6 +60,7 @@ _SCHEMA = pa.schema(
         ("lengths", pa.list_(pa.int32())),
         ("subset", pa.string()),
         ("margin", pa.float64()),
+        ("scores", pa.list_(pa.float64())),
         ("digest", pa.int64()),
         ("longest", pa.int64()),
         *((name, pa.int64()) for name in _SUMMED),
@@ -68,8 +73,9 @@ class Comparison:
     """A tokenized `Preference`: K conversations that begin with the same prompt.
 
     `token_ids`: K int32 arrays, read-only. `ranks`: lower is better. `lengths`: characters of the last message of each
-    completion. `subset`: the preference's `task_name`. `tree_tokens`: tokens when common beginnings are held once. No
-    two conversations are identical. `non_contextual`: the last of them is a completion of another prompt.
+    completion. `scores`: the grades that the data has for them. `subset`: the preference's `task_name`. `tree_tokens`:
+    tokens when common beginnings are held once. No two conversations are identical. `non_contextual`: the last of them
+    is a completion of another prompt.
     """
 
     token_ids: tuple[npt.NDArray[np.int32], ...]
@@ -80,6 +86,7 @@ class Comparison:
     where: str
     tree_tokens: int
     non_contextual: bool = False
+    scores: tuple[float | None, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -91,13 +98,15 @@ class Comparison:
 class EncodingCounts:
     """The outcomes of the comparisons that were read: `read` = `kept` + the three `dropped_*`.
 
-    `dropped_identical`: no pair of different completions is left. `dropped_ties`: no completion outranks another.
-    `tied_pairs`: pairs of equal rank in kept comparisons, which the loss leaves out unless `ties` is "half".
-    `truncated`: kept comparisons that lost context. `deduplicated`: completions removed from kept comparisons because
-    another has the same tokens. `non_contextual`: kept comparisons with a completion of another prompt, if the config
-    asks for them; the rest has none that fits. `tokens` (plain rows) and `tree_tokens`: tokens of the kept ones.
-    `longest`: tokens of the longest conversation that was read, before truncation; at least so many for one that was
-    too long to be tokenized.
+    `dropped_too_long`: no two completions of different rank fit. `dropped_identical`: no pair of different completions
+    is left. `dropped_ties`: no completion outranks another. `tied_pairs`: pairs of equal rank in kept comparisons; the
+    loss leaves them out unless `ties` is "half". `truncated`: kept comparisons that lost context. `deduplicated`:
+    completions removed from kept comparisons because another has the same tokens. `completions`: those of the kept
+    comparisons; `completions_too_long`: those that were left out of them. `contradicted`: kept comparisons in which a
+    completion outranks one with a higher score in the data; the rank counts. `non_contextual`: kept comparisons with a
+    completion of another prompt, if the config asks for them; the rest has none that fits. `tokens` (plain rows) and
+    `tree_tokens`: tokens of the kept ones. `longest`: tokens of the longest conversation that was read, before
+    truncation; at least so many for one that was too long to be tokenized.
     """
 
     read: int = 0
@@ -112,29 +121,55 @@ class EncodingCounts:
     tree_tokens: int = 0
     longest: int = 0
     non_contextual: int = 0
+    completions: int = 0
+    completions_too_long: int = 0
+    contradicted: int = 0
 
     def summary(self) -> str:
         """One line for a person."""
-        dropped = {
-            "too long": self.dropped_too_long,
-            "identical completions": self.dropped_identical,
-            "ties": self.dropped_ties,
-        }
-        reasons = ", ".join(f"{number:,} {reason}" for reason, number in dropped.items() if number)
-        parts = [f"{self.kept:,} of {self.read:,} comparisons kept" + (f" (dropped: {reasons})" if reasons else "")]
+        why = f" (dropped: {self._reasons})" if self._reasons else ""
+        parts = [f"{self.kept:,} of {self.read:,} comparisons kept{why}"]
         notes = {
             "with truncated context": self.truncated,
             "duplicate completions removed": self.deduplicated,
+            "completions of kept comparisons too long": self.completions_too_long,
             "tied pairs within them": self.tied_pairs,
+            "whose ranks contradict the scores in the data (the ranks count)": self.contradicted,
             "with a completion of another prompt": self.non_contextual,
         }
         parts += [f"{number:,} {note}" for note, number in notes.items() if number]
         if self.tree_tokens:
             shared = 1 - self.tree_tokens / self.tokens
             parts.append(f"{self.tokens:,} tokens, {self.tree_tokens:,} on prefix trees ({shared:.0%} shared)")
-        before = ", before any was left out or cut" if self.dropped_too_long or self.truncated else ""
+        is_changed = self.dropped_too_long or self.truncated or self.completions_too_long
+        before = ", before any was left out or cut" if is_changed else ""
         parts.append(f"longest conversation {self.longest:,} tokens{before}")
         return "; ".join(parts)
+
+    @property
+    def much_dropped(self) -> str | None:
+        """A sentence, where more than a tenth of the comparisons, or of the completions of the rest, was left out."""
+        parts = []
+        if (dropped := self.read - self.kept) > _MUCH * self.read:
+            parts.append(f"{dropped:,} of {self.read:,} comparisons ({dropped / self.read:.0%}: {self._reasons})")
+        if (cut := self.completions_too_long) > _MUCH * (total := self.completions + self.completions_too_long):
+            parts.append(f"{cut:,} of {total:,} completions of kept comparisons ({cut / total:.0%}: too long)")
+        if not parts:
+            return None
+        long = self.dropped_too_long or self.completions_too_long
+        fix = (
+            " A higher data.max_input_seq_length keeps more, and so does data.truncation=truncate_left." if long else ""
+        )
+        return f"{' and '.join(parts)} were left out.{fix}"
+
+    @property
+    def _reasons(self) -> str:
+        dropped = {
+            "too long": self.dropped_too_long,
+            "identical completions": self.dropped_identical,
+            "ties": self.dropped_ties,
+        }
+        return ", ".join(f"{number:,} {reason}" for reason, number in dropped.items() if number)
 
 
 class EncodedDataset(Sequence[Comparison]):
@@ -173,6 +208,7 @@ class EncodedDataset(Sequence[Comparison]):
             where=table["where"][row].as_py(),
             tree_tokens=table["tree_tokens"][row].as_py(),
             non_contextual=bool(table["non_contextual"][row].as_py()),
+            scores=tuple(table["scores"][row].as_py()),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -207,18 +243,25 @@ def count_tree_tokens(sequences: Sequence[npt.NDArray[np.int32] | Sequence[int]]
 
 
 def encode_dataset(
-    stream: RowDataset, renderer: Renderer, *, ties: Ties = "drop", cache_dir: Path, progress: bool = False
+    stream: RowDataset,
+    renderer: Renderer,
+    *,
+    ties: Ties = "drop",
+    keep_rest: bool = True,
+    cache_dir: Path,
+    progress: bool = False,
 ) -> EncodedDataset:
     """Encode every comparison of a dataset, or open the file that an earlier call made of the same content.
 
-    Completions with the same tokens, as some have only once their context was cut, are kept once with the best of
-    their ranks; a comparison without a pair left to compare is dropped, and so is one with a conversation that does
-    not fit in the renderer's `max_length`.
+    A completion whose conversation does not fit in the renderer's `max_length` is left out; without `keep_rest` its
+    whole comparison is. Completions with the same tokens, as some have only once their context was cut, are kept once
+    with the best of their ranks. A comparison without a pair left to compare is dropped. A warning says if it is more
+    than a tenth.
 
     A fast tokenizer uses all cores. `progress` shows a bar on a terminal, and lines in a log. Raises `DataError` for a
     row that is wrong or when no comparison is left, `ConfigError` if `cache_dir` cannot be written.
     """
-    content = json.dumps([_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties])
+    content = json.dumps([_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties, keep_rest])
     path = Path(cache_dir) / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.arrow"
     dataset = None
     if path.exists():
@@ -228,17 +271,19 @@ def encode_dataset(
         except DataError as error:
             logger.warning("%s; tokenizing again", error.summary)
     if dataset is None:
-        _write(path, stream, renderer, ties, progress)
+        _write(path, stream, renderer, (ties, keep_rest), progress)
         dataset = EncodedDataset(path, stream.name)
     summary = dataset.counts.summary()
     logger.info("%s: %s", stream.name, summary)
     if not dataset:
         fix = "check the file; see data.max_input_seq_length, data.truncation and data.ties"
         raise DataError("no comparison is left to learn from", where=stream.name, got=summary, fix=fix)
+    if dataset.counts.much_dropped:
+        logger.warning("%s: %s", stream.name, dataset.counts.much_dropped)
     return dataset
 
 
-def _write(path: Path, stream: RowDataset, renderer: Renderer, ties: Ties, progress: bool) -> None:
+def _write(path: Path, stream: RowDataset, renderer: Renderer, policy: tuple[Ties, bool], progress: bool) -> None:
     done = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,7 +293,7 @@ def _write(path: Path, stream: RowDataset, renderer: Renderer, ties: Ties, progr
             pa.ipc.new_file(file, _SCHEMA) as writer,
         ):
             for rows in _portions(stream):
-                records = list(_encode_rows(rows, renderer, ties))
+                records = list(_encode_rows(rows, renderer, *policy))
                 writer.write_batch(pa.RecordBatch.from_pylist(records, schema=_SCHEMA))
                 done += len(rows)
                 shown.show(f"tokenizing {stream.name}", done, 0)
@@ -275,7 +320,9 @@ def _portions(stream: RowDataset) -> Iterator[list[tuple[Preference, str]]]:
 # --- from preferences to rows of the file ----------------------------------------------------------------------------
 
 
-def _encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, ties: Ties) -> Iterator[dict[str, Any]]:
+def _encode_rows(
+    rows: Sequence[tuple[Preference, str]], renderer: Renderer, ties: Ties, keep_rest: bool
+) -> Iterator[dict[str, Any]]:
     """The rows of the file, with one call of the tokenizer for all of them (and one for completions of others)."""
     ordered = [_has_order(preference, where, ties) for preference, where in rows]
     wanted = [row for row, has_order in zip(rows, ordered, strict=True) if has_order]
@@ -290,48 +337,59 @@ def _encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, tie
     others = iter(renderer.encode_short(texts, renderer.max_length, where=places))
     for (preference, where), has_order in zip(rows, ordered, strict=True):
         record: dict[str, Any] = dict.fromkeys(_SCHEMA.names, 0) | {"where": where, "outcome": "dropped_ties"}
-        record |= {"token_ids": [], "ranks": [], "lengths": [], "subset": "", "margin": None}
+        record |= {"token_ids": [], "ranks": [], "lengths": [], "scores": [], "subset": "", "margin": None}
         if has_order:
             own = [next(fitted) for _ in preference.completions]
             other, num_tokens = (None, 0) if preference.non_contextual is None else next(others)
             fits = renderer.max_length is None or num_tokens <= renderer.max_length
-            record |= _encode_row(preference, own, other if fits else None, ties)
+            record |= _encode_row(preference, own, other if fits else None, ties, keep_rest)
         yield record
 
 
 def _encode_row(
-    preference: Preference, fitted: Sequence[tuple[Fitted | None, int]], other: list[int] | None, ties: Ties
+    preference: Preference,
+    fitted: Sequence[tuple[Fitted | None, int]],
+    other: list[int] | None,
+    ties: Ties,
+    keep_rest: bool,
 ) -> dict[str, Any]:
     longest = max(num_tokens for _, num_tokens in fitted)
-    kept = [one for one, _ in fitted if one is not None]
-    if len(kept) < len(fitted):
+    kept = [(one, own) for (one, _), own in zip(fitted, preference.completions, strict=True) if one is not None]
+    num_left = {own.rank for _, own in kept} if ties != "half" else kept
+    if len(kept) < len(fitted) and (not keep_rest or len(num_left) < 2):
         return {"outcome": "dropped_too_long", "longest": longest}
-    best: dict[tuple[int, ...], int] = {}  # ranks, in the order of the completions
-    lengths: dict[tuple[int, ...], int] = {}
-    for ids, completion in zip((tuple(one.token_ids) for one in kept), preference.completions, strict=True):
-        best[ids] = min(completion.rank, best.get(ids, completion.rank))
-        lengths.setdefault(ids, len(last_text(completion.messages)))
-    if len(best) < 2 or (ties != "half" and len(set(best.values())) < 2):
+    best: dict[tuple[int, ...], Completion] = {}  # in the order of the completions
+    for one, own in kept:
+        ids = tuple(one.token_ids)
+        best[ids] = min(best.get(ids, own), own, key=lambda completion: completion.rank)
+    ranks = {ids: completion.rank for ids, completion in best.items()}
+    if len(best) < 2 or (ties != "half" and len(set(ranks.values())) < 2):
         return {"outcome": "dropped_identical", "longest": longest}
+    scored = [(one.rank, one.score) for one in best.values() if one.score is not None]
     record = {
         "outcome": "kept",
         "subset": preference.task_name,
         "margin": preference.margin,
-        "digest": _digest(best),
-        "truncated": int(any(one.truncated for one in kept)),
+        "digest": _digest(ranks),
+        "truncated": int(any(one.truncated for one, _ in kept)),
         "deduplicated": len(kept) - len(best),
-        "tied_pairs": sum(a == b for a, b in itertools.combinations(best.values(), 2)),
+        "tied_pairs": sum(a == b for a, b in itertools.combinations(ranks.values(), 2)),
+        "completions": len(best),
+        "completions_too_long": len(fitted) - len(kept),
+        "contradicted": int(any(a[0] < b[0] and a[1] < b[1] for a, b in itertools.permutations(scored, 2))),
     }
+    scores, lengths = ([one.score for one in best.values()], [len(last_text(one.messages)) for one in best.values()])
     if other is not None and preference.non_contextual is not None and tuple(other) not in best:
-        best[tuple(other)] = max(best.values()) + 1
-        lengths[tuple(other)] = len(last_text(preference.non_contextual))
+        ranks[tuple(other)] = max(ranks.values()) + 1
+        scores, lengths = [*scores, None], [*lengths, len(last_text(preference.non_contextual))]
         record["non_contextual"], longest = 1, max(longest, len(other))
     return record | {
-        "token_ids": [np.array(ids, dtype=np.int32) for ids in best],
-        "ranks": list(best.values()),
-        "lengths": list(lengths.values()),
-        "tokens": sum(map(len, best)),
-        "tree_tokens": count_tree_tokens(list(best)),
+        "token_ids": [np.array(ids, dtype=np.int32) for ids in ranks],
+        "ranks": list(ranks.values()),
+        "lengths": lengths,
+        "scores": scores,
+        "tokens": sum(map(len, ranks)),
+        "tree_tokens": count_tree_tokens(list(ranks)),
         "longest": longest,
     }
 

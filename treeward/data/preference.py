@@ -11,6 +11,7 @@
     from_transcripts({"chosen": "\\n\\nHuman: Hi\\n\\nAssistant: Hello!", "rejected": ...}, "train.jsonl:1")
 
 A lower rank is better and equal ranks are a tie. There may be two completions or many, each of one message or more.
+`treeward.data.formats` has the keys of every format in one table.
 Messages stay raw: only the model that reads them renders them. Each function is pure, and raises `DataError` naming the
 place, the row's own key, what was found and the fix. Where a format gives two whole conversations, their common leading
 messages are the context and the completions are the rest: usually one assistant message each, more if the conversations
@@ -34,8 +35,12 @@ Message = dict[str, Any]
 Messages = tuple[Message, ...]
 
 _RANK_FORMAT = '{"context": [messages], "completions": [{"rank": 0, "completion": [messages]}, ...]}'
+_RECOGNISED = "without dataset_name the format is told by the keys of the first row; docs/data.md has the keys of each"
+_TEXT_KEYS, _SCORE_KEYS = ("completion", "response"), ("score", "overall_score")
+_SIDE_SCORES = ("score_{}", "{}_score", "{}_rating", "{}-rating")
 _TRANSCRIPT = '"\\n\\nHuman: ...\\n\\nAssistant: ..."'
 _TURN = re.compile(r"\n\n(Human|Assistant):")
+_HELPSTEER_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 _ROLE_OF_SPEAKER = {"Human": "user", "Assistant": "assistant"}
 
 
@@ -44,7 +49,7 @@ class Completion:
     """One completion of a prompt.
 
     `rank`: lower is better. `messages`: at least one. `score`: a grade that the data carries, if any; it is kept for
-    evaluation and is not used by the Bradley-Terry loss.
+    evaluation, and `rm.loss.margin: scores` makes margins of it.
     """
 
     rank: int
@@ -73,10 +78,8 @@ class Preference:
 def check_messages(value: Any, field: str, where: str | None, *, may_be_empty: bool = False) -> Messages:
     """Check a list of chat messages; `field` names it in the error. Content may be text or a list of parts."""
     if not _is_list(value):
-        is_text_prompt = isinstance(value, str) and field in ("context", "prompt")
-        fix = f"for a plain-text {field} use dataset_name: BinaryPreferenceDataset" if is_text_prompt else None
         need, summary = '[{"role": "user", "content": "..."}, ...]', f"{field} is not a list of messages"
-        raise DataError(summary, where=where, field=field, got=value, need=need, fix=fix)
+        raise DataError(summary, where=where, field=field, got=value, need=need)
     if not value and not may_be_empty:
         raise DataError(f"{field} is empty", where=where, field=field, got="[]", need="at least one message")
     for i, message in enumerate(value):
@@ -94,7 +97,7 @@ def check_messages(value: Any, field: str, where: str | None, *, may_be_empty: b
     return tuple({key: item for key, item in message.items() if item is not None} for message in value)
 
 
-def as_messages(value: Any, key: str, role: str, where: str) -> Messages:
+def as_messages(value: Any, key: str, role: str, where: str | None) -> Messages:
     """Text as one message of `role`, else a checked list of messages, which may be JSON text, as in a CSV cell."""
     if isinstance(value, str):
         try:
@@ -125,27 +128,81 @@ def last_text(messages: Sequence[Message]) -> str:
 # --- the rank format -------------------------------------------------------------------------------------------------
 
 
+def prompt_key(values: Mapping[str, Any], where: str | None) -> str | None:
+    """The key of the row's prompt: `context`, `prompt`, or where neither is there `instruction`; None for no prompt.
+
+    Raises `DataError` for a row with both of the first.
+    """
+    given = [key for key in ("context", "prompt") if values.get(key) is not None]
+    if len(given) > 1:
+        raise DataError("the row has two prompts", where=where, got="context and prompt", need="one of them")
+    return given[0] if given else "instruction" if values.get("instruction") is not None else None
+
+
+def prompt_of(values: Mapping[str, Any], where: str | None) -> Messages:
+    """The messages of the row's prompt, none where there is no prompt or its `context` is an empty list."""
+    key = prompt_key(values, where)
+    if key is None or (key == "context" and values[key] in ([], (), "[]")):
+        return ()
+    return as_messages(values[key], key, "user", where)
+
+
+def completions_of(values: Mapping[str, Any], where: str | None) -> list[tuple[Messages, Mapping[str, Any]]]:
+    """The messages of each of the row's `completions` or `responses`, and what else the row says of it.
+
+    A completion is text, messages, or an object with either as its `completion` or `response`.
+    """
+    key = "completions" if values.get("completions") is not None else "responses"
+    given = parse_json_list(values.get(key), key, where)
+    if not _is_list(given):
+        need = '["...", ...], or as in the rank format'
+        raise DataError(f"{key} is not a list of completions", where=where, field=key, got=given, need=need)
+    found: list[tuple[Messages, Mapping[str, Any]]] = []
+    for i, item in enumerate(given):
+        about: Mapping[str, Any] = item if isinstance(item, Mapping) else {}
+        own = next((name for name in _TEXT_KEYS if about.get(name) is not None), None)
+        value, field = (item, f"{key}[{i}]") if own is None else (about[own], f"{key}[{i}].{own}")
+        found.append((as_messages(value, field, "assistant", where), about))
+    return found
+
+
 def preference_from_dict(
     row: Mapping[str, Any], *, where: str | None = None, task_name: str = "preference"
 ) -> Preference:
-    """Check one row in the rank format and return it as a `Preference`.
+    """Check one row of a prompt and its completions, with ranks or scores, and return it as a `Preference`.
 
+    Where no completion has a `rank`, the scores rank them, the highest first and equal ones as ties: the `score` (or
+    `overall_score`) of each, or the row's list `scores`. Without a prompt the completions are whole conversations.
     Lists may be JSON text and numbers text, as in CSV cells. Keys that are not part of the schema are left unread.
     Raises `DataError` naming `where` and the field for a missing key, an empty list, a wrong type, fewer than two
     completions, or a margin or score that is not finite.
     """
     if not isinstance(row, Mapping):
         raise DataError("a row is not an object", where=where, got=row, need=_RANK_FORMAT)
-    for key in ("context", "completions"):
-        if row.get(key) is None:
-            summary, fix = f"the row has no {key}", _other_format(row)
-            raise DataError(summary, where=where, field=key, got=_keys(row), need=_RANK_FORMAT, fix=fix)
-    context = check_messages(parse_json_list(row["context"], "context", where), "context", where, may_be_empty=True)
-    given = parse_json_list(row["completions"], "completions", where)
-    if not _is_list(given) or len(given) < 2:
+    key = next((key for key in ("completions", "responses") if row.get(key) is not None), None)
+    missing = "completions" if key is None else "context" if prompt_key(row, where) is None else None
+    given = [] if key is None else completions_of(row, where)
+    context, ends = prompt_of(row, where), [messages for messages, _ in given]
+    if missing == "context" and ends and all(messages[0]["role"] != "assistant" for messages in ends):
+        missing, (context, ends) = None, split_common_prefix(ends)
+    if missing is not None:
+        summary = f"the row has no {missing}"
+        raise DataError(summary, where=where, field=missing, got=_keys(row), need=_RANK_FORMAT, fix=_RECOGNISED)
+    if len(given) < 2:
         summary = "a comparison needs a list of two or more completions"
-        raise DataError(summary, where=where, field="completions", got=given, need=_RANK_FORMAT)
-    completions = [_completion(item, f"completions[{i}]", where) for i, item in enumerate(given)]
+        raise DataError(summary, where=where, field=key, got=row[key or ""], need=_RANK_FORMAT)
+    ranks = [about.get("rank") for _, about in given]
+    scores = [_score_of(about, f"{key}[{i}]", where) for i, (_, about) in enumerate(given)]
+    if not any(rank is not None for rank in ranks):
+        listed = parse_json_list(row.get("scores"), "scores", where)
+        if _is_list(listed) and len(listed) == len(given) and not any(score is not None for score in scores):
+            scores = [_number(score, f"scores[{i}]", where) for i, score in enumerate(listed)]
+        best_first = sorted({score for score in scores if score is not None}, reverse=True)
+        ranks = [None if score is None else best_first.index(score) for score in scores]
+    completions = (
+        Completion(_rank(rank, f"{key}[{i}].rank", where), messages, score)
+        for i, (rank, messages, score) in enumerate(zip(ranks, ends, scores, strict=True))
+    )
     return _preference(row, where, context, completions, task_name)
 
 
@@ -173,16 +230,16 @@ def parse_json_list(value: Any, field: str, where: str | None) -> Any:
         raise DataError(summary, where=where, field=field, got=value, need="the JSON of a list") from error
 
 
-def _completion(item: Any, field: str, where: str | None) -> Completion:
-    need = '{"rank": 0, "completion": [{"role": "assistant", "content": "..."}]}, where a lower rank is better'
-    if not isinstance(item, Mapping) or "completion" not in item:
-        raise DataError("a completion has no messages", where=where, field=field, got=item, need=need)
-    rank = item.get("rank")
+def _rank(rank: Any, field: str, where: str | None) -> int:
     if isinstance(rank, bool) or not isinstance(rank, int | float) or not abs(rank) <= 2**31 or rank != int(rank):
-        raise DataError("a rank is not a whole number", where=where, field=f"{field}.rank", got=rank, need=need)
-    messages = parse_json_list(item["completion"], f"{field}.completion", where)
-    messages = check_messages(messages, f"{field}.completion", where)
-    return Completion(int(rank), messages, _number(item.get("score"), f"{field}.score", where))
+        need = "0, 1, ..., where a lower rank is better; or a score for each completion and no ranks"
+        raise DataError("a rank is not a whole number", where=where, field=field, got=rank, need=need)
+    return int(rank)
+
+
+def _score_of(about: Mapping[str, Any], field: str, where: str | None) -> float | None:
+    key = next((key for key in _SCORE_KEYS if about.get(key) is not None), None)
+    return None if key is None else _number(about[key], f"{field}.{key}", where)
 
 
 def _preference(
@@ -207,21 +264,6 @@ def _number(value: Any, field: str, where: str | None) -> float | None:
     return number
 
 
-def _other_format(row: Mapping[str, Any]) -> str:
-    """The advice for a row that is not in the rank format."""
-    if {"overall_preference", "response1"} <= row.keys():
-        return "for rows of response1, response2 and overall_preference use dataset_name: HelpSteer3"
-    if {"chosen", "rejected"} <= row.keys():
-        if isinstance(row["chosen"], str) and _TURN.match(row["chosen"]):
-            return "for transcripts of Human and Assistant use dataset_name: HHTranscripts"
-        return "for rows of prompt, chosen and rejected use dataset_name: BinaryPreferenceDataset"
-    return (
-        "for rows of a prompt, a better and a worse completion use dataset_name: BinaryPreferenceDataset with "
-        "prompt_key, chosen_key and rejected_key; completions with grades (stars, scores) become one row for each "
-        "prompt, in the rank format"
-    )
-
-
 # --- other formats ---------------------------------------------------------------------------------------------------
 
 
@@ -237,8 +279,9 @@ def from_binary_row(
     """A row of a prompt, a chosen and a rejected completion; `margin` and `task_name` are taken if there.
 
     The prompt is text or messages. Each completion is text, its messages, or the messages of the whole conversation,
-    which contains the prompt; then the row needs no prompt, and none is looked for with `prompt_key=None`. Text that is
-    the JSON of a list of messages (a CSV cell) counts as those messages.
+    which contains the prompt; then the row needs no prompt, and none is looked for with `prompt_key=None`. Two texts
+    that are all the text of the row need none either. Text that is the JSON of a list of messages (a CSV cell) counts
+    as those messages. The scores of the two, as `score_chosen` and `score_rejected`, are kept; equal ones are a tie.
     """
     need = "a completion; prompt_key, chosen_key and rejected_key of BinaryPreferenceDataset name the keys"
     keys = (chosen_key, rejected_key)
@@ -247,37 +290,55 @@ def from_binary_row(
     prompt = None if raw_prompt is None else as_messages(raw_prompt, prompt_key or "", "user", where)
     alone = [key for key, side in zip(keys, (chosen, rejected), strict=True) if not _holds_prompt(side, prompt)]
     if not alone:
-        prompt, chosen, rejected = split_common_prefix(chosen, rejected)
+        prompt, (chosen, rejected) = split_common_prefix([chosen, rejected])
+    elif prompt is None and _is_all_text(values, keys):
+        prompt = ()
     elif prompt is None:
-        key, name = alone[0], prompt_key or "prompt"
-        is_transcript = isinstance(values[key], str) and _TURN.match(values[key])
-        need = f"a prompt, or a whole conversation (prompt and completion) in {key}"
-        fix = _other_format(values) if is_transcript else "set prompt_key to the key that holds the prompt"
+        name, fix = prompt_key or "prompt", "set prompt_key to the key that holds the prompt"
+        need = f"a prompt, or a whole conversation (prompt and completion) in {alone[0]}"
         raise DataError(f"the row has no {name}", where=where, field=name, got=_keys(values), need=need, fix=fix)
     else:
         _check_continues(prompt, chosen, chosen_key, where)
         _check_continues(prompt, rejected, rejected_key, where)
-    return _preference(values, where, prompt, (Completion(0, chosen), Completion(1, rejected)), task_name)
+    return _two_sides(values, where, prompt, (chosen, rejected), (chosen_key, rejected_key), task_name)
 
 
-def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str = "preference") -> Preference:
-    """A row of `context`, `response1`, `response2` and `overall_preference`: -3 (the first is much better) to 3.
+def from_helpsteer3_row(
+    values: Mapping[str, Any],
+    where: str,
+    *,
+    keys: tuple[str, str, str, str] = ("context", "response1", "response2", "overall_preference"),
+    task_name: str = "preference",
+) -> Preference:
+    """A row of `keys`: prompt, two responses and a preference from -3 (the first is much better) to 3.
 
-    0 is a tie: both completions have rank 0. The better one comes first. Source: the card of nvidia/HelpSteer3.
+    0 is a tie: both completions have rank 0. The better one comes first. Source: the cards of nvidia/HelpSteer3 and of
+    nvidia/HelpSteer2, whose preferences have other keys.
     """
-    need = "a row as nvidia/HelpSteer3 has them"
-    context = as_messages(required(values, "context", where, need), "context", "user", where)
-    first, second = (
-        as_messages(required(values, key, where, need), key, "assistant", where) for key in ("response1", "response2")
-    )
-    raw = required(values, "overall_preference", where, need)
-    grade = _number(raw, "overall_preference", where)
+    need = f"a row of {', '.join(keys)}"
+    raw_prompt, *responses, raw = (required(values, key, where, need) for key in keys)
+    context = as_messages(turns_of(raw_prompt), keys[0], "user", where)
+    first, second = (as_messages(one, key, "assistant", where) for one, key in zip(responses, keys[1:3], strict=True))
+    grade = _number(raw, keys[3], where)
     if grade not in range(-3, 4):
-        need = "a whole number from -3 (response1 is much better) to 3 (response2 is)"
-        raise DataError("a grade is not valid", where=where, field="overall_preference", got=raw, need=need)
+        need = f"a whole number from -3 ({keys[1]} is much better) to 3 ({keys[2]} is)"
+        raise DataError("a grade is not valid", where=where, field=keys[3], got=raw, need=need)
     better, worse = (second, first) if grade in (1, 2, 3) else (first, second)
     completions = (Completion(0, better), Completion(int(grade != 0), worse))
     return _preference({"task_name": values.get("task_name")}, where, context, completions, task_name)
+
+
+def turns_of(prompt: Any) -> Any:
+    r"""The messages of a prompt with `"\n<extra_id_1>Assistant\n"`, as HelpSteer2 writes turns; another as it is."""
+    if not isinstance(prompt, str) or not _HELPSTEER_TURN.search(prompt):
+        return prompt
+    parts = ["User", *_HELPSTEER_TURN.split(prompt)]
+    return [{"role": role.lower(), "content": text} for role, text in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def is_transcript(value: Any) -> bool:
+    """Whether it is text that begins with a turn of Human or Assistant; see `parse_transcript`."""
+    return isinstance(value, str) and value.lstrip().startswith(("Human:", "Assistant:"))
 
 
 def from_transcripts(values: Mapping[str, Any], where: str, *, task_name: str = "preference") -> Preference:
@@ -286,8 +347,8 @@ def from_transcripts(values: Mapping[str, Any], where: str, *, task_name: str = 
         parse_transcript(required(values, key, where, f"a transcript: {_TRANSCRIPT}"), where, key)
         for key in ("chosen", "rejected")
     )
-    context, better, worse = split_common_prefix(chosen, rejected)
-    return _preference(values, where, context, (Completion(0, better), Completion(1, worse)), task_name)
+    context, (better, worse) = split_common_prefix([chosen, rejected])
+    return _two_sides(values, where, context, (better, worse), ("chosen", "rejected"), task_name)
 
 
 def parse_transcript(text: Any, where: str | None = None, field: str = "transcript") -> Messages:
@@ -304,8 +365,7 @@ def parse_transcript(text: Any, where: str | None = None, field: str = "transcri
     head, *parts = _TURN.split(text)
     if head.strip() or not parts:
         summary = "a transcript is not text that begins with a turn"
-        fix = "for lists of messages, or a plain prompt and completions, use dataset_name: BinaryPreferenceDataset"
-        raise DataError(summary, where=where, field=field, got=given, need=_TRANSCRIPT, fix=fix)
+        raise DataError(summary, where=where, field=field, got=given, need=_TRANSCRIPT, fix=_RECOGNISED)
     turns: list[tuple[str, str]] = []
     for speaker, said in zip(parts[::2], parts[1::2], strict=True):
         if turns and turns[-1][0] == speaker:
@@ -315,13 +375,13 @@ def parse_transcript(text: Any, where: str | None = None, field: str = "transcri
     return tuple({"role": _ROLE_OF_SPEAKER[speaker], "content": said} for speaker, said in turns)
 
 
-def split_common_prefix(chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Messages]:
-    """The leading messages that both conversations share, and the rest of each: at least one message."""
-    longest = min(len(chosen), len(rejected)) - 1
+def split_common_prefix(conversations: Sequence[Messages]) -> tuple[Messages, list[Messages]]:
+    """The leading messages that all conversations share, and the rest of each: at least one message."""
+    longest, first = min(map(len, conversations)) - 1, conversations[0]
     shared = 0
-    while shared < longest and chosen[shared] == rejected[shared]:
+    while shared < longest and all(one[shared] == first[shared] for one in conversations):
         shared += 1
-    return chosen[:shared], chosen[shared:], rejected[shared:]
+    return first[:shared], [one[shared:] for one in conversations]
 
 
 def required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
@@ -332,6 +392,29 @@ def required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
         got, fix = "null" if key in values else _keys(values), f"is it {near}?" if near else None
         raise DataError(f"the row has no {key}", where=where, field=key, got=got, need=need, fix=fix)
     return value
+
+
+def _is_all_text(values: Mapping[str, Any], keys: tuple[str, str]) -> bool:
+    """Whether the row has the two texts and no other, so that no key of it can be a prompt that was not named."""
+    texts = [key for key, value in values.items() if isinstance(value, str)]
+    return sorted(texts) == sorted(keys) and not any(is_transcript(values[key]) for key in keys)
+
+
+def _two_sides(
+    values: Mapping[str, Any],
+    where: str,
+    context: Messages,
+    sides: tuple[Messages, Messages],
+    keys: tuple[str, str],
+    task_name: str,
+) -> Preference:
+    """The better completion and the worse one, with the scores that the row has for its `keys`."""
+    names = [[form.format(key) for form in _SIDE_SCORES] for key in keys]
+    found = [next((name for name in own if values.get(name) is not None), "") for own in names]
+    better, worse = (_number(values.get(name), name, where) for name in found)
+    tie = better is not None and better == worse
+    completions = (Completion(0, sides[0], better), Completion(int(not tie), sides[1], worse))
+    return _preference(values, where, context, completions, task_name)
 
 
 def _holds_prompt(side: Messages, prompt: Messages | None) -> bool:

@@ -17,13 +17,13 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from treeward.config.data import DatasetConfig
 from treeward.config.run import RewardModelRunConfig
-from treeward.data.encoding import Comparison, EncodedDataset
+from treeward.data.encoding import EncodedDataset
 from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError, DataError, TreewardError
 from treeward.evaluation.examples import EvalExample
@@ -35,7 +35,7 @@ from treeward.model.contract import read_contract
 from treeward.progress import ShownProgress
 from treeward.scoring.scorer import Scorer
 from treeward.storage import write_text
-from treeward.training.setup import RewardModelSetup, place_of
+from treeward.training.setup import RewardModelSetup, as_measured, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -211,23 +211,8 @@ class ValidationSuite(PreferenceSuite):
                     got="other rows",
                     need="the data as it was when the run was set up",
                 )
-            examples.append(self._as_measured(example, comparison))
+            examples.append(as_measured(example, comparison, self.renderer))
         return examples
-
-    def _as_measured(self, example: EvalExample, comparison: Comparison) -> EvalExample:
-        """Without completions whose tokens are those of an earlier one."""
-        if len(example.completions) == len(comparison.ranks):
-            return example
-        firsts: dict[tuple[int, ...], int] = {}
-        for i, conversation in enumerate(example.conversations):
-            fitted = self.renderer.fit(conversation, where=example.where)
-            assert fitted is not None  # the comparison was kept
-            firsts.setdefault(tuple(fitted.token_ids), i)
-        kept, data = list(firsts.values()), dict(example.suite_data)
-        if "grades" in data:
-            data["grades"] = [data["grades"][i] for i in kept]
-        completions = tuple(example.completions[i] for i in kept)
-        return replace(example, completions=completions, ranks=comparison.ranks, suite_data=data)
 
 
 def verdicts(report: Path) -> list[str]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from treeward.config.data import DatasetConfig
 from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset
-from treeward.data.encoding import EncodedDataset, encode_dataset
+from treeward.data.encoding import Comparison, EncodedDataset, encode_dataset
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.errors import DataError
@@ -72,7 +72,7 @@ class RewardModelSetup:
     num_ranked: int
 
     def caveat(self, name: str, means: Mapping[str, float]) -> str | None:
-        """Why the numbers `means` of a validation set may be better than those of new data."""
+        """Why the numbers `means` of a validation set may differ from those of new data."""
         key, parts, size = self.config.ranking_metric, [], self.validation_sizes[name]
         if key is not None and key.validation in (None, name) and key.metric in means and self.num_ranked > 1:
             parts.append(
@@ -81,6 +81,8 @@ class RewardModelSetup:
             )
         if count := self.num_trained_on[name]:
             parts.append(f"{count:,} of its {size:,} comparisons are in the training data too, word for word.")
+        if dropped := self.validation_sets[name].counts.much_dropped:
+            parts.append(dropped)
         return " ".join(parts) or None
 
 
@@ -98,12 +100,13 @@ def set_up(
         chat_template=config.policy.tokenizer.chat_template,
         chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs,
         max_length=config.max_sequence_length,
-        truncation=config.data.truncation,
+        truncation="drop" if config.data.truncation == "drop_comparison" else config.data.truncation,
     )
     encode = partial(
         encode_dataset,
         renderer=renderer,
         ties=config.data.ties,
+        keep_rest=config.data.truncation != "drop_comparison",
         cache_dir=Path(config.data.cache_dir or ".treeward_cache"),
         progress=show_progress,
     )
@@ -123,9 +126,9 @@ def set_up(
                 "numbers say how well they are remembered, and little of new data.", num_trained_on[name], size, name,
             )  # fmt: skip
     perturbed = {
-        str(one.name): examples_to_perturb(validation_sets[str(one.name)], one, number, validation_sizes[str(one.name)])
+        str(one.name): examples_to_perturb(validation_sets[str(one.name)][:size], one, number, renderer)
         for one in config.data.validation
-        if (number := config.num_perturbations(str(one.name))) is not None
+        if (number := config.num_perturbations(str(one.name))) and (size := validation_sizes[str(one.name)])
     }
     sizes, weights = list(map(len, training_sets.values())), [dataset.weight for dataset in config.data.train]
     order = EpochOrder(sizes, weights=weights, seed=config.rm.seed, shuffle=config.data.shuffle)
@@ -168,22 +171,41 @@ def num_shared(dataset: EncodedDataset, training_sets: Iterable[EncodedDataset],
 
 
 def examples_to_perturb(
-    dataset: EncodedDataset, config: DatasetConfig, num_examples: int, size: int
+    comparisons: Sequence[Comparison], config: DatasetConfig, num_examples: int, renderer: Renderer
 ) -> list[EvalExample]:
-    """At most `num_examples` of the first `size` comparisons, which a validation measures, with their texts.
+    """At most `num_examples` of the comparisons, which a validation measures, with their texts.
 
     They are those that `treeward eval --perturbations` draws. Raises `DataError` if no comparison has a better and a
     worse completion that are text.
     """
-    validated = {place_of(dataset[i].where) for i in range(size)}
-    name = config.name or dataset.name
-    examples = [example for example in PreferenceSuite(name, config).load() if place_of(example.where) in validated]
+    validated = {place_of(comparison.where): comparison for comparison in comparisons}
+    examples = [
+        as_measured(example, comparison, renderer)
+        for example in PreferenceSuite(str(config.name), config).load()
+        if (comparison := validated.get(place_of(example.where))) is not None
+    ]
     sampled = sample_examples(examples, num_examples)
     if not sampled:
         got = f"{len(examples)} comparisons, none with a better and a worse completion that are text"
         fix = "set rm.val_perturbations=null, and another checkpointing.metric_name"
-        raise DataError("robust_accuracy cannot be measured: nothing can be rewritten", where=name, got=got, fix=fix)
+        where = str(config.name)
+        raise DataError("robust_accuracy cannot be measured: nothing can be rewritten", where=where, got=got, fix=fix)
     return sampled
+
+
+def as_measured(example: EvalExample, comparison: Comparison, renderer: Renderer) -> EvalExample:
+    """Without completions that are too long, or whose tokens are those of an earlier one."""
+    if len(example.completions) == len(comparison.ranks):
+        return example
+    firsts: dict[tuple[int, ...], int] = {}
+    for i, conversation in enumerate(example.conversations):
+        if fitted := renderer.fit(conversation, where=example.where):
+            firsts.setdefault(tuple(fitted.token_ids), i)
+    kept, data = list(firsts.values()), dict(example.suite_data)
+    if "grades" in data:
+        data["grades"] = [data["grades"][i] for i in kept]
+    completions = tuple(example.completions[i] for i in kept)
+    return replace(example, completions=completions, ranks=comparison.ranks, suite_data=data)
 
 
 def place_of(where: str | None) -> str:

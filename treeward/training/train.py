@@ -166,7 +166,9 @@ class RewardModelRun(Run):
 
     def _pairs(self, comparisons: Sequence[Comparison]) -> Pairs:
         """The pairs that the loss compares."""
-        margins = [c.margin for c in comparisons] if self.config.rm.loss.margin else None
+        wanted, margins = self.config.rm.loss.margin, None
+        if wanted:
+            margins = [c.scores if c.margin is None and wanted == "scores" else c.margin for c in comparisons]
         half = self.config.data.ties == "half"
         return ranked_pairs([c.ranks for c in comparisons], margins=margins, ties="half" if half else "drop")
 
@@ -302,6 +304,8 @@ class RewardModelRun(Run):
     def finish(self, outcome: Outcome) -> Callable[[StopRequest, bool], Outcome]:
         setup, validation = self.setup, self._by_set(outcome.validation)
         caveats = {name: setup.caveat(name, validation.get(name, {})) for name in setup.validation_sets}
+        for name, dataset in setup.training_sets.items():
+            caveats[f"training data, {name}"] = dataset.counts.much_dropped
         ended = TrainingOutcome(
             **{**vars(outcome), "validation": validation},
             validation_sizes=setup.validation_sizes,

@@ -22,12 +22,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from treeward.data.preference import Message, parse_json_list
+from treeward.data.formats import conversations_of
+from treeward.data.preference import Message, parse_json_list, split_common_prefix
 from treeward.data.sources import Row, fingerprint, read_rows
 from treeward.data.synthetic.gold import gold_quality
 from treeward.errors import DataError
 from treeward.resumable import resumable_rows
-from treeward.scoring.rows import conversations_of
 from treeward.scoring.score import ConversationScorer, Score
 
 _COMPLETIONS = ("responses", "completions")
@@ -74,10 +74,8 @@ def sampled_rows(rows: Iterable[Row]) -> Iterator[SampledRow]:
     a preference file), and rows of chosen and rejected completions. Raises `DataError` for any other row."""
     for row in rows:
         conversations = _conversations(row.values, row.where)
-        shared, shortest = 0, min(map(len, conversations))
-        while shared < shortest - 1 and all(one[shared] == conversations[0][shared] for one in conversations):
-            shared += 1
-        yield SampledRow(row.where, conversations[0][:shared], conversations, row.values)
+        context, _ = split_common_prefix([tuple(one) for one in conversations])
+        yield SampledRow(row.where, list(context), conversations, row.values)
 
 
 def _conversations(values: Mapping[str, Any], where: str) -> list[list[Message]]:

@@ -1,0 +1,187 @@
+"""Every format of rows is told by its keys, and read the same by training, by scoring and by a server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from messages import assistant, user
+
+from treeward.config.data import DatasetConfig
+from treeward.data.datasets import open_dataset
+from treeward.data.formats import conversations_of
+from treeward.data.preference import Preference
+from treeward.errors import DataError
+
+ASK, FOUR, FIVE = user("2 + 2?"), assistant("4"), assistant("5")
+PAIR = {"context": [ASK], "ranked": [(0, [FOUR]), (1, [FIVE])]}
+TURNS = [user("Hi"), assistant("Hello"), ASK]
+Write = Callable[..., Path]
+
+
+def ranks(*ranks: int) -> dict[str, Any]:
+    completions = [{"rank": rank, "completion": [end]} for rank, end in zip(ranks, (FOUR, FIVE), strict=True)]
+    return {"context": [ASK], "completions": completions}
+
+
+def side(chosen: str, rejected: str) -> dict[str, Any]:
+    head = "\n\nHuman: 2 + 2?\n\nAssistant: "
+    return {"chosen": head + chosen, "rejected": head + rejected}
+
+
+FORMATS: dict[str, tuple[list[dict[str, Any]], str, list[tuple[int, Any]]]] = {
+    "ranks": ([ranks(0, 1)], "PreferenceDataset", [(0, "4"), (1, "5")]),
+    "text of a prompt": (
+        [{"prompt": "2 + 2?", "responses": ["4", "5"], "scores": [1, 3]}],
+        "PreferenceDataset",
+        [(1, "4"), (0, "5")],
+    ),
+    "scores": (
+        [{"prompt": "2 + 2?", "completions": [{"completion": "4", "score": 2}, {"completion": "5", "score": 2}]}],
+        "PreferenceDataset",
+        [(0, "4"), (0, "5")],
+    ),
+    "whole conversations": (
+        [{"completions": [[ASK, FOUR], [ASK, FIVE]], "scores": [2, 1]}],
+        "PreferenceDataset",
+        [(0, "4"), (1, "5")],
+    ),
+    "TRL, text": (
+        [{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}],
+        "BinaryPreferenceDataset",
+        [(0, "4"), (1, "5")],
+    ),
+    "TRL, messages": (
+        [{"prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE]}],
+        "BinaryPreferenceDataset",
+        [(0, "4"), (1, "5")],
+    ),
+    "TRL, implicit prompt": (
+        [{"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}],
+        "BinaryPreferenceDataset",
+        [(0, "4"), (1, "5")],
+    ),
+    "context": (
+        [{"context": "2 + 2?", "chosen": "4", "rejected": "5"}],
+        "BinaryPreferenceDataset",
+        [(0, "4"), (1, "5")],
+    ),
+    "transcripts": ([side("4", "5")], "HHTranscripts", [(0, "4"), (1, "5")]),
+    "UltraFeedback": (
+        [
+            {"instruction": "2 + 2?", "completions": [], "models": []},
+            {
+                "source": "x",
+                "instruction": "2 + 2?",
+                "models": ["a", "b"],
+                "completions": [
+                    {"response": "4", "overall_score": 7.5, "fine-grained_score": 1.0, "model": "a"},
+                    {"response": "5", "overall_score": 8.0, "fine-grained_score": 4.0, "model": "b"},
+                ],
+            },
+        ],
+        "UltraFeedback",
+        [(1, "4"), (0, "5")],
+    ),
+    "UltraFeedback, binarized": (
+        [
+            {
+                "prompt": "2 + 2?",
+                "prompt_id": "1",
+                "chosen": [ASK, FOUR],
+                "rejected": [ASK, FIVE],
+                "messages": [ASK, FOUR],
+                "score_chosen": 8.0,
+                "score_rejected": 8.0,
+            }
+        ],
+        "BinaryPreferenceDataset",
+        [(0, "4"), (0, "5")],
+    ),
+    "HelpSteer2": (
+        [
+            {"prompt": "2 + 2?", "response": "4", "helpfulness": 1, "verbosity": 2},
+            {"prompt": "2 + 2?", "response": "5", "helpfulness": 4, "verbosity": 2},
+            {"prompt": "alone", "response": "5", "helpfulness": 4, "verbosity": 2},
+        ],
+        "HelpSteer2",
+        [(1, "4"), (0, "5")],
+    ),
+    "HelpSteer2, preferences": (
+        [{"prompt": "2 + 2?", "response_1": "4", "response_2": "5", "preference_strength": -1, "split": "train"}],
+        "HelpSteer2Preference",
+        [(0, "4"), (1, "5")],
+    ),
+    "HelpSteer3": (
+        [{"context": [ASK], "response1": "4", "response2": "5", "overall_preference": 3}],
+        "HelpSteer3",
+        [(0, "5"), (1, "4")],
+    ),
+}
+
+
+@pytest.mark.parametrize(("rows", "name", "want"), FORMATS.values(), ids=FORMATS)
+def test_a_file_is_taken_for_its_format(
+    rows: list[Any], name: str, want: Any, write_rows: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = str(write_rows("rows.jsonl", rows))
+    ((auto, where),) = open_dataset(DatasetConfig(data_path=path))
+    ((named, _),) = open_dataset(DatasetConfig(data_path=path, dataset_name=name, prompt_key=key_of(rows[0])))
+    assert f"(dataset_name: {name})" in caplog.text and auto == named and auto.task_name == name
+    assert list(auto.context) == [ASK] and where.startswith(f"{path}:")
+    assert [(c.rank, c.messages[0]["content"]) for c in auto.completions] == want
+    assert ("fewer than two completions" in caplog.text) == (len(rows) > 1 and name != "HelpSteer2" or len(rows) == 3)
+    scored = [one for row in rows if row.get("completions") != [] for one in conversations_of(row, "x:1")]
+    assert [[*auto.context, *c.messages] for c in sorted(auto.completions, key=lambda c: c.messages[0]["content"])] == (
+        scored[:2]
+    )
+
+
+def key_of(row: dict[str, Any]) -> str:
+    return "context" if "chosen" in row and "context" in row else "prompt"
+
+
+def read(write_rows: Write, row: dict[str, Any], **more: Any) -> Preference:
+    ((preference, _),) = open_dataset(DatasetConfig(data_path=str(write_rows("rows.jsonl", [row])), **more))
+    return preference
+
+
+@pytest.mark.parametrize("keys", ["score_{}", "{}_score", "{}_rating", "{}-rating"])
+@pytest.mark.parametrize("row", [side("4", "5"), {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}])
+def test_the_scores_of_both_sides_are_kept_and_equal_ones_are_a_tie(
+    keys: str, row: dict[str, Any], write_rows: Write
+) -> None:
+    for scores, want in {(8, 5): (0, 1), (5, 8): (0, 1), ("7.5", 7.5): (0, 0)}.items():
+        given = dict(zip((keys.format("chosen"), keys.format("rejected")), scores, strict=True))
+        completions = read(write_rows, row | given).completions
+        assert tuple(one.rank for one in completions) == want
+        assert [one.score for one in completions] == [float(score) for score in scores]
+
+
+def test_turns_within_the_prompt_of_helpsteer2(write_rows: Write) -> None:
+    prompt = "Hi\n<extra_id_1>Assistant\nHello\n<extra_id_1>User\n2 + 2?"
+    row = {"prompt": prompt, "response_1": "4", "response_2": "5", "preference_strength": -1}
+    assert list(read(write_rows, row).context) == TURNS
+    assert conversations_of({"prompt": prompt, "response": "4"}, "x:1") == [[*TURNS, FOUR]]
+
+
+def test_two_texts_need_no_prompt_unless_a_key_may_be_one(write_rows: Write) -> None:
+    """TRL's form of text with an implicit prompt."""
+    row = {"chosen": "The sky is blue.", "rejected": "The sky is green.", "score_chosen": 2, "score_rejected": 1}
+    assert read(write_rows, row).context == () and conversations_of(row, "x:1")[0] == [assistant("The sky is blue.")]
+    with pytest.raises(DataError, match="no prompt(?s:.*)set prompt_key"):
+        read(write_rows, row | {"question": "What colour?"})
+    assert read(write_rows, row | {"question": "What colour?"}, prompt_key="question").context == (
+        user("What colour?"),
+    )
+
+
+def test_an_unknown_format_names_the_ways_out(write_rows: Write) -> None:
+    with pytest.raises(DataError, match=r"rows\.jsonl:1(?s:.*)no known format(?s:.*)\['good'\](?s:.*)data\.prompt_key"):
+        read(write_rows, {"good": "4"})
+    with pytest.raises(DataError, match="a rank is not a whole number(?s:.*)or a score for each"):
+        read(write_rows, {"prompt": "2 + 2?", "completions": ["4", "5"]})

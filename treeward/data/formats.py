@@ -1,0 +1,128 @@
+"""The formats of rows, told by their keys: one table for files, `/v1/rewards`, the playground and Python.
+
+    recognise({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, "in.jsonl:1").dataset   # "BinaryPreferenceDataset"
+    conversations_of({"messages": [...]}, "in.jsonl:1")                            # one, whose score is "score"
+    conversations_of({"prompt": "...", "completions": ["...", ...]}, ...)          # several: "scores", in this order
+    conversations_of({"prompt": "...", "chosen": "...", "rejected": "..."}, ...)   # two, in this order
+
+A prompt is called `context`, `prompt` or `instruction`. The parsers are in `preference`; docs/data.md has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from treeward.data.preference import (
+    Message,
+    as_messages,
+    check_messages,
+    completions_of,
+    from_binary_row,
+    from_transcripts,
+    is_transcript,
+    parse_json_list,
+    prompt_key,
+    prompt_of,
+    turns_of,
+)
+from treeward.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Rows of comparisons with `keys`, which the dataset called `dataset` reads. `title`: the format in words."""
+
+    dataset: str
+    keys: tuple[str, ...]
+    title: str
+
+
+FORMATS = (
+    Format("HelpSteer3", ("response1", "response2", "overall_preference"), "HelpSteer3's preferences"),
+    Format("HelpSteer2Preference", ("response_1", "response_2", "preference_strength"), "HelpSteer2's preferences"),
+    Format("HelpSteer2", ("prompt", "response", "helpfulness"), "HelpSteer2's ratings, rows of one prompt together"),
+    Format("HHTranscripts", ("chosen", "rejected"), "chosen and rejected transcripts of Human and Assistant"),
+    Format("BinaryPreferenceDataset", ("chosen", "rejected"), "chosen and rejected completions"),
+    Format("UltraFeedback", ("instruction", "completions"), "UltraFeedback: completions with scores"),
+    Format("PreferenceDataset", ("completions",), "completions with ranks or scores"),
+    Format("PreferenceDataset", ("responses",), "responses with ranks or scores"),
+)
+"""The formats of comparisons; the first that fits a row is its own."""
+
+_OF_CONVERSATIONS = (
+    *({"messages"}, {"completions"}, {"responses"}, {"chosen", "rejected"}),
+    *({"response1", "response2"}, {"response_1", "response_2"}, {"response"}, {"completion"}, {"conversations"}),
+)
+"""The keys that hold what is scored: those of a row must be one of these. The last five count where none of the others
+is there, for many files have columns of these names."""
+_ALWAYS_READ = frozenset().union(*_OF_CONVERSATIONS[:4])
+
+
+def recognise(values: Mapping[str, Any], where: str) -> Format:
+    """The format of a comparison. Raises `DataError` for keys of no known format."""
+    keys = {key for key, value in values.items() if value is not None}
+    for one in FORMATS:
+        if keys.issuperset(one.keys) and (one.dataset != "HHTranscripts" or is_transcript(values["chosen"])):
+            return one
+    raise DataError(
+        "the row is a comparison in no known format",
+        where=where,
+        got=f"keys {sorted(map(str, values))}",
+        need="a prompt with chosen and rejected; or with completions and their ranks or scores; docs/data.md has more",
+        fix="name the keys, as data.prompt_key=question (in eval --data-option prompt_key=question), or the "
+        "dataset, as data.dataset_name=HelpSteer3 (--dataset-name HelpSteer3)",
+    )
+
+
+def scored_keys(values: Mapping[str, Any], where: str) -> frozenset[str]:
+    """The keys that hold what is scored. Raises `DataError` where there is nothing, or where there are two things."""
+    given = {key for key, value in values.items() if value is not None}
+    found = given & _ALWAYS_READ or given & set().union(*_OF_CONVERSATIONS)
+    if found >= {"chosen", "rejected"}:
+        found -= {"messages"}  # a column like others: UltraFeedback's binarized form repeats the chosen ones there
+    if found not in _OF_CONVERSATIONS:
+        raise DataError(
+            "the row cannot be scored with these keys together" if found else "the row has nothing to score",
+            where=where,
+            got=f"keys {sorted(map(str, values))}",
+            need="one of messages, completions, responses, chosen with rejected; docs/data.md has the keys",
+        )
+    return frozenset(found)
+
+
+def is_single(values: Mapping[str, Any], where: str) -> bool:
+    """Whether the row holds one conversation, and not a list."""
+    return scored_keys(values, where) <= {"messages", "response", "completion"}
+
+
+def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message]]:
+    """The conversations of one row, in the order of their scores.
+
+    Lists may be given as JSON text, as in a CSV cell, and keys without a value count as absent. Raises `DataError` for
+    a row of no known format, or of two.
+    """
+    keys = scored_keys(values, where)
+    row = {key: value for key, value in values.items() if value is not None}
+    if keys == {"messages"}:
+        return [list(check_messages(parse_json_list(row["messages"], "messages", where), "messages", where))]
+    if keys == {"conversations"}:
+        given = parse_json_list(row["conversations"], "conversations", where)
+        return [list(check_messages(one, f"conversations[{i}]", where)) for i, one in enumerate(given)]
+    if "chosen" in keys:
+        transcripts = is_transcript(row["chosen"])
+        prompt = prompt_key(row, where) or "prompt"
+        pair = from_transcripts(row, where) if transcripts else from_binary_row(row, where, prompt_key=prompt)
+        return [[*pair.context, *completion.messages] for completion in pair.completions]
+    if keys & {"completions", "responses"}:
+        context, ends = prompt_of(row, where), [messages for messages, _ in completions_of(row, where)]
+    else:
+        name = prompt_key(row, where)
+        if name is None:
+            raise DataError("the row has no prompt", where=where, field="prompt", got=f"keys {sorted(map(str, row))}")
+        context = as_messages(turns_of(row[name]), name, "user", where)
+        ends = [as_messages(row[key], key, "assistant", where) for key in sorted(keys)]
+    if not ends:
+        raise DataError("there are no completions", where=where, field=next(iter(keys)), got="[]", need="one or more")
+    return [[*context, *end] for end in ends]
