@@ -1,4 +1,4 @@
-"""The real NeMo Gym starts `resources_servers/reward_model`, and its agent and its collector call it.
+"""The real NeMo Gym starts the folders of `resources_servers/`, and its agent and its collector call them.
 
 NeMo Gym lives in an environment of its own: `TREEWARD_GYM_VENV`, or one that is made here, which takes minutes and a
 package index. The policy is a small server on loopback.
@@ -33,6 +33,7 @@ NEEDS = [
     *("aiohttp>=3.14.4", "yappi>=1.7.6", "ray[default]>=2.58.0", "psutil", "orjson>=3.11.6", "pandas", "scipy"),
     *("wandb>=0.30.0", "pydot", "python-multipart", "datasets", "mlflow-skinny>=3.16.1", "jinja2", "requests"),
 ]
+PROBLEM = r"What is 1/4 + 1/4? Put the answer inside \boxed{}."
 ROWS = [
     {"responses_create_params": {"input": [{"role": "user", "content": "Name a river in Peru."}]}},
     {
@@ -81,11 +82,13 @@ def workplace(gym: Path, tmp_path: Path) -> Path:
         ("responses_api_models", "openai_model", gym),
         ("environment_servers", "legacy_agent", gym),
         ("resources_servers", "reward_model", Path(sys.prefix)),
+        ("resources_servers", "math_with_judge", Path(sys.prefix)),
     ):
         folder = tmp_path / "venvs" / kind / name
         folder.mkdir(parents=True)
         (folder / ".venv").symlink_to(venv)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     return tmp_path
 
 
@@ -108,14 +111,15 @@ def test_the_real_collector_gets_the_rewards_of_the_scorer(
         **{"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         "PATH": f"{gym / 'bin'}:{os.environ['PATH']}",
     }
-    configs = "resources_servers/reward_model/configs/reward_model.yaml"
-    models = "responses_api_models/openai_model/configs/openai_model.yaml"
+    config_paths = "resources_servers/reward_model/configs/reward_model.yaml"
+    config_paths += ",resources_servers/math_with_judge/configs/math_with_judge.yaml"
+    policy.replies[PROBLEM] = r"That is \boxed{\frac{1}{2}}."
     log = workplace / "ng_run.log"
     with log.open("wb") as stream:
         servers = subprocess.Popen(
             [
                 str(gym / "bin" / "ng_run"),
-                f"+config_paths=[{configs},{models}]",
+                f"+config_paths=[{config_paths}]",
                 "+skip_venv_if_present=true",
                 f"+uv_venv_dir={workplace / 'venvs'}",
                 f"++reward_model_server.resources_servers.reward_model.model_path={served_model}",
@@ -128,16 +132,15 @@ def test_the_real_collector_gets_the_rewards_of_the_scorer(
         )
     try:
         _wait_for("servers ready", servers, log, seconds=240)
-        collect = [
-            str(gym / "bin" / "ng_collect_rollouts"),
-            "+agent_name=reward_model_simple_agent",
-            "+input_jsonl_fpath=rows.jsonl",
-            "+output_jsonl_fpath=out/rollouts.jsonl",
-            "+num_repeats=2",
-            "+num_samples_in_parallel=4",
-        ]
-        done = subprocess.run(collect, cwd=workplace, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}\n{log.read_text()[-4000:]}"
+        examples = "resources_servers/math_with_judge/data/example.jsonl"
+        for agent, rows, output, more in (
+            ("reward_model", "data/train.jsonl", "data/rollouts.jsonl", ["+num_repeats=2"]),
+            ("math_with_judge", examples, "data/math.jsonl", []),
+        ):
+            names = [f"+agent_name={agent}_simple_agent", f"+input_jsonl_fpath={rows}", f"+output_jsonl_fpath={output}"]
+            collect = [str(gym / "bin" / "ng_collect_rollouts"), *names, *more, "+num_samples_in_parallel=4"]
+            done = subprocess.run(collect, cwd=workplace, env=environment, capture_output=True, text=True, timeout=240)
+            assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}\n{log.read_text()[-4000:]}"
     finally:
         os.killpg(servers.pid, signal.SIGINT)
         try:
@@ -146,7 +149,7 @@ def test_the_real_collector_gets_the_rewards_of_the_scorer(
             os.killpg(servers.pid, signal.SIGKILL)
             servers.wait(20)
 
-    rollouts = _rows(workplace / "out" / "rollouts.jsonl")
+    rollouts = _rows(workplace / "data" / "rollouts.jsonl")
     assert sorted((row["_ng_task_index"], row["_ng_rollout_index"]) for row in rollouts) == [
         (0, 0),
         (0, 1),
@@ -162,13 +165,18 @@ def test_the_real_collector_gets_the_rewards_of_the_scorer(
     passed = [row for row in rollouts if row["_ng_task_index"] == 1]
     assert all(row["reward_passed"] is True and row["note"] == {"kept": [1, 2.5, None]} for row in passed)
 
-    failures = _rows(workplace / "out" / "rollouts_failures.jsonl")
+    failures = _rows(workplace / "data" / "rollouts_failures.jsonl")
     assert [row["_ng_task_index"] for row in failures] == [2, 2]
     assert all("too long to score" in json.dumps(row) for row in failures)
 
-    metrics = json.loads((workplace / "out" / "rollouts_aggregate_metrics.json").read_text(encoding="utf-8"))
+    metrics = json.loads((workplace / "data" / "rollouts_aggregate_metrics.json").read_text(encoding="utf-8"))
     mean = sum(row["reward"] for row in rollouts) / 4
     assert metrics[0]["key_metrics"]["mean/reward"] == pytest.approx(mean, abs=1e-5)
+
+    # The policy is the judge too. It repeats the question, so its last verdict is [[A!=B]].
+    right, *wrong = sorted(_rows(workplace / "data" / "math.jsonl"), key=lambda row: row["_ng_task_index"])
+    assert (right["reward"], right["library_reward"], right["judge_reward"]) == (1.0, 1.0, None)
+    assert [(row["reward"], row["judge_reward"]) for row in wrong] == [(0.0, 0.0)] * 4
 
 
 @pytest.fixture(scope="module")

@@ -212,3 +212,18 @@ def test_samples_that_cannot_be_asked_about(endpoint: Endpoint) -> None:
     assert [math.isnan(reward) for reward in result.rewards.tolist()] == [False, True, True, True, True]
     assert "max_characters is 2000" in str(errors(result)[1])
     assert len(endpoint.requests) == 1
+
+
+def test_equivalence_is_asked_in_both_orders(endpoint: Endpoint) -> None:
+    same = {("one half", "1/2"), ("1/2", "one half"), ("2", "1/2")}  # the last in one order only
+
+    def verdict(request: dict[str, Any]) -> str:
+        pair = (between_tags(request, "completion_a"), between_tags(request, "completion_b"))
+        return "They are [[A=B]]" if pair in same else "[[A=B]]? No: [[A!=B]]"
+
+    endpoint.answer = verdict
+    environment = judge(endpoint, mode="equivalence", reference_key="expected_answer")
+    infos = [{"expected_answer": "1/2"}] * 3 + [{"expected_answer": ["7", "1/2"]}, {}]
+    result = environment.step([chat("one half"), chat("2"), chat("3"), chat("one half"), chat("1")], infos)
+    assert result.rewards.tolist()[:4] == [1.0, 0.0, 0.0, 1.0] and math.isnan(result.rewards[4])
+    assert [one[DETAILS]["components"].get("inconsistent") for one in result.metadata] == [0.0, 1.0, 0.0, 0.0, None]

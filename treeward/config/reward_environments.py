@@ -210,10 +210,12 @@ class JudgeEnvironmentConfig(Strict):
     """The name of the model at that endpoint."""
     api_key_env: str | None = "OPENAI_API_KEY"
     """The environment variable that holds the key; the key itself never stands in a configuration. None: no key."""
-    mode: Literal["rating", "pairwise"] = "rating"
-    """`rating`: a number, scaled to 0 to 1. `pairwise`: against a reference, in both orders; win 1, tie 0.5, loss 0."""
+    mode: Literal["rating", "pairwise", "equivalence"] = "rating"
+    """`rating`: a number, scaled to 0 to 1. `pairwise`: against a reference, in both orders; win 1, tie 0.5, loss 0.
+    `equivalence`: 1 where the judge finds the final answer that of a reference in both orders, else 0."""
     reference_key: str = "reference_answers"
-    """With `pairwise`: the key of `env_infos` with the reference completion, or with a list of them for an average."""
+    """The key of `env_infos` with the reference completion, or with a list of them: `pairwise` averages, and for
+    `equivalence` one is enough."""
     template: str | None = None
     """The prompt of the judge, with the placeholders `{conversation}` and `{completion}`, or `{completion_a}` and
     `{completion_b}`. Each text is put between tags with a random number. None: the built-in prompt."""

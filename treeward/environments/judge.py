@@ -5,7 +5,7 @@
 `mode: rating` asks for `Rating: [[1]]` to `[[10]]`; the reward is the rating on a scale from 0 to 1. `mode: pairwise`
 compares with a reference completion (`[[A]]`, `[[B]]`, or `[[C]]` for a tie) in both orders, because judges favour a
 position (Zheng et al. 2023, arXiv 2306.05685, section 3.4): a judge that always says A gives 0.5, and the component
-`inconsistent` is 1.
+`inconsistent` is 1. `mode: equivalence` asks in both orders whether two answers are the same (`[[A=B]]`, `[[A!=B]]`).
 
 A completion may imitate a verdict. So the texts stand between tags with a random number, only the judge's own message
 is parsed, and its last verdict counts. A sample without a verdict has no reward.
@@ -64,12 +64,34 @@ Which of the two completions is better? Consider whether they are correct, helpf
 order nor their length is a merit in itself. First explain your judgement in a few sentences. Then end with a line that
 is exactly [[A]] if completion A is better, [[B]] if completion B is better, or [[C]] if they are equally good."""
 
+EQUIVALENCE_TEMPLATE = """Here is a problem:
+
+{conversation}
+
+Answer A:
+
+{completion_a}
+
+Answer B:
+
+{completion_b}
+
+Do the two answers come to the same final result? Only the result counts: form, units that are understood, explanations
+and the way there do not. First compare the results in a few sentences. Then end with a line that is exactly [[A=B]] if
+they are equivalent, or [[A!=B]] if they are not."""
+
+_TEMPLATES = {"rating": RATING_TEMPLATE, "pairwise": PAIRWISE_TEMPLATE, "equivalence": EQUIVALENCE_TEMPLATE}
 _REMINDERS = {
     "rating": "Your message had no valid rating. Answer with nothing but a line of the form `Rating: [[5]]`.",
     "pairwise": "Your message had no valid verdict. Answer with nothing but [[A]], [[B]] or [[C]].",
+    "equivalence": "Your message had no valid verdict. Answer with nothing but [[A=B]] or [[A!=B]].",
 }
-_VERDICTS = {"rating": re.compile(r"Rating: \[\[(-?\d+(?:\.\d+)?)\]\]"), "pairwise": re.compile(r"\[\[([ABC])\]\]")}
-_OUTCOMES = {"A": 1.0, "B": 0.0, "C": 0.5}  # of completion A
+_VERDICTS = {
+    "rating": re.compile(r"Rating: \[\[(-?\d+(?:\.\d+)?)\]\]"),
+    "pairwise": re.compile(r"\[\[([ABC])\]\]"),
+    "equivalence": re.compile(r"\[\[(A!?=B)\]\]"),
+}
+_OUTCOMES = {"A": 1.0, "B": 0.0, "C": 0.5, "A=B": 1.0, "A!=B": 0.0}  # of completion A
 _PLACEHOLDER = re.compile(r"\{(conversation|completion|completion_a|completion_b)\}")
 
 
@@ -118,7 +140,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
 
     def _question(self, texts: Mapping[str, str], *, swapped: bool) -> _Question:
         nonce = secrets.token_hex(8)
-        built_in = RATING_TEMPLATE if self.config.mode == "rating" else PAIRWISE_TEMPLATE
+        built_in = _TEMPLATES[self.config.mode]
 
         def between_tags(match: re.Match[str]) -> str:
             name = match[1]
@@ -180,6 +202,8 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             "swapped": sum(swapped) / len(swapped),
             "inconsistent": sum(a != b for a, b in zip(forward, swapped, strict=True)) / len(forward),
         }
+        if self.config.mode == "equivalence":
+            return Reward(max(map(min, forward, swapped)), components=components)
         return Reward(sum(verdicts) / len(verdicts), components=components)
 
     async def _verdict(self, client: AsyncOpenAI, slots: asyncio.Semaphore, question: _Question) -> float | None:
@@ -193,7 +217,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
                 text = await self._message(client, messages)
             verdict = parse_verdict(text, self.config)
             if verdict is not None:
-                return 1.0 - verdict if question.swapped else verdict
+                return 1.0 - verdict if question.swapped and self.config.mode == "pairwise" else verdict
             said = [{"role": "assistant", "content": text}] if text else []
             messages = [*messages, *said, {"role": "user", "content": _REMINDERS[self.config.mode]}]
         return None
@@ -230,11 +254,12 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
 
 
 def parse_verdict(text: str, config: JudgeEnvironmentConfig) -> float | None:
-    """The last verdict in a judge's message: a rating on the scale, or the outcome of A (1, 0.5 or 0); or None."""
+    """The last verdict in a judge's message: a rating on the scale, the outcome of A (1, 0.5 or 0), or 1 for the same
+    and 0 for another answer; or None."""
     found = _VERDICTS[config.mode].findall(text)
     if not found:
         return None
-    if config.mode == "pairwise":
+    if config.mode != "rating":
         return _OUTCOMES[found[-1]]
     rating = float(found[-1])
     return rating if config.lowest_rating <= rating <= config.highest_rating else None

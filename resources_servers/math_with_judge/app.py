@@ -1,0 +1,103 @@
+"""Mathematics as a resources server of NeMo Gym: a rule checks the answer first, and a judge what the rule finds wrong.
+
+    ng_run "+config_paths=[resources_servers/math_with_judge/configs/math_with_judge.yaml]"
+
+The rule is math-verify's, in processes of its own. A right answer by it is right; for any other, and for one that the
+rule cannot read, a language model says in both orders whether it is equivalent to the row's `expected_answer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from treeward.compat.nemo_gym import (
+    BaseMultiRewardVerifyResponse,
+    BaseResourcesServerConfig,
+    BaseVerifyRequest,
+    SimpleResourcesServer,
+)
+from treeward.config.nemo_gym import model_server_url
+from treeward.data.responses_items import as_conversation
+from treeward.environments.registry import make_environment
+from treeward.environments.source import RewardSource
+from treeward.errors import ModelError
+
+
+class MathWithJudgeConfig(BaseResourcesServerConfig):
+    """The server's section."""
+
+    should_use_judge: bool = True
+    """False: the rule alone."""
+    judge_model_server: dict[str, str] | None = None
+    """`{type: responses_api_models, name: NAME}`: one of NeMo Gym's model servers as the judge."""
+    judge: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the judge environment, as `base_url`, `model` and `api_key_env` of a judge elsewhere."""
+    judge_responses_create_params: dict[str, Any] = Field(default_factory=dict)
+    """`temperature` and `max_output_tokens` of the judge."""
+    library_verifier_timeout_seconds: PositiveFloat = 10.0
+    """Time limit of the rule for one answer."""
+    library_verifier_max_concurrency: PositiveInt = 2
+    """Processes of the rule."""
+
+    def environment(self) -> dict[str, Any]:
+        """The section of the environment that gives the rewards."""
+        limits = {"timeout_seconds": self.library_verifier_timeout_seconds}
+        members = {"library": {"type": "math", "workers": self.library_verifier_max_concurrency, **limits}}
+        if self.should_use_judge:
+            judge = {"mode": "equivalence", "reference_key": "expected_answer"}
+            if self.judge_model_server is not None:
+                judge |= {"base_url": model_server_url(self.judge_model_server["name"]), "model": "judge"}
+                judge |= {"api_key_env": None}
+            names = {"temperature": "temperature", "max_output_tokens": "max_tokens"}
+            given = self.judge_responses_create_params
+            judge |= {names[key]: given[key] for key in names if given.get(key) is not None}
+            members["judge"] = {"type": "judge", **judge, **self.judge}
+        return {"mode": "fallback", "members": members}
+
+
+class MathVerifyRequest(BaseVerifyRequest):
+    """A rollout of a problem with a known answer."""
+
+    expected_answer: str
+
+
+class MathVerifyResponse(BaseMultiRewardVerifyResponse):
+    """A rollout with its reward; the judge's is None where it was not asked."""
+
+    expected_answer: str
+    library_reward: float | None = None
+    judge_reward: float | None = None
+
+
+class MathWithJudge(SimpleResourcesServer):
+    """A rule first, a judge as fallback."""
+
+    config: MathWithJudgeConfig
+
+    def model_post_init(self, context: Any) -> None:
+        """Start the rule's processes."""
+        super().model_post_init(context)
+        self.environment = make_environment("hybrid", self.config.environment())
+        self.rewards = RewardSource(self.environment)
+
+    def close(self) -> None:
+        """End the rule's processes."""
+        self.environment.shutdown()
+
+    async def verify(self, body: MathVerifyRequest) -> MathVerifyResponse:
+        """The reward of a rollout; rollouts that come together are checked together."""
+        given = body.model_dump(mode="json")
+        messages = as_conversation(body.responses_create_params.input, body.response.output)
+        reward = await asyncio.wrap_future(self.rewards.submit(messages, given))
+        if reward.value is None:
+            raise ModelError("the answer has no verdict", got=reward.error)
+        parts = {f"{name}_reward": reward.components.get(name) for name in ("library", "judge")}
+        components = {name.replace("/", "_"): value for name, value in reward.components.items()}
+        return MathVerifyResponse(**given, reward=reward.value, reward_components=components, **parts)
+
+
+if __name__ == "__main__":
+    MathWithJudge.run_webserver()
