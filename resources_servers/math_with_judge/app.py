@@ -44,10 +44,11 @@ class MathWithJudgeConfig(BaseResourcesServerConfig):
 
     def environment(self) -> dict[str, Any]:
         """The section of the environment that gives the rewards."""
-        limits = {"timeout_seconds": self.library_verifier_timeout_seconds}
-        members = {"library": {"type": "math", "workers": self.library_verifier_max_concurrency, **limits}}
+        library: dict[str, Any] = {"type": "math", "timeout_seconds": self.library_verifier_timeout_seconds}
+        library |= {"workers": self.library_verifier_max_concurrency}
+        members: dict[str, dict[str, Any]] = {"library": library}
         if self.should_use_judge:
-            judge = {"mode": "equivalence", "reference_key": "expected_answer"}
+            judge: dict[str, Any] = {"mode": "equivalence", "reference_key": "expected_answer"}
             if self.judge_model_server is not None:
                 judge |= {"base_url": model_server_url(self.judge_model_server["name"]), "model": "judge"}
                 judge |= {"api_key_env": None}
@@ -87,16 +88,17 @@ class MathWithJudge(SimpleResourcesServer):
         """End the rule's processes."""
         self.environment.shutdown()
 
-    async def verify(self, body: MathVerifyRequest) -> MathVerifyResponse:
+    async def verify(self, body: MathVerifyRequest) -> MathVerifyResponse:  # type: ignore[override]
         """The reward of a rollout; rollouts that come together are checked together."""
         given = body.model_dump(mode="json")
         messages = as_conversation(body.responses_create_params.input, body.response.output)
         reward = await asyncio.wrap_future(self.rewards.submit(messages, given))
         if reward.value is None:
             raise ModelError("the answer has no verdict", got=reward.error)
-        parts = {f"{name}_reward": reward.components.get(name) for name in ("library", "judge")}
         components = {name.replace("/", "_"): value for name, value in reward.components.items()}
-        return MathVerifyResponse(**given, reward=reward.value, reward_components=components, **parts)
+        library, judge = (reward.components.get(name) for name in ("library", "judge"))
+        given |= {"reward": reward.value, "reward_components": components}
+        return MathVerifyResponse(**given, library_reward=library, judge_reward=judge)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ConfigDict, Field
@@ -33,20 +34,14 @@ from treeward.environments.completions import completion_text, prompt_text
 from treeward.errors import DataError
 from treeward.scoring.scorer import load_reward_model
 
-try:
-    from nemo_gym.base_resources_server import (
-        BaseMultiRewardVerifyResponse,
-        BaseVerifyRequest,
-        BaseVerifyResponse,
-    )
-    from nemo_gym.base_resources_server import BaseResourcesServerConfig as _Config
-    from nemo_gym.base_resources_server import SimpleResourcesServer as _Server
-except ImportError:
-    from treeward.serving.resources_server import BaseMultiRewardVerifyResponse as BaseMultiRewardVerifyResponse
-    from treeward.serving.resources_server import BaseResourcesServerConfig as _Config
-    from treeward.serving.resources_server import BaseVerifyRequest as BaseVerifyRequest
-    from treeward.serving.resources_server import BaseVerifyResponse as BaseVerifyResponse
-    from treeward.serving.resources_server import SimpleResourcesServer as _Server
+if not TYPE_CHECKING and importlib.util.find_spec("nemo_gym"):
+    from nemo_gym import base_resources_server as _gym
+else:
+    from treeward.serving import resources_server as _gym
+
+BaseVerifyRequest = _gym.BaseVerifyRequest
+BaseVerifyResponse = _gym.BaseVerifyResponse
+BaseMultiRewardVerifyResponse = _gym.BaseMultiRewardVerifyResponse
 
 __all__ = [
     "BaseMultiRewardVerifyResponse",
@@ -61,7 +56,7 @@ __all__ = [
 _SCORING = ThreadPoolExecutor(1, thread_name_prefix="treeward-verify")
 
 
-class BaseResourcesServerConfig(_Config):  # type: ignore[misc]
+class BaseResourcesServerConfig(_gym.BaseResourcesServerConfig):
     """The server's section of the configuration; every further key of it is an attribute too."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -74,7 +69,7 @@ class BaseResourcesServerConfig(_Config):  # type: ignore[misc]
     reward_std: float = 1.0
 
 
-class SimpleResourcesServer(_Server):  # type: ignore[misc]
+class SimpleResourcesServer(_gym.SimpleResourcesServer):
     """A resources server: a subclass has `verify`, or `score` or `predict`, and loads its model in `model_post_init`.
 
     `setup_webserver` gives the application; `run_webserver` is what an `app.py` calls.
