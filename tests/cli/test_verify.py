@@ -5,10 +5,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from treeward.cli.main import main
 from treeward.model.contract import CONTRACT_FILE, read_contract
 
 Verify = Callable[..., tuple[int, str]]
@@ -67,6 +69,27 @@ def test_several_labels_need_weights(labelled: Path, model_folder: Path, verify:
     assert after is not None and [head.weight for head in after.heads] == [-1.0, 2.0]
 
 
+def test_heads_are_weighted_on_the_command_line(
+    labelled: Path, tmp_path: Path, write_rows: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows("rows.jsonl", [{"prompt": "2 + 2?", "chosen": "4.", "rejected": "It is 5."}])
+    assert main(["score", str(labelled), "--data", str(rows)]) == 2
+    assert "--head-weights helpful=1" in capsys.readouterr().err
+
+    def scores(weights: str) -> list[float]:
+        assert main(["score", str(labelled), "--data", str(rows), "--head-weights", weights]) == 0
+        row = json.loads(capsys.readouterr().out)
+        return list(row["scores"])
+
+    helpful, brief, both = (np.array(scores(weights)) for weights in ("helpful=1", "0,1", "brief=2, helpful=-1"))
+    assert both == pytest.approx(2 * brief - helpful, abs=1e-5) and not np.allclose(helpful, brief)
+    output = tmp_path / "eval"
+    words = ["eval", str(labelled), "--data", str(rows), "--output", str(output), "--head-weights", "1,0.5"]
+    assert main(words) == 0 and "heads weighted 1,0.5" in (output / "report.html").read_text(encoding="utf-8")
+    assert main(["serve", str(labelled), "--head-weights", "1,x"]) == 2
+    assert "--head-weights" in capsys.readouterr().err
+
+
 def test_json(folder: Path, verify: Verify) -> None:
     code, text = verify(folder, "--json")
     result = json.loads(text)
@@ -89,6 +112,6 @@ def test_a_contract_is_not_replaced_by_accident(folder: Path, verify: Verify) ->
     code, text = verify(folder, "--write")
     assert code == 2 and "there is a contract already" in text and "--force" in text
     assert (folder / CONTRACT_FILE).read_bytes() == before
-    assert verify(folder, "--force")[0] == 2 and verify(folder, "--write", "--force", "--head-weights", "1")[0] == 2
+    assert verify(folder, "--force")[0] == 2 and verify(folder, "--write", "--force", "--head-weights", "x")[0] == 2
     assert verify(folder, "--write", "--force")[0] == 0  # the template is as it should be, then
     assert (folder / CONTRACT_FILE).read_bytes() != before

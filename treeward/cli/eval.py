@@ -7,7 +7,8 @@ examples:
   treeward eval MODEL OTHER_MODEL --ensemble worst --data held_out.jsonl --output results/eval-ensemble
 
 Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or a copy.
-An example without a score counts as wrong, and the exit code is 1.
+An example without a score counts as wrong, and the exit code is 1, unless --unscored
+allow is given. Where most have none, there is no accuracy and the code is 1.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ def run(
     output: Annotated[str | None, typer.Option(metavar="DIR", help="Where rows, results and the report go.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N examples of each suite.")] = None,
     tie_policy: Annotated[Literal["strict", "half"], typer.Option(help="A tie counts nothing, or half.")] = "strict",
+    unscored: Annotated[
+        Literal["fail", "allow"], typer.Option(help="An example without a score: exit 1, or 0.")
+    ] = "fail",
     perturbations: Annotated[int | None, typer.Option(min=1, help="Rewrite so many examples of each suite.")] = None,
     training_data: Annotated[list[str] | None, typer.Option(metavar="FILE", help="To look for in the suites.")] = None,
     shaping: Shaping = None,
@@ -79,11 +83,15 @@ def run(
     for one in done.summaries:
         parts = {"": one.result.headline, **{section.name: section for section in one.result.sections}}
         parts["length-controlled"] = one.length.length_controlled_accuracy
+        if one.result.mostly_failed:
+            rows.append({"model": one.model, "suite": one.suite, "part": "", "value": one.result.scored})
+            continue
         rows += ({"model": one.model, "suite": one.suite, "part": name} | asdict(part) for name, part in parts.items())
     sys.stdout.write(results_table(rows, _COLUMNS) + "\n")
     if done.path is not None:
         sys.stdout.write(f"\nThe report is {done.path}\n")
-    return 1 if any(one.result.num_failed for one in done.summaries) else 0
+    failed = [one.result for one in done.summaries if one.result.num_failed]
+    return 1 if any(unscored == "fail" or one.mostly_failed for one in failed) else 0
 
 
 def _suites(
@@ -136,6 +144,8 @@ def _candidates(
             name = name if len(name) <= 100 else f"{len(section.members)}-models"
             name = f"{section.ensemble.method}-of-{'heads-of-' if heads else ''}{name}"
             notes.append(f"{section.ensemble.method} of {'its heads' if heads else ', '.join(section.members)}")
+        if section.head_weights is not None:
+            notes.append(f"heads weighted {options.head_weights}")
         if section.shaping is not None:
             name, notes = f"{name}-shaped", [*notes, f"rewards, shaped by {shaping}, in the place of scores"]
         candidates.append(

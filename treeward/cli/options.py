@@ -36,7 +36,7 @@ TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run 
 Unchecked = Annotated[bool, typer.Option("--unchecked", help="Also a model that breaks its scoring contract.")]
 Shaping = Annotated[str | None, typer.Option(metavar="YAML", help="A reward_shaping section, or `contract`.")]
 Ensemble = Annotated[str | None, typer.Option(help="Several as one: mean, worst, uncertainty, or a section.")]
-
+HeadWeights = Annotated[str | None, typer.Option(metavar="NAME=1,...", help="Of a model's heads: by name, or 1,0.5.")]
 
 Truncation = Literal["drop", "truncate_left", "error"]
 
@@ -48,6 +48,7 @@ class ModelOptions:
     batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in one forward pass.")] = None
     max_length: Annotated[int | None, typer.Option(min=1, help="Longest conversation, in tokens.")] = None
     truncation: Annotated[Truncation | None, typer.Option(help="Of longer ones; default: as in training.")] = None
+    head_weights: HeadWeights = None
     unchecked: Unchecked = False
     device: Device = None
     dtype: Dtype = "float32"
@@ -57,7 +58,9 @@ class ModelOptions:
     def keys(self) -> dict[str, Any]:
         """The options as keys of a model's section."""
         names = ("max_length", "truncation", "device", "dtype", "trust_remote_code")
-        return {name: getattr(self, name) for name in names} | {"check_contract": not self.unchecked}
+        weights = None if self.head_weights is None else parse_head_weights(self.head_weights)
+        own = {"head_weights": weights, "check_contract": not self.unchecked}
+        return {name: getattr(self, name) for name in names} | own
 
 
 def with_model_options(run: Callable[..., int]) -> Callable[..., int]:
@@ -151,6 +154,22 @@ def check_shaping(section: ServedModelConfig, *, alone: bool = False) -> None:
         shaper = load_shaper(section.shaping, section.members[0], is_ensemble=several, trust_remote_code=trusted)
         assert shaper is not None
         check_fixed(shaper.config, "--shaping", alone=alone)
+
+
+def parse_head_weights(text: str) -> dict[str, float] | list[float]:
+    """The weights of heads by the names of their labels, `a=1,b=0.5`, or of all in order, `1,0.5`."""
+    pairs = [part.rpartition("=") for part in text.split(",")]
+    names = [name.strip() for name, _, _ in pairs]
+    try:
+        values = [float(value) for *_, value in pairs]
+        if any(names) and ("" in names or len(set(names)) < len(names)):
+            raise ValueError(text)
+    except ValueError as error:
+        need = "a=1,b=0.5, each name once, or a number for each head, as 1,0.5"
+        raise ConfigError(
+            "the weights of the heads cannot be read", where="--head-weights", got=text, need=need
+        ) from error
+    return dict(zip(names, values, strict=True)) if any(names) else values
 
 
 def parse_yaml(text: str, option: str, *, names: bool = True) -> Any:

@@ -18,7 +18,16 @@ from typing import Annotated, Any
 
 import typer
 
-from treeward.cli.options import Ensemble, ScoringDtype, Shaping, TrustRemoteCode, Unchecked, reward_models
+from treeward.cli.options import (
+    Ensemble,
+    HeadWeights,
+    ScoringDtype,
+    Shaping,
+    TrustRemoteCode,
+    Unchecked,
+    parse_head_weights,
+    reward_models,
+)
 from treeward.config.load import load_file
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
@@ -31,6 +40,7 @@ def run(
     port: Annotated[int | None, typer.Option(help="The port; default 8000, 0 takes a free one.")] = None,
     shaping: Shaping = None,
     ensemble: Ensemble = None,
+    head_weights: HeadWeights = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:1, auto; cuda:0,cuda:1 for a copy on each.")] = None,
     dtype: Annotated[ScoringDtype | None, typer.Option(help="Of the backbone's weights.")] = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -40,12 +50,13 @@ def run(
     models = [word for word in words or [] if "=" not in word]
     if not models and config is None:
         raise ConfigError("there is nothing to serve", where="MODEL", need="a reward model, or --config FILE")
-    if not models and (shaping or ensemble or device or dtype or trust_remote_code or unchecked):
+    if not models and (shaping or ensemble or head_weights or device or dtype or trust_remote_code or unchecked):
         summary = "options of models are for models that are named on the command line"
         raise ConfigError(summary, need="MODEL, or the same in the file's models")
     values: dict[str, Any] = {key: value for key, value in {"host": host, "port": port}.items() if value is not None}
     if models:
         keys = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code or None}
+        keys["head_weights"] = None if head_weights is None else parse_head_weights(head_weights)
         sections = reward_models(models, ensemble, shaping, keys | {"check_contract": False if unchecked else None})
         values["models"] = [section.model_dump(mode="json", exclude_unset=True) for section in sections]
     server = load_file(ServerConfig, config, overrides, values=values)

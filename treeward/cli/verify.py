@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from treeward.cli.options import Device, Dtype, Model, TrustRemoteCode
+from treeward.cli.options import Device, Dtype, HeadWeights, Model, TrustRemoteCode, parse_head_weights
 from treeward.errors import ConfigError, ModelError
 from treeward.tables import results_table
 
@@ -41,7 +41,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the contract of a folder that has none.")] = False,
     force: Annotated[bool, typer.Option("--force", help="With --write: replace the contract.")] = False,
-    head_weights: Annotated[str | None, typer.Option(help="With --write: weights of labels, as a=1,b=2.")] = None,
+    head_weights: HeadWeights = None,
     quick: Annotated[bool, typer.Option("--quick", help="Of the weights, hash only those of the head.")] = False,
     device: Device = None,
     dtype: Dtype = "float32",
@@ -120,7 +120,7 @@ def _write(folder: Path, weights: str | None, force: bool, device: str | None, t
         raise ConfigError("there is a contract already", where=str(path), need="a folder without one", fix=fix)
     quiet_transformers()
     if weights is not None:
-        heads = weighted_heads(head_labels(folder, trust_remote_code=trust_remote_code), _weights(weights))
+        heads = weighted_heads(head_labels(folder, trust_remote_code=trust_remote_code), parse_head_weights(weights))
     try:
         before = read_contract(folder)
     except ModelError as error:
@@ -130,17 +130,3 @@ def _write(folder: Path, weights: str | None, force: bool, device: str | None, t
     logger.info("Wrote %s, of %d golden conversations.", path, len(contract.golden))
     if before is not None and before.calibration is not None:
         logger.warning("Its calibration is left out: treeward calibrate %s --data FILE fits a new one.", folder)
-
-
-def _weights(text: str) -> dict[str, float]:
-    weights: dict[str, float] = {}
-    try:
-        for part in text.split(","):
-            name, value = part.split("=")
-            if name.strip() in weights:
-                raise ValueError(name)
-            weights[name.strip()] = float(value)
-    except ValueError as error:
-        summary, need = "the weights of the heads cannot be read", "name=1,other=0.5, each name once"
-        raise ConfigError(summary, where="--head-weights", got=text, need=need) from error
-    return weights

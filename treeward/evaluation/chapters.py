@@ -92,6 +92,8 @@ def _counts(summary: Summary) -> str:
     def counted(count: int, noun: str) -> str:
         return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
+    if result.mostly_failed:
+        return result.scored
     said = counted(result.num_examples, "example")
     if result.unit == "pairs" and result.headline.count not in (None, result.num_examples):
         said = f"{counted(result.headline.count or 0, 'pair')} of {said}"

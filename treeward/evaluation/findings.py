@@ -29,6 +29,8 @@ _BETTER = "better than chance"
 def verdict(summary: Summary) -> str:
     """One sentence: the headline, whether it is chance, the length bias if there is one; then the suite's caveat."""
     result = summary.result
+    if result.mostly_failed:
+        return f"**{summary.model}** on {summary.title}: {result.scored}: no {result.headline.name}."
     found = standing(result, summary.chance)
     joined = (", but " if found == _BETTER else ", and ").join(filter(None, (found, _likes(summary.length.numbers))))
     headline = f"{result.headline.name} {percent(result.headline)}"

@@ -39,7 +39,7 @@ class SuiteResult:
 
     `sections` make up the headline and `subsets` the sections; `details`: further numbers of the suite, JSON.
     `headline_of_scored`, `parts_of_scored`: headline, sections and subsets of the examples that have a score alone,
-    where some have none (`num_failed`); None and empty where all have one, or none has.
+    where some have none (`num_failed`); None and empty where all have one, or most have none (`mostly_failed`).
     """
 
     suite: str
@@ -52,6 +52,16 @@ class SuiteResult:
     details: Mapping[str, Any] = field(default_factory=dict)
     headline_of_scored: Metric | None = None
     parts_of_scored: tuple[Metric, ...] = ()
+
+    @property
+    def mostly_failed(self) -> bool:
+        """Whether most examples lack a score: what is left is no sample of the suite, and there are no accuracies."""
+        return 2 * self.num_failed > self.num_examples
+
+    @property
+    def scored(self) -> str:
+        """How many of the examples have a score, in words."""
+        return f"{self.num_examples - self.num_failed:,} of {self.num_examples:,} scored"
 
     @property
     def unit(self) -> Unit:

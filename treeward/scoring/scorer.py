@@ -429,7 +429,8 @@ def _head_weights(weights: HeadWeights | None, names: Sequence[str]) -> tuple[fl
         raise ModelError(
             "the model has several heads, and nothing says how they make one score",
             got=f"{len(names)} heads: {', '.join(names)}",
-            fix=f"head_weights={{{names[0]!r}: 1.0}} takes the first alone; Score.heads has all values",
+            fix=f"--head-weights {names[0]}=1 takes the first alone (of treeward score, eval, bon and serve), as "
+            f"head_weights={{{names[0]!r}: 1.0}} does in Python and in a configuration; Score.heads has all values",
         )
     if weights == "mean":
         return (1.0 / len(names),) * len(names)

@@ -100,7 +100,7 @@ def test_accuracy_with_and_without_the_flagged(make_example: Any, score_with: An
     bars, table = result.figures
     assert "quote none of the numbers" in bars["note"] and len(table["rows"]) == 10
     failed = [ScoredExample(one.example, (None, 0.0), (1, 1), (1, 1)) for one in scored]
-    assert diagnose_overlap(suite, failed, overlap).accuracy_flagged.value == 0
+    assert diagnose_overlap(suite, failed, overlap).accuracy_flagged.value is None
     (bars,) = diagnose_overlap(suite, scored, find_overlap(examples, [])).figures
     assert "None of 40 examples has a duplicate" in bars["note"]
 

@@ -84,7 +84,9 @@ def test_ties_are_those_of_the_published_function(scored: Make, rows: list[Row],
     ],
 )
 def test_best_of_four_shares_the_credit_of_a_tie(scored: Make, scores: list[float | None], credit: float) -> None:
-    assert RewardBench2().summarize([scored(example("1", "Math", 1, 4), scores)]).headline.value == credit
+    other = scored(example("2", "Math", 1, 4), [1.0, 0.0, 0.0, 0.0])
+    result = RewardBench2().summarize([scored(example("1", "Math", 1, 4), scores), other])
+    assert result.headline.value == pytest.approx((credit + 1) / 2)
 
 
 def test_the_overall_score_is_the_plain_mean_of_the_subsets(scored: Make) -> None:

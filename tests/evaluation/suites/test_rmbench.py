@@ -93,6 +93,15 @@ def test_the_total_of_a_folder_counts_and_not_its_parts(tmp_path: Path) -> None:
     (tmp_path / "data" / "total_dataset.json").write_text(json.dumps(rows))
     (tmp_path / "data" / "chat_filtered.json").write_text(json.dumps(rows[:2]))
     assert len(RMBench().load(str(tmp_path))) == len(rows)
-    (tmp_path / "data" / "total_dataset.json").unlink()
-    (tmp_path / "data" / "math_filtered.json").write_text(json.dumps(rows[2:5]))
-    assert len(RMBench().load(str(tmp_path / "data"))) == 5
+
+
+def test_a_file_of_each_domain_names_it(tmp_path: Path) -> None:
+    """The authors' repository: the rows of these files have no key `domain`."""
+    rows = rows_of_data()
+    for domain in {row["domain"] for row in rows}:
+        own = [{key: row[key] for key in row if key != "domain"} for row in rows if row["domain"] == domain]
+        (tmp_path / f"{domain}_filtered.json").write_text(json.dumps(own))
+    for source in (tmp_path, tmp_path / "safety-refuse_filtered.json"):
+        found = {one.id: one.subset for one in RMBench().load(str(source))}
+        expected = [row for row in rows if source.is_dir() or row["domain"] == "safety-refuse"]
+        assert found == {f"{row['domain']}/{row['id']}": row["domain"] for row in expected}

@@ -116,7 +116,7 @@ def _diagnose(
     features = table[:, 2:4] if trait is LENGTH else table[:, 2:]
     scores, prompts = table[:, 0], table[:, 1].astype(np.int64)
     numbers = slopes_within_prompts(trait.slopes, scores, features, prompts)
-    numbers |= stratify(scored, amounts, trait.strata)
+    numbers |= length_strata(scored) if trait is LENGTH else stratify(scored, amounts, trait.strata)
     _, more, less, similar, _, mean = trait.strata
     items = [bar_item(LABELS[one][0], numbers[one]) for one in (more, less, similar, mean)]
     bars = bars_block(trait.title, model, items, trait.note)

@@ -35,7 +35,8 @@ _SATURATED = 5.0  # temperatures
 def statistics_of(
     scored: Sequence[ScoredExample], result: SuiteResult | None = None, model: str = "model", *, name: str | None = None
 ) -> Diagnostic:
-    """The numbers of any scored comparisons; ties and failures count as wrong in `pair_accuracy`.
+    """The numbers of any scored comparisons; ties and failures count as wrong in `pair_accuracy`, which has no value
+    where most examples failed.
 
     `temperature`: the T for which sigma(margin / T) predicts these pairs best; no value where none does. `ece_fitted`:
     at that temperature, and `saturated` too (at 1 where there is none). `worst_subset`: of `result`. `score_mean`,
@@ -48,12 +49,13 @@ def statistics_of(
     scale, found = (None if fitted is None else fitted.value), orders_and_confidences(scored)
     after = None if scale is None else expected_calibration_error(*pair_confidences(margins, scale))
     saturated = (np.abs(margins) > _SATURATED * (scale or 1.0)).astype(float).tolist()
+    outcomes = [] if result is not None and result.mostly_failed else pairs.outcomes.tolist()
     missing = "There is none: the better completions do not score higher on average." if scale is None else None
     assumed = "No temperature is fitted, so it is taken as 1." if scale is None else None
     worst = min((s for s in (result.subsets if result else ()) if s.value is not None),
                 key=lambda one: (one.value or 0.0, one.name), default=None)  # fmt: skip
     numbers = (
-        accuracy_metric(pairs.outcomes.tolist(), "pair_accuracy", pairs.prompts.tolist(), of="pairs"),
+        accuracy_metric(outcomes, "pair_accuracy", pairs.prompts.tolist()[: len(outcomes)], of="pairs"),
         accuracy_metric((margins == 0).astype(float).tolist(), "ties", prompts, of="pairs"),
         *found.values(),
         Metric("ece_fitted", after, count=count),

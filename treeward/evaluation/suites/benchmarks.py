@@ -2,7 +2,7 @@
 
 RM-Bench: right and subtly wrong completions, each in three styles (Liu et al. 2024, arXiv 2410.16184).
 
-    RMBench().load("RM-Bench/data/total_dataset.json")   # or the folder, or the hub's THU-KEG/RM-Bench
+    RMBench().load("RM-Bench/data")              # the authors' repository, a file of it, or the hub's THU-KEG/RM-Bench
 
 A[i][j] = P(chosen in style i > rejected in style j), styles from plain to fancy: concise, detailed, detailed markdown.
 Hard is the mean of the upper triangle (the wrong completion is the fancier one), normal of the diagonal, easy of the
@@ -94,9 +94,15 @@ class RMBench(Suite):
     def load(self, source: str | None = None) -> list[EvalExample]:
         """Six completions, ranks 0, 0, 0, 1, 1, 1, each three in the order of `STYLES`; see `Suite.load`.
 
-        In a folder `total_dataset.json` counts, if it is there, and not the files of single domains beside it.
+        In a folder `total_dataset.json` counts, if it is there, and not the files of single domains beside it. A file
+        of one, such as `safety-refuse_filtered.json`, names the domain of its rows (THU-KEG/RM-Bench, README).
         """
-        total = next(Path(source or "").rglob("total_dataset*.json*"), None) if source is not None else None
+        path = Path(source or "")
+        files = [] if source is None else [path] if path.is_file() else sorted(path.rglob("*.json*"))
+        total = next((file for file in files if file.name.startswith("total_dataset")), None)
+        of_domains = {name: file for file in files if (name := file.name.split(".")[0].removesuffix("_filtered"))}
+        if total is None and (named := [name for name in _SUBSETS if name in of_domains]):
+            return [_style_example(row, name) for name in named for row in read_rows(str(of_domains[name]))]
         rows = suite_rows(source if total is None else str(total), self.hub_path, split=None)
         return [_style_example(row) for row in rows]
 
@@ -131,8 +137,8 @@ class RMBench(Suite):
         return np.where(beyond > 0, 1.0, np.where((beyond == 0) & (self.tie_policy == "half"), 0.5, 0.0))
 
 
-def _style_example(row: Row) -> EvalExample:
-    one = read_as(StyleRow, row)
+def _style_example(row: Row, domain: str | None = None) -> EvalExample:
+    one = read_as(StyleRow, row if domain is None else Row({"domain": domain, **row.values}, row.where))
     return example(row.where, one.domain, one.id, one.prompt, (*one.chosen, *one.rejected), (0, 0, 0, 1, 1, 1))
 
 

@@ -9,7 +9,8 @@ What holds in every suite:
 
 - An example that could not be scored counts as **wrong**. Left out, a model would be the better the more it cannot
   read, and its number would be of other examples than everyone else's. `num_failed` and the headline's note count
-  them, and `headline_of_scored`, the headline without them, is compared with chance.
+  them, and `headline_of_scored`, the headline without them, is compared with chance. Where most examples lack a
+  score the suite's numbers have no values and no intervals.
 - A tie of chosen and rejected counts 0, as in the published code (`tie_policy="strict"`), or half (`"half"`).
 - A subset or section that the data lacks is left out, not zero, and the headline's note says that examples are missing.
 
@@ -81,11 +82,11 @@ class Suite(ABC):
             notes.append(f"These are {count} of {self.num_published} examples: not comparable with published scores.")
         if num_failed:
             notes.append(f"{num_failed} of {len(scored)} examples lack a score; what needs it counts as wrong.")
-        if num_failed and rest:
+        if num_failed and 2 * num_failed <= len(scored):
             without = self._compute(rest)
             of_scored["headline_of_scored"] = replace(without.headline, note=None)
             of_scored["parts_of_scored"] = (*without.sections, *without.subsets)
-        return replace(
+        result = replace(
             result,
             headline=with_notes(result.headline, *notes),
             num_examples=len(scored),
@@ -94,6 +95,7 @@ class Suite(ABC):
             details={"tie_policy": self.tie_policy, **result.details},
             **of_scored,
         )
+        return _without_values(result) if result.mostly_failed else result
 
     @abstractmethod
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
@@ -126,6 +128,17 @@ class Suite(ABC):
         if scored.outcome == "tie":
             return 0.5 if self.tie_policy == "half" else 0.0
         return float(scored.outcome == "right")
+
+
+def _without_values(result: SuiteResult) -> SuiteResult:
+    """The result of a suite of which most examples have no score."""
+    none = {"value": None, "low": None, "high": None}
+    sections, subsets = (
+        tuple(replace(one, **none, note=None) for one in own) for own in (result.sections, result.subsets)
+    )
+    headline = replace(result.headline, **none, note="Too few examples have a score for an accuracy.")
+    details = {key: value for key, value in result.details.items() if key in ("tie_policy", "num_pairs")}
+    return replace(result, headline=headline, sections=sections, subsets=subsets, details=details)
 
 
 # --- data of one's own -----------------------------------------------------------------------------------------------
