@@ -55,7 +55,7 @@ def run(
         raise ConfigError(summary, need="MODEL, or the same in the file's models")
     values: dict[str, Any] = {key: value for key, value in {"host": host, "port": port}.items() if value is not None}
     if models:
-        keys = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code or None}
+        keys: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code or None}
         keys["head_weights"] = None if head_weights is None else parse_head_weights(head_weights)
         sections = reward_models(models, ensemble, shaping, keys | {"check_contract": False if unchecked else None})
         values["models"] = [section.model_dump(mode="json", exclude_unset=True) for section in sections]

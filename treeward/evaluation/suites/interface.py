@@ -132,11 +132,11 @@ class Suite(ABC):
 
 def _without_values(result: SuiteResult) -> SuiteResult:
     """The result of a suite of which most examples have no score."""
-    none = {"value": None, "low": None, "high": None}
+    note = "Too few examples have a score for an accuracy."
+    headline = Metric(result.headline.name, None, count=result.headline.count, note=note)
     sections, subsets = (
-        tuple(replace(one, **none, note=None) for one in own) for own in (result.sections, result.subsets)
+        tuple(Metric(one.name, None, count=one.count) for one in own) for own in (result.sections, result.subsets)
     )
-    headline = replace(result.headline, **none, note="Too few examples have a score for an accuracy.")
     details = {key: value for key, value in result.details.items() if key in ("tie_policy", "num_pairs")}
     return replace(result, headline=headline, sections=sections, subsets=subsets, details=details)
 
