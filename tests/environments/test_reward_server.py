@@ -151,10 +151,10 @@ def test_a_server_that_fails_gives_reasons_and_no_numbers() -> None:
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"model_name": "results/rm", "token_env": "X"}, "token_env and model_name"),
+        ({"model_name": "results/rm", "token_env": "X"}, "the only model_name"),
         ({"model_name": ["http://host:8000", "results/rm"], "ensemble": {"method": "mean"}}, "the only model_name"),
-        ({"head_weights": [1.0, 2.0]}, "started with it"),
-        ({"tokenizer": {"chat_template": "x"}}, "started with it"),
+        ({"head_weights": [1.0, 2.0]}, "its server is started with the others"),
+        ({"tokenizer": {"chat_template": "x"}}, "its server is started with the others"),
         ({"reward_shaping": "contract"}, "--shaping contract"),
         ({"model_name": "http://"}, "no address of a server"),
     ],

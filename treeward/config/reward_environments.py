@@ -11,7 +11,6 @@ keys. `treeward/environments/registry.py` constructs the environments.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -143,18 +142,15 @@ class RewardModelEnvironmentConfig(Strict):
         self.refuse(is_given and gpus not in (0, self.num_replicas), keys, need)
 
     def _check_server(self) -> None:
-        need = "the address of a server as the only model_name"
-        for key in ("served_model", "token_env"):
-            self.refuse(self.url is None and getattr(self, key) is not None, f"{key} model_names", need)
+        is_served, need = self.url is not None, "the address of a server as the only model_name"
+        of_servers = self.served_model or self.token_env
+        self.refuse(not is_served and of_servers, "model_names served_model token_env", need)
         self.refuse(len(self.model_names) > 1 and "://" in "".join(self.model_names), "model_names", need)
-        if self.url is None:
-            return
-        need = "no such key with a server, which is started with it"
-        for key in ("head_weights", "ensemble", "tokenizer.chat_template", "tokenizer.chat_template_kwargs"):
-            value = functools.reduce(getattr, key.split("."), self)
-            self.refuse(value is not None, f"{key} model_names", need)
-        need = "a section, or nothing: the rewards are then those of the server, `treeward serve --shaping contract`"
-        self.refuse(self.reward_shaping == "contract", "reward_shaping model_names", need)
+        own = self.head_weights or self.ensemble or self.tokenizer.chat_template or self.tokenizer.chat_template_kwargs
+        keys = "model_names head_weights ensemble tokenizer.chat_template tokenizer.chat_template_kwargs"
+        self.refuse(is_served and own, keys, "a model alone: its server is started with the others")
+        need = "a section, or nothing: the rewards are then the server's, as of `treeward serve --shaping contract`"
+        self.refuse(is_served and self.reward_shaping == "contract", "reward_shaping model_names", need)
 
 
 class RuleEnvironmentConfig(Strict):

@@ -5,13 +5,12 @@
     server.rewards(conversations, env_infos)                     # after the shaping that the model is served with
 
 A request that fails gives no numbers: its conversations have None and the reason. A server that refuses the client, and
-one that serves another model than at the start, raise `ModelError`.
+one that has another model than at the start, raise `ModelError`.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,20 +23,9 @@ from treeward.http import RewardServerError
 from treeward.openai_client import key_from
 from treeward.scoring.score import Conversation, Reward, Score
 
-logger = logging.getLogger(__name__)
-
-_TIMEOUT_SECONDS = 600.0
-_READ = {
-    *("enabled", "model_names", "served_model", "token_env", "tokenizer", "reward_model_cfg"),
-    *("reward_shaping", "max_retries", "worker_timeout_seconds", "on_failure"),
-}
-"""The keys of a section that count with a server."""
-
 
 class RewardServer:
-    """The model of a client. Raises `RewardServerError` where the server is not there, and `ConfigError` where it does
-    not have the model.
-    """
+    """The model of a client. Raises `RewardServerError` for a server that is not there, `ConfigError` for another."""
 
     def __init__(self, client: RewardClient) -> None:
         self.client = client
@@ -46,16 +34,9 @@ class RewardServer:
     @classmethod
     def connect(cls, config: RewardModelEnvironmentConfig) -> RewardServer:
         """The server at `config.url`. Raises `ConfigError` for a token that is not in the environment."""
-        if unread := sorted(config.model_fields_set - _READ):
-            logger.info("%s is a server: %s of its clients have no effect.", config.url, ", ".join(unread))
-        client = RewardClient(
-            str(config.url),
-            token=key_from(config.token_env, where=WHERE, field="token_env"),
-            model=config.served_model,
-            max_retries=config.max_retries,
-            timeout_seconds=config.worker_timeout_seconds or _TIMEOUT_SECONDS,
-        )
-        return cls(client)
+        token = key_from(config.token_env, where=WHERE, field="token_env")
+        limits = {"max_retries": config.max_retries, "timeout_seconds": config.worker_timeout_seconds or 600.0}
+        return cls(RewardClient(str(config.url), token=token, model=config.served_model, **limits))  # type: ignore[arg-type]
 
     @property
     def identity(self) -> str:
@@ -91,10 +72,10 @@ class RewardServer:
 
     def _described(self) -> dict[str, Any]:
         """What rewards depend on, as /v1/models has it."""
-        url, name, listed = self.client.url, self.client.model, self.client.models()
+        name, listed = self.client.model, self.client.models()
         found = next((one for one in listed if name is None or name in (one["id"], one.get("root"))), {})
         if "contract" not in found:  # other servers list models too
-            got, fix = f"models {', '.join(one['id'] for one in listed)}", "name one of its models as served_model"
-            need = f"a `treeward serve` with {name or 'a model'}"
-            raise ConfigError("the server does not have this reward model", where=url, got=got, need=need, fix=fix)
+            got, need = ", ".join(one["id"] for one in listed), f"a `treeward serve` with {name or 'a model'}"
+            summary, fix = "the server does not have this reward model", "name one of its models as served_model"
+            raise ConfigError(summary, where=self.client.url, got=f"models {got}", need=need, fix=fix)
         return {key: found.get(key) for key in ("id", "contract", "shaping_sha256", "reference_key")}

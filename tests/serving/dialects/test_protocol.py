@@ -132,7 +132,7 @@ def test_classify_refuses_what_it_cannot_score_as_asked(body: Any, what: str, sh
         ("/get_reward", {"query": ["a", ""]}, "no token"),
         ("/slime", {"prompt": [{"role": 5, "content": "a"}], "response": "b"}, "a text or messages"),
         ("/slime", {"prompt": "a", "response": None}, "response"),
-        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "one for all of them, or one for each"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "one for all, or one for each"),
         ("/score", {"text_1": "a", "text_2": []}, "one for each"),
         ("/score", {"text_1": "a", "documents": ["a"]}, "give either text_1 and text_2, or queries and documents"),
         ("/score", {"queries": "a", "documents": ["a", "word " * 400]}, "too long to score"),

@@ -1,76 +1,50 @@
-"""vLLM's routes for pairs of texts, `POST /score` and `POST /rerank`: the prompt is the user's message, each document
-an assistant's completion of it, rendered by the model's own template.
+"""vLLM's routes for pairs of texts, `POST /score` and `POST /rerank`: a prompt is the user's message, a document the
+assistant's completion of it, rendered by the model's own template.
 
 {"text_1": "2 + 2?", "text_2": ["4", "5"]}                          -> /score, also as `queries` and `documents`
 -> {"id": "score-3f...", "object": "list", "created": 1, "model": "rm",
     "data": [{"index": 0, "object": "score", "score": 1.5}, ...], "usage": {"prompt_tokens": 42, ...}}
 {"query": "2 + 2?", "documents": ["5", "4"], "top_n": 1}            -> /rerank
--> {"id": "rerank-3f...", "model": "rm", "usage": {"prompt_tokens": 42, "total_tokens": 42},
+-> {"id": "rerank-3f...", "model": "rm", "usage": {"prompt_tokens": 42, ...},
     "results": [{"index": 1, "document": {"text": "4"}, "relevance_score": 1.5}]}
 
-Also as /v1/score, /v1/rerank and /v2/rerank. One text is scored with every text of the other list; two lists of one
-length pairwise. Scores are raw unless `use_activation` asks for sigmoids, as on `/classify`.
+Also as /v1/score, /v1/rerank and /v2/rerank. One prompt goes with every document; lists of one length go pairwise.
+Scores are raw unless `use_activation` asks for sigmoids, as on `/classify`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
-from uuid import uuid4
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.dialects.bodies import JSONRoute, Server, Strings, as_list
 from treeward.serving.dialects.vllm_sglang import ListResponse, VllmOptions, list_response, values_of
 from treeward.serving.limits import JSON
-from treeward.serving.models import ServedModel
 
 router = APIRouter(tags=["vllm"], route_class=JSONRoute)
 
 
 class ScoreBody(VllmOptions):
-    """Prompts and completions: `text_1` and `text_2`, or `queries` and `documents`."""
+    """Prompts (`text_1` or `queries`) and completions (`text_2` or `documents`)."""
 
     text_1: Strings | None = None
-    """A prompt for all completions, or one for each."""
     text_2: Strings | None = None
-    """The completions."""
     queries: Strings | None = None
-    """Another name of `text_1`."""
     documents: Strings | None = None
-    """Another name of `text_2`."""
 
 
 class RerankBody(VllmOptions):
     """A prompt and its completions."""
 
     query: str
-    """The prompt."""
     documents: Annotated[list[str], Field(min_length=1)]
-    """The completions."""
     top_n: int = Field(default=0, ge=0)
     """How many of the best are given. 0: all of them."""
-
-
-class Ranked(TypedDict):
-    """`index`: its place in the request. `document`: `text`."""
-
-    index: int
-    document: dict[str, str]
-    relevance_score: float
-
-
-class RerankResponse(TypedDict):
-    """The best first."""
-
-    id: str
-    model: str
-    usage: dict[str, int]
-    results: list[Ranked]
 
 
 @router.post("/v1/score", include_in_schema=False)
@@ -87,11 +61,18 @@ async def score(body: ScoreBody, server: Server) -> JSON:
 
 @router.post("/v1/rerank", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
-@router.post("/rerank", summary="vLLM: texts by their scores, the best first", response_model=RerankResponse)
+@router.post("/rerank", summary="vLLM: texts by their scores, the best first", response_model=dict[str, Any])
 async def rerank(body: RerankBody, server: Server) -> JSON:
     model = server.model(body.model)
-    asked = [_conversation(body.query, document) for document in body.documents]
-    return await server.respond(model, asked, lambda rewards: ranking(body, model, rewards))
+
+    def to_json(rewards: Sequence[Reward]) -> dict[str, Any]:
+        texts = zip(body.documents, values_of(body, rewards), strict=True)
+        rows = [{"document": {"text": text}, "relevance_score": value} for text, value in texts]
+        found = list_response("rerank", model, rewards, rows)
+        ranked = sorted(found["data"], key=lambda row: -row["relevance_score"])[: body.top_n or None]
+        return {"id": found["id"], "model": model.name, "usage": found["usage"], "results": ranked}
+
+    return await server.respond(model, [_conversation(body.query, text) for text in body.documents], to_json)
 
 
 def parse(body: ScoreBody) -> list[Conversation]:
@@ -101,20 +82,10 @@ def parse(body: ScoreBody) -> list[Conversation]:
         raise APIError(422, "invalid_request", "give either text_1 and text_2, or queries and documents")
     prompts, completions = (as_list(texts or []) for texts in given[0])
     if not completions or len(prompts) not in (1, len(completions)):
-        message = f"{len(prompts)} texts for {len(completions)} others: give one for all of them, or one for each"
+        message = f"{len(prompts)} prompts for {len(completions)} completions: give one for all, or one for each"
         raise APIError(422, "invalid_request", message)
     every = prompts * len(completions) if len(prompts) == 1 else prompts
     return [_conversation(prompt, completion) for prompt, completion in zip(every, completions, strict=True)]
-
-
-def ranking(body: RerankBody, model: ServedModel, rewards: Sequence[Reward]) -> RerankResponse:
-    """The response of `/rerank`; equal scores keep the order of the request."""
-    values = values_of(body, rewards)
-    best = sorted(range(len(values)), key=lambda i: -values[i])[: body.top_n or None]
-    tokens = sum(reward.score.num_tokens for reward in rewards)
-    results = [Ranked(index=i, document={"text": body.documents[i]}, relevance_score=values[i]) for i in best]
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return RerankResponse(id=f"rerank-{uuid4().hex}", model=model.name, usage=usage, results=results)
 
 
 def _conversation(prompt: str, completion: str) -> Conversation:
