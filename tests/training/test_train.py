@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import HfApi, RepoUrl
+from huggingface_hub import HfApi, RepoUrl, constants
 from torch.nn import functional as F
 
 from treeward.config.checkpointing import METRICS
@@ -231,10 +231,13 @@ def test_the_model_is_pushed_to_the_hub(
 
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     folder = tmp_path / "my first run"
     config = tiny_run("rm.max_num_steps=1", "+hub.push_to_hub=true", f"checkpointing.checkpoint_dir={folder}")
     failed = train(config, show_progress=False)
     assert failed.exit_code == 1 and "the network is down" in str(failed.upload_error)
+    assert "nobody is logged in to the hub" in caplog.text
     assert "The same command as for training tries the upload again" in caplog.text
     assert failed.model_folder == folder / "final" and failed.validation["held_out"]["accuracy"] is not None
     for _ in range(2):

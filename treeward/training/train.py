@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from huggingface_hub import get_token
 
 from treeward.config.checkpointing import MetricKey
 from treeward.config.preflight import check_packages
@@ -77,6 +78,10 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
     """
     check_packages(config)
     check_report(config)
+    if config.hub.push_to_hub and get_token() is None:
+        logger.warning(
+            "hub.push_to_hub is true, and nobody is logged in to the hub: hf auth login, while the run lasts."
+        )
     key, ranked_by = config.ranking_metric, None
     if key is not None:
         ranked_by = f"eval/rm/{key.metric}" if key.validation is None else f"validation-{key.validation}/{key.metric}"
