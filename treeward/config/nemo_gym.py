@@ -106,7 +106,8 @@ class NemoGymConfig(HostedModelConfig):
             return {**others, "shaping": {**_LENIENT, **shaping}} if isinstance(shaping, Mapping) else raw
         constants = {} if _CONSTANTS.keys().isdisjoint(given) else _CONSTANTS  # one of them may be left out
         section = RewardShapingConfig.model_validate({**_LENIENT, **constants, **given})
-        return {**others, "shaping": section if section.changes_scores else None}
+        is_on = section.normalize_rewards or section.preference_score or section.length_penalty
+        return {**others, "shaping": section if is_on else None}
 
     @property
     def server_config(self) -> ServerConfig:

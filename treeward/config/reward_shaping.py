@@ -70,12 +70,6 @@ class RewardShapingConfig(Strict):
     """Normalised rewards are clipped to +- this many standard deviations; others are never clipped. None: no limit."""
 
     @property
-    def changes_scores(self) -> bool:
-        """Whether a reward may be another number than the score."""
-        steps = (self.length_calibration, self.length_penalty, self.temperature, self.reference)
-        return any(steps) or self.preference_score or self.normalize_rewards
-
-    @property
     def uses_contract_constants(self) -> bool:
         """Whether the mean and standard deviation are those of the model's contract."""
         return self.normalize_rewards and not self.running and self.reward_mean is None

@@ -23,7 +23,6 @@ from treeward.errors import ConfigError
 Models = Annotated[TextOrTexts, Field(min_length=1)]
 Devices = Annotated[
     tuple[str, ...],
-    Field(min_length=1),
     BeforeValidator(lambda given: tuple(given.split(",")) if isinstance(given, str) else given or ("auto",)),
 ]
 HostName = Annotated[str, Field(pattern=r"^(\*|[a-z0-9_.-]+|\[[0-9a-f:.]+\])$")]

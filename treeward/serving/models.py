@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +137,9 @@ class ServedModel:
             try:
                 self.shaper.log = RewardLog(size=config.statistics_size, path=path or None, identity=identity)
             except OSError as error:
-                got = f"{path}: {error.strerror or error}"
-                need = "a file that the server may write, in a folder that is there"
+                at = {"field": "statistics_file", "got": f"{path}: {error.strerror or error}"}
                 raise ConfigError(
-                    "the statistics cannot be kept", field="statistics_file", got=got, need=need
+                    "the statistics cannot be kept", **at, need="a file in a folder that is there"
                 ) from error
             if not path:
                 logger.warning("%s: no statistics_file, so running statistics are this process's alone.", self.name)
@@ -248,19 +248,14 @@ class ServedModel:
         """The scores by all replicas, each with an equal part of the tokens; the order keeps prompts together."""
         if self.num_replicas == 1:
             return self.scorer.score_prepared([item.prepared for item in items], on_error="mask")
-        ends = np.cumsum([item.num_tokens for item in items])
-        # The replica in whose part of all tokens the middle of a conversation lies.
-        places = [
-            (end - item.num_tokens / 2) * self.num_replicas // max(ends[-1], 1)
-            for item, end in zip(items, ends, strict=True)
-        ]
+        ends, shares = (
+            np.cumsum([item.num_tokens for item in items]),
+            np.arange(1, self.num_replicas) / self.num_replicas,
+        )
+        bounds = pairwise([0, *np.searchsorted(ends, ends[-1] * shares, side="right"), len(items)])
         futures = [
-            self._pool.submit(
-                replica.score_prepared,
-                [item.prepared for item, place in zip(items, places, strict=True) if place == r],
-                on_error="mask",
-            )
-            for r, replica in enumerate(self.replicas)
+            self._pool.submit(replica.score_prepared, [item.prepared for item in items[start:end]], on_error="mask")
+            for replica, (start, end) in zip(self.replicas, bounds, strict=True)
         ]
         wait(futures)  # all of them: a batch that fails is tried again, and a scorer has one caller at a time
         return [score for future in futures for score in future.result()]

@@ -16,11 +16,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal
 
 from treeward.config.server import ServerConfig
 from treeward.scoring.rewarding import Rewarder
-from treeward.scoring.running import RewardLog
 from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.batcher import Batcher, FailedScore
@@ -46,7 +46,7 @@ class Service:
             watch("prefix_cache_bytes", "Keys and values of prompts.", size, model=model.name)
             if (log := None if model.shaper is None else model.shaper.log) is not None:
                 for name, what in (("mean", "Mean"), ("std", "Standard deviation"), ("count", "Number")):
-                    value = partial(_running, log, name)
+                    value = partial(attrgetter(f"statistics.{name}"), log)
                     watch(f"running_{name}", f"{what} of the rewards that normalise.", value, model=model.name)
             watch("prefix_cache_reused", "Tokens that were found and not computed again.", reused, model=model.name)
 
@@ -137,10 +137,6 @@ def _key(asked: Conversation | RenderedText, references: Any) -> str:
     except RecursionError:  # it is refused before it is scored
         text = ""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-
-
-def _running(log: RewardLog, name: str) -> float:
-    return float(getattr(log.statistics, name))
 
 
 def _sum(caches: Sequence[Any], name: str) -> float:
