@@ -184,6 +184,24 @@ PASTED: dict[str, tuple[Any, int, list[str]]] = {
     "messages": ([*MESSAGES, FOUR], 2, ["4"]),
     "body": ({"context": MESSAGES, "completions": ["4", [FIVE]]}, 2, ["4", "5"]),
     "preference": ({"prompt": "2?", "chosen": "4", "rejected": [FIVE]}, 1, ["4", "5"]),
+    "responses": ({"instruction": "2?", "responses": ["4", {"response": "5", "overall_score": 1}]}, 1, ["4", "5"]),
+    "binarized": (
+        {
+            "prompt": "2 + 2?",
+            "chosen": [*MESSAGES, FOUR],
+            "rejected": [*MESSAGES, FIVE],
+            "messages": [*MESSAGES, FOUR],
+            "score_chosen": 9.0,
+        },
+        2,
+        ["4", "5"],
+    ),
+    "transcripts": (
+        {key: f"\n\nHuman: 2?\n\nAssistant: {key}" for key in ("chosen", "rejected")},
+        1,
+        ["chosen", "rejected"],
+    ),
+    "helpsteer": ({"context": MESSAGES, "response1": "4", "response2": "5", "overall_preference": 1}, 2, ["4", "5"]),
     "whole": ({"chosen": [*MESSAGES, FOUR], "rejected": [*MESSAGES, FIVE]}, 2, ["4", "5"]),
     "parts": ([MESSAGES[1], PARTS], 1, ["4"]),
 }

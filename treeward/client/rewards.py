@@ -23,6 +23,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import httpx
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from treeward.data.formats import as_conversations
 from treeward.data.preference import check_messages
 from treeward.errors import ConfigError, DataError
 from treeward.http import Connection, Reply, RewardServerError, checked_url
@@ -149,17 +150,12 @@ class AsyncRewardClient(_Client):
         return [reward.score for reward in rewards]
 
     async def score_completions(
-        self, context: Conversation, completions: Sequence[Conversation | str], *, on_error: OnError = "raise"
+        self, context: Conversation | str, completions: Sequence[Conversation | str], *, on_error: OnError = "raise"
     ) -> list[Score]:
-        """Scores of several completions of one context. A completion is messages, or the text of an assistant's
-        message.
-        """
-        if isinstance(completions, str) or not completions:
-            need = 'a list, as ["a completion", "another"]'
-            raise DataError("completions is not a list of completions", got=completions, need=need)
-        ends = [[{"role": "assistant", "content": one}] if isinstance(one, str) else one for one in completions]
-        names = [f"completion {i}" for i in range(len(ends))]
-        rewards = await self._rewards([[*context, *end] for end in ends], shaped=False, where=names, on_error=on_error)
+        """Scores of several completions of one context; either is messages, or text of the user and the assistant."""
+        conversations = as_conversations(context, completions)
+        names = [f"completion {i}" for i in range(len(conversations))]
+        rewards = await self._rewards(conversations, shaped=False, where=names, on_error=on_error)
         return [reward.score for reward in rewards]
 
     async def rewards(

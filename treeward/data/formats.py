@@ -126,3 +126,17 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message
     if not ends:
         raise DataError("there are no completions", where=where, field=next(iter(keys)), got="[]", need="one or more")
     return [[*context, *end] for end in ends]
+
+
+def as_conversations(context: Any, completions: Any) -> list[list[Message]]:
+    """The conversation of each completion of a context; either is messages, or text, which is taken as it is."""
+    if isinstance(completions, str) or not completions:
+        need = 'a list, as ["one", "another"]'
+        raise DataError("completions is not a list of completions", got=completions, need=need)
+    before = literally(context, "user")
+    return [[*before, *literally(one, "assistant")] for one in completions]
+
+
+def literally(value: Any, role: str) -> Any:
+    """Text as one message of the role, whatever it looks like: it may be what a policy has written."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value

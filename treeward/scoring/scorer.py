@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treeward.data.formats import as_conversations
 from treeward.data.preference import check_messages
 from treeward.data.rendering import Renderer, Truncation
 from treeward.data.responses_items import as_conversation
@@ -124,9 +125,9 @@ class PreparedScorer(abc.ABC, Generic[_P]):
         return score.score
 
     def score_completions(
-        self, context: Conversation, completions: Sequence[Conversation | str], *, on_error: OnError = "raise"
+        self, context: Conversation | str, completions: Sequence[Conversation | str], *, on_error: OnError = "raise"
     ) -> list[Score]:
-        """Score several completions of one context; a completion is messages, or the text of an assistant message."""
+        """Score several completions of one context; either is messages, or text of the user and of the assistant."""
         return self.score(as_conversations(context, completions), on_error=on_error)
 
 
@@ -379,16 +380,6 @@ class Scorer(PreparedScorer[Prepared]):
             else Prepared(name, one.token_ids, len(one.token_ids), one.truncated)
             for (one, num_tokens), name in zip(fitted, names, strict=True)
         ]
-
-
-def as_conversations(context: Conversation, completions: Sequence[Conversation | str]) -> list[Conversation]:
-    """The conversation of each completion; a completion is messages, or the text of an assistant message."""
-    if isinstance(completions, str) or not completions:
-        raise DataError(
-            "completions is not a list of completions", got=completions, need='a list, as ["one", "another"]'
-        )
-    ends = [[{"role": "assistant", "content": c}] if isinstance(c, str) else list(c) for c in completions]
-    return [[*context, *end] for end in ends]
 
 
 def _one_line(error: TreewardError | UnicodeError) -> str:

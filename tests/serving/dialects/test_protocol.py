@@ -189,7 +189,11 @@ def test_a_full_queue_is_told_in_teis_form(serve: Any) -> None:
 @pytest.mark.parametrize(
     ("route", "body", "key"),
     [
-        ("/v1/rewards", {"prompt": CHATS[0][:1], "completions": ["4"]}, "prompt"),
+        ("/v1/rewards", {"prompt": "4?", "context": CHATS[0][:1], "completions": ["4"]}, "context"),
+        ("/v1/rewards", {"prompt": "4?", "completions": ["4"], "responses": ["4"]}, "context"),
+        ("/v1/rewards", {"prompt": "4?", "chosen": "4"}, "context"),
+        ("/v1/rewards", {"prompt": "4?", "completions": [{"text": "4"}]}, "completions"),
+        ("/v1/rewards", {"question": "4?", "completions": ["4"]}, "question"),
         ("/v1/rewards", {"conversations": CHATS, "on_eror": "mask"}, "on_eror"),
         ("/v1/rewards/trace", {"context": [], "completion": "4", "points": 3}, "points"),
         ("/v1/rewards", {"completions": ["4"]}, "context"),

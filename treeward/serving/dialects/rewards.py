@@ -29,10 +29,10 @@ from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from typing_extensions import TypedDict
 
-from treeward.errors import TreewardError
+from treeward.data.formats import as_conversations, conversations_of, literally
+from treeward.errors import DataError, TreewardError
 from treeward.scoring.prefixes import CompletionPrefixes, completion_prefixes
 from treeward.scoring.score import Reward
-from treeward.scoring.scorer import as_conversations
 from treeward.serving.api_error import APIError, in_words
 from treeward.serving.dialects.bodies import Chat, JSONRoute, ModelName, OwnBody, Server
 from treeward.serving.limits import JSON
@@ -40,21 +40,40 @@ from treeward.serving.models import ServedModel, check_length
 from treeward.serving.rendered_text import RenderedText
 
 _MOST_MESSAGES = 2**20
+_PROMPTS = ("context", "prompt", "instruction")
+_ENDS = ("completions", "responses", "completion", "response", "chosen", "rejected", "messages")
+_End = Chat | str | dict[str, Any]
 
 router = APIRouter(tags=["treeward"], route_class=JSONRoute)
 
 
 class RewardsBody(OwnBody):
-    """Whole conversations, or several completions of one context."""
+    """Whole conversations, or completions of one prompt, under the keys that rows of files have."""
 
     model: ModelName = None
     """Which of the served models; the first where none is named."""
     conversations: list[Chat] | None = None
     """Conversations that end with an assistant's message."""
-    context: Chat | None = None
+    context: Chat | str | None = None
     """What the completions continue; [] for completions that continue nothing."""
-    completions: list[Chat | str] | None = Field(default=None, min_length=1)
-    """Messages, or the text of an assistant's message."""
+    prompt: Chat | str | None = None
+    """Another name of `context`."""
+    instruction: Chat | str | None = None
+    """Another name of `context`."""
+    completions: list[_End] | None = Field(default=None, min_length=1)
+    """Messages, the text of an assistant's message, or an object with either as its `completion` or `response`."""
+    responses: list[_End] | None = Field(default=None, min_length=1)
+    """Another name of `completions`."""
+    chosen: Chat | str | None = None
+    """A completion, or a whole conversation, with `rejected`."""
+    rejected: Chat | str | None = None
+    """The other one."""
+    completion: Chat | str | None = None
+    """One completion."""
+    response: Chat | str | None = None
+    """Another name of `completion`."""
+    messages: Chat | None = None
+    """One whole conversation."""
     reference_answers: list[str | list[Any] | None] | None = None
     """For shaping with references: a text, or a list of texts and message lists, for each conversation."""
     shaped: bool = True
@@ -101,22 +120,43 @@ async def rewards(body: RewardsBody, server: Server) -> JSON:
 
 def parse(body: RewardsBody) -> list[Any]:
     """The conversations of a body. Raises `APIError` 422 for too few keys or too many, and 413."""
-    given = (body.conversations is None, body.context is None, body.completions is None)
-    if given not in ((False, True, True), (True, False, False)):
+    prompts = [key for key in _PROMPTS if getattr(body, key) is not None]
+    ends = [key for key in _ENDS if getattr(body, key) is not None]
+    if (body.conversations is None) != bool(prompts or ends) or len(prompts) > 1:
         message = "give either conversations, or completions with their context ([] where they continue nothing)"
         raise APIError(422, "invalid_request", message, param="context")
     conversations: list[Any] = list(body.conversations or ())
-    context, completions = body.context or [], body.completions or []
-    if (len(context) + 1) * len(completions) > _MOST_MESSAGES:  # a small body would become a large thing
-        message = f"{len(completions)} completions of {len(context)} messages; at most {_MOST_MESSAGES} in all"
-        raise APIError(413, "too_many_messages", message, param="completions")
-    for one in completions:
-        conversations.append([*context, *([{"role": "assistant", "content": one}] if isinstance(one, str) else one)])
+    try:
+        if ends == ["completions"] or ends == ["responses"]:
+            conversations = _completions(body, prompts)
+        elif body.conversations is None:
+            row = {
+                key: literally(getattr(body, key), "user" if key in _PROMPTS else "assistant") for key in prompts + ends
+            }
+            conversations = list(conversations_of(row, "the request"))
+    except DataError as error:
+        raise APIError(
+            422, "invalid_request", in_words(error), param=(error.field or "context").split("[")[0]
+        ) from error
     references = body.reference_answers
     if references is not None and len(references) != len(conversations):
         message = f"reference_answers: {len(references)} of them for {len(conversations)} conversations"
         raise APIError(422, "invalid_request", message, param="reference_answers")
     return conversations
+
+
+def _completions(body: RewardsBody, prompts: list[str]) -> list[Any]:
+    if not prompts:
+        raise DataError("completions need their context, which may be []", field="context", got="none")
+    context = literally(getattr(body, prompts[0]), "user")
+    given = body.completions or body.responses or []
+    if (len(context) + 1) * len(given) > _MOST_MESSAGES:  # a small body would become a large thing
+        message = f"{len(given)} completions of {len(context)} messages; at most {_MOST_MESSAGES} in all"
+        raise APIError(413, "too_many_messages", message, param="completions")
+    ends = [one.get("completion", one.get("response", {})) if isinstance(one, dict) else one for one in given]
+    if wrong := [end for end in ends if not isinstance(end, str | list)]:
+        raise DataError("a completion is neither text nor messages", field="completions", got=wrong[0])
+    return as_conversations(context, ends)
 
 
 def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> RewardsResponse:

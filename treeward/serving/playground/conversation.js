@@ -13,21 +13,29 @@ export function asBody({ model, context, completions }) {
   return { ...(model && { model }), context, completions: completions.map((one) => (isPlain(one) ? one.content : [one])) };
 }
 
-// Of JSON that holds messages, a context or prompt with completions, or a prompt with chosen and rejected; throws for any
-// other text.
+// Of JSON that holds a row of data (docs/data.md has the keys), or a list of messages; throws for any other text.
 export function fromText(text) {
   const value = JSON.parse(text);
-  const messages = Array.isArray(value) ? value : value.messages;
-  const given = value.context ?? value.prompt ?? [];
-  const context = readMessages(typeof given === "string" ? [{ role: "user", content: given }] : given);
-  const ends = messages ? [messages] : value.completions ?? [value.chosen, value.rejected].filter((end) => end !== undefined);
+  const valuesOf = (...keys) => (keys.every((key) => value[key] != null) ? keys.map((key) => value[key]) : undefined);
+  const context = readMessages(value.context ?? value.prompt ?? value.instruction ?? [], "user");
+  const ends = (Array.isArray(value) ? [value] : value.completions ?? value.responses ?? valuesOf("chosen", "rejected"))
+    ?? valuesOf("messages") ?? valuesOf("response1", "response2") ?? valuesOf("response_1", "response_2")
+    ?? valuesOf("response") ?? valuesOf("completion") ?? value.conversations ?? [];
   if (!ends.length && !context.length) throw new Trouble("There is no conversation in it.");
-  const whole = ends.map((end) => [...context, ...readMessages(typeof end === "string" ? [completionOf(end)] : end.completion ?? end)]);
+  const whole = ends.map((end) => {
+    const messages = readMessages(end.completion ?? end.response ?? end, "assistant");
+    return ["user", "system"].includes(messages[0]?.role) ? messages : [...context, ...messages];
+  });
   return { model: value.model ?? null, ...(whole.length ? split(whole) : { context, completions: [] }) };
 }
 
-function readMessages(messages) {
-  return messages.map((message) => {
+const ROLES = { Human: "user", Assistant: "assistant" };
+
+// Text is a message of the role, or a transcript of Human and Assistant.
+function readMessages(value, role) {
+  const [before, ...turns] = typeof value === "string" ? value.split(/\n\n(Human|Assistant): ?/) : [value];
+  if (turns.length && !before) return turns.flatMap((turn, i) => (i % 2 ? [{ role: ROLES[turns[i - 1]], content: turn }] : []));
+  return (typeof value === "string" ? [{ role, content: value }] : value).map((message) => {
     const parts = Array.isArray(message.content) ? message.content.map((part) => part.text) : [message.content ?? ""];
     const isText = typeof message.role === "string" && parts.every((part) => typeof part === "string");
     if (!isText) throw new Trouble("A message has no role, or content that is no text.");
