@@ -41,3 +41,13 @@ def test_a_run_that_does_not_learn_says_so_once_and_at_the_end(
     else:
         assert len(warnings) == 1 and warnings[0].startswith(message) and "policy.optimizer.kwargs.lr" in warnings[0]
         assert len(shown) == 1 and message in shown[0]
+
+
+def test_a_run_of_too_few_steps_is_told_so(
+    tiny_run: Callable[..., Any], tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_run()
+    few = ["rm.max_num_steps=2", "policy.train_global_batch_size=128", "policy.optimizer.kwargs.lr=1.0e-6"]
+    assert main(["train", "--config", str(tmp_path / "run.yaml"), *STEPS, *few]) == 0
+    warning = capsys.readouterr().out.splitlines()[-1]
+    assert "2 steps are few" in warning and "policy.train_global_batch_size" in warning

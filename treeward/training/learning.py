@@ -20,7 +20,7 @@ CHANCE = math.log(2)
 
 _MIN_STEPS = 10
 _AT_CHANCE = 0.98  # share of chance: 16 steps of 16 comparisons scatter by about 0.03
-_WORSE = 1.1
+_WORSE, _FEW_STEPS = 1.1, 50
 _COLLAPSED = 1e-4  # mean difference within a pair, relative to the scores; a fresh head has 1e-2
 
 
@@ -31,14 +31,14 @@ class LearningWatch:
     """
 
     def __init__(self, total_steps: int, *, learning_rate: float, chance: float | None) -> None:
-        self.half, self.learning_rate, self.chance = total_steps // 2, learning_rate, chance
+        self.total_steps, self.learning_rate, self.chance = total_steps, learning_rate, chance
         self.latest: deque[RewardMetrics] = deque(maxlen=max(total_steps // 4, _MIN_STEPS))
         self._warned = False
 
     def see(self, step: int, metrics: RewardMetrics) -> None:
         """Take in the sums of a step; warn once if the scores have collapsed, or if half of the run taught nothing."""
         self.latest.append(metrics)
-        if self._warned or not (step == self.half or self._collapse()):
+        if self._warned or len(self.latest) < _MIN_STEPS or not (step == self.total_steps // 2 or self._collapse()):
             return
         if (verdict := self.verdict()) is not None:
             self._warned = True
@@ -50,14 +50,19 @@ class LearningWatch:
             return collapse
         total = sum(self.latest, RewardMetrics())
         loss, steps = total.means()["loss"], len(self.latest)
-        if self.chance is None or steps < _MIN_STEPS or not loss > _AT_CHANCE * self.chance:
+        is_seen = steps >= min(_MIN_STEPS, self.total_steps)
+        if self.chance is None or not is_seen or not loss > _AT_CHANCE * self.chance:
             return None
         rate = f"policy.optimizer.kwargs.lr, which is {self.learning_rate:g}"
         is_worse = loss > _WORSE * self.chance
+        advice = f"Try {'a tenth of' if is_worse else 'ten times'} {rate}."
+        if self.total_steps < _FEW_STEPS:
+            longer = "a smaller policy.train_global_batch_size, or a larger rm.max_num_epochs"
+            advice = f"{self.total_steps} steps are few: try more ({longer}). {advice}"
         return (
             f"The loss is {'worse than' if is_worse else 'at'} chance: {loss:.4f} over the last {steps} steps; equal "
-            f"scores give {self.chance:.4f}. Try {'a tenth of' if is_worse else 'ten times'} {rate}. If that does not "
-            "help, try more steps, and look at a few rows: is the chosen completion the better one?"
+            f"scores give {self.chance:.4f}. {advice} If that does not help, look at a few rows: is the chosen "
+            "completion the better one?"
         )
 
     def _collapse(self) -> str | None:
