@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +30,14 @@ def test_importing_loads_nothing_heavy() -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
+
+
+def test_the_extra_all_is_every_extra_that_a_run_may_need() -> None:
+    extras = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    (every,) = extras.pop("all")
+    assert set(every.removeprefix("treeward[").removesuffix("]").split(",")) == set(extras) - {"bench", "dev", "minilm"}
 
 
 def test_the_client_of_a_server_needs_neither_torch_nor_the_server() -> None:

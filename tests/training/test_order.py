@@ -8,12 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treeward.config.run import RMConfig
 from treeward.errors import ConfigError
-from treeward.training.order import EpochOrder
+from treeward.training.order import EpochOrder, planned_steps
 
 sizes = st.lists(st.integers(1, 12), min_size=1, max_size=3)
 batch_sizes = st.integers(1, 9)
 seeds = st.integers(0, 2**32 - 1)
+
+
+@pytest.mark.parametrize(("most", "steps"), [(500, 120), (120, 120), (50, 50), (None, 120)])
+def test_a_run_says_when_its_data_ends_first(most: int | None, steps: int, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "treeward.training"):
+        assert planned_steps(RMConfig(max_num_epochs=3, max_num_steps=most), 120, "rm") == steps
+    said = "The data has 120 steps in 3 epochs: rm.max_num_steps=500 is never reached"
+    assert (said in caplog.text) == (most == 500)
 
 
 def epoch_of(order: EpochOrder, size: int, epoch: int) -> list[tuple[int, int]]:

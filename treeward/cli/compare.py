@@ -24,7 +24,7 @@ from treeward.errors import ConfigError
 from treeward.tables import Column, results_table
 
 if TYPE_CHECKING:
-    from treeward.evaluation.comparison import Comparison
+    from treeward.evaluation.comparison import Comparison, PairedResult
 
 
 def run(
@@ -43,13 +43,11 @@ def run(
         sys.stdout.write(json.dumps(asdict(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
         return 0
     _write_table(found)
-    overall, same = found.overall, found.same_outcome
-    better, worse = found.names if (overall.difference.value or 0) > 0 else found.names[::-1]
-    sure = overall.p_value < 0.05
-    verdict = f"{better} is right more often than {worse}" if sure else "Neither is shown to be better"
+    both, same = found.both_scored, found.same_outcome
     lines = [
         "",
-        f"{verdict}: p = {overall.p_value:.2g} over {overall.count} examples.",
+        f"{_verdict(found.names, found.overall)} over {found.overall.count} examples.",
+        *([f"{_verdict(found.names, both)} over the {both.count} that both could score."] if both else []),
         *found.notes,
         "",
         f"Same outcome: {same.value:.1%} ({same.low:.1%} to {same.high:.1%}) of {same.count} examples.",
@@ -57,6 +55,12 @@ def run(
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
+
+
+def _verdict(names: tuple[str, str], result: PairedResult) -> str:
+    better, worse = names if (result.difference.value or 0) > 0 else names[::-1]
+    said = f"{better} is right more often than {worse}" if result.p_value < 0.05 else "Neither is shown to be better"
+    return f"{said}: p = {result.p_value:.2g}"
 
 
 def _write_table(comparison: Comparison) -> None:
@@ -68,7 +72,7 @@ def _write_table(comparison: Comparison) -> None:
         *(Column("p_value", "p", ".2g"), Column("adjusted_p_value", "p (Holm)", ".2g")),
     ]
     rows = []
-    for one in (comparison.overall, *comparison.parts):
+    for one in filter(None, (comparison.overall, comparison.both_scored, *comparison.parts)):
         low, high = one.difference.low, one.difference.high
         values = {"a": one.first.value, "b": one.second.value, "less": one.difference.value}
         rows.append(asdict(one) | values | {"interval": None if low is None else f"{low:+.1%} to {high:+.1%}"})

@@ -36,7 +36,7 @@ _NOTES = {
     "several": "{} with more than two completions: right is to have the best-ranked all ahead of the others, which is "
     "stricter than the accuracy over pairs that `treeward eval` shows.",
     "ties": "Not right for a model: {} on which it ties.",
-    "failed": "Not right for a model: {} that it could not score.",
+    "failed": "Not right for a model: {} that it could not score. The line `both scored` leaves them out.",
 }
 """What a reader must know of the numbers, by the name of its count; {}: so many examples."""
 
@@ -92,13 +92,15 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two models, the first and the second. `parts`: the suites where there are several, and the subsets of each suite
-    that has several. `same_outcome`: the share of examples with one outcome (right, wrong, tie, failed).
-    `disagreements`: the furthest apart of `num_disagreements`. `notes`: what a reader must know, a sentence each.
+    """Two models, the first and the second. `both_scored`: of the examples that both could score; None where these are
+    all or none. `parts`: the suites where there are several, and the subsets of each suite that has several.
+    `same_outcome`: the share of examples with one outcome (right, wrong, tie, failed). `disagreements`: the furthest
+    apart of `num_disagreements`. `notes`: what a reader must know, a sentence each.
     """
 
     names: tuple[str, str]
     overall: PairedResult
+    both_scored: PairedResult | None
     parts: tuple[PairedResult, ...]
     same_outcome: Metric
     disagreements: tuple[Disagreement, ...]
@@ -182,6 +184,7 @@ def compare(
         )
     settings = {"num_resamples": num_resamples, "seed": seed}
     overall = _result("all", pairs, settings)
+    scored = [pair for pair in pairs if not (pair[1].failed or pair[2].failed)]
     parts = [_result(name, group, settings) for name, group in _groups(pairs).items()]
     adjusted = multipletests([part.p_value for part in parts], method="holm")[1].tolist() if parts else []
     differing = _disagreements(pairs)
@@ -189,6 +192,7 @@ def compare(
     return Comparison(
         names=(first.name, second.name) if first.name != second.name else (first.path, second.path),
         overall=overall,
+        both_scored=_result("both scored", scored, settings) if 0 < len(scored) < len(pairs) else None,
         parts=tuple(replace(one, adjusted_p_value=p_value) for one, p_value in zip(parts, adjusted, strict=True)),
         same_outcome=accuracy_metric(same_outcome, "same outcome", _prompts(pairs)),
         disagreements=tuple(differing[:num_disagreements]),

@@ -38,7 +38,7 @@ from treeward.rl.update import PolicyUpdater, Reference
 from treeward.rl.watch import OverOptimisationWatch
 from treeward.training.checkpoints import Checkpoint
 from treeward.training.optimisation import build_optimizer, build_scheduler
-from treeward.training.order import EpochOrder
+from treeward.training.order import EpochOrder, planned_steps
 from treeward.training.setup import best_device, find_tokenizer, prepare_for_training, short_hash
 from treeward.training.state import check_identity
 
@@ -135,8 +135,8 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         order = EpochOrder(prompts.sizes, weights=prompts.weights, seed=seed, shuffle=shuffle, what="prompt")
         prompt_limit = order.rows_per_epoch * config.grpo.max_num_epochs
         # A last step that the epochs leave too few prompts for goes on into the next.
-        total_steps = -(-prompt_limit // config.grpo.num_prompts_per_step)
-        total_steps = min(total_steps, config.grpo.max_num_steps or total_steps)
+        in_data = -(-prompt_limit // config.grpo.num_prompts_per_step)
+        total_steps = planned_steps(config.grpo, in_data, "grpo")
         optimizer = build_optimizer(policy, config.policy.optimizer)
         updates = total_steps * config.grpo.updates_per_batch * config.updates_per_pass
         scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=updates)

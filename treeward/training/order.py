@@ -11,13 +11,17 @@ rows, drawn anew each epoch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from treeward.config.run import ScheduleConfig
 from treeward.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class EpochOrder:
@@ -85,3 +89,14 @@ class EpochOrder:
             parts.append(np.stack([np.full(len(rows), number), rows], axis=1))
         order = np.concatenate(parts)
         return generator.permutation(order) if self.shuffle else order
+
+
+def planned_steps(config: ScheduleConfig, in_data: int, section: str) -> int:
+    """The steps of a run whose epochs have `in_data` of them; `section`: the key of `config`, for the log."""
+    most = config.max_num_steps or in_data
+    if in_data < most:
+        epochs = f"{config.max_num_epochs} epoch{'s' if config.max_num_epochs > 1 else ''}"
+        fix = f"{section}.max_num_epochs=N reads the data more often"
+        logger.info("The data has %d steps in %s: %s.max_num_steps=%d is never reached (%s).",
+                    in_data, epochs, section, most, fix)  # fmt: skip
+    return min(in_data, most)

@@ -37,7 +37,7 @@ from treeward.model.pretrained import DTYPES, load_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.training.checkpoints import Checkpoint
 from treeward.training.optimisation import build_optimizer, build_scheduler
-from treeward.training.order import EpochOrder
+from treeward.training.order import EpochOrder, planned_steps
 from treeward.training.state import check_identity
 
 logger = logging.getLogger(__name__)
@@ -137,8 +137,8 @@ def set_up(
         check_identity(checkpoint.path, identity)
     model = _load_model(config, tokenizer, checkpoint)
     _check_model(config, model, tokenizer, [*training_sets.values(), *validation_sets.values()])
-    total_steps = order.steps_per_epoch(config.policy.train_global_batch_size) * config.rm.max_num_epochs
-    total_steps = min(total_steps, config.rm.max_num_steps or total_steps)
+    in_data = order.steps_per_epoch(config.policy.train_global_batch_size) * config.rm.max_num_epochs
+    total_steps = planned_steps(config.rm, in_data, "rm")
     optimizer = build_optimizer(model, config.policy.optimizer)
     scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=total_steps)
     return RewardModelSetup(
