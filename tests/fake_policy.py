@@ -45,7 +45,7 @@ class FakePolicy:
                 return status, {"error": {"message": f"told to answer {status}"}}
             self._asked[prompt] += 1
             reply = self.replies.get(prompt, f"Answer {self._asked[prompt]} to {prompt}.")
-        response = self._response if asked.path.endswith("/responses") else self._completion
+        response = self.response if asked.path.endswith("/responses") else self._completion
         return 200, response(body, reply)
 
     def _prompt(self, body: dict[str, Any]) -> str:
@@ -66,7 +66,7 @@ class FakePolicy:
             "usage": {"prompt_tokens": 10, "completion_tokens": 7, "total_tokens": 17},
         }
 
-    def _response(self, body: dict[str, Any], reply: Any) -> dict[str, Any]:
+    def response(self, body: dict[str, Any], reply: Any) -> dict[str, Any]:
         text = {"type": "output_text", "text": reply, "annotations": [], "logprobs": []}
         message = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [text]}
         thought = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "thinking"}]}

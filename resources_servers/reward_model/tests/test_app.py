@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 
 from treeward.config.nemo_gym import NemoGymConfig
@@ -20,7 +21,8 @@ def test_the_configuration_is_the_servers() -> None:
     assert NemoGymConfig.model_validate(section | {"model_path": "a/model"}).server_config.models[0].model == "a/model"
 
 
-def test_the_examples_can_be_scored() -> None:
-    for line in (FOLDER / "data" / "example.jsonl").read_text(encoding="utf-8").splitlines():
+@pytest.mark.parametrize("file", ["resources_servers/reward_model/data/example.jsonl", "data/train.jsonl"])
+def test_the_examples_can_be_scored(file: str) -> None:
+    for line in (FOLDER.parents[1] / file).read_text(encoding="utf-8").splitlines():
         params = json.loads(line)["responses_create_params"]
         assert conversation_of(params, [{"role": "assistant", "content": "Yes."}])[-2]["role"] == "user"
