@@ -64,7 +64,7 @@ def recognise(values: Mapping[str, Any], where: str) -> Format:
     """The format of a comparison. Raises `DataError` for keys of no known format."""
     keys = {key for key, value in values.items() if value is not None}
     for one in FORMATS:
-        if keys.issuperset(one.keys) and (one.dataset != "HHTranscripts" or is_transcript(values["chosen"])):
+        if keys.issuperset(one.keys) and (one.dataset != "HHTranscripts" or _are_transcripts(values)):
             return one
     raise DataError(
         "the row is a comparison in no known format",
@@ -74,6 +74,12 @@ def recognise(values: Mapping[str, Any], where: str) -> Format:
         fix="name the keys, as data.prompt_key=question (in eval --data-option prompt_key=question), or the "
         "dataset, as data.dataset_name=HelpSteer3 (--dataset-name HelpSteer3)",
     )
+
+
+def _are_transcripts(values: Mapping[str, Any]) -> bool:
+    """A completion of a prompt may begin with the name of a speaker too: a model has gone on to write both sides."""
+    sides, has_prompt = (values["chosen"], values["rejected"]), values.get("prompt") or values.get("context")
+    return all(map(is_transcript, sides)) and (not has_prompt or all(side.startswith("\n\nHuman:") for side in sides))
 
 
 def scored_keys(values: Mapping[str, Any], where: str) -> frozenset[str]:
@@ -111,9 +117,10 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message
         given = parse_json_list(row["conversations"], "conversations", where)
         return [list(check_messages(one, f"conversations[{i}]", where)) for i, one in enumerate(given)]
     if "chosen" in keys:
-        transcripts = is_transcript(row["chosen"])
-        prompt = prompt_key(row, where) or "prompt"
-        pair = from_transcripts(row, where) if transcripts else from_binary_row(row, where, prompt_key=prompt)
+        if _are_transcripts(row):
+            pair = from_transcripts(row, where)
+        else:
+            pair = from_binary_row(row, where, prompt_key=prompt_key(row, where) or "prompt")
         return [[*pair.context, *completion.messages] for completion in pair.completions]
     if keys & {"completions", "responses"}:
         context, ends = prompt_of(row, where), [messages for messages, _ in completions_of(row, where)]
