@@ -12,7 +12,6 @@ that raises, or gives no finite number, costs its rollout the reward, and not th
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import math
@@ -47,23 +46,21 @@ class BaseResourcesServerConfig(_Open):
     domain: str | None = None
 
 
-class ResponsesCreateParams(_Open):
-    """The request of the policy: `input` is a text of the user, or items of the Responses API."""
-
+class _CreateParams(_Open):
     input: str | list[Any]
 
 
-class PolicyResponse(_Open):
-    """The response of the policy: `output` are items of the Responses API."""
-
+class _PolicyResponse(_Open):
     output: list[Any]
 
 
 class BaseVerifyRequest(_Open):
-    """A rollout, with all keys of its row; those of an earlier verdict are left out."""
+    """A rollout, with all keys of its row but those of an earlier verdict: `input` is a text or items of the Responses
+    API, `output` are items.
+    """
 
-    responses_create_params: ResponsesCreateParams
-    response: PolicyResponse
+    responses_create_params: _CreateParams
+    response: _PolicyResponse
 
     @model_validator(mode="before")
     @classmethod
@@ -92,11 +89,10 @@ class SimpleResourcesServer(_Open):
     """A resources server: a subclass has `verify`, and loads what it needs in `model_post_init`."""
 
     config: BaseResourcesServerConfig
-    server_client: Any = None
 
     async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
         """The reward of a rollout."""
-        raise NotImplementedError("a resources server needs `verify`")
+        raise NotImplementedError
 
     def setup_webserver(self) -> FastAPI:
         """The application: /verify, and what else NeMo Gym asks of a resources server."""
@@ -104,8 +100,7 @@ class SimpleResourcesServer(_Open):
         for prefix in ("", ROLLOUT_PREFIX):
             app.post(f"{prefix}/verify", response_model=None)(_masking(self.verify))
         app.include_router(sessions)
-        for path in ("/", "/health"):
-            app.get(path, include_in_schema=False)(_is_up)
+        app.get("/")(lambda: {"status": "ok"})
         return app
 
     @classmethod
@@ -113,14 +108,13 @@ class SimpleResourcesServer(_Open):
         """Make the server of the section that NeMo Gym hands over, then serve until a signal. Raises `ConfigError`."""
         logs.configure("text")
         where, section = handed_over()
-        values: Any = OmegaConf.to_container(section, resolve=True)
-        schema: Any = cls.model_fields["config"].annotation
+        given: Any = {"name": where.split(".")[0]} | OmegaConf.to_container(section, resolve=True)  # type: ignore
         try:
-            config = schema.model_validate({"name": where.split(".")[0]} | values)
+            server = cls(config=given)  # nothing listens before the model is loaded
         except ValidationError as error:
             raise ConfigError("the section of the server is not valid", where=where, got=str(error)) from None
-        app = cls(config=config).setup_webserver()  # nothing listens before the model is loaded
-        uvicorn.run(app, host=config.host, port=config.port, log_level="warning")
+        config = server.config
+        uvicorn.run(server.setup_webserver(), host=config.host, port=config.port, log_level="warning")
 
 
 def _masking(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[JSONResponse]]:
@@ -129,12 +123,11 @@ def _masking(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[J
     @functools.wraps(verify)
     async def answer(*args: Any, **given: Any) -> JSONResponse:
         try:
-            found = await verify(*args, **given)
-            verdict = found.model_dump(mode="json") if isinstance(found, BaseModel) else dict(found)
-            if verdict.get("mask_sample") or math.isfinite(verdict["reward"]):
+            verdict = (await verify(*args, **given)).model_dump(mode="json")
+            if verdict["mask_sample"] or math.isfinite(verdict["reward"]):
                 return JSONResponse(verdict)
             reason = f"the reward is {verdict['reward']!r}"
-        except (HTTPException, asyncio.CancelledError):
+        except HTTPException:
             raise
         except Exception as error:
             logger.exception("A rollout has no reward.")
@@ -143,7 +136,3 @@ def _masking(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[J
         return JSONResponse(body.model_dump(mode="json") | failure(reason))
 
     return answer
-
-
-async def _is_up() -> JSONResponse:
-    return JSONResponse({"status": "ok"})
