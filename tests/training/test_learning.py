@@ -50,4 +50,4 @@ def test_a_run_of_too_few_steps_is_told_so(
     few = ["rm.max_num_steps=2", "policy.train_global_batch_size=128", "policy.optimizer.kwargs.lr=1.0e-6"]
     assert main(["train", "--config", str(tmp_path / "run.yaml"), *STEPS, *few]) == 0
     warning = capsys.readouterr().out.splitlines()[-1]
-    assert "2 steps are few" in warning and "policy.train_global_batch_size" in warning
+    assert "So few steps (2)" in warning and "policy.train_global_batch_size" in warning

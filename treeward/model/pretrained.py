@@ -68,7 +68,10 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
 def read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     """The configuration of a folder or hub name; for adapters, that of their base. Raises `ModelError`."""
     if (base := base_of_adapters(name)) is not None:
-        return read_config(base, trust_remote_code)
+        try:
+            return read_config(base, trust_remote_code)
+        except ModelError as error:
+            raise error.but(where=f"{base}, the base model of the adapters in {name}") from error
     _look_for(name, "model")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)

@@ -58,10 +58,10 @@ class LearningWatch:
         advice = f"Try {'a tenth of' if is_worse else 'ten times'} {rate}."
         if self.total_steps < _FEW_STEPS:
             longer = "a smaller policy.train_global_batch_size, or a larger rm.max_num_epochs"
-            advice = f"{self.total_steps} steps are few: try more ({longer}). {advice}"
+            advice = f"So few steps ({self.total_steps}) teach little: try more ({longer}). {advice}"
         return (
-            f"The loss is {'worse than' if is_worse else 'at'} chance: {loss:.4f} over the last {steps} steps; equal "
-            f"scores give {self.chance:.4f}. {advice} If that does not help, look at a few rows: is the chosen "
+            f"The loss is {'worse than' if is_worse else 'at'} chance: {loss:.4f} on average (latest steps: {steps}); "
+            f"equal scores give {self.chance:.4f}. {advice} If that does not help, look at a few rows: is the chosen "
             "completion the better one?"
         )
 
