@@ -109,7 +109,7 @@ def test_rank_format_in_csv(tmp_path: Path) -> None:
 
 
 def test_rows_without_ranks_name_their_own_keys(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the format is told by the keys") as caught:
+    with pytest.raises(DataError, match="tells the format by the keys") as caught:
         parse(tmp_path, "PreferenceDataset", {"prompt": "a", "chosen": "b", "rejected": "c"})
     assert caught.value.got == "keys ['chosen', 'prompt', 'rejected']"
 

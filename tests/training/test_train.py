@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from huggingface_hub import HfApi, RepoUrl, constants
 from torch.nn import functional as F
 
 from treeward.config.checkpointing import METRICS
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.evaluation.gates import GATE_METRICS
 from treeward.losses import LOSSES
 from treeward.metrics import METRIC_NAMES
@@ -263,3 +264,29 @@ def test_a_loss_has_its_own_options(trained: Trained, monkeypatch: pytest.Monkey
     assert trained("rm.max_num_steps=1")[0].exit_code == 0
     with pytest.raises(ConfigError, match=r"bradley_terry(?s:.*)label_smoothing"):
         trained("rm.loss.label_smoothing=0.1")
+
+
+def test_a_file_alone_is_trained_on_and_what_is_left_out_is_said_at_the_end(
+    tiny_run: Callable[..., Any], write_rows: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of three completions the long one goes; under another policy its comparison does, and that is another run."""
+    rows = []
+    for n in range(24):
+        texts = [f"It is {n + 1}.", "No.", "Well. " * (150 if n % 2 else 1)]
+        rows.append({"prompt": f"{n} + 1?", "completions": texts, "scores": [3, 2, 1]})
+    path = write_rows("mine.jsonl", rows)
+    held_out = f"data.validation=[{{data_path: {path}, name: held_out}}]"
+    sets = [
+        f"data.train=[{{data_path: {path}}}]",
+        held_out,
+        "policy.max_total_sequence_length=64",
+        "rm.max_num_steps=2",
+    ]
+    caplog.set_level(logging.INFO)
+    outcome = train(tiny_run(*sets), show_progress=False)
+    assert "mine.jsonl: taken for completions with ranks or scores (dataset_name: PreferenceDataset)" in caplog.text
+    said = "12 of 72 completions of kept comparisons (17%: too long) were left out."
+    assert said in caplog.text and said in outcome.caveats["training data, mine.jsonl"]
+    with pytest.raises(CheckpointError, match="another run(?s:.*)training data"):
+        train(tiny_run(*sets, "data.truncation=drop_comparison"), show_progress=False)
+    assert "12 of 24 comparisons (50%: 12 too long) were left out." in caplog.text

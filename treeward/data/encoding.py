@@ -158,7 +158,9 @@ class EncodingCounts:
             return None
         long = self.dropped_too_long or self.completions_too_long
         fix = (
-            " A higher data.max_input_seq_length keeps more, and so does data.truncation=truncate_left." if long else ""
+            " A higher data.max_input_seq_length keeps more; data.truncation=truncate_left cuts prompts."
+            if long
+            else ""
         )
         return f"{' and '.join(parts)} were left out.{fix}"
 

@@ -35,7 +35,7 @@ Message = dict[str, Any]
 Messages = tuple[Message, ...]
 
 _RANK_FORMAT = '{"context": [messages], "completions": [{"rank": 0, "completion": [messages]}, ...]}'
-_RECOGNISED = "without dataset_name the format is told by the keys of the first row; docs/data.md has the keys of each"
+_RECOGNISED = "data.dataset_name=auto tells the format by the keys of the first row; docs/data.md has the keys of each"
 _TEXT_KEYS, _SCORE_KEYS = ("completion", "response"), ("score", "overall_score")
 _SIDE_SCORES = ("score_{}", "{}_score", "{}_rating", "{}-rating")
 _TRANSCRIPT = '"\\n\\nHuman: ...\\n\\nAssistant: ..."'
@@ -315,7 +315,7 @@ def from_helpsteer3_row(
     0 is a tie: both completions have rank 0. The better one comes first. Source: the cards of nvidia/HelpSteer3 and of
     nvidia/HelpSteer2, whose preferences have other keys.
     """
-    need = f"a row of {', '.join(keys)}"
+    need = f"a row of {', '.join(keys)}; or another format, as {_RECOGNISED}"
     raw_prompt, *responses, raw = (required(values, key, where, need) for key in keys)
     context = as_messages(turns_of(raw_prompt), keys[0], "user", where)
     first, second = (as_messages(one, key, "assistant", where) for one, key in zip(responses, keys[1:3], strict=True))

@@ -145,7 +145,8 @@ class RowSource:
                 raise ConfigError(summary, field="split", got="null", need="a split of the dataset")
             self.split, self.subset = config.split or self.hub_split, config.subset or self.hub_subset
         elif self.hub_path == "Bundled":
-            raise ConfigError("the bundled data has its own path", field="data_path", got=path, need="none")
+            fix = "set data.dataset_name=auto to read other data"
+            raise ConfigError("the bundled data has its own path", field="data_path", got=path, need="none", fix=fix)
         self.name = path if self.split is None else f"{path}[{self.split}]"
 
     def rows(self) -> Iterator[Row]:
