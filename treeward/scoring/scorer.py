@@ -15,6 +15,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -417,11 +418,12 @@ def _head_weights(weights: HeadWeights | None, names: Sequence[str]) -> tuple[fl
     if weights is None and len(names) == 1:
         return None
     if weights is None:
+        given = shlex.quote(",".join(f"{name}=1" for name in names[:2]))
         raise ModelError(
             "the model has several heads, and nothing says how they make one score",
             got=f"{len(names)} heads: {', '.join(names)}",
-            fix=f"--head-weights {names[0]}=1 takes the first alone (of treeward score, eval, bon and serve), as "
-            f"head_weights={{{names[0]!r}: 1.0}} does in Python and in a configuration; Score.heads has all values",
+            fix=f"treeward score MODEL --head-weights {given} (eval, bon and serve have it too); in Python and in a "
+            f"configuration head_weights={dict.fromkeys(names[:2], 1.0)}; Score.heads has all values",
         )
     if weights == "mean":
         return (1.0 / len(names),) * len(names)
