@@ -205,7 +205,7 @@ def test_several_heads(tiny_tokenizer: Any, tmp_path: Path) -> None:
     renderer = Renderer(copy.deepcopy(tiny_tokenizer))
     with pytest.raises(ModelError, match=r"several heads(?s:.*)3 heads(?s:.*)head_weights"):
         Scorer(model, renderer)
-    with pytest.raises(TreewardError, match="3 numbers"):
+    with pytest.raises(TreewardError, match="each of the labels LABEL_0, LABEL_1, LABEL_2"):
         Scorer(model, renderer, head_weights=[1.0, 1.0])
     scorer = Scorer(model, renderer, head_weights=[1.0, -0.5, 0.0])
     rows = [renderer.encode(chat) for chat in CHATS]
@@ -220,7 +220,7 @@ def test_several_heads(tiny_tokenizer: Any, tmp_path: Path) -> None:
     for weights in ([1.0, -0.5, 0.0], {"LABEL_0": 1.0, "LABEL_1": -0.5}):
         loaded = Scorer.load(tmp_path, device="cpu", head_weights=weights)
         assert values(loaded.score(CHATS)) == pytest.approx(values(scorer.score(CHATS)), abs=CLOSE)
-    with pytest.raises(ConfigError, match="some of LABEL_0, LABEL_1, LABEL_2"):
+    with pytest.raises(ConfigError, match="each of the labels LABEL_0, LABEL_1, LABEL_2"):
         Scorer(model, renderer, head_weights={"helpful": 1.0})
 
 

@@ -29,13 +29,14 @@ from treeward.data.formats import as_conversations
 from treeward.data.preference import check_messages
 from treeward.data.rendering import Renderer, Truncation
 from treeward.data.responses_items import as_conversation
-from treeward.errors import ConfigError, DataError, ModelError, TreewardError, shown
+from treeward.errors import DataError, ModelError, TreewardError, shown
 from treeward.model import loading
 from treeward.model.contract import CONTRACT_FILE, ScoringContract, read_contract
 from treeward.model.prefix_cache import PrefixCache, RecentTokens
 from treeward.model.pretrained import choose_device, load_tokenizer, quiet_transformers
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
 from treeward.scoring.diagnosis import Check, diagnose
+from treeward.scoring.golden import weighted_heads
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.tree.token_tree import common_prefix_length
 
@@ -427,16 +428,7 @@ def _head_weights(weights: HeadWeights | None, names: Sequence[str]) -> tuple[fl
         )
     if weights == "mean":
         return (1.0 / len(names),) * len(names)
-    unknown = [name for name in weights if name not in names] if isinstance(weights, Mapping) else []
-    values = [weights.get(name, 0.0) for name in names] if isinstance(weights, Mapping) else list(weights)
-    if unknown or len(values) != len(names) or not any(values):
-        raise ConfigError(
-            "the weights of the heads do not fit the model",
-            field="head_weights",
-            got=weights,
-            need=f"{len(names)} numbers, not all 0, or the weights of some of {', '.join(names)}",
-        )
-    return tuple(map(float, values))
+    return tuple(float(head.weight) for head in weighted_heads(names, weights))
 
 
 def load_reward_model(model: str | Path, **options: Any) -> Scorer:
