@@ -69,7 +69,7 @@ def test_what_is_rewritten_is_what_is_validated(tiny_run: Callable[..., Any]) ->
     dataset, config = setup.validation_sets["held_out"], setup.config.data.validation[0]
     places = [comparison.where for comparison in dataset[:16]]
     assert [example.where for example in setup.perturbed["held_out"]] == places, "no more than are validated"
-    drawn = examples_to_perturb(dataset, config, 5, 16)
+    drawn = examples_to_perturb(dataset[:16], config, 5, setup.renderer)
     assert len(drawn) == 5 and {example.where for example in drawn} <= set(places)
     of_all = sample_examples(PreferenceSuite("held_out", config).load(), 5)
-    assert examples_to_perturb(dataset, config, 5, len(dataset)) == of_all, "as `treeward eval` draws"
+    assert examples_to_perturb(dataset[: len(dataset)], config, 5, setup.renderer) == of_all, "as `treeward eval` draws"
