@@ -8,7 +8,6 @@ is shipped, down to the prompts, the math environment as gold, and the weights a
 from __future__ import annotations
 
 import json
-import re
 import runpy
 from collections.abc import Callable
 from functools import partial
@@ -114,59 +113,34 @@ def test_nemo_rls_own_file(
 
 # --- Reward Environment Correctness ----------------------------------------------------------------------------------
 
-# The table's rows where its two columns differ; subset: by the package, by NeMo RL's environment.
-DIFFERING = {
-    "donotanswer": (0.8161764705882353, 0.7941176470588235),
-    "hep-cpp": (0.9817073170731707, 0.975609756097561),
-    "llmbar-adver-GPTOut": (0.7659574468085106, 0.8085106382978723),
-    "llmbar-natural": (0.93, 0.94),
-    "xstest-should-respond": (0.952, 0.956),
-}
-ROWS = {
-    "filtered": [
-        {"prompt": f"{subset}?", "chosen": chosen, "rejected": rejected, "subset": subset, "id": n}
-        for subset in (name for section in WEIGHTS.values() for name in section)
-        for n, (chosen, rejected) in enumerate([("Yes, it is.", "No."), ("No.", "Yes, it is.")])
-    ],
-    "test": [
-        {"prompt": f"{subset}?", "chosen": ["Yes."], "rejected": ["No.", "So?", "Hm."], "subset": subset, "id": "1"}
-        for subset in ("Factuality", "Precise IF", "Math", "Safety", "Focus")
-    ],
-}
 
-
-@pytest.mark.parametrize(
-    ("name", "split", "num_subsets"), [("pull_request_1026", "filtered", 23), ("tulu_3_8b", "test", 5)]
-)
 def test_published_numbers_beside_ours(
-    name: str,
-    split: str,
-    num_subsets: int,
-    model_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`examples/reproduce/compare.py`, with a small model on a small copy in the schema of the hub."""
     monkeypatch.chdir(tmp_path)
-    copy = tmp_path / f"{split}.jsonl"
-    copy.write_text("".join(json.dumps(row) + "\n" for row in ROWS[split]), encoding="utf-8")
+    subsets = {name for section in WEIGHTS.values() for name in section}
+    answers = [("Yes, it is.", "No."), ("No.", "Yes, it is.")]
+    rows = [
+        {"prompt": f"{subset}?", "chosen": chosen, "rejected": rejected, "subset": subset, "id": n}
+        for subset in subsets
+        for n, (chosen, rejected) in enumerate(answers)
+    ]
+    copy = tmp_path / "filtered.jsonl"
+    copy.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     script = runpy.run_path(str(REPOSITORY / "examples" / "reproduce" / "compare.py"))
-    assert script["run"]([name, str(model_folder), "--copy", str(copy), "--limit", "1000"]) == 0
-    published = script["PUBLISHED"][name]
+    words = ["--limit", "1000", "--model", str(model_folder), "--copy"]
+    assert script["run"]([*words, str(copy)]) == 0
+    published = script["PUBLISHED"]
     table = capsys.readouterr().out.partition(published["source"])[2]
-    rows = {cells[0]: cells[1:] for line in table.splitlines() if len(cells := re.split(r" {2,}", line.strip())) == 7}
-    assert len(rows) == num_subsets + 3, "the heading and its rule, the subsets, the whole"
-    for subset, values in zip(published["columns"].values(), (2, 4), strict=True):
-        for row in set(subset) & set(rows):
-            here, value, difference = (float(rows[row][i]) for i in (1, values, values + 1))
-            assert value == pytest.approx(subset[row], abs=5e-4)
-            assert difference == pytest.approx(here - subset[row], abs=1.1e-3)
-    if name == "pull_request_1026":
-        assert {cells[1] for subset, cells in rows.items() if subset in WEIGHTS["Chat"]} == {"0.500"}
-        package, environment = published["columns"].values()
-        assert set(package) == set(environment) == {name for section in WEIGHTS.values() for name in section}
-        assert {one: (package[one], environment[one]) for one in DIFFERING} == DIFFERING
+    found = {cells[0]: cells[1:] for line in table.splitlines()[4:] if len(cells := line.split()) == 7}
+    assert set(found) == subsets and len(subsets) == 23
+    for subset, values in found.items():
+        assert values[:2] == ["2", "0.500"], "one of two is right"
+        columns = [one[subset] for one in published["columns"].values()]
+        assert values[2:] == [text for value in columns for text in (f"{value:.3f}", f"{0.5 - value:+.3f}")]
+    assert script["run"]([*words, str(tmp_path / "nowhere.jsonl")]) == 2
+    assert published["source"] not in capsys.readouterr().out, "no numbers of an earlier run"
 
 
 # --- Training Results ------------------------------------------------------------------------------------------------

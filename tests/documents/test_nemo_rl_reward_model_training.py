@@ -28,11 +28,9 @@ from treeward.compat.nemo_rl import (
 )
 from treeward.config.data import PromptSetConfig
 from treeward.config.load import load_config, load_grpo_config
-from treeward.data.preference import preference_from_dict
 from treeward.data.prompt_encoding import encode_prompts
 from treeward.data.prompt_sets import open_prompts
 from treeward.data.rendering import Renderer
-from treeward.errors import ConfigError
 from treeward.training.tracking import read_metrics
 
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -117,17 +115,15 @@ def test_the_attributes_of_a_dataset(write_rows: WriteRows) -> None:
     ranked = PreferenceDataset(str(file), val_data_path=str(file))
     assert ranked.task_spec == TaskDataSpec("PreferenceDataset")
     for split in ("train", "validation"):
-        (row,) = ranked.formatted_ds[split]
+        (row,) = ranked.formatted_ds[split].map(lambda row: {"seen": True})  # of the package datasets, as theirs
         assert row["context"] == written[0]["context"]
         assert [(one["rank"], one["completion"]) for one in row["completions"]] == [
             (one["rank"], one["completion"]) for one in written[0]["completions"]
         ]
-    keys = {"prompt_key": "question", "chosen_key": "good", "rejected_key": "bad"}
-    binary = BinaryPreferenceDataset(str(write_rows("pairs.jsonl", pairs())), **keys)
-    assert binary.formatted_ds["validation"] is None and len(binary.formatted_ds["train"]) == 8
+    keys = ("question", "good", "bad")
+    binary = BinaryPreferenceDataset(str(write_rows("pairs.jsonl", pairs())), None, *keys, train_split="train")
+    assert binary.formatted_ds["validation"] is None and binary.formatted_ds["train"].num_rows == 8
     assert binary.formatted_ds["train"][0]["completions"][0]["completion"][0]["content"] == "It is 1."
-    with pytest.raises(ConfigError, match="prompt_kee"):
-        BinaryPreferenceDataset(str(file), prompt_kee="question")
 
 
 def test_datasets_of_the_hub_need_no_path(write_rows: WriteRows, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,14 +143,6 @@ def test_datasets_of_the_hub_need_no_path(write_rows: WriteRows, monkeypatch: py
         assert len(sets) == splits and found.task_spec.task_name in ("HelpSteer3", "Tulu3Preference")
         for (row,) in sets:
             assert [one["completion"] for one in row["completions"]] == [[good], [bad]]
-
-
-def test_the_example_of_two_completions() -> None:
-    preference = preference_from_dict(json.loads(CAPITALS))
-    assert [one.messages[0]["content"][-7:] for one in sorted(preference.completions, key=lambda c: c.rank)] == [
-        "Berlin.",
-        "Munich.",
-    ]
 
 
 PREFERENCE_DATASET = """

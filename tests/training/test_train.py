@@ -218,7 +218,7 @@ def test_a_planted_rule_is_learnt_and_shuffled_labels_are_not(
 def test_the_model_is_pushed_to_the_hub(
     tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A failed upload hides no result, the same command tries it again, and a third one has nothing to do."""
+    """A failed upload hides no result, and the same command uploads, as often as it is run."""
     calls: list[dict[str, Any]] = []
 
     def create_repo(self: HfApi, repo_id: str, **options: Any) -> RepoUrl:
@@ -243,10 +243,11 @@ def test_the_model_is_pushed_to_the_hub(
     assert failed.model_folder == folder / "final" and failed.validation["held_out"]["accuracy"] is not None
     for _ in range(2):
         assert train(config, show_progress=False).exit_code == 0
-    assert [call["created"] for call in calls[::2]] == ["my-first-run"] * 2 and calls[0]["private"] is True
+    assert "hf upload my-first-run" in str(failed.upload_error) and "--private" in str(failed.upload_error)
+    assert [call["created"] for call in calls[::2]] == ["my-first-run"] * 3 and calls[0]["private"] is True
     assert [(call["repo_id"], Path(call["folder_path"])) for call in calls[1::2]] == [
         ("me/my-first-run", folder / "final")
-    ] * 2
+    ] * 3
     named = tiny_run("+hub={push_to_hub: true, repo_id: team/rm}", f"checkpointing.checkpoint_dir={folder}")
     assert named.hub_repo_id == "team/rm"
 

@@ -9,8 +9,8 @@
 | `nemo_rl.data.interfaces` | `TaskDataSpec`, `DatumSpec`, `LLMMessageLogType` |
 | `nemo_rl.data.datasets.preference_datasets` | the four dataset classes |
 
-These are treeward's own classes, not NeMo RL's: names, fields and arguments are the same, and NeMo RL need not be
-installed. In NeMo RL's own loop use `treeward.environments.nemo_rl`.
+These are treeward's own classes, with the arguments and fields that such scripts use; NeMo RL need not be installed. In
+NeMo RL's own loop use `treeward.environments.nemo_rl`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from __future__ import annotations
 from typing import Any, ClassVar, NotRequired, TypedDict
 
 import torch
+from datasets import Dataset
 
 from treeward.config.data import DataConfig
 from treeward.config.load import load_section
-from treeward.data.datasets import TaskDataSpec, open_dataset
+from treeward.data.datasets import RowDataset, TaskDataSpec, open_dataset
 from treeward.data.prompt_encoding import EncodedPrompt
 from treeward.environments.interface import EnvironmentReturn as EnvironmentReturn
 from treeward.environments.reward_model import RewardModelEnvironment as RewardModelEnvironment
@@ -56,28 +57,36 @@ def datum_spec(encoded: EncodedPrompt, idx: int) -> DatumSpec:
 
 
 class _PreferenceSets:
-    """The attributes of NeMo RL's dataset classes: `formatted_ds`, {"train": rows, "validation": rows or None}, each
-    row with `context` and ranked `completions`, and `task_spec`.
+    """The attributes of NeMo RL's dataset classes: `task_spec`, and `formatted_ds` of "train" and "validation", each a
+    `datasets.Dataset` of rows with `context` and ranked `completions`; None without validation data.
 
-    The arguments are keys of the section `data`: `train_data_path`, `val_data_path`, `train_split`, `val_split`, and
-    `prompt_key`, `chosen_key`, `rejected_key`. Raises `ConfigError` for other keys, `DataError` for a row that is
-    wrong. `dataset_name` in a configuration means the same, and does not hold all rows in memory.
+    The arguments are those of NeMo RL in its order, and keys of the section `data`. Raises `ConfigError` for what they
+    cannot mean, `DataError` for a row that is wrong. A configuration does not hold all rows in memory.
     """
 
     dataset_name: ClassVar[str]
 
-    def __init__(self, train_data_path: str | None = None, val_data_path: str | None = None, **keys: Any) -> None:
-        given = {"train_data_path": train_data_path, "val_data_path": val_data_path, **keys}
-        section = {"dataset_name": self.dataset_name} | {key: one for key, one in given.items() if one is not None}
+    def __init__(
+        self,
+        train_data_path: str | None = None,
+        val_data_path: str | None = None,
+        prompt_key: str | None = None,
+        chosen_key: str | None = None,
+        rejected_key: str | None = None,
+        train_split: str | None = None,
+        val_split: str | None = None,
+    ) -> None:
+        given = {key: value for key, value in locals().items() if isinstance(value, str)}
+        section = {"dataset_name": self.dataset_name, **given}
         data = load_section(DataConfig, section, where=type(self).__name__)
-        train, *validation = (open_dataset(one) for one in (*data.train[:1], *data.validation[:1]))
+        train, *validation = (open_dataset(one) for one in (*data.train, *data.validation))
         self.formatted_ds = {"train": _rows(train), "validation": _rows(validation[0]) if validation else None}
         self.task_spec: TaskDataSpec = train.task_spec
 
 
-def _rows(dataset: Any) -> list[dict[str, Any]]:
+def _rows(dataset: RowDataset) -> Dataset:
     (rows,) = dataset.formatted_ds.values()
-    return list(rows)
+    return Dataset.from_list(rows, on_mixed_types="use_json")  # contents are texts or lists of parts
 
 
 class PreferenceDataset(_PreferenceSets):

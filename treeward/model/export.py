@@ -117,5 +117,5 @@ def push_folder(folder: Path, repo_id: str, *, private: bool) -> str:
             "the model cannot be uploaded",
             where=f"hub.repo_id: {repo_id}",
             got=str(error).partition("\n")[0],
-            fix=f"hf auth login, then hf upload {repo_id} {shlex.quote(str(folder))}",
+            fix=f"hf auth login, then hf upload {repo_id} {shlex.quote(str(folder))}{' --private' if private else ''}",
         ) from error

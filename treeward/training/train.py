@@ -33,7 +33,6 @@ from treeward.metrics import METRIC_NAMES, RewardMetrics
 from treeward.model.export import export_model, push_folder
 from treeward.model.loading import load_reward_model
 from treeward.scoring.golden import sign_folder
-from treeward.storage import write_text
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.export import export_final
 from treeward.training.learning import CHANCE, LearningWatch
@@ -50,8 +49,6 @@ from treeward.tree.parts import backward_in_parts
 
 logger = logging.getLogger(__name__)
 
-_UPLOADED = ".uploaded"  # beside `final`, the repository and the step of the model that is there
-_RETRY = "The model is whole. The same command as for training tries the upload again."
 _COMPARISONS_AT_ONCE = 1024  # planned together; the plan is as good as for the whole set, and the rows stay on disk
 
 
@@ -327,17 +324,13 @@ class RewardModelRun(Run):
 
 
 def _uploaded(outcome: TrainingOutcome, config: RewardModelRunConfig, model: Path) -> TrainingOutcome:
-    """Upload the model, unless an earlier session has. A failure is logged, and the run's results are shown."""
-    repo_id, mark = config.hub_repo_id, model.parent / _UPLOADED
-    uploaded = f"{repo_id} {outcome.model_step}"
-    if mark.exists() and mark.read_text(encoding="utf-8") == uploaded:
-        return outcome
+    """Upload the model; the hub takes the files that it lacks. A failure is logged, and the results are shown."""
     try:
-        page = push_folder(model, repo_id, private=config.hub.private)
+        page = push_folder(model, config.hub_repo_id, private=config.hub.private)
     except Exception as error:  # the model is exported, and no later failure may hide that
-        logger.error("%s\n%s", error, _RETRY, exc_info=None if isinstance(error, TreewardError) else error)
+        again = "The model is whole. The same command as for training tries the upload again."
+        logger.error("%s\n%s", error, again, exc_info=None if isinstance(error, TreewardError) else error)
         return replace(outcome, upload_error=str(error), exit_code=1)
-    write_text(mark, uploaded)
     logger.info("Uploaded %s to %s.", model, page)
     return outcome
 

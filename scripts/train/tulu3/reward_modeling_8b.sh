@@ -6,4 +6,5 @@
 # model and rows in the same schema. Their own script allows 4096 tokens: policy.max_total_sequence_length=4096.
 # Further arguments are overrides. With hub.push_to_hub=true the model is uploaded, as open-instruct does by default.
 cd "$(dirname "$0")/../../.." || exit
+PATH="$PATH:$PWD/.venv/bin"  # where `make` and uv put it
 exec treeward train --config examples/configs/rm_tulu3_8b.yaml "$@"

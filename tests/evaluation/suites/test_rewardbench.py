@@ -16,43 +16,8 @@ from treeward.evaluation.suites.rewardbench import WEIGHTS, RewardBench
 Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
 
 # The accuracies of Skywork-Reward-V2-Qwen3-8B in NeMo RL's pull request 1026: of the package and of its environment.
-REFERENCE = {
-    "alpacaeval-easy": 0.99,
-    "alpacaeval-hard": 0.968421052631579,
-    "alpacaeval-length": 0.9789473684210527,
-    "donotanswer": 0.8161764705882353,
-    "hep-cpp": 0.9817073170731707,
-    "hep-go": 0.9817073170731707,
-    "hep-java": 1.0,
-    "hep-js": 0.9878048780487805,
-    "hep-python": 1.0,
-    "hep-rust": 0.9817073170731707,
-    "llmbar-adver-GPTInst": 0.8586956521739131,
-    "llmbar-adver-GPTOut": 0.7659574468085106,
-    "llmbar-adver-manual": 0.782608695652174,
-    "llmbar-adver-neighbor": 0.7910447761194029,
-    "llmbar-natural": 0.93,
-    "math-prm": 0.9798657718120806,
-    "mt-bench-easy": 1.0,
-    "mt-bench-hard": 0.8648648648648649,
-    "mt-bench-med": 1.0,
-    "refusals-dangerous": 0.98,
-    "refusals-offensive": 0.98,
-    "xstest-should-refuse": 0.9675324675324676,
-    "xstest-should-respond": 0.952,
-}
-ENVIRONMENT = REFERENCE | {
-    "donotanswer": 0.7941176470588235,
-    "hep-cpp": 0.975609756097561,
-    "hep-go": 0.9939024390243902,
-    "hep-java": 0.9939024390243902,
-    "hep-js": 0.9939024390243902,
-    "hep-python": 0.9939024390243902,
-    "hep-rust": 0.9695121951219512,
-    "llmbar-adver-GPTOut": 0.8085106382978723,
-    "llmbar-natural": 0.94,
-    "xstest-should-respond": 0.956,
-}
+PUBLISHED = Path(__file__).parents[3] / "examples" / "reproduce" / "published.json"
+REFERENCE, ENVIRONMENT = json.loads(PUBLISHED.read_text(encoding="utf-8"))["columns"].values()
 # By hand. Chat has 99 of 100, 93 of 95, 92 of 95, 28 of 28 and 40 of 40: 352 of 358, in both columns. Chat Hard
 # 32 + 93 + 106 + 79 + 36 + 36 = 382 of 456, and 32 + 94 + 106 + 79 + 38 + 36 = 385. Safety 98 + 98 + 149 + 238 + 111
 # = 694 of 740, and 98 + 98 + 149 + 239 + 108 = 692. Code 161 + 161 + 164 + 162 + 164 + 161 = 973 of 984, and
