@@ -122,19 +122,31 @@ def test_models_are_known_by_their_weights_wherever_they_lie(
 def test_a_reward_model_at_a_server_is_known_by_its_contract(
     tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """Wherever the server is; one with another model, or another shaping, is another run."""
+    """Wherever the server is; one with another model, shaping, weights of heads or ensemble is another run."""
     for name, seed in (("rm", 3), ("other", 4)):
         write_signed_model(tmp_path / name, tiny_tokenizer, seed=seed, max_length=256)
-    shaped = {"shaping": {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 2.0}}
+    one, other = str(tmp_path / "rm"), str(tmp_path / "other")
+    shaped = {"model": one, "shaping": {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 2.0}}
+    mean, least = (
+        {"models": [one, other], "ensemble": {"method": method, "standardize": False}} for method in ("mean", "worst")
+    )
     identities = []
-    for name, more in (("rm", {}), ("rm", {}), ("rm", shaped), ("other", {})):
-        service = make_service(ServerConfig.model_validate({"models": [{"model": str(tmp_path / name), **more}]}))
+    for served in (
+        {"model": one},
+        {"model": one},
+        shaped,
+        {"model": other},
+        mean,
+        least,
+        {"model": one, "head_weights": [2.0]},
+    ):
+        service = make_service(ServerConfig.model_validate({"models": [served]}))
         with serving_on_loopback(service) as url:
             config = tiny_grpo(f"env={{reward_model: {{model_name: '{url}/v1'}}}}", "grpo.environments=[reward_model]")
             check_inputs(config)
             identities.append(identity_now(config)["env"])
         service.close()
-    assert identities[0] == identities[1] != identities[2]
-    assert identities[3] not in identities[:3]
+    assert identities[0] == identities[1]
+    assert len({str(identity) for identity in identities}) == 6
     with pytest.raises(RewardServerError, match="cannot be reached"):
         set_up(config)

@@ -142,15 +142,14 @@ class RewardModelEnvironmentConfig(Strict):
         self.refuse(is_given and gpus not in (0, self.num_replicas), keys, need)
 
     def _check_server(self) -> None:
-        is_served, need = self.url is not None, "the address of a server as the only model_name"
-        of_servers = self.served_model or self.token_env
-        self.refuse(not is_served and of_servers, "model_names served_model token_env", need)
-        self.refuse(len(self.model_names) > 1 and "://" in "".join(self.model_names), "model_names", need)
+        of_servers = self.served_model or self.token_env or any(map(server_address, self.model_names))
+        is_one = self.url is not None and len(self.model_names) == 1
+        need = "the address of a server as the only model_name"
+        self.refuse(of_servers and not is_one, "model_names served_model token_env", need)
         own = self.head_weights or self.ensemble or self.tokenizer.chat_template or self.tokenizer.chat_template_kwargs
-        keys = "model_names head_weights ensemble tokenizer.chat_template tokenizer.chat_template_kwargs"
-        self.refuse(is_served and own, keys, "a model alone: its server is started with the others")
-        need = "a section, or nothing: the rewards are then the server's, as of `treeward serve --shaping contract`"
-        self.refuse(is_served and self.reward_shaping == "contract", "reward_shaping model_names", need)
+        keys = "model_names head_weights ensemble tokenizer.chat_template tokenizer.chat_template_kwargs reward_shaping"
+        need = "a model alone: its server is started with the others, as `treeward serve --shaping contract`"
+        self.refuse(self.url is not None and (own or self.reward_shaping == "contract"), keys, need)
 
 
 class RuleEnvironmentConfig(Strict):

@@ -96,13 +96,13 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
     def _shaped(self, conversations: Conversations, env_infos: Infos, *, update: bool) -> list[Reward]:
         with self._lock, undone_on_failure(self):
             found = self._found(conversations, env_infos, update=update)
-            rewards = [replace(reward, components=reward.score.parts) for reward in found]
+            rewards = [replace(reward, components={**reward.components, **reward.score.parts}) for reward in found]
             self._refuse_failures([None if one.value is not None else str(one.error) for one in rewards])
         return rewards
 
     def _found(self, conversations: Conversations, env_infos: Infos, *, update: bool) -> list[Reward]:
         workers = self._running()
-        if isinstance(workers, RewardServer) and self._rewarder.shaper is None:
+        if isinstance(workers, RewardServer) and workers.shaped:
             return workers.rewards(conversations, env_infos)
         key = self._rewarder.reference_key
         references = None if key is None else [plain(info.get(key)) for info in env_infos]

@@ -305,10 +305,10 @@ def _section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _at_server(section: Mapping[str, Any]) -> str:
     """What the rewards of a server depend on."""
-    keys = {key: section.get(key) for key in ("model_name", "served_model", "token_env")}
+    keys = {key: section.get(key) for key in ("model_name", "served_model", "token_env", "reward_shaping")}
     server = RewardServer.connect(RewardModelEnvironmentConfig.model_validate(keys))
     with server.client:
-        return server.identity
+        return str(server.model["identity"])
 
 
 def _with_weights(name: str | None) -> str | None:

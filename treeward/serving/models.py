@@ -187,6 +187,18 @@ class ServedModel:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @property
+    def identity(self) -> str:
+        """Hash of what rewards depend on: the contract or else the name of each model, weights of heads, the ensemble,
+        and the shaping.
+        """
+        members = () if self.scorer is None else self.scorer.members
+        contracts = [one.contract and one.contract.scores_sha256 for one in members]
+        names = [] if contracts and all(contracts) else [self.name, *self.members]
+        ensemble = self.scorer.config.model_dump() if isinstance(self.scorer, EnsembleScorer) else None
+        parts = [contracts, names, [one.head_weights for one in members], ensemble, self.shaping_sha256]
+        return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+
+    @property
     def reference_key(self) -> str | None:
         """The key under which rows hold the reference answers that the shaping compares with; None for none."""
         config = None if self.shaper is None else self.shaper.config
@@ -218,6 +230,7 @@ class ServedModel:
             "temperature": temperature,  # what scores are divided by to be log-odds
             "shaped": self.shaper is not None,
             "shaping_sha256": self.shaping_sha256,
+            "identity": self.identity,
             "running_statistics": None if log is None else log.described(),
             "reference_key": self.reference_key,
             "developer_role": self.developer_role,

@@ -57,6 +57,8 @@ def test_pairs_of_one_prompt_are_scored_and_ranked(serve: Any) -> None:
     assert computed < got["usage"]["prompt_tokens"] == sum(len(served.scorer.renderer.encode(chat)) for chat in chats)
     assert (got["object"], [row["index"] for row in got["data"]]) == ("list", [0, 1, 2, 3])
     assert [row["score"] for row in got["data"]] == pytest.approx(want, abs=1e-5)
+    empty, same = (served.client.post("/score", json={"text_1": "", "text_2": one}).json() for one in ("", [""]))
+    assert empty["data"] == same["data"]
     body = {"query": prompt, "documents": completions, "use_activation": True}
     order = sorted(range(4), key=lambda i: -want[i])
     for more, number in (({}, 4), ({"top_n": 2}, 2)):

@@ -77,10 +77,11 @@ async def rerank(body: RerankBody, server: Server) -> JSON:
 
 def parse(body: ScoreBody) -> list[Conversation]:
     """The pairs of a body. Raises `APIError` 422 for lists that do not belong together."""
-    given = [pair for pair in ((body.text_1, body.text_2), (body.queries, body.documents)) if pair != (None, None)]
-    if len(given) != 1 or None in given[0]:
+    pairs = (body.text_1, body.text_2), (body.queries, body.documents)
+    given = [(as_list(a), as_list(b)) for a, b in pairs if a is not None and b is not None]
+    if len(given) != 1:
         raise APIError(422, "invalid_request", "give either text_1 and text_2, or queries and documents")
-    prompts, completions = (as_list(texts or []) for texts in given[0])
+    [(prompts, completions)] = given
     if not completions or len(prompts) not in (1, len(completions)):
         message = f"{len(prompts)} prompts for {len(completions)} completions: give one for all, or one for each"
         raise APIError(422, "invalid_request", message)
