@@ -13,12 +13,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from treeward.config.load import load_config
 from treeward.model.loading import build_reward_model
@@ -127,11 +129,13 @@ BASE = """
 policy: {model_name: some/model, optimizer: {kwargs: {lr: 1.0e-5}}}
 data: {train: {data_path: train.jsonl}, validation: {data_path: val.jsonl}}
 """
-# Of the authors' own scripts/train/tulu3/reward_modeling_8b.sh.
+# Of the authors' own scripts/train/tulu3/reward_modeling_8b.sh, and of their debug script.
 FLAGS = """
---exp_name --model_name_or_path --tokenizer_name --use_slow_tokenizer --dataset_mixer_list --max_token_length
---max_prompt_token_length --per_device_train_batch_size --gradient_accumulation_steps --learning_rate
---lr_scheduler_type --num_train_epochs --gradient_checkpointing --with_tracking --seed --mixed_precision
+--exp_name --model_name_or_path --model_revision --tokenizer_name --tokenizer_revision --use_slow_tokenizer
+--dataset_mixer_list --max_token_length --max_prompt_token_length --per_device_train_batch_size
+--gradient_accumulation_steps --learning_rate --lr_scheduler_type --num_train_epochs --gradient_checkpointing
+--with_tracking --seed --mixed_precision
+--per_device_eval_batch_size --push_to_hub
 """
 
 
@@ -142,8 +146,17 @@ def rows(section: str) -> list[tuple[str, str]]:
     return [(theirs, ours) for theirs, _, ours in (line.partition(" | ") for line in lines) if "=" in ours]
 
 
+def has(found: Any, wanted: Any) -> bool:
+    """Whether a value of the configuration is the one that was given, with defaults beside it."""
+    if isinstance(wanted, dict):
+        return all(has(found[key], value) for key, value in wanted.items())
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(has, found, wanted))
+    return bool(found == (None if wanted == "default" else wanted))  # chat_template: the model's own
+
+
 @pytest.mark.parametrize(("section", "number"), [("open-instruct", 21), ("TRL", 25), ("OpenRLHF", 23)])
-def test_every_row_is_an_override_that_is_read(section: str, number: int, tmp_path: Path) -> None:
+def test_every_row_is_an_override_that_is_heeded(section: str, number: int, tmp_path: Path) -> None:
     file = tmp_path / "base.yaml"
     file.write_text(BASE, encoding="utf-8")
     found = rows(section)
@@ -151,8 +164,10 @@ def test_every_row_is_an_override_that_is_read(section: str, number: int, tmp_pa
     for theirs, ours in found:
         overrides = [code for code in re.findall(r"`([^`]+)`", ours) if "=" in code]
         assert overrides, theirs
-        for override in overrides:
-            assert load_config(file, [override]) is not None
+        for key, _, text in (override.partition("=") for override in overrides):
+            config: Any = load_config(file, [f"{key}={text}"]).model_dump(mode="json", by_alias=True)
+            value = reduce(lambda section, name: section[name], key.split("."), config)
+            assert has(value, yaml.safe_load(text)), (theirs, value)
 
 
 def test_the_left_column_has_options_of_the_others() -> None:

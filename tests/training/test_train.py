@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import HfApi, RepoUrl, constants
 from torch.nn import functional as F
 
+from treeward.cli.main import main
 from treeward.config.checkpointing import METRICS
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.evaluation.gates import GATE_METRICS
@@ -216,9 +217,13 @@ def test_a_planted_rule_is_learnt_and_shuffled_labels_are_not(
 
 
 def test_the_model_is_pushed_to_the_hub(
-    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_run: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A failed upload hides no result, and the same command uploads, as often as it is run."""
+    """A failed upload hides no result and is not hidden by it, and the same command uploads, as often as it is run."""
     calls: list[dict[str, Any]] = []
 
     def create_repo(self: HfApi, repo_id: str, **options: Any) -> RepoUrl:
@@ -227,7 +232,7 @@ def test_the_model_is_pushed_to_the_hub(
 
     def upload_folder(self: HfApi, **options: Any) -> None:
         calls.append(options)
-        if len(calls) == 2:
+        if len(calls) in (2, 4):
             raise OSError("the network is down")
 
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
@@ -235,14 +240,16 @@ def test_the_model_is_pushed_to_the_hub(
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     folder = tmp_path / "my first run"
-    config = tiny_run("rm.max_num_steps=1", "+hub.push_to_hub=true", f"checkpointing.checkpoint_dir={folder}")
+    words = ["rm.max_num_steps=1", "+hub.push_to_hub=true", f"checkpointing.checkpoint_dir={folder}"]
+    config = tiny_run(*words)
     failed = train(config, show_progress=False)
     assert failed.exit_code == 1 and "the network is down" in str(failed.upload_error)
     assert "nobody is logged in to the hub" in caplog.text
-    assert "The same command as for training tries the upload again" in caplog.text
     assert failed.model_folder == folder / "final" and failed.validation["held_out"]["accuracy"] is not None
-    for _ in range(2):
-        assert train(config, show_progress=False).exit_code == 0
+    assert main(["train", "--config", str(tmp_path / "run.yaml"), *words]) == 1
+    results, _, warning = capsys.readouterr().out.partition("WARNING: the model is not on the hub")
+    assert "held_out" in results and "the network is down" in warning
+    assert train(config, show_progress=False).exit_code == 0
     assert "hf upload my-first-run" in str(failed.upload_error) and "--private" in str(failed.upload_error)
     assert [call["created"] for call in calls[::2]] == ["my-first-run"] * 3 and calls[0]["private"] is True
     assert [(call["repo_id"], Path(call["folder_path"])) for call in calls[1::2]] == [

@@ -51,6 +51,8 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
         lines += [f"What it has learnt:  {shlex.quote(str(outcome.report))}", *verdicts(outcome.report)]
     if outcome.warning is not None:
         lines.append(f"WARNING: {outcome.warning}")
+    if outcome.upload_error is not None:
+        lines.append(f"WARNING: the model is not on the hub, and the same command tries again. {outcome.upload_error}")
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     if outcome.interrupted_by:
         sys.stderr.write(f"The report was stopped ({outcome.interrupted_by}). The same command goes on with it.\n")

@@ -328,8 +328,7 @@ def _uploaded(outcome: TrainingOutcome, config: RewardModelRunConfig, model: Pat
     try:
         page = push_folder(model, config.hub_repo_id, private=config.hub.private)
     except Exception as error:  # the model is exported, and no later failure may hide that
-        again = "The model is whole. The same command as for training tries the upload again."
-        logger.error("%s\n%s", error, again, exc_info=None if isinstance(error, TreewardError) else error)
+        logger.error("%s", error, exc_info=None if isinstance(error, TreewardError) else error)
         return replace(outcome, upload_error=str(error), exit_code=1)
     logger.info("Uploaded %s to %s.", model, page)
     return outcome
