@@ -11,8 +11,9 @@ from typing import Any
 import peft
 import pytest
 import torch
+from families import causal_model, config_of
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from treeward import Scorer, load_policy
 from treeward.cli.main import main
@@ -23,17 +24,17 @@ CONVERSATION = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assista
 
 
 @pytest.fixture
-def adapters(policy_folder: Path, tmp_path: Path) -> Callable[[str], tuple[Path, Any]]:
+def adapters(policy_folder: Path, tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
     """Saves adapters of a kind on `policy_folder`, as TRL does; their folder, and the model that peft computes with."""
 
-    def make(task: str) -> tuple[Path, Any]:
-        is_reward_model = task == "SEQ_CLS"
-        model_class = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
+    def make(task: str, base: Path = policy_folder, **settings: Any) -> tuple[Path, Any]:
+        writes = task == "CAUSAL_LM"
+        model_class = AutoModelForCausalLM if writes else AutoModelForSequenceClassification
         torch.manual_seed(3)
-        hf = model_class.from_pretrained(policy_folder, **({"num_labels": 1} if is_reward_model else {}))
-        settings = peft.LoraConfig(task_type=task, r=4, target_modules="all-linear", init_lora_weights=False)
-        model = peft.get_peft_model(hf, settings).eval()
-        model.save_pretrained(tmp_path / task)
+        hf = model_class.from_pretrained(base, **({} if writes else {"num_labels": 1}))
+        settings = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False} | settings
+        model = peft.get_peft_model(hf, peft.LoraConfig(task_type=task, **settings)).eval()
+        model.save_pretrained(tmp_path / task, save_embedding_layers=False)
         return tmp_path / task, model
 
     return make
@@ -67,6 +68,42 @@ def test_a_policy(adapters: Any) -> None:
     assert load_reward_model(folder, head_seed=1).model.num_heads == 1
 
 
+def test_weights_that_nobody_trained_are_no_scores(
+    adapters: Any, tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = adapters("FEATURE_EXTRACTION")  # the head has adapters, and its own weights were not saved
+    with pytest.raises(ModelError, match="no reward head"):
+        Scorer.load(folder)
+    encoder = tmp_path / "encoder"  # without the pooler that a classifier draws, and peft does not save
+    AutoModelForMaskedLM.from_config(config_of("bert")).save_pretrained(encoder)
+    tiny_tokenizer.save_pretrained(encoder)
+    folder, _ = adapters("SEQ_CLS", encoder, target_modules=["query"])
+    with pytest.raises(ModelError, match=r"weights are missing(?s:.*)pooler"):
+        Scorer.load(folder)
+    for verb in (["verify", str(folder), "--write"], ["merge", str(folder), str(folder), "--output", "merged"]):
+        assert main(verb) == 2
+        assert "this is a folder of adapters" in capsys.readouterr().err
+
+
+def test_a_quantised_base_and_tied_embeddings_are_not_merged(
+    adapters: Any, tiny_tokenizer: Any, policy_folder: Path, tmp_path: Path
+) -> None:
+    tied = tmp_path / "tied"
+    causal_model("qwen3", vocab_size=600, tie_word_embeddings=True).save_pretrained(tied)
+    tiny_tokenizer.save_pretrained(tied)
+    folder, _ = adapters("CAUSAL_LM", tied, target_modules=["lm_head"])
+    with pytest.raises(ModelError, match=r"cannot be merged(?s:.*)one tensor in the base"):
+        load_policy(folder)
+    folder, _ = adapters("SEQ_CLS")
+    base = shutil.copytree(policy_folder, tmp_path / "quantised")
+    settings = json.loads((base / "config.json").read_text())
+    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (base / "config.json").write_text(json.dumps(settings | {"quantization_config": quantised}))
+    rebased(folder, base)
+    with pytest.raises(ModelError, match=r"quantised(?s:.*)full precision"):
+        Scorer.load(folder)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -76,6 +113,7 @@ def test_a_policy(adapters: Any) -> None:
             lambda folder, base: (folder / "adapter_model.safetensors").unlink(),
             r"cannot be merged(?s:.*)SequenceClassi",
         ),
+        (lambda folder, base: rebased(folder, folder), "the folder itself"),
         (lambda folder, base: rebased(folder, shallow(folder, base)), r"cannot be merged(?s:.*)layers\.1"),
         (lambda folder, base: None, None),
     ],

@@ -176,17 +176,15 @@ def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
     """Merge a folder of PEFT's adapters into the weights of their base model, in the weights' own number format.
 
     Modules that were trained whole (`modules_to_save`), as the head of a reward model, replace the base's. Returns the
-    names of the model's children that the folder has weights of. Raises `ModelError` where peft is missing, and for
-    adapters of another model, or of a kind that cannot be merged.
+    names of the model's weights that the folder has whole. Raises `ModelError` where peft is missing, and for adapters
+    of another model, or of a kind that cannot be merged.
     """
     writes = isinstance(hf, GenerationMixin)
-    auto = "AutoPeftModelForCausalLM" if writes else "AutoPeftModelForSequenceClassification"
-    labels = "" if writes else ", num_labels=1"
-    merge = f'peft.{auto}.from_pretrained("{folder}"{labels}).merge_and_unload().save_pretrained(MERGED)'
+    fix = f"merge them yourself, and use that folder: {merging_line(folder, writes=writes)}"
     try:
         import peft
     except ModuleNotFoundError as error:
-        fix = f"pip install treeward[lora], or merge them where peft is installed, and use that folder: {merge}"
+        fix = f"pip install treeward[lora], or where peft is installed {fix}"
         raise ModelError("adapters need the package peft", where=str(folder), got=str(error), fix=fix) from error
     try:
         with safe_open(folder / _WEIGHTS, framework="pt") as file:
@@ -195,24 +193,35 @@ def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
         if config.task_type == "SEQ_CLS" and writes:
             summary = "these are adapters of a classifier, as reward models are: it cannot write completions"
             raise ModelError(summary, where=str(folder))
+        whole = {name.removeprefix("base_model.model.") for name in saved} & hf.state_dict().keys()
+        above = {name.split(".")[0] for name in whole} - {hf.base_model_prefix}
         config.task_type = None  # its wrapper would want more of the model than a merge does
-        brought = {name.removeprefix("base_model.model.").split(".")[0] for name in saved}
-        whole = {name for name, _ in hf.named_children()} & brought - {hf.base_model_prefix}
-        config.modules_to_save = sorted({*(config.modules_to_save or ()), *whole}) or None
+        config.modules_to_save = sorted({*(config.modules_to_save or ()), *above}) or None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tensors that do not fit too, which are errors below
             adapted = peft.PeftModel.from_pretrained(hf, str(folder), config=config, torch_device=str(hf.device))
         if other := sorted(saved ^ set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))):
             raise ValueError(f"{len(other)} tensors are in the file or in the model, but not in both, as {other[0]}")
+        ends = hf.get_input_embeddings(), hf.get_output_embeddings()
+        is_tied = writes and ends[0].weight is ends[1].weight
+        if is_tied and any(isinstance(end, peft.tuners.lora.LoraLayer) for end in ends):
+            raise ValueError("they change the embeddings or the outputs, which are one tensor in the base")
         adapted.merge_and_unload()
     except ModelError:
         raise
     except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
-        got = (str(error).strip() or type(error).__name__).splitlines()[0]
-        need, fix = "adapters of this base, in safetensors", f"merge them yourself, and use that folder: {merge}"
+        got = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+        need = "adapters of this base, in safetensors"
         raise ModelError("the adapters cannot be merged", where=str(folder), got=got, need=need, fix=fix) from error
     hf.requires_grad_(True)  # peft freezes
-    return brought
+    return whole
+
+
+def merging_line(folder: Path, *, writes: bool = False) -> str:
+    """The line of Python that writes adapters and their base as one model; `writes`: one that writes completions."""
+    auto = "AutoPeftModelForCausalLM" if writes else "AutoPeftModelForSequenceClassification"
+    labels = "" if writes else ", num_labels=1"
+    return f'peft.{auto}.from_pretrained("{folder}"{labels}).merge_and_unload().save_pretrained(MERGED)'
 
 
 def _chosen_layers(policy: PolicyModel, config: LoraConfig) -> dict[str, nn.Module]:

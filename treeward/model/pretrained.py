@@ -88,6 +88,8 @@ def base_of_adapters(name: str) -> str | None:
     try:
         base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
         check_local(base)
+        if Path(base).expanduser().resolve() == file.parent.resolve():
+            raise ValueError(f"{base}: the folder itself")
     except (ModelError, ValueError, *_DAMAGED) as error:
         got, need = str(error).splitlines()[0], "base_model_name_or_path, the folder or hub name of the adapters' model"
         raise ModelError(
@@ -104,40 +106,48 @@ def load_weights(
     Raises `ModelError` for a checkpoint that is missing, damaged or of another shape, or that lacks other weights, and
     for weights that are not finite: some attention kernels swallow NaN and give numbers.
     """
-    if (base := base_of_adapters(name)) is not None:
-        hf, new_head = load_weights(model_class, base, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
-        if new_head:
-            hf.get_submodule(head_name(hf)).float()
-        brought = merge_adapters(hf, Path(name).expanduser())
-        _check_finite(hf, name)
-        return hf, new_head and not brought & set(HEAD_NAMES)
-    try:
-        hf, info = model_class.from_pretrained(
-            name,
-            config=config,
-            dtype=dtype,
-            attn_implementation="eager",
-            output_loading_info=True,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-        )
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise _loading_error(name, "model", error) from error
-    _check_finite(hf, name)
-    lacking = sorted(info["missing_keys"])
-    new_head = any(key.split(".")[0] in HEAD_NAMES for key in lacking)
-    # A pretrained encoder may lack the pooling too, which is above the backbone like the head.
-    above = f"{hf.base_model_prefix}."
-    if missing := [key for key in lacking if not new_head or (key.startswith(above) and ".pooler." not in key)]:
-        raise ModelError("weights are missing from the checkpoint", where=name, got=missing[:8])
-    return hf, new_head
-
-
-def _check_finite(hf: PreTrainedModel, name: str) -> None:
+    hf, lacking = _read_weights(model_class, name, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
     if broken := [key for key, weight in hf.named_parameters() if not bool(weight.detach().isfinite().all())]:
         raise ModelError(
             "the weights hold NaN or infinity", where=name, got=f"{len(broken)} tensors, the first of them {broken[0]}"
         )
+    new_head = any(_is_of_head(key) for key in lacking)
+    # A pretrained encoder may lack the pooling too, which is above the backbone like the head.
+    above = f"{hf.base_model_prefix}."
+    if missing := sorted(key for key in lacking if not new_head or (key.startswith(above) and ".pooler." not in key)):
+        raise ModelError("weights are missing from the checkpoint", where=name, got=missing[:8])
+    return hf, new_head
+
+
+def _read_weights(
+    model_class: Any, name: str, *, config: PreTrainedConfig, **settings: Any
+) -> tuple[PreTrainedModel, set[str]]:
+    """A model, and the names of the weights that neither its checkpoint nor its adapters have: they are random."""
+    if (base := base_of_adapters(name)) is not None:
+        if getattr(config, "quantization_config", None) is not None:
+            summary = "the base of these adapters is quantised, which a merge would round them to"
+            fix = f"name the same base in full precision as base_model_name_or_path of {ADAPTER_CONFIG}"
+            raise ModelError(summary, where=name, got=base, fix=fix)
+        hf, lacking = _read_weights(model_class, base, config=config, **settings)
+        if any(_is_of_head(key) for key in lacking):
+            hf.get_submodule(head_name(hf)).float()  # or the adapters' own would be cast
+        return hf, lacking - merge_adapters(hf, Path(name).expanduser())
+    try:
+        hf, info = model_class.from_pretrained(
+            name,
+            config=config,
+            attn_implementation="eager",
+            output_loading_info=True,
+            use_safetensors=True,
+            **settings,
+        )
+    except (OSError, RuntimeError, ValueError, ImportError, SafetensorError) as error:  # ImportError: of a quantiser
+        raise _loading_error(name, "model", error) from error
+    return hf, set(info["missing_keys"])
+
+
+def _is_of_head(key: str) -> bool:
+    return key.split(".")[0] in HEAD_NAMES
 
 
 def check_local(name: str) -> None:

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from treeward.errors import ModelError
+from treeward.model.lora import ADAPTER_CONFIG, merging_line
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -63,6 +64,11 @@ def read_stored(folder: Path) -> list[StoredTensor]:
                     dtype = part.get_dtype()
                     tensors.append(StoredTensor(key, path, _DTYPES.get(dtype, dtype), tuple(part.get_shape())))
     except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
+        if (folder / ADAPTER_CONFIG).is_file():
+            summary, need = "this is a folder of adapters", "a model folder with weights and tokenizer of its own"
+            raise ModelError(
+                summary, where=str(folder), need=need, fix=f"merge them: {merging_line(folder)}"
+            ) from error
         state = "missing" if isinstance(error, FileNotFoundError) else "damaged"
         raise ModelError(f"a file of weights is {state}", where=str(path), got=str(error)) from error
     return sorted(tensors, key=lambda tensor: tensor.name)
