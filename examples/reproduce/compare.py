@@ -24,13 +24,13 @@ def run(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=PUBLISHED["model"])
     parser.add_argument("--copy", metavar="FOLDER")
+    parser.add_argument("--output", metavar="FOLDER", default="results/reproduce")
     given, options = parser.parse_known_args(words)
-    output = Path("results/reproduce") / "-".join(Path(given.model).resolve().parts[-2:])
     source = "rewardbench" if given.copy is None else f"rewardbench={given.copy}"
-    code = main(["eval", given.model, "--suite", source, "--output", str(output), *options])
+    code = main(["eval", given.model, "--suite", source, "--output", given.output, *options])
     if code not in (0, 1):  # 1: a few examples have no score
         return code
-    (result,) = json.loads((output / "results.json").read_text(encoding="utf-8"))["results"]
+    (result,) = json.loads((Path(given.output) / "results.json").read_text(encoding="utf-8"))["results"]
     columns = [Column("subset"), Column("count", "of"), Column("here", "treeward", ".3f")]
     for name in PUBLISHED["columns"]:
         columns += [Column(name, format=".3f"), Column(f"{name} difference", "difference", "+.3f")]

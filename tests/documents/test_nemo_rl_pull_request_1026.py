@@ -129,7 +129,7 @@ def test_published_numbers_beside_ours(
     copy = tmp_path / "filtered.jsonl"
     copy.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     script = runpy.run_path(str(REPOSITORY / "examples" / "reproduce" / "compare.py"))
-    words = ["--limit", "1000", "--model", str(model_folder), "--copy"]
+    words = ["--limit", "1000", "--model", str(model_folder), "--output", "elsewhere", "--copy"]
     assert script["run"]([*words, str(copy)]) == 0
     published = script["PUBLISHED"]
     table = capsys.readouterr().out.partition(published["source"])[2]
