@@ -83,7 +83,7 @@ def test_a_conversation_that_does_not_end_with_the_assistant(tmp_path: Path, cap
             (
                 {"completions": [{"rank": rank, "completion": [assistant("4")]}] * 2},
                 "completions[0].rank",
-                "whole number",
+                "rank",
             )
             for rank in (None, True, 0.5, float("nan"), 2**64, 10**400)
         ),

@@ -188,8 +188,34 @@ def test_two_texts_need_no_prompt_unless_a_key_may_be_one(write_rows: Write) -> 
     )
 
 
+def test_completions_that_hold_the_prompt_are_whole_conversations(write_rows: Write) -> None:
+    """Else the prompt would be there twice."""
+    row = {"prompt": "2 + 2?", "completions": [[ASK, FOUR], [ASK, FIVE]], "scores": [2, 1]}
+    read_as = read(write_rows, row)
+    assert read_as.context == (ASK,) and [one.messages for one in read_as.completions] == [(FOUR,), (FIVE,)]
+    assert conversations_of(row, "x:1") == [[ASK, FOUR], [ASK, FIVE]]
+    with pytest.raises(DataError, match=r"holds the prompt(?s:.*)completions\[1\]"):
+        read(write_rows, row | {"completions": ["4", [ASK, FIVE]]})
+
+
+def test_the_input_of_an_instruction_is_not_lost(write_rows: Write) -> None:
+    """Alpaca's columns: the first row may have no input."""
+    row = {"instruction": "Add.", "input": "", "chosen": "4", "rejected": "5"}
+    path = write_rows("rows.jsonl", [row, row | {"input": "2 and 2"}])
+    with pytest.raises(DataError, match=r"rows\.jsonl:2(?s:.*)input would be lost"):
+        list(open_dataset(DatasetConfig(data_path=str(path))))
+    with pytest.raises(DataError, match="input would be lost"):
+        conversations_of({"instruction": "Add.", "input": "2 and 2", "response": "4"}, "x:1")
+
+
+def test_rows_of_one_prompt_that_are_apart_are_told(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": prompt, "response": prompt, "helpfulness": n} for n in (1, 2) for prompt in ("a", "b", "b")]
+    assert len(list(open_dataset(DatasetConfig(data_path=str(write_rows("rows.jsonl", rows)))))) == 2
+    assert "2 times a prompt comes back" in caplog.text
+
+
 def test_an_unknown_format_names_the_ways_out(write_rows: Write) -> None:
     with pytest.raises(DataError, match=r"rows\.jsonl:1(?s:.*)no known format(?s:.*)\['good'\](?s:.*)data\.prompt_key"):
         read(write_rows, {"good": "4"})
-    with pytest.raises(DataError, match="a rank is not a whole number(?s:.*)or a score for each"):
+    with pytest.raises(DataError, match=r"no rank and no score(?s:.*)completions\[0\](?s:.*)or a score for each"):
         read(write_rows, {"prompt": "2 + 2?", "completions": ["4", "5"]})

@@ -221,15 +221,23 @@ class HelpSteer2(UltraFeedback):
     hub_path = "nvidia/HelpSteer2"
 
     def rows(self) -> Iterator[Row]:
-        """One row for each prompt, at the place of its first response."""
-        need = "a row of prompt, response and helpfulness"
+        """One row for each prompt, at the place of its first response; a warning says if prompts come back later."""
+        need, seen, again = "a row of prompt, response and helpfulness", set(), 0
         for prompt, rows in groupby(super().rows(), lambda row: required(row.values, "prompt", row.where, need)):
-            first, completions = "", []
+            first, completions, key = "", [], hash(str(prompt))
+            again += key in seen
+            seen.add(key)
             for row in rows:
                 response, score = (required(row.values, key, row.where, need) for key in ("response", "helpfulness"))
                 completions.append({"response": response, "score": score})
                 first = first or row.where
             yield Row({"prompt": turns_of(prompt), "completions": completions}, first)
+        if again:
+            logger.warning(
+                "%s: %d times a prompt comes back after rows of others. Only rows that follow each other are compared: "
+                "sort the file by its prompt.",
+                *(self.name, again),
+            )
 
 
 @register_dataset("Tulu3Preference", "Tulu3PreferenceDataset")

@@ -24,7 +24,6 @@ from treeward.data.preference import (
     is_transcript,
     parse_json_list,
     prompt_key,
-    prompt_of,
     turns_of,
 )
 from treeward.errors import DataError
@@ -123,7 +122,8 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message
             pair = from_binary_row(row, where, prompt_key=prompt_key(row, where) or "prompt")
         return [[*pair.context, *completion.messages] for completion in pair.completions]
     if keys & {"completions", "responses"}:
-        context, ends = prompt_of(row, where), [messages for messages, _ in completions_of(row, where)]
+        context, given = completions_of(row, where)
+        ends = [messages for messages, _ in given]
     else:
         name = prompt_key(row, where)
         if name is None:

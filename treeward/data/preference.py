@@ -131,39 +131,50 @@ def last_text(messages: Sequence[Message]) -> str:
 def prompt_key(values: Mapping[str, Any], where: str | None) -> str | None:
     """The key of the row's prompt: `context`, `prompt`, or where neither is there `instruction`; None for no prompt.
 
-    Raises `DataError` for a row with both of the first.
+    Raises `DataError` for a row with both of the first, and for an instruction with an `input` (Alpaca's columns).
     """
     given = [key for key in ("context", "prompt") if values.get(key) is not None]
     if len(given) > 1:
         raise DataError("the row has two prompts", where=where, got="context and prompt", need="one of them")
-    return given[0] if given else "instruction" if values.get("instruction") is not None else None
+    key = given[0] if given else "instruction" if values.get("instruction") is not None else None
+    _check_no_input(values, key, where)
+    return key
 
 
-def prompt_of(values: Mapping[str, Any], where: str | None) -> Messages:
-    """The messages of the row's prompt, none where there is no prompt or its `context` is an empty list."""
-    key = prompt_key(values, where)
-    if key is None or (key == "context" and values[key] in ([], (), "[]")):
-        return ()
-    return as_messages(values[key], key, "user", where)
+def _check_no_input(values: Mapping[str, Any], key: str | None, where: str | None) -> None:
+    if key == "instruction" and values.get("input"):
+        need = "the whole prompt under one key"
+        raise DataError(
+            "an instruction's input would be lost", where=where, field="input", got=values["input"], need=need
+        )
 
 
-def completions_of(values: Mapping[str, Any], where: str | None) -> list[tuple[Messages, Mapping[str, Any]]]:
-    """The messages of each of the row's `completions` or `responses`, and what else the row says of it.
+def completions_of(
+    values: Mapping[str, Any], where: str | None
+) -> tuple[Messages, list[tuple[Messages, Mapping[str, Any]]]]:
+    """The context of the row's `completions` or `responses`, the messages of each, and what else the row says of it.
 
-    A completion is text, messages, or an object with either as its `completion` or `response`.
+    A completion is text, messages, or an object with either as its `completion` or `response`. The context is empty
+    where the row has no prompt, and where all completions hold the prompt: they are whole conversations.
     """
-    key = "completions" if values.get("completions") is not None else "responses"
+    key, prompt = "completions" if values.get("completions") is not None else "responses", prompt_key(values, where)
     given = parse_json_list(values.get(key), key, where)
     if not _is_list(given):
         need = '["...", ...], or as in the rank format'
         raise DataError(f"{key} is not a list of completions", where=where, field=key, got=given, need=need)
-    found: list[tuple[Messages, Mapping[str, Any]]] = []
+    is_empty = prompt is None or (prompt == "context" and values[prompt] in ([], (), "[]"))
+    context = () if is_empty else as_messages(values[prompt or ""], prompt or "", "user", where)
+    found: dict[str, tuple[Messages, Mapping[str, Any]]] = {}
     for i, item in enumerate(given):
         about: Mapping[str, Any] = item if isinstance(item, Mapping) else {}
         own = next((name for name in _TEXT_KEYS if about.get(name) is not None), None)
         value, field = (item, f"{key}[{i}]") if own is None else (about[own], f"{key}[{i}].{own}")
-        found.append((as_messages(value, field, "assistant", where), about))
-    return found
+        found[field] = (as_messages(value, field, "assistant", where), about)
+    if context and found and all(_holds_prompt(messages, context) for messages, _ in found.values()):
+        context = ()
+    for field, (messages, _) in found.items() if context else ():
+        _check_continues(context, messages, field, where)
+    return context, list(found.values())
 
 
 def preference_from_dict(
@@ -180,12 +191,12 @@ def preference_from_dict(
     if not isinstance(row, Mapping):
         raise DataError("a row is not an object", where=where, got=row, need=_RANK_FORMAT)
     key = next((key for key in ("completions", "responses") if row.get(key) is not None), None)
-    missing = "completions" if key is None else "context" if prompt_key(row, where) is None else None
-    given = [] if key is None else completions_of(row, where)
-    context, ends = prompt_of(row, where), [messages for messages, _ in given]
-    if missing == "context" and ends and all(messages[0]["role"] != "assistant" for messages in ends):
-        missing, (context, ends) = None, split_common_prefix(ends)
-    if missing is not None:
+    context, given = ((), []) if key is None else completions_of(row, where)
+    ends = [messages for messages, _ in given]
+    if not context and ends and all(messages[0]["role"] != "assistant" for messages in ends):
+        context, ends = split_common_prefix(ends)
+    elif key is None or prompt_key(row, where) is None:
+        missing = "completions" if key is None else "context"
         summary = f"the row has no {missing}"
         raise DataError(summary, where=where, field=missing, got=_keys(row), need=_RANK_FORMAT, fix=_RECOGNISED)
     if len(given) < 2:
@@ -193,9 +204,9 @@ def preference_from_dict(
         raise DataError(summary, where=where, field=key, got=row[key or ""], need=_RANK_FORMAT)
     ranks = [about.get("rank") for _, about in given]
     scores = [_score_of(about, f"{key}[{i}]", where) for i, (_, about) in enumerate(given)]
-    if not any(rank is not None for rank in ranks):
+    if ranks == [None] * len(given):
         listed = parse_json_list(row.get("scores"), "scores", where)
-        if _is_list(listed) and len(listed) == len(given) and not any(score is not None for score in scores):
+        if _is_list(listed) and len(listed) == len(given) and scores == ranks:
             scores = [_number(score, f"scores[{i}]", where) for i, score in enumerate(listed)]
         best_first = sorted({score for score in scores if score is not None}, reverse=True)
         ranks = [None if score is None else best_first.index(score) for score in scores]
@@ -232,8 +243,9 @@ def parse_json_list(value: Any, field: str, where: str | None) -> Any:
 
 def _rank(rank: Any, field: str, where: str | None) -> int:
     if isinstance(rank, bool) or not isinstance(rank, int | float) or not abs(rank) <= 2**31 or rank != int(rank):
-        need = "0, 1, ..., where a lower rank is better; or a score for each completion and no ranks"
-        raise DataError("a rank is not a whole number", where=where, field=field, got=rank, need=need)
+        need = "0, 1, ..., where a lower rank is better; or a score for each completion (or a list scores) and no ranks"
+        summary = "a completion has no rank and no score" if rank is None else "a rank is not a whole number"
+        raise DataError(summary, where=where, field=field, got=rank, need=need)
     return int(rank)
 
 
@@ -286,6 +298,7 @@ def from_binary_row(
     need = "a completion; prompt_key, chosen_key and rejected_key of BinaryPreferenceDataset name the keys"
     keys = (chosen_key, rejected_key)
     chosen, rejected = (as_messages(required(values, key, where, need), key, "assistant", where) for key in keys)
+    _check_no_input(values, prompt_key, where)
     raw_prompt = None if prompt_key is None else values.get(prompt_key)
     prompt = None if raw_prompt is None else as_messages(raw_prompt, prompt_key or "", "user", where)
     alone = [key for key, side in zip(keys, (chosen, rejected), strict=True) if not _holds_prompt(side, prompt)]
@@ -433,16 +446,16 @@ def _holds_prompt(side: Messages, prompt: Messages | None) -> bool:
     return any(message["role"] == "user" and last_text([message]).strip() == text for message in side[:-1])
 
 
-def _check_continues(prompt: Messages, side: Messages, key: str, where: str) -> None:
+def _check_continues(prompt: Messages, side: Messages, key: str, where: str | None) -> None:
     """Refuse a completion that is a conversation of its own: its prompt would be lost, or be there twice."""
     role, last_role = side[0]["role"], prompt[-1]["role"] if prompt else None
     if _holds_prompt(side, prompt):
-        summary = f"{key} holds the prompt and the other completion does not"
+        summary = f"{key} holds the prompt and another completion does not"
     elif role == "system" or (role == "user" and last_role != "assistant"):
         summary = f"{key} is a conversation that does not contain the prompt"
     else:
         return
-    need = "the completion alone, or the whole conversation with the prompt in it, alike for both completions"
+    need = "the completion alone, or the whole conversation with the prompt in it, alike for all completions"
     raise DataError(summary, where=where, field=f"{key}[0].role", got=role, need=need)
 
 

@@ -143,14 +143,14 @@ class RewardModelRun(Run):
         started = time.monotonic()
         size, sets = self.config.policy.train_global_batch_size, list(setup.training_sets.values())
         comparisons = [sets[which][row] for which, row in setup.order.batch(number - 1, size)]
-        num_groups = self._pairs(comparisons).num_groups
+        pairs = self._pairs(comparisons)
         total, computed_tokens, row_tokens = RewardMetrics(), 0, 0
         for members in self.plan(comparisons):
-            sums, computed, rows = self._backward([comparisons[i] for i in members], num_groups)
+            sums, computed, rows = self._backward([comparisons[i] for i in members], pairs.num_groups)
             total, computed_tokens, row_tokens = total + sums, computed_tokens + computed, row_tokens + rows
         learning_rate = self.optimizer.param_groups[0]["lr"]
         grad_norm = self._update_weights(number, total)
-        if self.config.rm.loss.margin and any(one.margin for one in comparisons):
+        if pairs.margin_P.any():
             self._watch.chance = None  # the loss of equal scores depends on the margins
         self._watch.see(number, total)
         means, episodes = total.means(), setup.order.num_seen(number, size)

@@ -61,6 +61,7 @@ TEXTS = [FOUR[1]["content"], JSON[1]["content"]]
             "completions": [{"response": TEXTS[0], "overall_score": 3}, {"completion": JSON[1:]}],
         },
         {"prompt": "2 + 2?", "chosen": TEXTS[0], "rejected": TEXTS[1]},
+        {"prompt": "2 + 2?", "completions": [FOUR, JSON]},
         {"prompt": "2 + 2?", "chosen": FOUR, "rejected": JSON},
         {"chosen": FOUR, "rejected": JSON},
         {"conversations": [FOUR, JSON]},

@@ -127,17 +127,13 @@ def parse(body: RewardsBody) -> list[Any]:
         raise APIError(422, "invalid_request", message, param="context")
     conversations: list[Any] = list(body.conversations or ())
     try:
-        if ends == ["completions"] or ends == ["responses"]:
-            conversations = _completions(body, prompts)
-        elif body.conversations is None:
-            row = {
-                key: literally(getattr(body, key), "user" if key in _PROMPTS else "assistant") for key in prompts + ends
-            }
-            conversations = list(conversations_of(row, "the request"))
+        if body.conversations is None:
+            row: dict[str, Any] = {key: literally(getattr(body, key), "assistant") for key in ends}
+            row |= {key: literally(getattr(body, key), "user") for key in prompts}
+            conversations = list(conversations_of(_literal_ends(row), "the request"))
     except DataError as error:
-        raise APIError(
-            422, "invalid_request", in_words(error), param=(error.field or "context").split("[")[0]
-        ) from error
+        param = (error.field or "context").split("[")[0]
+        raise APIError(422, "invalid_request", in_words(error), param=param) from error
     references = body.reference_answers
     if references is not None and len(references) != len(conversations):
         message = f"reference_answers: {len(references)} of them for {len(conversations)} conversations"
@@ -145,18 +141,24 @@ def parse(body: RewardsBody) -> list[Any]:
     return conversations
 
 
-def _completions(body: RewardsBody, prompts: list[str]) -> list[Any]:
-    if not prompts:
+def _literal_ends(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the texts of a list of completions as messages, whatever they look like."""
+    key = next((key for key in ("completions", "responses") if key in row), None)
+    if key is None:
+        return row
+    context = next((row[name] for name in _PROMPTS if name in row), None)
+    if context is None:
         raise DataError("completions need their context, which may be []", field="context", got="none")
-    context = literally(getattr(body, prompts[0]), "user")
-    given = body.completions or body.responses or []
-    if (len(context) + 1) * len(given) > _MOST_MESSAGES:  # a small body would become a large thing
-        message = f"{len(given)} completions of {len(context)} messages; at most {_MOST_MESSAGES} in all"
-        raise APIError(413, "too_many_messages", message, param="completions")
-    ends = [one.get("completion", one.get("response", {})) if isinstance(one, dict) else one for one in given]
-    if wrong := [end for end in ends if not isinstance(end, str | list)]:
-        raise DataError("a completion is neither text nor messages", field="completions", got=wrong[0])
-    return as_conversations(context, ends)
+    if (len(context) + 1) * len(row[key]) > _MOST_MESSAGES:  # a small body would become a large thing
+        message = f"{len(row[key])} completions of {len(context)} messages; at most {_MOST_MESSAGES} in all"
+        raise APIError(413, "too_many_messages", message, param=key)
+    ends = [
+        {name: literally(value, "assistant") for name, value in one.items()}
+        if isinstance(one, dict)
+        else literally(one, "assistant")
+        for one in row[key]
+    ]
+    return row | {key: ends}
 
 
 def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> RewardsResponse:
