@@ -93,8 +93,13 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
 def nearest_path(path: str | os.PathLike[str]) -> str | None:
     """The path that was probably meant by one that does not exist: names are corrected where it goes astray."""
     given = Path(path)
-    missing = next((one for one in reversed([given, *given.parents]) if not one.exists()), None)
-    near = missing and nearest_name(missing.name, os.listdir(missing.parent) if missing.parent.is_dir() else ())
+    try:
+        missing = next((one for one in reversed([given, *given.parents]) if not one.exists()), None)
+        # A link to nothing is listed, but does not exist.
+        names = () if missing is None else [one.name for one in missing.parent.iterdir() if one.exists()]
+    except OSError:  # as for a name that is too long, or a folder that may not be read
+        return None
+    near = missing and nearest_name(missing.name, names)
     if missing is None or near is None:
         return None
     meant = missing.parent / near / given.relative_to(missing)

@@ -72,6 +72,7 @@ def test_a_path_that_is_not_there_names_its_option_and_the_nearest(
     (tmp_path / "run" / "final" / "model").mkdir(parents=True)
     for name in ("rows.jsonl", "quickstart.yaml"):
         (tmp_path / "run" / name).write_text("")
+    (tmp_path / "run" / "rows.jsnl").symlink_to("nothing")  # is listed, though it does not exist
     assert main(words) == 2
     said = capsys.readouterr().err
     assert f"field: {option}\n" in said and f"did you mean {near}?" in said

@@ -74,7 +74,8 @@ def test_heads_are_weighted_on_the_command_line(
 ) -> None:
     rows = write_rows("rows.jsonl", [{"prompt": "2 + 2?", "chosen": "4.", "rejected": "It is 5."}])
     assert main(["score", str(labelled), "--data", str(rows)]) == 2
-    assert "--head-weights helpful=1" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{labelled}: the model has several heads" in said and "--head-weights helpful=1,brief=1" in said
 
     def scores(weights: str) -> list[float]:
         assert main(["score", str(labelled), "--data", str(rows), "--head-weights", weights]) == 0
@@ -86,8 +87,24 @@ def test_heads_are_weighted_on_the_command_line(
     output = tmp_path / "eval"
     words = ["eval", str(labelled), "--data", str(rows), "--output", str(output), "--head-weights", "1,0.5"]
     assert main(words) == 0 and "heads weighted 1,0.5" in (output / "report.html").read_text(encoding="utf-8")
-    assert main(["serve", str(labelled), "--head-weights", "1,x"]) == 2
-    assert "--head-weights" in capsys.readouterr().err
+    for bad in ("1,x", "1,nan"):
+        assert main(["serve", str(labelled), "--head-weights", bad]) == 2
+        assert "--head-weights: the weights of the heads cannot be read" in capsys.readouterr().err
+
+
+def test_constants_of_a_contract_are_not_those_of_other_weights_of_heads(
+    labelled: Path, write_rows: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{i} + 2?", "chosen": f"{i + 2}.", "rejected": "It is 50."} for i in range(20)]
+    data = ["--data", str(write_rows("rows.jsonl", rows))]
+    assert main(["verify", str(labelled), "--write", "--head-weights", "1,1"]) == 0
+    assert main(["calibrate", str(labelled), *data, "--shaping", "{normalize_rewards: true}"]) == 0
+    shaped = ["score", str(labelled), *data, "--shaping", "contract"]
+    assert main(shaped) == 0
+    capsys.readouterr()
+    for words in ([*shaped, "--head-weights", "0,1"], ["calibrate", str(labelled), *data, "--head-weights", "0,1"]):
+        assert main(words) == 2
+        assert "weights of heads" in capsys.readouterr().err
 
 
 def test_json(folder: Path, verify: Verify) -> None:

@@ -144,11 +144,14 @@ def test_ties_and_failures_are_not_right_and_counted() -> None:
     found = of_margins([1.0, 0.0, None, -1.0, 2.0], [1.0, 1.0, 1.0, 1.0, None])
     assert (found.overall.only_first, found.overall.only_second, found.overall.count) == (1, 3, 5)
     assert "Not right for a model: 1 example on which it ties." in found.notes
-    assert any("Not right for a model: 2 examples that it could not score." in note for note in found.notes)
+    assert "Not right for a model: 2 examples that it could not score." in found.notes
     both = found.both_scored
     assert both is not None and (both.only_first, both.only_second, both.count) == (0, 2, 3)
     assert (both.first.value, both.second.value) == (pytest.approx(1 / 3), 1.0)
     assert of_margins([1.0, 0.0], [1.0, 1.0]).both_scored is None
+    none = of_margins([1.0, None], [None, 1.0])
+    assert none.both_scored is None and any("No example was scored by both" in note for note in none.notes)
+    assert "both scored" not in " ".join(none.notes)
     # an example that one could not score has no margin to compare
     assert {one.example.id for one in found.disagreements} == {"1", "3"}
 

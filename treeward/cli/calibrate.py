@@ -72,6 +72,10 @@ def run(
         need = "a model folder that treeward has exported, with its contract, and that can be written"
         fix = "write them to a file of their own with --output calibration.json"
         raise ConfigError("the constants cannot be kept with the model", where=model, need=need, fix=fix)
+    if is_kept and options.head_weights is not None:
+        summary, need = "constants in a contract are of its own score", "the contract's weights of heads"
+        fix = f"treeward verify {model} --write --force --head-weights {options.head_weights} first, or --output"
+        raise ConfigError(summary, where="--head-weights", got=options.head_weights, need=need, fix=fix)
     stream = open_dataset(config)
     logger.info("Loading %s.", model)
     scorer, _ = load(one_model([model], None, None, options), options.batch_tokens)

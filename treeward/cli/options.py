@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -150,8 +151,8 @@ def check_shaping(section: ServedModelConfig, *, alone: bool = False) -> None:
     if section.shaping is not None:
         from treeward.scoring.rewarding import check_fixed, load_shaper
 
-        trusted, several = section.trust_remote_code, section.ensemble is not None
-        shaper = load_shaper(section.shaping, section.members[0], is_ensemble=several, trust_remote_code=trusted)
+        trusted, other = section.trust_remote_code, section.ensemble is not None or section.head_weights is not None
+        shaper = load_shaper(section.shaping, section.members[0], of_other_score=other, trust_remote_code=trusted)
         assert shaper is not None
         check_fixed(shaper.config, "--shaping", alone=alone)
 
@@ -162,13 +163,12 @@ def parse_head_weights(text: str) -> dict[str, float] | list[float]:
     names = [name.strip() for name, _, _ in pairs]
     try:
         values = [float(value) for *_, value in pairs]
-        if any(names) and ("" in names or len(set(names)) < len(names)):
+        if not all(map(math.isfinite, values)) or (any(names) and ("" in names or len(set(names)) < len(names))):
             raise ValueError(text)
     except ValueError as error:
         need = "a=1,b=0.5, each name once, or a number for each head, as 1,0.5"
-        raise ConfigError(
-            "the weights of the heads cannot be read", where="--head-weights", got=text, need=need
-        ) from error
+        summary = "the weights of the heads cannot be read"
+        raise ConfigError(summary, where="--head-weights", got=text, need=need) from error
     return dict(zip(names, values, strict=True)) if any(names) else values
 
 

@@ -198,7 +198,7 @@ def _shaper(config: RewardModelEnvironmentConfig) -> Shaper | None:
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     model, tokenizer, shaping = config.model_names[0], config.tokenizer.name, config.reward_shaping
     if config.url is None or shaping is None or shaping == "contract":
-        options["is_ensemble"] = config.ensemble is not None
+        options["of_other_score"] = config.ensemble is not None or config.head_weights is not None
         return load_shaper(shaping, model, tokenizer=tokenizer, **options)
     # The contract is at the server; a tokenizer that only repeats the address is no tokenizer.
     tokenizer = None if tokenizer in config.model_names else tokenizer

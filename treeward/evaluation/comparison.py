@@ -36,7 +36,7 @@ _NOTES = {
     "several": "{} with more than two completions: right is to have the best-ranked all ahead of the others, which is "
     "stricter than the accuracy over pairs that `treeward eval` shows.",
     "ties": "Not right for a model: {} on which it ties.",
-    "failed": "Not right for a model: {} that it could not score. The line `both scored` leaves them out.",
+    "failed": "Not right for a model: {} that it could not score.",
 }
 """What a reader must know of the numbers, by the name of its count; {}: so many examples."""
 
@@ -197,16 +197,18 @@ def compare(
         same_outcome=accuracy_metric(same_outcome, "same outcome", _prompts(pairs)),
         disagreements=tuple(differing[:num_disagreements]),
         num_disagreements=len(differing),
-        notes=tuple(_notes(counts, overall, len(parts))),
+        notes=tuple(_notes(counts, overall, len(parts), len(scored))),
     )
 
 
-def _notes(counts: Mapping[str, int], overall: PairedResult, num_parts: int) -> list[str]:
+def _notes(counts: Mapping[str, int], overall: PairedResult, num_parts: int, num_scored: int) -> list[str]:
     found = [
         text.format(f"{counts[name]} example{'s' if counts[name] != 1 else ''}")
         for name, text in _NOTES.items()
         if counts[name]
     ]
+    if num_scored == 0:
+        found.append("No example was scored by both models: this says nothing of which is better.")
     if overall.num_prompts == overall.count:
         found.append("p is of McNemar's exact test, two-sided.")
     else:

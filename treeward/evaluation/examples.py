@@ -11,7 +11,7 @@ again from these rows, without the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -86,6 +86,11 @@ class ScoredExample:
         if margin is None:
             return "failed" if self.failed else None
         return "right" if margin > 0 else "tie" if margin == 0 else "wrong"
+
+
+def mostly_failed(scored: Sequence[ScoredExample]) -> bool:
+    """Whether most examples lack a score: what is left is no sample, and there are no accuracies."""
+    return 2 * sum(one.failed for one in scored) > len(scored)
 
 
 def to_row(scored: ScoredExample) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from treeward.data.preference import Message
 from treeward.evaluation.diagnostics.biases import length_strata
 from treeward.evaluation.diagnostics.completions import collect_pairs
 from treeward.evaluation.diagnostics.scores import orders_and_confidences
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.examples import EvalExample, ScoredExample, mostly_failed
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import by_subset
 
@@ -66,6 +66,8 @@ def pooled_gate_metrics(sets: Sequence[Sequence[ScoredExample]]) -> dict[str, Me
 
 
 def _worst_subset(scored: Sequence[ScoredExample]) -> Metric:
+    if mostly_failed(scored):
+        return Metric("worst_subset", None, count=0, note="Most comparisons have no score.")
     outcomes = {name: collect_pairs(own).outcomes for name, own in by_subset(scored).items()}
     known = [(float(own.mean()), name, len(own)) for name, own in outcomes.items() if len(own)]
     if not known:

@@ -55,7 +55,7 @@ class SuiteResult:
 
     @property
     def mostly_failed(self) -> bool:
-        """Whether most examples lack a score: what is left is no sample of the suite, and there are no accuracies."""
+        """As `examples.mostly_failed`."""
         return 2 * self.num_failed > self.num_examples
 
     @property

@@ -33,7 +33,7 @@ from treeward.errors import ConfigError, DataError
 from treeward.evaluation.diagnostics.overlap import Overlap, find_overlap
 from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations
 from treeward.evaluation.drift import SuiteDrift, find_drift
-from treeward.evaluation.examples import EvalExample, ScoredExample, scored_from_row, to_row
+from treeward.evaluation.examples import EvalExample, ScoredExample, mostly_failed, scored_from_row, to_row
 from treeward.evaluation.suites.interface import Suite
 from treeward.evaluation.summary import Summary, summarize
 from treeward.evaluation.writing import write_results
@@ -173,7 +173,7 @@ def _evaluate(
         what, own = f"{candidate.name} on {one.suite.name}", {**identity, "examples": one.digest}
         folder = None if output is None else output / candidate.name / one.suite.name
         scored = _score_suite(scorer, one, what, folder, own, on_progress)
-        if folder is not None and 2 * sum(example.failed for example in scored) <= len(scored):
+        if folder is not None and not mostly_failed(scored):
             files = one.suite.published_files(scored, candidate.published_name or candidate.name)
             for name, content in files.items():
                 path = folder / "published" / name
@@ -334,9 +334,8 @@ def _score_suite(
     found = tuple(done[example.id] for example in loaded.examples)
     missing = Counter(next(filter(None, one.errors), "no reason is known") for one in found if one.failed)
     if reasons := common_reasons(missing):
-        said = "have no score" if 2 * missing.total() > total else "have no score and count as wrong"
-        logger.warning("%s: %d of %d examples %s (%s).",
-                       what, missing.total(), total, said, "; ".join(reason for reason, _ in reasons[:3]))  # fmt: skip
+        logger.warning("%s: %d of %d examples have no score (%s).",
+                       what, missing.total(), total, "; ".join(reason for reason, _ in reasons[:3]))  # fmt: skip
     return found
 
 

@@ -170,19 +170,19 @@ def load_shaper(
     shaping: RewardShapingConfig | Literal["contract"] | None,
     model: str,
     *,
-    is_ensemble: bool = False,
+    of_other_score: bool = False,
     tokenizer: PreTrainedTokenizerBase | str | None = None,
     trust_remote_code: bool = False,
 ) -> Shaper | None:
     """The shaper of a configuration, with the constants of the model's contract; None for no shaping.
 
-    `shaping`: "contract" is the section in the contract. `is_ensemble`: `model` is one of several, and its constants do
-    not describe their common score. `tokenizer`: counts tokens; an object or a name; None: the model's own. Raises
-    `ConfigError` for constants that are needed and missing.
+    `shaping`: "contract" is the section in the contract. `of_other_score`: of an ensemble, or with weights of heads
+    that are not the contract's: its constants do not describe that score. `tokenizer`: counts tokens; an object or a
+    name; None: the model's own. Raises `ConfigError` for constants that are needed and missing.
     """
     if shaping is None:
         return None
-    contract = None if is_ensemble else read_contract(model)
+    contract = None if of_other_score else read_contract(model)
     if shaping == "contract":
         shaping = contract.reward_shaping if contract else None
     if shaping is None:
@@ -190,7 +190,7 @@ def load_shaper(
             "the model's scoring contract has no reward shaping",
             where=model,
             field="reward_shaping",
-            got="contract, of an ensemble" if is_ensemble else f"no such section in {CONTRACT_FILE}",
+            got="contract, of an ensemble or with weights of heads" if of_other_score else f"none in {CONTRACT_FILE}",
             fix="give the section itself, as {length_penalty: {coefficient: 0.001}}; or fit one and keep it in the "
             f'contract: treeward calibrate {model} --data FILE.jsonl --shaping "{{length_calibration: true}}"',
         )

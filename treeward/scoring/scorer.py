@@ -162,7 +162,10 @@ class Scorer(PreparedScorer[Prepared]):
         self._prompt_lengths: dict[bytes, int] = {}
         self._recent = RecentTokens()
         self.head_names = _head_names(model, contract)
-        self.head_weights = _head_weights(head_weights, self.head_names)
+        try:
+            self.head_weights = _head_weights(head_weights, self.head_names)
+        except TreewardError as error:
+            raise error.but(where=model.hf.name_or_path or None) from None
 
     @classmethod
     def load(
@@ -423,8 +426,8 @@ def _head_weights(weights: HeadWeights | None, names: Sequence[str]) -> tuple[fl
         raise ModelError(
             "the model has several heads, and nothing says how they make one score",
             got=f"{len(names)} heads: {', '.join(names)}",
-            fix=f"treeward score MODEL --head-weights {given} (eval, bon and serve have it too); in Python and in a "
-            f"configuration head_weights={dict.fromkeys(names[:2], 1.0)}; Score.heads has all values",
+            fix=f"--head-weights {given} of treeward score, eval, bon and serve; in Python and in a configuration "
+            f"head_weights={dict.fromkeys(names[:2], 1.0)}; Score.heads has all values",
         )
     if weights == "mean":
         return (1.0 / len(names),) * len(names)

@@ -114,8 +114,7 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "error")
     message = f"{request.method} {request.url.path[:100]}: {error.detail}"
     if error.status_code == 404:
-        method, paths = request.method.lower(), request.app.openapi()["paths"]
-        routes = [path for path, methods in paths.items() if method in methods and "{" not in path]
+        routes = [path for path in request.app.openapi()["paths"] if "{" not in path]
         near = nearest_name(request.url.path[:100], routes)
         message += f"; {f'did you mean {near}? ' if near else ''}the routes are {', '.join(routes)}"
     response = await _api_error(request, APIError(error.status_code, code, message))

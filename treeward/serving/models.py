@@ -117,7 +117,8 @@ class ServedModel:
             for device in config.device
         ]
         tokenizer = replicas[0].renderer.tokenizer
-        shaper = load_shaper(config.shaping, members[0], is_ensemble=ensemble is not None, tokenizer=tokenizer)
+        other = ensemble is not None or config.head_weights is not None
+        shaper = load_shaper(config.shaping, members[0], of_other_score=other, tokenizer=tokenizer)
         # Nobody knows whether a model that was not checked keeps its contract; other weights make another score.
         found = contracts if config.check_contract and config.head_weights is None else []
         served = cls(

@@ -37,7 +37,7 @@ from treeward.data.datasets import open_dataset
 from treeward.data.preference import check_messages
 from treeward.data.sources import KINDS, Row, file_suffix, read_rows
 from treeward.errors import DataError
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.examples import EvalExample, ScoredExample, mostly_failed
 from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.statistics import Part, by_subset, with_notes
 
@@ -82,7 +82,7 @@ class Suite(ABC):
             notes.append(f"These are {count} of {self.num_published} examples: not comparable with published scores.")
         if num_failed:
             notes.append(f"{num_failed} of {len(scored)} examples lack a score; what needs it counts as wrong.")
-        if num_failed and 2 * num_failed <= len(scored):
+        if num_failed and not mostly_failed(scored):
             without = self._compute(rest)
             of_scored["headline_of_scored"] = replace(without.headline, note=None)
             of_scored["parts_of_scored"] = (*without.sections, *without.subsets)
