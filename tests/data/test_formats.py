@@ -196,10 +196,13 @@ def test_completions_that_hold_the_prompt_are_whole_conversations(write_rows: Wr
     assert conversations_of(row, "x:1") == [[ASK, FOUR], [ASK, FIVE]]
     with pytest.raises(DataError, match=r"holds the prompt(?s:.*)completions\[1\]"):
         read(write_rows, row | {"completions": ["4", [ASK, FIVE]]})
+    assert conversations_of({"prompt": "2 + 2?", "response": [ASK, FOUR]}, "x:1") == [[ASK, FOUR]]
 
 
-def test_the_input_of_an_instruction_is_not_lost(write_rows: Write) -> None:
-    """Alpaca's columns: the first row may have no input."""
+def test_a_part_of_the_prompt_is_not_lost(write_rows: Write) -> None:
+    """Dolly's columns, and Alpaca's, whose first row may have no input."""
+    with pytest.raises(DataError, match="two prompts(?s:.*)context and instruction"):
+        conversations_of({"instruction": "Add.", "context": "2 and 2", "response": "4"}, "x:1")
     row = {"instruction": "Add.", "input": "", "chosen": "4", "rejected": "5"}
     path = write_rows("rows.jsonl", [row, row | {"input": "2 and 2"}])
     with pytest.raises(DataError, match=r"rows\.jsonl:2(?s:.*)input would be lost"):

@@ -17,6 +17,7 @@ from typing import Any
 from treeward.data.preference import (
     Message,
     as_messages,
+    before,
     check_messages,
     completions_of,
     from_binary_row,
@@ -128,8 +129,8 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message
         name = prompt_key(row, where)
         if name is None:
             raise DataError("the row has no prompt", where=where, field="prompt", got=f"keys {sorted(map(str, row))}")
-        context = as_messages(turns_of(row[name]), name, "user", where)
-        ends = [as_messages(row[key], key, "assistant", where) for key in sorted(keys)]
+        sides = {key: as_messages(row[key], key, "assistant", where) for key in sorted(keys)}
+        context, ends = before(as_messages(turns_of(row[name]), name, "user", where), sides, where), [*sides.values()]
     if not ends:
         raise DataError("there are no completions", where=where, field=next(iter(keys)), got="[]", need="one or more")
     return [[*context, *end] for end in ends]

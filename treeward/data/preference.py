@@ -129,16 +129,16 @@ def last_text(messages: Sequence[Message]) -> str:
 
 
 def prompt_key(values: Mapping[str, Any], where: str | None) -> str | None:
-    """The key of the row's prompt: `context`, `prompt`, or where neither is there `instruction`; None for no prompt.
+    """The key of the row's prompt: `context`, `prompt` or `instruction`; None for no prompt.
 
-    Raises `DataError` for a row with both of the first, and for an instruction with an `input` (Alpaca's columns).
+    Raises `DataError` for a row with two of them, and for an instruction with an `input` (Alpaca's columns).
     """
-    given = [key for key in ("context", "prompt") if values.get(key) is not None]
+    given = [key for key in ("context", "prompt", "instruction") if values.get(key) is not None]
     if len(given) > 1:
-        raise DataError("the row has two prompts", where=where, got="context and prompt", need="one of them")
-    key = given[0] if given else "instruction" if values.get("instruction") is not None else None
-    _check_no_input(values, key, where)
-    return key
+        need = "one of them, or its name: data.prompt_key=prompt"
+        raise DataError("the row has two prompts", where=where, got=" and ".join(given), need=need)
+    _check_no_input(values, given[0] if given else None, where)
+    return given[0] if given else None
 
 
 def _check_no_input(values: Mapping[str, Any], key: str | None, where: str | None) -> None:
@@ -164,17 +164,27 @@ def completions_of(
         raise DataError(f"{key} is not a list of completions", where=where, field=key, got=given, need=need)
     is_empty = prompt is None or (prompt == "context" and values[prompt] in ([], (), "[]"))
     context = () if is_empty else as_messages(values[prompt or ""], prompt or "", "user", where)
-    found: dict[str, tuple[Messages, Mapping[str, Any]]] = {}
+    sides: dict[str, Messages] = {}
+    more: list[Mapping[str, Any]] = []
     for i, item in enumerate(given):
         about: Mapping[str, Any] = item if isinstance(item, Mapping) else {}
         own = next((name for name in _TEXT_KEYS if about.get(name) is not None), None)
         value, field = (item, f"{key}[{i}]") if own is None else (about[own], f"{key}[{i}].{own}")
-        found[field] = (as_messages(value, field, "assistant", where), about)
-    if context and found and all(_holds_prompt(messages, context) for messages, _ in found.values()):
-        context = ()
-    for field, (messages, _) in found.items() if context else ():
-        _check_continues(context, messages, field, where)
-    return context, list(found.values())
+        sides[field] = as_messages(value, field, "assistant", where)
+        more.append(about)
+    return before(context, sides, where), list(zip(sides.values(), more, strict=True))
+
+
+def before(context: Messages, sides: Mapping[str, Messages], where: str | None) -> Messages:
+    """What comes before the completions `sides`, by their fields: the context, or nothing where all of them hold it.
+
+    Raises `DataError` where only some do.
+    """
+    if context and sides and all(_holds_prompt(side, context) for side in sides.values()):
+        return ()
+    for field, side in sides.items() if context else ():
+        _check_continues(context, side, field, where)
+    return context
 
 
 def preference_from_dict(

@@ -35,7 +35,7 @@ from treeward.model.contract import read_contract
 from treeward.progress import ShownProgress
 from treeward.scoring.scorer import Scorer
 from treeward.storage import write_text
-from treeward.training.setup import RewardModelSetup, as_measured, place_of
+from treeward.training.setup import RewardModelSetup, as_measured
 
 logger = logging.getLogger(__name__)
 
@@ -199,20 +199,7 @@ class ValidationSuite(PreferenceSuite):
     def load(self, source: str | None = None) -> list[EvalExample]:
         """The examples, in the order of the data; ids are the rows' numbers. Raises `DataError` for data that has
         changed since the run read it."""
-        rows = iter(super().load(source))
-        examples = []
-        for i in range(self.size):
-            comparison = self.encoded[i]
-            example = next((one for one in rows if place_of(one.where) == place_of(comparison.where)), None)
-            if example is None or len(example.completions) < len(comparison.ranks):
-                raise DataError(
-                    "the validation set is not what the run has read",
-                    where=comparison.where,
-                    got="other rows",
-                    need="the data as it was when the run was set up",
-                )
-            examples.append(as_measured(example, comparison, self.renderer))
-        return examples
+        return as_measured(super().load(source), (self.encoded[i] for i in range(self.size)), self.renderer)
 
 
 def verdicts(report: Path) -> list[str]:

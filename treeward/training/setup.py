@@ -178,12 +178,7 @@ def examples_to_perturb(
     They are those that `treeward eval --perturbations` draws. Raises `DataError` if no comparison has a better and a
     worse completion that are text.
     """
-    validated = {place_of(comparison.where): comparison for comparison in comparisons}
-    examples = [
-        as_measured(example, comparison, renderer)
-        for example in PreferenceSuite(str(config.name), config).load()
-        if (comparison := validated.get(place_of(example.where))) is not None
-    ]
+    examples = as_measured(PreferenceSuite(str(config.name), config).load(), comparisons, renderer)
     sampled = sample_examples(examples, num_examples)
     if not sampled:
         got = f"{len(examples)} comparisons, none with a better and a worse completion that are text"
@@ -193,10 +188,29 @@ def examples_to_perturb(
     return sampled
 
 
-def as_measured(example: EvalExample, comparison: Comparison, renderer: Renderer) -> EvalExample:
-    """Without completions that are too long, or whose tokens are those of an earlier one."""
-    if len(example.completions) == len(comparison.ranks):
-        return example
+def as_measured(
+    examples: Iterable[EvalExample], comparisons: Iterable[Comparison], renderer: Renderer
+) -> list[EvalExample]:
+    """The examples of the comparisons, which are in the same order, with the completions that a validation measures.
+
+    Those that are too long, or have the tokens of an earlier one, are left out. Raises `DataError` for data that has
+    changed since the comparisons were read.
+    """
+    remaining, measured = iter(examples), []
+    for comparison in comparisons:
+        place = place_of(comparison.where)
+        example = next((one for one in remaining if place_of(one.where) == place), None)
+        if example is None or len(example.completions) < len(comparison.ranks):
+            need = "the data as it was when the run was set up"
+            summary = "the validation set is not what the run has read"
+            raise DataError(summary, where=comparison.where, got="other rows", need=need)
+        if len(example.completions) > len(comparison.ranks):
+            example = _without_left_out(example, comparison, renderer)
+        measured.append(example)
+    return measured
+
+
+def _without_left_out(example: EvalExample, comparison: Comparison, renderer: Renderer) -> EvalExample:
     firsts: dict[tuple[int, ...], int] = {}
     for i, conversation in enumerate(example.conversations):
         if fitted := renderer.fit(conversation, where=example.where):

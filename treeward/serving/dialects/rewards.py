@@ -122,7 +122,7 @@ def parse(body: RewardsBody) -> list[Any]:
     """The conversations of a body. Raises `APIError` 422 for too few keys or too many, and 413."""
     prompts = [key for key in _PROMPTS if getattr(body, key) is not None]
     ends = [key for key in _ENDS if getattr(body, key) is not None]
-    if (body.conversations is None) != bool(prompts or ends) or len(prompts) > 1:
+    if (body.conversations is None) != bool(prompts or ends):
         message = "give either conversations, or completions with their context ([] where they continue nothing)"
         raise APIError(422, "invalid_request", message, param="context")
     conversations: list[Any] = list(body.conversations or ())
