@@ -44,14 +44,15 @@ def signed_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def served(signed_folder: Path) -> Iterator[str]:
-    """The address of a server of the signed model, as it is (`rm`) and with a shaping (`shaped`)."""
+    """The address of a server of the signed model: as it is (`rm`), by constants (`shaped`), by references (`par`)."""
     from treeward.config.server import ServerConfig
     from treeward.serving.run import make_service
 
-    shaping = {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 0.5}
+    constants = {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 0.5}
+    shapings = {"rm": None, "shaped": constants, "par": {"reference": "par"}}
     one = {"model": str(signed_folder), "device": "cpu"}
-    config = {"models": [{**one, "name": "rm"}, {**one, "name": "shaped", "shaping": shaping}]}
-    service = make_service(ServerConfig.model_validate(config))
+    models = [{**one, "name": name, "shaping": shaping} for name, shaping in shapings.items()]
+    service = make_service(ServerConfig.model_validate({"models": models}))
     with serving_on_loopback(service, token="a-token") as url:
         yield url
     service.close()

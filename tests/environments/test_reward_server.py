@@ -36,13 +36,7 @@ def scores(signed_folder: Path) -> list[float]:
 
 def section(served: str, **keys: Any) -> dict[str, Any]:
     """With what a configuration of NeMo RL has beside the model; it has no effect."""
-    own = {
-        "enabled": True,
-        "precision": "bfloat16",
-        "batch_size": 4,
-        "max_model_len": 2048,
-        "tokenizer": {"name": served},
-    }
+    own = {"enabled": True, "precision": "bfloat16", "batch_size": 4, "tokenizer": {"name": served}}
     return {"model_name": served, "token_env": "REWARD_TOKEN", "resources": {"gpus_per_node": 2}, **own, **keys}
 
 
@@ -54,7 +48,8 @@ def test_every_face_gives_the_scores_of_the_model(served: str, scores: list[floa
     found = {
         "step": RewardModelEnvironment(section(f"{served}/v1"))
         .step([*LOGS, PROMPT], [*INFOS, {}])
-        .rewards.tolist()[:3],
+        .rewards[:3]
+        .tolist(),
         "nemo_rl": NemoRLEnvironment(section(served)).step(LOGS, INFOS).rewards.tolist(),
         "as_trl": as_trl(served, token_env="REWARD_TOKEN")([PROMPT] * 3, ends, ground_truth=[1, 2, 3]),
         "TrlReward": TrlReward(client)(["Name a river."] * 3, COMPLETIONS),
@@ -64,36 +59,38 @@ def test_every_face_gives_the_scores_of_the_model(served: str, scores: list[floa
         assert rewards == pytest.approx(scores, abs=1e-5), face
 
 
+CONSTANTS = {"normalize_rewards": True, "reward_mean": 3.0, "reward_std": 2.0}
+BY_LENGTH = {"length_penalty": {"coefficient": 10.0, "threshold": 0, "unit": "tokens"}}
+
+
 @pytest.mark.parametrize(
-    ("keys", "scale"),
+    ("keys", "shaping"),
     [
-        ({}, (0.0, 1.0)),
-        ({"served_model": "shaped"}, (1.0, 0.5)),  # the server's own
-        ({"served_model": "shaped", "reward_shaping": {"reward_mean": 3.0, "reward_std": 2.0}}, (3.0, 2.0)),
-        ({"reward_shaping": {"reward_mean": 3.0, "reward_std": 2.0}}, (3.0, 2.0)),
+        (
+            {"served_model": "shaped"},
+            {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 0.5},
+        ),  # the server's
+        ({"served_model": "par"}, {"reference": "par"}),
+        ({"served_model": "shaped", "reward_shaping": CONSTANTS}, CONSTANTS),  # ours alone
+        ({"served_model": "shaped", "reward_shaping": {"reference": "par"}}, {"reference": "par"}),
+        ({"reward_shaping": BY_LENGTH}, BY_LENGTH),
     ],
 )
 def test_shaping_is_ours_or_the_servers(
-    keys: dict[str, Any], scale: tuple[float, float], served: str, scores: list[float]
+    keys: dict[str, Any], shaping: dict[str, Any], served: str, signed_folder: Path, scores: list[float]
 ) -> None:
-    if "reward_shaping" in keys:
-        keys = keys | {"reward_shaping": {"normalize_rewards": True, **keys["reward_shaping"]}}
-    rewards = RewardModelEnvironment(section(served, **keys)).reward(LOGS, INFOS)
-    assert [one.value for one in rewards] == pytest.approx([(s - scale[0]) / scale[1] for s in scores], abs=1e-4)
-    assert [one.raw for one in rewards] == pytest.approx(scores, abs=1e-5)
-
-
-def test_lengths_are_counted_by_a_tokenizer_that_is_named(
-    served: str, signed_folder: Path, scores: list[float]
-) -> None:
-    keys = {"reward_shaping": {"length_penalty": {"coefficient": 10.0, "threshold": 0, "unit": "tokens"}}}
-    with pytest.raises(ConfigError, match="there is no tokenizer"):
-        RewardModelEnvironment(section(served, **keys))
-    named = RewardModelEnvironment(section(served, **keys, tokenizer={"name": str(signed_folder)}))
-    local = RewardModelEnvironment({"model_name": str(signed_folder), "precision": "float32", **keys})
-    found, want = named.step(LOGS, INFOS).rewards, local.step(LOGS, INFOS).rewards
-    assert found.tolist() == pytest.approx(want.tolist(), abs=1e-4)
-    assert found.tolist() != pytest.approx(scores, abs=1)
+    if shaping is BY_LENGTH:  # counted by a tokenizer that is named
+        with pytest.raises(ConfigError, match="there is no tokenizer"):
+            RewardModelEnvironment(section(served, **keys))
+        keys = keys | {"tokenizer": {"name": str(signed_folder)}}
+    local = RewardModelEnvironment(
+        {"model_name": str(signed_folder), "precision": "float32", "reward_shaping": shaping}
+    )
+    infos = [{"reference_answers": "The Rhine."}, {"reference_answers": ["Elbe", "Oder"]}, {}]
+    found, want = (one.reward(LOGS, infos) for one in (RewardModelEnvironment(section(served, **keys)), local))
+    assert [one.value for one in found] == pytest.approx([one.value for one in want], abs=1e-4)
+    assert [one.raw for one in found] == pytest.approx(scores, abs=1e-5)
+    assert [one.value is None for one in found] == [False, False, "reference" in shaping]
 
 
 def test_one_that_cannot_be_scored_is_masked_or_raises(served: str, scores: list[float]) -> None:

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from treeward.data.formats import as_conversations
 from treeward.data.preference import check_messages
 from treeward.errors import ConfigError, DataError
-from treeward.http import Connection, Reply, RewardServerError, checked_url
+from treeward.http import Connection, Reply, RewardServerError
 from treeward.scoring.score import Conversation, OnError, Reward, Score
 
 _Arguments = ParamSpec("_Arguments")
@@ -62,9 +62,9 @@ class _Client:
                 raise ConfigError(f"{name} is not positive", field=name, got=number, need="a positive number")
         self.model, self.timeout_seconds = model, timeout_seconds
         self.max_conversations, self._max_concurrency = max_conversations, max_concurrency
-        self.url = checked_url(url)
         of_connection = {"token": token, "max_retries": max_retries, "transport": transport}
-        self._connection = Connection(self.url, max_connections=max_concurrency, **of_connection)  # type: ignore[arg-type]
+        self._connection = Connection(url, max_connections=max_concurrency, **of_connection)  # type: ignore[arg-type]
+        self.url = self._connection.url
 
     async def _rewards(
         self,

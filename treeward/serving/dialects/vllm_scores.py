@@ -20,6 +20,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field
 
+from treeward.data.formats import as_conversations
 from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.dialects.bodies import JSONRoute, Server, Strings, as_list
@@ -72,7 +73,7 @@ async def rerank(body: RerankBody, server: Server) -> JSON:
         ranked = sorted(found["data"], key=lambda row: -row["relevance_score"])[: body.top_n or None]
         return {"id": found["id"], "model": model.name, "usage": found["usage"], "results": ranked}
 
-    return await server.respond(model, [_conversation(body.query, text) for text in body.documents], to_json)
+    return await server.respond(model, as_conversations(body.query, body.documents), to_json)
 
 
 def parse(body: ScoreBody) -> list[Conversation]:
@@ -86,8 +87,4 @@ def parse(body: ScoreBody) -> list[Conversation]:
         message = f"{len(prompts)} prompts for {len(completions)} completions: give one for all, or one for each"
         raise APIError(422, "invalid_request", message)
     every = prompts * len(completions) if len(prompts) == 1 else prompts
-    return [_conversation(prompt, completion) for prompt, completion in zip(every, completions, strict=True)]
-
-
-def _conversation(prompt: str, completion: str) -> Conversation:
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    return [as_conversations(prompt, [one])[0] for prompt, one in zip(every, completions, strict=True)]
