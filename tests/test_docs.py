@@ -101,18 +101,24 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
 class Servers:
     """The servers that guides start, by their commands: two guides that start the same one share it."""
 
     def __init__(self) -> None:
         self.running: dict[str, tuple[subprocess.Popen[bytes], int]] = {}
         self.port_of: dict[str, int] = {}
+        self.own_port = _free_port()
 
     def start(self, command: str, file: str) -> None:
         if command not in self.running:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
+            port = _free_port()
             words = [*shlex.split(command)[1:], "--port", str(port)]
             process = subprocess.Popen([sys.executable, "-m", "treeward.cli.main", *words], stderr=subprocess.PIPE)
             self.running[command] = process, port
@@ -120,8 +126,9 @@ class Servers:
         self.port_of[file] = self.running[command][1]
 
     def on_its_port(self, code: str, file: str) -> str:
-        """The code as it is for the server of this file."""
-        return code.replace("localhost:8000", f"localhost:{self.port_of.get(file, 8000)}")
+        """The code with the port of this file's server, and with a free one for the guides' own servers."""
+        code = code.replace("localhost:8000", f"localhost:{self.port_of.get(file, 8000)}")
+        return code.replace("8351", str(self.own_port))
 
     def stop(self) -> list[int]:
         """End all of them as a terminal would; returns their exit codes."""

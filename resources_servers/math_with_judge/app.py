@@ -9,21 +9,21 @@ rule cannot read, a language model says in both orders whether it is equivalent 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from treeward.compat.nemo_gym import (
-    BaseMultiRewardVerifyResponse,
     BaseResourcesServerConfig,
     BaseVerifyRequest,
+    BaseVerifyResponse,
     SimpleResourcesServer,
 )
-from treeward.config.nemo_gym import model_server_url
-from treeward.data.responses_items import as_conversation
+from treeward.config.nemo_gym import NemoGymConfig, model_server_url
+from treeward.data.responses_items import conversation_of
 from treeward.environments.registry import make_environment
 from treeward.environments.source import RewardSource
-from treeward.errors import ModelError
+from treeward.errors import ConfigError, ModelError
 
 
 class MathWithJudgeConfig(BaseResourcesServerConfig):
@@ -42,9 +42,17 @@ class MathWithJudgeConfig(BaseResourcesServerConfig):
     library_verifier_max_concurrency: PositiveInt = 2
     """Processes of the rule."""
 
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        for key in (self.model_extra or {}).keys() - NemoGymConfig.foreign_keys().keys():
+            need = f"one of {', '.join(MathWithJudgeConfig.__annotations__)}"
+            raise ConfigError("there is no such key", field=key, need=need)
+        return self
+
     def environment(self) -> dict[str, Any]:
         """The section of the environment that gives the rewards."""
-        library: dict[str, Any] = {"type": "math", "timeout_seconds": self.library_verifier_timeout_seconds}
+        library: dict[str, Any] = {"type": "math", "answer_key": "expected_answer"}
+        library |= {"timeout_seconds": self.library_verifier_timeout_seconds}
         library |= {"workers": self.library_verifier_max_concurrency}
         members: dict[str, dict[str, Any]] = {"library": library}
         if self.should_use_judge:
@@ -65,10 +73,11 @@ class MathVerifyRequest(BaseVerifyRequest):
     expected_answer: str
 
 
-class MathVerifyResponse(BaseMultiRewardVerifyResponse):
-    """A rollout with its reward; the judge's is None where it was not asked."""
+class MathVerifyResponse(BaseVerifyResponse):
+    """A rollout with its reward and the parts of it; the judge's is None where it was not asked."""
 
     expected_answer: str
+    reward_components: dict[str, float]
     library_reward: float | None = None
     judge_reward: float | None = None
 
@@ -91,14 +100,14 @@ class MathWithJudge(SimpleResourcesServer):
     async def verify(self, body: MathVerifyRequest) -> MathVerifyResponse:  # type: ignore[override]
         """The reward of a rollout; rollouts that come together are checked together."""
         given = body.model_dump(mode="json")
-        messages = as_conversation(body.responses_create_params.input, body.response.output)
+        messages = conversation_of(body.responses_create_params.model_dump(), body.response.output)
         reward = await asyncio.wrap_future(self.rewards.submit(messages, given))
         if reward.value is None:
             raise ModelError("the answer has no verdict", got=reward.error)
         components = {name.replace("/", "_"): value for name, value in reward.components.items()}
         library, judge = (reward.components.get(name) for name in ("library", "judge"))
-        given |= {"reward": reward.value, "reward_components": components}
-        return MathVerifyResponse(**given, library_reward=library, judge_reward=judge)
+        verdict = {"reward": reward.value, "reward_components": components}
+        return MathVerifyResponse(**given | verdict | {"library_reward": library, "judge_reward": judge})
 
 
 if __name__ == "__main__":

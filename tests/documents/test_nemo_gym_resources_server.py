@@ -33,6 +33,7 @@ from treeward.config.nemo_gym import NemoGymConfig
 from treeward.environments.registry import make_environment
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, DataError
+from treeward.scoring.golden import weighted_heads
 from treeward.scoring.running import RewardLog, RunningStatistics
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
@@ -77,10 +78,14 @@ def test_a_loaded_model_scores_a_prompt_and_a_response(model_path: str) -> None:
     assert reward_model.predict(PROMPT, [{"role": "assistant", "content": RESPONSE}]) == expected.score
 
 
-@pytest.mark.parametrize(("prompt", "response"), [(PROMPT, "word " * 400), (PROMPT, []), (PROMPT, None), (3, RESPONSE)])
-def test_what_has_no_score_is_an_error_and_no_number(model_path: str, prompt: Any, response: Any) -> None:
-    with pytest.raises(DataError):
-        treeward.load_reward_model(model_path, device="cpu").score(prompt=prompt, response=response)
+def test_what_has_no_score_is_an_error_and_no_number(model_path: str) -> None:
+    reward_model = treeward.load_reward_model(model_path, device="cpu")
+    for prompt, response, says in [
+        *((PROMPT, "word " * 400, "too long"), (PROMPT, [], "no completion"), (PROMPT, None, "response")),
+        *((3, RESPONSE, "prompt"), ([PROMPT], RESPONSE, r"prompt\[0\]"), (b"bytes", RESPONSE, "prompt")),
+    ]:
+        with pytest.raises(DataError, match=says):
+            reward_model.score(prompt=prompt, response=response)
 
 
 # The classes, as the page has them; the lines above the first one are ours
@@ -167,7 +172,6 @@ def test_the_quick_starts_class(app_of: Callable[..., TestClient], model_path: s
         assert got["reward"] == pytest.approx(expected, abs=1e-6)
         assert {key: got[key] for key in body} == body
     assert client.post("/verify", json=got).json() == got  # verified again
-    assert client.get("/").status_code == 200
     seeded = client.post("/seed_session", json={"resources_session_id": "s", "episode_id": {}, "task_data": {}})
     assert seeded.json() == {"resources_session_id": "s"} and seeded.headers["set-cookie"]
     assert client.post("/ng-rollout/r-1/seed_session", json=body).json() == {}
@@ -183,8 +187,23 @@ def test_a_failed_verify_is_masked(app_of: Callable[..., TestClient]) -> None:
     got = client.post("/verify", json=rollout("word " * 400)).json()
     assert (got["reward"], got["mask_sample"], got["_ng_failure_class"]) == (0.0, True, "verifier_error")
     assert "too long" in got["failure_reason"]
-    nan = "class Nan(SimpleResourcesServer):\n    def predict(self, prompt, response):\n        return float('nan')\n"
-    assert app_of(nan, "Nan").post("/verify", json=rollout()).json()["failure_reason"] == "the reward is nan"
+    assert client.post("/verify", content=json.dumps(rollout(note=math.nan))).status_code == 422  # as /verify elsewhere
+
+
+def test_a_class_with_predict_and_no_verify(app_of: Callable[..., TestClient]) -> None:
+    code = """
+class Mine(SimpleResourcesServer):
+    def predict(self, prompt, response):
+        return {"system: Be brief.\\n\\nuser: " + %r: 2, %r: float("nan")}[prompt]
+"""
+    client = app_of(code % (PROMPT, PROMPT), "Mine")
+    body = rollout()
+    assert client.post("/verify", json=body).json()["failure_reason"] == "the reward is nan"
+    body["responses_create_params"]["instructions"] = "Be brief."
+    assert client.post("/verify", json=body).json()["reward"] == 2
+    call = {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "1"}
+    got = client.post("/verify", json=body | {"response": {"output": [call]}}).json()
+    assert got["mask_sample"] is True and "no response" in got["failure_reason"]
 
 
 def test_the_length_penalty(app_of: Callable[..., TestClient]) -> None:
@@ -299,7 +318,10 @@ def test_and_is_an_environment(five_attributes: str) -> None:
 def test_without_weights_it_says_which_there_are(five_attributes: str) -> None:
     with pytest.raises(treeward.ModelError, match="helpfulness, correctness"):
         Scorer.load(five_attributes, device="cpu")
-    assert Score(1.0, heads=(1.0, 2.0)).parts == {"head_0": 1.0, "head_1": 2.0}
+    for names in ((), ("a b", "a-b")):  # a name of each, also where two would be written alike
+        assert Score(1.0, heads=(1.0, 2.0), head_names=names).parts == {"head_0": 1.0, "head_1": 2.0}
+    with pytest.raises(ConfigError, match="head_weights"):
+        weighted_heads(["one", "one"], {"one": 1.0})
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
 """NeMo Gym's tutorial "RLHF with Reward Models", walked through: what is quoted is run.
 
-Its training scripts are run by the walks through NeMo RL's documents; here they are read with the words of this page.
+The tests in `resources_servers/math_with_judge/` run its hybrid, and the walks through NeMo RL's documents its training
+scripts; here those are read with the words of this page.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,8 @@ def section(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 def test_the_configuration_of_the_environment(section: Callable[..., dict[str, Any]], model_folder: Path) -> None:
+    for name in ("Skywork/Skywork-Reward-V2-Qwen3-0.6B", "Skywork/Skywork-Reward-V2-Qwen3-8B"):
+        assert section(f"env.reward_model.model_name={name}")["tokenizer"]["name"] == name
     given = section(f"env.reward_model.model_name={model_folder}", "policy.train_micro_batch_size=2")
     assert given["tokenizer"]["name"] == str(model_folder) and given["batch_size"] == 2
     step = RewardModelEnvironment({key: value for key, value in given.items() if key != "enabled"}).step(LOGS, [{}, {}])
@@ -154,11 +156,6 @@ def test_what_the_page_says_is_disabled_works(
     assert RewardModelEnvironment(given).step(LOGS, [{}, {}]).rewards.tolist() == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["Skywork/Skywork-Reward-V2-Qwen3-0.6B", "Skywork/Skywork-Reward-V2-Qwen3-8B"])
-def test_the_pretrained_models_are_names_of_the_hub(section: Callable[..., dict[str, Any]], name: str) -> None:
-    assert section(f"env.reward_model.model_name={name}")["tokenizer"]["name"] == name
-
-
 # --- Preference Data Format ------------------------------------------------------------------------------------------
 
 
@@ -186,13 +183,3 @@ def test_the_metrics(environment: RewardModelEnvironment) -> None:
     for name, value in of.items():
         expected = value(rewards.numpy()) if callable(value) else value
         assert metrics[f"reward_model_env/{name}"] == pytest.approx(expected, abs=1e-6)
-
-
-# --- Alternatives ----------------------------------------------------------------------------------------------------
-
-
-def test_the_hybrid_is_a_resources_server() -> None:
-    """`math_with_judge`: its own tests ask it, and the slow ones start it with NeMo Gym."""
-    folder = REPOSITORY / "resources_servers" / "math_with_judge"
-    config = (folder / "configs" / "math_with_judge.yaml").read_text(encoding="utf-8")
-    assert re.search(r"entrypoint: (\S+)", config)[1] == "app.py" and (folder / "app.py").is_file()  # type: ignore[index]

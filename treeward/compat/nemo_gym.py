@@ -2,17 +2,11 @@
 
     from treeward.compat.nemo_gym import *
 
-    class RewardModelResourcesServer(SimpleResourcesServer):
-        def model_post_init(self, context):
-            self.reward_model = load_reward_model(self.config.model_path)
-
+    class Brevity(SimpleResourcesServer):
         async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
-            response_text = extract_response(body.response)
-            reward = self.reward_model.score(prompt=body.responses_create_params.input, response=response_text)
-            return BaseVerifyResponse(**body.model_dump(), reward=reward)
+            return BaseVerifyResponse(**body.model_dump(), reward=1 / len(extract_response(body.response)))
 
-    if __name__ == "__main__":
-        RewardModelResourcesServer.run_webserver()
+    Brevity.run_webserver()             # in app.py, which NeMo Gym starts
 
 `self.config` has every key of the server's section, and the defaults of NeMo Gym's page for its options. A class with
 `score(prompt, response)` or `predict`, which take texts, needs no `verify`.
@@ -29,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import ConfigDict, Field
 
-from treeward.data.responses_items import messages_of_input, messages_of_output
+from treeward.data.responses_items import conversation_of
 from treeward.environments.completions import completion_text, prompt_text
 from treeward.errors import DataError
 from treeward.scoring.scorer import load_reward_model
@@ -41,10 +35,8 @@ else:
 
 BaseVerifyRequest = _gym.BaseVerifyRequest
 BaseVerifyResponse = _gym.BaseVerifyResponse
-BaseMultiRewardVerifyResponse = _gym.BaseMultiRewardVerifyResponse
 
 __all__ = [
-    "BaseMultiRewardVerifyResponse",
     "BaseResourcesServerConfig",
     "BaseVerifyRequest",
     "BaseVerifyResponse",
@@ -84,7 +76,7 @@ class SimpleResourcesServer(_gym.SimpleResourcesServer):
         score = getattr(self, "score", None) or getattr(self, "predict", None)
         if score is None:
             raise NotImplementedError(f"{type(self).__name__} needs verify(body), or score(prompt, response)")
-        prompt = prompt_text(messages_of_input({"input": body.responses_create_params.input}))
+        prompt = prompt_text(conversation_of(body.responses_create_params.model_dump(), []))
         response = extract_response(body.response)
         reward = await asyncio.get_running_loop().run_in_executor(_SCORING, score, prompt, response)
         return BaseVerifyResponse(**body.model_dump(), reward=reward)
@@ -96,7 +88,8 @@ def extract_response(response: Any) -> str:
     Raises `DataError` where it does not end with a text of the assistant.
     """
     output = response["output"] if isinstance(response, Mapping) else response.output
-    text = completion_text(messages_of_output(output))
-    if text is None:
+    messages = conversation_of({"input": []}, output)
+    text = completion_text(messages)
+    if text is None or (not text and "tool_calls" in messages[-1]):
         raise DataError("there is no response to score", field="response.output", got=output)
     return text

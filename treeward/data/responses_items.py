@@ -36,15 +36,13 @@ def conversation_of(
 
 def as_conversation(prompt: Any, response: Any, *, developer: str = "system") -> list[Message]:
     """The conversation of a prompt and its response, each a text, messages, or items of the Responses API."""
-    output = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
-    need = "a text, messages, or items of the Responses API"
-    output = _checked(output, Sequence, "response", need)
-    return [*messages_of_input({"input": prompt}, developer=developer), *_messages(output, "response", developer)]
-
-
-def messages_of_output(output: Sequence[Any]) -> list[Message]:
-    """The messages of a response's `output`."""
-    return _messages(output, "response.output", "system")
+    texts = {"prompt": [{"role": "user", "content": prompt}], "response": [{"role": "assistant", "content": response}]}
+    messages: list[Message] = []
+    for field, given in (("prompt", prompt), ("response", response)):
+        items = texts[field] if isinstance(given, str) else given
+        items = _checked(items, list | tuple, field, "a text, messages, or items of the Responses API")
+        messages += _messages(items, field, developer)
+    return messages
 
 
 def messages_of_input(params: Mapping[str, Any], *, developer: str = "system") -> list[Message]:

@@ -200,7 +200,7 @@ def weighted_heads(labels: Sequence[str], weights: Mapping[str, float] | Sequenc
     Raises `ConfigError` for weights of other labels, for another number of them, and for weights that are all zero.
     """
     if isinstance(weights, Mapping):
-        unknown = [name for name in weights if name not in labels]
+        unknown = [name for name in weights if list(labels).count(name) != 1]  # or of two heads
         values = [weights.get(label, 0.0) for label in labels]
     else:
         unknown, values = [], list(weights)

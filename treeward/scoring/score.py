@@ -42,11 +42,14 @@ class Score:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The scores of members, and the values of several heads, by name, as `member_0` and `head_helpfulness`."""
+        """The scores of members, and the values of several heads, by name, as `member_0` and `head_helpfulness`; heads
+        whose names are not distinct are numbered."""
         parts = {f"member_{i}": value for i, value in enumerate(self.members)}
         if len(self.heads) > 1:
             labels = self.head_names or tuple(map(str, range(len(self.heads))))
             keys = [re.sub(r"\W+", "_", label.removeprefix("LABEL_")) for label in labels]
+            if len(set(keys)) < len(keys):  # as those of "a b" and "a-b"
+                keys = list(map(str, range(len(keys))))
             parts |= {f"head_{key}": value for key, value in zip(keys, self.heads, strict=True)}
         return parts
 

@@ -1,11 +1,5 @@
 """A resources server of NeMo Gym as a class, with the names and fields of NeMo Gym's own, without NeMo Gym.
 
-    class Brevity(SimpleResourcesServer):
-        async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
-            return BaseVerifyResponse(**body.model_dump(), reward=1.0)
-
-    Brevity.run_webserver()             # in app.py, which NeMo Gym starts
-
 Import the names from `treeward.compat.nemo_gym`, which takes NeMo Gym's where it is installed. Unlike there, a `verify`
 that raises, or gives no finite number, costs its rollout the reward, and not the collection.
 """
@@ -15,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -25,8 +20,9 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from treeward.config.nemo_gym import handed_over
-from treeward.errors import ConfigError
+from treeward.errors import TreewardError
 from treeward.serving import logs
+from treeward.serving.dialects.bodies import JSONRoute
 from treeward.serving.dialects.nemo_gym import ROLLOUT_PREFIX, VERDICT_KEYS, failure, sessions
 
 logger = logging.getLogger(__name__)
@@ -42,8 +38,6 @@ class BaseResourcesServerConfig(_Open):
     name: str = "resources_server"
     host: str = "127.0.0.1"
     port: int = 8000
-    entrypoint: str = "app.py"
-    domain: str | None = None
 
 
 class _CreateParams(_Open):
@@ -79,12 +73,6 @@ class BaseVerifyResponse(BaseVerifyRequest):
     failure_reason: str | None = None
 
 
-class BaseMultiRewardVerifyResponse(BaseVerifyResponse):
-    """A rollout with the parts of its reward."""
-
-    reward_components: dict[str, float]
-
-
 class SimpleResourcesServer(_Open):
     """A resources server: a subclass has `verify`, and loads what it needs in `model_post_init`."""
 
@@ -97,22 +85,26 @@ class SimpleResourcesServer(_Open):
     def setup_webserver(self) -> FastAPI:
         """The application: /verify, and what else NeMo Gym asks of a resources server."""
         app = FastAPI(title=self.config.name)
+        app.router.route_class = JSONRoute
         for prefix in ("", ROLLOUT_PREFIX):
             app.post(f"{prefix}/verify", response_model=None)(_masking(self.verify))
         app.include_router(sessions)
-        app.get("/")(lambda: {"status": "ok"})
         return app
 
     @classmethod
     def run_webserver(cls) -> None:
-        """Make the server of the section that NeMo Gym hands over, then serve until a signal. Raises `ConfigError`."""
+        """Make the server of the section that NeMo Gym hands over, then serve until a signal.
+
+        The exit code is 2 for a mistake in the configuration.
+        """
         logs.configure("text")
-        where, section = handed_over()
-        given: Any = {"name": where.split(".")[0]} | OmegaConf.to_container(section, resolve=True)  # type: ignore
         try:
+            where, section = handed_over()
+            given: Any = {"name": where.split(".")[0]} | OmegaConf.to_container(section, resolve=True)  # type: ignore
             server = cls(config=given)  # nothing listens before the model is loaded
-        except ValidationError as error:
-            raise ConfigError("the section of the server is not valid", where=where, got=str(error)) from None
+        except (TreewardError, ValidationError) as error:  # pydantic's holds what model_post_init raises
+            sys.stderr.write(f"{cls.__name__}: {error}\n")
+            sys.exit(2)
         config = server.config
         uvicorn.run(server.setup_webserver(), host=config.host, port=config.port, log_level="warning")
 
@@ -130,8 +122,8 @@ def _masking(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[J
         except HTTPException:
             raise
         except Exception as error:
-            logger.exception("A rollout has no reward.")
             reason = f"{type(error).__name__}: {error}"
+            logger.warning("A rollout has no reward: %s", reason, exc_info=not isinstance(error, TreewardError))
         body = next(value for value in given.values() if isinstance(value, BaseVerifyRequest))
         return JSONResponse(body.model_dump(mode="json") | failure(reason))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 FOLDER = Path(__file__).parent.parent
@@ -81,6 +82,9 @@ def test_the_rule_first_and_the_judge_for_the_rest(client: Callable[..., TestCli
     in_words = server.post("/verify", json=rollout("It is one half, from 2 parts.")).json()
     assert (in_words["reward"], in_words["library_reward"], in_words["judge_reward"]) == (1.0, 0.0, 1.0)
     assert len(Judge.asked) == 2 and in_words["reward_components"]["judge_inconsistent"] == 0.0
+    for row in (right, rollout(r"\boxed{0.5}", ground_truth="7")):  # verified again; a key that is not the answer's
+        again = server.post("/verify", json=row).json()
+        assert (again["reward"], again["library_reward"]) == (1.0, 1.0)
     wrong = server.post("/verify", json=rollout(r"\boxed{3}")).json()
     assert (wrong["reward"], wrong["library_reward"], wrong["judge_reward"]) == (0.0, 0.0, 0.0)
     unclear = server.post("/verify", json=rollout(r"\boxed{4} mumble")).json()
@@ -91,9 +95,15 @@ def test_the_rule_first_and_the_judge_for_the_rest(client: Callable[..., TestCli
     assert metrics["key_metrics"]["mean/library_reward"] == pytest.approx(1 / 3)
 
 
-def test_the_rule_alone(client: Callable[..., TestClient]) -> None:
+def test_without_a_judge(client: Callable[..., TestClient]) -> None:
     got = client(should_use_judge=False).post("/verify", json=rollout("It is one half.")).json()
     assert (got["reward"], got["judge_reward"], Judge.asked) == (0.0, None, [])
+    down = client(judge={"base_url": "http://127.0.0.1:9/v1", "max_retries": 0})
+    assert down.post("/verify", json=rollout(r"\boxed{0.5}")).json()["reward"] == 1.0
+    got = down.post("/verify", json=rollout("It is one half.")).json()
+    assert got["mask_sample"] is True and "cannot be reached" in got["failure_reason"]
+    with pytest.raises(ValidationError, match="shoud_use_judge"):
+        client(shoud_use_judge=False)
 
 
 def test_the_examples_are_right_by_their_own_answers(client: Callable[..., TestClient]) -> None:
