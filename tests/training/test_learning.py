@@ -1,15 +1,21 @@
-"""A run that does not learn says so, in the log and where its results are seen."""
+"""A run that does not learn says so, in the log and where its results are seen; one that does has no false alarm."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from treeward.cli.main import main
+from treeward.metrics import RewardMetrics
+from treeward.training.learning import LearningWatch
 
-STEPS = ["rm.max_num_steps=24", "rm.val_period=null", "rm.val_at_end=false", "checkpointing.metric_name=null"]
+STEPS = ["rm.max_num_steps=50", "rm.max_num_epochs=9", "rm.val_period=null", "rm.val_at_end=false",
+         "checkpointing.metric_name=null", "checkpointing.save_period=50"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -43,11 +49,45 @@ def test_a_run_that_does_not_learn_says_so_once_and_at_the_end(
         assert len(shown) == 1 and message in shown[0]
 
 
-def test_a_run_of_too_few_steps_is_told_so(
-    tiny_run: Callable[..., Any], tmp_path: Any, capsys: pytest.CaptureFixture[str]
+def test_chance_is_the_loss_of_equal_scores_under_margins_and_a_short_run_is_told_so(
+    tiny_run: Callable[..., Any],
+    tmp_path: Any,
+    write_rows: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    rows = [{"prompt": f"Say {i}.", "chosen": "Yes.", "rejected": f"No {i}.", "margin": 2} for i in range(32)]
+    path = write_rows("margins.jsonl", rows)
+    data = f"data.train={{split: null, dataset_name: BinaryPreferenceDataset, data_path: {path}}}"
     tiny_run()
-    few = ["rm.max_num_steps=2", "policy.train_global_batch_size=128", "policy.optimizer.kwargs.lr=1.0e-6"]
+    few = ["rm.max_num_steps=2", "policy.train_global_batch_size=16", "policy.optimizer.kwargs.lr=1.0e-12", data]
     assert main(["train", "--config", str(tmp_path / "run.yaml"), *STEPS, *few]) == 0
     warning = capsys.readouterr().out.splitlines()[-1]
+    assert f"equal scores give {math.log1p(math.exp(2)):.4f}" in warning
     assert "So few steps (2)" in warning and "policy.train_global_batch_size" in warning
+
+
+def metrics(gaps: Any) -> RewardMetrics:
+    """Of a step whose pairs' scores differ by `gaps`."""
+    loss, size = float(np.logaddexp(0, -gaps).sum()), len(gaps)
+    return RewardMetrics(loss, size, size, int((gaps > 0).sum()), 0.0, 0.0, float(np.abs(gaps).sum()))
+
+
+def test_small_steps_that_scatter_are_no_false_alarm() -> None:
+    """Accuracy 0.65, loss 0.64, eight comparisons a step: the mean of ten steps is often above chance."""
+    draw = np.random.default_rng(1)
+    verdicts = []
+    for _ in range(200):
+        watch = LearningWatch(24, learning_rate=1e-5)
+        for step in range(1, 25):
+            watch.see(step, metrics(draw.normal(0.35, 0.9, 8)), 8 * math.log(2))
+        verdicts.append(watch.verdict())
+    assert sum(one is not None for one in verdicts) <= 2
+
+
+def test_a_collapse_late_in_a_long_run_is_seen_within_ten_steps(caplog: pytest.LogCaptureFixture) -> None:
+    watch = LearningWatch(1000, learning_rate=1e-5)
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 411):
+            assert caplog.messages == []
+            watch.see(step, metrics(np.full(8, 1.0 if step <= 400 else 1e-6)), 8 * math.log(2))
+    assert "have collapsed" in caplog.messages[0]

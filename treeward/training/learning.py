@@ -1,8 +1,8 @@
 """`LearningWatch`: whether a reward model learns at all, by the loss and the scores of its latest steps.
 
-watch = LearningWatch(total_steps, learning_rate=1e-5, chance=CHANCE)
-watch.see(step, metrics)         # says once in the log what is wrong, at half of the run; a collapse at once
-watch.verdict()                  # of the latest steps; None where nothing is wrong, or too few were seen
+watch = LearningWatch(total_steps, learning_rate=1e-5)
+watch.see(step, metrics, chance)     # says once in the log what is wrong, at half of the run; a collapse at once
+watch.verdict()                      # of the latest steps; None where nothing is wrong, or too few were seen
 """
 
 from __future__ import annotations
@@ -10,37 +10,36 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from statistics import fmean, pstdev
 
 from treeward.metrics import RewardMetrics
 
 logger = logging.getLogger(__name__)
 
-CHANCE = math.log(2)
-"""The Bradley-Terry loss of a pair with equal scores."""
-
-_MIN_STEPS = 10
-_AT_CHANCE = 0.98  # share of chance: 16 steps of 16 comparisons scatter by about 0.03
-_WORSE, _FEW_STEPS = 1.1, 50
+_MIN_STEPS, _FEW_STEPS = 10, 50
+_AT_CHANCE, _WORSE = 0.98, 1.1  # shares of chance
 _COLLAPSED = 1e-4  # mean difference within a pair, relative to the scores; a fresh head has 1e-2
 
 
 class LearningWatch:
-    """Looks at the latest quarter of the steps, at least ten.
+    """Looks at the loss of the latest quarter of the steps, at least ten, and at the scores of ten."""
 
-    `chance`: the loss of equal scores, None where the loss has no such number.
-    """
-
-    def __init__(self, total_steps: int, *, learning_rate: float, chance: float | None) -> None:
-        self.total_steps, self.learning_rate, self.chance = total_steps, learning_rate, chance
-        self.latest: deque[RewardMetrics] = deque(maxlen=max(total_steps // 4, _MIN_STEPS))
+    def __init__(self, total_steps: int, *, learning_rate: float) -> None:
+        self.total_steps, self.learning_rate = total_steps, learning_rate
+        self._losses: deque[tuple[float, float]] = deque(maxlen=max(total_steps // 4, _MIN_STEPS))
+        self._sums: deque[RewardMetrics] = deque(maxlen=_MIN_STEPS)
         self._warned = False
 
-    def see(self, step: int, metrics: RewardMetrics) -> None:
-        """Take in the sums of a step; warn once if the scores have collapsed, or if half of the run taught nothing."""
-        self.latest.append(metrics)
-        if self._warned or len(self.latest) < _MIN_STEPS or not (step == self.total_steps // 2 or self._collapse()):
-            return
-        if (verdict := self.verdict()) is not None:
+    def see(self, step: int, metrics: RewardMetrics, chance: float) -> None:
+        """Take in the sums of a step, and the sum of its loss if all scores were equal. Warn once.
+
+        That is when ten steps' scores have collapsed, or when half of a run of fifty steps or more has taught nothing.
+        """
+        if metrics.num_groups and chance > 0:  # a loss of one's own may have no chance
+            self._losses.append((metrics.loss_sum / metrics.num_groups, chance / metrics.num_groups))
+            self._sums.append(metrics)
+        at_half = step == self.total_steps // 2 and self.total_steps >= _FEW_STEPS  # in a shorter one it may warm up
+        if not self._warned and (verdict := self.verdict() if at_half else self._collapse()) is not None:
             self._warned = True
             logger.warning("%s", verdict)
 
@@ -48,32 +47,34 @@ class LearningWatch:
         """What is wrong and what to try, in sentences; None where the model learns."""
         if (collapse := self._collapse()) is not None:
             return collapse
-        total = sum(self.latest, RewardMetrics())
-        loss, steps = total.means()["loss"], len(self.latest)
-        is_seen = steps >= min(_MIN_STEPS, self.total_steps)
-        if self.chance is None or not is_seen or not loss > _AT_CHANCE * self.chance:
+        steps = len(self._losses)
+        if steps < max(min(_MIN_STEPS, self.total_steps), 1):
+            return None
+        loss, chance = (fmean(values) for values in zip(*self._losses, strict=True))
+        shares = [min(one / equal, 2.0) for one, equal in self._losses]  # a few huge losses are no scatter
+        if not fmean(shares) - 2 * pstdev(shares) / math.sqrt(steps) > _AT_CHANCE:  # less two errors of the mean
             return None
         rate = f"policy.optimizer.kwargs.lr, which is {self.learning_rate:g}"
-        is_worse = loss > _WORSE * self.chance
+        is_worse = loss > _WORSE * chance
         advice = f"Try {'a tenth of' if is_worse else 'ten times'} {rate}."
         if self.total_steps < _FEW_STEPS:
             longer = "a smaller policy.train_global_batch_size, or a larger rm.max_num_epochs"
             advice = f"So few steps ({self.total_steps}) teach little: try more ({longer}). {advice}"
         return (
             f"The loss is {'worse than' if is_worse else 'at'} chance: {loss:.4f} on average (latest steps: {steps}); "
-            f"equal scores give {self.chance:.4f}. {advice} If that does not help, look at a few rows: is the chosen "
+            f"equal scores give {chance:.4f}. {advice} If that does not help, look at a few rows: is the chosen "
             "completion the better one?"
         )
 
     def _collapse(self) -> str | None:
-        total = sum(self.latest, RewardMetrics())
-        if len(self.latest) < _MIN_STEPS or not total.num_pairs:
+        total = sum(self._sums, RewardMetrics())
+        if len(self._sums) < _MIN_STEPS or not total.num_pairs:
             return None
         score, gap = total.chosen_sum / total.num_pairs, total.gap_sum / total.num_pairs
         if gap > _COLLAPSED * max(1.0, abs(score)):
             return None
         return (
             f"The scores have collapsed: those of a pair differ by {gap:.1g} and all are about {score:.4g}, over the "
-            f"last {len(self.latest)} steps. Start anew in another checkpointing.checkpoint_dir with a warm-up and a "
+            f"last {_MIN_STEPS} steps. Start anew in another checkpointing.checkpoint_dir with a warm-up and a "
             f"tenth of policy.optimizer.kwargs.lr, which is {self.learning_rate:g}."
         )

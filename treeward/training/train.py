@@ -35,7 +35,7 @@ from treeward.model.loading import load_reward_model
 from treeward.scoring.golden import sign_folder
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.export import export_final
-from treeward.training.learning import CHANCE, LearningWatch
+from treeward.training.learning import LearningWatch
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.optimisation import clip_gradients
 from treeward.training.reporting import ReportPlan, check_report, plan_report
@@ -105,9 +105,7 @@ class RewardModelRun(Run):
         self.setup, self.config, self.model = setup, setup.config, setup.model
         self._changed = self._warned_of_ranking = False
         loss = self.config.rm.loss
-        chance = CHANCE if loss.name == "bradley_terry" else None
-        rate = self.optimizer.defaults["lr"]
-        self._watch = LearningWatch(setup.total_steps, learning_rate=rate, chance=chance)
+        self._watch = LearningWatch(setup.total_steps, learning_rate=self.optimizer.defaults["lr"])
         self._loss = partial(LOSSES[loss.name], **loss.options)
         try:
             inspect.signature(LOSSES[loss.name]).bind(None, None, **loss.options)
@@ -150,9 +148,8 @@ class RewardModelRun(Run):
             total, computed_tokens, row_tokens = total + sums, computed_tokens + computed, row_tokens + rows
         learning_rate = self.optimizer.param_groups[0]["lr"]
         grad_norm = self._update_weights(number, total)
-        if pairs.margin_P.any():
-            self._watch.chance = None  # the loss of equal scores depends on the margins
-        self._watch.see(number, total)
+        chance = self._loss(torch.zeros(sum(len(one.ranks) for one in comparisons)), pairs)
+        self._watch.see(number, total, float(chance))
         means, episodes = total.means(), setup.order.num_seen(number, size)
         logged = {f"train/rm/{name}": value for name, value in means.items()} | {
             "train/rm/lr": learning_rate,
