@@ -320,6 +320,8 @@ COMPLETIONS = [[{"role": "assistant", "content": text}] for text in ("4.", "Five
         {"prompt": [USER], "completions": COMPLETIONS},
         {"context": [USER], "completions": [{"rank": 0, "completion": COMPLETIONS[0]}, {"completion": COMPLETIONS[1]}]},
         {"messages": json.dumps([USER]), "responses": json.dumps(["4.", "Five."])},
+        {"instruction": "[2] + 2?", "completions": [{"response": "4."}, {"response": "Five."}]},
+        {"completions": [[USER, *completion] for completion in COMPLETIONS]},
         {"prompt": "[2] + 2?", "chosen": "4.", "rejected": "Five."},
         {"chosen": [USER, *COMPLETIONS[0]], "rejected": [USER, *COMPLETIONS[1]], "prompt": None},
     ],
@@ -333,9 +335,9 @@ def test_every_shape_of_row(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [USER, *COMPLETIONS[0]]}, "one prompt and one list"),
-        ({"prompt": "?", "messages": [USER], "responses": ["4."]}, "one prompt and one list"),
-        ({"prompt": "?", "responses": ["4."], "completions": ["4."]}, "one prompt and one list"),
+        ({"messages": [USER, *COMPLETIONS[0]]}, "one completion, and no list"),
+        ({"prompt": "?", "messages": [USER], "responses": ["4."]}, "cannot be scored with these keys together"),
+        ({"prompt": "?", "responses": ["4."], "completions": ["4."]}, "cannot be scored with these keys together"),
         ({"prompt": "?", "responses": "4."}, "not a list of completions"),
         ({"text": "?"}, "nothing to score"),
     ],

@@ -7,8 +7,8 @@ examples:
   treeward bon --proxy A --proxy "{model: A, shaping: contract}" --proxy "{models: [A, B], ensemble: worst}" \
       --gold OTHER --data samples.jsonl --output results/bon
 
-Rows hold `prompt`, `context` or `messages`, with N samples as `responses` or
-`completions`. A proxy and a gold are each a reward model, a field of the rows with a
+Rows hold `prompt` (or as docs/data.md has it) or `messages`, with N samples as `responses`
+or `completions`. A proxy and a gold are each a reward model, a field of the rows with a
 number for each sample, an environment as {type: ..., ...}, or `synthetic`, the gold
 quality of the bundled data's world. Several proxies are compared on the same samples.
 With --output an interrupted run goes on where it stopped.

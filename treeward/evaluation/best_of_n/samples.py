@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from treeward.data.formats import conversations_of
+from treeward.data.formats import conversations_of, is_single
 from treeward.data.preference import Message, parse_json_list, split_common_prefix
 from treeward.data.sources import Row, fingerprint, read_rows
 from treeward.data.synthetic.gold import gold_quality
@@ -31,8 +31,8 @@ from treeward.resumable import resumable_rows
 from treeward.scoring.score import ConversationScorer, Score
 
 _COMPLETIONS = ("responses", "completions")
-_PROMPTS = ("context", "prompt", "messages")
-_CONVERSATION = (*_COMPLETIONS, *_PROMPTS, "chosen", "rejected")
+_PROMPTS = ("context", "prompt", "instruction")
+_CONVERSATION = (*_COMPLETIONS, *_PROMPTS, "messages", "chosen", "rejected")
 _ROWS_AT_ONCE = 64
 
 
@@ -70,8 +70,8 @@ class Rater:
 
 
 def sampled_rows(rows: Iterable[Row]) -> Iterator[SampledRow]:
-    """Rows of `prompt` (text), `context` or `messages` with `responses` or `completions` (texts, messages, or those of
-    a preference file), and rows of chosen and rejected completions. Raises `DataError` for any other row."""
+    """Rows of several completions, as `conversations_of` reads them; with `responses` or `completions` a row may have
+    its prompt as `messages`. Raises `DataError` for any other row."""
     for row in rows:
         conversations = _conversations(row.values, row.where)
         context, _ = split_common_prefix([tuple(one) for one in conversations])
@@ -80,18 +80,12 @@ def sampled_rows(rows: Iterable[Row]) -> Iterator[SampledRow]:
 
 def _conversations(values: Mapping[str, Any], where: str) -> list[list[Message]]:
     given = {key: value for key, value in values.items() if value is not None}
-    completions = [key for key in _COMPLETIONS if key in given]
-    if not completions and "messages" not in given:
-        return conversations_of(values, where)
-    prompts = [key for key in _PROMPTS if key in given]
-    if len(completions) != 1 or len(prompts) != 1:
-        raise DataError(
-            "the row does not have one prompt and one list of completions",
-            where=where,
-            got=" and ".join((*prompts, *completions)),
-            need=f"one of {', '.join(_PROMPTS)}, and one of {' and '.join(_COMPLETIONS)}",
-        )
-    return conversations_of({"context": given[prompts[0]], "completions": given[completions[0]]}, where)
+    if "messages" in given and given.keys() & _COMPLETIONS and not given.keys() & _PROMPTS:
+        given["context"] = given.pop("messages")
+    if is_single(given, where):
+        need = "a prompt with completions or responses, or chosen and rejected; docs/data.md has the keys"
+        raise DataError("the row has one completion, and no list", where=where, got=sorted(given), need=need)
+    return conversations_of(given, where)
 
 
 # --- graders ---------------------------------------------------------------------------------------------------------
