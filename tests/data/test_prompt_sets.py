@@ -84,7 +84,7 @@ BRIEF = tuple({"role": "system", "content": text} for text in ("Be brief.", "In 
             tuple(CHAT[:3]),
             {"ground_truth": "five", "reference_answers": ["V"]},
         ),
-        ("PromptDataset", {"messages": CHAT[:3]}, tuple(CHAT[:3]), {}),
+        ("auto", {"messages": CHAT[:3]}, tuple(CHAT[:3]), {}),
         *(
             ("PromptDataset", {key: prompt, "solution": "5", "nothing": None}, SUM, {"solution": "5"})
             for key in ("prompt", "context")

@@ -44,7 +44,7 @@ COMPARISON_SETS: Mapping[str, Splits] = {
     "Bundled": {None: "train", "plain": "validation", "length_controlled": "length_controlled"},
 }
 PROMPT_SETS: Mapping[str, Splits] = {
-    "PromptDataset": {},
+    **dict.fromkeys(("PromptDataset", "auto"), {}),
     "ResponseDataset": {},
     **dict.fromkeys(("OpenMathInstruct-2", "OpenMathInstruct2"), {None: None}),
     "DeepScaler": {None: None},

@@ -98,6 +98,7 @@ def _check_set(dataset: SetConfig, field: str) -> None:
         if columns is not None and column not in columns:
             near, got = nearest_name(column, columns), f"a first row with the keys {', '.join(columns)}"
             fix = f"set data.{key} to the key that holds it" + (f", perhaps {near}" if near else "")
+            fix += "; for prompts without answers set data.dataset_name=PromptDataset" * (name == "ResponseDataset")
             summary, need = f"the data has no key {column}", f"the key {column}"
             raise ConfigError(summary, where=path, field=f"{field}.{key}", got=got, need=need, fix=fix)
 

@@ -158,7 +158,7 @@ class EncodingCounts:
             return None
         long = self.dropped_too_long or self.completions_too_long
         fix = (
-            " A higher data.max_input_seq_length keeps more; data.truncation=truncate_left cuts prompts."
+            " A higher policy.max_total_sequence_length keeps more; data.truncation=truncate_left cuts prompts."
             if long
             else ""
         )

@@ -149,7 +149,7 @@ class RowPrompts(RowSource):
         return map(self.to_prompt, self.rows())
 
 
-@register_prompt_dataset("PromptDataset")
+@register_prompt_dataset("PromptDataset", "auto")
 class PromptDataset(RowPrompts):
     """Rows with their prompt under `messages`, `prompt`, `context` or `responses_create_params`: `from_prompt_row`."""
 

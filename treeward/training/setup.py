@@ -155,7 +155,7 @@ def _num_ranked(config: RewardModelRunConfig, total_steps: int) -> int:
     num = sum(
         bool((validated and step % validated == 0) or (config.rm.val_at_end and step == total_steps)) for step in steps
     )
-    if config.ranking_metric is not None and (num < 2 or num < len(steps)):
+    if config.ranking_metric is not None and num < len(steps):
         logger.warning(
             "%d of the %d checkpoints of this run will have a %s, and the others rank last: checkpointing.save_period "
             "is %s and rm.val_period %s.", num, len(steps), config.checkpointing.metric_name, saved, validated,
