@@ -86,6 +86,11 @@ def test_columns_are_read_where_that_is_cheap(load, tmp_path, content):
             check_inputs(load(RM, f"data.train_data_path={path}", "data.chosen_key=better"))
 
 
+def test_completions_may_hold_the_prompt(load, tmp_path):
+    (tmp_path / "implicit.jsonl").write_text('{"chosen": [], "rejected": []}\n', encoding="utf-8")
+    check_inputs(load(RM, f"data.train_data_path={tmp_path}/implicit.jsonl"))
+
+
 def test_the_names_are_those_of_the_registries():
     own = {name for name, cls in _DATASETS.classes.items() if cls.__module__.startswith("treeward.")}
     assert set(COMPARISON_SETS) == {*own, "auto"}, "config/data_forms.py names every dataset"

@@ -95,6 +95,8 @@ def _check_set(dataset: SetConfig, field: str) -> None:
     columns = _columns(path) if keys else None
     for key, default in keys.items():
         column = str(getattr(dataset, key) or default)
+        if (key, column) == ("prompt_key", default):
+            continue  # the completions may hold the prompt
         if columns is not None and column not in columns:
             near, got = nearest_name(column, columns), f"a first row with the keys {', '.join(columns)}"
             fix = f"set data.{key} to the key that holds it" + (f", perhaps {near}" if near else "")
