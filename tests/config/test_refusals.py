@@ -157,6 +157,7 @@ SECTIONS = [
     (ServerConfig, "models: [{model: a}], tls_key: k", "tls_certificate"),
     (ServerConfig, "models: [{model: a}], tls_certificate: c", "tls_key"),
     (NemoGymConfig, "model_path: m, server: {port: 1}", "server.port"),
+    (NemoGymConfig, "model_path: m, statistics_size: 1", "statistics_size"),
 ]  # fmt: skip
 
 

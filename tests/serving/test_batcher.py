@@ -32,7 +32,7 @@ class FakeModel:
     """
 
     num_computed_tokens = 0
-    num_replicas = 1
+    replicas = (None,)
 
     def __init__(self, name: str = "fake") -> None:
         self.name = name

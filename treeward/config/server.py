@@ -23,7 +23,9 @@ from treeward.errors import ConfigError
 Models = Annotated[TextOrTexts, Field(min_length=1)]
 Devices = Annotated[
     tuple[str, ...],
-    BeforeValidator(lambda given: tuple(given.split(",")) if isinstance(given, str) else given or ("auto",)),
+    BeforeValidator(
+        lambda given: tuple(map(str.strip, given.split(","))) if isinstance(given, str) else given or ("auto",)
+    ),
 ]
 HostName = Annotated[str, Field(pattern=r"^(\*|[a-z0-9_.-]+|\[[0-9a-f:.]+\])$")]
 
@@ -52,7 +54,7 @@ class HostedModelConfig(Strict):
     """Refuse to serve a model that does not reproduce the tokens and scores of its contract's golden conversations."""
     statistics_file: str | None = None
     """File of the statistics of `shaping.running`, which replicas of the server share. None: in memory."""
-    statistics_size: PositiveInt = 1000
+    statistics_size: Annotated[int, Field(ge=2)] = 1000
     """Conversations whose rewards the statistics of `shaping.running` are made of; then they are fixed."""
     reward_class: str | None = None
     """A class of your own, as `my_module:MyReward`, made with the path of the model. None: it is a reward model."""

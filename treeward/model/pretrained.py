@@ -108,9 +108,9 @@ def load_weights(
     """
     hf, lacking = _read_weights(model_class, name, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
     if broken := [key for key, weight in hf.named_parameters() if not bool(weight.detach().isfinite().all())]:
-        raise ModelError(
-            "the weights hold NaN or infinity", where=name, got=f"{len(broken)} tensors, the first of them {broken[0]}"
-        )
+        got = f"{len(broken)} tensors, the first of them {broken[0]}"
+        fix = "load it in bfloat16 or float32: float16 ends at 65504" if dtype == torch.float16 else None
+        raise ModelError("the weights hold NaN or infinity", where=name, got=got, fix=fix)
     new_head = any(_is_of_head(key) for key in lacking)
     # A pretrained encoder may lack the pooling too, which is above the backbone like the head.
     above = f"{hf.base_model_prefix}."

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -68,6 +69,8 @@ class RewardLog:
         self._identity = {"size": size, **(identity or {})}
         self._known: dict[str, tuple[float, RunningStatistics]] = {}
         self._read_bytes = 0
+        if path is not None:
+            path.touch()
         self.add({})
 
     def described(self) -> dict[str, float | bool]:
@@ -80,8 +83,6 @@ class RewardLog:
         the statistics that include it, until these are fixed.
         """
         if self.statistics.count < self.size:
-            if self.path is not None:
-                self.path.touch()
             with nullcontext() if self.path is None else folder_lock(self.path, wait=True):
                 self._catch_up()
                 new = {key: value for key, value in values.items() if key not in self._known}
@@ -100,20 +101,23 @@ class RewardLog:
         if self.path is None:
             return
         with self.path.open("rb") as stream:
+            if stream.seek(0, os.SEEK_END) < self._read_bytes:
+                raise OSError(f"{self.path} has been emptied since the server was started")
             stream.seek(self._read_bytes)
             content = stream.read()
-        first, lines = json.dumps(self._identity).encode(), content[: content.rfind(b"\n") + 1].splitlines()
-        is_new = self._read_bytes == 0 and not lines and first.startswith(content)
-        if self._read_bytes == 0 and not is_new and lines[:1] != [first]:
-            got, need = content[:200].decode(errors="replace"), f"{first.decode()}, or a file that is not there yet"
-            raise ConfigError(
-                "this is no file with statistics of these rewards", where=str(self.path), got=got, need=need
-            )
-        if is_new:
-            self._write(self._identity)
-        for line in lines if self._read_bytes else lines[1:]:
+        lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+        if not self._read_bytes:
+            first = json.dumps(self._identity).encode() + b"\n"
+            if not lines and first.startswith(content):
+                self._write(self._identity)
+            elif lines[:1] == [first]:
+                self._read_bytes = len(lines.pop(0))
+            else:
+                got, need = content[:200].decode(errors="replace"), f"{first.decode()}, or a file that is not there yet"
+                raise ConfigError("these are statistics of other rewards", where=str(self.path), got=got, need=need)
+        for line in lines:
             self._take(json.loads(line))
-        self._read_bytes += sum(len(line) + 1 for line in lines)
+            self._read_bytes += len(line)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self.path is not None:

@@ -235,7 +235,7 @@ class Batcher:
             for _ in range(min(_TURN, len(request.ready))):
                 i, item = request.ready[0]
                 cost = request.model.cost(item, of_prompt.get(item.prompt))
-                if batch and used + cost > self.config.batch_tokens * request.model.num_replicas:
+                if batch and used + cost > self.config.batch_tokens * len(request.model.replicas):
                     is_full = True
                     break
                 request.ready.popleft()

@@ -90,7 +90,7 @@ class ServedModel:
         self.name, self.scorer, self.shaper = name, scorer, shaper
         self.contracts, self.members = tuple(contracts), tuple(members)
         self.replicas = tuple(replicas) or (scorer,)
-        self._pool = ThreadPoolExecutor(self.num_replicas, thread_name_prefix="treeward-replica")
+        self._pool = ThreadPoolExecutor(len(self.replicas), thread_name_prefix="treeward-replica")
 
     @classmethod
     def load(cls, config: ServedModelConfig, server: ServerConfig) -> ServedModel:
@@ -134,14 +134,11 @@ class ServedModel:
         path = config.statistics_file and Path(config.statistics_file).expanduser()
         if self.shaper is not None and self.shaper.config.running:
             of = {"model": self.contract_sha256 or list(config.members), "shaping": self.shaping_sha256}
-            identity = of | config.model_dump(mode="json", include={"ensemble", "head_weights"})
+            identity = of | config.model_dump(mode="json", include={"ensemble", "head_weights", "reward_class"})
             try:
                 self.shaper.log = RewardLog(size=config.statistics_size, path=path or None, identity=identity)
             except OSError as error:
-                at = {"field": "statistics_file", "got": f"{path}: {error.strerror or error}"}
-                raise ConfigError(
-                    "the statistics cannot be kept", **at, need="a file in a folder that is there"
-                ) from error
+                raise ConfigError("the statistics cannot be kept", field="statistics_file", got=str(error)) from error
             if not path:
                 logger.warning("%s: no statistics_file, so running statistics are this process's alone.", self.name)
         else:
@@ -151,11 +148,6 @@ class ServedModel:
     def scorers(self) -> tuple[Scorer, ...]:
         """The members' scorers, each once; of all replicas, the first one's first."""
         return tuple(dict.fromkeys(member for replica in self.replicas for member in replica.members))
-
-    @property
-    def num_replicas(self) -> int:
-        """Copies of the model, one on each device."""
-        return max(len(self.replicas), 1)
 
     @property
     def renderer(self) -> Renderer | None:
@@ -260,16 +252,17 @@ class ServedModel:
 
     def _score(self, items: Sequence[Item]) -> list[Score]:
         """The scores by all replicas, each with an equal part of the tokens; the order keeps prompts together."""
-        if self.num_replicas == 1:
+        number = len(self.replicas)
+        if number == 1:
             return self.scorer.score_prepared([item.prepared for item in items], on_error="mask")
-        ends, shares = (
-            np.cumsum([item.num_tokens for item in items]),
-            np.arange(1, self.num_replicas) / self.num_replicas,
-        )
-        bounds = pairwise([0, *np.searchsorted(ends, ends[-1] * shares, side="right"), len(items)])
+        tokens = np.array([item.num_tokens for item in items])
+        # By the middle of each: one that comes alone goes to the first, whose cache `cost` asks.
+        middles, shares = tokens.cumsum() - tokens / 2, tokens.sum() * np.arange(1, number) / number
+        bounds = pairwise([0, *np.searchsorted(middles, shares, side="right"), len(items)])
         futures = [
             self._pool.submit(replica.score_prepared, [item.prepared for item in items[start:end]], on_error="mask")
             for replica, (start, end) in zip(self.replicas, bounds, strict=True)
+            if start < end
         ]
         wait(futures)  # all of them: a batch that fails is tried again, and a scorer has one caller at a time
         return [score for future in futures for score in future.result()]
@@ -308,7 +301,8 @@ class CustomModel(ServedModel):
 
     def __init__(self, name: str, environment: CustomEnvironment, *, shaper: Shaper | None = None) -> None:
         self.name, self.environment, self.shaper = name, environment, shaper
-        self.contracts, self.members, self.replicas, self.scorer = (), (), (), None  # type: ignore[assignment]
+        self.contracts, self.members = (), ()
+        self.scorer, self.replicas = None, (None,)  # type: ignore[assignment]
 
     @classmethod
     def load(cls, config: ServedModelConfig, server: ServerConfig) -> CustomModel:
