@@ -194,9 +194,11 @@ def test_a_class_with_predict_and_no_verify(app_of: Callable[..., TestClient]) -
     code = """
 class Mine(SimpleResourcesServer):
     def predict(self, prompt, response):
-        return {"system: Be brief.\\n\\nuser: " + %r: 2, %r: float("nan")}[prompt]
+        rewards = {"system: Be brief.\\n\\nuser: " + %r: [2], %r: [float("nan")]}
+        return next(iter(rewards[prompt] if response else []))
 """
     client = app_of(code % (PROMPT, PROMPT), "Mine")
+    assert "StopIteration" in client.post("/verify", json=rollout("")).json()["failure_reason"]
     body = rollout()
     assert client.post("/verify", json=body).json()["failure_reason"] == "the reward is nan"
     body["responses_create_params"]["instructions"] = "Be brief."

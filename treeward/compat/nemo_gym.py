@@ -14,12 +14,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import torch
 from pydantic import ConfigDict, Field
 
@@ -45,7 +44,7 @@ __all__ = [
     "load_reward_model",
 ]
 
-_SCORING = ThreadPoolExecutor(1, thread_name_prefix="treeward-verify")
+_ONE_AT_A_TIME = anyio.CapacityLimiter(1)
 
 
 class BaseResourcesServerConfig(_gym.BaseResourcesServerConfig):
@@ -78,7 +77,7 @@ class SimpleResourcesServer(_gym.SimpleResourcesServer):
             raise NotImplementedError(f"{type(self).__name__} needs verify(body), or score(prompt, response)")
         prompt = prompt_text(conversation_of(body.responses_create_params.model_dump(), []))
         response = extract_response(body.response)
-        reward = await asyncio.get_running_loop().run_in_executor(_SCORING, score, prompt, response)
+        reward = await anyio.to_thread.run_sync(score, prompt, response, limiter=_ONE_AT_A_TIME)
         return BaseVerifyResponse(**body.model_dump(), reward=reward)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -119,8 +119,6 @@ def _masking(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[J
             if verdict["mask_sample"] or math.isfinite(verdict["reward"]):
                 return JSONResponse(verdict)
             reason = f"the reward is {verdict['reward']!r}"
-        except HTTPException:
-            raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             logger.warning("A rollout has no reward: %s", reason, exc_info=not isinstance(error, TreewardError))
