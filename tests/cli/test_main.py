@@ -78,6 +78,13 @@ def test_a_path_that_is_not_there_names_its_option_and_the_nearest(
     assert f"field: {option}\n" in said and f"did you mean {near}?" in said
 
 
+def test_several_mistakes_in_a_file_keep_their_own_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rm.yaml").write_text("policy: {model_name: 3}\nrm: {max_num_stepz: 5}\n")
+    assert main(["train", "--config", str(tmp_path / "rm.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "mistakes" in said and "field: rm.max_num_stepz" in said and "--config" not in said
+
+
 def test_a_loss_that_is_called_type_is_told_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rm.yaml").write_text("policy: {model_name: some/model}\ndata: {train_data_path: train.jsonl}\n")
     assert main(["train", "--config", str(tmp_path / "rm.yaml"), "rm.loss.type=regression"]) == 2

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -102,9 +103,11 @@ def test_constants_of_a_contract_are_not_those_of_other_weights_of_heads(
     shaped = ["score", str(labelled), *data, "--shaping", "contract"]
     assert main(shaped) == 0
     capsys.readouterr()
-    for words in ([*shaped, "--head-weights", "0,1"], ["calibrate", str(labelled), *data, "--head-weights", "0,1"]):
-        assert main(words) == 2
-        assert "weights of heads" in capsys.readouterr().err
+    ensemble = ["score", str(labelled), str(labelled), *data, "--ensemble", "mean"]
+    assert main(ensemble) == 0
+    for words in (shaped, ["calibrate", str(labelled), *data], ensemble):
+        assert main([*words, "--head-weights", "0,1"]) == 2
+        assert re.search("weights of heads|0 of 2 models with a calibration", capsys.readouterr().err)
 
 
 def test_json(folder: Path, verify: Verify) -> None:

@@ -130,7 +130,7 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
                 raise typer.Exit(0) from None
             if logging.getLogger("treeward").isEnabledFor(logging.DEBUG):
                 traceback.print_exc()
-            if isinstance(error, TreewardError) and error.field is None:
+            if isinstance(error, TreewardError) and error.field is None and "\n" not in error.summary:
                 error = error.but(field=_option_of(error.where, run, options))
             code, text = 2, f"treeward {verb}: {error}\n"
             if isinstance(error, KeyboardInterrupt):

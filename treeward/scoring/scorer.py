@@ -216,6 +216,8 @@ class Scorer(PreparedScorer[Prepared]):
         )
         if contract is not None and head_weights is None and [head.weight for head in contract.heads] != [1.0]:
             head_weights = [head.weight for head in contract.heads]
+        elif contract is not None and head_weights is not None:  # the constants are of another score
+            contract = contract.model_copy(update={"calibration": None})
         scorer = cls(
             loaded.model,
             renderer,
