@@ -183,11 +183,12 @@ def test_statistics_of_the_server_count_once_they_are_fixed() -> None:
     ("keys", "why"),
     [
         ({"model_name": "results/rm", "token_env": "X"}, "the only model_name"),
-        ({"model_name": ["http://host:8000", "results/rm"], "ensemble": {"method": "mean"}}, "the only model_name"),
+        ({"model_name": ["results/rm", "http://host:8000"], "ensemble": {"method": "mean"}}, "the only model_name"),
         ({"head_weights": [1.0, 2.0]}, "its server is started with the others"),
         ({"tokenizer": {"chat_template": "x"}}, "its server is started with the others"),
         ({"reward_shaping": "contract"}, "--shaping contract"),
         ({"model_name": "http://"}, "no address of a server"),
+        ({"model_name": "localhost:8000"}, "http:// before the address"),
     ],
 )
 def test_what_makes_no_sense_with_a_server(keys: dict[str, Any], why: str) -> None:

@@ -11,6 +11,7 @@ keys. `treeward/environments/registry.py` constructs the environments.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -143,6 +144,8 @@ class RewardModelEnvironmentConfig(Strict):
 
     def _check_server(self) -> None:
         of_servers = self.served_model or self.token_env or any(map(server_address, self.model_names))
+        is_bare = any(re.fullmatch(r"[\w.-]+:\d+/?", name) for name in self.model_names)
+        self.refuse(is_bare, "model_names", "http:// before the address of a server")
         is_one = self.url is not None and len(self.model_names) == 1
         need = "the address of a server as the only model_name"
         self.refuse(of_servers and not is_one, "model_names served_model token_env", need)

@@ -44,14 +44,6 @@ def _embedded(got: Any) -> list[float]:
     return [row["embedding"][0] for row in rows]
 
 
-def _scored(got: Any) -> list[float]:
-    return [row["score"] for row in got["data"]]
-
-
-def _pairs(prompts: str, completions: str) -> Callable[[list[Any]], dict[str, Any]]:
-    return lambda chats: {name: [chat[i]["content"] for chat in chats] for i, name in enumerate((prompts, completions))}
-
-
 def _query(chats: list[Any]) -> dict[str, Any]:
     return {"model": "rm", "query": chats[0][0]["content"], "documents": [chats[0][1]["content"]]}
 
@@ -100,15 +92,15 @@ CLIENTS = [
         lambda texts: {"input": texts, "encoding_format": "base64", "endianness": "big"},
         lambda got: [_decoded(row["data"], ">") for row in got["data"]],
     ),
-    Client("vllm_score", "/score", "messages", _pairs("text_1", "text_2"), _scored),
-    Client("vllm_score_queries", "/v1/score", "messages", _pairs("queries", "documents"), _scored),
-    Client(
-        "vllm_score_one_prompt",
-        "/score",
-        "messages",
-        lambda chats: {"text_1": chats[0][0]["content"], "text_2": chats[0][1]["content"]},
-        _scored,
-        at_once=False,
+    *(
+        Client(
+            f"vllm_{first}",
+            path,
+            "messages",
+            lambda chats, names=(first, second): {n: [c[i]["content"] for c in chats] for i, n in enumerate(names)},
+            lambda got: [row["score"] for row in got["data"]],
+        )
+        for path, first, second in (("/score", "text_1", "text_2"), ("/v1/score", "queries", "documents"))
     ),
     Client("vllm_rerank", "/rerank", "messages", _query, _best, **_ONE),
     Client("cohere_rerank", "/v2/rerank", "messages", _query, _best, **_ONE),
