@@ -112,7 +112,7 @@ FORMATS: dict[str, tuple[list[dict[str, Any]], str, list[tuple[int, Any]]]] = {
     ),
     "HelpSteer2, preferences": (
         [{"prompt": "2 + 2?", "response_1": "4", "response_2": "5", "preference_strength": -1, "split": "train"}],
-        "HelpSteer2Preference",
+        "HelpSteer3",
         [(0, "4"), (1, "5")],
     ),
     "HelpSteer3": (

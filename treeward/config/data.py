@@ -18,10 +18,7 @@ from treeward.config.base import Strict
 from treeward.config.data_forms import COMPARISON_SETS, PROMPT_SETS, keys_of_forms, normalise_data
 from treeward.errors import ConfigError
 
-_NEEDS_A_PATH = (
-    *("auto", "PreferenceDataset", "BinaryPreferenceDataset", "HelpSteer2Preference"),
-    *("ResponseDataset", "PromptDataset"),
-)
+_NEEDS_A_PATH = ("auto", "PreferenceDataset", "BinaryPreferenceDataset", "ResponseDataset", "PromptDataset")
 _OPEN_MATH_VALIDATION = 0.05
 
 

@@ -37,7 +37,6 @@ COMPARISON_SETS: Mapping[str, Splits] = {
     "BinaryPreferenceDataset": {},
     **dict.fromkeys(("HelpSteer3", "HelpSteer3Dataset"), {None: "train", "default": "validation"}),
     "HelpSteer2": {None: "train", "default": "validation"},
-    "HelpSteer2Preference": {},
     "UltraFeedback": {None: "train"},
     **dict.fromkeys(("Tulu3Preference", "Tulu3PreferenceDataset"), {None: "train"}),
     **dict.fromkeys(("HHTranscripts", "hh-rlhf"), {None: "train", "default": "test"}),

@@ -186,21 +186,12 @@ class BinaryPreferenceDataset(RowDataset):
 
 @register_dataset("HelpSteer3", "HelpSteer3Dataset")
 class HelpSteer3(RowDataset):
-    """nvidia/HelpSteer3, or a copy of it: two responses and a grade from -3 to 3, where 0 is a tie."""
+    """nvidia/HelpSteer3, or a copy of it or of HelpSteer2's preferences: two responses and a grade from -3 to 3."""
 
     hub_path, hub_subset = "nvidia/HelpSteer3", "preference"
 
     def to_preference(self, row: Row) -> Preference:
         return from_helpsteer3_row(row.values, row.where, task_name=self.task_name)
-
-
-@register_dataset("HelpSteer2Preference")
-class HelpSteer2Preference(RowDataset):
-    """The file `preference/preference.jsonl.gz` of nvidia/HelpSteer2: two responses and a strength from -3 to 3."""
-
-    def to_preference(self, row: Row) -> Preference:
-        keys = ("prompt", "response_1", "response_2", "preference_strength")
-        return from_helpsteer3_row(row.values, row.where, keys=keys, task_name=self.task_name)
 
 
 @register_dataset("UltraFeedback")

@@ -43,7 +43,7 @@ Ties = Literal["drop", "half", "error"]
 """What becomes of a comparison none of whose completions outranks another: it is left out, it is kept (the loss counts
 half a win for either side), or it is an error, as any two equal ranks are then."""
 
-_FORMAT_VERSION = 7  # raise it when the file's layout, the rules for keeping a comparison or the parsing of rows change
+_FORMAT_VERSION = 8  # raise it when the file's layout, the rules for keeping a comparison or the parsing of rows change
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 128, 4_000_000  # enough for a fast tokenizer to use all cores
 
 _MUCH = 0.1  # a larger share that is left out is warned of
@@ -156,13 +156,9 @@ class EncodingCounts:
             parts.append(f"{cut:,} of {total:,} completions of kept comparisons ({cut / total:.0%}: too long)")
         if not parts:
             return None
-        long = self.dropped_too_long or self.completions_too_long
-        fix = (
-            " A higher policy.max_total_sequence_length keeps more; data.truncation=truncate_left cuts prompts."
-            if long
-            else ""
-        )
-        return f"{' and '.join(parts)} were left out.{fix}"
+        fix = " A higher policy.max_total_sequence_length keeps more; data.truncation=truncate_left cuts prompts."
+        is_long = self.dropped_too_long or self.completions_too_long
+        return f"{' and '.join(parts)} were left out.{fix if is_long else ''}"
 
     @property
     def _reasons(self) -> str:

@@ -41,7 +41,7 @@ class Format:
 
 FORMATS = (
     Format("HelpSteer3", ("response1", "response2", "overall_preference"), "HelpSteer3's preferences"),
-    Format("HelpSteer2Preference", ("response_1", "response_2", "preference_strength"), "HelpSteer2's preferences"),
+    Format("HelpSteer3", ("response_1", "response_2", "preference_strength"), "HelpSteer2's preferences"),
     Format("HelpSteer2", ("prompt", "response", "helpfulness"), "HelpSteer2's ratings, rows of one prompt together"),
     Format("HHTranscripts", ("chosen", "rejected"), "chosen and rejected transcripts of Human and Assistant"),
     Format("BinaryPreferenceDataset", ("chosen", "rejected"), "chosen and rejected completions"),
@@ -146,5 +146,7 @@ def as_conversations(context: Any, completions: Any) -> list[list[Message]]:
 
 
 def literally(value: Any, role: str) -> Any:
-    """Text as one message of the role, whatever it looks like: it may be what a policy has written."""
+    """Text, also within an object, as one message of the role, whatever it looks like: a policy may have written it."""
+    if isinstance(value, dict):
+        return {name: literally(one, role) for name, one in value.items()}
     return [{"role": role, "content": value}] if isinstance(value, str) else value

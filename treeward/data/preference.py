@@ -40,6 +40,8 @@ _TEXT_KEYS, _SCORE_KEYS = ("completion", "response"), ("score", "overall_score")
 _SIDE_SCORES = ("score_{}", "{}_score", "{}_rating", "{}-rating")
 _TRANSCRIPT = '"\\n\\nHuman: ...\\n\\nAssistant: ..."'
 _TURN = re.compile(r"\n\n(Human|Assistant):")
+_HELPSTEER3_KEYS = ("context", "response1", "response2", "overall_preference")
+_HELPSTEER2_KEYS = ("prompt", "response_1", "response_2", "preference_strength")
 _HELPSTEER_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 _ROLE_OF_SPEAKER = {"Human": "user", "Assistant": "assistant"}
 
@@ -326,18 +328,13 @@ def from_binary_row(
     return _two_sides(values, where, prompt, (chosen, rejected), (chosen_key, rejected_key), task_name)
 
 
-def from_helpsteer3_row(
-    values: Mapping[str, Any],
-    where: str,
-    *,
-    keys: tuple[str, str, str, str] = ("context", "response1", "response2", "overall_preference"),
-    task_name: str = "preference",
-) -> Preference:
-    """A row of `keys`: prompt, two responses and a preference from -3 (the first is much better) to 3.
+def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str = "preference") -> Preference:
+    """A row of a prompt, two responses and a preference from -3 (the first is much better) to 3.
 
-    0 is a tie: both completions have rank 0. The better one comes first. Source: the cards of nvidia/HelpSteer3 and of
-    nvidia/HelpSteer2, whose preferences have other keys.
+    0 is a tie: both completions have rank 0. The better one comes first. The keys are those of nvidia/HelpSteer3, or
+    those of nvidia/HelpSteer2's preferences. Source: their cards.
     """
+    keys = _HELPSTEER2_KEYS if _HELPSTEER2_KEYS[1] in values else _HELPSTEER3_KEYS
     need = f"a row of {', '.join(keys)}; or another format, as {_RECOGNISED}"
     raw_prompt, *responses, raw = (required(values, key, where, need) for key in keys)
     context = as_messages(turns_of(raw_prompt), keys[0], "user", where)

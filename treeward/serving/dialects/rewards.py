@@ -41,7 +41,8 @@ from treeward.serving.rendered_text import RenderedText
 
 _MOST_MESSAGES = 2**20
 _PROMPTS = ("context", "prompt", "instruction")
-_ENDS = ("completions", "responses", "completion", "response", "chosen", "rejected", "messages")
+_LISTS = ("completions", "responses")
+_ENDS = (*_LISTS, "completion", "response", "chosen", "rejected", "messages")
 _End = Chat | str | dict[str, Any]
 
 router = APIRouter(tags=["treeward"], route_class=JSONRoute)
@@ -128,9 +129,7 @@ def parse(body: RewardsBody) -> list[Any]:
     conversations: list[Any] = list(body.conversations or ())
     try:
         if body.conversations is None:
-            row: dict[str, Any] = {key: literally(getattr(body, key), "assistant") for key in ends}
-            row |= {key: literally(getattr(body, key), "user") for key in prompts}
-            conversations = list(conversations_of(_literal_ends(row), "the request"))
+            conversations = conversations_of(_row(body, prompts, ends), "the request")
     except DataError as error:
         param = (error.field or "context").split("[")[0]
         raise APIError(422, "invalid_request", in_words(error), param=param) from error
@@ -141,24 +140,22 @@ def parse(body: RewardsBody) -> list[Any]:
     return conversations
 
 
-def _literal_ends(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with the texts of a list of completions as messages, whatever they look like."""
-    key = next((key for key in ("completions", "responses") if key in row), None)
-    if key is None:
-        return row
-    context = next((row[name] for name in _PROMPTS if name in row), None)
-    if context is None:
-        raise DataError("completions need their context, which may be []", field="context", got="none")
-    if (len(context) + 1) * len(row[key]) > _MOST_MESSAGES:  # a small body would become a large thing
-        message = f"{len(row[key])} completions of {len(context)} messages; at most {_MOST_MESSAGES} in all"
-        raise APIError(413, "too_many_messages", message, param=key)
-    ends = [
-        {name: literally(value, "assistant") for name, value in one.items()}
-        if isinstance(one, dict)
-        else literally(one, "assistant")
-        for one in row[key]
-    ]
-    return row | {key: ends}
+def _row(body: RewardsBody, prompts: Sequence[str], ends: Sequence[str]) -> dict[str, Any]:
+    """The body's keys as those of a row of a file, but texts are messages, whatever they look like."""
+    row = {key: literally(getattr(body, key), "user") for key in prompts}
+    length = sum(map(len, row.values())) + 1
+    for key in ends:
+        given = getattr(body, key)
+        if key not in _LISTS:
+            row[key] = literally(given, "assistant")
+            continue
+        if not prompts:
+            raise DataError("completions need their context, which may be []", field="context", got="none")
+        if length * len(given) > _MOST_MESSAGES:  # a small body would become a large thing
+            message = f"{len(given)} completions of {length - 1} messages; at most {_MOST_MESSAGES} in all"
+            raise APIError(413, "too_many_messages", message, param=key)
+        row[key] = [literally(one, "assistant") for one in given]
+    return row
 
 
 def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> RewardsResponse:
