@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 from treeward import Scorer, load_policy
 from treeward.cli.main import main
+from treeward.config.grpo_policy import LoraConfig
 from treeward.errors import ModelError
 from treeward.model.loading import load_reward_model
+from treeward.model.lora import add_adapters, save_adapters
 
 CONVERSATION = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
 
@@ -58,7 +60,7 @@ def test_a_reward_model(adapters: Any, write_rows: Callable[..., Path], tmp_path
     assert half.head.weight.dtype == torch.float32 and half.hf.dtype == torch.bfloat16
 
 
-def test_a_policy(adapters: Any) -> None:
+def test_a_policy(adapters: Any, tmp_path: Path) -> None:
     folder, model = adapters("CAUSAL_LM")
     loaded = load_policy(folder)
     ids = loaded.tokenizer.encode("Two words.")
@@ -66,6 +68,10 @@ def test_a_policy(adapters: Any) -> None:
     with pytest.raises(ModelError, match="no reward head"):
         load_reward_model(folder)
     assert load_reward_model(folder, head_seed=1).model.num_heads == 1
+    add_adapters(loaded.model, LoraConfig(enabled=True), seed=1)  # their base is that policy, not its base
+    save_adapters(loaded.model, tmp_path / "next")
+    again = load_policy(tmp_path / "next").model.hf
+    assert float((logits(again, ids) - logits(model, ids)).abs().max()) < 1e-4
 
 
 def test_weights_that_nobody_trained_are_no_scores(

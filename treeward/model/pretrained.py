@@ -131,7 +131,9 @@ def _read_weights(
         hf, lacking = _read_weights(model_class, base, config=config, **settings)
         if any(_is_of_head(key) for key in lacking):
             hf.get_submodule(head_name(hf)).float()  # or the adapters' own would be cast
-        return hf, lacking - merge_adapters(hf, Path(name).expanduser())
+        lacking -= merge_adapters(hf, Path(name).expanduser())
+        hf.name_or_path = name  # the base of adapters that are trained from here
+        return hf, lacking
     try:
         hf, info = model_class.from_pretrained(
             name,
