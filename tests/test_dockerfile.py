@@ -40,9 +40,3 @@ def test_its_commands_are_verbs_with_their_options(command: str, capsys: pytest.
     shown = capsys.readouterr().out
     assert all(word in shown for word in rest if word.startswith("--"))
     assert all((REPOSITORY / word).is_file() for word in rest if word.endswith(".yaml"))
-
-
-def test_its_build_arguments_exist() -> None:
-    arguments = set(re.findall(r"^ARG (\w+)", TEXT, re.MULTILINE))
-    assert arguments == set(re.findall(r"--build-arg (\w+)=", TEXT + GUIDE)) | {"EXTRAS"}
-    assert len(COMMANDS) >= 6
