@@ -203,6 +203,10 @@ def test_a_part_of_the_prompt_is_not_lost(write_rows: Write) -> None:
     """Dolly's columns, and Alpaca's, whose first row may have no input."""
     with pytest.raises(DataError, match="two prompts(?s:.*)context and instruction"):
         conversations_of({"instruction": "Add.", "context": "2 and 2", "response": "4"}, "x:1")
+    pair = {"prompt": "2 + 2?", "instruction": "Add.", "chosen": "4", "rejected": "5"}
+    with pytest.raises(DataError, match="two prompts(?s:.*)dataset_name=BinaryPreferenceDataset"):
+        read(write_rows, pair)
+    assert read(write_rows, pair, dataset_name="BinaryPreferenceDataset").context == (ASK,)
     row = {"instruction": "Add.", "input": "", "chosen": "4", "rejected": "5"}
     path = write_rows("rows.jsonl", [row, row | {"input": "2 and 2"}])
     with pytest.raises(DataError, match=r"rows\.jsonl:2(?s:.*)input would be lost"):

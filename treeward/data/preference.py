@@ -137,7 +137,7 @@ def prompt_key(values: Mapping[str, Any], where: str | None) -> str | None:
     """
     given = [key for key in ("context", "prompt", "instruction") if values.get(key) is not None]
     if len(given) > 1:
-        need = "one of them, or its name: data.prompt_key=prompt"
+        need = "one of them; with dataset_name=BinaryPreferenceDataset only that of prompt_key is read"
         raise DataError("the row has two prompts", where=where, got=" and ".join(given), need=need)
     _check_no_input(values, given[0] if given else None, where)
     return given[0] if given else None
