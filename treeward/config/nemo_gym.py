@@ -29,9 +29,6 @@ from treeward.errors import ConfigError
 
 _DEADLINE_SECONDS = 600  # NeMo Gym waits without a limit, and repeats a rollout that is given up
 _TOKENS_OF_A_CUSTOM_ONE = 512  # the size of a conversation in `serving.models`, whatever its length
-_SHORTHANDS = (
-    *("normalize_rewards", "reward_mean", "reward_std", "reward_clip", "running", "length_penalty", "preference_score"),
-)
 _CONSTANTS = {"reward_mean": 0.0, "reward_std": 1.0}
 _LENIENT = {"missing_constants": "ignore"}
 
@@ -75,7 +72,10 @@ def _merged() -> DictConfig:
 class NemoGymConfig(HostedModelConfig):
     """The configuration of a reward model resources server."""
 
-    other_forms: ClassVar[tuple[str, ...]] = _SHORTHANDS
+    other_forms: ClassVar[tuple[str, ...]] = (
+        *("normalize_rewards", "reward_mean", "reward_std", "reward_clip", "running", "length_penalty"),
+        "preference_score",
+    )
 
     model_path: Models
     """Folder or hub name of a reward model, or a list of them, which are scored as an ensemble."""

@@ -133,8 +133,8 @@ class ServedModel:
         """
         path = config.statistics_file and Path(config.statistics_file).expanduser()
         if self.shaper is not None and self.shaper.config.running:
-            of = {"model": self.contract_sha256 or list(config.members), "shaping": self.shaping_sha256}
-            identity = of | config.model_dump(mode="json", include={"ensemble", "head_weights", "reward_class"})
+            of_class = config.reward_class and [config.reward_class, *config.members]  # `identity` knows models alone
+            identity = {"model": self.identity, "class": of_class}
             try:
                 self.shaper.log = RewardLog(size=config.statistics_size, path=path or None, identity=identity)
             except OSError as error:
