@@ -60,6 +60,7 @@ def test_a_misspelt_verb_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -
         (["train", "--config", "run/qickstart.yaml"], "--config", "run/quickstart.yaml"),
         (["eval", "runs/final/modl", "--suite", "llmbar"], "MODEL", "run/final/model"),
         (["eval", "run/final/model", "--suite", "llmbar=run/rows.json"], "--suite", "run/rows.jsonl"),
+        (["eval", "--checkpoints", "rnu", "--suite", "llmbar"], "--checkpoints", "run"),
         (["compare", "run/finl", "run"], "A", "run/final"),
         (["verify", "run/final/mdel"], "MODEL", "run/final/model"),
     ],
@@ -75,7 +76,7 @@ def test_a_path_that_is_not_there_names_its_option_and_the_nearest(
     (tmp_path / "run" / "rows.jsnl").symlink_to("nothing")  # is listed, though it does not exist
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert f"field: {option}\n" in said and f"did you mean {near}?" in said
+    assert (f"field: {option}\n" in said or f" {option}: " in said) and f"did you mean {near}?" in said
 
 
 def test_several_mistakes_in_a_file_keep_their_own_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,6 +141,7 @@ def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(
 
 def test_published_files_and_notes(tmp_path: Path) -> None:
     models = [candidate("a", published_name="org/a"), candidate("b", note="rewards, shaped by x")]
+    models.append(candidate("c", Model(lambda text: None)))  # without scores there is nothing to publish
     run_evaluation(models, [(Questions(), "5")], tmp_path)
     published = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/questions/published/**/*.json")}
     assert published == {"a/questions/published/org/a.json", "b/questions/published/b.json"}

@@ -21,7 +21,7 @@ seeds = st.integers(0, 2**32 - 1)
 def test_a_run_says_when_its_data_ends_first(most: int | None, steps: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "treeward.training"):
         assert planned_steps(RMConfig(max_num_epochs=3, max_num_steps=most), 120, "rm") == steps
-    said = "The data has 120 steps in 3 epochs: rm.max_num_steps=500 is never reached"
+    said = "The data ends after 120 steps (rm.max_num_epochs=3): rm.max_num_steps=500 is never reached"
     assert (said in caplog.text) == (most == 500)
 
 

@@ -24,7 +24,7 @@ import typer
 
 from treeward.cli.comparisons import DataOptions, DatasetName, Split, dataset_config
 from treeward.cli.options import Ensemble, ModelOptions, Shaping, checked_models, load_rewards, with_model_options
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, nearest_path
 from treeward.progress import ShownProgress
 from treeward.tables import Column, results_table
 
@@ -124,8 +124,9 @@ def _candidates(
 
     checkpoints = {} if run_dir is None else _checkpoints(Path(run_dir))
     if run_dir is not None and not checkpoints:
-        need = "a run's checkpoint_dir, with folders step_N"
-        raise ConfigError("the folder has no checkpoints", where="--checkpoints", got=run_dir, need=need)
+        need, near = "a run's checkpoint_dir, with folders step_N", nearest_path(run_dir)
+        fix = f"did you mean {near}?" if near else None
+        raise ConfigError("the folder has no checkpoints", where="--checkpoints", got=run_dir, need=need, fix=fix)
     if not models and not checkpoints:
         need = "a model, or --checkpoints RUN_DIR"
         raise ConfigError("there is no model to evaluate", where="MODEL", got="none", need=need)

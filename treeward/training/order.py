@@ -95,8 +95,6 @@ def planned_steps(config: ScheduleConfig, in_data: int, section: str) -> int:
     """The steps of a run whose epochs have `in_data` of them; `section`: the key of `config`, for the log."""
     most = config.max_num_steps or in_data
     if in_data < most:
-        epochs = f"{config.max_num_epochs} epoch{'s' if config.max_num_epochs > 1 else ''}"
-        fix = f"{section}.max_num_epochs=N reads the data more often"
-        logger.info("The data has %d steps in %s: %s.max_num_steps=%d is never reached (%s).",
-                    in_data, epochs, section, most, fix)  # fmt: skip
+        logger.info("The data ends after %d steps (%s.max_num_epochs=%d): %s.max_num_steps=%d is never reached.",
+                    in_data, section, config.max_num_epochs, section, most)  # fmt: skip
     return min(in_data, most)
