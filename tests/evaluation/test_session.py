@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from families import tiny_model
 
 from treeward.config.ensemble import EnsembleConfig
@@ -215,7 +216,11 @@ def test_the_identity_is_what_a_score_or_reward_depends_on(
     # Constants that nothing uses are no part of it.
     assert scorer_identity(shaped(scorer(mean=4.0), **penalty), "m") == shaped_identity
     unsigned = Scorer(model, Renderer(copy.deepcopy(tiny_tokenizer)))
-    assert scorer_identity(unsigned, "m") != scorer_identity(unsigned, "n")
+    before = scorer_identity(unsigned, "m")
+    assert before != scorer_identity(unsigned, "n") and before == scorer_identity(unsigned, "m")
+    with torch.no_grad():
+        next(unsigned.model.parameters())[0, 0] += 1e-3
+    assert before != scorer_identity(unsigned, "m")
     assert scorer_identity(Model(), "mine") == {"model": "mine"}
 
 

@@ -66,6 +66,11 @@ class ScoredExample:
         """Whether a completion has no score."""
         return None in self.scores
 
+    @property
+    def is_comparable(self) -> bool:
+        """Whether a pair has both scores."""
+        return any(None not in (self.scores[i], self.scores[j]) for i, j in self.pairs())
+
     def pairs(self) -> list[tuple[int, int]]:
         """Indices (better, worse) of every pair of completions with different ranks."""
         ranks = self.example.ranks
@@ -89,8 +94,9 @@ class ScoredExample:
 
 
 def mostly_failed(scored: Sequence[ScoredExample]) -> bool:
-    """Whether most examples lack a score: what is left is no sample, and there are no accuracies."""
-    return 2 * sum(one.failed for one in scored) > len(scored)
+    """Whether most examples have no pair with both scores: what is left is no sample, and there are no accuracies."""
+    failed = [one for one in scored if one.failed and not one.is_comparable]
+    return 2 * len(failed) > len(scored)
 
 
 def to_row(scored: ScoredExample) -> dict[str, Any]:

@@ -55,8 +55,8 @@ class SuiteResult:
 
     @property
     def mostly_failed(self) -> bool:
-        """As `examples.mostly_failed`."""
-        return 2 * self.num_failed > self.num_examples
+        """Whether there is no headline because too few examples have a score (`examples.mostly_failed`)."""
+        return self.headline.value is None and self.num_failed > 0
 
     @property
     def scored(self) -> str:

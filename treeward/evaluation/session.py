@@ -202,7 +202,7 @@ def _evaluate(
 def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
     """What the scores of a scorer depend on besides the conversation, by name; JSON.
 
-    `name`: of the model; it stands for the weights of a model that has no scoring contract, and for everything about
+    `name`: of the model; with the sum of the weights it stands for a model that has no scoring contract, and alone for
     a scorer that is not one of treeward's. The members of an ensemble have names of their own.
     """
     if isinstance(scorer, RewardScorer):
@@ -218,9 +218,11 @@ def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
         }
     if not isinstance(scorer, Scorer):
         return {"model": name}
-    renderer = scorer.renderer
+    renderer, model = scorer.renderer, name if scorer.contract is None else scorer.contract.scores_sha256
+    if scorer.contract is None:  # the folder may hold another model by the next time
+        model += f", sum {sum(float(weight.detach().double().abs().sum()) for weight in scorer.model.parameters()):.9g}"
     return {
-        "model": name if scorer.contract is None else scorer.contract.scores_sha256,
+        "model": model,
         "truncation": renderer.truncation,
         "max_length": renderer.max_length,
         "dtype": str(scorer.model.hf.dtype).removeprefix("torch."),

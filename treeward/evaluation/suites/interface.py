@@ -95,7 +95,7 @@ class Suite(ABC):
             details={"tie_policy": self.tie_policy, **result.details},
             **of_scored,
         )
-        return _without_values(result) if result.mostly_failed else result
+        return _without_values(result) if mostly_failed(scored) else result
 
     @abstractmethod
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
