@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -153,6 +154,28 @@ def has(found: Any, wanted: Any) -> bool:
     if isinstance(wanted, list):
         return len(found) == len(wanted) and all(map(has, found, wanted))
     return bool(found == (None if wanted == "default" else wanted))  # chat_template: the model's own
+
+
+def test_its_numbers_beside_a_runs(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`examples/reproduce/compare.py --suite rewardbench2`, with a small model on a small copy in the hub's schema."""
+    monkeypatch.chdir(tmp_path)
+    subsets = ("Factuality", "Precise IF", "Math", "Safety", "Focus")
+    same = {"chosen": ["Yes."], "rejected": ["No.", "So?", "Hm."], "id": "1"}
+    rows = [json.dumps({"prompt": f"{subset}?", "subset": subset, **same}) + "\n" for subset in subsets]
+    Path("test.jsonl").write_text("".join(rows), encoding="utf-8")
+    script = runpy.run_path(str(REPOSITORY / "examples" / "reproduce" / "compare.py"))
+    words = ["--suite", "rewardbench2", "--model", str(model_folder), "--copy", "test.jsonl", "--limit", "1000"]
+    assert script["run"](words) == 0
+    published = script["PUBLISHED"]["rewardbench2"]
+    table = capsys.readouterr().out.partition(published["source"])[2]
+    found = {cells[0]: cells[1:] for line in table.splitlines()[4:] if len(cells := re.split(r" {2,}", line)) == 7}
+    assert {*subsets, "overall"} <= found.keys()
+    for subset in (*subsets, "overall"):
+        here, columns = float(found[subset][1]), [one[subset] for one in published["columns"].values()]
+        assert [float(cell) for cell in found[subset][2::2]] == columns
+        assert [float(cell) for cell in found[subset][3::2]] == pytest.approx([here - one for one in columns], abs=1e-3)
 
 
 @pytest.mark.parametrize(("section", "number"), [("open-instruct", 22), ("TRL", 25), ("OpenRLHF", 23)])

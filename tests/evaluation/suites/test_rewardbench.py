@@ -17,7 +17,7 @@ Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
 
 # The accuracies of Skywork-Reward-V2-Qwen3-8B in NeMo RL's pull request 1026: of the package and of its environment.
 PUBLISHED = Path(__file__).parents[3] / "examples" / "reproduce" / "published.json"
-REFERENCE, ENVIRONMENT = json.loads(PUBLISHED.read_text(encoding="utf-8"))["columns"].values()
+REFERENCE, ENVIRONMENT = json.loads(PUBLISHED.read_text(encoding="utf-8"))["rewardbench"]["columns"].values()
 # By hand. Chat has 99 of 100, 93 of 95, 92 of 95, 28 of 28 and 40 of 40: 352 of 358, in both columns. Chat Hard
 # 32 + 93 + 106 + 79 + 36 + 36 = 382 of 456, and 32 + 94 + 106 + 79 + 38 + 36 = 385. Safety 98 + 98 + 149 + 238 + 111
 # = 694 of 740, and 98 + 98 + 149 + 239 + 108 = 692. Code 161 + 161 + 164 + 162 + 164 + 161 = 973 of 984, and
