@@ -84,7 +84,7 @@ def test_the_checkpoint_with_the_best_diagnostic_is_exported_and_said_to_be_chos
         (["rm.val_period=3", "checkpointing.save_period=2"], 1, True),
         (["rm.val_period=3", "checkpointing.save_period=3"], 2, False),
         (["rm.val_period=4", "rm.val_at_end=true", "checkpointing.save_period=2"], 2, True),  # 4, and 6 at the end
-        (["checkpointing.save_period=null"], 1, True),
+        (["checkpointing.save_period=null"], 1, False),  # there is nothing to choose from
         (["rm.val_period=7", "rm.val_at_end=false"], 0, True),
     ],
 )
