@@ -20,10 +20,13 @@ SHORT = {
     "serving.py": "--size tiny --requests 16 --rounds 1 --connections 1 8",
     "soak.py": "--minutes 0.1 --clients 8",
 }
+IN_CI = ("training_step.py", "scoring.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(
+    "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.long) for name in SHORT]
+)
 def test_a_short_run_succeeds(name: str) -> None:
     if name == "policy_update.py":
         pytest.importorskip("trl")

@@ -98,6 +98,7 @@ def policy() -> Iterator[FakePolicy]:
         yield running
 
 
+@pytest.mark.long
 def test_the_real_collector_gets_the_rewards_of_the_scorer(
     gym: Path, workplace: Path, policy: FakePolicy, served_model: Path
 ) -> None:
