@@ -414,17 +414,25 @@ def test_two_devices_give_the_scores_of_one(model_path: str, make_client: Any, e
         rows = client.post("/v1/rewards", json={"conversations": asked, "on_error": "mask"}).json()["data"]
         return [row["score"] for row in rows]
 
+    [listed], [of_two] = (client.get("/v1/models").json()["data"] for client in (one, two))
+    assert listed["heads"] == of_two["heads"] == ([] if ensemble else ["reward"])
     expected = scores(one, chats)
     assert expected[-1] is None and scores(two, chats) == pytest.approx(expected, abs=1e-6)
     [model] = two.app.state.service.models.values()
     first, second = (replica.members[0] for replica in model.replicas)
     computed = second.num_computed_tokens
     assert first.num_computed_tokens > 0 and computed > 0
-    # What comes alone goes to the first replica, whose prefix cache the batcher asks; the second one may fail.
+    # What comes alone goes to the first replica, whose prefix cache the batcher asks; either one may fail.
     scores(two, chats[:1])
     assert second.num_computed_tokens == computed
-    second.model.hf = None
-    assert scores(two, chats) == pytest.approx(expected, abs=1e-6)
+    for failed in (second, first):
+        hf, failed.model.hf = failed.model.hf, None
+        assert scores(two, chats) == pytest.approx(expected, abs=1e-6)
+        assert scores(two, chats[:1]) == pytest.approx(expected[:1], abs=1e-6)
+        failed.model.hf = hf
+    first.model.hf = second.model.hf = None
+    [row] = two.post("/v1/rewards", json={"conversations": chats[:1], "on_error": "mask"}).json()["data"]
+    assert row["score"] is None and "the server failed" in row["error"]
 
 
 def test_the_options_of_an_ensemble(model_path: str, make_client: Any) -> None:
@@ -535,6 +543,23 @@ def test_a_kill_in_the_middle_of_a_line_and_a_file_of_other_rewards(
         assert got["mask_sample"] and "the running statistics cannot be kept" in got["failure_reason"]
     with pytest.raises(ConfigError, match="cannot be kept"):
         make_client(**section | {"statistics_file": str(tmp_path / "no" / "folder")})
+
+
+def test_other_weights_in_the_same_folder_are_other_rewards(
+    five_attributes: str, tmp_path: Any, make_client: Any
+) -> None:
+    """Without a scoring contract the weights tell a model from another."""
+    folder = shutil.copytree(five_attributes, tmp_path / "model")
+    running = {"shaping": {"normalize_rewards": True, "running": True}, "statistics_file": str(tmp_path / "log.jsonl")}
+    section = running | {"model_path": str(folder), "head_weights": "mean"}
+    [first], [again] = (make_client(**section).get("/v1/models").json()["data"] for _ in range(2))
+    assert first["identity"] == again["identity"]
+    hf = AutoModelForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        hf.model.norm.weight *= 2
+    hf.save_pretrained(folder)
+    with pytest.raises(ConfigError, match="statistics of other rewards"):
+        make_client(**section)
 
 
 def test_statistics_of_processes_that_write_at_once(tmp_path: Any) -> None:

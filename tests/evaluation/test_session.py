@@ -220,7 +220,7 @@ def test_the_identity_is_what_a_score_or_reward_depends_on(
     assert before != scorer_identity(unsigned, "n") and before == scorer_identity(unsigned, "m")
     with torch.no_grad():
         next(unsigned.model.parameters())[0, 0] += 1e-3
-    assert before != scorer_identity(unsigned, "m")
+    assert before != scorer_identity(Scorer(model, Renderer(copy.deepcopy(tiny_tokenizer))), "m")
     assert scorer_identity(Model(), "mine") == {"model": "mine"}
 
 

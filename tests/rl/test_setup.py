@@ -72,6 +72,18 @@ def test_which_keys_of_an_environment_are_of_the_run() -> None:
     assert not same(hybrid, members={"judge": {"model": "m", "weight": 2}})
 
 
+def test_adapters_are_known_with_the_weights_of_their_base(tmp_path: Path) -> None:
+    base, adapters = tmp_path / "base", tmp_path / "adapters"
+    for folder in (base, adapters):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+    (adapters / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{base}"}}', encoding="utf-8")
+    before = [rl_setup._section("own", {"model_name": str(adapters)}) for _ in range(2)]
+    assert before[0] == before[1]
+    (base / "model.safetensors").write_bytes(b"others")
+    assert rl_setup._section("own", {"model_name": str(adapters)}) != before[0]
+
+
 def test_a_run_that_cannot_be_set_up_closes_its_environments(tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[Any] = []
     monkeypatch.setattr(rl_setup.EnvironmentRunner, "shutdown", lambda self: closed.append(self))

@@ -353,8 +353,8 @@ def _encode_row(
 ) -> dict[str, Any]:
     longest = max(num_tokens for _, num_tokens in fitted)
     kept = [(one, own) for (one, _), own in zip(fitted, preference.completions, strict=True) if one is not None]
-    num_left = {own.rank for _, own in kept} if ties != "half" else kept
-    if len(kept) < len(fitted) and (not keep_rest or len(num_left) < 2):
+    candidates = {own.rank for _, own in kept} if ties != "half" else kept
+    if len(kept) < len(fitted) and (not keep_rest or len(candidates) < 2):
         return {"outcome": "dropped_too_long", "longest": longest}
     best: dict[tuple[int, ...], Completion] = {}  # in the order of the completions
     for one, own in kept:

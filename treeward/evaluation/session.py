@@ -218,11 +218,9 @@ def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
         }
     if not isinstance(scorer, Scorer):
         return {"model": name}
-    renderer, model = scorer.renderer, name if scorer.contract is None else scorer.contract.scores_sha256
-    if scorer.contract is None:  # the folder may hold another model by the next time
-        model += f", sum {sum(float(weight.detach().double().abs().sum()) for weight in scorer.model.parameters()):.9g}"
+    renderer = scorer.renderer
     return {
-        "model": model,
+        "model": scorer.model_id if scorer.contract is not None else f"{name}, {scorer.model_id}",
         "truncation": renderer.truncation,
         "max_length": renderer.max_length,
         "dtype": str(scorer.model.hf.dtype).removeprefix("torch."),

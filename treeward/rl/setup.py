@@ -31,6 +31,7 @@ from treeward.model.export import export_policy
 from treeward.model.loading import build_policy, load_policy
 from treeward.model.lora import AdapterReference, add_adapters, has_adapters, load_adapters
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
+from treeward.model.pretrained import base_of_adapters
 from treeward.rl.environment_runner import EnvironmentRunner, make_environment_runner
 from treeward.rl.generation import Generator, LocalGenerator, end_ids_of, template_end_ids
 from treeward.rl.http_generation import HttpGenerator
@@ -312,12 +313,15 @@ def _at_server(section: Mapping[str, Any]) -> str:
 
 
 def _with_weights(name: str | None) -> str | None:
-    """The hash of a model's weights, wherever its folder lies; the name of a model without a folder of safetensors."""
+    """The hash of a model's weights, wherever its folder lies, and of adapters' base; the name of a model without a
+    folder of safetensors.
+    """
     folder = Path(name or "").expanduser()
     weights = sorted(folder.glob("*.safetensors")) if name else []
     if not weights:
         return name
-    digest = hashlib.blake2b()
+    base = base_of_adapters(str(folder))
+    digest = hashlib.blake2b(b"" if base is None else str(_with_weights(base)).encode())
     for path in (*weights, folder / "config.json", folder / CONTRACT_FILE):
         if path.is_file():
             with path.open("rb") as file:

@@ -18,6 +18,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, overload
 
@@ -235,6 +236,13 @@ class Scorer(PreparedScorer[Prepared]):
     @property
     def members(self) -> Sequence[Scorer]:  # type: ignore[override]
         return (self,)
+
+    @cached_property
+    def model_id(self) -> str:
+        """What tells the model from every other: the hash of its contract, or else the sum of its weights."""
+        if self.contract is not None:
+            return self.contract.scores_sha256
+        return f"sum {sum(float(weight.detach().double().abs().sum()) for weight in self.model.parameters()):.9g}"
 
     def prepare(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"

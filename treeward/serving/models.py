@@ -15,7 +15,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -125,6 +125,7 @@ class ServedModel:
             config.served_name, replicas[0], shaper=shaper, contracts=found, members=members, replicas=replicas
         )
         served.keep_statistics(config)
+        _ = served.identity  # it may read all weights: now, not while requests wait
         return served
 
     def keep_statistics(self, config: ServedModelConfig) -> None:
@@ -181,14 +182,14 @@ class ServedModel:
 
     @property
     def identity(self) -> str:
-        """Hash of what rewards depend on: the contract or else the name of each model, weights of heads, the ensemble,
-        and the shaping.
+        """Hash of what rewards depend on: the contract of each model, or else its name and the sum of its weights;
+        weights of heads, the ensemble, and the shaping.
         """
         members = () if self.scorer is None else self.scorer.members
-        contracts = [one.contract and one.contract.scores_sha256 for one in members]
-        names = [] if contracts and all(contracts) else [self.name, *self.members]
+        names = [] if members and all(one.contract for one in members) else [self.name, *self.members]
         ensemble = self.scorer.config.model_dump() if isinstance(self.scorer, EnsembleScorer) else None
-        parts = [contracts, names, [one.head_weights for one in members], ensemble, self.shaping_sha256]
+        ids, weights = [one.model_id for one in members], [one.head_weights for one in members]
+        parts = [ids, names, weights, ensemble, self.shaping_sha256]
         return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
     @property
@@ -208,6 +209,7 @@ class ServedModel:
         temperature = None
         log = None if self.shaper is None else self.shaper.log
         is_single = len(self.contracts) == len(self.members) == 1 and isinstance(self.scorer, Scorer)
+        scorers = () if self.scorer is None else self.scorer.members
         if is_single and calibrations[0] is not None and calibrations[0].temperature is not None:
             temperature = calibrations[0].temperature.value
         return {
@@ -219,7 +221,7 @@ class ServedModel:
             "max_model_len": None if self.renderer is None else self.renderer.max_length,
             "contract": self.contract_sha256,
             "members": list(self.members),
-            "heads": list(self.scorers[0].head_names) if len(self.scorers) == 1 else [],
+            "heads": list(scorers[0].head_names) if len(scorers) == 1 else [],
             "temperature": temperature,  # what scores are divided by to be log-odds
             "shaped": self.shaper is not None,
             "shaping_sha256": self.shaping_sha256,
@@ -259,13 +261,30 @@ class ServedModel:
         # By the middle of each: one that comes alone goes to the first, whose cache `cost` asks.
         middles, shares = tokens.cumsum() - tokens / 2, tokens.sum() * np.arange(1, number) / number
         bounds = pairwise([0, *np.searchsorted(middles, shares, side="right"), len(items)])
-        futures = [
-            self._pool.submit(replica.score_prepared, [item.prepared for item in items[start:end]], on_error="mask")
+        shares_of = [
+            (replica, [item.prepared for item in items[start:end]])
             for replica, (start, end) in zip(self.replicas, bounds, strict=True)
             if start < end
         ]
-        wait(futures)  # all of them: a batch that fails is tried again, and a scorer has one caller at a time
-        return [score for future in futures for score in future.result()]
+        futures = [self._pool.submit(replica.score_prepared, share, on_error="mask") for replica, share in shares_of]
+        wait(futures)  # all of them: a scorer has one caller at a time
+        done = zip(shares_of, futures, strict=True)
+        return [score for (replica, share), future in done for score in self._result(future, replica, share)]
+
+    def _result(self, future: Future[list[Score]], asked: Scorer | EnsembleScorer, share: list[Any]) -> list[Score]:
+        """The scores of a replica, or of the first other one where it fails; its error if all fail."""
+        error = future.exception()
+        if error is None or isinstance(error, torch.OutOfMemoryError | MemoryError):  # `score` makes room
+            return future.result()
+        for number, replica in enumerate(self.replicas):
+            try:
+                scores = [] if replica is asked else replica.score_prepared(share, on_error="mask")
+            except Exception:  # the first error is the one to report
+                continue
+            if scores:
+                logger.warning("%s: replica %d scores for one that failed: %r", self.name, number, error)
+                return scores
+        raise error
 
     def cost(self, item: Item, like: Item | None) -> int:
         """About how many tokens an item adds to a batch that has one `like` it: those that are not known already."""
