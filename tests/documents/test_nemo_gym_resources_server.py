@@ -543,6 +543,10 @@ def test_a_kill_in_the_middle_of_a_line_and_a_file_of_other_rewards(
         assert got["mask_sample"] and "the running statistics cannot be kept" in got["failure_reason"]
     with pytest.raises(ConfigError, match="cannot be kept"):
         make_client(**section | {"statistics_file": str(tmp_path / "no" / "folder")})
+    for damaged in (b"no JSON\n", b"[1]\n", b'{"a": "b"}\n'):
+        file.write_bytes(whole + damaged)
+        with pytest.raises(ConfigError, match=r"rewards\.jsonl:4"):
+            make_client(**section)
 
 
 def test_other_weights_in_the_same_folder_are_other_rewards(

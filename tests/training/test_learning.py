@@ -84,6 +84,16 @@ def test_small_steps_that_scatter_are_no_false_alarm() -> None:
     assert sum(one is not None for one in verdicts) <= 2
 
 
+@pytest.mark.parametrize(("rate", "advice"), [(1e-5, "ten times"), (1e-3, "a tenth of")])
+def test_what_is_tried_at_chance(rate: float, advice: str) -> None:
+    watch = LearningWatch(50, learning_rate=rate)
+    for step in range(1, 51):
+        watch.see(step, metrics(np.tile([0.01, -0.01], 4)), 8 * math.log(2))
+    verdict = str(watch.verdict())
+    assert f"Try {advice} policy.optimizer.kwargs.lr, which is {rate:g}" in verdict
+    assert "in another checkpointing.checkpoint_dir" in verdict
+
+
 def test_a_collapse_late_in_a_long_run_is_seen_within_ten_steps(caplog: pytest.LogCaptureFixture) -> None:
     watch = LearningWatch(1000, learning_rate=1e-5)
     with caplog.at_level(logging.WARNING):

@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,8 @@ class RewardLog:
     """The values of the first `size` conversations, by a hash of each, and the statistics at each step.
 
     `path`: one line of JSON for what came in one request, after a first line with `identity`, which says what the
-    values depend on. None: in memory. Raises `ConfigError` for a file of another identity, and `OSError` for one that
-    cannot be written.
+    values depend on. None: in memory. Raises `ConfigError` for a file of another identity or a damaged one, and
+    `OSError` for one that cannot be written.
     """
 
     def __init__(self, *, size: int, path: Path | None = None, identity: Mapping[str, Any] | None = None) -> None:
@@ -116,8 +116,24 @@ class RewardLog:
                 got, need = content[:200].decode(errors="replace"), f"{first.decode()}, or a file that is not there yet"
                 raise ConfigError("these are statistics of other rewards", where=str(self.path), got=got, need=need)
         for line in lines:
-            self._take(json.loads(line))
+            self._take(self._parsed(line))
             self._read_bytes += len(line)
+
+    def _parsed(self, line: bytes) -> dict[str, float]:
+        """The values of the line that is read next. Raises `ConfigError` for a damaged one."""
+        with suppress(ValueError):
+            values = json.loads(line)
+            if isinstance(values, dict) and all(isinstance(one, float | int) for one in values.values()):
+                return values
+        assert self.path is not None
+        number = self.path.read_bytes()[: self._read_bytes].count(b"\n") + 1
+        raise ConfigError(
+            "the file of the statistics is damaged",
+            where=f"{self.path}:{number}",
+            got=line[:200].decode(errors="replace"),
+            need="a JSON object of numbers, as the server writes it",
+            fix="restore the file; or move it away: the statistics begin anew",
+        )
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self.path is not None:

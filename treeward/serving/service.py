@@ -20,9 +20,10 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from treeward.config.server import ServerConfig
+from treeward.errors import ConfigError
 from treeward.scoring.rewarding import Rewarder
 from treeward.scoring.score import Conversation, Reward
-from treeward.serving.api_error import APIError
+from treeward.serving.api_error import APIError, in_words
 from treeward.serving.batcher import Batcher, FailedScore
 from treeward.serving.metrics import ServerMetrics
 from treeward.serving.models import ServedModel
@@ -126,8 +127,9 @@ class Service:
         keys = [_key(*pair) for pair in zip(asked, plan.references, strict=True)]
         try:
             return await loop.run_in_executor(self._shaping, partial(rewarder.finish, plan, scores, keys=keys))
-        except OSError as error:
-            raise APIError(500, "statistics_failed", f"the running statistics cannot be kept: {error}") from error
+        except (OSError, ConfigError) as error:
+            reason = in_words(error) if isinstance(error, ConfigError) else error
+            raise APIError(500, "statistics_failed", f"the running statistics cannot be kept: {reason}") from error
 
 
 def _key(asked: Conversation | RenderedText, references: Any) -> str:

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _MIN_STEPS, _FEW_STEPS = 10, 50
 _AT_CHANCE, _WORSE = 0.98, 1.1  # shares of chance
+_HIGH_RATE = 1e-3  # ten times this is no rate for a pretrained model
 _COLLAPSED = 1e-4  # mean difference within a pair, relative to the scores; a fresh head has 1e-2
 
 
@@ -56,7 +57,8 @@ class LearningWatch:
             return None
         rate = f"policy.optimizer.kwargs.lr, which is {self.learning_rate:g}"
         is_worse = loss > _WORSE * chance
-        advice = f"Try {'a tenth of' if is_worse else 'ten times'} {rate}."
+        change = "a tenth of" if is_worse or self.learning_rate >= _HIGH_RATE else "ten times"
+        advice = f"Try {change} {rate}, in another checkpointing.checkpoint_dir."
         if self.total_steps < _FEW_STEPS:
             longer = "a smaller policy.train_global_batch_size, or a larger rm.max_num_epochs"
             advice = f"So few steps ({self.total_steps}) teach little: try more ({longer}). {advice}"

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import get_token
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from treeward.config.checkpointing import MetricKey
 from treeward.config.preflight import check_packages
@@ -75,10 +77,8 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
     """
     check_packages(config)
     check_report(config)
-    if config.hub.push_to_hub and get_token() is None:
-        logger.warning(
-            "hub.push_to_hub is true, and nobody is logged in to the hub: hf auth login, while the run lasts."
-        )
+    if config.hub.push_to_hub:
+        _check_hub(config.hub_repo_id)
     key, ranked_by = config.ranking_metric, None
     if key is not None:
         ranked_by = f"eval/rm/{key.metric}" if key.validation is None else f"validation-{key.validation}/{key.metric}"
@@ -91,6 +91,19 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
     )
     assert isinstance(outcome, TrainingOutcome)
     return outcome
+
+
+def _check_hub(repo_id: str) -> None:
+    """Raise `ConfigError` for a name that the hub does not allow, and warn if nobody is logged in."""
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        summary = "the hub does not allow this name of a repository"
+        raise ConfigError(summary, field="hub.repo_id", got=repo_id, need=str(error)) from error
+    if get_token() is None:
+        logger.warning(
+            "hub.push_to_hub is true, and nobody is logged in to the hub: hf auth login, while the run lasts."
+        )
 
 
 class RewardModelRun(Run):
