@@ -44,6 +44,7 @@ check: env-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy resources_servers/math_with_judge/app.py
 	$(BIN)/lint-imports
 
 benchmark: env-dev

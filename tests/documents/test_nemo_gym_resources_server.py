@@ -86,6 +86,9 @@ def test_what_has_no_score_is_an_error_and_no_number(model_path: str) -> None:
     ]:
         with pytest.raises(DataError, match=says):
             reward_model.score(prompt=prompt, response=response)
+        assert reward_model.score(prompt=prompt, response=response, on_error="mask") is None
+    assert reward_model.score(PROMPT, "word " * 400, on_error="mask") is None
+    assert reward_model.score(PROMPT, RESPONSE, on_error="mask") == reward_model.predict(PROMPT, RESPONSE)
 
 
 # The classes, as the page has them; the lines above the first one are ours
@@ -206,6 +209,16 @@ class Mine(SimpleResourcesServer):
     call = {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "1"}
     got = client.post("/verify", json=body | {"response": {"output": [call]}}).json()
     assert got["mask_sample"] is True and "no response" in got["failure_reason"]
+
+
+def test_a_verify_that_is_no_coroutine_is_an_error_at_the_start(app_of: Callable[..., TestClient]) -> None:
+    code = """
+class Mine(SimpleResourcesServer):
+    def verify(self, body):
+        return BaseVerifyResponse(**body.model_dump(), reward=1.0)
+"""
+    with pytest.raises(ConfigError, match="async def verify"):
+        app_of(code, "Mine")
 
 
 def test_the_length_penalty(app_of: Callable[..., TestClient]) -> None:

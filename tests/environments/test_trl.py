@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from treeward.client.rewards import RewardClient
+from treeward.client.rewards import AsyncRewardClient, RewardClient
 from treeward.data.preference import Message
 from treeward.environments.interface import Environment, Reward
 from treeward.environments.trl import TrlReward, as_trl
@@ -176,6 +176,11 @@ def policy_tokenizer(tiny_tokenizer: Any) -> Any:
 
 def logged(trainer: Any, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def test_a_client_of_coroutines_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="RewardClient"):
+        TrlReward(AsyncRewardClient("http://127.0.0.1:1"))
 
 
 @pytest.mark.parametrize("where", ["here", "server"])

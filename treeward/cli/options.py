@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from treeward.config.load import load_section
+from treeward.config.policy import ScoringDtype
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.errors import ConfigError
 
@@ -31,7 +32,6 @@ ConfigFile = Annotated[str, typer.Option("--config", metavar="FILE", help="The Y
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="+key adds one, ~key removes one.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if any.")]
-ScoringDtype = Literal["float32", "bfloat16", "float16"]
 Dtype = Annotated[ScoringDtype, typer.Option(help="Number format of the backbone's weights.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model folder contains.")]
 Unchecked = Annotated[bool, typer.Option("--unchecked", help="Also a model that breaks its scoring contract.")]

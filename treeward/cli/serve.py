@@ -21,7 +21,6 @@ import typer
 from treeward.cli.options import (
     Ensemble,
     HeadWeights,
-    ScoringDtype,
     Shaping,
     TrustRemoteCode,
     Unchecked,
@@ -29,6 +28,7 @@ from treeward.cli.options import (
     reward_models,
 )
 from treeward.config.load import load_file
+from treeward.config.policy import ScoringDtype
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
 

@@ -22,8 +22,9 @@ _short_names = BeforeValidator(lambda name: _PRECISIONS.get(name, name) if isins
 
 Precision = Annotated[Literal["float32", "bfloat16"], _short_names]
 """Of a model that is trained."""
-ScoringPrecision = Annotated[Literal["float32", "bfloat16", "float16"], _short_names]
+ScoringDtype = Literal["float32", "bfloat16", "float16"]
 """Of a reward model that only scores."""
+ScoringPrecision = Annotated[ScoringDtype, _short_names]
 
 
 class ShardingConfig(Strict):

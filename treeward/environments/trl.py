@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treeward.client.rewards import RewardClient
+from treeward.client.rewards import AsyncRewardClient, RewardClient
 from treeward.environments.remote import RemoteEnvironment, as_environment
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError
@@ -42,14 +42,17 @@ class TrlReward:
     other column keeps its name, and an empty cell is left out.
 
     It can be pickled with a Ray actor, and with an environment that can be pickled: not one with a loaded reward model.
-    Raises `ConfigError` for an environment with running statistics in one of several processes (`WORLD_SIZE`): each
-    process would normalise by its own.
+    Raises `ConfigError` for an `AsyncRewardClient`, and for an environment with running statistics in one of several
+    processes (`WORLD_SIZE`): each process would normalise by its own.
 
     Into TRL's own metrics it logs `<name>/failed`, the share of completions without a reward, and `<name>/raw_mean`,
     the mean reward before shaping.
     """
 
     def __init__(self, environment: Any, *, name: str | None = None, columns: Mapping[str, str] | None = None) -> None:
+        if isinstance(environment, AsyncRewardClient):
+            need = "an environment, or a RewardClient, which is synchronous"
+            raise ConfigError("TRL does not await the calls of a client", got="an AsyncRewardClient", need=need)
         if isinstance(environment, RewardClient):
             environment = RewardModelEnvironment({"model_name": environment.url}, client=environment)
         self.environment = as_environment(environment)

@@ -97,6 +97,10 @@ class PreparedScorer(abc.ABC, Generic[_P]):
     def score(self, conversations: Text, response: Text) -> float: ...
     @overload
     def score(self, *, prompt: Text, response: Text) -> float: ...
+    @overload
+    def score(self, conversations: Text, response: Text, *, on_error: Literal["mask"]) -> float | None: ...
+    @overload
+    def score(self, *, prompt: Text, response: Text, on_error: Literal["mask"]) -> float | None: ...
     def score(
         self,
         conversations: Any = None,
@@ -105,7 +109,7 @@ class PreparedScorer(abc.ABC, Generic[_P]):
         prompt: Text | None = None,
         where: Sequence[str] | None = None,
         on_error: OnError = "raise",
-    ) -> list[Score] | float:
+    ) -> list[Score] | float | None:
         """Score whole conversations. `where` names each in errors. `score(prompt, response)` is `predict`.
 
         A conversation that is too long has the score None. Raises `DataError` for one that is empty, has no assistant
@@ -113,7 +117,12 @@ class PreparedScorer(abc.ABC, Generic[_P]):
         `on_error="mask"` its score is None instead, and `Score.error` says why.
         """
         if prompt is not None or response is not None:
-            return self.predict(conversations if prompt is None else prompt, response)
+            try:
+                return self.predict(conversations if prompt is None else prompt, response)
+            except (DataError, ModelError):
+                if on_error == "raise":
+                    raise
+                return None
         return self.score_prepared(self.prepare(conversations, where=where, on_error=on_error), on_error=on_error)
 
     def predict(self, prompt: Text, response: Text | None) -> float:

@@ -7,6 +7,7 @@ that raises, or gives no finite number, costs its rollout the reward, and not th
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
 import sys
@@ -20,7 +21,7 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from treeward.config.nemo_gym import handed_over
-from treeward.errors import TreewardError
+from treeward.errors import ConfigError, TreewardError
 from treeward.serving import logs
 from treeward.serving.dialects.bodies import JSONRoute
 from treeward.serving.dialects.nemo_gym import ROLLOUT_PREFIX, VERDICT_KEYS, failure, sessions
@@ -83,7 +84,14 @@ class SimpleResourcesServer(_Open):
         raise NotImplementedError
 
     def setup_webserver(self) -> FastAPI:
-        """The application: /verify, and what else NeMo Gym asks of a resources server."""
+        """The application: /verify, and what else NeMo Gym asks of a resources server.
+
+        Raises `ConfigError` for a `verify` that is no coroutine.
+        """
+        if not inspect.iscoroutinefunction(inspect.unwrap(self.verify)):
+            raise ConfigError(
+                "verify must be a coroutine", where=type(self).__name__, got="def verify", need="async def verify"
+            )
         app = FastAPI(title=self.config.name)
         app.router.route_class = JSONRoute
         for prefix in ("", ROLLOUT_PREFIX):
@@ -102,11 +110,12 @@ class SimpleResourcesServer(_Open):
             where, section = handed_over()
             given: Any = {"name": where.split(".")[0]} | OmegaConf.to_container(section, resolve=True)  # type: ignore
             server = cls(config=given)  # nothing listens before the model is loaded
+            app = server.setup_webserver()
         except (TreewardError, ValidationError) as error:  # pydantic's holds what model_post_init raises
             sys.stderr.write(f"{cls.__name__}: {error}\n")
             sys.exit(2)
         config = server.config
-        uvicorn.run(server.setup_webserver(), host=config.host, port=config.port, log_level="warning")
+        uvicorn.run(app, host=config.host, port=config.port, log_level="warning")
 
 
 def _masking(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[JSONResponse]]:
