@@ -127,13 +127,10 @@ class RewardLog:
                 return values
         assert self.path is not None
         number = self.path.read_bytes()[: self._read_bytes].count(b"\n") + 1
-        raise ConfigError(
-            "the file of the statistics is damaged",
-            where=f"{self.path}:{number}",
-            got=line[:200].decode(errors="replace"),
-            need="a JSON object of numbers, as the server writes it",
-            fix="restore the file; or move it away: the statistics begin anew",
-        )
+        got, need = line[:200].decode(errors="replace"), "a JSON object of numbers, as the server writes it"
+        fix = "restore the file; or move it away: the statistics begin anew"
+        where = f"{self.path}:{number}"
+        raise ConfigError("the file of the statistics is damaged", where=where, got=got, need=need, fix=fix)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self.path is not None:

@@ -16,6 +16,7 @@ import logging
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -261,28 +262,22 @@ class ServedModel:
         # By the middle of each: one that comes alone goes to the first, whose cache `cost` asks.
         middles, shares = tokens.cumsum() - tokens / 2, tokens.sum() * np.arange(1, number) / number
         bounds = pairwise([0, *np.searchsorted(middles, shares, side="right"), len(items)])
-        shares_of = [
-            (replica, [item.prepared for item in items[start:end]])
-            for replica, (start, end) in zip(self.replicas, bounds, strict=True)
-            if start < end
-        ]
-        futures = [self._pool.submit(replica.score_prepared, share, on_error="mask") for replica, share in shares_of]
+        parts = [[item.prepared for item in items[start:end]] for start, end in bounds]
+        asked = [(replica, part) for replica, part in zip(self.replicas, parts, strict=True) if part]
+        futures = [self._pool.submit(replica.score_prepared, part, on_error="mask") for replica, part in asked]
         wait(futures)  # all of them: a scorer has one caller at a time
-        done = zip(shares_of, futures, strict=True)
-        return [score for (replica, share), future in done for score in self._result(future, replica, share)]
+        results = [self._result(future, *one) for future, one in zip(futures, asked, strict=True)]
+        return [score for scores in results for score in scores]
 
-    def _result(self, future: Future[list[Score]], asked: Scorer | EnsembleScorer, share: list[Any]) -> list[Score]:
+    def _result(self, future: Future[list[Score]], asked: Scorer | EnsembleScorer, part: list[Any]) -> list[Score]:
         """The scores of a replica, or of the first other one where it fails; its error if all fail."""
         error = future.exception()
         if error is None or isinstance(error, torch.OutOfMemoryError | MemoryError):  # `score` makes room
             return future.result()
-        for number, replica in enumerate(self.replicas):
-            try:
-                scores = [] if replica is asked else replica.score_prepared(share, on_error="mask")
-            except Exception:  # the first error is the one to report
-                continue
-            if scores:
-                logger.warning("%s: replica %d scores for one that failed: %r", self.name, number, error)
+        for other in (replica for replica in self.replicas if replica is not asked):
+            with suppress(Exception):  # the first error is the one to report
+                scores = other.score_prepared(part, on_error="mask")
+                logger.warning("%s: another replica scores for one that failed: %r", self.name, error)
                 return scores
         raise error
 

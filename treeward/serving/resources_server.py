@@ -89,9 +89,8 @@ class SimpleResourcesServer(_Open):
         Raises `ConfigError` for a `verify` that is no coroutine.
         """
         if not inspect.iscoroutinefunction(inspect.unwrap(self.verify)):
-            raise ConfigError(
-                "verify must be a coroutine", where=type(self).__name__, got="def verify", need="async def verify"
-            )
+            got = f"def verify of {type(self).__name__}"
+            raise ConfigError("verify must be a coroutine", got=got, need="async def verify")
         app = FastAPI(title=self.config.name)
         app.router.route_class = JSONRoute
         for prefix in ("", ROLLOUT_PREFIX):
