@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeward.losses import bradley_terry, ranked_pairs
-from treeward.metrics import METRIC_NAMES, RewardMetrics
+from treeward.metrics import METRIC_NAMES, RewardMetrics, RewardSums
 
 RANKS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=8)
 
 
 def measure(scores: torch.Tensor, ranks: list[list[int]], ties: str = "drop") -> RewardMetrics:
     pairs = ranked_pairs(ranks, ties=ties)  # type: ignore[arg-type]
-    return RewardMetrics.of(scores, pairs, bradley_terry(scores, pairs))
+    sums = RewardSums()
+    sums.add(scores, pairs, bradley_terry(scores, pairs))
+    return sums.read()
 
 
 @given(RANKS, st.sets(st.integers(1, 7)), st.sampled_from(["drop", "half"]), st.integers(0, 9))

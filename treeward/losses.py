@@ -27,7 +27,8 @@ class Pairs:
 
     `better_P`, `worse_P`: int64 (P,), places among the scores of the batch. `weight_P`: float32 (P,), 1 / the number of
     pairs of the group. `margin_P`: float32 (P,), 0 where the data has none. `tied_P`: bool (P,), the two are equally
-    good. `num_groups`: groups that have a pair at all.
+    good. `num_groups`: groups that have a pair at all. `num_ordered`: pairs that are not tied; counted where the pairs
+    are made, for reading it from a GPU would wait for it.
     """
 
     better_P: Tensor
@@ -36,16 +37,19 @@ class Pairs:
     margin_P: Tensor
     tied_P: Tensor
     num_groups: int
+    num_ordered: int
 
-    def to(self, device: torch.device | str) -> Pairs:
-        return Pairs(
-            self.better_P.to(device),
-            self.worse_P.to(device),
-            self.weight_P.to(device),
-            self.margin_P.to(device),
-            self.tied_P.to(device),
-            self.num_groups,
-        )
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Pairs:
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin(self) -> Pairs:
+        """In page-locked memory, from which a GPU copies while the host goes on. Needs CUDA."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Pairs:
+        tensors = (self.better_P, self.worse_P, self.weight_P, self.margin_P, self.tied_P)
+        better_P, worse_P, weight_P, margin_P, tied_P = map(change, tensors)
+        return Pairs(better_P, worse_P, weight_P, margin_P, tied_P, self.num_groups, self.num_ordered)
 
 
 def ranked_pairs(
@@ -89,6 +93,7 @@ def ranked_pairs(
         torch.tensor(margin),
         torch.tensor(tied, dtype=torch.bool),
         num_groups,
+        num_ordered=len(tied) - sum(tied),
     )
 
 

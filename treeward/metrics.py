@@ -1,7 +1,8 @@
 """`RewardMetrics`: sums and counts of a reward model's pairs, added up over micro-batches and sets, divided once.
 
-    total = RewardMetrics()
-    for scores_S, pairs, loss in ...: total += RewardMetrics.of(scores_S, pairs, loss)
+    sums = RewardSums()
+    for scores_S, pairs, loss_sum in ...: sums.add(scores_S, pairs, loss_sum)      # on the device; waits for nothing
+    total = sums.read()                                                            # waits for the device, once
     total.means()     # {"loss": ..., "accuracy": ..., "chosen_rewards": ..., ...}
 
 How a set was cut into batches changes nothing, nor does an uneven last one.
@@ -37,23 +38,6 @@ class RewardMetrics:
     rejected_sum: float = 0.0
     gap_sum: float = 0.0
 
-    @classmethod
-    @torch.no_grad()
-    def of(cls, scores_S: Tensor, pairs: Pairs, loss_sum: Tensor) -> RewardMetrics:
-        """The sums of one batch. `loss_sum`: as `losses.bradley_terry` gives it."""
-        ordered_P = ~pairs.tied_P
-        chosen_P = scores_S.double()[pairs.better_P][ordered_P]
-        rejected_P = scores_S.double()[pairs.worse_P][ordered_P]
-        return cls(
-            loss_sum=float(loss_sum),
-            num_groups=pairs.num_groups,
-            num_pairs=len(chosen_P),
-            num_correct=int((chosen_P > rejected_P).sum()),
-            chosen_sum=float(chosen_P.sum()),
-            rejected_sum=float(rejected_P.sum()),
-            gap_sum=float((chosen_P - rejected_P).abs().sum()),
-        )
-
     def __add__(self, other: RewardMetrics) -> RewardMetrics:
         return RewardMetrics(
             self.loss_sum + other.loss_sum,
@@ -75,6 +59,33 @@ class RewardMetrics:
             "rejected_rewards": rejected,
             "reward_margin": chosen - rejected,
         }
+
+
+class RewardSums:
+    """The sums of `RewardMetrics` while they are made: they stay where the scores are until `read`."""
+
+    def __init__(self) -> None:
+        self._num_groups = self._num_pairs = 0
+        self._sums_5: Tensor | None = None  # loss, correct, chosen, rejected, gap; float64
+
+    @torch.no_grad()
+    def add(self, scores_S: Tensor, pairs: Pairs, loss_sum: Tensor) -> None:
+        """Add one batch. `pairs`: on the device of the scores. `loss_sum`: as `losses.bradley_terry` gives it."""
+        better_P, worse_P = scores_S.double()[pairs.better_P], scores_S.double()[pairs.worse_P]
+        gap_P = better_P - worse_P
+        # Not `better_P[~tied_P]`: the host would wait to know how many there are.
+        ordered_4P = torch.stack([(gap_P > 0).double(), better_P, worse_P, gap_P.abs()]).masked_fill(pairs.tied_P, 0.0)
+        sums_5 = torch.cat([loss_sum.double()[None], ordered_4P.sum(dim=1)])
+        self._sums_5 = sums_5 if self._sums_5 is None else self._sums_5 + sums_5
+        self._num_groups += pairs.num_groups
+        self._num_pairs += pairs.num_ordered
+
+    def read(self) -> RewardMetrics:
+        """The sums as numbers. The host waits here for the device, once."""
+        if self._sums_5 is None:
+            return RewardMetrics()
+        loss, correct, chosen, rejected, gap = self._sums_5.tolist()
+        return RewardMetrics(loss, self._num_groups, self._num_pairs, int(correct), chosen, rejected, gap)
 
 
 def _ratio(total: float, count: int) -> float:

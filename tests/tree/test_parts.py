@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeward.data.encoding import count_tree_tokens
-from treeward.tree.parts import backward_in_parts, plan_parts, split_group
+from treeward.tree.parts import backward_in_parts, order_of_parts, plan_parts, split_group
 
 groups = st.lists(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=6), max_size=4)
 
@@ -48,8 +48,9 @@ def test_the_gradient_of_parts_is_that_of_the_whole() -> None:
             return torch.stack([table(torch.tensor(sequences[i])).exp().sum() for i in members])
 
         scores, loss = backward_in_parts(
-            [(part.members, partial(score, part.members)) for part in parts],
+            [partial(score, part.members) for part in parts],
             lambda scores_S: torch.nn.functional.softplus(scores_S[1:] - scores_S[0]).sum(),
+            order_S=order_of_parts([part.members for part in parts]),
         )
         assert table.weight.grad is not None
         return scores, loss, table.weight.grad.clone(), len(parts)

@@ -25,7 +25,7 @@ from treeward.errors import ModelError
 from treeward.model.prefix_cache import MIN_PREFIX_TOKENS, PrefixCache
 from treeward.model.wrapped import Layout, WrappedModel
 from treeward.tree.batch import Batch, TreeBatch, plan_sequences
-from treeward.tree.parts import split_group
+from treeward.tree.parts import order_of_parts, split_group
 from treeward.tree.prefix import Prefix
 from treeward.tree.token_tree import TokenIds
 
@@ -67,17 +67,18 @@ class RewardModel(WrappedModel):
         assert num_labels is not None
         return num_labels
 
-    def make_parts(
+    def pack_parts(
         self, groups: Sequence[Sequence[TokenIds]], *, max_tokens: int | None
-    ) -> list[tuple[Sequence[int], Batch]]:
-        """Batches of one forward pass each, and which sequences each has, counted over all groups.
+    ) -> tuple[list[Batch], Tensor | None]:
+        """Batches of one forward pass each, in the memory of the host, and `order_of_parts` of their sequences.
 
         One batch; or several, where a single group is larger than `max_tokens`.
         """
         if len(groups) != 1 or max_tokens is None:
-            return [(range(sum(map(len, groups))), self.make_batch(groups))]
+            return [self.pack(groups)], None
         parts = split_group(groups[0], max_tokens=max_tokens, share=self.layout == "tree")
-        return [(part.members, self.make_batch([[groups[0][i] for i in part.members]])) for part in parts]
+        order_S = order_of_parts([part.members for part in parts])
+        return [self.pack([[groups[0][i] for i in part.members]]) for part in parts], order_S
 
     def forward(self, batch: Batch) -> Tensor:
         """Scores, float32 (S,), one per sequence in the order of the batch's groups; of a model with one head."""

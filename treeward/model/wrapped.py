@@ -80,11 +80,15 @@ class WrappedModel(nn.Module):
         return min((int(limit) for limit in limits if limit), default=None)
 
     def make_batch(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
-        """Pack groups of token sequences (each a whole conversation) the way this model runs them."""
+        """Pack groups of token sequences (each a whole conversation) the way this model runs them, on its device."""
+        return self.pack(groups).to(self.device)
+
+    def pack(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
+        """`make_batch` in the memory of the host; any thread may call it."""
         if self.layout == "tree":
-            return TreeBatch.from_groups(groups).to(self.device)
+            return TreeBatch.from_groups(groups)
         pad = getattr(self.hf.config.get_text_config(), "pad_token_id", None)
-        return RowBatch.from_groups(groups, pad_token_id=0 if pad is None else pad).to(self.device)
+        return RowBatch.from_groups(groups, pad_token_id=0 if pad is None else pad)
 
     @contextlib.contextmanager
     def attention(self, implementation: str) -> Iterator[None]:

@@ -21,6 +21,7 @@ import torch
 from huggingface_hub import get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from torch import Tensor
 
 from treeward.config.checkpointing import MetricKey
 from treeward.config.preflight import check_packages
@@ -30,8 +31,8 @@ from treeward.errors import ConfigError, TreewardError
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.gates import scored_comparison
 from treeward.evaluation.results import Metric
-from treeward.losses import LOSSES, Pairs, ranked_pairs
-from treeward.metrics import METRIC_NAMES, RewardMetrics
+from treeward.losses import LOSSES
+from treeward.metrics import METRIC_NAMES, RewardMetrics, RewardSums
 from treeward.model.export import export_model, push_folder
 from treeward.model.loading import load_reward_model
 from treeward.scoring.golden import sign_folder
@@ -40,13 +41,13 @@ from treeward.training.export import export_final
 from treeward.training.learning import LearningWatch
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.optimisation import clip_gradients
+from treeward.training.prefetch import Ahead, BatchPreparer, MicroBatch
 from treeward.training.reporting import ReportPlan, check_report, plan_report
 from treeward.training.setup import RewardModelSetup, set_up
 from treeward.training.state import RunState
 from treeward.training.stopping import StopRequest
 from treeward.training.tracking import TrackerGroup
 from treeward.training.validation import SetValidation, pooled, robust_accuracy, values_of
-from treeward.tree.batch import RowBatch, TreeBatch, plan_micro_batches, plan_padded
 from treeward.tree.parts import backward_in_parts
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,8 @@ class RewardModelRun(Run):
         self.setup, self.config, self.model = setup, setup.config, setup.model
         self._changed = self._warned_of_ranking = False
         loss = self.config.rm.loss
+        self._preparer = BatchPreparer(setup)
+        self._ahead = Ahead(self._preparer.step, num_steps=setup.total_steps)
         self._watch = LearningWatch(setup.total_steps, learning_rate=self.optimizer.defaults["lr"])
         self._loss = partial(LOSSES[loss.name], **loss.options)
         try:
@@ -139,67 +142,44 @@ class RewardModelRun(Run):
     def weights_changed(self) -> bool:
         return self._changed
 
-    def plan(self, comparisons: Sequence[Comparison], *, validation: bool = False) -> list[list[int]]:
-        """Which comparisons share a forward pass: as many as the configured tokens and comparisons allow."""
-        policy, max_groups = self.config.policy, self.config.policy.train_micro_batch_size
-        if validation:
-            max_groups = self.config.rm.val_micro_batch_size or max_groups
-        limits = {"max_tokens": policy.micro_batch_tokens, "max_groups": max_groups}
-        if self.model.layout == "tree":
-            return plan_micro_batches([c.tree_tokens for c in comparisons], **limits)
-        return plan_padded([(len(c.token_ids), max(map(len, c.token_ids))) for c in comparisons], **limits)
-
     def step(self, number: int) -> StepMetrics:
         setup, self._changed = self.setup, False
         started = time.monotonic()
-        size, sets = self.config.policy.train_global_batch_size, list(setup.training_sets.values())
-        comparisons = [sets[which][row] for which, row in setup.order.batch(number - 1, size)]
-        pairs = self._pairs(comparisons)
-        total, computed_tokens, row_tokens = RewardMetrics(), 0, 0
-        for members in self.plan(comparisons):
-            sums, computed, rows = self._backward([comparisons[i] for i in members], pairs.num_groups)
-            total, computed_tokens, row_tokens = total + sums, computed_tokens + computed, row_tokens + rows
+        batches = self._ahead.get(number)
+        sums = RewardSums()
+        for micro_batch in batches.micro_batches:
+            self.backward(micro_batch, batches.pairs.num_groups, sums)
+        total = sums.read()  # the one place in a step, with the gradients' norm, where the host waits for a GPU
         learning_rate = self.optimizer.param_groups[0]["lr"]
         grad_norm = self._update_weights(number, total)
-        chance = self._loss(torch.zeros(sum(len(one.ranks) for one in comparisons)), pairs)
-        self._watch.see(number, total, float(chance))
-        means, episodes = total.means(), setup.order.num_seen(number, size)
+        self._watch.see(number, total, float(self._loss(torch.zeros(batches.num_scores), batches.pairs)))
+        means, row_tokens = total.means(), batches.num_row_tokens
+        episodes = setup.order.num_seen(number, self.config.policy.train_global_batch_size)
         logged = {f"train/rm/{name}": value for name, value in means.items()} | {
             "train/rm/lr": learning_rate,
             "train/rm/grad_norm": grad_norm,
             "episode": episodes,
             "epoch": episodes / setup.order.rows_per_epoch,
-            "train/rm/computed_tokens": computed_tokens,
+            "train/rm/computed_tokens": batches.num_computed_tokens,
             "train/rm/row_tokens": row_tokens,
             "timing/train/row_tokens_per_second": row_tokens / (time.monotonic() - started),
         }
         shown = {"loss": means["loss"], "accuracy": means["accuracy"], "margin": means["reward_margin"]}
         return StepMetrics(logged, shown, row_tokens)
 
-    def _pairs(self, comparisons: Sequence[Comparison]) -> Pairs:
-        """The pairs that the loss compares."""
-        wanted, margins = self.config.rm.loss.margin, None
-        if wanted:
-            margins = [c.scores if c.margin is None and wanted == "scores" else c.margin for c in comparisons]
-        half = self.config.data.ties == "half"
-        return ranked_pairs([c.ranks for c in comparisons], margins=margins, ties="half" if half else "drop")
+    def backward(self, micro_batch: MicroBatch, num_groups: int, sums: RewardSums) -> None:
+        """Add the gradient of one micro-batch, for a step of `num_groups`, and its metrics to `sums`.
 
-    def _parts(self, comparisons: Sequence[Comparison]) -> list[tuple[Sequence[int], TreeBatch | RowBatch]]:
-        """The trees of a micro-batch: one, or several parts of a comparison that is larger than the token budget."""
-        groups = [one.token_ids for one in comparisons]
-        return self.model.make_parts(groups, max_tokens=self.config.policy.micro_batch_tokens)
-
-    def _backward(self, comparisons: Sequence[Comparison], num_groups: int) -> tuple[RewardMetrics, int, int]:
-        """The gradient of one micro-batch, for a step of `num_groups`; its metrics, computed tokens and row tokens."""
-        pairs, parts = self._pairs(comparisons).to(self.model.device), self._parts(comparisons)
+        Nothing in it waits for a GPU: the host goes on to the next while the GPU computes.
+        """
+        here = micro_batch.to(self.model.device)
         scores_S, loss_sum = backward_in_parts(
-            [(members, partial(self.model, batch)) for members, batch in parts],
-            lambda scores: self._loss(scores, pairs),
+            [partial(self.model, batch) for batch in here.batches],
+            lambda scores: self._loss(scores, here.pairs),
+            order_S=here.order_S,
             scale=1 / max(num_groups, 1),
         )
-        batches = [batch for _, batch in parts]
-        metrics = RewardMetrics.of(scores_S, pairs, loss_sum)
-        return metrics, sum(one.num_computed_tokens for one in batches), sum(one.num_row_tokens for one in batches)
+        sums.add(scores_S, here.pairs, loss_sum)
 
     def _update_weights(self, number: int, total: RewardMetrics) -> float:
         """Clip, step, and return the gradients' norm before clipping. Raises `ModelError` if it is not finite."""
@@ -243,35 +223,36 @@ class RewardModelRun(Run):
     @torch.no_grad()
     def validate_set(self, name: str, should_stop: Callable[[], object] = lambda: None) -> SetValidation | None:
         """Measure a validation set in the precision of training; None if `should_stop` gave a reason on the way."""
-        setup, model, total = self.setup, self.model, RewardMetrics()
+        setup, model, sums = self.setup, self.model, RewardSums()
         dataset, size = setup.validation_sets[name], setup.validation_sizes[name]
         scored: list[ScoredExample] = []
         model.eval()
         try:
             for start in range(0, size, _COMPARISONS_AT_ONCE):
                 loaded = dataset[start : min(start + _COMPARISONS_AT_ONCE, size)]
-                of_loaded: dict[int, ScoredExample] = {}
-                for members in self.plan(loaded, validation=True):
+                plan, values = self._preparer.plan(loaded, validation=True), []
+                for members in plan:
                     if should_stop():
                         return None
-                    comparisons = [loaded[i] for i in members]
-                    pairs, parts = self._pairs(comparisons).to(model.device), self._parts(comparisons)
-                    order = torch.tensor([i for chosen, _ in parts for i in chosen]).argsort()
-                    scores_S = torch.cat([model(batch) for _, batch in parts])[order.to(model.device)]
-                    total += RewardMetrics.of(scores_S, pairs, self._loss(scores_S, pairs))
-                    scores = iter(scores_S.tolist())
-                    for i, one in zip(members, comparisons, strict=True):
-                        own = [next(scores) for _ in one.ranks]
-                        of_loaded[i] = scored_comparison(
-                            one.where, one.subset, scores=own, ranks=one.ranks, lengths=one.lengths
-                        )
+                    here = self._preparer.micro_batch([loaded[i] for i in members]).to(model.device)
+                    values.append(self.evaluate(here, sums))
+                of_loaded = _scored(loaded, [i for members in plan for i in members], torch.cat(values).tolist())
                 scored += (of_loaded[i] for i in range(len(loaded)))
+            total = sums.read()
             if name not in setup.perturbed:
                 return SetValidation(total, tuple(scored))
             robust = robust_accuracy(setup, name, should_stop)
             return None if robust is None else SetValidation(total, tuple(scored), robust)
         finally:
             model.train()
+
+    def evaluate(self, here: MicroBatch, sums: RewardSums) -> Tensor:
+        """The scores (S,) of one micro-batch, on its device; its metrics are added to `sums`. Waits for nothing."""
+        scores_S = torch.cat([self.model(batch) for batch in here.batches])
+        if here.order_S is not None:
+            scores_S = scores_S[here.order_S]
+        sums.add(scores_S, here.pairs, self._loss(scores_S, here.pairs))
+        return scores_S
 
     def _warn_of_ranking(self, step: int, metric: Metric | None) -> None:
         """Say once why a checkpoint has no value of the metric that ranks it."""
@@ -282,6 +263,9 @@ class RewardModelRun(Run):
             "%s (checkpointing.metric_name) has no value after step %d. %s Checkpoints without it rank last.",
             self.config.checkpointing.metric_name, step, (metric and metric.note) or "It is not a number.",
         )  # fmt: skip
+
+    def close(self) -> None:
+        self._ahead.close()
 
     def save_model(self, folder: Path) -> None:
         setup = self.setup
@@ -331,6 +315,18 @@ class RewardModelRun(Run):
         if not self.config.evaluation.enabled:
             return lambda stop, show_progress: ended
         return partial(_with_report, ended, plan_report(setup, outcome.model_folder, ended.caveats))
+
+
+def _scored(
+    comparisons: Sequence[Comparison], order: Sequence[int], scores: Sequence[float]
+) -> dict[int, ScoredExample]:
+    """By its place, each comparison with its scores, which lie one comparison after another in this order."""
+    rest, scored = iter(scores), {}
+    for i in order:
+        one = comparisons[i]
+        own = [next(rest) for _ in one.ranks]
+        scored[i] = scored_comparison(one.where, one.subset, scores=own, ranks=one.ranks, lengths=one.lengths)
+    return scored
 
 
 def _uploaded(outcome: TrainingOutcome, config: RewardModelRunConfig, model: Path) -> TrainingOutcome:

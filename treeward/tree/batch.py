@@ -12,7 +12,7 @@ either and gives the same scores.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -131,9 +131,16 @@ class TreeBatch:
         num_row_tokens = sum(len(sequence) for sequence in sequences)
         return cls(torch.from_numpy(np.concatenate(tokens)), layout, torch.from_numpy(reads), sizes, num_row_tokens)
 
-    def to(self, device: torch.device | str) -> TreeBatch:
-        layout = replace(self.layout, positions_T=self.layout.positions_T.to(device))
-        return replace(self, tokens_T=self.tokens_T.to(device), layout=layout, reads_S=self.reads_S.to(device))
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TreeBatch:
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin(self) -> TreeBatch:
+        """In page-locked memory, from which a GPU copies while the host goes on. Needs CUDA."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> TreeBatch:
+        layout = replace(self.layout, positions_T=change(self.layout.positions_T))
+        return replace(self, tokens_T=change(self.tokens_T), layout=layout, reads_S=change(self.reads_S))
 
     def split(self, scores_S: Tensor) -> tuple[Tensor, ...]:
         """The scores of each group, (K,) each."""
@@ -172,8 +179,15 @@ class RowBatch:
         padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad_token_id)
         return cls(padded, lengths, tuple(len(group) for group in groups), int(lengths.sum()))
 
-    def to(self, device: torch.device | str) -> RowBatch:
-        return replace(self, tokens_SL=self.tokens_SL.to(device), lengths_S=self.lengths_S.to(device))
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> RowBatch:
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin(self) -> RowBatch:
+        """As `TreeBatch.pin`."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> RowBatch:
+        return replace(self, tokens_SL=change(self.tokens_SL), lengths_S=change(self.lengths_S))
 
     def split(self, scores_S: Tensor) -> tuple[Tensor, ...]:
         """The scores of each group, (K,) each."""

@@ -80,35 +80,43 @@ def plan_parts(groups: Sequence[Sequence[TokenIds]], *, max_tokens: int, share: 
     return [[parts[i] for i in members] for members in plan]
 
 
+def order_of_parts(parts: Sequence[Sequence[int]]) -> Tensor | None:
+    """Where the score of each sequence is among those of the parts, one after another: int64 (S,) on the CPU, or None
+    if they are in order. `parts`: the sequences of each."""
+    members = [i for part in parts for i in part]
+    return None if members == sorted(members) else torch.from_numpy(np.argsort(members))
+
+
 def backward_in_parts(
-    parts: Sequence[tuple[Sequence[int], Callable[[], Tensor]]],
+    parts: Sequence[Callable[[], Tensor]],
     loss_of: Callable[[Tensor], Tensor],
     *,
+    order_S: Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Add the gradient of `scale * loss_of(scores_S)` to the parameters behind the scores.
 
-    `parts`: which sequences a part has, and a function that computes their scores, deterministic. Returns the scores
-    (S,), in the order of the sequences, and the loss without `scale`; both detached.
+    `parts`: for each part a function that computes its scores, deterministic. `order_S`: as `order_of_parts` gives it,
+    on the device of the scores. Returns the scores (S,), in the order of the sequences, and the loss without `scale`;
+    both detached. The host never waits for a GPU here.
 
     One part takes one forward and one backward pass. With several, first the scores of all are computed without a
     graph, then the gradient of the loss with respect to them, and then each part goes forward again and backward with
     its share of it: by the chain rule the same gradient, for one more forward pass, in the memory of one part (Gao et
     al. 2021, arXiv 2101.06983).
     """
-    members = torch.tensor([i for part, _ in parts for i in part])
-    order = members.argsort()
     if len(parts) == 1:
-        scores_S = parts[0][1]()[order]
-        loss = loss_of(scores_S)
-        (scale * loss).backward()
-        return scores_S.detach(), loss.detach()
-    with torch.no_grad():
-        scores_S = torch.cat([score() for _, score in parts])[order]
-    scores_S.requires_grad_(True)
+        scores_S = parts[0]()
+    else:
+        with torch.no_grad():
+            of_parts = [score() for score in parts]
+        scores_S = joined_S = torch.cat(of_parts).requires_grad_(True)
+    if order_S is not None:
+        scores_S = scores_S[order_S]
     loss = loss_of(scores_S)
     (scale * loss).backward()
-    assert scores_S.grad is not None
-    for part, score in parts:
-        score().backward(scores_S.grad[list(part)])
+    if len(parts) > 1:
+        assert joined_S.grad is not None
+        for score, grad in zip(parts, joined_S.grad.split([len(one) for one in of_parts]), strict=True):
+            score().backward(grad)
     return scores_S.detach(), loss.detach()

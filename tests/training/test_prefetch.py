@@ -1,0 +1,127 @@
+"""A step waits for the device once, and its batches are prepared beside the step before it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from no_syncs import ATTENTION, NoSyncs
+
+from treeward.errors import DataError
+from treeward.losses import bradley_terry, ranked_pairs
+from treeward.metrics import RewardSums
+from treeward.training.prefetch import Ahead, BatchPreparer
+from treeward.training.setup import set_up
+from treeward.training.train import RewardModelRun
+
+LAYOUTS = [
+    pytest.param((), id="trees"),
+    pytest.param(("policy.train_micro_batch_tokens=60",), id="trees in parts"),
+    pytest.param(("policy.activation_checkpointing_enabled=true",), id="recomputed"),
+    pytest.param(("data.ties=half", "rm.loss.label_smoothing=0.1"), id="ties"),
+]
+
+
+ROWS = pytest.param(("policy.attention=rows",), id="rows")
+
+
+@pytest.mark.parametrize("overrides", [*LAYOUTS, ROWS])
+def test_the_host_waits_for_nothing_within_a_micro_batch(
+    tiny_run: Callable[..., Any], overrides: tuple[str, ...]
+) -> None:
+    setup = set_up(tiny_run(*overrides))
+    run, batches, sums = RewardModelRun(setup), BatchPreparer(setup).step(1), RewardSums()
+    setup.model.train()
+    # transformers itself asks once a forward whether rows have padding at all.
+    with NoSyncs((*ATTENTION, "transformers/masking_utils.py") if "policy.attention=rows" in overrides else ATTENTION):
+        for micro_batch in batches.micro_batches:
+            run.backward(micro_batch, batches.pairs.num_groups, sums)
+        with torch.no_grad():
+            run.evaluate(batches.micro_batches[0], sums)
+    assert sums.read().num_groups > batches.pairs.num_groups
+    assert any(parameter.grad is not None for parameter in setup.model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overrides", [*LAYOUTS, pytest.param(("policy.precision=bfloat16",), id="bfloat16")])
+def test_cuda_waits_for_nothing_within_a_micro_batch(tiny_run: Callable[..., Any], overrides: tuple[str, ...]) -> None:
+    setup = set_up(tiny_run(*overrides))
+    run, preparer, sums = RewardModelRun(setup), BatchPreparer(setup), RewardSums()
+    assert setup.model.device.type == "cuda"
+    run.step(1)  # compiles, and fills the caches of kernels
+    batches = preparer.step(2)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for micro_batch in batches.micro_batches:
+            run.backward(micro_batch, batches.pairs.num_groups, sums)
+        with torch.no_grad():
+            run.evaluate(batches.micro_batches[0].to(setup.model.device), sums)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        run.close()
+    assert sums.read().num_groups > batches.pairs.num_groups
+
+
+SCORES, MASK = torch.tensor([1.0, 2.0]), torch.tensor([True, False])
+WAITS: dict[str, Callable[[], Any]] = {
+    "float": lambda: float(SCORES.sum()),
+    "item": lambda: SCORES.sum().item(),
+    "tolist": lambda: SCORES.tolist(),
+    "mask": lambda: SCORES[MASK],
+    "nonzero": lambda: MASK.nonzero(),
+    "if": lambda: bool(MASK.any()),
+    "list": lambda: SCORES[[1, 0]],
+    "made": lambda: torch.tensor([1, 0]),
+    "cpu": lambda: SCORES.cpu(),
+    "copied": lambda: ranked_pairs([[0, 1]]).to("cpu"),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_would_wait_is_seen(name: str) -> None:
+    with pytest.raises(AssertionError, match="the host would wait"), NoSyncs():
+        WAITS[name]()
+
+
+def test_what_does_not_wait_is_let_through() -> None:
+    pairs, scores = ranked_pairs([[0, 1]]), SCORES.clone().requires_grad_()
+    with NoSyncs():
+        bradley_terry(scores, pairs.to("cpu", non_blocking=True)).backward()
+        scores.to(torch.float64)
+
+
+def test_the_next_step_is_prepared_beside_the_current_one_and_no_step_beyond_the_last() -> None:
+    made: list[tuple[int, str]] = []
+    ahead = Ahead(lambda number: made.append((number, threading.current_thread().name)) or number, num_steps=4)
+    assert [ahead.get(number) for number in (2, 3, 4)] == [2, 3, 4]
+    ahead.close()
+    main = threading.current_thread().name
+    assert [number for number, _ in made] == [2, 3, 4]
+    assert made[0][1] == main and main not in {name for _, name in made[1:]}
+
+
+def test_another_number_than_the_next_is_made_at_once() -> None:
+    ahead = Ahead(lambda number: number, num_steps=9)
+    assert [ahead.get(number) for number in (1, 5, 2)] == [1, 5, 2]
+    ahead.close()
+    ahead.close()
+
+
+def test_an_error_is_raised_in_the_step_that_it_belongs_to(tiny_run: Callable[..., Any]) -> None:
+    setup = set_up(tiny_run("rm.max_num_steps=3"))
+    batch, run = setup.order.batch, RewardModelRun(setup)
+
+    def broken(step: int, size: int) -> Any:
+        if step == 1:
+            raise DataError("this row cannot be read", where="train.jsonl:7")
+        return batch(step, size)
+
+    setup.order.batch = broken  # type: ignore[method-assign]
+    assert run.step(1).logged["episode"] == 8
+    with pytest.raises(DataError, match="this row cannot be read"):
+        run.step(2)
+    assert not run.weights_changed()
+    run.close()
