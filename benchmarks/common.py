@@ -1,42 +1,82 @@
-"""What the benchmarks share: models of three sizes, real comparisons, interleaved timing, and a table.
+"""What the benchmarks share: models, real comparisons, timing in turns, operations and memory, a profile.
 
 Variants are timed in turns within one process, so that whatever else the machine does falls on all of them alike, and
-only ratios are compared between runs.
+only ratios are compared between runs. On a GPU the time is that between two CUDA events around the call, which begins
+when the device is idle, so that a step that the host cannot feed fast enough is as slow as it is.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
-from treeward.model.loading import build_policy, build_reward_model
-from treeward.model.pretrained import quiet_transformers
+from treeward.model.loading import ensure_pad_token, initialise_head
+from treeward.model.pretrained import choose_device, quiet_transformers
 from treeward.model.reward_model import RewardModel
+from treeward.tables import Column, results_table
 
-__all__ = ["SIZES", "activation_bytes", "build", "build_causal", "interleave", "load_pairs", "shared_data"]
-
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2},  # to see that a benchmark runs
     "xs": {"hidden_size": 256, "num_hidden_layers": 6},
     "s": {"hidden_size": 384, "num_hidden_layers": 6},
     "m": {"hidden_size": 512, "num_hidden_layers": 8},
     "l": {"hidden_size": 768, "num_hidden_layers": 8},
-}
+    "0.5b": {  # the config.json of Qwen2.5-0.5B
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+    },
+    "1b": {  # of Llama-3.2-1B, without the scaling of its rotary encoding
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+        "tie_word_embeddings": True, "max_position_embeddings": 131072,
+    },
+    "8b": {  # of Llama-3.1-8B, likewise
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+    },
+}  # fmt: skip
+"""The first ones are Qwen3 with the vocabulary of their tokenizer."""
+
 VOCAB_SIZE = 8192
+
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+}
+"""Operations a second on dense bfloat16 matrices with sums in float32, by a part of the device's name, the first that
+fits. From NVIDIA's data sheets, and for the RTX 4090 its Ada white paper; half of what is given "with sparsity".
+"""
 
 Ids = list[int]
 
@@ -65,19 +105,66 @@ def load_pairs(longest: int) -> tuple[str, PreTrainedTokenizerBase, list[tuple[I
     return ("bundled data" if folder is None else "HH harmless"), tokenizer, pairs
 
 
-def build(size: str, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> RewardModel:
-    """A Qwen3 sequence classifier with random weights, the same for the same size."""
-    return build_reward_model(_fields(size) | changes, tokenizer, seed=0).model
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What every benchmark takes."""
+    parser.add_argument("--device", default="auto", help="a GPU where there is one, else the CPU")
+    parser.add_argument("--profile", action="store_true", help="the operations of treeward's side that take longest")
 
 
-def build_causal(size: str, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> PreTrainedModel:
+def use_device(name: str) -> torch.device:
+    device = choose_device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def describe(device: torch.device) -> str:
+    """For a heading."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+
+
+def build(
+    size: str, tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> RewardModel:
+    """A sequence classifier with random weights, the same for the same size and device, and a float32 head."""
+    hf = _random(AutoModelForSequenceClassification, size, tokenizer, device, dtype, num_labels=1)
+    initialise_head(hf, seed=0)
+    ensure_pad_token(hf, tokenizer)
+    return RewardModel(hf)
+
+
+def build_causal(
+    size: str, tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> PreTrainedModel:
     """The same as a causal language model."""
-    return build_policy(_fields(size) | changes, tokenizer, seed=0).model.hf
+    hf = _random(AutoModelForCausalLM, size, tokenizer, device, dtype)
+    hf.get_input_embeddings().padding_idx = None
+    return hf.eval()
+
+
+def _random(
+    kind: Any,
+    size: str,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+    **settings: Any,
+) -> PreTrainedModel:
+    quiet_transformers()
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    fields = {"vocab_size": len(tokenizer), **special, **_fields(size), **settings}
+    device = torch.device(device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(**fields)
+        hf: PreTrainedModel = kind.from_config(config, dtype=dtype or torch.float32, attn_implementation="sdpa")
+    return hf
 
 
 def _fields(size: str) -> dict[str, Any]:
-    quiet_transformers()
     shape = SIZES[size]
+    if "model_type" in shape:
+        return shape
     return {
         "model_type": "qwen3",
         "intermediate_size": 3 * shape["hidden_size"],
@@ -89,15 +176,34 @@ def _fields(size: str) -> dict[str, Any]:
     }
 
 
-def interleave(variants: Mapping[str, Callable[[int], object]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Of one call; on a GPU from an idle device until it is idle again."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
+
+
+def interleave(
+    variants: Mapping[str, Callable[[int], object]],
+    rounds: int,
+    warmup: int = 1,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> dict[str, list[float]]:
     """Seconds of each variant in each round; a variant is called with the number of the round."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(warmup + rounds):
         for name, call in variants.items():
-            start = time.perf_counter()
-            call(number)
+            taken = seconds_of(partial(call, number), device)
             if number >= warmup:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(taken)
         sys.stderr.write(f"\rround {number + 1} of {warmup + rounds} ")
     sys.stderr.write("\n")
     return seconds
@@ -106,6 +212,74 @@ def interleave(variants: Mapping[str, Callable[[int], object]], rounds: int, war
 def median_ratio(base: Sequence[float], other: Sequence[float]) -> float:
     """How many times faster `other` is than `base`: the median over rounds of the ratio within a round."""
     return statistics.median(b / o for b, o in zip(base, other, strict=True))
+
+
+def flops(
+    model: PreTrainedModel, tokens: int, pairs: int, predicted: int = 0, passes: tuple[float, float, float] = (3, 3, 3)
+) -> float:
+    """Of so many tokens, pairs of a query and a key that it sees, and predicted tokens.
+
+    `passes`: how often a forward pass' worth of backbone, attention and head is computed; a backward pass is two.
+    """
+    layers, config = model.base_model.get_submodule("layers"), model.config
+    backbone = sum(parameter.numel() for parameter in layers.parameters())
+    outputs = sum(parameter.numel() for parameter in model.get_output_embeddings().parameters()) if predicted else 0
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 2 * config.num_attention_heads * width * config.num_hidden_layers
+    total: float = passes[0] * backbone * tokens + passes[1] * attention * pairs + passes[2] * outputs * predicted
+    return 2 * total
+
+
+def utilisation(operations: float, seconds: float, device: torch.device, dtype: torch.dtype) -> float | None:
+    """Model FLOP utilisation: of the operations that the device can do, those that the tokens need.
+
+    Padding does not count, and neither does what is computed again. None on a CPU, for other numbers than bfloat16, and
+    for a GPU that is not in `PEAK_FLOPS`.
+    """
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
+    return None if peak is None else operations / seconds / peak
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """Most memory of the GPU that was allocated at once during the call, what was there before included.
+
+    None on a CPU.
+    """
+    if device.type != "cuda":
+        call()
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(device)
+
+
+def print_profile(what: str, call: Callable[[], object], device: torch.device, shown: int = 15) -> None:
+    """Where the time of a call goes: the operations that take longest, without those that they call."""
+    on_gpu = device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if on_gpu else [])]
+    call()
+    with torch.profiler.profile(activities=activities) as profiler:
+        seconds_of(call, device)
+    own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    events = sorted(profiler.key_averages(), key=lambda event: -getattr(event, own))
+    took = [getattr(event, own) / 1000 for event in events]
+    rows = [
+        {"name": event.key[:70], "ms": ms, "share": ms / sum(took), "n": event.count}
+        for event, ms in zip(events[:shown], took, strict=False)
+    ]
+    columns = [
+        Column("name", title="operation"),
+        Column("ms", title="own ms", format=".1f"),
+        Column("share", format=".1%"),
+        Column("n", title="calls"),
+    ]
+    where = "the GPU" if on_gpu else "the CPU"
+    print(f"\nWhere the {sum(took):.0f} ms on {where} of {what} go\n\n{results_table(rows, columns)}\n")
 
 
 @contextmanager

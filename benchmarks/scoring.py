@@ -1,10 +1,10 @@
 """Scoring K answers to one prompt: trees against Hugging Face rows, one by one and in padded batches.
 
-    python benchmarks/scoring.py [--size xs|s|m|l] [--prompts 6] [--rounds 5]
+    python benchmarks/scoring.py [--size xs|s|m|l] [--prompts 6] [--rounds 5] [--device cuda] [--profile]
 
 Real answers of many models to real prompts (alpaca_eval), as they are and behind about 1000 tokens of earlier turns.
 The rows are plain transformers: one sequence a forward without padding, and right-padded batches of 8. Every variant
-gives the same scores; the largest difference is printed.
+gives the same scores; the largest difference is printed. Float32 on a CPU, bfloat16 on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import SIZES, VOCAB_SIZE, build, interleave, median_ratio, shared_data
+from common import (
+    SIZES,
+    VOCAB_SIZE,
+    add_options,
+    build,
+    describe,
+    interleave,
+    median_ratio,
+    print_profile,
+    shared_data,
+    use_device,
+)
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from treeward.data.preference import Message
@@ -34,18 +46,19 @@ Prompt = tuple[str, list[str]]
 
 def main() -> None:
     arguments = _parse()
+    device = use_device(arguments.device)
     data, prompts = load_prompts()
     tokenizer = train_tokenizer(
         (text for prompt, answers in prompts for text in (prompt, *answers)), vocab_size=VOCAB_SIZE
     )
-    model = build(arguments.size, tokenizer).eval()
-    print(f"{data}, Qwen3 {arguments.size}, {torch.get_num_threads()} threads, {arguments.prompts} prompts\n")
+    model = build(arguments.size, tokenizer, device, torch.bfloat16 if device.type == "cuda" else None).eval()
+    print(f"{data}, Qwen3 {arguments.size}, {describe(device)}, {arguments.prompts} prompts\n")
     rows = []
     for num_answers in (8, 16):
         for earlier in (0, 1000):
             groups = _groups(prompts, tokenizer, num_answers, earlier, arguments.prompts)
             if groups:
-                rows.append(_measure(model, tokenizer, groups, num_answers, arguments.rounds))
+                rows.append(measure(model, tokenizer, groups, num_answers, arguments.rounds))
     columns = [
         Column("answers", title="K"),
         Column("prompt", title="prompt tokens", format=".0f"),
@@ -56,17 +69,18 @@ def main() -> None:
         Column("difference", title="largest difference", format=".1e"),
     ]
     print(results_table(rows, columns))
+    if arguments.profile and groups:
+        scorer = Scorer(model, Renderer(tokenizer), batch_tokens=8192)
+        print_profile("the last line", lambda: [scorer.score_tokens(group) for group in groups], device)
 
 
-def _measure(
+def measure(
     model: RewardModel, tokenizer: PreTrainedTokenizerBase, groups: list[Group], num_answers: int, rounds: int
 ) -> dict[str, Any]:
     scorer = Scorer(model, Renderer(tokenizer), batch_tokens=8192)
     variants: dict[str, Callable[[Group], list[float]]] = {
-        "one": lambda group: [score for ids in group for score in _hugging_face(model, [ids], tokenizer)],
-        "padded": lambda group: [
-            score for n in range(0, len(group), 8) for score in _hugging_face(model, group[n : n + 8], tokenizer)
-        ],
+        "one": lambda group: _hugging_face(model, group, tokenizer, 1),
+        "padded": lambda group: _hugging_face(model, group, tokenizer, 8),
         "tree": scorer.score_tokens,
     }
     scores = {name: [call(group) for group in groups] for name, call in variants.items()}
@@ -83,7 +97,9 @@ def _measure(
     def score_all(call: Callable[[Group], list[float]], _: int) -> object:
         return [call(group) for group in groups]
 
-    seconds = interleave({name: partial(score_all, call) for name, call in variants.items()}, rounds)
+    seconds = interleave(
+        {name: partial(score_all, call) for name, call in variants.items()}, rounds, device=model.device
+    )
     prefixes = [_common(group) for group in groups]
     return {
         "answers": num_answers,
@@ -97,14 +113,18 @@ def _measure(
 
 
 @torch.inference_mode()
-def _hugging_face(model: RewardModel, group: Group, tokenizer: PreTrainedTokenizerBase) -> list[float]:
-    """Plain transformers: `...ForSequenceClassification` with SDPA on one right-padded batch."""
+def _hugging_face(model: RewardModel, group: Group, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> list[float]:
+    """Plain transformers: SDPA on right-padded batches, the head in float32, read back once."""
+    found: list[Tensor] = []
     with model.attention("sdpa"):
-        padded = tokenizer.pad({"input_ids": group}, return_tensors="pt")
-        mask = padded["attention_mask"] if len(group) > 1 else None
-        scores: list[float] = (
-            model.hf(input_ids=padded["input_ids"], attention_mask=mask, use_cache=False).logits[:, 0].tolist()
-        )
+        for n in range(0, len(group), batch_size):
+            rows = group[n : n + batch_size]
+            padded = tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(model.device)
+            mask = padded["attention_mask"] if len(rows) > 1 else None
+            hidden = model.backbone(input_ids=padded["input_ids"], attention_mask=mask, use_cache=False)[0]
+            last = torch.tensor([len(ids) - 1 for ids in rows], device=model.device)
+            found.append(model.head(hidden[torch.arange(len(rows), device=model.device), last].float())[:, 0])
+    scores: list[float] = torch.cat(found).tolist()
     return scores
 
 
@@ -152,6 +172,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--size", default="xs", choices=tuple(SIZES))
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)
+    add_options(parser)
     return parser.parse_args()
 
 

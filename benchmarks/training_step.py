@@ -1,10 +1,11 @@
 """A training step on prefix trees against TRL's RewardTrainer, on the same comparisons in one interleaved run.
 
-    python benchmarks/training_step.py [--size xs|s|m|l] [--pairs 8] [--rounds 12]
+    python benchmarks/training_step.py [--size xs|s|m|l] [--pairs 8] [--rounds 12] [--device cuda] [--profile]
 
 A step is forward, backward, clipping and fused AdamW on the same real comparisons. For TRL it is the peer's own
 collator and `training_step`, without its data loader and logging. Rows are padded as each does it; "packed" is
-treeward's own packing without sharing. Every variant begins with the same weights.
+treeward's own packing without sharing. Every variant begins with the same weights. Tokens a second are those of the
+plain rows without padding, the same for all variants. `benchmarks/gpu.py` has the models that a GPU is for.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import SIZES, activation_bytes, build, interleave, load_pairs, median_ratio
+from common import (
+    SIZES,
+    activation_bytes,
+    add_options,
+    build,
+    describe,
+    interleave,
+    load_pairs,
+    median_ratio,
+    print_profile,
+    use_device,
+)
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl.trainer.reward_config import RewardConfig
@@ -29,35 +41,40 @@ from treeward.tree.batch import RowBatch, TreeBatch
 
 Pair = tuple[list[int], list[int]]
 Batch = list[Pair]
-Step = Callable[[Batch], float]
+Step = Callable[[Batch], torch.Tensor]
 
 
 def main() -> None:
     arguments = _parse()
+    device, size = use_device(arguments.device), arguments.size
     data, tokenizer, pairs = load_pairs(longest=1024)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(pairs), generator=generator).tolist()
     batches = [[pairs[i] for i in order[n : n + arguments.pairs]] for n in range(0, len(order), arguments.pairs)]
     names = {
-        "TRL, default (bf16, checkpointing)": _trl(arguments.size, tokenizer, pairs, default=True),
-        "TRL, float32": _trl(arguments.size, tokenizer, pairs, default=False),
-        "treeward, padded rows": _ours(arguments.size, tokenizer, "rows"),
-        "treeward, packed rows": _ours(arguments.size, tokenizer, "packed"),
-        "treeward, tree": _ours(arguments.size, tokenizer, "tree"),
-        "treeward, tree, medium": _ours(arguments.size, tokenizer, "tree", matmul="medium"),
-        "treeward, tree, bf16": _ours(arguments.size, tokenizer, "tree", dtype=torch.bfloat16),
+        "TRL, default (bf16, checkpointing)": _trl(size, tokenizer, pairs, device, default=True),
+        "TRL, float32": _trl(size, tokenizer, pairs, device, default=False),
+        "treeward, padded rows": _ours(size, tokenizer, "rows", device),
+        "treeward, packed rows": _ours(size, tokenizer, "packed", device),
+        "treeward, tree": _ours(size, tokenizer, "tree", device),
+        "treeward, tree, medium": _ours(size, tokenizer, "tree", device, matmul="medium"),
+        "treeward, tree, bf16": _ours(size, tokenizer, "tree", device, dtype=torch.bfloat16),
     }
-    first = {name: step(batches[0]) for name, (step, _) in names.items()}  # same weights: the same loss
+    first = {name: float(step(batches[0])) for name, (step, _) in names.items()}  # same weights: the same loss
 
-    def take(step: Step, number: int) -> float:
+    def take(step: Step, number: int) -> torch.Tensor:
         return step(batches[number % len(batches)])
 
-    seconds = interleave({name: partial(take, step) for name, (step, _) in names.items()}, arguments.rounds)
+    seconds = interleave(
+        {name: partial(take, step) for name, (step, _) in names.items()}, arguments.rounds, device=device
+    )
     base, trl_default = seconds["TRL, float32"], seconds["TRL, default (bf16, checkpointing)"]
+    real, computed, padded = _tokens([batches[n % len(batches)] for n in range(1, arguments.rounds + 1)])
     rows = [
         {
             "variant": name,
             "ms": 1000 * sorted(seconds[name])[len(base) // 2],
+            "rate": real / sum(seconds[name]),
             "vs32": median_ratio(base, seconds[name]),
             "vsdefault": median_ratio(trl_default, seconds[name]),
             "packed": median_ratio(seconds["treeward, packed rows"], seconds[name]),
@@ -69,27 +86,31 @@ def main() -> None:
     columns = [
         Column("variant"),
         Column("ms", title="ms a step", format=".0f"),
+        Column("rate", title="tokens/s", format=",.0f"),
         Column("vs32", title="x TRL float32", format=".2f"),
         Column("vsdefault", title="x TRL default", format=".2f"),
         Column("packed", title="x packed", format=".2f"),
         Column("memory", title="activations MB", format=".0f"),
         Column("loss", title="first loss", format=".6f"),
     ]
-    real, computed, padded = _tokens(batches[: arguments.rounds])
-    print(f"\n{data}, {arguments.pairs} pairs a step, Qwen3 {arguments.size}, {torch.get_num_threads()} threads")
+    print(f"\n{data}, {arguments.pairs} pairs a step, Qwen3 {size}, {describe(device)}")
     print(f"tokens: {padded / computed:.2f} padded, {real / computed:.2f} packed for 1 on trees\n")
     print(results_table(rows, columns))
+    if arguments.profile:
+        for name in ("treeward, tree", "treeward, tree, bf16"):
+            print_profile(name, partial(names[name][0], batches[0]), device)
 
 
 def _ours(
     size: str,
     tokenizer: PreTrainedTokenizerBase,
     layout: str,
+    device: torch.device,
     *,
     dtype: torch.dtype | None = None,
     matmul: str = "highest",
 ) -> tuple[Step, Callable[[Batch], int]]:
-    model = build(size, tokenizer)
+    model = build(size, tokenizer, device)
     model.compute_dtype = dtype
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
@@ -97,7 +118,7 @@ def _ours(
         pairs = ranked_pairs([(0, 1)] * len(batch))
         return bradley_terry(model(_pack(batch, layout, model)), pairs) / len(batch)
 
-    def step(batch: Batch) -> float:
+    def step(batch: Batch) -> torch.Tensor:
         torch.set_float32_matmul_precision(matmul)
         loss = loss_of(batch)
         loss.backward()
@@ -105,7 +126,7 @@ def _ours(
         optimizer.step()
         optimizer.zero_grad()
         torch.set_float32_matmul_precision("highest")
-        return float(loss)
+        return loss.detach()
 
     def kept(batch: Batch) -> int:
         with activation_bytes(model) as count:
@@ -118,20 +139,26 @@ def _ours(
 
 def _pack(batch: Batch, layout: str, model: RewardModel) -> TreeBatch | RowBatch:
     if layout == "rows":
-        return RowBatch.from_groups(batch, pad_token_id=model.hf.config.pad_token_id)
+        return RowBatch.from_groups(batch, pad_token_id=model.hf.config.pad_token_id).to(model.device)
     if layout == "packed":
-        return TreeBatch.from_groups([[sequence] for pair in batch for sequence in pair], min_shared=1 << 30)
-    return TreeBatch.from_groups(batch)
+        alone = [[sequence] for pair in batch for sequence in pair]
+        return TreeBatch.from_groups(alone, min_shared=1 << 30).to(model.device)
+    return TreeBatch.from_groups(batch).to(model.device)
 
 
 def _trl(
-    size: str, tokenizer: PreTrainedTokenizerBase, pairs: list[Pair], *, default: bool
+    size: str, tokenizer: PreTrainedTokenizerBase, pairs: list[Pair], device: torch.device, *, default: bool
 ) -> tuple[Step, Callable[[Batch], int]]:
-    hf = build(size, tokenizer).hf
+    hf = build(size, tokenizer, device).hf
     hf.set_attn_implementation("sdpa")
     options: dict[str, Any] = {} if default else {"bf16": False, "gradient_checkpointing": False}
     config = RewardConfig(
-        output_dir=tempfile.mkdtemp(), report_to=[], max_length=None, use_cpu=True, learning_rate=1e-5, **options
+        output_dir=tempfile.mkdtemp(),
+        report_to=[],
+        max_length=None,
+        use_cpu=device.type == "cpu",
+        learning_rate=1e-5,
+        **options,
     )
     rows = Dataset.from_list([{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in pairs[:64]])
     trainer = RewardTrainer(model=hf, args=config, train_dataset=rows, processing_class=tokenizer)
@@ -146,12 +173,12 @@ def _trl(
     def collate(batch: Batch) -> Any:
         return trainer.data_collator([{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in batch])
 
-    def step(batch: Batch) -> float:
+    def step(batch: Batch) -> torch.Tensor:
         loss = trainer.training_step(model, collate(batch))
         torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return loss.detach()
 
     def kept(batch: Batch) -> int:
         with activation_bytes(hf) as count:
@@ -172,6 +199,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--size", default="xs", choices=tuple(SIZES))
     parser.add_argument("--pairs", type=int, default=8, help="comparisons a step")
     parser.add_argument("--rounds", type=int, default=12)
+    add_options(parser)
     return parser.parse_args()
 
 
