@@ -138,8 +138,11 @@ def build_causal(
 ) -> PreTrainedModel:
     """The same as a causal language model."""
     hf = _random(AutoModelForCausalLM, size, tokenizer, device, dtype)
-    hf.get_input_embeddings().padding_idx = None
-    return hf.eval()
+    embeddings = hf.get_input_embeddings()
+    assert isinstance(embeddings, nn.Embedding)
+    embeddings.padding_idx = None
+    hf.eval()
+    return hf
 
 
 def _random(
@@ -188,7 +191,8 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     call()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1000
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1000
 
 
 def interleave(

@@ -1,14 +1,15 @@
-"""A policy update on prefix trees against treeward's own packed rows and against TRL's GRPOTrainer.
+"""A policy update on prefix trees against treeward's own packed rows, TRL's GRPOTrainer and PrefixGrouper.
 
     python benchmarks/policy_update.py [--size xs|s|m|l] [--completions 4 8 16] [--prompt-tokens 128 512]
-                                        [--prompts 4] [--rounds 5] [--json FILE]
+                                        [--prompts 4] [--rounds 5] [--json FILE] [--device cuda] [--profile]
 
 Real completions of many models to real prompts (alpaca_eval), prompts as long as the completions and four times as
 long. Two things are timed: log-probabilities without gradients, and a whole update with a KL penalty: the reference,
 forward, backward, clipping and fused AdamW. "Packed rows" is the same code with every completion a tree of its own, in
 micro-batches of as many tokens. For TRL it is the peer's own padding, reference pass, shuffling, `training_step` and
 loss (`dapo`, its default: the mean over all tokens, as ours; without its correction of the penalty's gradient, which
-costs nothing), without its data loader, generation and logging.
+costs nothing), without its data loader, generation and logging. `grouper.py` says how PrefixGrouper is called; it has
+our loss and our micro-batches.
 
 Before anything is timed, loss and gradients of the float32 variants must be equal to 1e-5, or the run stops.
 
@@ -33,8 +34,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import SIZES, VOCAB_SIZE, build_causal, interleave
+from common import (
+    SIZES,
+    VOCAB_SIZE,
+    add_options,
+    build_causal,
+    describe,
+    flops,
+    interleave,
+    print_profile,
+    use_device,
+)
 from datasets import Dataset
+from grouper import GroupedBatch, GroupedPolicy
 from scoring import load_prompts
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,14 +64,15 @@ from treeward.data.tokenizers import train_tokenizer
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.advantages import advantages
 from treeward.rl.experience import CompletionGroup, SampledCompletion, prompt_lengths
-from treeward.rl.policy_loss import UpdateMetrics
+from treeward.rl.policy_loss import UpdateMetrics, policy_loss
 from treeward.rl.update import PolicyUpdater
 from treeward.tables import Column, results_table
 from treeward.tree.batch import TreeBatch, plan_micro_batches
 from treeward.tree.token_tree import TokenIds
 
-GATE_SHARE, GATE_TRL = 0.9, 2.0
-"""Of the ratio of row tokens to tree tokens; x TRL at 8 completions and prompts as long as completions."""
+GATE_SHARE, GATE_TRL, GATE_GROUPER = 0.9, 2.0, 1.8
+"""Of the ratio of row tokens to tree tokens; x TRL at 8 completions and prompts as long as completions; x PrefixGrouper
+at 8 completions."""
 
 EXACT = 1e-5
 BETA = 0.05
@@ -67,8 +80,8 @@ MICRO_BATCH_TOKENS = 4096
 LEARNING_RATE = 1e-6
 
 TREE, PACKED, TREE_BF16 = "tree", "packed rows", "tree, bfloat16"
-TRL, TRL_DEFAULT = "TRL, float32", "TRL, default"
-FLOAT32 = (PACKED, TRL)
+TRL, TRL_DEFAULT, GROUPER = "TRL, float32", "TRL, default", "PrefixGrouper"
+FLOAT32 = (PACKED, TRL, GROUPER)
 
 Gradients = dict[str, Tensor]
 
@@ -105,13 +118,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """`log_probs`: of all completions without gradients (ours): the tokens computed. `update`: one step; gives the
-    loss.
+    """`log_probs`: of all completions without gradients (ours): the tokens computed. `update`: one step.
 
     `gradients`: of the policy as it is, before clipping, without a step; with the loss.
     """
 
-    update: Callable[[], float]
+    update: Callable[[], object]
     gradients: Callable[[], tuple[float, Gradients]]
     log_probs: Callable[[], int] = lambda: 0
 
@@ -125,15 +137,18 @@ class PackedRows(PolicyModel):
 
 def main() -> None:
     arguments = _parse()
+    device = use_device(arguments.device)
     data, prompts = load_prompts()
     texts = (text for prompt, completions in prompts for text in (prompt, *completions))
     tokenizer = train_tokenizer(texts, vocab_size=arguments.vocabulary)
-    print(f"{data}, Qwen3 {arguments.size}, {len(tokenizer)} tokens, {torch.get_num_threads()} threads")
+    print(f"{data}, Qwen3 {arguments.size}, {len(tokenizer)} tokens, {describe(device)}")
     print(f"{arguments.prompts} prompts an update, micro-batches of {MICRO_BATCH_TOKENS} computed tokens")
     rows = []
     for prompt, completions in product(arguments.prompt_tokens, arguments.completions):
         work = make_work(prompts, tokenizer, Setting(completions, prompt, 128), arguments.prompts)
-        rows.append(measure(arguments.size, tokenizer, work, arguments.rounds))
+        rows.append(
+            measure(arguments.size, tokenizer, work, arguments.rounds, device=device, profile=arguments.profile)
+        )
         if arguments.json is not None:  # after each: a run takes long
             arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     print_tables(rows)
@@ -173,9 +188,18 @@ def _ids(tokens: Iterable[Any]) -> list[int]:
     return [int(token) for token in tokens]
 
 
-def measure(size: str, tokenizer: PreTrainedTokenizerBase, work: Work, rounds: int, warmup: int = 1) -> dict[str, Any]:
+def measure(
+    size: str,
+    tokenizer: PreTrainedTokenizerBase,
+    work: Work,
+    rounds: int,
+    warmup: int = 1,
+    *,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+    profile: bool = False,
+) -> dict[str, Any]:
     """Everything about one setting. Raises `RuntimeError` where the variants do not compute the same."""
-    reference = build_causal(size, tokenizer)
+    reference = build_causal(size, tokenizer, device)
     policy = _moved(reference)
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)
@@ -185,13 +209,16 @@ def measure(size: str, tokenizer: PreTrainedTokenizerBase, work: Work, rounds: i
             TREE_BF16: _ours(PolicyModel, policy, reference, work, dtype=torch.bfloat16),
             TRL: _trl(policy, Path(folder), tokenizer, work, default=False),
             TRL_DEFAULT: _trl(policy, Path(folder), tokenizer, work, default=True),
+            GROUPER: _grouper(policy, reference, work),
         }
     differences = check_exact(variants)
     calls: dict[str, Callable[[int], object]] = {
         **{f"log_probs {name}": partial(_ignore_round, variants[name].log_probs) for name in (TREE, PACKED)},
         **{f"update {name}": partial(_ignore_round, variant.update) for name, variant in variants.items()},
     }
-    seconds = interleave(calls, rounds, warmup)
+    seconds = interleave(calls, rounds, warmup, device)
+    if profile:
+        print_profile("an update on trees", variants[TREE].update, device)
     counts = count_tokens(work, policy)
     row: dict[str, Any] = {
         "completions": len(work.groups[0].completions),
@@ -206,6 +233,7 @@ def measure(size: str, tokenizer: PreTrainedTokenizerBase, work: Work, rounds: i
         ("update", PACKED, TREE),
         ("update", TRL, TREE),
         ("update", TRL_DEFAULT, TREE_BF16),
+        ("update", GROUPER, TREE),
     ]:
         row[f"{what} x {base}"] = _ratio(seconds[f"{what} {base}"], seconds[f"{what} {ours}"])
     return row
@@ -217,11 +245,11 @@ def _ignore_round(call: Callable[[], object], number: int) -> object:
 
 def _moved(reference: PreTrainedModel) -> PreTrainedModel:
     """A policy that has left its reference a little, so that the penalty has a gradient."""
-    generator = torch.Generator().manual_seed(1)
     policy = deepcopy(reference)
+    generator = torch.Generator(policy.device).manual_seed(1)
     with torch.no_grad():
         for parameter in policy.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator, device=policy.device)
             parameter.add_(noise, alpha=0.05 * float(parameter.std()))
     return policy
 
@@ -271,7 +299,42 @@ def _ours(
         )
 
     model.train()
-    return Variant(lambda: learn(timed).means()["loss"], gradients, log_probs)
+    return Variant(lambda: learn(timed), gradients, log_probs)
+
+
+def _grouper(policy: PreTrainedModel, reference: PreTrainedModel, work: Work) -> Variant:
+    model, frozen = GroupedPolicy(deepcopy(policy)), GroupedPolicy(deepcopy(reference).requires_grad_(False))
+    loss = PolicyLossConfig(reference_policy_kl_penalty=BETA)
+    plan = plan_micro_batches([_tree_tokens(group) for group in work.groups], max_tokens=MICRO_BATCH_TOKENS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    model.train()
+
+    def backward() -> Tensor:
+        total = torch.zeros((), device=policy.device)
+        for members in plan:
+            batch = GroupedBatch.from_groups([work.groups[i] for i in members], policy.device, torch.float32)
+            with torch.no_grad():
+                reference_SL = frozen.log_probs(batch)
+            values_SL = model.log_probs(batch)
+            advantages_S = work.advantages_PG[members].flatten().to(values_SL)
+            part, _ = policy_loss(values_SL, values_SL.detach(), reference_SL, advantages_S, batch.mask_SL, loss)
+            (part / work.num_tokens).backward()
+            total += part.detach() / work.num_tokens
+        return total
+
+    def gradients() -> tuple[float, Gradients]:
+        total = float(backward())
+        found = _gradients(model.hf)
+        model.zero_grad()
+        return total, found
+
+    def update() -> None:
+        backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Variant(update, gradients)
 
 
 def _trl(
@@ -288,7 +351,7 @@ def _trl(
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         report_to=[],
-        use_cpu=True,
+        use_cpu=policy.device.type == "cpu",
         beta=BETA,
         use_bias_correction_kl=False,  # a differentiable weight on the penalty: another objective, at the same cost
         num_generations=num_completions,
@@ -312,22 +375,21 @@ def _trl(
     optimizer = torch.optim.AdamW(hf.parameters(), lr=LEARNING_RATE, fused=True)
     hf.train()
 
-    def backward() -> float:
-        steps = range(config.gradient_accumulation_steps)
-        return sum(float(trainer.training_step(model, None, torch.tensor(work.num_tokens))) for _ in steps)
+    def backward() -> list[Tensor]:
+        num_tokens = torch.tensor(work.num_tokens, device=hf.device)
+        return [trainer.training_step(model, None, num_tokens) for _ in range(config.gradient_accumulation_steps)]
 
     def gradients() -> tuple[float, Gradients]:
-        loss = backward()
+        loss = sum(map(float, backward()))
         found = _gradients(hf)
         hf.zero_grad()
         return loss, found
 
-    def update() -> float:
-        loss = backward()
+    def update() -> None:
+        backward()
         torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return loss
 
     return Variant(update, gradients)
 
@@ -337,16 +399,16 @@ def _trl_batch(
     trainer: GRPOTrainer, rows: Sequence[tuple[CompletionGroup, SampledCompletion]], advantages_S: Tensor, _: object
 ) -> dict[str, Tensor]:
     """What GRPOTrainer makes of generated tokens, in its own way: its padding, its reference's log-probabilities."""
-    padding = trainer._tokenizer.pad_token_id
-    prompts = [torch.tensor(group.prompt_ids) for group, _ in rows]
-    completions = [torch.tensor(completion.token_ids) for _, completion in rows]
+    padding, device = trainer._tokenizer.pad_token_id, trainer.accelerator.device
+    prompts = [torch.tensor(group.prompt_ids, device=device) for group, _ in rows]
+    completions = [torch.tensor(completion.token_ids, device=device) for _, completion in rows]
     batch = {
         "prompt_ids": pad(prompts, padding_value=padding, padding_side="left"),
         "prompt_mask": pad([torch.ones_like(ids) for ids in prompts], padding_value=0, padding_side="left"),
         "completion_ids": pad(completions, padding_value=padding, padding_side="right"),
         "completion_mask": pad([torch.ones_like(ids) for ids in completions], padding_value=0, padding_side="right"),
-        "advantages": advantages_S,
-        "num_items_in_batch": torch.tensor(sum(map(len, completions))),
+        "advantages": advantages_S.to(device),
+        "num_items_in_batch": torch.tensor(sum(map(len, completions)), device=device),
     }
     batch["ref_per_token_logps"] = trainer._get_per_token_logps_and_entropies(
         trainer.ref_model,
@@ -411,28 +473,12 @@ def count_tokens(work: Work, policy: PreTrainedModel) -> dict[str, float]:
         "tree head tokens": heads,
         "tokens": rows / trees,
     }
-    for what, reference_and_policy in [("log_probs", (1, 1, 1)), ("update", (4, 4.5, 5))]:
-        by_rows = _flops(policy, rows, row_pairs, work.num_tokens, reference_and_policy)
-        found[f"{what} by FLOPs"] = by_rows / _flops(policy, trees, tree_pairs, heads, reference_and_policy)
+    # An update has two forward passes (the reference's too) and a backward of two; in it attention is computed 2.5
+    # times and the head's logits once more.
+    for what, passes in [("log_probs", (1.0, 1.0, 1.0)), ("update", (4.0, 4.5, 5.0))]:
+        by_rows = flops(policy, rows, row_pairs, work.num_tokens, passes)
+        found[f"{what} by FLOPs"] = by_rows / flops(policy, trees, tree_pairs, heads, passes)
     return found
-
-
-def _flops(
-    policy: PreTrainedModel, tokens: int, pairs: int, predicted: int, passes: tuple[float, float, float]
-) -> float:
-    """Of so many tokens, pairs of a query and a key, and predicted tokens.
-
-    `passes`: how often a forward pass' worth of backbone, attention and head is computed. An update has two forward
-    passes (the reference's too) and a backward of two; in it attention is computed 2.5 times and the head's logits once
-    more.
-    """
-    layers = policy.base_model.get_submodule("layers")
-    config = policy.config
-    backbone = sum(parameter.numel() for parameter in layers.parameters())
-    head = sum(parameter.numel() for parameter in policy.get_output_embeddings().parameters())
-    attention: int = 2 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    total: float = passes[0] * backbone * tokens + passes[1] * attention * pairs + passes[2] * head * predicted
-    return 2 * total
 
 
 def _ratio(base: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
@@ -465,13 +511,16 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
             ],
         )
     )
-    print("\nAgainst the update of TRL's GRPOTrainer: like against like; its default is bfloat16 with checkpointing\n")
+    print("\nAgainst the update of PrefixGrouper and of GRPOTrainer, whose default is bfloat16 with checkpointing\n")
     print(
         results_table(
             shown,
             [
                 *setting,
                 Column(f"ms update {TREE}", title="ms, float32", format=".0f"),
+                Column(f"ms update {GROUPER}", title="PrefixGrouper ms", format=".0f"),
+                Column(f"update x {GROUPER}", title="x PrefixGrouper"),
+                Column(f"difference {GROUPER}", title="difference", format=".1e"),
                 Column(f"ms update {TRL}", title="TRL ms", format=".0f"),
                 Column(f"update x {TRL}", title="x TRL"),
                 Column(f"difference {TRL}", title="difference", format=".1e"),
@@ -500,6 +549,9 @@ def gates(rows: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
             for base in (TRL, TRL_DEFAULT):
                 times = row[f"update x {base}"][0]
                 found.append((f"update, {setting}: {times:.2f} x {base}; promised {GATE_TRL:.0f} x", times >= GATE_TRL))
+        if row["completions"] == 8:
+            times = row[f"update x {GROUPER}"][0]
+            found.append((f"update, {setting}: {times:.2f} x {GROUPER}; goal {GATE_GROUPER}", times >= GATE_GROUPER))
     return found
 
 
@@ -512,6 +564,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--completions", type=int, nargs="+", default=[4, 8, 16], help="to each prompt")
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 512], help="completions have at most 128")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    add_options(parser)
     return parser.parse_args()
 
 

@@ -174,7 +174,7 @@ def _trl(
         return trainer.data_collator([{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in batch])
 
     def step(batch: Batch) -> torch.Tensor:
-        loss = trainer.training_step(model, collate(batch))
+        loss: torch.Tensor = trainer.training_step(model, collate(batch))
         torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

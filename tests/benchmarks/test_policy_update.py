@@ -23,14 +23,14 @@ def benchmark() -> Iterator[ModuleType]:
     pytest.importorskip("trl")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
-        for name in ("common", "scoring", "policy_update"):
+        for name in ("common", "grouper", "scoring", "policy_update"):
             patch.delitem(sys.modules, name, raising=False)
         patch.setenv("TREEWARD_SHARED_DATA", "nowhere")
         module = importlib.import_module("policy_update")
         sizes = importlib.import_module("common").SIZES
         patch.setitem(sizes, "toy", {"hidden_size": 64, "num_hidden_layers": 1})
         yield module
-        for name in ("common", "scoring", "policy_update"):
+        for name in ("common", "grouper", "scoring", "policy_update"):
             sys.modules.pop(name)
 
 
