@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 from treeward import Scorer, load_policy
 from treeward.cli.main import main
-from treeward.config.grpo_policy import LoraConfig
+from treeward.config.policy import LoraConfig
 from treeward.errors import ModelError
 from treeward.model.loading import load_reward_model
 from treeward.model.lora import add_adapters, save_adapters

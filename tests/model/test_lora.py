@@ -15,7 +15,7 @@ from families import VOCABULARY, causal_model, gradient_error
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from treeward.config.grpo_policy import LoraConfig
+from treeward.config.policy import LoraConfig
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.model.checks import check_policy
 from treeward.model.export import export_policy
@@ -225,7 +225,7 @@ def test_loading_puts_back_the_bits_and_refuses_other_adapters(tmp_path: Path) -
         ({"dim": 4, "alpha": 16}, r"lora_alpha(?s:.*)12(?s:.*)16"),
         ({"dim": 4, "alpha": 12, "exclude_modules": ("o_proj",)}, "o_proj"),
     ):
-        with pytest.raises(CheckpointError, match=f"not those of this policy(?s:.*){wrong}"):
+        with pytest.raises(CheckpointError, match=f"not those of this model(?s:.*){wrong}"):
             load_adapters(adapted(causal_model("qwen3"), LoraConfig(enabled=True, **fields)), tmp_path / "saved")
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_adapters(other, tmp_path / "nothing")

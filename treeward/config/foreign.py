@@ -40,7 +40,6 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
     "GRPOPolicyConfig": {
         "reward_model_cfg": "remove it; `treeward train` trains a reward model, and env.reward_model rewards with one",
         "draft": "set policy.draft.enabled=false: completions are sampled token by token",
-        "lora_cfg": "move the section to policy.dtensor_cfg.lora_cfg",
         "router_replay": "set policy.router_replay.enabled=false: experts are routed anew in each update",
     },
     "GRPORunConfig": {
@@ -83,12 +82,14 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "lora_cfg": "set lora_cfg.enabled=false; merge adapters into their model with peft's merge_and_unload, and "
         "give that folder as model_name"
     },
-    "ShardingConfig": _unread("_v2 clear_cache_every_n_steps env_vars sequence_parallel")
-    | {"lora_cfg": "set policy.dtensor_cfg.lora_cfg.enabled=false: the whole reward model is trained"},
+    "ShardingConfig": _unread("_v2 clear_cache_every_n_steps env_vars sequence_parallel"),
     "TrainedModelConfig": _unread(
         "logprob_batch_size offload_optimizer_for_logprob make_sequence_length_divisible_by refit_buffer_size_gb"
     )
-    | {"megatron_cfg": "set policy.megatron_cfg.enabled=false: the model runs on PyTorch"},
+    | {
+        "lora_cfg": "move the section to policy.dtensor_cfg.lora_cfg",
+        "megatron_cfg": "set policy.megatron_cfg.enabled=false: the model runs on PyTorch",
+    },
 }
 """Section -> keys that it accepts and does not have. None: in any state, because what the key sets is always so here,
 or changes no result. A text, the remedy: only while the key is off (null, false, 0, -1, empty, or a section in which
@@ -101,6 +102,9 @@ clip_ratio_c delta: loss_fn.ratio_clip_c
 clip_ratio_high epsilon_high: loss_fn.ratio_clip_max
 clip_ratio_low: loss_fn.ratio_clip_min
 kl_loss_type: loss_fn.reference_policy_kl_type
+lora_alpha: policy.dtensor_cfg.lora_cfg.alpha
+lora_r lora_rank: policy.dtensor_cfg.lora_cfg.dim
+use_peft: policy.dtensor_cfg.lora_cfg.enabled
 learning_rate lr: policy.optimizer.kwargs.lr
 max_completion_length: policy.generation.max_new_tokens
 max_prompt_length: data.max_input_seq_length

@@ -1,4 +1,4 @@
-"""`GRPOPolicyConfig`: the policy that GRPO trains, its low-rank adapters, and how completions are sampled.
+"""`GRPOPolicyConfig`: the policy that GRPO trains, and how completions are sampled.
 
     policy: {model_name: Qwen/Qwen2.5-1.5B, generation: {backend: hf, max_new_tokens: 512, temperature: 1.0}}
 
@@ -12,35 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from treeward.config.base import Period, Strict, TextOrTexts
-from treeward.config.policy import ShardingConfig, TrainedModelConfig
-
-
-class LoraConfig(Strict):
-    """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): the policy is its frozen model and a product of two
-    small matrices beside each adapted linear layer. The frozen model is the KL reference too, and costs no memory."""
-
-    enabled: bool = False
-    """Train adapters instead of the whole model."""
-    dim: PositiveInt = 8
-    """The rank of the adapters."""
-    alpha: PositiveFloat = 32
-    """The adapters' product is multiplied by alpha / dim."""
-    match_all_linear: bool = True
-    """Adapt every linear layer but the output layer and those of `exclude_modules`."""
-    target_modules: tuple[str, ...] = ()
-    """With `match_all_linear: false`: the layers, by the last part of a name (`q_proj`) or patterns (`*.mlp.*`)."""
-    exclude_modules: tuple[str, ...] = ()
-    """Layers that are not adapted, in the same form."""
-    lora_A_init: Literal["xavier", "uniform"] = "xavier"
-    """How the first matrix is drawn: Xavier's normal distribution, or Kaiming's uniform one. The second is zero."""
-    dropout: float = 0.0
-    """Must be 0: with dropout the updated policy is not the policy that sampled the completions."""
-
-    def check(self) -> None:
-        self.refuse(self.enabled and self.dropout, "dropout", "0 in reinforcement learning")
-        is_wrong = self.enabled and self.match_all_linear == bool(self.target_modules)
-        need = "match_all_linear: true, or false with layers in target_modules, as [q_proj, v_proj]"
-        self.refuse(is_wrong, "target_modules match_all_linear", need)
+from treeward.config.policy import TrainedModelConfig
 
 
 class ColocatedConfig(Strict):
@@ -112,12 +84,6 @@ class GenerationConfig(Strict):
         self.refuse(is_openai and self.weight_sync == "folder", "weight_sync backend", need)
 
 
-class PolicyDTensorConfig(ShardingConfig):
-    """How the policy is sharded over processes, what is recomputed to save memory, and its adapters."""
-
-    lora_cfg: LoraConfig = LoraConfig()
-
-
 class GRPOPolicyConfig(TrainedModelConfig):
     """The policy, its batches, its numerics, its optimiser and its generation."""
 
@@ -130,7 +96,6 @@ class GRPOPolicyConfig(TrainedModelConfig):
     hf_config_overrides: dict[str, Any] = {}
     """Keys of the loaded model's configuration to change, as `{rope_parameters: {rope_theta: 500000.0}}`."""
     generation: GenerationConfig = GenerationConfig()
-    dtensor_cfg: PolicyDTensorConfig = PolicyDTensorConfig()
 
     @property
     def micro_batch_tokens(self) -> int:

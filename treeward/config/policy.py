@@ -55,6 +55,41 @@ class ShardingConfig(Strict):
         self.refuse(is_moved, "cpu_offload", need, fix=self._saves_memory)
 
 
+class LoraConfig(Strict):
+    """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): the model stays frozen, and a product of two small
+    matrices trains beside each adapted linear layer; of a reward model the head trains too. For GRPO the frozen model
+    is the KL reference as well, and costs no memory."""
+
+    enabled: bool = False
+    """Train adapters instead of the whole model."""
+    dim: PositiveInt = 8
+    """The rank of the adapters."""
+    alpha: PositiveFloat = 32
+    """The adapters' product is multiplied by alpha / dim."""
+    match_all_linear: bool = True
+    """Adapt every linear layer but the output layer and those of `exclude_modules`."""
+    target_modules: tuple[str, ...] = ()
+    """With `match_all_linear: false`: the layers, by the last part of a name (`q_proj`) or patterns (`*.mlp.*`)."""
+    exclude_modules: tuple[str, ...] = ()
+    """Layers that are not adapted, in the same form."""
+    lora_A_init: Literal["xavier", "uniform"] = "xavier"
+    """How the first matrix is drawn: Xavier's normal distribution, or Kaiming's uniform one. The second is zero."""
+    dropout: float = 0.0
+    """Must be 0: scores and log-probabilities are functions of the tokens, in training too."""
+
+    def check(self) -> None:
+        self.refuse(self.enabled and self.dropout, "dropout", "0: nothing is random in a forward pass here")
+        is_wrong = self.enabled and self.match_all_linear == bool(self.target_modules)
+        need = "match_all_linear: true, or false with layers in target_modules, as [q_proj, v_proj]"
+        self.refuse(is_wrong, "target_modules match_all_linear", need)
+
+
+class PolicyDTensorConfig(ShardingConfig):
+    """How the model is sharded over processes, what is recomputed to save memory, and its adapters."""
+
+    lora_cfg: LoraConfig = LoraConfig()
+
+
 class BatchingConfig(Strict):
     """NeMo RL's sections on batching; an enabled one sets the token budget that micro-batches are filled to."""
 
@@ -127,6 +162,8 @@ class TrainedModelConfig(Strict):
 
     precision: Precision = "float32"
     """`float32` or `bfloat16` (also `fp32`, `bf16`). The score head is float32 in any case."""
+    load_in_4bit: bool = False
+    """QLoRA: load the frozen weights of linear layers as nf4 of bitsandbytes, which needs `dtensor_cfg.lora_cfg`."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """`torch.set_float32_matmul_precision`: what a float32 matrix product may trade for speed."""
     attention: Literal["tree", "rows"] = "tree"
@@ -140,7 +177,7 @@ class TrainedModelConfig(Strict):
     scheduler: SchedulerConfig = NamedScheduleConfig()
     """The learning-rate schedule; null is constant."""
 
-    dtensor_cfg: ShardingConfig = ShardingConfig()
+    dtensor_cfg: PolicyDTensorConfig = PolicyDTensorConfig()
     dynamic_batching: BatchingConfig = BatchingConfig()
     sequence_packing: BatchingConfig = BatchingConfig()
 
@@ -169,6 +206,10 @@ class TrainedModelConfig(Strict):
         self.refuse(is_unclear, "model_name architecture", need, "give policy.model_name or policy.model_config")
         is_unnamed = self.architecture is not None and not isinstance(self.architecture.get("model_type"), str)
         self.refuse(is_unnamed, "architecture", "with model_type, a model family of transformers, as qwen3 or llama")
+        has_none, is_bare = not self.dtensor_cfg.lora_cfg.enabled, self.architecture is not None
+        need, fix = "adapters to train: 4-bit weights cannot be trained", "set policy.dtensor_cfg.lora_cfg.enabled=true"
+        self.refuse(self.load_in_4bit and has_none, "load_in_4bit", need, fix)
+        self.refuse(self.load_in_4bit and is_bare, "load_in_4bit", "a model_name: random weights would stay random")
         size, whole = self.train_micro_batch_size, self.train_global_batch_size
         need = "at most as many in a forward pass as in an optimiser step"
         is_larger = size is not None and whole is not None and size > whole

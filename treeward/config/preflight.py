@@ -57,10 +57,12 @@ def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[st
         if getattr(config.logger, f"{name}_enabled"):
             field = f"logger.{name}_enabled"
             yield field, name, name, f"set {field}=false: metrics.jsonl is always written"
-    if isinstance(config, RewardModelRunConfig):
-        return
     if config.policy.dtensor_cfg.lora_cfg.enabled:
         yield "policy.dtensor_cfg.lora_cfg.enabled", "peft", "lora", "train the whole model"
+    if config.policy.load_in_4bit:
+        yield "policy.load_in_4bit", "bitsandbytes", "qlora", "set policy.load_in_4bit=false"
+    if isinstance(config, RewardModelRunConfig):
+        return
     for name, kind, keys in _used_environments(config):
         field = f"env.{name}"
         if kind == "math" or (kind == "rules" and keys.get("rule") == "math"):

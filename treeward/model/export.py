@@ -38,18 +38,16 @@ def export_model(
     dtype: torch.dtype = torch.float32,
     card: str | None = None,
 ) -> None:
-    """Write a model folder; the caller makes it atomic.
+    """Write a model folder; the caller makes it atomic. Adapters are merged into the weights.
 
     `rendering`: the settings of the `Renderer` that was used; its template becomes the tokenizer's. `dtype`: of the
     backbone's weights; the head's are float32 always. `card`: the text of README.md.
     """
     head = head_name(model.hf)
-    state = {
-        name: tensor.detach().to("cpu", torch.float32 if name.split(".")[0] == head else dtype)
-        if tensor.is_floating_point()
-        else tensor
-        for name, tensor in model.hf.state_dict().items()
-    }
+    state = plain_state(model, dtype)
+    for name, tensor in model.hf.state_dict().items():
+        if name.split(".")[0] == head and tensor.is_floating_point():
+            state[name] = tensor.detach().to("cpu", torch.float32)
     # Otherwise pipelines of transformers, and servers like them, apply a sigmoid to a single label.
     changes = {"dtype": dtype, "problem_type": "regression"}
     _write(model.hf, tokenizer, folder, state=state, changes=changes, chat_template=rendering["chat_template"])
@@ -72,9 +70,11 @@ def _write(
     """
     folder.mkdir(parents=True, exist_ok=True)
     own_dtype, own_template = hf.config.dtype, tokenizer.chat_template
+    quantizer = vars(hf).pop("hf_quantizer", None)  # it would write its own weights instead
     try:
         hf.save_pretrained(folder, state_dict=state)
         config = copy.deepcopy(hf.config)
+        vars(config).pop("quantization_config", None)  # `state` has whole weights
         for name, value in changes.items():
             setattr(config, name, value)
         config.save_pretrained(folder)
@@ -82,6 +82,8 @@ def _write(
         tokenizer.save_pretrained(folder)
     finally:
         hf.config.dtype, tokenizer.chat_template = own_dtype, own_template  # saving sets the dtype of the weights
+        if quantizer is not None:
+            hf.hf_quantizer = quantizer
 
 
 def export_policy(

@@ -64,6 +64,7 @@ def load_reward_model(
     head_seed: int | None = None,
     head_std: float | None = None,
     several_heads: bool = False,
+    load_in_4bit: bool = False,
     trust_remote_code: bool = False,
 ) -> Loaded[RewardModel]:
     """Load a checkpoint from a folder or the hub.
@@ -71,7 +72,8 @@ def load_reward_model(
     `dtype`: of the backbone's weights; the head's are float32 always. `attention`: "tree" (falls back to rows, and says
     so, where the model cannot share a prefix) or "rows". `head_seed`: allows a checkpoint without a one-label head and
     determines the new one; None demands a trained head. `several_heads`: a classifier may have any number of labels
-    instead of one. Raises `ModelError` for a missing or unusable checkpoint.
+    instead of one. `load_in_4bit`: the backbone's linear layers as nf4, for adapters. Raises `ModelError` for a missing
+    or unusable checkpoint.
     """
     config = read_config(str(name), trust_remote_code)
     is_classifier = any("SequenceClassification" in text for text in config.architectures or ())
@@ -83,7 +85,11 @@ def load_reward_model(
     with _head_kept_in_float32(model_class), torch.random.fork_rng(devices=[]):
         torch.manual_seed(head_seed or 0)
         hf, new_head = load_weights(
-            model_class, str(name), config=config, dtype=dtype, trust_remote_code=trust_remote_code
+            *(model_class, str(name)),
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            load_in_4bit=load_in_4bit,
         )
     for name_of_child, child in hf.named_children():
         if name_of_child != head_name(hf) and any(kept in name_of_child for kept in _HEADS):
@@ -146,13 +152,15 @@ def load_policy(
     device: torch.device | str = "cpu",
     config_overrides: Mapping[str, Any] | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    load_in_4bit: bool = False,
     trust_remote_code: bool = False,
 ) -> Loaded[PolicyModel]:
     """Load a causal language model from a folder or the hub.
 
     `dtype`: of the weights. `attention`: "tree" (falls back to rows, and says so, where the model cannot share a
     prefix) or "rows". `config_overrides`: fields of its configuration that are set to other values. `chunk_tokens`:
-    predicted tokens whose logits are in memory at a time. Raises `ModelError` for a missing or unusable checkpoint.
+    predicted tokens whose logits are in memory at a time. `load_in_4bit`: linear layers but the head as nf4, for
+    adapters. Raises `ModelError` for a missing or unusable checkpoint.
     """
     config = read_config(str(name), trust_remote_code)
     if any("SequenceClassification" in text for text in config.architectures or ()):
@@ -166,7 +174,11 @@ def load_policy(
         setattr(config, field, value)
     tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
     hf, _ = load_weights(
-        AutoModelForCausalLM, str(name), config=config, dtype=dtype, trust_remote_code=trust_remote_code
+        *(AutoModelForCausalLM, str(name)),
+        config=config,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        load_in_4bit=load_in_4bit,
     )
     return _policy(hf, tokenizer, str(name), attention, device, chunk_tokens)
 

@@ -1,13 +1,14 @@
-"""Low-rank adapters of a policy (LoRA, Hu et al. 2021, arXiv 2106.09685): the model is frozen, small matrices train.
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): the model is frozen, small matrices train.
 
-    add_adapters(policy, config.policy.dtensor_cfg.lora_cfg, seed=42)
+    add_adapters(model, config.policy.dtensor_cfg.lora_cfg, seed=42)    # a policy or a reward model
     reference = AdapterReference(policy)        # the frozen model itself: no second copy of it
-    save_adapters(policy, folder)               # in peft's format: PeftModel.from_pretrained(base, folder)
-    load_adapters(policy, folder)               # the same bits, into a policy with the same adapters
+    save_adapters(model, folder)                # in peft's format: PeftModel.from_pretrained(base, folder)
+    load_adapters(model, folder)                # the same bits, into a model with the same adapters
     merge_adapters(hf, folder)                  # anybody's adapters, into the weights of any model
 
 An adapted layer computes W x + b + (alpha / dim) B A x, eq. 3. B begins at zero, so that a fresh adapter changes no bit
-of the model. A and B are float32, whatever W is. `export.export_policy` writes W + (alpha / dim) B A.
+of the model. A and B are float32, whatever W is; W may have four bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
+The head of a reward model is trained whole, and saved with the adapters. `export` writes W + (alpha / dim) B A.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from treeward.config.grpo_policy import LoraConfig
+from treeward.config.policy import LoraConfig
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
+from treeward.model.wrapped import WrappedModel
 
 logger = logging.getLogger(__name__)
 
@@ -40,52 +42,56 @@ _WHERE = "policy.dtensor_cfg.lora_cfg"
 ADAPTER_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def add_adapters(policy: PolicyModel, config: LoraConfig, *, seed: int) -> None:
-    """Freeze the policy's model and put adapters beside its linear layers; the same `seed` draws the same ones.
+def add_adapters(model: WrappedModel, config: LoraConfig, *, seed: int) -> None:
+    """Freeze a model and put adapters beside its linear layers; the same `seed` draws the same ones.
 
     Other layers stay as they are: embeddings, and in mixtures of experts the routers and the experts, whose weights lie
-    in one tensor. Raises `ConfigError` for names that match nothing, and for layers whose
-    adapters could not be saved or merged; `ModelError` where peft is missing or refuses the model.
+    in one tensor. What a reward model has above its backbone trains whole. Raises `ConfigError` for names that match
+    nothing, and for layers whose adapters could not be saved or merged; `ModelError` where peft is missing or refuses
+    the model.
     """
-    assert not has_adapters(policy), "a policy has one adapter"
+    assert not has_adapters(model), "a model has one adapter"
     try:
         import peft
     except ModuleNotFoundError as error:
         fix = "pip install treeward[lora], or set policy.dtensor_cfg.lora_cfg.enabled=false"
         raise ModelError("the package peft is not installed", where=_WHERE, got=str(error), fix=fix) from error
-    layers = _chosen_layers(policy, config)
+    layers = _chosen_layers(model, config)
     settings = peft.LoraConfig(
         r=config.dim,
         lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,  # type: ignore[arg-type]
         target_modules=list(layers),
         lora_dropout=0.0,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=policy.hf.name_or_path or None,
+        task_type="CAUSAL_LM" if isinstance(model, PolicyModel) else "SEQ_CLS",
+        base_model_name_or_path=model.hf.name_or_path or None,
     )
     try:
         with torch.random.fork_rng(devices=[]):  # peft draws too, before we do
-            peft.inject_adapter_in_model(settings, policy.hf, _NAME)
+            peft.inject_adapter_in_model(settings, model.hf, _NAME)
     except ValueError as error:
         fix = "leave such layers out by exclude_modules, or name others by target_modules"
         raise ModelError("peft cannot adapt this model", where=_WHERE, got=str(error), fix=fix) from error
-    _draw(policy, config, seed)
-    count = sum(weight.numel() for weight in adapter_state(policy).values())
+    _settings(model).modules_to_save = _trained_whole(model) or None  # not before: peft would keep a copy of them
+    for weight in _whole_weights(model).values():
+        weight.requires_grad_(True)
+    _draw(model, config, seed)
+    count = sum(weight.numel() for weight in _matrices(model).values())
     names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
     logger.info(
         "%s parameters in adapters of rank %d beside %d layers: %s.", f"{count:,}", config.dim, len(layers), names
     )
 
 
-def has_adapters(policy: PolicyModel) -> bool:
+def has_adapters(model: WrappedModel) -> bool:
     """Whether `add_adapters` was called."""
-    return _NAME in getattr(policy.hf, "peft_config", {})
+    return _NAME in getattr(model.hf, "peft_config", {})
 
 
 @contextlib.contextmanager
-def without_adapters(policy: PolicyModel) -> Iterator[None]:
+def without_adapters(model: WrappedModel) -> Iterator[None]:
     """Within it the frozen model computes alone; not to be nested."""
-    layers = _adapted_layers(policy).values()
+    layers = _adapted_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -109,26 +115,32 @@ class AdapterReference:
             return self.policy.log_probs(*groups, **settings)
 
 
-def adapter_state(policy: PolicyModel) -> dict[str, Tensor]:
-    """The adapters' own parameters, float32, by the names that peft saves them under: `....q_proj.lora_A.weight`."""
+def adapter_state(model: WrappedModel) -> dict[str, Tensor]:
+    """What is trained: the adapters, float32, and a reward model's head, by the names that peft saves them under:
+    `base_model.model....q_proj.lora_A.weight`."""
+    whole = {f"base_model.model.{name}": weight for name, weight in _whole_weights(model).items()}
+    return {**_matrices(model), **whole}
+
+
+def _matrices(model: WrappedModel) -> dict[str, Tensor]:
     return {
         f"base_model.model.{name}.{part}.weight": getattr(layer, part)[_NAME].weight
-        for name, layer in _adapted_layers(policy).items()
+        for name, layer in _adapted_layers(model).items()
         for part in ("lora_A", "lora_B")
     }
 
 
-def save_adapters(policy: PolicyModel, folder: Path) -> None:
-    """Write the adapters alone, as peft does; the caller makes it atomic."""
+def save_adapters(model: WrappedModel, folder: Path) -> None:
+    """Write what is trained, as peft does; the caller makes it atomic."""
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: weight.detach().cpu().contiguous() for name, weight in adapter_state(policy).items()}
+    state = {name: weight.detach().cpu().contiguous() for name, weight in adapter_state(model).items()}
     save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
-    _settings(policy).save_pretrained(folder)
+    _settings(model).save_pretrained(folder)
 
 
 @torch.no_grad()
-def load_adapters(policy: PolicyModel, folder: Path) -> None:
-    """Put saved adapters into a policy that has adapters of the same layers, rank and alpha.
+def load_adapters(model: WrappedModel, folder: Path) -> None:
+    """Put saved adapters into a model that has adapters of the same layers, rank and alpha.
 
     Raises `CheckpointError` for files that cannot be read, and for other adapters.
     """
@@ -137,11 +149,11 @@ def load_adapters(policy: PolicyModel, folder: Path) -> None:
         saved = load_file(folder / _WEIGHTS)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError("the adapters cannot be read", where=str(folder), got=str(error)) from error
-    own = adapter_state(policy)
-    need = {"lora_alpha": _settings(policy).lora_alpha, **{name: tuple(w.shape) for name, w in own.items()}}
+    own = adapter_state(model)
+    need = {"lora_alpha": _settings(model).lora_alpha, **{name: tuple(w.shape) for name, w in own.items()}}
     got = {"lora_alpha": alpha, **{name: tuple(w.shape) for name, w in saved.items()}}
     if other := [name for name in sorted(need.keys() | got.keys()) if need.get(name) != got.get(name)]:
-        summary, fix = "the saved adapters are not those of this policy", f"set {_WHERE} as it was when they were saved"
+        summary, fix = "the saved adapters are not those of this model", f"set {_WHERE} as it was when they were saved"
         of_saved, own_one = str(got.get(other[0])), str(need.get(other[0]))
         raise CheckpointError(summary, where=str(folder), field=other[0], got=of_saved, need=own_one, fix=fix)
     for name, weight in own.items():
@@ -149,27 +161,44 @@ def load_adapters(policy: PolicyModel, folder: Path) -> None:
 
 
 @torch.no_grad()
-def plain_state(policy: PolicyModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The state of the plain model that computes what the policy does, on the CPU; with or without adapters.
+def plain_state(model: WrappedModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The state of the plain model that computes what `model` does, on the CPU; with or without adapters.
 
-    Adapted weights are merged in float32, and are new tensors; others may be the policy's own. What is tied is one
-    tensor. `dtype`: of floating-point weights; None for their own.
+    Adapted weights are merged in float32, those of four bits are what these stand for, and both are new tensors; others
+    may be the model's own. What is tied is one tensor. `dtype`: of floating-point weights; None for their own.
     """
-    layers, adapters = _adapted_layers(policy), {id(weight) for weight in adapter_state(policy).values()}
+    layers, matrices = _adapted_layers(model), {id(weight) for weight in _matrices(model).values()}
+    quantized = {name: module for name, module in model.hf.named_modules() if is_quantized(module)}
     state: dict[str, Tensor] = {}
     copies: dict[int, Tensor] = {}
-    for name, weight in policy.hf.state_dict(keep_vars=True).items():
-        if id(weight) in adapters:
+    for name, weight in model.hf.state_dict(keep_vars=True).items():
+        if id(weight) in matrices or name.rpartition(".weight.")[0] in quantized:  # which are codes and scales
             continue
         owner, _, part = name.rpartition(".base_layer.")
-        layer = layers.get(owner)
+        layer, of_four_bits = layers.get(owner), quantized.get(name.removesuffix(".weight"))
         if id(weight) not in copies:
-            plain = weight.detach()
+            plain = weight.detach() if of_four_bits is None else _dequantized(of_four_bits)
+            own_dtype = plain.dtype
             if layer is not None and part == "weight":
                 plain = plain + layer.get_delta_weight(_NAME)
-            copies[id(weight)] = plain.to("cpu", (dtype or weight.dtype) if weight.is_floating_point() else None)
+            if of_four_bits is not None and issubclass(of_four_bits.source_cls, Conv1D):
+                plain = plain.T.contiguous()  # bitsandbytes has turned it
+            copies[id(weight)] = plain.to("cpu", (dtype or own_dtype) if plain.is_floating_point() else None)
         state[name if layer is None else f"{owner}.{part}"] = copies[id(weight)]
     return state
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether it is a linear layer of bitsandbytes with four bits a weight."""
+    return hasattr(dict(module.named_parameters(recurse=False)).get("weight"), "quant_state")
+
+
+def _dequantized(layer: Any) -> Tensor:
+    """The weights that a layer of four bits computes with, (outputs, inputs), in the dtype that it was loaded in."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight: Tensor = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    return weight
 
 
 def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
@@ -224,12 +253,12 @@ def merging_line(folder: Path, *, writes: bool = False) -> str:
     return f'peft.{auto}.from_pretrained("{folder}"{labels}).merge_and_unload().save_pretrained(MERGED)'
 
 
-def _chosen_layers(policy: PolicyModel, config: LoraConfig) -> dict[str, nn.Module]:
+def _chosen_layers(model: WrappedModel, config: LoraConfig) -> dict[str, nn.Module]:
     """The linear layers that are adapted, by name."""
     from peft import LoraConfig as Settings
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    linear = {name: module for name, module in policy.hf.named_modules() if _is_linear(module)}
+    linear = {name: module for name, module in model.hf.named_modules() if _is_linear(module)}
 
     def matching(*patterns: str) -> set[str]:
         return {name for name in linear if any(_matches(name, pattern) for pattern in patterns)}
@@ -241,11 +270,13 @@ def _chosen_layers(policy: PolicyModel, config: LoraConfig) -> dict[str, nn.Modu
                 raise ConfigError("no linear layer has this name", where=_WHERE, field=field, got=pattern, need=need)
     # peft takes some layers for experts, which have their names in older checkpoints
     known = Settings(target_modules=list(linear))
-    convert_peft_config_for_transformers(known, model=policy.hf, conversions=None)
-    tied = {name for name, layer in linear.items() if layer.weight is policy.hf.get_input_embeddings().weight}
-    fit = set(known.target_modules or ()) - tied
+    convert_peft_config_for_transformers(known, model=model.hf, conversions=None)
+    tied = {name for name, layer in linear.items() if layer.weight is model.hf.get_input_embeddings().weight}
+    whole = set(_trained_whole(model))
+    fit = {name for name in set(known.target_modules or ()) - tied if whole.isdisjoint(name.split("."))}
     if config.match_all_linear:
-        wanted = {name for name in fit & linear.keys() if linear[name] is not policy.head}
+        head = model.head if isinstance(model, PolicyModel) else None
+        wanted = {name for name in fit & linear.keys() if linear[name] is not head}
     else:
         wanted = matching(*config.target_modules)
     wanted -= matching(*config.exclude_modules)
@@ -253,13 +284,16 @@ def _chosen_layers(policy: PolicyModel, config: LoraConfig) -> dict[str, nn.Modu
         raise ConfigError("no layer is adapted", where=_WHERE, field="exclude_modules", got=config.exclude_modules)
     if unfit := sorted(wanted - fit):
         summary = "an adapter beside this layer could not be saved or merged: it is the embedding, or an expert to peft"
+        if not whole.isdisjoint(unfit[0].split(".")):
+            summary = "a reward model's head has no adapter: it is trained whole"
         raise ConfigError(summary, where=_WHERE, field="target_modules", got=unfit[0], need="other layers")
     return {name: layer for name, layer in linear.items() if name in wanted}
 
 
 def _is_linear(module: nn.Module) -> bool:
     """Not every kind of one: some routers inherit from `nn.Linear` and compute something else."""
-    return isinstance(module, Conv1D) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+    is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return is_plain or isinstance(module, Conv1D) or is_quantized(module)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -267,10 +301,10 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 @torch.no_grad()
-def _draw(policy: PolicyModel, config: LoraConfig, seed: int) -> None:
+def _draw(model: WrappedModel, config: LoraConfig, seed: int) -> None:
     """On the CPU and in the order of the layers, so that no device or version of peft changes what a seed draws."""
     generator = torch.Generator().manual_seed(seed)
-    for layer in _adapted_layers(policy).values():
+    for layer in _adapted_layers(model).values():
         for part in (layer.lora_A, layer.lora_B):
             part.to(torch.float32)  # peft gives them the dtype of the layer
         first, second = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
@@ -283,15 +317,28 @@ def _draw(policy: PolicyModel, config: LoraConfig, seed: int) -> None:
         second.zero_()
 
 
-def _adapted_layers(policy: PolicyModel) -> dict[str, Any]:
+def _adapted_layers(model: WrappedModel) -> dict[str, Any]:
     """peft's layers by the names of the layers that they wrap."""
-    if not has_adapters(policy):
+    if not has_adapters(model):
         return {}
     from peft.tuners.lora import LoraLayer
 
-    return {name: module for name, module in policy.hf.named_modules() if isinstance(module, LoraLayer)}
+    return {name: module for name, module in model.hf.named_modules() if isinstance(module, LoraLayer)}
 
 
-def _settings(policy: PolicyModel) -> Any:
-    known: Any = policy.hf.peft_config
+def _settings(model: WrappedModel) -> Any:
+    known: Any = model.hf.peft_config
     return known[_NAME]
+
+
+def _trained_whole(model: WrappedModel) -> list[str]:
+    """The modules of a reward model that have no adapters: the head, and an encoder's pooler, which may be new too."""
+    if isinstance(model, PolicyModel):
+        return []
+    above = [name for name, child in model.hf.named_children() if child is not model.backbone]
+    return above + ["pooler"] * isinstance(getattr(model.backbone, "pooler", None), nn.Module)
+
+
+def _whole_weights(model: WrappedModel) -> dict[str, Tensor]:
+    whole = set(_settings(model).modules_to_save or ())
+    return {name: weight for name, weight in model.hf.named_parameters() if not whole.isdisjoint(name.split("."))}

@@ -22,7 +22,9 @@ from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,7 +32,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from treeward.errors import ConfigError, ModelError, nearest_name, nearest_path
-from treeward.model.lora import ADAPTER_CONFIG, merge_adapters
+from treeward.model.lora import ADAPTER_CONFIG, is_quantized, merge_adapters, merging_line
 from treeward.model.reward_model import HEAD_NAMES, head_name
 
 logger = logging.getLogger(__name__)
@@ -99,14 +101,39 @@ def base_of_adapters(name: str) -> str | None:
 
 
 def load_weights(
-    model_class: Any, name: str, *, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+    model_class: Any,
+    name: str,
+    *,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    load_in_4bit: bool = False,
 ) -> tuple[PreTrainedModel, bool]:
     """A model of transformers' `model_class`, and whether its head is new: the checkpoint has none.
 
+    `load_in_4bit`: linear layers but the heads as nf4 (QLoRA, Dettmers et al. 2023), which compute in `dtype`.
     Raises `ModelError` for a checkpoint that is missing, damaged or of another shape, or that lacks other weights, and
     for weights that are not finite: some attention kernels swallow NaN and give numbers.
     """
-    hf, lacking = _read_weights(model_class, name, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+    settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    if load_in_4bit:
+        if base_of_adapters(name) is not None:
+            line = merging_line(Path(name), writes=model_class is AutoModelForCausalLM)
+            summary = "adapters cannot be merged into weights of four bits"
+            raise ModelError(summary, where=name, fix=f"merge them first: {line}")
+        settings["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            llm_int8_skip_modules=[*HEAD_NAMES, ".*pooler", "pre_classifier", "lm_head", "embed_out"],
+        )
+    hf, lacking = _read_weights(model_class, name, config=config, **settings)
+    if load_in_4bit:
+        vars(hf).pop("hf_device_map", None)  # saving would take a model on the CPU for one that is moved there
+        for module in filter(is_quantized, hf.modules()):
+            # bitsandbytes would pack the weights of a model that only computes, and never train them again.
+            vars(module)["support_avx512bf16_for_cpu"] = False
     if broken := [key for key, weight in hf.named_parameters() if not bool(weight.detach().isfinite().all())]:
         got = f"{len(broken)} tensors, the first of them {broken[0]}"
         fix = "load it in bfloat16 or float32: float16 ends at 65504" if dtype == torch.float16 else None

@@ -23,16 +23,16 @@ from typing import Any
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.preflight import check_packages
 from treeward.errors import TreewardError
-from treeward.model.lora import has_adapters, save_adapters
 from treeward.rl.advantages import advantages
 from treeward.rl.experience import completion_lengths
 from treeward.rl.report.build import write_rl_report
 from treeward.rl.report.reading import SAMPLES_FILE, RLRun
 from treeward.rl.rollouts import collect, validate
-from treeward.rl.setup import ADAPTER_FOLDER, GRPOSetup, set_up
+from treeward.rl.setup import GRPOSetup, set_up
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
+from treeward.training.setup import save_adapted
 from treeward.training.state import RunState
 from treeward.training.step_file import StepFile
 from treeward.training.stopping import StopRequest
@@ -225,8 +225,7 @@ class GRPORun(Run):
     def save_model(self, folder: Path) -> None:
         """A policy with adapters is merged in `model`, and the adapters lie beside it as peft writes them."""
         self.setup.save_model(folder / "model")
-        if has_adapters(self.setup.policy):
-            save_adapters(self.setup.policy, folder / ADAPTER_FOLDER)
+        save_adapted(self.setup.policy, folder)
 
     def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
         def copy(folder: Path) -> None:

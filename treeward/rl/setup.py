@@ -6,7 +6,6 @@ The cheap checks (names, files, rows, environments) come before the slow work, s
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
@@ -26,12 +25,10 @@ from treeward.data.prompt_sets import open_prompts
 from treeward.data.rendering import Renderer
 from treeward.environments.reward_server import RewardServer
 from treeward.model.checks import check_policy, check_positions
-from treeward.model.contract import CONTRACT_FILE
 from treeward.model.export import export_policy
 from treeward.model.loading import build_policy, load_policy
-from treeward.model.lora import AdapterReference, add_adapters, has_adapters, load_adapters
+from treeward.model.lora import AdapterReference, has_adapters
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
-from treeward.model.pretrained import base_of_adapters
 from treeward.rl.environment_runner import EnvironmentRunner, make_environment_runner
 from treeward.rl.generation import Generator, LocalGenerator, end_ids_of, template_end_ids
 from treeward.rl.http_generation import HttpGenerator
@@ -40,12 +37,20 @@ from treeward.rl.watch import OverOptimisationWatch
 from treeward.training.checkpoints import Checkpoint
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import EpochOrder, planned_steps
-from treeward.training.setup import best_device, find_tokenizer, prepare_for_training, short_hash
+from treeward.training.setup import (
+    adapt,
+    best_device,
+    find_tokenizer,
+    how_to_load,
+    identity_of_adapters,
+    prepare_for_training,
+    short_hash,
+    with_weights,
+)
 from treeward.training.state import check_identity
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_FOLDER = "adapter"
 _CHECKED_PROMPTS = 8
 _NOT_OF_THE_RUN = {
     *("max_num_epochs", "max_num_steps", "val_period", "val_at_start", "val_at_end", "val_batch_size"),
@@ -178,14 +183,11 @@ def _load_policy(
         fields = {key: value for key, value in policy.architecture.items() if key != "vocab_size"}
         model = build_policy(fields, tokenizer, seed=config.grpo.seed, **common).model
     else:
-        common |= {"config_overrides": policy.hf_config_overrides, "trust_remote_code": policy.trust_remote_code}
+        common |= {"config_overrides": policy.hf_config_overrides} | how_to_load(policy)
         name = saved or str(policy.model_name)  # the schema sees to it that there is one
         model = load_policy(name, tokenizer=tokenizer, **common).model
     prepare_for_training(model, policy, role=role)
-    if lora.enabled:
-        add_adapters(model, lora, seed=config.grpo.seed)
-        if checkpoint is not None:
-            load_adapters(model, checkpoint.path / ADAPTER_FOLDER)
+    adapt(model, policy, seed=config.grpo.seed, checkpoint=checkpoint)
     return model
 
 
@@ -268,7 +270,7 @@ def _identity(
     sampled_by = {"temperature", "top_p", "top_k", "stop_token_ids", "stop_strings", "max_new_tokens"}
     trained_by = {"train_global_batch_size", "max_total_sequence_length", "precision", "max_grad_norm"}
     return {
-        "the policy": _with_weights(policy.model_name) or policy.architecture,
+        "the policy": with_weights(policy.model_name) or policy.architecture,
         "the tokenizer or template": short_hash(renderer.fingerprint),
         "the training prompts": short_hash(prompts.fingerprint),
         "the validation prompts": "none" if held_out is None else short_hash(held_out.fingerprint),
@@ -279,7 +281,7 @@ def _identity(
         "policy": {
             **policy.model_dump(mode="json", include={*trained_by, "optimizer", "scheduler", "hf_config_overrides"}),
             "generation": policy.generation.model_dump(mode="json", include=sampled_by),
-            "dtensor_cfg.lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json"),
+            **identity_of_adapters(policy),
         },
     }
 
@@ -300,7 +302,7 @@ def _section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
         names = kept["model_name"]
         listed = [names] if isinstance(names, str) else names
         is_served = kind == "reward_model" and server_address(listed[0]) is not None
-        kept["model_name"] = [_at_server(section)] if is_served else [_with_weights(one) for one in listed]
+        kept["model_name"] = [_at_server(section)] if is_served else [with_weights(one) for one in listed]
     return kept
 
 
@@ -310,20 +312,3 @@ def _at_server(section: Mapping[str, Any]) -> str:
     server = RewardServer.connect(RewardModelEnvironmentConfig.model_validate(keys))
     with server.client:
         return str(server.model["identity"])
-
-
-def _with_weights(name: str | None) -> str | None:
-    """The hash of a model's weights, wherever its folder lies, and of adapters' base; the name of a model without a
-    folder of safetensors.
-    """
-    folder = Path(name or "").expanduser()
-    weights = sorted(folder.glob("*.safetensors")) if name else []
-    if not weights:
-        return name
-    base = base_of_adapters(str(folder))
-    digest = hashlib.blake2b(b"" if base is None else str(_with_weights(base)).encode())
-    for path in (*weights, folder / "config.json", folder / CONTRACT_FILE):
-        if path.is_file():
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "blake2b").digest())
-    return f"weights {short_hash(digest.hexdigest())}"

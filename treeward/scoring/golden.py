@@ -39,6 +39,7 @@ from treeward.model.contract import (
     write_contract,
 )
 from treeward.model.loading import PAD_TOKEN, load_reward_model
+from treeward.model.lora import has_adapters
 from treeward.model.pretrained import load_tokenizer, read_config
 from treeward.model.reward_model import RewardModel, check_finite, head_name
 from treeward.model.stored import (
@@ -123,6 +124,7 @@ def sign_folder(
     stored, config = read_stored(folder), raw_config(folder)
     is_exact = (
         model is not None
+        and not has_adapters(model)  # which are merged on the disk
         and all(parameter.dtype == torch.float32 for parameter in model.parameters())
         and {tensor.dtype for tensor in stored if "float" in tensor.dtype} == {"float32"}
     )

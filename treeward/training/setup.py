@@ -31,9 +31,11 @@ from treeward.evaluation.diagnostics.perturbations import sample_examples
 from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.suites import PreferenceSuite
 from treeward.model.checks import check_before_training, check_positions
+from treeward.model.contract import CONTRACT_FILE
 from treeward.model.loading import build_reward_model, load_reward_model
+from treeward.model.lora import add_adapters, has_adapters, load_adapters, save_adapters
 from treeward.model.policy_model import PolicyModel
-from treeward.model.pretrained import DTYPES, load_tokenizer
+from treeward.model.pretrained import DTYPES, base_of_adapters, load_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.training.checkpoints import Checkpoint
 from treeward.training.optimisation import build_optimizer, build_scheduler
@@ -43,6 +45,7 @@ from treeward.training.state import check_identity
 logger = logging.getLogger(__name__)
 
 _CHECKED_COMPARISONS = 64
+_ADAPTER_FOLDER = "adapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +256,37 @@ def prepare_for_training(model: RewardModel | PolicyModel, policy: TrainedModelC
     model.compute_dtype = DTYPES[policy.precision]
     if policy.activation_checkpointing_enabled or policy.dtensor_cfg.activation_checkpointing:
         model.recompute_activations()
-    count = sum(parameter.numel() for parameter in model.parameters())
+    count = model.hf.num_parameters()  # which knows of four bits
     name = type(model.hf).__name__
     logger.info("The %s: %s, %s parameters, as %s, on %s.", role, name, f"{count:,}", model.layout, model.device)
+
+
+def how_to_load(policy: TrainedModelConfig) -> dict[str, Any]:
+    """Arguments of `load_reward_model` and `load_policy`."""
+    how: dict[str, Any] = {"trust_remote_code": policy.trust_remote_code, "load_in_4bit": policy.load_in_4bit}
+    return how | ({"dtype": DTYPES[policy.precision]} if policy.load_in_4bit else {})
+
+
+def adapt(
+    model: RewardModel | PolicyModel, policy: TrainedModelConfig, *, seed: int, checkpoint: Checkpoint | None
+) -> None:
+    """Put the adapters beside the model that are configured, as the checkpoint has them, if there is one."""
+    if (lora := policy.dtensor_cfg.lora_cfg).enabled:
+        add_adapters(model, lora, seed=seed)
+        if checkpoint is not None:
+            load_adapters(model, checkpoint.path / _ADAPTER_FOLDER)
+
+
+def save_adapted(model: RewardModel | PolicyModel, folder: Path) -> None:
+    """Write the adapters of a model into the folder of a checkpoint, beside `model`, in which they are merged."""
+    if has_adapters(model):
+        save_adapters(model, folder / _ADAPTER_FOLDER)
+
+
+def identity_of_adapters(policy: TrainedModelConfig) -> dict[str, Any]:
+    """What a resumed run must have in common in this; without QLoRA as before there was any."""
+    lora = {"dtensor_cfg.lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json")}
+    return lora | ({"load_in_4bit": True} if policy.load_in_4bit else {})
 
 
 def _load_model(
@@ -264,15 +295,17 @@ def _load_model(
     policy = config.policy
     common: dict[str, Any] = {"attention": policy.attention, "device": best_device()}
     common["head_std"] = config.rm.head_init_std
-    if checkpoint is None and policy.architecture is not None:
+    has_lora = policy.dtensor_cfg.lora_cfg.enabled
+    saved = None if checkpoint is None or has_lora else checkpoint.path / "model"  # adapters are merged there
+    if saved is None and policy.architecture is not None:
         fields = {key: value for key, value in policy.architecture.items() if key != "vocab_size"}
         model = build_reward_model(fields, tokenizer, seed=config.rm.seed, **common).model
     else:
-        name = policy.model_name if checkpoint is None else checkpoint.path / "model"
-        assert name is not None  # the schema sees to it
-        common |= {"head_seed": config.rm.seed, "trust_remote_code": policy.trust_remote_code}
+        common |= {"head_seed": config.rm.seed} | how_to_load(policy)
+        name = saved or str(policy.model_name)  # the schema sees to it that there is one
         model = load_reward_model(name, tokenizer=tokenizer, **common).model
     prepare_for_training(model, policy, role="reward model")
+    adapt(model, policy, seed=config.rm.seed, checkpoint=checkpoint)
     return model
 
 
@@ -297,12 +330,14 @@ def _identity(
 ) -> dict[str, Any]:
     """What a resumed run must have in common with the run that it continues."""
     policy = config.policy
+    adapters = identity_of_adapters(policy) if policy.dtensor_cfg.lora_cfg.enabled else {}
     weights = [dataset.weight for dataset in config.data.train]
     data = [(dataset.fingerprint, weight) for dataset, weight in zip(training_sets.values(), weights, strict=True)]
     # By other validation data the checkpoints of the two sessions could not be compared.
     validation = {name: dataset.fingerprint for name, dataset in validation_sets.items()}
     return {
-        "the model": policy.model_name or policy.architecture,
+        # The weights that adapters are of are read from there again.
+        "the model": (with_weights(policy.model_name) if adapters else policy.model_name) or policy.architecture,
         "the tokenizer or template": short_hash(renderer.fingerprint),
         "the training data": short_hash(json.dumps(data)),
         "the validation data": short_hash(json.dumps(validation, sort_keys=True)),
@@ -311,13 +346,31 @@ def _identity(
         # The state of optimiser and schedule is that of the saved run: a new rate would be ignored without a word.
         "policy": policy.model_dump(
             mode="json", include={"train_global_batch_size", "optimizer", "scheduler", "precision", "max_grad_norm"}
-        ),
+        )
+        | adapters,
     }
 
 
 def short_hash(text: str) -> str:
     """Sixteen hexadecimal digits that differ where the texts do."""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def with_weights(name: str | None) -> str | None:
+    """The hash of a model's weights, wherever its folder lies, and of adapters' base; the name of a model without a
+    folder of safetensors.
+    """
+    folder = Path(name or "").expanduser()
+    weights = sorted(folder.glob("*.safetensors")) if name else []
+    if not weights:
+        return name
+    base = base_of_adapters(str(folder))
+    digest = hashlib.blake2b(b"" if base is None else str(with_weights(base)).encode())
+    for path in (*weights, folder / "config.json", folder / CONTRACT_FILE):
+        if path.is_file():
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return f"weights {short_hash(digest.hexdigest())}"
 
 
 def _training_names(datasets: Sequence[DatasetConfig]) -> list[str]:

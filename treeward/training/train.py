@@ -43,7 +43,7 @@ from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.optimisation import clip_gradients
 from treeward.training.prefetch import Ahead, BatchPreparer, MicroBatch
 from treeward.training.reporting import ReportPlan, check_report, plan_report
-from treeward.training.setup import RewardModelSetup, set_up
+from treeward.training.setup import RewardModelSetup, save_adapted, set_up
 from treeward.training.state import RunState
 from treeward.training.stopping import StopRequest
 from treeward.training.tracking import TrackerGroup
@@ -270,6 +270,7 @@ class RewardModelRun(Run):
     def save_model(self, folder: Path) -> None:
         setup = self.setup
         export_model(setup.model, setup.tokenizer, folder / "model", rendering=setup.renderer.settings)
+        save_adapted(setup.model, folder)
         sign_folder(folder / "model", model=setup.model, renderer=setup.renderer, may_be_broken=True)
 
     def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:

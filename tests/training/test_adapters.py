@@ -1,0 +1,115 @@
+"""A reward model trained by adapters: it learns, goes on exactly, and is exported, scored and loaded as any other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from conftest import WORDS
+from killed_run import assert_same_run
+from transformers import AutoModelForSequenceClassification
+
+from treeward import Scorer
+from treeward.cli.main import main
+from treeward.errors import CheckpointError
+from treeward.model.loading import load_reward_model
+from treeward.model.lora import add_adapters, is_quantized, load_adapters
+from treeward.training.train import RewardModelRun, train
+
+LAYOUTS = {
+    "lora": ("policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4, alpha: 8}",),
+    "qlora": ("policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4, alpha: 8}", "policy.load_in_4bit=true"),
+}
+QUESTION = [{"role": "user", "content": "Name the sun."}]
+ANSWERS = ["A warm sun.", "The wind, and rain."]
+
+
+class Killed(BaseException):
+    """As near as a test in one process comes to kill -9: nothing that handles exceptions handles it."""
+
+
+def plain_scores(model: Any, sequences: list[list[int]]) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.stack([model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, 0] for ids in sequences])
+
+
+@pytest.fixture
+def options(policy_folder: Path, write_rows: Callable[..., Path]) -> tuple[str, ...]:
+    """Which completion is the better one is planted: the one with the sun in it."""
+    rows = [
+        {"prompt": f"Name the {a}.", "chosen": f"A {b} sun.", "rejected": f"A {b} rain."} for a in WORDS for b in WORDS
+    ]
+    path = write_rows("planted.jsonl", rows)
+    return (
+        "policy.model_config=null",
+        "policy.tokenizer.vocab_size=null",
+        f"policy.model_name={policy_folder}",
+        "policy.max_total_sequence_length=128",
+        "policy.optimizer.kwargs.lr=0.01",
+        "policy.scheduler=null",
+        f"data.train={{dataset_name: BinaryPreferenceDataset, data_path: {path}, split: null}}",
+        f"data.validation=[{{dataset_name: BinaryPreferenceDataset, data_path: {path}, name: held_out}}]",
+        "rm={max_num_steps: 24, val_period: 8, val_batches: 2, val_global_batch_size: 8, seed: 7}",
+        "checkpointing.save_period=8",
+        "checkpointing.metric_name=null",
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_learns_goes_on_exactly_and_exports_what_it_has_trained(
+    layout: str,
+    options: tuple[str, ...],
+    tiny_runs: Callable[[Path], Callable[..., Any]],
+    policy_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(name: str, *more: str) -> Any:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return train(tiny_runs(tmp_path / name)(*options, *LAYOUTS[layout], *more), show_progress=False)
+
+    outcome = run("whole")
+    assert outcome.validation["held_out"]["accuracy"] == 1.0
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        step = RewardModelRun.step
+
+        def die_at_twelve(self: RewardModelRun, number: int) -> Any:
+            if number == 12:
+                raise Killed
+            return step(self, number)
+
+        patch.setattr(RewardModelRun, "step", die_at_twelve)
+        run("killed")
+    with pytest.raises(CheckpointError, match=r"another run(?s:.*)lora_cfg\.dim: got 2, need 4"):
+        run("killed", "policy.dtensor_cfg.lora_cfg.dim=2")
+    run("killed")
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+    final = tmp_path / "whole" / "checkpoints" / "final"
+    assert main(["verify", str(final)]) == 0
+    assert "quantization_config" not in json.loads((final / "config.json").read_text())
+    scorer = Scorer.load(final)
+    sequences = [scorer.renderer.encode([*QUESTION, {"role": "assistant", "content": text}]) for text in ANSWERS]
+    want = torch.tensor([score.score for score in scorer.score_completions(QUESTION, ANSWERS)])
+    assert float(want[0] - want[1]) > 1  # the rule, on a longer completion too
+    merged = AutoModelForSequenceClassification.from_pretrained(final)
+    assert float((plain_scores(merged, sequences) - want).abs().max()) < 1e-5
+    # What was trained, as it computed: adapters beside the base, of four bits or not.
+    trained = load_reward_model(policy_folder, head_seed=1, load_in_4bit=layout == "qlora").model
+    config = tiny_runs(tmp_path)(*options, *LAYOUTS[layout])
+    adapter = tmp_path / "whole" / "checkpoints" / "step_24" / "adapter"
+    add_adapters(trained, config.policy.dtensor_cfg.lora_cfg, seed=1)
+    load_adapters(trained, adapter)
+    assert sum(map(is_quantized, trained.modules())) == (14 if layout == "qlora" else 0)
+    with torch.no_grad():
+        assert float((trained(trained.make_batch([sequences])) - want).abs().max()) < 1e-5
+    if layout == "lora":  # the folder of adapters, as anybody loads it: with the head that was trained
+        anybody = peft.AutoPeftModelForSequenceClassification.from_pretrained(str(adapter), num_labels=1).eval()
+        assert float((plain_scores(anybody, sequences) - want).abs().max()) < 1e-5
+        scores = Scorer.load(adapter).score_completions(QUESTION, ANSWERS)
+        assert [score.score for score in scores] == pytest.approx(want.tolist(), abs=1e-5)
