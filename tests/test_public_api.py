@@ -37,7 +37,8 @@ def test_the_extra_all_is_every_extra_that_a_run_may_need() -> None:
         "optional-dependencies"
     ]
     (every,) = extras.pop("all")
-    assert set(every.removeprefix("treeward[").removesuffix("]").split(",")) == set(extras) - {"bench", "dev", "liger", "minilm"}
+    left_out = {"bench", "dev", "liger", "minilm"}  # Liger needs triton, which macOS has not
+    assert set(every.removeprefix("treeward[").removesuffix("]").split(",")) == set(extras) - left_out
 
 
 def test_the_client_of_a_server_needs_neither_torch_nor_the_server() -> None:
