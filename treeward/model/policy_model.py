@@ -102,7 +102,7 @@ class PolicyModel(WrappedModel):
         batch = self.make_batch(groups)
         with self._autocast():
             if isinstance(batch, TreeBatch):
-                places = _tree_places(batch.layout, batch.reads_S.tolist())
+                places = tree_places(batch.layout, batch.reads_S.tolist())
                 hidden_TD, tokens_T = self.tree_hidden(batch), batch.tokens_T
             else:
                 width = batch.tokens_SL.shape[1]
@@ -196,7 +196,7 @@ def _is_plain(head: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-def _tree_places(layout: TreeLayout, reads: Sequence[int]) -> list[np.ndarray]:
+def tree_places(layout: TreeLayout, reads: Sequence[int]) -> list[np.ndarray]:
     """The places of each sequence's tokens in the row."""
     places = []
     for read in reads:

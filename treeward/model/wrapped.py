@@ -159,13 +159,18 @@ _NOISE = re.compile("drop|jitter")
 """Names of the rates, of modules and configurations, that make a forward in training mode random."""
 
 
+def find_noise(hf: PreTrainedModel) -> Iterator[tuple[Any, str]]:
+    """The module or configuration, and the name, of every rate above zero that makes a forward in training random."""
+    for owner in (*hf.modules(), hf.config, hf.config.get_text_config()):
+        for name, value in list(vars(owner).items()):
+            is_rate = _NOISE.search(name) or (isinstance(owner, nn.Dropout) and name == "p")
+            if is_rate and isinstance(value, float) and value > 0:
+                yield owner, name
+
+
 def _switch_off_noise(hf: PreTrainedModel) -> None:
     """No dropout, layer drop or router jitter: a reward is a deterministic function (Ziegler et al. 2019, p. 3), and
     the probability of a sampled completion must be the one that training computes.
     """
-    for owner in (*hf.modules(), hf.config, hf.config.get_text_config()):
-        for name, value in list(vars(owner).items()):
-            if isinstance(value, float) and _NOISE.search(name):
-                setattr(owner, name, 0.0)
-        if isinstance(owner, nn.Dropout):
-            owner.p = 0.0
+    for owner, name in find_noise(hf):
+        setattr(owner, name, 0.0)

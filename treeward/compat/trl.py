@@ -1,0 +1,284 @@
+"""TRL's trainers on prefix trees: change the import, and keep the script.
+
+    from treeward.compat.trl import GRPOTrainer, RewardTrainer      # instead of: from trl import ...
+
+They are subclasses of TRL's, with its arguments, datasets, losses, metrics, callbacks and checkpoints. Only the model's
+forward differs: it takes the padding off and packs the rows into trees, so that what rows have in common at their
+beginning is computed once, and gives what the model's own forward gives. As it is the instance's forward that is
+replaced, accelerate, DDP, FSDP, DeepSpeed and PEFT wrap and call it as they would the other.
+
+What trees cannot do runs through TRL's own forward, and one warning says why: models that cannot share prefixes, vision
+models, dropout, `torch_compile`, context parallelism, layers on several devices, router losses, prompt learning.
+
+Shapes: B rows of L tokens, N tokens that are predicted, D hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+import trl
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutputWithPast
+from trl.trainer.utils import FusedCausalLMOutput
+
+from treeward.model.checks import why_not_tree
+from treeward.model.policy_model import tree_places
+from treeward.model.wrapped import WrappedModel, find_noise
+from treeward.tree.batch import TreeBatch, plan_sequences
+
+logger = logging.getLogger(__name__)
+
+_HARMLESS = frozenset({"return_dict", "margin"})
+"""Arguments of a call that do not change what a forward computes."""
+
+
+class TreeForward:
+    """The forward of a Hugging Face model, on trees where the call is one of TRL's loss.
+
+    `num_computed_tokens`, `num_row_tokens`: tokens that went through the model so far, and tokens of the same rows.
+    """
+
+    arguments: frozenset[str] = frozenset()
+    """What a call of the loss has beside `input_ids` and `attention_mask`."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        self.hf = hf
+        self.num_computed_tokens = self.num_row_tokens = 0
+        self.is_exact: bool | None = None
+        """Whether trees are exact for this model: tried at the first call, where sharded weights are whole."""
+        self._plain = hf.forward
+        self._attention: str | None = None
+        with _same_config(hf):
+            self._model = WrappedModel(hf, layout="tree", compute_dtype=None)
+
+        @functools.wraps(type(hf).forward)  # `generate` reads its signature
+        def forward(_: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        hf.forward = MethodType(forward, hf)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.restore()
+        output = self._on_trees(**kwargs) if not args and self._is_of_loss(kwargs) else None
+        return self._plain(*args, **kwargs) if output is None else output
+
+    def restore(self) -> None:
+        """Give the model the attention back that it had: transformers keeps what was set last.
+
+        Not before the backward pass, which may compute layers again.
+        """
+        if self._attention is not None:
+            self.hf.set_attn_implementation(self._attention)
+            self._attention = None
+
+    def _is_of_loss(self, kwargs: dict[str, Any]) -> bool:
+        given = {name for name, value in kwargs.items() if value is not None and value is not False} - _HARMLESS
+        wanted = self.arguments | {"input_ids", "attention_mask"}
+        if wanted - given or "use_cache" in given:  # of generation, or of the user
+            return False
+        if given - wanted:
+            _say(f"the model is called with {', '.join(sorted(given - wanted))}")
+        return given == wanted
+
+    def _on_trees(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **_: Any) -> Any:
+        self._attention = self.hf.config._attn_implementation
+        try:
+            if self.is_exact is None:
+                self._try()
+            if not self.is_exact:
+                return None
+            return self._compute(input_ids, attention_mask, labels)
+        finally:
+            if not (torch.is_grad_enabled() and self.is_exact):
+                self.restore()
+
+    def _try(self) -> None:
+        with _same_config(self.hf), torch.autocast(self._model.device.type, enabled=False):
+            reason = why_not_tree(self.hf)
+        self.is_exact = reason is None
+        if reason is not None:
+            _say(f"{type(self.hf).__name__} cannot share prefixes: {reason}")
+
+    def _compute(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+        """What the model's own forward gives; None where that must compute it."""
+        raise NotImplementedError
+
+    def _pack(self, ids_BL: np.ndarray, kept_BL: np.ndarray) -> tuple[TreeBatch, np.ndarray]:
+        """The rows without what is not kept, as trees; and where in them each row ends, (B,)."""
+        rows = [ids[kept] for ids, kept in zip(ids_BL, kept_BL, strict=True)]
+        (groups,) = plan_sequences(rows, max_sequences=len(rows))
+        batch = TreeBatch.from_groups([[rows[i] for i in group] for group in groups])
+        self.num_computed_tokens += batch.num_computed_tokens
+        self.num_row_tokens += batch.num_row_tokens
+        ends_B = np.empty(len(rows), dtype=np.int64)
+        ends_B[[i for group in groups for i in group]] = batch.reads_S.numpy()
+        return batch, ends_B
+
+    def _hidden(self, batch: TreeBatch, places_N: np.ndarray, device: torch.device) -> Tensor:
+        """The last hidden states at these places of the trees, (N, D)."""
+        at, index_N = np.unique(places_N, return_inverse=True)
+        hidden = self._model.tree_hidden(batch.to(device)).index_select(0, torch.from_numpy(at).to(device))
+        return hidden.index_select(0, torch.from_numpy(index_N).to(device))
+
+
+class _Scores(TreeForward):
+    """Of a sequence classifier: logits, read where transformers reads them."""
+
+    def _compute(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+        ids_BL, mask_BL = _on_host(input_ids, attention_mask)
+        kept_BL = mask_BL != 0
+        pad, places_L = self.hf.config.pad_token_id, np.arange(ids_BL.shape[1])
+        last_B = (places_L * (ids_BL != pad)).argmax(axis=1)
+        if pad is None or not kept_BL[np.arange(len(ids_BL)), last_B].all():
+            return None
+        batch, reads_B = self._pack(ids_BL, kept_BL & (places_L <= last_B[:, None]))
+        head = self.hf.get_submodule("score")
+        return SequenceClassifierOutputWithPast(logits=head(self._hidden(batch, reads_B, input_ids.device)))
+
+
+class _LogProbs(TreeForward):
+    """Of a causal language model with TRL's fused head: log-probabilities and entropies of the labels.
+
+    The head is TRL's own, with its temperature, gradients and sharded weights: it is given the hidden states of a
+    single row, one for each token of the trees that is predicted.
+    """
+
+    arguments = frozenset({"labels", "fused_lm_head"})
+
+    def _compute(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+        assert labels is not None
+        device = input_ids.device
+        ids_BL, mask_BL, labels_BL = _on_host(input_ids, attention_mask, labels)
+        kept_BL, predicted_BL = mask_BL != 0, labels_BL != -100
+        before_BL = np.cumsum(kept_BL, axis=1) - kept_BL
+        if not predicted_BL.any() or (predicted_BL & ~(kept_BL & (before_BL > 0))).any():
+            return None
+        batch, ends_B = self._pack(ids_BL, kept_BL)
+        paths = tree_places(batch.layout, ends_B.tolist())
+        at_rows = [before[predicted] for before, predicted in zip(before_BL, predicted_BL, strict=True)]
+        # a token of a tree has one predecessor, so that its own place names the pair
+        places = np.concatenate([path[at] for path, at in zip(paths, at_rows, strict=True)])
+        at_N, first_N, index = np.unique(places, return_index=True, return_inverse=True)
+        before_N = np.concatenate([path[at - 1] for path, at in zip(paths, at_rows, strict=True)])[first_N]
+        targets_N = batch.tokens_T[torch.from_numpy(at_N)].to(device)
+        with _giving(self._model.backbone, self._hidden(batch, before_N, device)[None]):
+            found = self._plain(input_ids=targets_N[None], shift_labels=targets_N[None], fused_lm_head=True)
+        mask = labels[:, 1:] != -100
+        index_on = torch.from_numpy(index).to(device)
+
+        def spread(values: Tensor | None) -> Tensor | None:
+            if values is None:
+                return None
+            return values.new_zeros(mask.shape).masked_scatter(mask, values[0].index_select(0, index_on))
+
+        return FusedCausalLMOutput(log_probs=spread(found.log_probs), entropy=spread(found.entropy), label_mask=mask)
+
+
+def _on_host(*tensors: Tensor) -> np.ndarray:
+    """In one copy: the host plans."""
+    return torch.stack([tensor.long() for tensor in tensors]).cpu().numpy()
+
+
+@contextlib.contextmanager
+def _giving(backbone: nn.Module, hidden: Tensor) -> Iterator[None]:
+    """Within it the backbone's forward gives these hidden states, which have been computed."""
+    before = vars(backbone).get("forward")
+    backbone.forward = lambda *args, **kwargs: BaseModelOutput(last_hidden_state=hidden)
+    try:
+        yield
+    finally:
+        if before is None:
+            del backbone.forward
+        else:
+            backbone.forward = before
+
+
+@contextlib.contextmanager
+def _same_config(hf: PreTrainedModel) -> Iterator[None]:
+    """A `WrappedModel` sets rates of dropout to zero, of the configuration too, which is saved with the model."""
+    before = [(owner, name, getattr(owner, name)) for owner, name in find_noise(hf)]
+    try:
+        yield
+    finally:
+        for owner, name, rate in before:
+            setattr(owner, name, rate)
+
+
+@functools.cache
+def _say(reason: str) -> None:
+    logger.warning("TRL's own forward runs instead of trees: %s.", reason)
+
+
+def _why_not(trainer: Any, hf: Any) -> str | None:
+    """Why trees cannot be tried at all, or None."""
+    parallel = trainer.accelerator.parallelism_config
+    config = hf.config.get_text_config()
+    reasons = {
+        "torch_compile is on": trainer.args.torch_compile,
+        "the sequence is split over devices": parallel is not None and (parallel.cp_enabled or parallel.sp_enabled),
+        "the layers are on several devices": len(set(getattr(hf, "hf_device_map", {}).values())) > 1,
+        "it is not a text model": config is not hf.config,
+        "a router loss is asked for": bool(getattr(config, "output_router_logits", False)),
+        "dropout is on (disable_dropout=True, lora_dropout=0)": any(
+            isinstance(owner, nn.Module) for owner, _ in find_noise(hf)
+        ),
+    }
+    return next((reason for reason, is_there in reasons.items() if is_there), None)
+
+
+class _OnTrees:
+    """`trees`: the forwards that were replaced, with their counts of tokens; none where trees are not possible."""
+
+    trees: tuple[TreeForward, ...] = ()
+
+    def _replace(self, kind: type[TreeForward], model: Any) -> None:
+        model = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
+        hf = model.get_base_model() if hasattr(model, "get_base_model") else model
+        reason = _why_not(self, hf)
+        if reason is None and kind is _Scores and not isinstance(hf, GenericForSequenceClassification):
+            reason = f"{type(hf).__name__} has a head of its own"
+        if reason is not None:
+            _say(reason)
+        else:
+            self.trees = (*self.trees, kind(hf))
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for tree in self.trees:
+                tree.restore()
+
+
+class RewardTrainer(_OnTrees, trl.RewardTrainer):  # type: ignore[misc,name-defined]
+    """`trl.RewardTrainer` on trees: the prompt of a comparison is computed once, and so is what prompts share.
+
+    The score is read where transformers reads it, at the last token that is not padding.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._replace(_Scores, self.model)
+
+
+class GRPOTrainer(_OnTrees, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
+    """`trl.GRPOTrainer` on trees: each prompt is computed once for its completions in a batch.
+
+    So it is for the policy, its earlier self and the reference. Generation, rewards and loss are TRL's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._replace(_LogProbs, self.model)
+        if self.ref_model is not None:
+            self._replace(_LogProbs, self.ref_model)
