@@ -131,7 +131,7 @@ class TreeForward:
         return hidden.index_select(0, torch.from_numpy(index_N).to(device))
 
 
-class _Scores(TreeForward):
+class ScoresForward(TreeForward):
     """Of a sequence classifier: logits, read where transformers reads them."""
 
     def _compute(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
@@ -146,7 +146,7 @@ class _Scores(TreeForward):
         return SequenceClassifierOutputWithPast(logits=head(self._hidden(batch, reads_B, input_ids.device)))
 
 
-class _LogProbs(TreeForward):
+class LogProbsForward(TreeForward):
     """Of a causal language model with TRL's fused head: log-probabilities and entropies of the labels.
 
     The head is TRL's own, with its temperature, gradients and sharded weights: it is given the hidden states of a
@@ -245,7 +245,7 @@ class _OnTrees:
         model = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
         hf = model.get_base_model() if hasattr(model, "get_base_model") else model
         reason = _why_not(self, hf)
-        if reason is None and kind is _Scores and not isinstance(hf, GenericForSequenceClassification):
+        if reason is None and kind is ScoresForward and not isinstance(hf, GenericForSequenceClassification):
             reason = f"{type(hf).__name__} has a head of its own"
         if reason is not None:
             _say(reason)
@@ -268,7 +268,7 @@ class RewardTrainer(_OnTrees, trl.RewardTrainer):  # type: ignore[misc,name-defi
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._replace(_Scores, self.model)
+        self._replace(ScoresForward, self.model)
 
 
 class GRPOTrainer(_OnTrees, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
@@ -279,6 +279,6 @@ class GRPOTrainer(_OnTrees, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._replace(_LogProbs, self.model)
+        self._replace(LogProbsForward, self.model)
         if self.ref_model is not None:
-            self._replace(_LogProbs, self.ref_model)
+            self._replace(LogProbsForward, self.ref_model)
