@@ -56,6 +56,7 @@ from trl.trainer.utils import pad
 
 from treeward.config.grpo import GRPOConfig as GRPOSection
 from treeward.config.grpo import PolicyLossConfig
+from treeward.config.optimisation import OptimizerConfig
 from treeward.data.encoding import count_tree_tokens
 from treeward.data.preference import Message
 from treeward.data.prompt_sets import Prompt
@@ -67,6 +68,7 @@ from treeward.rl.experience import CompletionGroup, SampledCompletion, prompt_le
 from treeward.rl.policy_loss import UpdateMetrics, policy_loss
 from treeward.rl.update import PolicyUpdater
 from treeward.tables import Column, results_table
+from treeward.training.optimisation import build_optimizer
 from treeward.tree.batch import TreeBatch, plan_micro_batches
 from treeward.tree.token_tree import TokenIds
 
@@ -260,10 +262,12 @@ def _ours(
     reference: PreTrainedModel,
     work: Work,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Variant:
-    model = kind(deepcopy(policy), layout="tree", compute_dtype=dtype)
-    frozen = kind(deepcopy(reference).requires_grad_(False), layout="tree", compute_dtype=dtype)
+    model = kind(deepcopy(policy), layout="tree")
+    frozen = kind(deepcopy(reference).requires_grad_(False), layout="tree")
+    model.cast(dtype)
+    frozen.cast(dtype)
     loss = PolicyLossConfig(reference_policy_kl_penalty=BETA)
     used_PG = torch.ones_like(work.advantages_PG, dtype=torch.bool)
     sizes = [_tree_tokens(group) for group in work.groups]
@@ -279,7 +283,7 @@ def _ours(
             max_grad_norm=max_grad_norm,
         )
 
-    timed = updater(torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True), 1.0)
+    timed = updater(build_optimizer(model, OptimizerConfig(kwargs={"lr": LEARNING_RATE})), 1.0)
 
     def learn(with_updater: PolicyUpdater) -> UpdateMetrics:
         return with_updater.learn(work.groups, work.advantages_PG, used_PG)

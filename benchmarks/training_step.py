@@ -34,9 +34,11 @@ from transformers import PreTrainedTokenizerBase
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 
+from treeward.config.optimisation import OptimizerConfig
 from treeward.losses import bradley_terry, ranked_pairs
 from treeward.model.reward_model import RewardModel
 from treeward.tables import Column, results_table
+from treeward.training.optimisation import build_optimizer
 from treeward.tree.batch import RowBatch, TreeBatch
 
 Pair = tuple[list[int], list[int]]
@@ -107,12 +109,12 @@ def _ours(
     layout: str,
     device: torch.device,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
     matmul: str = "highest",
 ) -> tuple[Step, Callable[[Batch], int]]:
     model = build(size, tokenizer, device)
-    model.compute_dtype = dtype
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    model.cast(dtype)
+    optimizer = build_optimizer(model, OptimizerConfig(kwargs={"lr": 1e-5}))
 
     def loss_of(batch: Batch) -> torch.Tensor:
         pairs = ranked_pairs([(0, 1)] * len(batch))

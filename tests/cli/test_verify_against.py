@@ -141,7 +141,7 @@ def test_a_server_without_a_mistake(served: Served, serve: Any, verify: Verify) 
 def rounded(served: Served) -> RewardModel:
     """A model that computes in bfloat16, as vLLM and SGLang do by default."""
     model = copy.deepcopy(served.model)
-    model.compute_dtype = torch.bfloat16
+    model.cast(torch.bfloat16)
     return model
 
 

@@ -53,13 +53,15 @@ def test_equals_the_formula(chunk_tokens: int, bias: bool, scale: float, tempera
         torch.testing.assert_close(grad, want_grad, atol=1e-5, rtol=1e-5)
 
 
-def test_in_bfloat16_as_under_autocast() -> None:
+def test_in_bfloat16_the_softmax_is_float32_and_gradients_may_be() -> None:
     hidden, weight, biases, targets, coefficients = tensors(bias=True)
     assert biases is not None
-    leaves = [x.requires_grad_() for x in (hidden, weight, biases)]
-    values, _ = linear_log_probs(hidden, weight, biases, targets, chunk_tokens=9, dtype=torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = nn.functional.linear(hidden, weight, biases).float()
+    leaves = [nn.Parameter(x.bfloat16()) for x in (hidden, weight, biases)]
+    for leaf in leaves:
+        leaf.grad_dtype = torch.float32
+    hidden, weight, biases = leaves
+    values, _ = linear_log_probs(hidden, weight, biases, targets, chunk_tokens=9)
+    logits = nn.functional.linear(hidden, weight, biases).float()
     want = logits.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(values, want, atol=1e-6, rtol=1e-6)
     grads = torch.autograd.grad(values @ coefficients, leaves)

@@ -16,6 +16,7 @@ from treeward.config.optimisation import (
     TorchSchedulerConfig,
 )
 from treeward.errors import CheckpointError
+from treeward.training.masters import MasterWeights
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.state import RunState, check_identity, load_state, read_state, save_state, write_state
 
@@ -25,18 +26,22 @@ TOTAL = 12
 class Session:
     """A small model in training: what a run has of optimiser, schedule and names."""
 
-    def __init__(self, optimizer: OptimizerConfig, schedule: Any, total_steps: int = TOTAL) -> None:
+    def __init__(
+        self, optimizer: OptimizerConfig, schedule: Any, *, dtype: torch.dtype = torch.float32, width: int = 4
+    ) -> None:
         torch.manual_seed(5)
-        self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 8), nn.Linear(8, 1)).to(dtype)
+        self.model[-1].float()
         self.optimizer = build_optimizer(self.model, optimizer)
-        self.scheduler = build_scheduler(self.optimizer, schedule, total_steps=total_steps)
+        self.scheduler = build_scheduler(self.optimizer, schedule, total_steps=TOTAL)
         self.rates: list[float] = []
 
     def train(self, steps: range) -> None:
         for step in steps:
             rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
-            self.rates.append(self.optimizer.param_groups[0]["lr"])
-            self.model(rows).square().mean().backward()
+            self.rates.append(float(self.optimizer.param_groups[0]["lr"]))
+            hidden = self.model[:-1](rows.to(self.model[0].weight.dtype))
+            self.model[-1](hidden.float()).square().mean().backward()
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -52,11 +57,13 @@ class Session:
 CONSTANT = NamedScheduleConfig(name="constant")
 
 
-def resumes_exactly(folder: Path, optimizer: OptimizerConfig, schedule: Any) -> None:
-    whole, first, second = (Session(optimizer, schedule) for _ in range(3))
+def resumes_exactly(folder: Path, optimizer: OptimizerConfig, schedule: Any, **model: Any) -> None:
+    whole = Session(optimizer, schedule, **model)
     whole.train(range(TOTAL))
+    first = Session(optimizer, schedule, **model)
     first.train(range(5))
     first.save(folder, 5)
+    second = Session(optimizer, schedule, **model)
     state = second.resume(folder, {k: v.clone() for k, v in first.model.state_dict().items()})
     second.train(range(state.step, TOTAL))
     assert first.rates + second.rates == whole.rates
@@ -75,6 +82,36 @@ def resumes_exactly(folder: Path, optimizer: OptimizerConfig, schedule: Any) -> 
 def test_a_resumed_optimiser_goes_on_bit_for_bit(tmp_path: Path, name: str, kwargs: dict[str, Any]) -> None:
     optimizer = OptimizerConfig(name=f"torch.optim.{name}", kwargs={"lr": 0.01, **kwargs})
     resumes_exactly(tmp_path, optimizer, NamedScheduleConfig(name="cosine", warmup_steps=3))
+
+
+def test_masters_go_on_bit_for_bit_and_take_steps_below_the_rounding_of_bfloat16(tmp_path: Path) -> None:
+    config, schedule = OptimizerConfig(kwargs={"lr": 3e-4}), NamedScheduleConfig(name="cosine", warmup_steps=3)
+    resumes_exactly(tmp_path, config, schedule, dtype=torch.bfloat16)
+    rounded, exact = (Session(config, schedule, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    exact.model.load_state_dict(rounded.model.state_dict())
+    exact.optimizer = build_optimizer(exact.model, config)
+    exact.scheduler = build_scheduler(exact.optimizer, schedule, total_steps=TOTAL)
+    before = [p.detach().float().clone() for p in rounded.model.parameters()]
+    for session in (rounded, exact):
+        session.train(range(TOTAL))
+    assert isinstance(rounded.optimizer, MasterWeights) and rounded.optimizer.inner.defaults["fused"] is True
+    for weight, want, old in zip(rounded.model.parameters(), exact.model.parameters(), before, strict=True):
+        # Steps of 3e-4 on weights of up to 0.6 would be rounded away; the masters' sum is within one rounding.
+        assert torch.allclose(weight.float(), want, rtol=2**-8, atol=2e-4)
+        assert float((want.detach() - old).abs().max()) > 1e-3
+    assert rounded.model[-1].weight.dtype == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_torchao_goes_on_bit_for_bit(tmp_path: Path, stochastic: bool) -> None:
+    """Eight-bit states, and bfloat16 rounded stochastically by PyTorch's generator; otherwise with masters."""
+    kwargs = {"lr": 0.01} | ({} if stochastic else {"bf16_stochastic_round": False})
+    optimizer = OptimizerConfig(name="torchao.optim.AdamW8bit", kwargs=kwargs)
+    model = {"dtype": torch.bfloat16, "width": 2048}  # states of fewer than 4096 numbers are not quantised
+    schedule = NamedScheduleConfig(name="cosine", warmup_steps=3)
+    assert isinstance(Session(optimizer, schedule, **model).optimizer, MasterWeights) != stochastic
+    resumes_exactly(tmp_path, optimizer, schedule, **model)
 
 
 @pytest.mark.parametrize(

@@ -167,13 +167,17 @@ def test_the_trajectory_is_that_of_a_plain_loop(plain: tuple[Any, Lines], tiny_r
     assert losses(plain[1]) == pytest.approx(expected, rel=1e-3)
 
 
-def test_bfloat16_stays_near_and_may_be_the_format_of_the_export(
-    trained: Trained, plain: tuple[Any, Lines], read_weights: Callable[..., Any]
+@pytest.mark.parametrize("export", ["", "float32"])
+def test_bfloat16_stays_near_and_is_exported_as_it_was_validated(
+    trained: Trained, plain: tuple[Any, Lines], read_weights: Callable[..., Any], export: str
 ) -> None:
-    outcome, lines = trained(*PLAIN, "policy.precision=bfloat16", "+checkpointing.export_dtype=bfloat16")
+    words = [f"+checkpointing.export_dtype={export}"] if export else []
+    outcome, lines = trained(*PLAIN, "policy.precision=bfloat16", *words)
     assert losses(lines) == pytest.approx(losses(plain[1]), abs=0.1) and losses(lines) != losses(plain[1])
     weights = read_weights(outcome.model_folder)
-    assert {weight.dtype for name, weight in weights.items() if name != "score.weight"} == {torch.bfloat16}
+    want = torch.float32 if export else torch.bfloat16
+    assert {weight.dtype for name, weight in weights.items() if name != "score.weight"} == {want}
+    assert all(torch.equal(one, one.bfloat16().to(want)) for name, one in weights.items() if name != "score.weight")
     assert weights["score.weight"].dtype == torch.float32
 
 

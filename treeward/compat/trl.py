@@ -59,7 +59,7 @@ class TreeForward:
         self._plain = hf.forward
         self._attention: str | None = None
         with _same_config(hf):
-            self._model = WrappedModel(hf, layout="tree", compute_dtype=None)
+            self._model = WrappedModel(hf, layout="tree")
 
         @functools.wraps(type(hf).forward)  # `generate` reads its signature
         def forward(_: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

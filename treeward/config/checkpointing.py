@@ -127,8 +127,9 @@ class CheckpointingConfig(Strict):
     """Save the state of the optimiser. A checkpoint without it can be scored with, and not resumed from."""
     model_save_format: Literal["safetensors"] = "safetensors"
     """The only format: pickled weights would be code."""
-    export_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the exported weights; the score head stays float32."""
+    export_dtype: Literal["float32", "bfloat16"] | None = None
+    """Number format of the exported weights; the score head stays float32. None: as they were trained and validated,
+    `policy.precision`."""
 
     @classmethod
     def _direction(cls, name: str) -> bool | None:

@@ -161,7 +161,8 @@ class TrainedModelConfig(Strict):
     """Longest conversation, in tokens; of GRPO, the longest prompt with its completion."""
 
     precision: Precision = "float32"
-    """`float32` or `bfloat16` (also `fp32`, `bf16`). The score head is float32 in any case."""
+    """`float32` or `bfloat16` (also `fp32`, `bf16`): of weights and activations. The score head, the loss and the
+    weights that the optimiser steps (masters) are float32 in any case."""
     load_in_4bit: bool = False
     """QLoRA: load the frozen weights of linear layers as nf4 of bitsandbytes, which needs `dtensor_cfg.lora_cfg`."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"

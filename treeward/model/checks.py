@@ -94,7 +94,7 @@ def why_not_tree(hf: PreTrainedModel) -> str | None:
         return f"it has layers of type {', '.join(sorted(other))}"
     if getattr(config, "attn_temperature_tuning", False):  # Llama 4, from 8192 tokens on: a probe would not show it
         return "its attention temperature depends on the place in the row"
-    model = WrappedModel(hf, layout="tree", compute_dtype=None)
+    model = WrappedModel(hf, layout="tree")
     sequences = _probe_sequences(hf)
     try:
         batch = TreeBatch.from_groups([sequences]).to(model.device)
@@ -155,7 +155,6 @@ def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds]) -> None:
     lie beyond the vocabulary.
     """
     _check_tokens(policy.num_embeddings, prompts)
-    compute_dtype, policy.compute_dtype = policy.compute_dtype, None
     tolerance = 1e-3 if policy.hf.dtype == torch.float32 else 0.05
     for prompt in sorted(prompts, key=len)[:2]:
         start = [int(token) for token in prompt]
@@ -171,7 +170,6 @@ def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds]) -> None:
             own = found_L[: len(theirs)]
             if not float((own - theirs).abs().mean()) <= tolerance:
                 raise _not_plain(policy, "log-probability", float(own.sum()), float(theirs.sum()))
-    policy.compute_dtype = compute_dtype
 
 
 def check_positions(model: WrappedModel, length: int) -> None:
@@ -219,10 +217,7 @@ def _check_last_tokens(model: RewardModel, sequences: Sequence[TokenIds], tokeni
 
 @torch.no_grad()
 def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
-    """Both scores are computed in the weights' own precision, so they differ only in the read position."""
-    compute_dtype, model.compute_dtype = model.compute_dtype, None
     ours, theirs = model.heads(model.make_batch([sequences])).cpu(), plain_values(model, sequences)
-    model.compute_dtype = compute_dtype
     # Not relative to the scores, which may be close to zero.
     tolerance = max(1e-3, _TOLERANCE.get(model.hf.dtype, 5e-2)) * max(1.0, float(theirs.nan_to_num().abs().max()))
     for own, plain in zip(ours, theirs, strict=True):
@@ -242,7 +237,7 @@ def _not_plain(model: WrappedModel, what: str, got: object, need: object) -> Mod
 
 def _probe_sequences(hf: PreTrainedModel) -> list[list[int]]:
     """Two conversations of 12 and 10 tokens that share 6; the padding token is not in them."""
-    vocabulary = WrappedModel(hf, layout="rows", compute_dtype=None).num_embeddings
+    vocabulary = WrappedModel(hf, layout="rows").num_embeddings
     generator = torch.Generator().manual_seed(0)
     pad = getattr(hf.config.get_text_config(), "pad_token_id", None)
     drawn = torch.randint(0, vocabulary, (64,), generator=generator).tolist()

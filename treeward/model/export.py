@@ -35,15 +35,15 @@ def export_model(
     folder: Path,
     *,
     rendering: Mapping[str, Any],
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     card: str | None = None,
 ) -> None:
     """Write a model folder; the caller makes it atomic. Adapters are merged into the weights.
 
     `rendering`: the settings of the `Renderer` that was used; its template becomes the tokenizer's. `dtype`: of the
-    backbone's weights; the head's are float32 always. `card`: the text of README.md.
+    backbone's weights, None for what it is; the head's are float32 always. `card`: the text of README.md.
     """
-    head = head_name(model.hf)
+    head, dtype = head_name(model.hf), dtype or model.hf.dtype
     state = plain_state(model, dtype)
     for name, tensor in model.hf.state_dict().items():
         if name.split(".")[0] == head and tensor.is_floating_point():

@@ -8,7 +8,7 @@ time and turns them into their own gradient in place:
 
     d loss / d logit_v = g (1[v = target] - p_v) scale / temperature,        g = d loss / d log p(target)
 
-In low precision the gradient of the weights is added up over the chunks in their own dtype.
+The product is of the weights' dtype, the softmax float32; the gradient of the weights is added up in float32.
 
 Shapes: N predicted tokens, D hidden size, V vocabulary, C tokens of a chunk.
 """
@@ -33,15 +33,14 @@ def linear_log_probs(
     chunk_tokens: int,
     scale: float = 1.0,
     temperature: float = 1.0,
-    dtype: torch.dtype = torch.float32,
     entropies: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax((hidden weight^T + bias) * scale / temperature) at the targets, float32 (N,), with gradients.
 
-    And the entropies of those distributions, without gradients, where they are asked for. `dtype`: of the
-    product, as under autocast; the softmax is float32 in any case. There is no second derivative.
+    And the entropies of those distributions, without gradients, where they are asked for. There is no second
+    derivative.
     """
-    settings = _Settings(chunk_tokens, scale, temperature, dtype, entropies)
+    settings = _Settings(chunk_tokens, scale, temperature, entropies)
     values_N, entropies_N = _LinearLogProbs.apply(hidden_ND, weight_VD, bias_V, targets_N, settings)  # type: ignore[no-untyped-call]
     return values_N, entropies_N if entropies else None
 
@@ -51,7 +50,6 @@ class _Settings:
     chunk_tokens: int
     scale: float
     temperature: float
-    dtype: torch.dtype
     entropies: bool
 
 
@@ -83,8 +81,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
-        hidden, weight = hidden_ND.to(settings.dtype), weight_VD.to(settings.dtype)
-        bias = None if bias_V is None else bias_V.to(settings.dtype)
+        hidden, weight, bias = hidden_ND.to(weight_VD.dtype), weight_VD, bias_V
         values_N = hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32)
         norms_N = torch.empty_like(values_N)
         entropies_N = torch.empty_like(values_N) if settings.entropies else values_N.new_empty(0)
@@ -99,39 +96,38 @@ class _LinearLogProbs(torch.autograd.Function):
                 probs_CV = torch.exp(log_probs_CV, out=logits_CV)
                 entropies_N[chunk] = -torch.linalg.vecdot(probs_CV, log_probs_CV)
         ctx.save_for_backward(hidden, weight, bias, targets_N, norms_N)
-        ctx.settings, ctx.dtypes = settings, (hidden_ND.dtype, weight_VD.dtype)
+        ctx.settings, ctx.hidden_dtype = settings, hidden_ND.dtype
         ctx.mark_non_differentiable(entropies_N)
         return values_N, entropies_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_values_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(grad_values_N.device.type, enabled=False):  # whatever the caller runs it under
-            return *_gradients(ctx, grad_values_N), None, None
+        return *_gradients(ctx, grad_values_N), None, None
 
 
 def _gradients(ctx: Any, grad_values_N: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Of hidden states, weight and bias; None where none is asked for."""
     hidden, weight, bias, targets_N, norms_N = ctx.saved_tensors
     needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    settings, (hidden_dtype, weight_dtype) = ctx.settings, ctx.dtypes
+    settings = ctx.settings
     grad_N = grad_values_N * (settings.scale / settings.temperature)
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-    grad_weight = torch.zeros_like(weight, dtype=weight_dtype) if needs_weight else None
-    grad_bias = weight.new_zeros(len(weight), dtype=weight_dtype) if needs_bias else None
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+    grad_bias = weight.new_zeros(len(weight), dtype=torch.float32) if needs_bias else None
     for chunk, logits_CV in _logits(hidden, weight, bias, settings):
         grad_C1 = grad_N[chunk, None]
         grad_CV = logits_CV.sub_(norms_N[chunk, None]).exp_().mul_(-grad_C1)
         grad_CV.scatter_add_(1, targets_N[chunk, None], grad_C1)
         if grad_bias is not None:
             grad_bias += grad_CV.sum(dim=0)
-        grad_CV = grad_CV.to(settings.dtype)
+        grad_CV = grad_CV.to(weight.dtype)
         if grad_hidden is not None:
             torch.mm(grad_CV, weight, out=grad_hidden[chunk])
         if grad_weight is None:
             continue
-        if grad_weight.dtype == settings.dtype:
+        if grad_weight.dtype == weight.dtype:
             grad_weight.addmm_(grad_CV.T, hidden[chunk])
         else:
             grad_weight += grad_CV.T @ hidden[chunk]
-    return None if grad_hidden is None else grad_hidden.to(hidden_dtype), grad_weight, grad_bias
+    return None if grad_hidden is None else grad_hidden.to(ctx.hidden_dtype), grad_weight, grad_bias

@@ -61,10 +61,9 @@ class PolicyModel(WrappedModel):
         hf: PreTrainedModel,
         *,
         layout: Layout = "tree",
-        compute_dtype: torch.dtype | None = None,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     ) -> None:
-        super().__init__(hf, layout=layout, compute_dtype=compute_dtype)
+        super().__init__(hf, layout=layout)
         self.chunk_tokens = chunk_tokens
         _ = self.head  # refused now rather than in the first step
 
@@ -100,14 +99,13 @@ class PolicyModel(WrappedModel):
         if any(not 0 < start <= len(sequence) for sequence, start in zip(sequences, starts, strict=True)):
             raise ModelError("a completion needs a prompt of at least one token", need="1 <= prompt length <= length")
         batch = self.make_batch(groups)
-        with self._autocast():
-            if isinstance(batch, TreeBatch):
-                places = tree_places(batch.layout, batch.reads_S.tolist())
-                hidden_TD, tokens_T = self.tree_hidden(batch), batch.tokens_T
-            else:
-                width = batch.tokens_SL.shape[1]
-                places = [np.arange(s * width, s * width + len(sequence)) for s, sequence in enumerate(sequences)]
-                hidden_TD, tokens_T = self.row_hidden(batch).flatten(0, 1), batch.tokens_SL.flatten()
+        if isinstance(batch, TreeBatch):
+            places = tree_places(batch.layout, batch.reads_S.tolist())
+            hidden_TD, tokens_T = self.tree_hidden(batch), batch.tokens_T
+        else:
+            width = batch.tokens_SL.shape[1]
+            places = [np.arange(s * width, s * width + len(sequence)) for s, sequence in enumerate(sequences)]
+            hidden_TD, tokens_T = self.row_hidden(batch).flatten(0, 1), batch.tokens_SL.flatten()
         predicted, index_SL, mask_SL = _completions(places, starts, self.device)
         values_N, entropies_N = self._values(hidden_TD, tokens_T, predicted, temperature, entropies)
 
@@ -137,7 +135,6 @@ class PolicyModel(WrappedModel):
                 chunk_tokens=self.chunk_tokens,
                 scale=self._logit_scale,
                 temperature=temperature,
-                dtype=self.compute_dtype or head.weight.dtype,
                 entropies=entropies,
             )
         values: list[Tensor] = [hidden_TD.new_zeros(0, dtype=torch.float32)]
@@ -157,8 +154,7 @@ class PolicyModel(WrappedModel):
 
     def _chunk(self, hidden_CD: Tensor, targets_C: Tensor, temperature: float, entropy: list[Tensor] | None) -> Tensor:
         """The values; entropies are appended to `entropy` if it is an empty list, so a recomputation adds none."""
-        with self._autocast():
-            logits_CV = self._logits(hidden_CD).float()
+        logits_CV = self._logits(hidden_CD).float()
         if temperature != 1.0:
             logits_CV = logits_CV / temperature
         log_probs_CV = logits_CV.log_softmax(dim=-1)

@@ -39,14 +39,11 @@ HEAD_NAMES = ("score", "classifier", "classification_head", "vqa_classifier", "s
 class RewardModel(WrappedModel):
     """Scores of conversations, from a Hugging Face sequence classifier; one label per head, and one head is the rule.
 
-    `hf`: the wrapped model. `layout`: see `Layout`. `compute_dtype`: run the backbone in this dtype by autocast while
-    the weights stay as they are (training in bfloat16); the head always computes in float32.
+    `hf`: the wrapped model. `layout`: see `Layout`. The head is float32, whatever the backbone's weights are.
     """
 
-    def __init__(
-        self, hf: PreTrainedModel, *, layout: Layout = "tree", compute_dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(hf, layout=layout, compute_dtype=compute_dtype)
+    def __init__(self, hf: PreTrainedModel, *, layout: Layout = "tree") -> None:
+        super().__init__(hf, layout=layout)
         self.num_computed_tokens = self.num_row_tokens = 0
         """By `score_tokens` so far: tokens that were computed, and tokens of the plain rows."""
         self.num_known_tokens = self.num_embeddings
@@ -66,6 +63,10 @@ class RewardModel(WrappedModel):
         num_labels = self.hf.config.num_labels
         assert num_labels is not None
         return num_labels
+
+    def weights(self) -> list[nn.Parameter]:
+        of_head = set(self.head.parameters())
+        return [parameter for parameter in super().weights() if parameter not in of_head]
 
     def pack_parts(
         self, groups: Sequence[Sequence[TokenIds]], *, max_tokens: int | None
@@ -87,15 +88,14 @@ class RewardModel(WrappedModel):
 
     def heads(self, batch: Batch) -> Tensor:
         """The value of each of the H heads, float32 (S, H), one row per sequence in the order of the batch's groups."""
-        with self._autocast():
-            if isinstance(batch, TreeBatch):
-                hidden_SD = self.tree_hidden(batch)[batch.reads_S]
-            elif self.layout == "encoder":
-                logits: Tensor = self.hf(input_ids=batch.tokens_SL, attention_mask=batch.mask_SL).logits
-                return logits.float()
-            else:
-                rows = torch.arange(len(batch.lengths_S), device=self.device)
-                hidden_SD = self.row_hidden(batch)[rows, batch.lengths_S - 1]
+        if isinstance(batch, TreeBatch):
+            hidden_SD = self.tree_hidden(batch)[batch.reads_S]
+        elif self.layout == "encoder":
+            logits: Tensor = self.hf(input_ids=batch.tokens_SL, attention_mask=batch.mask_SL).logits
+            return logits.float()
+        else:
+            rows = torch.arange(len(batch.lengths_S), device=self.device)
+            hidden_SD = self.row_hidden(batch)[rows, batch.lengths_S - 1]
         return self._head_values(hidden_SD)
 
     @torch.inference_mode()
@@ -240,7 +240,6 @@ def _compute_in_float32(head: nn.Module) -> None:
     original = head.forward
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return original(hidden.float(), *args, **kwargs)
+        return original(hidden.float(), *args, **kwargs)
 
     head.forward = forward

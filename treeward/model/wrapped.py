@@ -30,14 +30,13 @@ through their own pooling and head."""
 
 
 class WrappedModel(nn.Module):
-    """`hf`: the wrapped model. `compute_dtype`: run it in this dtype by autocast while the weights stay as they are."""
+    """`hf`: the wrapped model, which computes in the dtype of its weights."""
 
-    def __init__(self, hf: PreTrainedModel, *, layout: Layout, compute_dtype: torch.dtype | None) -> None:
+    def __init__(self, hf: PreTrainedModel, *, layout: Layout) -> None:
         super().__init__()
         attention.register()
         self.hf = hf
         self.layout: Layout = layout
-        self.compute_dtype = compute_dtype
         self.tree_attention = attention.TREE
         """`attention.DENSE` computes trees by the dense reference instead of the fast path."""
         _switch_off_noise(hf)
@@ -78,6 +77,29 @@ class WrappedModel(nn.Module):
             if isinstance(table, nn.Embedding) and table.padding_idx is not None:  # RoBERTa counts on from padding
                 limits.append(table.num_embeddings - table.padding_idx - 1)
         return min((int(limit) for limit in limits if limit), default=None)
+
+    def weights(self) -> list[nn.Parameter]:
+        """The floating-point parameters that may be of any format; a score head is not among them."""
+        return [parameter for parameter in self.hf.parameters() if parameter.is_floating_point()]
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Hold the weights in `dtype`, and compute in it. Buffers stay: rotary frequencies lose too much."""
+        for parameter in self.weights():
+            parameter.data = parameter.data.to(dtype)
+
+    @contextlib.contextmanager
+    def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
+        """Within it the weights are of `dtype`; afterwards each is the same parameter with the same bits."""
+        before: list[tuple[nn.Parameter, torch.dtype, Tensor | None]]
+        before = [(one, one.dtype, one.data) for one in self.weights() if one.dtype.itemsize > dtype.itemsize]
+        # a wider format holds every bit of a narrower one: nothing has to be kept
+        before += [(one, one.dtype, None) for one in self.weights() if one.dtype.itemsize < dtype.itemsize]
+        self.cast(dtype)
+        try:
+            yield
+        finally:
+            for parameter, own_dtype, data in before:
+                parameter.data = parameter.data.to(own_dtype) if data is None else data
 
     def make_batch(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
         """Pack groups of token sequences (each a whole conversation) the way this model runs them, on its device."""
@@ -148,11 +170,6 @@ class WrappedModel(nn.Module):
         softcap = getattr(config, "attn_logit_softcapping", None) is not None
         supported = getattr(self.hf, "_supports_sdpa", True)
         return "sdpa" if supported and not softcap else "eager"
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.compute_dtype is None or self.compute_dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
 
 _NOISE = re.compile("drop|jitter")

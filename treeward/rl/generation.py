@@ -69,7 +69,7 @@ class Generator(ABC):
 
 
 class LocalGenerator(Generator):
-    """Samples from `policy` itself, in its `compute_dtype`.
+    """Samples from `policy` itself, in the dtype of its weights.
 
     `max_total_tokens`: most tokens of prompt and completion together. `end_ids`: tokens that end a completion; None:
     those of the model's generation settings and the tokenizer's end of text.

@@ -161,7 +161,7 @@ class GRPORun(Run):
             rewards_PG = rewards_PG - penalty_PG
             logged["train/kl_penalty"] = float(penalty_PG.nanmean())
         advantages_PG = advantages(rewards_PG, self.config.grpo)
-        learning_rate = self.optimizer.param_groups[0]["lr"]
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
         metrics = setup.updater.update(evaluated, advantages_PG, rollouts.used_PG)
         self.prompts_drawn, self.version = self.prompts_drawn + rollouts.prompts_drawn, self.version + 1
         for name in ("groups_without_signal", "length_correlation"):

@@ -63,13 +63,12 @@ def sample(
 
     Raises `ModelError` where the policy's logits are not finite. The caller puts the policy in evaluation mode.
 
-    The model runs as in `PolicyModel.log_probs`: in `compute_dtype`, with logits in float32.
+    As in `PolicyModel.log_probs` the model computes in the dtype of its weights, and the softmax is float32.
     """
     decoder = _Decoder(policy.hf)
     places = {prompt: p for p, prompt in enumerate(dict.fromkeys(row.prompt_ids for row in rows))}
     tokens_PL, mask_PL = _padded(list(places), policy.device)
-    # Around the whole loop: autocast then casts the weights once, not for every token.
-    with policy.plain_attention(), policy._autocast():
+    with policy.plain_attention():
         logits_PV = decoder(tokens_PL, mask_PL)
         of_row_S = torch.tensor([places[row.prompt_ids] for row in rows], device=policy.device)
         decoder.choose(of_row_S)

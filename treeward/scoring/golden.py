@@ -111,11 +111,11 @@ def sign_folder(
 ) -> ScoringContract:
     """Make the contract of a model folder, write it there, and return it.
 
-    `model`: the model that was saved there, if it is in memory; it stays as it was. Without it, or if saving rounded
-    its weights, the folder is loaded in float32 (onto the model's device, or `device`). `renderer`: the one that the
-    folder was exported with; else one with the settings of `like`, a contract whose rendering, heads and shaping hold
-    for this model too; else the tokenizer's own template and the model's own limit. `heads`: how a model with several
-    labels makes its score; else as in `like`.
+    `model`: the model that was saved there, if it is in memory; it stays as it was. Without it, or if saving changed
+    the format of its weights, the folder is loaded in float32 (onto the model's device, or `device`). `renderer`: the
+    one that the folder was exported with; else one with the settings of `like`, a contract whose rendering, heads and
+    shaping hold for this model too; else the tokenizer's own template and the model's own limit. `heads`: how a model
+    with several labels makes its score; else as in `like`.
 
     Raises `ConfigError` for several labels without `heads`, `ModelError` for weights that give no finite score. With
     `may_be_broken` (checkpoints) they are signed with a warning, and only the head is hashed: hashing all tensors takes
@@ -125,8 +125,8 @@ def sign_folder(
     is_exact = (
         model is not None
         and not has_adapters(model)  # which are merged on the disk
-        and all(parameter.dtype == torch.float32 for parameter in model.parameters())
-        and {tensor.dtype for tensor in stored if "float" in tensor.dtype} == {"float32"}
+        and {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
+        == {tensor.dtype for tensor in stored if "float" in tensor.dtype}
     )
     padding = None if renderer is None else renderer.tokenizer.pad_token_id
     if model is None or renderer is None or not is_exact:
@@ -145,7 +145,7 @@ def sign_folder(
         heads = like.heads
     chosen = list(heads or _only_head(model))
     pad = raw_pad_token_id(config)
-    with exact_scoring(model):
+    with exact_scoring(model), model.computing_in(torch.float32):
         golden = _golden(model, renderer, chosen, may_be_broken)
         tolerance = _tolerance(model, golden, chosen)
         is_plain = pad == padding and _reads_plainly(model, golden, pad, tolerance)
@@ -235,16 +235,24 @@ def combined_heads(values: Sequence[float], heads: Sequence[HeadContract]) -> fl
 
 @contextlib.contextmanager
 def exact_scoring(model: RewardModel) -> Iterator[None]:
-    """Within it the model scores in its weights' own precision; afterwards it trains or scores as before."""
-    was_training, compute_dtype = model.training, model.compute_dtype
+    """Within it the model scores in the dtype of its weights, and float32 products are not rounded to TF32 or bfloat16,
+    whatever `policy.matmul_precision` is; afterwards it trains or scores as before."""
+    was_training = model.training
     counters = model.num_computed_tokens, model.num_row_tokens
+    # the first sets what is set for both kinds of products; each kind may have been set by itself as well
+    backends: Any = torch.backends
+    products = (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv)
+    of_both, precisions = torch.get_float32_matmul_precision(), [one.fp32_precision for one in products]
     model.eval()
-    model.compute_dtype = None
     try:
+        torch.set_float32_matmul_precision("highest")
+        backends.cudnn.conv.fp32_precision = "ieee"
         yield
     finally:
+        torch.set_float32_matmul_precision(of_both)
+        for one, precision in zip(products, precisions, strict=True):
+            one.fp32_precision = precision
         model.train(was_training)
-        model.compute_dtype = compute_dtype
         model.num_computed_tokens, model.num_row_tokens = counters
 
 
@@ -377,9 +385,8 @@ def _tolerance(model: RewardModel, golden: Sequence[GoldenExample], heads: Seque
     tolerance by an order of magnitude.
     """
     rows = [example.token_ids for example in golden]
-    model.compute_dtype = torch.bfloat16
-    rounded = [combined_heads(values, heads) for values in model.score_tokens(rows).tolist()]
-    model.compute_dtype = None
+    with model.computing_in(torch.bfloat16):
+        rounded = [combined_heads(values, heads) for values in model.score_tokens(rows).tolist()]
     off = [abs(got - one.score) for got, one in zip(rounded, golden, strict=True)]
     worst = max(filter(math.isfinite, off), default=0.0)
     largest = max((abs(one.score) for one in golden), default=1.0)

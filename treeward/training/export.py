@@ -55,7 +55,7 @@ def export_final(
         setup.tokenizer,
         folder,
         rendering=setup.renderer.settings,
-        dtype=DTYPES[config.checkpointing.export_dtype],
+        dtype=DTYPES[config.checkpointing.export_dtype or config.policy.precision],
         card=model_card(setup, step, validation),
     )
     trusted = config.policy.trust_remote_code

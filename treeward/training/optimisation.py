@@ -6,6 +6,7 @@ scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=1000
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -16,20 +17,40 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, S
 
 from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
 from treeward.errors import ConfigError, ModelError
+from treeward.training.masters import MasterWeights
 from treeward.user_code import import_object
+
+logger = logging.getLogger(__name__)
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """An optimiser over the model's trainable parameters. Raises `ConfigError` for a class or arguments that fail."""
+    """An optimiser over the model's trainable parameters; over float32 masters of those that are bfloat16.
+
+    Adam and its variants of torchao round bfloat16 stochastically instead, unless `bf16_stochastic_round` is false.
+    Raises `ConfigError` for a class or arguments that fail.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    is_low = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
     kwargs = dict(config.kwargs)
     if config.name in ("torch.optim.Adam", "torch.optim.AdamW") and not kwargs.keys() & {"fused", "foreach"}:
         kwargs["fused"] = True  # one kernel for all parameters: several times faster, on a CPU too
-    optimizer = _made(config.name, kwargs, parameters, where="policy.optimizer")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        need = "a torch.optim.Optimizer"
-        raise ConfigError("not an optimiser", where="policy.optimizer", field="name", got=config.name, need=need)
-    return optimizer
+    if config.name.startswith("torchao.optim.Adam") and is_low:
+        kwargs.setdefault("bf16_stochastic_round", True)
+
+    def make(chosen: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = _made(config.name, kwargs, chosen, where="policy.optimizer")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            need = "a torch.optim.Optimizer"
+            raise ConfigError("not an optimiser", where="policy.optimizer", field="name", got=config.name, need=need)
+        return optimizer
+
+    if not is_low:
+        return make(parameters)
+    if kwargs.get("bf16_stochastic_round"):
+        logger.info("The optimiser keeps no float32 weights: it rounds its steps to bfloat16 stochastically.")
+        return make(parameters)
+    logger.info("The optimiser keeps float32 masters of the bfloat16 weights.")
+    return MasterWeights(parameters, make)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig, *, total_steps: int) -> LRScheduler:

@@ -249,11 +249,8 @@ def best_device() -> torch.device:
 
 
 def prepare_for_training(model: RewardModel | PolicyModel, policy: TrainedModelConfig, *, role: str) -> None:
-    """Set the precision of the computation and what is recomputed. `role`: what the log calls the model.
-
-    Weights are float32 whatever the precision: bfloat16 cannot hold the small steps of a low learning rate.
-    """
-    model.compute_dtype = DTYPES[policy.precision]
+    """Set the precision of the weights and what is recomputed. `role`: what the log calls the model."""
+    model.cast(DTYPES[policy.precision])
     if policy.activation_checkpointing_enabled or policy.dtensor_cfg.activation_checkpointing:
         model.recompute_activations()
     count = model.hf.num_parameters()  # which knows of four bits
@@ -263,8 +260,11 @@ def prepare_for_training(model: RewardModel | PolicyModel, policy: TrainedModelC
 
 def how_to_load(policy: TrainedModelConfig) -> dict[str, Any]:
     """Arguments of `load_reward_model` and `load_policy`."""
-    how: dict[str, Any] = {"trust_remote_code": policy.trust_remote_code, "load_in_4bit": policy.load_in_4bit}
-    return how | ({"dtype": DTYPES[policy.precision]} if policy.load_in_4bit else {})
+    return {
+        "dtype": DTYPES[policy.precision],
+        "trust_remote_code": policy.trust_remote_code,
+        "load_in_4bit": policy.load_in_4bit,
+    }
 
 
 def adapt(

@@ -107,11 +107,15 @@ def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRSche
     if isinstance(scheduler, LambdaLR):
         # In a run that was made longer the next step has its place in the longer schedule; else nothing changes.
         for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-            before, group["lr"] = float(group["lr"]), base * factor(scheduler.last_epoch)
-            if not math.isclose(before, group["lr"], rel_tol=1e-6, abs_tol=1e-15):
+            before, rate = float(group["lr"]), float(base * factor(scheduler.last_epoch))
+            if isinstance(group["lr"], torch.Tensor):  # in torchao
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+            if not math.isclose(before, rate, rel_tol=1e-6, abs_tol=1e-15):
                 logger.warning(
                     "The learning rate goes on at %.3g instead of %.3g: the schedule spans the whole run, and the run "
-                    "has another length than before (max_num_epochs, max_num_steps).", group["lr"], before,
+                    "has another length than before (max_num_epochs, max_num_steps).", rate, before,
                 )  # fmt: skip
     torch.set_rng_state(held["rng"]["cpu"])
     if torch.cuda.is_available() and "cuda" in held["rng"]:

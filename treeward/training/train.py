@@ -35,6 +35,7 @@ from treeward.losses import LOSSES
 from treeward.metrics import METRIC_NAMES, RewardMetrics, RewardSums
 from treeward.model.export import export_model, push_folder
 from treeward.model.loading import load_reward_model
+from treeward.model.pretrained import DTYPES
 from treeward.scoring.golden import sign_folder
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.export import export_final
@@ -150,7 +151,7 @@ class RewardModelRun(Run):
         for micro_batch in batches.micro_batches:
             self.backward(micro_batch, batches.pairs.num_groups, sums)
         total = sums.read()  # the one place in a step, with the gradients' norm, where the host waits for a GPU
-        learning_rate = self.optimizer.param_groups[0]["lr"]
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
         grad_norm = self._update_weights(number, total)
         self._watch.see(number, total, float(self._loss(torch.zeros(batches.num_scores), batches.pairs)))
         means, row_tokens = total.means(), batches.num_row_tokens
@@ -280,6 +281,7 @@ class RewardModelRun(Run):
             model = load_reward_model(
                 best.path / "model",
                 tokenizer=setup.tokenizer,
+                dtype=DTYPES[policy.precision],
                 attention=policy.attention,
                 trust_remote_code=policy.trust_remote_code,
             ).model

@@ -16,7 +16,7 @@ Shapes: B batch (1: a row), H heads, J key/value heads, R = H / J, T tokens of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,13 +73,16 @@ def _tree_attention(
             prefixes,
         )
     elif query_BHTD.device.type == "cpu" and query_BHTD.shape[-1] == value_BJTD.shape[-1]:
-        query_BHTD, key_BJTD, value_BJTD = _in_one_dtype(query_BHTD, key_BJTD, value_BJTD)
+        dtype = value_BJTD.dtype
+        # In bfloat16 PyTorch's flash attention on a CPU is less exact, and slower for short segments.
+        query_BHTD, key_BJTD, value_BJTD = (x.float() for x in (query_BHTD, key_BJTD, value_BJTD))
         parts = mask.parts(layout)
         if prefixes is None:
             out = _SlicedAttention.apply(query_BHTD, key_BJTD, value_BJTD, parts, scale)  # type: ignore[no-untyped-call]
         else:
             out, _ = _sliced(query_BHTD, key_BJTD, value_BJTD, parts, scale, prefixes)
             out = out.view(query_BHTD.shape)
+        out = out.to(dtype)
     else:
         out = _masked_attention(query_BHTD, key_BJTD, value_BJTD, mask, layout, scale, prefixes)
     return out.transpose(1, 2), None
@@ -131,15 +134,6 @@ def _checked(
     assert not dropout, f"dropout is off in reward models, got {dropout}"
     assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == layout.num_tokens, query_BHTD.shape
     return mask, layout
-
-
-def _in_one_dtype(*tensors: Tensor) -> Iterator[Tensor]:
-    """Autocast leaves queries and keys in float32 (norms) and values in bfloat16 (a projection): all become float32.
-
-    PyTorch's own attention would take bfloat16, which on a CPU is slower for flash attention, and less exact.
-    """
-    dtype = torch.float32 if torch.is_autocast_enabled("cpu") else tensors[0].dtype
-    return (tensor.to(dtype) for tensor in tensors)
 
 
 def _by_tree(
