@@ -17,7 +17,7 @@ from treeward.data.prompt_sets import _PROMPT_DATASETS
 from treeward.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = {"tensorboard", "wandb", "mlflow", "ray", "peft", "openai"}
+OPTIONAL = {"tensorboard", "wandb", "mlflow", "ray", "peft", "openai", "liger_kernel"}
 """Modules of optional packages that `make env` does not install."""
 
 PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
@@ -61,6 +61,7 @@ def plain_environment(monkeypatch):
         (RM, "data.dataset_name=BinaryPreferenceDatset", "data.train[0].dataset_name", "did you mean Binary"),
         (RM, "data.prompt_key=promt", "data.train[0].prompt_key", "perhaps prompt"),
         (RM, "policy.model_name=./nowhere", "policy.model_name", "relative paths"),
+        (RM, "policy.use_liger_kernel=true", "policy.use_liger_kernel", r"treeward\[liger\]"),
         (RM, "logger.tensorboard_enabled=true", "logger.tensorboard_enabled", r"treeward\[tensorboard\]"),
         (GRPO, "data.input_key=question", "data.train[0].input_key", "data.input_key"),
         (GRPO, "grpo.environments=[judge]", "env.judge", r"treeward\[judge\]"),

@@ -35,8 +35,9 @@ class ShardingConfig(Strict):
 
     enabled: bool = True
     """Has no effect in one process, which is all that is supported yet."""
-    activation_checkpointing: bool = False
-    """Compute activations again in the backward pass: slower, with far less memory. Scoring keeps none anyway."""
+    activation_checkpointing: bool | Literal["selective"] = False
+    """Compute activations again in the backward pass: slower, with far less memory. `selective` keeps the costly half:
+    the outputs of attention and of every second matrix product. Scoring keeps none anyway."""
     cpu_offload: bool = False
     """Not supported yet: must be false."""
     tensor_parallel_size: PositiveInt = 1
@@ -169,6 +170,8 @@ class TrainedModelConfig(Strict):
     """`torch.set_float32_matmul_precision`: what a float32 matrix product may trade for speed."""
     attention: Literal["tree", "rows"] = "tree"
     """`tree` computes common prefixes once; `rows` pads plain rows, for comparison and for models that cannot share."""
+    use_liger_kernel: bool = False
+    """Norms, rotary embeddings and gated MLPs by Liger's kernels. Needs CUDA and `treeward[liger]`."""
     activation_checkpointing_enabled: bool = False
     """Older spelling of `dtensor_cfg.activation_checkpointing`; either of them switches it on."""
 

@@ -57,6 +57,8 @@ def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[st
         if getattr(config.logger, f"{name}_enabled"):
             field = f"logger.{name}_enabled"
             yield field, name, name, f"set {field}=false: metrics.jsonl is always written"
+    if config.policy.use_liger_kernel:
+        yield "policy.use_liger_kernel", "liger_kernel", "liger", "set policy.use_liger_kernel=false"
     if config.policy.dtensor_cfg.lora_cfg.enabled:
         yield "policy.dtensor_cfg.lora_cfg.enabled", "peft", "lora", "train the whole model"
     if config.policy.load_in_4bit:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treeward.errors import ConfigError, ModelError
+from treeward.model.recomputation import selective_contexts
 from treeward.tree import attention
 from treeward.tree.batch import Batch, RowBatch, TreeBatch
 from treeward.tree.token_tree import TokenIds
@@ -129,16 +130,22 @@ class WrappedModel(nn.Module):
         """Within it `hf` runs as transformers would run it."""
         return self.attention(self._row_attention)
 
-    def recompute_activations(self) -> None:
-        """Keep one activation per layer and compute the others again in the backward pass. Raises `ConfigError`."""
+    def recompute_activations(self, *, selective: bool = False) -> None:
+        """Keep one activation per layer and compute the others again in the backward pass. Raises `ConfigError`.
+
+        `selective`: keep the outputs of attention and of every second matrix product too (`model.recomputation`).
+        """
         # transformers has renamed it on the way; older versions of those that we allow have the old name alone.
         enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
+        options: dict[str, Any] = {"context_fn": selective_contexts} if selective else {}
+        if selective and hasattr(torch._inductor.config, "wrap_inductor_compiled_regions"):
+            torch._inductor.config.wrap_inductor_compiled_regions = True  # a compiled FlexAttention is seen as one
         try:
-            enable({"use_reentrant": False})
+            enable({"use_reentrant": False, **options})
         except ValueError as error:
             raise ConfigError(
                 "this model cannot compute its activations again",
-                where="policy.activation_checkpointing_enabled",
+                where="policy.dtensor_cfg.activation_checkpointing",
                 got=str(error),
             ) from error
 

@@ -32,6 +32,7 @@ from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.suites import PreferenceSuite
 from treeward.model.checks import check_before_training, check_positions
 from treeward.model.contract import CONTRACT_FILE
+from treeward.model.liger import use_liger_kernel
 from treeward.model.loading import build_reward_model, load_reward_model
 from treeward.model.lora import add_adapters, has_adapters, load_adapters, save_adapters
 from treeward.model.policy_model import PolicyModel
@@ -249,10 +250,12 @@ def best_device() -> torch.device:
 
 
 def prepare_for_training(model: RewardModel | PolicyModel, policy: TrainedModelConfig, *, role: str) -> None:
-    """Set the precision of the weights and what is recomputed. `role`: what the log calls the model."""
+    """Set the precision of the weights, the kernels and what is recomputed. `role`: what the log calls the model."""
     model.cast(DTYPES[policy.precision])
-    if policy.activation_checkpointing_enabled or policy.dtensor_cfg.activation_checkpointing:
-        model.recompute_activations()
+    if policy.use_liger_kernel:
+        use_liger_kernel(model)
+    if recomputed := policy.dtensor_cfg.activation_checkpointing or policy.activation_checkpointing_enabled:
+        model.recompute_activations(selective=recomputed == "selective")
     count = model.hf.num_parameters()  # which knows of four bits
     name = type(model.hf).__name__
     logger.info("The %s: %s, %s parameters, as %s, on %s.", role, name, f"{count:,}", model.layout, model.device)
