@@ -1,7 +1,7 @@
 # make quickstart   train a small reward model on the bundled data and score with it (half a minute on two cores)
 # make rlhf-demo    a small policy against that reward model: kept close, hacked, cured (six minutes on two cores)
 # make test         the tests (under six minutes on two cores); make test-slow: the slow ones; make check: style, types, layers
-# make benchmark    the side-by-side measurements; make soak: the server under ten minutes of mixed traffic
+# make benchmark    the side-by-side measurements; make benchmark-gpu: those of a GPU, in nine minutes; make soak: the server under ten minutes of mixed traffic
 # make docs         docs/config.md from the schema, and the documentation as a site in site/
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ MAKE_VENV := test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); $(BIN)/python -
 # One thread for each of two test processes: tiny models gain nothing from more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: env env-dev quickstart rlhf-demo test test-slow check benchmark soak docs clean
+.PHONY: env env-dev quickstart rlhf-demo test test-slow check benchmark benchmark-gpu soak docs clean
 
 env: $(VENV)/.ready
 env-dev: $(VENV)/.ready-dev
@@ -52,6 +52,9 @@ benchmark: env-dev
 	$(BIN)/python benchmarks/scoring.py
 	$(BIN)/python benchmarks/policy_update.py
 	$(BIN)/python benchmarks/serving.py
+
+benchmark-gpu: env-dev
+	$(BIN)/python benchmarks/gpu.py
 
 soak: env-dev
 	$(BIN)/python benchmarks/soak.py

@@ -56,7 +56,7 @@ def main() -> None:
     rows = []
     for num_answers in (8, 16):
         for earlier in (0, 1000):
-            groups = _groups(prompts, tokenizer, num_answers, earlier, arguments.prompts)
+            groups = make_groups(prompts, tokenizer, num_answers, earlier, arguments.prompts)
             if groups:
                 rows.append(measure(model, tokenizer, groups, num_answers, arguments.rounds))
     columns = [
@@ -108,6 +108,7 @@ def measure(
         "one": median_ratio(seconds["one"], seconds["tree"]),
         "padded": median_ratio(seconds["padded"], seconds["tree"]),
         "ms": 1000 * sorted(seconds["tree"])[rounds // 2] / len(groups),
+        "seconds": {name: sorted(values)[rounds // 2] for name, values in seconds.items()},
         "difference": difference,
     }
 
@@ -128,7 +129,7 @@ def _hugging_face(model: RewardModel, group: Group, tokenizer: PreTrainedTokeniz
     return scores
 
 
-def _groups(
+def make_groups(
     prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, num_answers: int, earlier: int, wanted: int
 ) -> list[Group]:
     renderer = Renderer(tokenizer)

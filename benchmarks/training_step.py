@@ -30,7 +30,8 @@ from common import (
     use_device,
 )
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 
@@ -44,6 +45,10 @@ from treeward.tree.batch import RowBatch, TreeBatch
 Pair = tuple[list[int], list[int]]
 Batch = list[Pair]
 Step = Callable[[Batch], torch.Tensor]
+Variant = tuple[Step, Callable[[Batch], int]]
+"""A step on a batch, which gives the loss; and the bytes of the activations that it keeps."""
+
+LEARNING_RATE = 1e-5
 
 
 def main() -> None:
@@ -111,14 +116,20 @@ def _ours(
     *,
     dtype: torch.dtype = torch.float32,
     matmul: str = "highest",
-) -> tuple[Step, Callable[[Batch], int]]:
+) -> Variant:
     model = build(size, tokenizer, device)
     model.cast(dtype)
-    optimizer = build_optimizer(model, OptimizerConfig(kwargs={"lr": 1e-5}))
+    model.train()
+    return our_variant(model, lambda batch: model(_pack(batch, layout, model)), matmul=matmul)
+
+
+def our_variant(model: nn.Module, score: Callable[[Batch], torch.Tensor], *, matmul: str = "highest") -> Variant:
+    """`score`: the scores of all sequences of a batch, (2 * pairs,), chosen and rejected in turns."""
+    optimizer = build_optimizer(model, OptimizerConfig(kwargs={"lr": LEARNING_RATE}))
 
     def loss_of(batch: Batch) -> torch.Tensor:
         pairs = ranked_pairs([(0, 1)] * len(batch))
-        return bradley_terry(model(_pack(batch, layout, model)), pairs) / len(batch)
+        return bradley_terry(score(batch), pairs) / len(batch)
 
     def step(batch: Batch) -> torch.Tensor:
         torch.set_float32_matmul_precision(matmul)
@@ -135,7 +146,6 @@ def _ours(
             loss = loss_of(batch)
         return count() + 0 * int(loss.isnan())
 
-    model.train()
     return step, kept
 
 
@@ -150,26 +160,32 @@ def _pack(batch: Batch, layout: str, model: RewardModel) -> TreeBatch | RowBatch
 
 def _trl(
     size: str, tokenizer: PreTrainedTokenizerBase, pairs: list[Pair], device: torch.device, *, default: bool
-) -> tuple[Step, Callable[[Batch], int]]:
-    hf = build(size, tokenizer, device).hf
-    hf.set_attn_implementation("sdpa")
+) -> Variant:
     options: dict[str, Any] = {} if default else {"bf16": False, "gradient_checkpointing": False}
+    return trl_variant(build(size, tokenizer, device).hf, tokenizer, pairs, **options)
+
+
+def trl_variant(
+    hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: list[Pair], attention: str = "sdpa", **options: Any
+) -> Variant:
+    """TRL's trainer on a model where it is. `options`: of its configuration, whose defaults are its own otherwise."""
+    hf.set_attn_implementation(attention)
     config = RewardConfig(
         output_dir=tempfile.mkdtemp(),
         report_to=[],
         max_length=None,
-        use_cpu=device.type == "cpu",
-        learning_rate=1e-5,
+        use_cpu=hf.device.type == "cpu",
+        learning_rate=LEARNING_RATE,
         **options,
     )
     rows = Dataset.from_list([{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in pairs[:64]])
     trainer = RewardTrainer(model=hf, args=config, train_dataset=rows, processing_class=tokenizer)
     # What `trainer.train()` does before its first step:
     trainer.current_gradient_accumulation_steps = 1
-    if default:
+    if config.gradient_checkpointing:
         hf.gradient_checkpointing_enable(config.gradient_checkpointing_kwargs)
     model = trainer.accelerator.prepare_model(hf)
-    optimizer = torch.optim.AdamW(hf.parameters(), lr=1e-5, fused=True)
+    optimizer = torch.optim.AdamW(hf.parameters(), lr=LEARNING_RATE, fused=True)
     hf.train()
 
     def collate(batch: Batch) -> Any:

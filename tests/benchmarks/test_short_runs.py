@@ -19,6 +19,7 @@ SHORT = {
     "policy_update.py": "--size tiny --prompts 2 --rounds 1 --completions 4 --prompt-tokens 128",
     "serving.py": "--size tiny --requests 16 --rounds 1 --connections 1 8",
     "soak.py": "--minutes 0.1 --clients 8",
+    "gpu.py": "--tiny --minutes 9 --box 400",
 }
 IN_CI = ("training_step.py", "scoring.py")
 
@@ -27,14 +28,19 @@ IN_CI = ("training_step.py", "scoring.py")
 @pytest.mark.parametrize(
     "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.long) for name in SHORT]
 )
-def test_a_short_run_succeeds(name: str) -> None:
-    if name == "policy_update.py":
+def test_a_short_run_succeeds(name: str, tmp_path: Path) -> None:
+    if name in ("policy_update.py", "gpu.py"):
         pytest.importorskip("trl")
     command = [sys.executable, str(FOLDER / name), *SHORT[name].split()]
+    if name == "gpu.py":
+        command += ["--output", str(tmp_path / "table.md")]
     environment = dict(os.environ) if name == "training_step.py" else {**os.environ, "TREEWARD_SHARED_DATA": "nowhere"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "PROBLEM" not in done.stdout and done.stdout.strip()
+    unmeasured = [line for line in done.stdout.splitlines() if "not measured" in line]
+    assert all("not offer it" in line or "flash-pref 0.1.1 needs" in line for line in unmeasured), unmeasured
+    assert "; failed:" not in done.stdout
 
 
 def test_every_benchmark_has_a_short_run() -> None:
