@@ -40,8 +40,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from treeward.config.policy import LoraConfig
 from treeward.data.prompt_sets import Prompt
 from treeward.data.tokenizers import train_tokenizer
+from treeward.model.lora import add_adapters
 from treeward.model.reward_model import RewardModel
 from treeward.rl.experience import CompletionGroup, SampledCompletion
 from treeward.tree.batch import TreeBatch
@@ -158,8 +160,7 @@ def _errors(
 ) -> dict[str, tuple[float, float]]:
     """By variant the largest errors of scores and of gradients."""
     model = RewardModel(families.tiny_model(family, **changes).to(device))
-    for parameter in set(model.parameters()) - set(model.head.parameters()):
-        parameter.data = parameter.data.to(dtype)
+    model.cast(dtype)
 
     def run(of: RewardModel) -> tuple[Tensor, dict[str, Tensor]]:
         scores = of(of.make_batch(groups))
@@ -401,7 +402,6 @@ def _drawn_work(kind: Any, length: int, num_prompts: int) -> Any:
 
 def lora_8b(report: Report) -> None:
     """A step that trains adapters of rank 32 beside every linear layer, and the head."""
-    import peft
     from training_step import our_variant
 
     source, tokenizer, pairs = comparisons(report.tiny)
@@ -412,12 +412,8 @@ def lora_8b(report: Report) -> None:
     for name in (f"{TREE}, checkpointing", TREE):
         with report.attempt(setting, name):
             model = build(size, tokenizer, report.device, torch.bfloat16).train()
-            model.hf.requires_grad_(False)
-            adapters = peft.LoraConfig(r=32, lora_alpha=32, target_modules="all-linear", task_type="SEQ_CLS")
-            peft.inject_adapter_in_model(adapters, model.backbone)
-            model.head.requires_grad_(True)
+            add_adapters(model, LoraConfig(enabled=True, dim=32), seed=0)
             if name != TREE:
-                model.hf.enable_input_require_grads()
                 model.recompute_activations()
             step, _ = our_variant(model, partial(_scores, model))
             # nothing is multiplied for gradients of frozen weights
