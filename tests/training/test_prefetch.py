@@ -51,14 +51,15 @@ def test_cuda_waits_for_nothing_within_a_micro_batch(tiny_run: Callable[..., Any
     setup = set_up(tiny_run(*overrides))
     run, preparer, sums = RewardModelRun(setup), BatchPreparer(setup), RewardSums()
     assert setup.model.device.type == "cuda"
-    run.step(1)  # compiles, and fills the caches of kernels
-    batches = preparer.step(2)
-    torch.cuda.set_sync_debug_mode("error")
+    batches = preparer.step(1)
+    setup.model.train()
     try:
-        for micro_batch in batches.micro_batches:
-            run.backward(micro_batch, batches.pairs.num_groups, sums)
-        with torch.no_grad():
-            run.evaluate(batches.micro_batches[0].to(setup.model.device), sums)
+        for mode in ("default", "error"):  # the first time compiles, and fills the caches of kernels
+            torch.cuda.set_sync_debug_mode(mode)
+            for micro_batch in batches.micro_batches:
+                run.backward(micro_batch, batches.pairs.num_groups, sums)
+            with torch.no_grad():
+                run.evaluate(batches.micro_batches[0].to(setup.model.device), sums)
     finally:
         torch.cuda.set_sync_debug_mode("default")
         run.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -33,6 +35,26 @@ def path_to(batch: TreeBatch, read: int) -> list[int]:
         at = tree.segments[at.parent]
         tokens = batch.tokens_T[at.start : at.end].tolist() + tokens
     return tokens
+
+
+def tensors_of(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return (
+        [one for field in fields(value) for one in tensors_of(getattr(value, field.name))]
+        if is_dataclass(value)
+        else []
+    )
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [TreeBatch.from_groups([[[1, 2], [1, 3]]]), RowBatch.from_groups([[[1, 2]]], pad_token_id=0)],
+    ids=["trees", "rows"],
+)
+def test_every_tensor_goes_to_the_device(batch: TreeBatch | RowBatch) -> None:
+    moved = tensors_of(batch.to("meta", non_blocking=True))
+    assert len(moved) >= 2 and all(tensor.device.type == "meta" for tensor in moved)
 
 
 @given(GROUPS)
