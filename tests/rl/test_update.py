@@ -268,6 +268,17 @@ def test_a_loss_that_is_not_finite_leaves_the_weights() -> None:
     hf = causal()
     before = weights(hf)
     advantages[1, 1] = torch.inf
-    with pytest.raises(ModelError, match="not finite"):
-        PolicyUpdater(PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.1)).learn(groups, advantages, used)
+    updater = PolicyUpdater(PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.1), prompts_per_update=1)
+    metrics = updater.learn(groups, advantages, used)
+    assert (updater.skipped.total, updater.skipped.in_a_row) == (1, 0) and math.isfinite(metrics.means()["loss"])
+    assert metrics.updates == len(groups) - 1 and not torch.equal(weights(hf), before)
+    before = weights(hf)
+    updater.prompts_per_update = None
+    for _ in range(4):
+        assert "loss" not in updater.learn(groups, advantages, used).means()
+    with pytest.raises(ModelError, match="not finite(?s:.*)number 5 in a row"):
+        updater.learn(groups, advantages, used)
     assert torch.equal(weights(hf), before) and all(p.grad is None for p in hf.parameters())
+    advantages[1, 1] = 1.0
+    updater.learn(groups, advantages, used)
+    assert (updater.skipped.total, updater.skipped.in_a_row) == (5, 0)

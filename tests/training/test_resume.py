@@ -92,6 +92,39 @@ def test_a_run_that_dies_at_each_of_many_moments_goes_on_exactly(
     assert_same_run(tmp_path, uninterrupted)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted_also_by_a_run_that_died(
+    tiny_runs: Callable[[Path], Callable[..., Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """In a deterministic run; in bfloat16 the resumed one has the masters of the other too."""
+    update = RewardModelRun._update_weights
+
+    def broken(self: RewardModelRun, number: int, total: Any) -> float:
+        if number in (1, 3, 4):
+            next(p for p in self.model.parameters() if p.grad is not None).grad[0] = torch.inf
+        return update(self, number, total)
+
+    monkeypatch.setattr(RewardModelRun, "_update_weights", broken)
+    options = ("rm.log_period=1", "policy.deterministic=true", f"policy.precision={precision}")
+    try:
+        for name, step in (("whole", None), ("died", 3)):
+            (tmp_path / name).mkdir()
+            config = tiny_runs(tmp_path / name)(*options, "checkpointing.save_period=1")
+            if step is not None:
+                with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+                    before_step(patch, step, die)
+                    train(config, show_progress=False)
+            train(config, show_progress=False)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same_run(tmp_path / "died", tmp_path / "whole")
+    lines = [json.loads(line) for line in (tmp_path / "died" / "logs" / "metrics.jsonl").read_text().splitlines()]
+    counts = [line["train/rm/skipped_steps"] for line in lines if "train/rm/skipped_steps" in line]
+    assert counts == [1, 1, 2, 3, 3, 3]
+    assert sum(line.get("train/rm/grad_norm") == "NaN" for line in lines) == 3
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_leaves_and_the_run_goes_on(
     tiny_run: Callable[..., Any],

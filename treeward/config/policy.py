@@ -168,6 +168,9 @@ class TrainedModelConfig(Strict):
     """QLoRA: load the frozen weights of linear layers as nf4 of bitsandbytes, which needs `dtensor_cfg.lora_cfg`."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """`torch.set_float32_matmul_precision`: what a float32 matrix product may trade for speed."""
+    deterministic: bool = False
+    """Use only algorithms of PyTorch that give the same bits again, so that a resumed run on a GPU equals an
+    undisturbed one; slower. On a CPU it does in any case."""
     attention: Literal["tree", "rows"] = "tree"
     """`tree` computes common prefixes once; `rows` pads plain rows, for comparison and for models that cannot share."""
     use_liger_kernel: bool = False

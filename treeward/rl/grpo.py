@@ -15,7 +15,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from treeward.rl.setup import GRPOSetup, set_up
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
+from treeward.training.optimisation import SkippedSteps
 from treeward.training.setup import save_adapted
 from treeward.training.state import RunState
 from treeward.training.step_file import StepFile
@@ -104,6 +105,7 @@ class GRPORun(Run):
             self.stopped_by = state.run["stopped_by"]
             self.setup.rewards.load_state_dict(state.run["rewards"])
             self.setup.watch.load_state_dict(state.run["watch"])
+            self.setup.updater.skipped = SkippedSteps(**state.run.get("skipped_steps", {}))
         # Samples are of validations: one that is made up for writes its own again.
         validated_at = -1 if state.validation_step is None else state.validation_step
         resume_step = None if state.step == 0 else validated_at
@@ -123,6 +125,7 @@ class GRPORun(Run):
             "stopped_by": self.stopped_by,
             "rewards": self.setup.rewards.state_dict(),
             "watch": self.setup.watch.state_dict(),
+            "skipped_steps": asdict(self.setup.updater.skipped),
         }
 
     def is_done(self, step: int) -> bool:
@@ -178,6 +181,7 @@ class GRPORun(Run):
             "train/lr": learning_rate,
             "train/advantages_mean": float(used.mean()) if len(used) else 0.0,
             "train/advantages_std": float(used.std(unbiased=False)) if len(used) else 0.0,
+            "train/skipped_steps": setup.updater.skipped.total,
             "train/prompts_drawn": self.prompts_drawn,
             "train/computed_tokens": metrics.computed_tokens,
             "train/row_tokens": metrics.row_tokens,

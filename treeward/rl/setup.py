@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +34,7 @@ from treeward.rl.http_generation import HttpGenerator
 from treeward.rl.update import PolicyUpdater, Reference
 from treeward.rl.watch import OverOptimisationWatch
 from treeward.training.checkpoints import Checkpoint
-from treeward.training.optimisation import build_optimizer, build_scheduler
+from treeward.training.optimisation import advance, build_optimizer, build_scheduler
 from treeward.training.order import EpochOrder, planned_steps
 from treeward.training.setup import (
     adapt,
@@ -157,7 +156,7 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
             prompts_per_update=config.prompts_per_update,
             updates_per_batch=config.grpo.updates_per_batch,
             parts_per_batch=config.updates_per_pass,
-            on_step=partial(_advance, scheduler),
+            on_step=partial(advance, scheduler),
         )
         generator = _make_generator(config, policy, tokenizer, renderer)
         opened.callback(generator.close)
@@ -218,14 +217,6 @@ def _make_generator(
     if generation.url is not None:
         return HttpGenerator(policy, tokenizer, generation, chat_template=renderer.chat_template, **common)
     return LocalGenerator(policy, tokenizer, generation, **common)
-
-
-def _advance(scheduler: LRScheduler) -> None:
-    with warnings.catch_warnings():
-        # torch takes a schedule that goes on before the first step of the optimiser for a mistake; here it is an update
-        # that nothing was used of.
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
-        scheduler.step()
 
 
 def _chosen_for_validation(

@@ -28,7 +28,7 @@ from treeward.model.lora import AdapterReference
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
 from treeward.rl.experience import CompletionGroup, SampledCompletion, batch_shape, completion_lengths
 from treeward.rl.policy_loss import UpdateMetrics, kl_estimate, needs_generator, policy_loss
-from treeward.training.optimisation import clip_gradients
+from treeward.training.optimisation import SkippedSteps
 from treeward.tree.parts import plan_parts
 
 Reference = PolicyModel | AdapterReference
@@ -64,7 +64,7 @@ class PolicyUpdater:
 
     `on_step`: called after each of these updates, for schedules, also after those without anything to learn from, or
     for which the batch has too few groups: where a schedule stands follows from the number of batches. `steps_begun`:
-    steps of the optimiser so far; while it has not grown the weights are as they were.
+    steps of the optimiser so far, with those of `skipped`; while it has not grown nothing has changed.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class PolicyUpdater:
         self.micro_batch_tokens, self.max_grad_norm, self.temperature = micro_batch_tokens, max_grad_norm, temperature
         self.prompts_per_update, self.updates_per_batch = prompts_per_update, updates_per_batch
         self.parts_per_batch, self.on_step, self.steps_begun = parts_per_batch, on_step, 0
+        self.skipped = SkippedSteps()
 
     @torch.no_grad()
     def evaluate(self, groups: Sequence[CompletionGroup], *, for_reward: bool = False) -> Evaluated:
@@ -122,8 +123,8 @@ class PolicyUpdater:
     def update(self, evaluated: Evaluated, advantages_PG: Tensor, used_PG: Tensor) -> UpdateMetrics:
         """Learn from groups in the order given. `used_PG`: which completions are learnt from, bool (P, G).
 
-        The result has the sums of `evaluated` too. Raises `ModelError` for a loss or gradient that is not finite; the
-        weights are then those before that step.
+        The result has the sums of `evaluated` too. A step with a loss or gradient that is not finite is skipped, and
+        adds its tokens alone to the sums. Raises `ModelError` for several in a row; the weights are those before them.
         """
         metrics, groups, used_PG = evaluated.metrics, evaluated.groups, used_PG.cpu()
         parts = self._parts(len(groups))
@@ -213,7 +214,7 @@ class PolicyUpdater:
             (loss / denominator).backward()
             metrics += sums
             metrics.loss_sum += float(loss.detach()) / denominator
-        metrics.grad_norm_sum = clip_gradients(
+        metrics.grad_norm_sum = self.skipped.clip(
             self.policy,
             self.max_grad_norm,
             metrics.loss_sum,
@@ -221,9 +222,12 @@ class PolicyUpdater:
             fix="lower policy.optimizer.kwargs.lr, or look at the rewards of this step",
         )
         self.steps_begun += 1
-        self.optimizer.step()
+        is_taken = math.isfinite(metrics.grad_norm_sum)
+        if is_taken:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return metrics
+        counts = UpdateMetrics(computed_tokens=metrics.computed_tokens, row_tokens=metrics.row_tokens)
+        return metrics if is_taken else counts
 
     def _loss(self, evaluated: Evaluated, batch: MicroBatch, advantages_PG: Tensor) -> tuple[Tensor, UpdateMetrics]:
         """The loss of a micro-batch, summed, and its sums."""

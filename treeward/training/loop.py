@@ -33,6 +33,7 @@ from treeward.model.pretrained import quiet_transformers
 from treeward.progress import ShownProgress, logs_shown
 from treeward.storage import write_text
 from treeward.training.checkpoints import Checkpoint, CheckpointStore, open_store
+from treeward.training.optimisation import be_deterministic
 from treeward.training.state import RunState, load_state, read_state, save_state, stored_metric, write_state
 from treeward.training.stopping import StopRequest
 from treeward.training.tracking import TrackerGroup, check_log_folder, open_trackers, read_metrics
@@ -168,6 +169,8 @@ def start(
             checkpoint = None if store is None else store.to_resume()
             quiet_transformers()
             torch.set_float32_matmul_precision(config.policy.matmul_precision)
+            if config.policy.deterministic:
+                be_deterministic()
             torch.manual_seed(schedule.seed)
             run = set_up(checkpoint, show_progress)
             # Signals are heeded from here on: before, there is nothing to save, and they may end the process at once.

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +24,16 @@ from treeward.training.masters import MasterWeights
 from treeward.user_code import import_object
 
 logger = logging.getLogger(__name__)
+
+MOST_SKIPPED_IN_A_ROW = 5
+"""As many steps in a row without a finite gradient end a run: one may be a batch's fault, five are the weights'."""
+
+
+def be_deterministic() -> None:
+    """Have PyTorch use algorithms that give the same bits again, and raise where there is none; for this process."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it is first used
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -82,17 +95,40 @@ def _made(name: str, kwargs: Mapping[str, Any], of: Any, *, where: str) -> Any:
         raise ConfigError(f"{name} does not take these arguments", where=where, field="kwargs", got=got) from error
 
 
-def clip_gradients(model: nn.Module, max_norm: float | None, loss: float, *, what: str, fix: str) -> float:
-    """Clip the gradients, and return their norm before that.
+@dataclass(slots=True)
+class SkippedSteps:
+    """Steps of the optimiser that were skipped, because their loss or gradient was not finite; in the run's state."""
 
-    Raises `ModelError` if it or the loss is not finite; the gradients are then gone. `what`: the name of the loss.
-    """
-    norm = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf if max_norm is None else max_norm))
-    if not (math.isfinite(norm) and math.isfinite(loss)):
-        model.zero_grad(set_to_none=True)
-        got, need = f"loss {loss}, gradient norm {norm}", "finite numbers; the weights were not changed by this step"
-        raise ModelError(f"{what} is not finite", got=got, need=need, fix=fix)
-    return norm
+    total: int = 0
+    in_a_row: int = 0
+
+    def clip(self, model: nn.Module, max_norm: float | None, loss: float, *, what: str, fix: str) -> float:
+        """Clip the gradients, and return their norm before that; NaN for a step to skip, which is counted.
+
+        Raises `ModelError` for one too many in a row, which is not counted; the gradients are then gone. `what`: the
+        name of the loss.
+        """
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf if max_norm is None else max_norm))
+        if math.isfinite(norm) and math.isfinite(loss):
+            self.in_a_row = 0
+            return norm
+        got = f"loss {loss}, gradient norm {norm}"
+        if self.in_a_row + 1 == MOST_SKIPPED_IN_A_ROW:
+            model.zero_grad(set_to_none=True)
+            got += f", the step of the optimiser number {MOST_SKIPPED_IN_A_ROW} in a row"
+            need = "finite numbers; none of these steps has changed the weights"
+            raise ModelError(f"{what} is not finite", got=got, need=need, fix=fix)
+        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
+        logger.warning("%s%s is not finite (%s): its step is skipped.", what[0].upper(), what[1:], got)
+        return math.nan
+
+
+def advance(scheduler: LRScheduler) -> None:
+    """Go on to the next learning rate, also after a skipped step: where a schedule stands follows from the steps."""
+    with warnings.catch_warnings():
+        # torch takes a schedule that goes on before the first step of the optimiser for a mistake.
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
+        scheduler.step()
 
 
 def _learning_rate_factor(config: NamedScheduleConfig, step: int, total_steps: int) -> float:

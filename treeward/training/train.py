@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import get_token
@@ -41,7 +42,7 @@ from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.export import export_final
 from treeward.training.learning import LearningWatch
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
-from treeward.training.optimisation import clip_gradients
+from treeward.training.optimisation import SkippedSteps, advance
 from treeward.training.prefetch import Ahead, BatchPreparer, MicroBatch
 from treeward.training.reporting import ReportPlan, check_report, plan_report
 from treeward.training.setup import RewardModelSetup, save_adapted, set_up
@@ -119,6 +120,7 @@ class RewardModelRun(Run):
         )
         self.setup, self.config, self.model = setup, setup.config, setup.model
         self._changed = self._warned_of_ranking = False
+        self.skipped = SkippedSteps()
         loss = self.config.rm.loss
         self._preparer = BatchPreparer(setup)
         self._ahead = Ahead(self._preparer.step, num_steps=setup.total_steps)
@@ -133,12 +135,16 @@ class RewardModelRun(Run):
 
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
         self.model.train()
+        self.skipped = SkippedSteps(**state.run.get("skipped_steps", {}))
         if state.step > 0:
             return
         for role, sets in (("train", self.setup.training_sets), ("validation", self.setup.validation_sets)):
             for name, dataset in sets.items():
                 counts = asdict(dataset.counts)
                 trackers.log({f"data/{role}/{name}/{key}": value for key, value in counts.items()}, step=0)
+
+    def state(self) -> dict[str, Any]:
+        return {"skipped_steps": asdict(self.skipped)}
 
     def weights_changed(self) -> bool:
         return self._changed
@@ -153,12 +159,14 @@ class RewardModelRun(Run):
         total = sums.read()  # the one place in a step, with the gradients' norm, where the host waits for a GPU
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         grad_norm = self._update_weights(number, total)
-        self._watch.see(number, total, float(self._loss(torch.zeros(batches.num_scores), batches.pairs)))
+        if math.isfinite(grad_norm):
+            self._watch.see(number, total, float(self._loss(torch.zeros(batches.num_scores), batches.pairs)))
         means, row_tokens = total.means(), batches.num_row_tokens
         episodes = setup.order.num_seen(number, self.config.policy.train_global_batch_size)
         logged = {f"train/rm/{name}": value for name, value in means.items()} | {
             "train/rm/lr": learning_rate,
             "train/rm/grad_norm": grad_norm,
+            "train/rm/skipped_steps": self.skipped.total,
             "episode": episodes,
             "epoch": episodes / setup.order.rows_per_epoch,
             "train/rm/computed_tokens": batches.num_computed_tokens,
@@ -183,8 +191,9 @@ class RewardModelRun(Run):
         sums.add(scores_S, here.pairs, loss_sum)
 
     def _update_weights(self, number: int, total: RewardMetrics) -> float:
-        """Clip, step, and return the gradients' norm before clipping. Raises `ModelError` if it is not finite."""
-        norm = clip_gradients(
+        """Clip, step, and return the gradients' norm before clipping; NaN, and no step, where it or the loss is not
+        finite. Raises `ModelError` for several such steps in a row."""
+        norm = self.skipped.clip(
             self.model,
             self.config.policy.max_grad_norm,
             total.loss_sum,
@@ -192,9 +201,10 @@ class RewardModelRun(Run):
             fix="start anew in another checkpointing.checkpoint_dir with a lower policy.optimizer.kwargs.lr, or in "
             "policy.precision=float32",
         )
-        self._changed = True
-        self.optimizer.step()
-        self.scheduler.step()
+        self._changed = True  # of a skipped step the schedule and the count
+        if math.isfinite(norm):
+            self.optimizer.step()
+        advance(self.scheduler)
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
