@@ -17,7 +17,7 @@ from treeward.data.prompt_sets import _PROMPT_DATASETS
 from treeward.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = {"tensorboard", "wandb", "mlflow", "ray", "peft", "openai", "liger_kernel"}
+OPTIONAL = {"tensorboard", "wandb", "mlflow", "ray", "peft", "openai", "liger_kernel", "bitsandbytes", "torchao"}
 """Modules of optional packages that `make env` does not install."""
 
 PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
@@ -68,6 +68,8 @@ def plain_environment(monkeypatch):
         (GRPO, "env.reward_model.num_replicas=2", "env.reward_model", r"treeward\[ray\]"),
         (GRPO, "env.reward_model.model_name=results/nowhere/final", "env.reward_model.model_name", "relative paths"),
         (GRPO, "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.enabled", r"treeward\[lora\]"),
+        (RM, "policy={{load_in_4bit: true, dtensor_cfg: {{lora_cfg: {{enabled: true}}}}}}", "policy.load_in_4bit", "qlora"),
+        (RM, "policy.optimizer.name=torchao.optim.AdamW8bit", "policy.optimizer.name", r"treeward\[lowbit\]"),
     ],
 )
 def test_what_is_missing_is_named(load, plain_environment, tmp_path, text, override, field, fix):

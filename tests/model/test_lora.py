@@ -12,17 +12,20 @@ import peft
 import pytest
 import torch
 from families import VOCABULARY, causal_model, gradient_error
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from treeward.config.policy import LoraConfig
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.model.checks import check_policy
 from treeward.model.export import export_policy
+from treeward.model.loading import load_policy
 from treeward.model.lora import (
     AdapterReference,
     adapter_state,
     add_adapters,
+    is_quantized,
     load_adapters,
     plain_state,
     save_adapters,
@@ -244,3 +247,25 @@ def experience(seed: int) -> tuple[list[CompletionGroup], Tensor, Tensor]:
             CompletionGroup(Prompt(()), prompt, tuple(SampledCompletion(draw(int(n)), "", False) for n in (3, 8, 5)))
         )
     return groups, torch.from_numpy(generator.normal(size=(2, 3))).float(), torch.ones(2, 3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_policy_of_four_bits_is_exported_as_it_computes(family: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """gpt2 keeps its weights turned; the layers without adapters have four bits too."""
+    base = tmp_path / "base"
+    causal_model(family).save_pretrained(base)
+    tiny_tokenizer.save_pretrained(base)
+    hf = load_policy(base, load_in_4bit=True).model.hf
+    dense = {name for name, module in causal_model(family).named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    assert {name for name, module in hf.named_modules() if is_quantized(module)} == dense - {"lm_head"}
+    assert {weight.dtype for weight in hf.parameters()} == {torch.uint8, torch.float32}
+    exclude = ("0.mlp.c_proj",) if family == "gpt2" else ("0.self_attn.o_proj",)
+    policy = adapted(hf, CONFIG.model_copy(update={"exclude_modules": exclude})).eval()
+    export_policy(policy, tiny_tokenizer, tmp_path / "merged", chat_template="{{ messages }}")
+    assert_as_rows(policy, AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+    save_adapters(policy, tmp_path / "adapters")
+    with pytest.raises(AssertionError):  # beside weights that never had four bits they are another model
+        assert_as_rows(policy, peft_model(tmp_path / "adapters", causal_model(family)))
+    load_policy(tmp_path / "adapters")
+    with pytest.raises(ModelError, match="four bits(?s:.*)merge_and_unload"):
+        load_policy(tmp_path / "adapters", load_in_4bit=True)

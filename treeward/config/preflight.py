@@ -59,10 +59,12 @@ def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[st
             yield field, name, name, f"set {field}=false: metrics.jsonl is always written"
     if config.policy.use_liger_kernel:
         yield "policy.use_liger_kernel", "liger_kernel", "liger", "set policy.use_liger_kernel=false"
-    if config.policy.dtensor_cfg.lora_cfg.enabled:
-        yield "policy.dtensor_cfg.lora_cfg.enabled", "peft", "lora", "train the whole model"
     if config.policy.load_in_4bit:
         yield "policy.load_in_4bit", "bitsandbytes", "qlora", "set policy.load_in_4bit=false"
+    if config.policy.dtensor_cfg.lora_cfg.enabled:
+        yield "policy.dtensor_cfg.lora_cfg.enabled", "peft", "lora", "train the whole model"
+    if config.policy.optimizer.name.startswith("torchao."):
+        yield "policy.optimizer.name", "torchao", "lowbit", "take an optimiser of torch.optim"
     if isinstance(config, RewardModelRunConfig):
         return
     for name, kind, keys in _used_environments(config):
