@@ -68,7 +68,12 @@ def plain_environment(monkeypatch):
         (GRPO, "env.reward_model.num_replicas=2", "env.reward_model", r"treeward\[ray\]"),
         (GRPO, "env.reward_model.model_name=results/nowhere/final", "env.reward_model.model_name", "relative paths"),
         (GRPO, "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.enabled", r"treeward\[lora\]"),
-        (RM, "policy={{load_in_4bit: true, dtensor_cfg: {{lora_cfg: {{enabled: true}}}}}}", "policy.load_in_4bit", "qlora"),
+        (
+            RM,
+            "policy={{load_in_4bit: true, dtensor_cfg: {{lora_cfg: {{enabled: true}}}}}}",
+            "policy.load_in_4bit",
+            "qlora",
+        ),
         (RM, "policy.optimizer.name=torchao.optim.AdamW8bit", "policy.optimizer.name", r"treeward\[lowbit\]"),
     ],
 )
