@@ -100,7 +100,6 @@ def test_a_section_may_replace_that_of_the_defaults(tmp_path):
         ("loss_fn.use_cispo=true", "loss_fn.use_cispo"),
         ("policy.megatron_cfg.enabled=true", "policy.megatron_cfg.enabled"),
         ("policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.tensor_parallel_size"),
-        ("policy.dtensor_cfg.cpu_offload=true", "policy.dtensor_cfg.cpu_offload"),
         ("policy.draft.enabled=true", "policy.draft.enabled"),
         ("policy.reward_model_cfg.enabled=true", "policy.reward_model_cfg.enabled"),
         ("reward_penalties.penalize_unwanted_tokens=true", "reward_penalties"),

@@ -24,7 +24,7 @@ def num_bytes(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def bytes_of_adamw(dtype: torch.dtype, cpu_offload: bool = False) -> tuple[float, float]:
+def bytes_of_adamw(dtype: torch.dtype) -> tuple[float, float]:
     """Bytes of a parameter in training, without and with those of the optimiser."""
     layer = nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype)
     optimizer: Any = build_optimizer(layer, OptimizerConfig(kwargs={"lr": 1e-3}))

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,10 @@ from treeward.config.optimisation import (
 from treeward.errors import CheckpointError
 from treeward.training.masters import MasterWeights
 from treeward.training.optimisation import build_optimizer, build_scheduler
+from treeward.training.setup import set_up
 from treeward.training.state import RunState, check_identity, load_state, read_state, save_state, write_state
+from treeward.training.train import RewardModelRun
+from treeward.user_code import import_object
 
 TOTAL = 12
 
@@ -27,12 +32,21 @@ class Session:
     """A small model in training: what a run has of optimiser, schedule and names."""
 
     def __init__(
-        self, optimizer: OptimizerConfig, schedule: Any, *, dtype: torch.dtype = torch.float32, width: int = 4
+        self,
+        optimizer: OptimizerConfig,
+        schedule: Any,
+        *,
+        dtype: torch.dtype = torch.float32,
+        width: int = 4,
+        on_host: bool = False,
     ) -> None:
         torch.manual_seed(5)
         self.model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 8), nn.Linear(8, 1)).to(dtype)
         self.model[-1].float()
         self.optimizer = build_optimizer(self.model, optimizer)
+        if on_host:
+            make = partial(import_object(optimizer.name, where="here", field="name"), **optimizer.kwargs)
+            self.optimizer = MasterWeights(self.model.parameters(), make, on_host=True)
         self.scheduler = build_scheduler(self.optimizer, schedule, total_steps=TOTAL)
         self.rates: list[float] = []
 
@@ -42,6 +56,7 @@ class Session:
             self.rates.append(float(self.optimizer.param_groups[0]["lr"]))
             hidden = self.model[:-1](rows.to(self.model[0].weight.dtype))
             self.model[-1](hidden.float()).square().mean().backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -100,6 +115,38 @@ def test_masters_go_on_bit_for_bit_and_take_steps_below_the_rounding_of_bfloat16
         assert torch.allclose(weight.float(), want, rtol=2**-8, atol=2e-4)
         assert float((want.detach() - old).abs().max()) > 1e-3
     assert rounded.model[-1].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adafactor"])
+def test_states_in_the_memory_of_the_host_are_the_same_states(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    """One parameter is stepped after another, by gradients as they are when they have been clipped."""
+    config = OptimizerConfig(name=f"torch.optim.{name}", kwargs={"lr": 0.01})
+    schedule = NamedScheduleConfig(name="cosine", warmup_steps=3)
+    resumes_exactly(tmp_path, config, schedule, dtype=dtype, on_host=True)
+    here, there = (Session(config, schedule, dtype=dtype, on_host=on_host) for on_host in (False, True))
+    for session in (here, there):
+        session.train(range(TOTAL))
+    for weight, want in zip(there.model.parameters(), here.model.parameters(), strict=True):
+        torch.testing.assert_close(weight, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_a_run_with_its_states_in_the_memory_of_the_host(
+    tiny_runs: Callable[[Path], Callable[..., Any]], tmp_path: Path, precision: str
+) -> None:
+    losses = []
+    for offload in ("true", "false"):
+        (tmp_path / offload).mkdir()
+        options = (f"policy.precision={precision}", f"policy.dtensor_cfg.cpu_offload={offload}")
+        run = RewardModelRun(set_up(tiny_runs(tmp_path / offload)(*options)))
+        losses.append([run.step(number).logged["train/rm/loss"] for number in range(1, 7)])
+        assert run.model.device.type == "cuda"
+        states = {one.device.type for state in run.optimizer.state.values() for one in state.values() if one.dim()}
+        assert states == {"cpu" if offload == "true" else "cuda"}
+        run.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
 @pytest.mark.slow

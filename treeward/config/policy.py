@@ -30,7 +30,6 @@ ScoringPrecision = Annotated[ScoringDtype, _short_names]
 class ShardingConfig(Strict):
     """How the model is sharded over processes, and what is recomputed to save memory."""
 
-    _can_offload: ClassVar[bool] = False
     _saves_memory: ClassVar[str] = "save memory with activation_checkpointing or fewer policy.train_micro_batch_tokens"
 
     enabled: bool = True
@@ -38,8 +37,6 @@ class ShardingConfig(Strict):
     activation_checkpointing: bool | Literal["selective"] = False
     """Compute activations again in the backward pass: slower, with far less memory. `selective` keeps the costly half:
     the outputs of attention and of every second matrix product. Scoring keeps none anyway."""
-    cpu_offload: bool = False
-    """Not supported yet: must be false."""
     tensor_parallel_size: PositiveInt = 1
     """Not supported yet: must be 1."""
     context_parallel_size: PositiveInt = 1
@@ -52,8 +49,6 @@ class ShardingConfig(Strict):
         for key, default in defaults.items():
             need = f"{default or 'null'}: it is not supported yet"
             self.refuse(getattr(self, key) != default, key, need, fix=self._saves_memory)
-        is_moved, need = self.cpu_offload and not self._can_offload, "false: it is not supported yet"
-        self.refuse(is_moved, "cpu_offload", need, fix=self._saves_memory)
 
 
 class LoraConfig(Strict):
@@ -88,6 +83,8 @@ class LoraConfig(Strict):
 class PolicyDTensorConfig(ShardingConfig):
     """How the model is sharded over processes, what is recomputed to save memory, and its adapters."""
 
+    cpu_offload: bool = False
+    """Keep the optimiser's states and float32 weights in the host's memory: 12 bytes a parameter less on the GPU."""
     lora_cfg: LoraConfig = LoraConfig()
 
 

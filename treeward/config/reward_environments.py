@@ -43,7 +43,6 @@ class ResourcesConfig(Strict):
 class ScoringDTensorConfig(ShardingConfig):
     """How the model is sharded, and what is moved to save memory."""
 
-    _can_offload: ClassVar[bool] = True
     _saves_memory: ClassVar[str] = "save memory with precision: bfloat16, cpu_offload, or a smaller batch_size"
 
     cpu_offload: bool = False

@@ -142,7 +142,7 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         # A last step that the epochs leave too few prompts for goes on into the next.
         in_data = -(-prompt_limit // config.grpo.num_prompts_per_step)
         total_steps = planned_steps(config.grpo, in_data, "grpo")
-        optimizer = build_optimizer(policy, config.policy.optimizer)
+        optimizer = build_optimizer(policy, config.policy.optimizer, cpu_offload=config.policy.dtensor_cfg.cpu_offload)
         updates = total_steps * config.grpo.updates_per_batch * config.updates_per_pass
         scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=updates)
         updater = PolicyUpdater(

@@ -135,7 +135,7 @@ def sign_folder(
         model = load_reward_model(
             folder,
             tokenizer=tokenizer,
-            device=device if model is None else model.device,
+            device=device if model is None else _with_room(model.device, num_parameters(stored)),
             several_heads=True,
             trust_remote_code=trust_remote_code,
         ).model
@@ -173,6 +173,15 @@ def sign_folder(
     )
     write_contract(contract, folder)
     return contract
+
+
+def _with_room(device: torch.device, size: int) -> torch.device:
+    """The device of a model in training, or the CPU where another one in float32 would not fit beside it."""
+    if device.type != "cuda":
+        return device
+    torch.cuda.empty_cache()
+    needed = 7 * size  # bytes: in float32, and for the tolerance in bfloat16 too
+    return device if torch.cuda.mem_get_info(device)[0] > needed else torch.device("cpu")
 
 
 def _weights(

@@ -5,6 +5,9 @@
 bfloat16 has 8 bits: a step of less than 1/512 of a weight would be rounded away. The copies (masters) take such steps,
 and the model computes with them rounded. Gradients of these weights are float32 too, so that many micro-batches add up.
 Loading a model in bfloat16 and then its optimiser's state gives both back, bit for bit.
+
+`on_host=True` keeps masters and states in the host's memory, and steps them there, one parameter after another. (Not
+torchao's `CPUOffloadOptimizer`: it keeps no float32 weights, and copies gradients before they are clipped.)
 """
 
 from __future__ import annotations
@@ -19,17 +22,22 @@ from torch import Tensor, nn
 class MasterWeights(torch.optim.Optimizer):
     """`make`: builds the optimiser that is stepped, of the masters and of those `parameters` that need none.
 
-    `param_groups`, `state` and `defaults` are that optimiser's, so schedules work as with any other.
+    `on_host`: every parameter has a master, on the CPU. `param_groups`, `state` and `defaults` are the built
+    optimiser's, so schedules work as with any other.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+        self,
+        parameters: Iterable[nn.Parameter],
+        make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        *,
+        on_host: bool = False,
     ) -> None:
-        parameters = list(parameters)
-        self.low = [parameter for parameter in parameters if parameter.dtype == torch.bfloat16]
+        parameters, self.on_host = list(parameters), on_host
+        self.low = [parameter for parameter in parameters if on_host or parameter.dtype == torch.bfloat16]
         for parameter in self.low:
             parameter.grad_dtype = torch.float32
-        self.masters = [nn.Parameter(parameter.detach().float()) for parameter in self.low]
+        self.masters = [nn.Parameter(_on_host(one) if on_host else one.detach().float()) for one in self.low]
         of = dict(zip(self.low, self.masters, strict=True))
         self.inner = make([of.get(parameter, parameter) for parameter in parameters])
         super().__init__(parameters, self.inner.defaults)
@@ -43,8 +51,14 @@ class MasterWeights(torch.optim.Optimizer):
         """Step the masters by the gradients of the weights, and round them to the weights."""
         assert closure is None, "the loss is computed once a step"
         for parameter, master in zip(self.low, self.masters, strict=True):
-            master.grad = parameter.grad
-        self.inner.step()
+            if self.on_host and parameter.grad is not None:  # one gradient at a time: the others' parameters rest
+                master.grad = _on_host(parameter.grad)
+                self.inner.step()
+                master.grad = None
+            elif not self.on_host:
+                master.grad = parameter.grad
+        if not self.on_host:
+            self.inner.step()
         self._round()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -65,4 +79,12 @@ class MasterWeights(torch.optim.Optimizer):
         self._round()
 
     def _round(self) -> None:
-        torch._foreach_copy_(list[Tensor](self.low), list[Tensor](self.masters))
+        for parameter, master in zip(self.low, self.masters, strict=True) if self.on_host else ():
+            parameter.copy_(master.to(parameter.device, non_blocking=True))  # rounded there, not by the host
+        if not self.on_host:
+            torch._foreach_copy_(list[Tensor](self.low), list[Tensor](self.masters))
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A float32 copy, in page-locked memory, which moves faster; PyTorch keeps such memory and gives it out again."""
+    return torch.empty_like(tensor, device="cpu", dtype=torch.float32, pin_memory=tensor.is_cuda).copy_(tensor.detach())

@@ -1,6 +1,6 @@
 """The optimiser and the learning-rate schedule that a configuration names.
 
-optimizer = build_optimizer(model, config.policy.optimizer)
+optimizer = build_optimizer(model, config.policy.optimizer, cpu_offload=config.policy.dtensor_cfg.cpu_offload)
 scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=1000)
 """
 
@@ -36,12 +36,16 @@ def be_deterministic() -> None:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, *, cpu_offload: bool = False) -> torch.optim.Optimizer:
     """An optimiser over the model's trainable parameters; over float32 masters of those that are bfloat16.
 
     Adam and its variants of torchao round bfloat16 stochastically instead, unless `bf16_stochastic_round` is false.
-    Raises `ConfigError` for a class or arguments that fail.
+    `cpu_offload`: of all parameters, masters and states in the host's memory. Raises `ConfigError` for a class or
+    arguments that fail, and for `cpu_offload` without a GPU.
     """
+    if cpu_offload and not torch.cuda.is_available():
+        need = "a GPU that torch sees: without one, everything is in the host's memory already"
+        raise ConfigError("nothing can be offloaded", field="policy.dtensor_cfg.cpu_offload", got=True, need=need)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     is_low = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
     kwargs = dict(config.kwargs)
@@ -57,6 +61,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
             raise ConfigError("not an optimiser", where="policy.optimizer", field="name", got=config.name, need=need)
         return optimizer
 
+    if cpu_offload:
+        logger.info("The optimiser keeps float32 masters and its states in the host's memory, and steps them there.")
+        return MasterWeights(parameters, make, on_host=True)
     if not is_low:
         return make(parameters)
     if kwargs.get("bf16_stochastic_round"):

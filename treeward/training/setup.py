@@ -143,7 +143,7 @@ def set_up(
     _check_model(config, model, tokenizer, [*training_sets.values(), *validation_sets.values()])
     in_data = order.steps_per_epoch(config.policy.train_global_batch_size) * config.rm.max_num_epochs
     total_steps = planned_steps(config.rm, in_data, "rm")
-    optimizer = build_optimizer(model, config.policy.optimizer)
+    optimizer = build_optimizer(model, config.policy.optimizer, cpu_offload=config.policy.dtensor_cfg.cpu_offload)
     scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=total_steps)
     return RewardModelSetup(
         *(config, model, tokenizer, renderer, order, training_sets, validation_sets, validation_sizes),

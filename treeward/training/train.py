@@ -36,6 +36,7 @@ from treeward.losses import LOSSES
 from treeward.metrics import METRIC_NAMES, RewardMetrics, RewardSums
 from treeward.model.export import export_model, push_folder
 from treeward.model.loading import load_reward_model
+from treeward.model.lora import has_adapters
 from treeward.model.pretrained import DTYPES
 from treeward.scoring.golden import sign_folder
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
@@ -280,7 +281,10 @@ class RewardModelRun(Run):
 
     def save_model(self, folder: Path) -> None:
         setup = self.setup
-        export_model(setup.model, setup.tokenizer, folder / "model", rendering=setup.renderer.settings)
+        # Adapters are merged in float32, and rounded to what the export is to have.
+        keeps_sum = has_adapters(setup.model) and self.config.checkpointing.export_dtype == "float32"
+        dtype = torch.float32 if keeps_sum else None
+        export_model(setup.model, setup.tokenizer, folder / "model", rendering=setup.renderer.settings, dtype=dtype)
         save_adapted(setup.model, folder)
         sign_folder(folder / "model", model=setup.model, renderer=setup.renderer, may_be_broken=True)
 
@@ -291,7 +295,7 @@ class RewardModelRun(Run):
             model = load_reward_model(
                 best.path / "model",
                 tokenizer=setup.tokenizer,
-                dtype=DTYPES[policy.precision],
+                dtype=DTYPES["float32" if self.config.checkpointing.export_dtype == "float32" else policy.precision],
                 attention=policy.attention,
                 trust_remote_code=policy.trust_remote_code,
             ).model
