@@ -203,15 +203,15 @@ def measure(
 ) -> dict[str, Any]:
     """Everything about one setting. Raises `RuntimeError` where the variants do not compute the same."""
     reference = build_causal(size, tokenizer, device)
-    policy = _moved(reference)
+    policy = moved(reference)
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)
         variants = {
             TREE: _ours(PolicyModel, policy, reference, work),
             PACKED: _ours(PackedRows, policy, reference, work.alone),
             TREE_BF16: _ours(PolicyModel, policy, reference, work, dtype=torch.bfloat16),
-            TRL: _trl(policy, Path(folder), tokenizer, work, default=False),
-            TRL_DEFAULT: _trl(policy, Path(folder), tokenizer, work, default=True),
+            TRL: trl_update(policy, Path(folder), tokenizer, work, default=False),
+            TRL_DEFAULT: trl_update(policy, Path(folder), tokenizer, work, default=True),
             GROUPER: _grouper(policy, reference, work),
         }
     differences = check_exact(variants, exact)
@@ -246,7 +246,7 @@ def _ignore_round(call: Callable[[], object], number: int) -> object:
     return call()
 
 
-def _moved(reference: PreTrainedModel) -> PreTrainedModel:
+def moved(reference: PreTrainedModel) -> PreTrainedModel:
     """A policy that has left its reference a little, so that the penalty has a gradient."""
     policy = deepcopy(reference)
     generator = torch.Generator(policy.device).manual_seed(1)
@@ -342,10 +342,19 @@ def _grouper(policy: PreTrainedModel, reference: PreTrainedModel, work: Work) ->
     return Variant(update, gradients)
 
 
-def _trl(
-    policy: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase, work: Work, *, default: bool
+def trl_update(
+    policy: PreTrainedModel,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    work: Work,
+    *,
+    default: bool,
+    kind: Any = GRPOTrainer,
 ) -> Variant:
-    """TRL's trainer, given the completions as its own. `default`: bfloat16, activation checkpointing."""
+    """TRL's trainer, or a subclass of it, given the completions as its own.
+
+    `folder`: the reference. `default`: bfloat16, activation checkpointing.
+    """
     hf = deepcopy(policy)
     hf.set_attn_implementation("sdpa")
     hf.config._name_or_path = str(folder)  # where it reads its reference
@@ -364,14 +373,14 @@ def _trl(
         gradient_accumulation_steps=len(rows) // batch_size,
         **options,
     )
-    trainer = GRPOTrainer(
+    trainer = kind(
         model=hf,
         reward_funcs=lambda **_: [],
         args=config,
         train_dataset=Dataset.from_list([{"prompt": "unused"}] * len(work.groups)),
         processing_class=tokenizer,
     )
-    trainer._generate_and_score_completions = partial(_trl_batch, trainer, rows, work.advantages_PG.flatten())  # type: ignore[method-assign]
+    trainer._generate_and_score_completions = partial(_trl_batch, trainer, rows, work.advantages_PG.flatten())
     # What `trainer.train()` does before its first step:
     trainer.current_gradient_accumulation_steps = config.gradient_accumulation_steps
     if default:

@@ -166,9 +166,17 @@ def _trl(
 
 
 def trl_variant(
-    hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: list[Pair], attention: str = "sdpa", **options: Any
+    hf: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: list[Pair],
+    attention: str = "sdpa",
+    kind: Any = RewardTrainer,
+    **options: Any,
 ) -> Variant:
-    """TRL's trainer on a model where it is. `options`: of its configuration, whose defaults are its own otherwise."""
+    """TRL's trainer on a model where it is, or a subclass (`kind`) of it.
+
+    `options`: of its configuration, whose defaults are its own otherwise.
+    """
     hf.set_attn_implementation(attention)
     config = RewardConfig(
         output_dir=tempfile.mkdtemp(),
@@ -179,7 +187,7 @@ def trl_variant(
         **options,
     )
     rows = Dataset.from_list([{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in pairs[:64]])
-    trainer = RewardTrainer(model=hf, args=config, train_dataset=rows, processing_class=tokenizer)
+    trainer = kind(model=hf, args=config, train_dataset=rows, processing_class=tokenizer)
     # What `trainer.train()` does before its first step:
     trainer.current_gradient_accumulation_steps = 1
     if config.gradient_checkpointing:

@@ -17,6 +17,7 @@ SHORT = {
     "training_step.py": "--size tiny --pairs 2 --rounds 1",
     "scoring.py": "--size tiny --prompts 1 --rounds 1",
     "policy_update.py": "--size tiny --prompts 2 --rounds 1 --completions 4 --prompt-tokens 128",
+    "trl_dropin.py": "--size tiny --pairs 2 --prompts 2 --completions 4 --rounds 1 --prompt-tokens 128",
     "serving.py": "--size tiny --requests 16 --rounds 1 --connections 1 8",
     "soak.py": "--minutes 0.1 --clients 8",
     "gpu.py": "--tiny --minutes 9 --box 400",
@@ -29,7 +30,7 @@ IN_CI = ("training_step.py", "scoring.py")
     "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.long) for name in SHORT]
 )
 def test_a_short_run_succeeds(name: str, tmp_path: Path) -> None:
-    if name in ("policy_update.py", "gpu.py"):
+    if name in ("policy_update.py", "trl_dropin.py", "gpu.py"):
         pytest.importorskip("trl")
     command = [sys.executable, str(FOLDER / name), *SHORT[name].split()]
     if name == "gpu.py":

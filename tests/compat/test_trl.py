@@ -217,6 +217,27 @@ def test_grpo_trainer(options: dict[str, Any], adapters: str | None, tiny_tokeni
     assert ours.model.config._attn_implementation == "sdpa"
 
 
+def test_completions_of_a_prompt_share_a_micro_batch_where_the_loss_allows(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """TRL shuffles those of 6 prompts over 3 micro-batches; losses of an optimiser's step do not depend on it."""
+    options = {"gradient_accumulation_steps": 3, "max_steps": 3, "beta": 0.05, "max_completion_length": 8}
+    ours, theirs, mixed = (
+        train_policy(kind, tiny_tokenizer, tmp_path, loss_type=loss, **options)
+        for kind, loss in (
+            (compat.GRPOTrainer, "dapo"),
+            (trl.GRPOTrainer, "dapo"),
+            (compat.GRPOTrainer, "bnpo"),  # its mean is over the tokens of a micro-batch: they stay as they are
+        )
+    )
+    for name in ("loss", "grad_norm", "reward"):
+        mine, other = (
+            [entry[name] for entry in trainer.state.log_history if name in entry] for trainer in (ours, theirs)
+        )
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-4)
+    assert_fewer_tokens(ours, most=0.8)
+    shares = [t.trees[0].num_computed_tokens / t.trees[0].num_row_tokens for t in (ours, mixed)]
+    assert shares[0] < 0.8 * shares[1]
+
+
 def test_a_completion_that_is_masked_trains_nothing(tiny_tokenizer: Any, tmp_path: Path) -> None:
     """All are cut off at two tokens: no token is predicted, and the loss is TRL's differentiable zero."""
     trainer = train_policy(

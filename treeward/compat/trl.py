@@ -274,7 +274,9 @@ class RewardTrainer(_OnTrees, trl.RewardTrainer):  # type: ignore[misc,name-defi
 class GRPOTrainer(_OnTrees, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
     """`trl.GRPOTrainer` on trees: each prompt is computed once for its completions in a batch.
 
-    So it is for the policy, its earlier self and the reference. Generation, rewards and loss are TRL's.
+    So it is for the policy, its earlier self and the reference. Generation, rewards and loss are TRL's. TRL shuffles
+    completions over the micro-batches of an optimiser's step; where the loss is a sum over completions, those of a
+    prompt are put together again within the step.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -282,3 +284,35 @@ class GRPOTrainer(_OnTrees, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
         self._replace(LogProbsForward, self.model)
         if self.ref_model is not None:
             self._replace(LogProbsForward, self.ref_model)
+
+    _buffered_inputs: Any
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        steps = self.args.steps_per_generation
+        window = min(steps, self.args.gradient_accumulation_steps)
+        if self._buffered_inputs is before or max(steps, self.args.gradient_accumulation_steps) % window:
+            return inputs
+        # these compare a completion with the others of its micro-batch
+        is_mixed = self.loss_type == "bnpo" or self.top_entropy_quantile < 1.0 or self._entropy_bonus_enabled
+        if self.trees and not is_mixed:
+            batches = self._buffered_inputs
+            parts = [_by_prompt(batches[start : start + window]) for start in range(0, steps, window)]
+            self._buffered_inputs = [batch for part in parts for batch in part]
+        return self._buffered_inputs[self._step % steps]
+
+
+def _by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same completions in as many batches of the same size, those of a prompt next to each other."""
+    if len({len(batch["prompt_ids"]) for batch in batches}) > 1 or len(batches) == 1:
+        return batches
+    prompts = torch.cat([batch["prompt_ids"] for batch in batches]).tolist()
+    order = torch.tensor(sorted(range(len(prompts)), key=prompts.__getitem__))
+    found: list[dict[str, Any]] = [dict(batch) for batch in batches]
+    for name, value in batches[0].items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            rows = torch.cat([batch[name] for batch in batches])[order.to(value.device)]
+            for batch, part in zip(found, rows.chunk(len(batches)), strict=True):
+                batch[name] = part
+    return found
