@@ -36,7 +36,7 @@ from treeward.errors import ModelError
 from treeward.model.reward_model import RewardModel
 from treeward.tree import attention, mask
 from treeward.tree.batch import TreeBatch, TreeLayout
-from treeward.tree.mask import PositionMask, dense_mask
+from treeward.tree.mask import PositionMask
 
 PATHS = ("slices", "small_masks", "dense")
 
@@ -133,8 +133,10 @@ def _one_sibling_visible(batch: TreeBatch) -> TreeBatch:
     first, *others = batch.layout.trees
     segments = list(first.segments)
     segments[1] = replace(segments[1], subtree_end=segments[2].end)
-    layout = TreeLayout((replace(first, segments=tuple(segments)), *others), batch.layout.positions_T)
-    return replace(batch, layout=layout)
+    ends = batch.layout.subtree_end_T.clone()
+    ends[segments[1].start : segments[1].end] = segments[1].subtree_end
+    trees = (replace(first, segments=tuple(segments)), *others)
+    return replace(batch, layout=replace(batch.layout, trees=trees, subtree_end_T=ends))
 
 
 def _read_one_early(batch: TreeBatch) -> TreeBatch:
@@ -231,7 +233,7 @@ def test_the_mask_is_that_of_the_paths(function: Callable[..., Any]) -> None:
             for position in range(segment.depth, segment.depth + len(segment)):
                 for key, place in enumerate(path):
                     want[path[position], place] = bool(function(0, 0, torch.tensor(position), torch.tensor(key)))
-    assert torch.equal(dense_mask(PositionMask(function), layout), want)
+    assert torch.equal(PositionMask(function, layout).dense(), want)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 2)])
@@ -242,7 +244,8 @@ def test_slices_equal_masked_attention(
 ) -> None:
     """Forward and backward of the fast path, of one masked call per tree (what a GPU runs) and of the dense one."""
     monkeypatch.setattr(mask, "CALL_COST", call_cost)
-    layout, positions = layout_of(forest()), PositionMask(function)
+    layout = layout_of(forest())
+    positions = PositionMask(function, layout)
     generator = torch.Generator().manual_seed(0)
     query, key, value, grad = (
         torch.randn(1, n, layout.num_tokens, 8, generator=generator) for n in (heads[0], heads[1], heads[1], heads[0])
@@ -250,9 +253,9 @@ def test_slices_equal_masked_attention(
     inputs = [x.requires_grad_() for x in (query, key, value)]
 
     outs = [
-        attention._SlicedAttention.apply(*inputs, positions.parts(layout), 0.3),
-        attention._masked_attention(*inputs, positions, layout, 0.3),
-        attention._arithmetic(*inputs, dense_mask(positions, layout), 0.3, None, None),
+        attention._SlicedAttention.apply(*inputs, positions.parts, 0.3),
+        attention._masked_attention(*inputs, positions, 0.3),
+        attention._arithmetic(*inputs, positions.dense(), 0.3, None, None),
     ]
     fast, per_tree, dense = [(out, *torch.autograd.grad(out, inputs, grad)) for out in outs]
     for tensors in (fast, per_tree):
@@ -298,17 +301,17 @@ def test_windows_in_blocks_of_any_size(family: str, block: int, monkeypatch: pyt
 def test_what_cannot_be_served_exactly_is_refused() -> None:
     layout = layout_of([[[1, 2, 3], [1, 2, 4]]])
     with pytest.raises(ModelError, match="later tokens"):
-        PositionMask(lambda b, h, q, k: (q >= 0) & (k >= 0)).parts(layout)
+        _ = PositionMask(lambda b, h, q, k: (q >= 0) & (k >= 0), layout).parts
     with pytest.raises(ModelError, match="holes"):  # even positions see nothing, not even themselves
-        PositionMask(lambda b, h, q, k: (k <= q) & (q % 2 == 1)).parts(layout)
+        _ = PositionMask(lambda b, h, q, k: (k <= q) & (q % 2 == 1), layout).parts
     with pytest.raises(ModelError, match="holes"):  # nothing sees itself
-        PositionMask(lambda b, h, q, k: k < q).parts(layout)
+        _ = PositionMask(lambda b, h, q, k: k < q, layout).parts
     module, x = torch.nn.Linear(1, 1), torch.zeros(1, 2, layout.num_tokens, 4)
-    positions = PositionMask(causal)
-    with pytest.raises(ModelError, match="without a tree"):
-        attention._tree_attention(module, x, x, x, positions)
+    model = RewardModel(tiny_model("llama"))
+    with model.attention(attention.TREE), pytest.raises(ModelError, match="without a tree"):
+        model.hf(torch.tensor([[1, 2, 3]]))
     with pytest.raises(ModelError, match="attention mask by itself"):
-        attention._dense_attention(module, x, x, x, torch.zeros(1, 1, 4, 4), tree_layout=layout)
+        attention._dense_attention(module, x, x, x, torch.zeros(1, 1, 4, 4))
     for name in ("position_bias", "indices"):
         with pytest.raises(ModelError, match=name):
-            attention._tree_attention(module, x, x, x, positions, tree_layout=layout, **{name: x})
+            attention._tree_attention(module, x, x, x, PositionMask(causal, layout), **{name: x})

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from treeward.errors import ConfigError, ModelError
 from treeward.model.recomputation import selective_contexts
@@ -38,8 +39,9 @@ class WrappedModel(nn.Module):
         attention.register()
         self.hf = hf
         self.layout: Layout = layout
-        self.tree_attention = attention.TREE
-        """`attention.DENSE` computes trees by the dense reference instead of the fast path."""
+        self.tree_attention: str | None = None
+        """The implementation of `treeward.tree.attention` that computes trees; None: the one for the device."""
+        self._is_compiled = False
         _switch_off_noise(hf)
 
     @property
@@ -119,16 +121,26 @@ class WrappedModel(nn.Module):
         if self.hf.config._attn_implementation != implementation:
             if type(self.hf)._can_set_attn_implementation():
                 self.hf.set_attn_implementation(implementation)
-            elif implementation in (attention.TREE, attention.DENSE):
+            elif implementation.startswith("treeward"):
                 raise ModelError(
                     f"{type(self.hf).__name__} does not use transformers' attention interface",
                     fix="policy.attention=rows",
                 )
-        yield
+        # Layers are compiled for trees alone: what else is called would compile them for each new shape.
+        eager = self._is_compiled and implementation not in attention.COMPILED
+        with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
+            yield
 
     def plain_attention(self) -> contextlib.AbstractContextManager[None]:
         """Within it `hf` runs as transformers would run it."""
         return self.attention(self._row_attention)
+
+    def compile_layers(self, **options: Any) -> None:
+        """Compile the decoder layers (`torch.compile`, with its `options`) for trees; all of a kind share one graph."""
+        self._is_compiled = True
+        for layer in self.backbone.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.compile(**options)
 
     def recompute_activations(self, *, selective: bool = False) -> None:
         """Keep one activation per layer and compute the others again in the backward pass. Raises `ConfigError`.
@@ -150,15 +162,17 @@ class WrappedModel(nn.Module):
             ) from error
 
     def tree_hidden(self, batch: TreeBatch) -> Tensor:
-        """The last hidden state of every token of the trees, (T, D)."""
-        with self.attention(self.tree_attention):
+        """The last hidden state of every token of the trees, (T, D), and of what pads their row."""
+        implementation = self.tree_attention or attention.default_for(self.device)
+        if implementation in attention.COMPILED:
+            batch = batch.padded()
+        with self.attention(implementation), attention.over(batch.layout):
             hidden: Tensor = self.backbone(
                 input_ids=batch.tokens_T[None],
                 position_ids=batch.layout.positions_T[None],
                 # All ones rather than None: with None transformers takes restarting positions for packed sequences.
                 attention_mask=torch.ones_like(batch.tokens_T)[None],
                 use_cache=False,
-                tree_layout=batch.layout,
             ).last_hidden_state
         return hidden[0]
 

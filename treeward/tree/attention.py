@@ -1,50 +1,104 @@
 """Attention over a `TreeBatch`: a token sees itself, what precedes it in its segment, and the segments above it.
 
-`register()` makes two implementations known to transformers, so that every model that calls its attention through
-transformers' interface works unchanged:
+    register()
+    with over(batch.layout):
+        model(...)          # set to one of the implementations below
 
-- `treeward_tree`: the fast one. On a CPU it runs flash attention over slices and merges them by their log-sum-exp:
-  each segment against itself (causal), and each segment's keys against all tokens below it (no mask at all). Where a
-  tree is small, one call with a small mask is quicker. Elsewhere it runs one masked SDPA call per tree.
-- `treeward_dense`: the reference. One mask over the whole row and plain arithmetic; slow, and easy to believe.
+`register()` makes them known to transformers, so that every model that calls its attention through transformers'
+interface works unchanged:
 
-transformers hands each layer's own mask function (causal, sliding window, chunks) to `mask.PositionMask`. Soft-capped
-scores and attention sinks are computed as the model defines them, tree by tree.
+- `TREE`: without a compiler, anywhere. On a CPU it runs flash attention over slices and merges them by their
+  log-sum-exp: each segment against itself (causal), and each segment's keys against all tokens below it (no mask at
+  all). Where a tree is small, one call with a small mask is quicker. Elsewhere it runs one masked SDPA call per tree.
+- `FLEX`: FlexAttention (`treeward.tree.flex`), for GPUs.
+- `VARLEN`: FlashAttention over gathered paths (`treeward.tree.varlen`), for GPUs, where a layer allows it; else `FLEX`.
+- `DENSE`: the reference. One mask over the whole row and plain arithmetic; slow, and easy to believe.
+
+transformers asks for a mask of each layer type (causal, sliding window, chunks), and hands it to the layers. Ours knows
+the row as well, so layers need no further argument. Soft-capped scores and attention sinks are computed as the model
+defines them.
 
 Shapes: B batch (1: a row), H heads, J key/value heads, R = H / J, T tokens of the row, D head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._triton import has_triton
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
 from treeward.errors import ModelError
+from treeward.tree import flex, varlen
 from treeward.tree.batch import TreeLayout, TreeSpan
-from treeward.tree.mask import MaskFunction, Part, PositionMask, dense_mask
+from treeward.tree.flex import FlexMask
+from treeward.tree.mask import MaskFunction, Part, PositionMask
+from treeward.tree.prefix import Prefixes
+from treeward.tree.varlen import PathPlan
 
 TREE = "treeward_tree"
+FLEX = "treeward_flex"
+VARLEN = "treeward_varlen"
 DENSE = "treeward_dense"
 
-Prefixes = Sequence[tuple[Tensor, Tensor] | None]
-"""For each tree the keys and values (J, P, D) of its prefix in one layer."""
+COMPILED = (FLEX, VARLEN)
+"""Those that compiled layers can call, in rows of few lengths."""
+
+_Mask = TypeVar("_Mask", PositionMask, FlexMask, PathPlan)
+
+_row: ContextVar[TreeLayout | None] = ContextVar("_row", default=None)
 
 
 def register() -> None:
-    """Make `TREE` and `DENSE` known to transformers. Safe to repeat."""
-    for name, function in ((TREE, _tree_attention), (DENSE, _dense_attention)):
-        AttentionInterface.register(name, function)
+    """Make the implementations known to transformers. Safe to repeat."""
+    for name, attend, mask in (
+        (TREE, _tree_attention, PositionMask),
+        (FLEX, _flex_attention, FlexMask),
+        (VARLEN, _varlen_attention, _path_plan),
+        (DENSE, _dense_attention, PositionMask),
+    ):
+        AttentionInterface.register(name, attend)
         # Without a mask function of its own an implementation gets no mask, and never learns of a sliding window.
-        AttentionMaskInterface.register(name, _make_mask)
+        AttentionMaskInterface.register(name, _mask_maker(mask))
 
 
-def _make_mask(*, mask_function: MaskFunction, **_: Any) -> PositionMask:
-    return PositionMask(mask_function)
+def default_for(device: torch.device) -> str:
+    """What computes trees on a device unless `fastest` was asked."""
+    return FLEX if device.type == "cuda" and has_triton() else TREE
+
+
+@contextlib.contextmanager
+def over(layout: TreeLayout) -> Iterator[None]:
+    """Within it models make their masks for this row."""
+    token = _row.set(layout)
+    try:
+        yield
+    finally:
+        _row.reset(token)
+
+
+def _mask_maker(make: Callable[[MaskFunction, TreeLayout], object]) -> Callable[..., object]:
+    def make_mask(*, mask_function: MaskFunction, **_: Any) -> object:
+        layout = _row.get()
+        if layout is None:
+            raise ModelError(
+                "tree attention was called without a tree", where="policy.attention", fix="policy.attention=rows"
+            )
+        return make(mask_function, layout)
+
+    return make_mask
+
+
+def _path_plan(mask_function: MaskFunction, layout: TreeLayout) -> PathPlan | FlexMask:
+    is_plain = mask_function is causal_mask_function and layout.exchange is None
+    return PathPlan(layout) if is_plain else FlexMask(mask_function, layout)
 
 
 def _tree_attention(
@@ -56,10 +110,10 @@ def _tree_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    tree_layout: TreeLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    mask, layout = _checked(module, query_BHTD, attention_mask, tree_layout, kwargs)
+    mask = _checked(PositionMask, module, query_BHTD, attention_mask, kwargs)
+    layout = mask.layout
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
     prefixes = None if layout.exchange is None else layout.exchange.enter(key_BJTD, value_BJTD)
     out: Tensor
@@ -69,23 +123,62 @@ def _tree_attention(
             key_BJTD,
             value_BJTD,
             layout,
-            lambda q, k, v, tree: _written_out(q, k, v, mask, layout, tree, scale, softcap, s_aux),
+            lambda q, k, v, tree: _written_out(q, k, v, mask, tree, scale, softcap, s_aux),
             prefixes,
         )
     elif query_BHTD.device.type == "cpu" and query_BHTD.shape[-1] == value_BJTD.shape[-1]:
         dtype = value_BJTD.dtype
-        # In bfloat16 PyTorch's flash attention on a CPU is less exact, and slower for short segments.
-        query_BHTD, key_BJTD, value_BJTD = (x.float() for x in (query_BHTD, key_BJTD, value_BJTD))
-        parts = mask.parts(layout)
+        # In half precision PyTorch's flash attention on a CPU is less exact, and slower for short segments.
+        at_least = torch.promote_types(dtype, torch.float32)
+        query_BHTD, key_BJTD, value_BJTD = (x.to(at_least) for x in (query_BHTD, key_BJTD, value_BJTD))
         if prefixes is None:
-            out = _SlicedAttention.apply(query_BHTD, key_BJTD, value_BJTD, parts, scale)  # type: ignore[no-untyped-call]
+            out = _SlicedAttention.apply(query_BHTD, key_BJTD, value_BJTD, mask.parts, scale)  # type: ignore[no-untyped-call]
         else:
-            out, _ = _sliced(query_BHTD, key_BJTD, value_BJTD, parts, scale, prefixes)
+            out, _ = _sliced(query_BHTD, key_BJTD, value_BJTD, mask.parts, scale, prefixes)
             out = out.view(query_BHTD.shape)
         out = out.to(dtype)
     else:
-        out = _masked_attention(query_BHTD, key_BJTD, value_BJTD, mask, layout, scale, prefixes)
+        out = _masked_attention(query_BHTD, key_BJTD, value_BJTD, mask, scale, prefixes)
     return out.transpose(1, 2), None
+
+
+def _flex_attention(
+    module: torch.nn.Module,
+    query_BHTD: Tensor,
+    key_BJTD: Tensor,
+    value_BJTD: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    mask = _checked(FlexMask, module, query_BHTD, attention_mask, kwargs)
+    scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
+    out = flex.attend(query_BHTD, key_BJTD, value_BJTD, mask, scale=scale, softcap=softcap, sinks_H=s_aux)
+    return out.transpose(1, 2), None
+
+
+def _varlen_attention(
+    module: torch.nn.Module,
+    query_BHTD: Tensor,
+    key_BJTD: Tensor,
+    value_BJTD: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    if isinstance(attention_mask, FlexMask):
+        return _flex_attention(
+            module, query_BHTD, key_BJTD, value_BJTD, attention_mask, scaling, softcap, s_aux, **kwargs
+        )
+    plan = _checked(PathPlan, module, query_BHTD, attention_mask, kwargs)
+    if softcap is not None or s_aux is not None:
+        raise ModelError("FlashAttention has no soft-caps and sinks here", where=type(module).__name__, got=VARLEN)
+    scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
+    return varlen.attend(query_BHTD, key_BJTD, value_BJTD, plan, scale=scale).transpose(1, 2), None
 
 
 def _dense_attention(
@@ -97,29 +190,21 @@ def _dense_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    tree_layout: TreeLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    mask, layout = _checked(module, query_BHTD, attention_mask, tree_layout, kwargs)
-    assert layout.exchange is None, "the reference computes every token"
+    mask = _checked(PositionMask, module, query_BHTD, attention_mask, kwargs)
+    assert mask.layout.exchange is None, "the reference computes every token"
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
-    mask_TT = dense_mask(mask, layout).to(query_BHTD.device)
+    mask_TT = mask.dense().to(query_BHTD.device)
     out = _arithmetic(query_BHTD, key_BJTD, value_BJTD, mask_TT, scale, softcap, s_aux)
     return out.transpose(1, 2), None
 
 
 def _checked(
-    module: torch.nn.Module, query_BHTD: Tensor, mask: Any, layout: TreeLayout | None, kwargs: dict[str, Any]
-) -> tuple[PositionMask, TreeLayout]:
+    kind: type[_Mask], module: torch.nn.Module, query_BHTD: Tensor, mask: Any, kwargs: dict[str, Any]
+) -> _Mask:
     """Refuse what would be silently wrong: a call that tree attention cannot serve exactly."""
-    if layout is None:
-        raise ModelError(
-            "tree attention was called without a tree",
-            where=type(module).__name__,
-            need="a model that passes its keyword arguments on to its attention layers",
-            fix="policy.attention=rows",
-        )
-    if not isinstance(mask, PositionMask):
+    if not isinstance(mask, kind):
         raise ModelError(
             "this model builds its attention mask by itself",
             where=type(module).__name__,
@@ -132,8 +217,8 @@ def _checked(
             raise ModelError(f"tree attention has no {name}", where=type(module).__name__, fix="policy.attention=rows")
     dropout = kwargs.get("dropout")
     assert not dropout, f"dropout is off in reward models, got {dropout}"
-    assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == layout.num_tokens, query_BHTD.shape
-    return mask, layout
+    assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == len(mask.layout.positions_T), query_BHTD.shape
+    return mask
 
 
 def _by_tree(
@@ -161,7 +246,6 @@ def _masked_attention(
     key_BJTD: Tensor,
     value_BJTD: Tensor,
     mask: PositionMask,
-    layout: TreeLayout,
     scale: float,
     prefixes: Prefixes | None = None,
 ) -> Tensor:
@@ -171,11 +255,9 @@ def _masked_attention(
 
     def attend(query: Tensor, key: Tensor, value: Tensor, tree: TreeSpan) -> Tensor:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        return F.scaled_dot_product_attention(
-            query, key, value, mask.tree_mask(layout, tree, query.device), scale=scale
-        )
+        return F.scaled_dot_product_attention(query, key, value, mask.tree_mask(tree, query.device), scale=scale)
 
-    return _by_tree(query_BHTD, key_BJTD, value_BJTD, layout, attend, prefixes)
+    return _by_tree(query_BHTD, key_BJTD, value_BJTD, mask.layout, attend, prefixes)
 
 
 def _written_out(
@@ -183,16 +265,15 @@ def _written_out(
     key_BJKD: Tensor,
     value_BJKD: Tensor,
     mask: PositionMask,
-    layout: TreeLayout,
     tree: TreeSpan,
     scale: float,
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
     """`_arithmetic` of one tree, whose K = P + N keys are its prefix's and its own; by windows if it has them."""
-    windows = mask.windows(layout, tree)
+    windows = mask.windows(tree)
     if windows is None:
-        seen = mask.tree_mask(layout, tree, query_BHND.device)
+        seen = mask.tree_mask(tree, query_BHND.device)
         return _arithmetic(query_BHND, key_BJKD, value_BJKD, seen, scale, softcap, sinks_H)
     before, outs = tree.num_prefix_tokens - tree.start, []
     for window in windows:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from treeward.tree.prefix import Exchange, Kept, Prefix
 from treeward.tree.token_tree import Segment, TokenIds, TokenTree, common_prefix_length
@@ -50,14 +51,17 @@ class TreeSpan:
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """What attention must know of a row of T tokens: its trees, left to right, and each token's position (T,).
+    """What attention must know of a row of T tokens.
 
-    `exchange`: the prefixes of the trees, and what is to be kept; None where there is neither. It is used up by one
-    forward pass.
+    `trees`: left to right. `positions_T`: of each token in its conversation, int64 (T,). `subtree_end_T`: int64 (T,):
+    token q sees token k if `k <= q < subtree_end_T[k]`. `exchange`: the prefixes of the trees, and what is to be kept;
+    None where there is neither. It is used up by one forward pass. A padded row has tokens after the last tree, each of
+    which sees itself alone.
     """
 
     trees: tuple[TreeSpan, ...]
     positions_T: Tensor
+    subtree_end_T: Tensor
     exchange: Exchange | None = None
 
     @property
@@ -81,7 +85,7 @@ class TreeBatch:
 
     @property
     def num_computed_tokens(self) -> int:
-        return len(self.tokens_T)
+        return self.layout.num_tokens
 
     @classmethod
     def from_groups(
@@ -127,7 +131,11 @@ class TreeBatch:
                 Kept(of_groups[g], _path(spans[g], int(reads[starts[g] + k]), num_tokens)) for g, k, num_tokens in keep
             ]
             exchange = Exchange(of_groups, kept)
-        layout = TreeLayout(tuple(spans), torch.from_numpy(np.concatenate(positions)), exchange)
+        of_all = [segment for span in spans for segment in span.segments]
+        ends = np.repeat([one.subtree_end for one in of_all], [len(one) for one in of_all])
+        layout = TreeLayout(
+            tuple(spans), torch.from_numpy(np.concatenate(positions)), torch.from_numpy(ends.astype(np.int64)), exchange
+        )
         num_row_tokens = sum(len(sequence) for sequence in sequences)
         return cls(torch.from_numpy(np.concatenate(tokens)), layout, torch.from_numpy(reads), sizes, num_row_tokens)
 
@@ -139,8 +147,25 @@ class TreeBatch:
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> TreeBatch:
-        layout = replace(self.layout, positions_T=change(self.layout.positions_T))
+        layout = self.layout
+        layout = replace(layout, positions_T=change(layout.positions_T), subtree_end_T=change(layout.subtree_end_T))
         return replace(self, tokens_T=change(self.tokens_T), layout=layout, reads_S=change(self.reads_S))
+
+    def padded(self) -> TreeBatch:
+        """The same forest in a row of one of few lengths: multiples of 128, at most eight from n to 2n tokens.
+
+        What is compiled for a length is then used again. The tokens that are added belong to no sequence.
+        """
+        length, layout = len(self.tokens_T), self.layout
+        step = max(128, 2 ** (length.bit_length() - 4))
+        ends = torch.arange(1, -(-length // step) * step + 1, device=self.tokens_T.device)
+        rest = len(ends) - length
+        layout = replace(
+            layout,
+            positions_T=F.pad(layout.positions_T, (0, rest)),
+            subtree_end_T=torch.cat([layout.subtree_end_T, ends[length:]]),
+        )
+        return replace(self, tokens_T=F.pad(self.tokens_T, (0, rest)), layout=layout)
 
     def split(self, scores_S: Tensor) -> tuple[Tensor, ...]:
         """The scores of each group, (K,) each."""

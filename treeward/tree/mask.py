@@ -1,7 +1,7 @@
 """`PositionMask`: which tokens of a `TreeBatch` see each other, as parts that attention computes one by one.
 
-    mask = PositionMask(mask_function)      # of one layer type, from transformers
-    for part in mask.parts(layout): ...     # queries [q_start, q_end) against keys [k_start, k_end)
+    mask = PositionMask(mask_function, layout)      # of one layer type, from transformers, and of one row
+    for part in mask.parts: ...                     # queries [q_start, q_end) against keys [k_start, k_end)
 
 One rule says who sees whom: `k <= q < subtree_end[k]`, and the layer's own mask function on the positions within the
 conversation. Where a layer sees everything, each segment's keys are seen by all tokens below it. Where it sees a window
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -92,16 +93,14 @@ class Window:
 
 
 class PositionMask:
-    """One layer type's mask: which position sees which, and what follows from it for the trees of a row.
+    """One layer type's mask over one row: which position sees which, and what follows from it for the trees.
 
     transformers passes it from a model's mask creation to its attention layers in place of a tensor. It lives for one
-    forward (and its backward); what it works out for a layout is kept for the other layers.
+    forward (and its backward); what it works out is kept for the other layers of its type.
     """
 
-    def __init__(self, mask_function: MaskFunction) -> None:
-        self.mask_function = mask_function
-        self._layout: TreeLayout | None = None
-        self._parts: list[Part] = []
+    def __init__(self, mask_function: MaskFunction, layout: TreeLayout) -> None:
+        self.mask_function, self.layout = mask_function, layout
         self._windows: dict[int, list[Window] | None] = {}
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
         self._first_seen: dict[int, int] = {}
@@ -112,24 +111,23 @@ class PositionMask:
         allowed = self.mask_function(zero, zero, queries_Q[:, None], keys_K[None, :])
         return torch.as_tensor(allowed).expand(len(queries_Q), len(keys_K))
 
-    def parts(self, layout: TreeLayout) -> list[Part]:
+    @cached_property
+    def parts(self) -> list[Part]:
         """The parts that cover exactly what the tokens of all trees may see; small trees become one masked part.
 
         Raises `ModelError` for a mask that is not causal, or that leaves keys out between those that a query sees.
         """
-        self._enter(layout)
-        if not self._parts:
-            for t, tree in enumerate(layout.trees):
-                own = list(self._tree_parts(layout, tree))
-                if len(own) > 1 and len(tree) ** 2 <= sum(part.area for part in own) + CALL_COST * (len(own) - 1):
-                    mask = self._visible(tree)[:, tree.num_prefix_tokens :]
-                    own = [Part(tree.start, tree.end, tree.start, tree.end, False, mask, first=True)]
-                self._parts += [*own, *self._prefix_parts(layout, t, tree)]
-        return self._parts
+        parts: list[Part] = []
+        for t, tree in enumerate(self.layout.trees):
+            own = list(self._tree_parts(tree))
+            if len(own) > 1 and len(tree) ** 2 <= sum(part.area for part in own) + CALL_COST * (len(own) - 1):
+                mask = self._visible(tree)[:, tree.num_prefix_tokens :]
+                own = [Part(tree.start, tree.end, tree.start, tree.end, False, mask, first=True)]
+            parts += [*own, *self._prefix_parts(t, tree)]
+        return parts
 
-    def windows(self, layout: TreeLayout, tree: TreeSpan) -> list[Window] | None:
+    def windows(self, tree: TreeSpan) -> list[Window] | None:
         """A tree's queries in blocks, each with its keys; None where nothing is out of the last token's sight."""
-        self._enter(layout)
         if tree.start not in self._windows:
             last = torch.tensor([tree.depth - 1])
             if tree.depth > 1 and bool(self.allowed(torch.tensor([0]), last).any()):
@@ -142,17 +140,18 @@ class PositionMask:
             self._windows[tree.start] = None if sees_all else list(self._cut(tree))
         return self._windows[tree.start]
 
-    def tree_mask(self, layout: TreeLayout, tree: TreeSpan, device: torch.device) -> Tensor:
+    def tree_mask(self, tree: TreeSpan, device: torch.device) -> Tensor:
         """What the tokens of one tree see of its prefix and of each other, bool (N, P + N)."""
-        self._enter(layout)
         key = (tree.start, device)
         if key not in self._masks:
             self._masks[key] = self._visible(tree).to(device)
         return self._masks[key]
 
-    def _enter(self, layout: TreeLayout) -> None:
-        if self._layout is not layout:
-            self._layout, self._parts, self._windows, self._masks = layout, [], {}, {}
+    def dense(self) -> Tensor:
+        """What every token of the row sees, bool (T, T)."""
+        cpu = torch.device("cpu")
+        visible: Tensor = torch.block_diag(*(self.tree_mask(tree, cpu) for tree in self.layout.trees))
+        return visible.bool()
 
     def _visible(self, tree: TreeSpan) -> Tensor:
         """The rule `k <= q < subtree_end[k]` and the mask function, written out: bool (N, P + N)."""
@@ -165,8 +164,8 @@ class PositionMask:
         seen = torch.cat([torch.ones(len(own), len(prefix), dtype=torch.bool), seen], dim=1)
         return seen & self.allowed(positions, torch.cat([prefix, positions]))
 
-    def _tree_parts(self, layout: TreeLayout, tree: TreeSpan) -> Iterator[Part]:
-        windows = self.windows(layout, tree)
+    def _tree_parts(self, tree: TreeSpan) -> Iterator[Part]:
+        windows = self.windows(tree)
         for segment in tree.segments if windows is None else ():
             yield Part(segment.start, segment.end, segment.start, segment.end, True, None, first=True)
         for segment in tree.segments if windows is None else ():
@@ -176,9 +175,9 @@ class PositionMask:
             yield self._diagonal(window)
             yield from self._before(window, in_prefix=False)
 
-    def _prefix_parts(self, layout: TreeLayout, t: int, tree: TreeSpan) -> Iterator[Part]:
+    def _prefix_parts(self, t: int, tree: TreeSpan) -> Iterator[Part]:
         """The parts of a tree's tokens against its prefix; each comes after the tokens' first part."""
-        windows = self.windows(layout, tree)
+        windows = self.windows(tree)
         if windows is None and tree.num_prefix_tokens:
             yield Part(tree.start, tree.end, 0, tree.num_prefix_tokens, False, None, first=False, prefix_of=t)
         for window in windows or ():
@@ -239,9 +238,3 @@ class PositionMask:
                 if num_queries:
                     q_end = window.q_start + num_queries
                     yield Part(window.q_start, q_end, keys.start, keys.end, False, mask, first=False)
-
-
-def dense_mask(mask: PositionMask, layout: TreeLayout) -> Tensor:
-    """What every token of the row sees, bool (T, T)."""
-    visible: Tensor = torch.block_diag(*(mask.tree_mask(layout, tree, torch.device("cpu")) for tree in layout.trees))
-    return visible.bool()

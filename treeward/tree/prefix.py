@@ -43,6 +43,10 @@ class Prefix:
         )
 
 
+Prefixes = Sequence[tuple[Tensor, Tensor] | None]
+"""For each tree the keys and values (J, P, D) of its prefix in one layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What is to be kept of a tree: its prefix, if it has one, and then these ranges of the row, root first."""

@@ -1,0 +1,219 @@
+"""FlexAttention over trees: what a GPU runs, as far as a CPU shows it.
+
+The kernels of a GPU cannot run here. Everything that is ours can: the rule, the blocks that a kernel visits, soft-caps,
+sinks, prefixes and padding. PyTorch computes FlexAttention without a compiler, forward and backward, once its refusal
+of gradients on a CPU is taken away; its compiled CPU kernel visits our blocks, forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from families import DECODERS, assert_tree_equals_rows, forest, plain_scores, score_error, tiny_model
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import flex_attention as torch_flex
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+from treeward.errors import ModelError
+from treeward.model.reward_model import RewardModel
+from treeward.tree import attention, flex, varlen
+from treeward.tree.batch import TreeBatch
+from treeward.tree.flex import FlexMask
+from treeward.tree.mask import PositionMask
+from treeward.tree.varlen import PathPlan
+
+
+@pytest.fixture
+def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own arithmetic of FlexAttention, with gradients."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex, "_compiled", lambda: torch_flex.flex_attention)
+
+
+def flex_model(family: str, **changes: Any) -> RewardModel:
+    model = RewardModel(tiny_model(family, **changes))
+    model.tree_attention = attention.FLEX
+    return model
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_trees_equal_rows(family: str, eager_flex: None) -> None:
+    assert_tree_equals_rows(flex_model(family), forest())
+
+
+def random_forest(seed: int) -> list[list[list[int]]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(3, 9, (count,), generator=generator).tolist()
+
+    groups = []
+    for _ in range(draw(1, 5)):
+        prompt = tokens(draw(1, 400))
+        groups.append([prompt[: draw(1, len(prompt) + 1)] + tokens(draw(1, 200)) for _ in range(draw(1, 6))])
+    return groups
+
+
+def chunks(_b: Any, _h: Any, query: Any, key: Any) -> Any:
+    return (key <= query) & (query // 150 == key // 150)
+
+
+MASKS = {"causal": causal_mask_function, "window": sliding_window_causal_mask_function(150), "chunks": chunks}
+
+
+@pytest.mark.parametrize("function", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("seed", range(12))
+def test_blocks_and_rule_are_the_mask(seed: int, function: Callable[..., Any]) -> None:
+    """What the kernel computes: full blocks without the rule, partial ones with it, and nothing elsewhere."""
+    batch = TreeBatch.from_groups(random_forest(seed)).padded()
+    layout, length = batch.layout, len(batch.tokens_T)
+    block_mask = FlexMask(function, layout).block_mask
+    places = torch.arange(length)
+    zero = torch.zeros((), dtype=torch.long)
+    rule = block_mask.mask_mod(zero, zero, places[:, None], places[None, :])
+    computed = torch.zeros(length, length, dtype=torch.bool)
+    blocks = {"partial": (block_mask.kv_num_blocks, block_mask.kv_indices)}
+    blocks["full"] = (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    for kind, (counts, indices) in blocks.items():
+        for q, count in enumerate(counts[0, 0].tolist()):
+            for k in indices[0, 0, q, :count].tolist():
+                block = (slice(128 * q, 128 * q + 128), slice(128 * k, 128 * k + 128))
+                assert not computed[block].any()  # visited once
+                computed[block] = rule[block] if kind == "partial" else True
+    want = torch.eye(length, dtype=torch.bool)  # a token that pads the row sees itself
+    want[: layout.num_tokens, : layout.num_tokens] = PositionMask(function, layout).dense()
+    assert torch.equal(computed, want)
+    torch.testing.assert_close(block_mask.to_dense(), _dense_of(blocks, block_mask.to_dense().shape))
+    visited = sum(int(counts.sum()) for counts, _ in blocks.values())
+    assert visited <= 1.3 * len(_touched(want)) + 2
+
+
+def _dense_of(blocks: dict[str, tuple[torch.Tensor, torch.Tensor]], shape: torch.Size) -> torch.Tensor:
+    dense = torch.zeros(shape, dtype=torch.int32)
+    for counts, indices in blocks.values():
+        for q, count in enumerate(counts[0, 0].tolist()):
+            dense[0, 0, q, indices[0, 0, q, :count].long()] = 1
+    return dense
+
+
+def _touched(seen: torch.Tensor) -> set[tuple[int, int]]:
+    return {(q // 128, k // 128) for q, k in seen.nonzero().tolist()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_the_compiled_kernel_visits_the_right_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of one length: with lengths left open, PyTorch 2.13 writes C++ that does not compile for a window's mask.
+    monkeypatch.setattr(flex, "_compiled", lambda: torch.compile(torch_flex.flex_attention, dynamic=False))
+    model = flex_model(family, head_dim=16)
+    groups = [[row for row in group if len(row) < 1000] for group in random_forest(3)]
+    with torch.no_grad():
+        got = model(model.make_batch(groups))
+    assert score_error(got, plain_scores(model.hf, [row for group in groups for row in group])) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_prefixes_are_keys_behind_the_row(family: str, eager_flex: None) -> None:
+    model = flex_model(family)
+    prompt, completions = list(range(3, 43)), [[50, 51, 52], [50, 60], [70]]
+    rows = [prompt + completion for completion in completions]
+    with torch.no_grad():
+        first = TreeBatch.from_groups([[prompt]], keep=[(0, 0, len(prompt))])
+        model(first)
+        assert first.layout.exchange is not None
+        (prefix,) = first.layout.exchange.kept()
+        other = [[90, 91, 92, 93], [90, 95]]
+        batch = TreeBatch.from_groups([completions, other], prefixes=[prefix, None])
+        got = model(batch)
+    assert score_error(got, plain_scores(model.hf, [*rows, *other])) <= 1e-5
+
+
+def test_padding_changes_nothing(eager_flex: None) -> None:
+    model = flex_model("qwen3")
+    batch = TreeBatch.from_groups(forest())
+    assert len(batch.padded().tokens_T) == 256 and batch.padded().num_computed_tokens == batch.num_computed_tokens
+    torch.testing.assert_close(model(batch.padded()), model(batch), rtol=0, atol=1e-6)
+
+
+def test_rows_have_few_lengths() -> None:
+    lengths = {len(TreeBatch.from_groups([[[1] * n]]).padded().tokens_T) for n in range(1, 4097)}
+    assert len(lengths) == 8 + 8 + 8 and all(length % 128 == 0 for length in lengths)
+    assert all(
+        len(TreeBatch.from_groups([[[1] * n]]).padded().tokens_T) <= max(n + 127, 1.125 * n) for n in range(1, 4097, 7)
+    )
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt_oss", "gpt2"))]
+)
+def test_a_decoder_layer_is_one_graph(family: str, eager_flex: None) -> None:
+    """Forward and backward without a break; all layers of a kind share it, and rows of every length."""
+    plain, model = tiny_model(family), flex_model(family)
+    counter = CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+    model.compile_layers(backend=counter, fullgraph=True)
+    compiled = []
+    for groups in (random_forest(1), random_forest(2), forest(), random_forest(3)):
+        sequences = [row for group in groups for row in group]
+        scores = model(TreeBatch.from_groups(groups).padded())
+        scores.sum().backward()
+        assert score_error(scores, plain_scores(plain, sequences)) <= 1e-5
+        assert score_error(plain_scores(model.hf, sequences[:1]), plain_scores(plain, sequences[:1])) <= 1e-6
+        compiled.append(counter.frame_count)
+    # For the first length; once more, for all lengths; and so for each kind of layer. Plain rows are not compiled.
+    assert compiled[0] <= compiled[1] == compiled[2] == compiled[3] <= 4
+
+
+@pytest.fixture
+def cpu_varlen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """PyTorch's varlen_attn has no CPU kernel: its definition, one sequence after another, in its place."""
+    calls: list[tuple[int, int]] = []
+
+    def varlen_attn(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_starts: torch.Tensor,
+        key_starts: torch.Tensor, max_queries: int, max_keys: int, *, scale: float, window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        assert window_size == (-1, 0) and enable_gqa
+        calls.append((len(query), len(key)))
+        outs = []
+        bounds = [x.tolist() for x in (query_starts, key_starts)]
+        assert bounds[0][-1] == len(query) and bounds[1][-1] == len(key)
+        for q, q_end, k, k_end in zip(*(part for b in bounds for part in (b, b[1:])), strict=False):
+            assert q_end - q <= max_queries and k_end - k <= max_keys
+            seen = torch.ones(q_end - q, k_end - k, dtype=torch.bool).tril(k_end - k - (q_end - q))
+            q1, k1, v1 = (x.transpose(0, 1)[None] for x in (query[q:q_end], key[k:k_end], value[k:k_end]))
+            one = torch.nn.functional.scaled_dot_product_attention(q1, k1, v1, seen, scale=scale, enable_gqa=enable_gqa)
+            outs.append(one[0].transpose(0, 1))
+        return torch.cat(outs)
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    yield calls
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_gathered_paths_equal_rows(family: str, cpu_varlen: list[tuple[int, int]], eager_flex: None) -> None:
+    model = flex_model(family)
+    model.tree_attention = attention.VARLEN
+    if family in ("gemma2", "gpt_oss"):
+        with pytest.raises(ModelError, match="no soft-caps and sinks"):
+            assert_tree_equals_rows(model, forest())
+        return
+    assert_tree_equals_rows(model, forest())
+    only_windows = family in ("mistral", "phi3")
+    assert bool(cpu_varlen) != only_windows, "layers with a window run by FlexAttention"
+
+
+def test_gathered_keys_are_those_of_the_paths() -> None:
+    batch = TreeBatch.from_groups([[[1, 2, 3, 4], [1, 2, 5], [1, 2, 3]]]).padded()
+    plan = PathPlan(batch.layout)
+    starts = plan.key_starts.tolist()
+    paths = [plan.keys_K[start:end].tolist() for start, end in zip(starts, starts[1:], strict=False)]
+    assert paths == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4], list(range(5, 128))]
+    assert plan.query_starts.tolist() == [0, 2, 3, 4, 5, 128]

@@ -1,0 +1,162 @@
+"""Attention over a `TreeBatch` by FlexAttention: one compiled kernel a layer, on a GPU.
+
+    layout = batch.layout
+    mask = FlexMask(mask_function, layout)      # of one layer type, from transformers, and of one row
+    out_BHTD = attend(query_BHTD, key_BJTD, value_BJTD, mask, scale=0.125)
+
+The rule `k <= q < subtree_end[k]` and the layer's own mask function are evaluated within the kernel, and only in blocks
+of 128 x 128 tokens that are neither empty nor full. Which blocks are what follows from the extremes of the rule's
+numbers in each block: a few small tensors, computed on the device, without a loop and without waiting for it.
+
+A tree's prefix (`treeward.tree.prefix`) lies behind the keys of the row: each of its keys is seen by all tokens of its
+tree. So long prompts that are cached cost full blocks, which need no mask at all, and nothing is merged afterwards.
+
+Shapes: B batch (1: a row), H heads, J key/value heads, T tokens of the row, K keys (T and those of prefixes), D head
+dimension, Q and L blocks of queries and of keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from transformers.masking_utils import causal_mask_function
+
+from treeward.tree.batch import TreeLayout
+from treeward.tree.mask import MaskFunction
+from treeward.tree.prefix import Prefixes
+
+BLOCK = 128
+
+
+class FlexMask:
+    """One layer type's mask over one row, as FlexAttention takes it: `block_mask`. `layout`: of the row.
+
+    The mask function must see, of a conversation, all positions from a first one, which never falls from one query to
+    the next: causal masks, sliding windows and chunks do.
+    """
+
+    def __init__(self, mask_function: MaskFunction, layout: TreeLayout) -> None:
+        self.layout = layout
+        self.block_mask = _block_mask(mask_function, layout)
+
+
+def attend(
+    query_BHTD: Tensor,
+    key_BJTD: Tensor,
+    value_BJTD: Tensor,
+    mask: FlexMask,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """The output (B, H, T, D). `softcap`: scores become c tanh(s / c). `sinks_H`: one more key without a value."""
+    exchange = mask.layout.exchange
+    if exchange is not None:
+        key_BJTD, value_BJTD = _with_prefixes(key_BJTD, value_BJTD, exchange.enter(key_BJTD, value_BJTD))
+    kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
+    options: dict[str, Any] = {
+        "score_mod": None if softcap is None else _soft_cap(softcap),
+        "block_mask": mask.block_mask,
+        "scale": scale,
+        "enable_gqa": True,
+    }
+    if sinks_H is None:
+        out: Tensor = kernel(query_BHTD, key_BJTD, value_BJTD, **options)
+        return out
+    out, aux = kernel(query_BHTD, key_BJTD, value_BJTD, **options, return_aux=AuxRequest(lse=True))
+    # softmax with one more score s: every weight times exp(lse) / (exp(lse) + exp(s))
+    share = torch.sigmoid(aux.lse - sinks_H.float()[None, :, None])
+    return out * share[..., None].to(out.dtype)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    """For layers that are not compiled themselves. The second length of a row compiles it once more, for all lengths.
+
+    Not at once for all (`dynamic=True`): the block size and the scale would be variables too.
+    """
+    return torch.compile(flex_attention)
+
+
+def _soft_cap(softcap: float) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, *_: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return score_mod
+
+
+def _with_prefixes(key_BJTD: Tensor, value_BJTD: Tensor, prefixes: Prefixes) -> tuple[Tensor, Tensor]:
+    known = [one for one in prefixes if one is not None]
+    keys, values = ([own, *(one[i].to(own)[None] for one in known)] for i, own in enumerate((key_BJTD, value_BJTD)))
+    return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+
+def _block_mask(mask_function: MaskFunction, layout: TreeLayout) -> BlockMask:
+    positions_T, device = layout.positions_T, layout.positions_T.device
+    length = len(positions_T)
+    first_K, end_K, positions_K = torch.arange(length, device=device), layout.subtree_end_T, positions_T
+    if trees := [tree for tree in layout.trees if tree.num_prefix_tokens]:
+        sizes = torch.tensor([tree.num_prefix_tokens for tree in trees])
+        first, end = (
+            torch.tensor(places).repeat_interleave(sizes).to(device)
+            for places in ([tree.start for tree in trees], [tree.end for tree in trees])
+        )
+        own = torch.cat([torch.arange(tree.num_prefix_tokens) for tree in trees]).to(device)
+        first_K, end_K, positions_K = (torch.cat(pair) for pair in ((first_K, first), (end_K, end), (positions_K, own)))
+    # A tree's own order is that of its positions: a causal mask adds nothing to it.
+    is_causal = mask_function is causal_mask_function
+
+    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (first_K[key] <= query) & (query < end_K[key])
+        return seen if is_causal else seen & mask_function(batch, head, positions_T[query], positions_K[key])
+
+    any_QL, full_QL = _blocks(mask_function, positions_T, (first_K, end_K, positions_K))
+    partial_QL = any_QL & ~full_QL
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial_QL),
+        *_ordered(full_QL),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=(length, len(first_K)),
+    )
+
+
+def _blocks(
+    mask_function: MaskFunction, positions_T: Tensor, keys: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Which blocks hold anything that is seen, at least, and which hold nothing else, bool (Q, L) each."""
+    first_K, end_K, positions_K = keys
+    length = len(positions_T)
+    start_Q1 = torch.arange(0, length, BLOCK, device=positions_T.device)[:, None]
+    last_Q1 = (start_Q1 + BLOCK - 1).clamp_max(length - 1)
+    first_low, first_high = _extremes(first_K, length)
+    end_low, end_high = _extremes(end_K, 0)
+    any_QL = (first_low <= last_Q1) & (end_high > start_Q1)
+    full_QL = (first_high <= start_Q1) & (end_low > last_Q1)
+    query_low, query_high = (x[:, None] for x in _extremes(positions_T, None))
+    key_low, key_high = _extremes(positions_K, None)
+    zero = torch.zeros((), dtype=torch.long, device=positions_T.device)
+    # The pair that is nearest to each other is seen if any is, and that which is farthest only if all are.
+    nearest = mask_function(zero, zero, query_low, torch.minimum(key_high, query_low))
+    farthest = mask_function(zero, zero, query_high, torch.minimum(key_low, query_high))
+    return any_QL & nearest, full_QL & farthest
+
+
+def _extremes(values_N: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest value of each block; the last block is filled with `padding`, or its last value."""
+    rest = -len(values_N) % BLOCK
+    filling = values_N[-1:].expand(rest) if padding is None else values_N.new_full((rest,), padding)
+    blocks = torch.cat([values_N, filling]).view(-1, BLOCK)
+    return blocks.amin(dim=1), blocks.amax(dim=1)
+
+
+def _ordered(chosen_QL: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row the number of chosen blocks, int32 (1, 1, Q), and their places first, int32 (1, 1, Q, L)."""
+    places = chosen_QL.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    return chosen_QL.sum(dim=1, dtype=torch.int32)[None, None], places.to(torch.int32)[None, None].contiguous()

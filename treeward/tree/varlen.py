@@ -1,0 +1,85 @@
+"""Attention over a `TreeBatch` by FlashAttention: each segment's queries against the keys of its path, gathered.
+
+    plan = PathPlan(layout)
+    out_BHTD = attend(query_BHTD, key_BJTD, value_BJTD, plan, scale=0.125)
+
+The segments of a row are its queries, one sequence of them after another. The keys of a sequence are the tokens from
+the root of its tree to its own end, so a causal mask aligned at the end is the rule of the tree. A shared token's keys
+are copied once for each segment below it: more memory and copying than `treeward.tree.flex`, with a faster kernel. It
+needs half precision, on a GPU, and serves layers that see everything before them, without soft-caps, sinks (its
+log-sum-exp has no gradient) or prefixes.
+
+Shapes: B batch (1: a row), H heads, J key/value heads, T tokens of the row, K gathered keys, D head dimension,
+G segments.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from treeward.tree.batch import TreeLayout
+from treeward.tree.token_tree import Segment
+
+
+class PathPlan:
+    """Which keys each segment of a row reads, on the row's device. `layout`: of the row.
+
+    `keys_K`: places in the row, int64. `query_starts`, `key_starts`: where each segment's begin, int32 (G + 1,).
+    `max_queries`, `max_keys`: of the longest. Tokens that pad the row are a segment of their own.
+    """
+
+    def __init__(self, layout: TreeLayout) -> None:
+        self.layout = layout
+        device, length = layout.positions_T.device, len(layout.positions_T)
+        paths: list[np.ndarray] = []
+        sizes: list[int] = []
+        for tree in layout.trees:
+            for segment in tree.segments:
+                at: Segment | None = segment
+                path: list[np.ndarray] = []
+                while at is not None:
+                    path.append(np.arange(at.start, at.end))
+                    at = None if at.parent is None else tree.segments[at.parent]
+                paths.append(np.concatenate(path[::-1]))
+                sizes.append(len(segment))
+        if layout.num_tokens < length:
+            paths.append(np.arange(layout.num_tokens, length))
+            sizes.append(length - layout.num_tokens)
+        self.max_queries, self.max_keys = max(sizes), max(map(len, paths))
+        self.keys_K = torch.from_numpy(np.concatenate(paths)).to(device)
+        self.query_starts, self.key_starts = (
+            torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device)
+            for lengths in (sizes, map(len, paths))
+        )
+
+
+def attend(
+    query_BHTD: Tensor,
+    key_BJTD: Tensor,
+    value_BJTD: Tensor,
+    plan: PathPlan,
+    *,
+    scale: float,
+) -> Tensor:
+    """The output (B, H, T, D)."""
+    # The gradients of a key that is gathered several times are added up in float32.
+    key, value = (x[0].transpose(0, 1).float().index_select(0, plan.keys_K).to(x.dtype) for x in (key_BJTD, value_BJTD))
+    out = varlen_attn(
+        query_BHTD[0].transpose(0, 1),
+        key,
+        value,
+        plan.query_starts,
+        plan.key_starts,
+        plan.max_queries,
+        plan.max_keys,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=True,
+    )
+    assert isinstance(out, Tensor)
+    return out.transpose(0, 1)[None]
