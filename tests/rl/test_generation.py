@@ -15,9 +15,11 @@ from treeward.config.grpo_policy import GenerationConfig
 from treeward.data.rendering import Renderer
 from treeward.errors import ModelError
 from treeward.model.policy_model import PolicyModel
+from treeward.rl import sampling
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion, prompt_lengths
 from treeward.rl.generation import CompletionReader, LocalGenerator, end_ids_of, template_end_ids
 from treeward.rl.setup import _make_generator
+from treeward.tree import decoding
 
 PROMPTS = [Prompt(({"role": "user", "content": text},), where=f"row {n}") for n, text in enumerate(("a", "bb", "c d"))]
 IDS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
@@ -95,6 +97,42 @@ def test_a_seed_determines_the_completions_and_nothing_else_does(policy: PolicyM
     assert same[0].completions[0].token_ids == tokens[0] != same[1].completions[0].token_ids
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_window", "gemma2", "gpt2", "gpt_oss"])
+def test_shared_prompts_give_the_completions_of_plain_rows(
+    family: str, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as a GPU does it: shapes that stay, several tokens before the host looks; and with caches that grow."""
+    policy = policy_of(family)
+    settings: dict[str, Any] = {"end_ids": range(3, 25), "max_new_tokens": 40, "batch_size": 9}
+
+    def sampled() -> list[SampledCompletion]:
+        groups = make(policy, tiny_tokenizer, **settings).generate(PROMPTS, IDS, num_completions=5, seed=9)
+        return completions_of(groups)
+
+    monkeypatch.setattr(decoding, "_FIRST_CAPACITY", 4)
+    shared = sampled()
+    monkeypatch.setitem(sampling.PACES, "cpu", sampling.PACES["cuda"])
+    as_on_a_gpu = sampled()
+    policy.layout = "rows"
+    rows = sampled()
+    assert family == "gemma2" or len({len(completion.token_ids) for completion in rows}) > 2
+    for found in (shared, as_on_a_gpu):
+        assert [one.token_ids for one in found] == [one.token_ids for one in rows]
+        for one, want in zip(found, rows, strict=True):
+            assert one.log_probs == pytest.approx(want.log_probs, abs=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_graphs_give_the_completions_of_the_cpu(tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    policy = policy_of("qwen3")
+    here = make(policy, tiny_tokenizer, max_new_tokens=40).generate(PROMPTS, IDS, num_completions=5, seed=9)
+    policy.cuda()
+    there = make(policy, tiny_tokenizer, max_new_tokens=40).generate(PROMPTS, IDS, num_completions=5, seed=9)
+    assert not caplog.records  # no model is refused
+    assert [c.token_ids for c in completions_of(there)] == [c.token_ids for c in completions_of(here)]
+
+
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, None, 1.0), (0.5, None, 0.8), (2.0, 9, 0.9)])
 def test_tokens_come_as_often_as_they_should(
     policy: PolicyModel, tiny_tokenizer: Any, temperature: float, top_k: Any, top_p: Any
@@ -102,7 +140,7 @@ def test_tokens_come_as_often_as_they_should(
     count = 3000
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": 1, "batch_size": count}
     groups = make(policy, tiny_tokenizer, **settings).generate(PROMPTS[:1], IDS[:1], num_completions=count, seed=0)
-    with torch.no_grad():
+    with torch.no_grad(), policy.plain_attention():
         scores = policy.hf(torch.tensor(IDS[:1])).logits[:, -1] / temperature
     if top_k is not None:
         scores = TopKLogitsWarper(top_k)(None, scores)

@@ -154,7 +154,7 @@ class PolicyModel(WrappedModel):
 
     def _chunk(self, hidden_CD: Tensor, targets_C: Tensor, temperature: float, entropy: list[Tensor] | None) -> Tensor:
         """The values; entropies are appended to `entropy` if it is an empty list, so a recomputation adds none."""
-        logits_CV = self._logits(hidden_CD).float()
+        logits_CV = self.logits(hidden_CD).float()
         if temperature != 1.0:
             logits_CV = logits_CV / temperature
         log_probs_CV = logits_CV.log_softmax(dim=-1)
@@ -163,7 +163,7 @@ class PolicyModel(WrappedModel):
                 entropy.append(-torch.linalg.vecdot(log_probs_CV.exp(), log_probs_CV))
         return log_probs_CV.gather(-1, targets_C[:, None])[:, 0]
 
-    def _logits(self, hidden_CD: Tensor) -> Tensor:
+    def logits(self, hidden_CD: Tensor) -> Tensor:
         """As the model's own forward makes them of its last hidden states."""
         logits: Tensor = self.head(hidden_CD) * self._logit_scale
         softcap = self._softcap

@@ -14,17 +14,43 @@ Shapes: P distinct prompts, S rows, L tokens, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
+from transformers import DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 
 from treeward.errors import ModelError
 from treeward.model.policy_model import PolicyModel
+from treeward.tree.batch import TreeBatch, plan_micro_batches
+from treeward.tree.decoding import Decoding, decoding_attention
+from treeward.tree.prefix import Prefix
+
+logger = logging.getLogger(__name__)
+
+
+class Pace(NamedTuple):
+    """How rows are sampled on a kind of device.
+
+    `tokens_at_once`: of each row, read by the host together; those after an end are dropped. `kept_at_most`: rows that
+    have ended leave when no more than this share goes on, at the cost of a copy of the others' keys and values.
+    `static`: shapes stay the same from token to token, for CUDA graphs.
+    """
+
+    tokens_at_once: int
+    kept_at_most: float
+    static: bool
+
+
+PACES = {"cpu": Pace(1, 7 / 8, static=False), "cuda": Pace(16, 1 / 2, static=True)}
+
+_PROMPT_TOKENS = 8192
+"""Tokens of prompts in one forward pass."""
 
 _PADDING = 0  # masked, so that any token will do
 
@@ -63,50 +89,163 @@ def sample(
 
     Raises `ModelError` where the policy's logits are not finite. The caller puts the policy in evaluation mode.
 
-    As in `PolicyModel.log_probs` the model computes in the dtype of its weights, and the softmax is float32.
+    As in `PolicyModel.log_probs` the model computes in the dtype of its weights, and the softmax is float32. On a GPU
+    the host reads several tokens at once, so that it waits for none; those after an end are dropped.
     """
-    decoder = _Decoder(policy.hf)
-    places = {prompt: p for p, prompt in enumerate(dict.fromkeys(row.prompt_ids for row in rows))}
-    tokens_PL, mask_PL = _padded(list(places), policy.device)
-    with policy.plain_attention():
-        logits_PV = decoder(tokens_PL, mask_PL)
-        of_row_S = torch.tensor([places[row.prompt_ids] for row in rows], device=policy.device)
-        decoder.choose(of_row_S)
-        logits_SV, mask_SL = logits_PV[of_row_S], mask_PL[of_row_S]
-        going = list(rows)
-        for step in range(max(row.most for row in rows)):
-            numbers_S = torch.tensor([row.uniforms[step] for row in going], device=policy.device)
-            tokens_S, log_probs_S = _choose(logits_SV, numbers_S, temperature, top_k, top_p)
-            if not bool(torch.isfinite(log_probs_S).all()):
-                raise ModelError(
-                    "the policy's logits are not finite",
-                    got=f"a token with the log-probability {log_probs_S[~torch.isfinite(log_probs_S)][0].item()}",
-                    fix="go back to a checkpoint before the weights went wrong, and lower the learning rate",
-                )
-            for row, token, log_prob in zip(going, tokens_S.tolist(), log_probs_S.tolist(), strict=True):
-                row.token_ids.append(token)
-                row.log_probs.append(log_prob)
-            kept = [s for s, row in enumerate(going) if step + 1 < row.most and not ended(row.token_ids)]
-            if not kept:
-                break
-            if len(kept) < len(going):
-                kept_S = torch.tensor(kept, device=policy.device)
-                decoder.choose(kept_S)
-                tokens_S, mask_SL, going = tokens_S[kept_S], mask_SL[kept_S], [going[s] for s in kept]
-            mask_SL = torch.cat([mask_SL, mask_SL.new_ones(len(going), 1)], dim=1)
-            logits_SV = decoder(tokens_S[:, None], mask_SL)
+    most = max(row.most for row in rows)
+    numbers = np.stack([np.pad(row.uniforms[: row.most], (0, most - row.most)) for row in rows])
+    numbers_ST = torch.from_numpy(numbers).to(policy.device)
+    pace = PACES.get(policy.device.type, PACES["cpu"])
+    going: list[Row | None] = list(rows)  # None: has ended, and is computed until enough have
+    tokens_S: Tensor | None = None
+    step = 0
+    decoder = (_TreeDecoder if policy.layout == "tree" else _RowDecoder)(policy, rows, pace)
+    while live := [row for row in going if row is not None]:
+        found = []
+        for _ in range(min([pace.tokens_at_once, *(row.most - step for row in live)])):
+            logits_SV = decoder.start() if tokens_S is None else decoder(tokens_S)
+            tokens_S, log_probs_S = _choose(logits_SV, numbers_ST[:, step], temperature, top_k, top_p)
+            found.append(torch.stack([tokens_S.double(), log_probs_S.double()]))
+            step += 1
+        assert tokens_S is not None
+        tokens, log_probs = torch.stack(found, dim=-1).tolist()  # the one time that the host waits
+        for s, row in enumerate(going):
+            if row is not None and _extend(row, tokens[s], log_probs[s], ended):
+                going[s] = None
+        kept = [s for s, row in enumerate(going) if row is not None]
+        if 0 < len(kept) < len(going) and len(kept) <= decoder.kept_at_most * len(going):
+            decoder.choose(kept)
+            tokens_S, numbers_ST, going = tokens_S[kept], numbers_ST[kept], [going[s] for s in kept]
 
 
-class _Decoder:
-    """A model with the cache of what it has read."""
+def _extend(row: Row, tokens: Sequence[float], log_probs: Sequence[float], ended: Callable[[list[int]], bool]) -> bool:
+    """Give a row its next tokens, up to its end; whether that has come."""
+    for token, log_prob in zip(tokens, log_probs, strict=True):
+        if not math.isfinite(log_prob):
+            raise ModelError(
+                "the policy's logits are not finite",
+                got=f"a token with the log-probability {log_prob}",
+                fix="go back to a checkpoint before the weights went wrong, and lower the learning rate",
+            )
+        row.token_ids.append(int(token))
+        row.log_probs.append(log_prob)
+        if len(row.token_ids) == row.most or ended(row.token_ids):
+            return True
+    return False
 
-    def __init__(self, hf: PreTrainedModel) -> None:
-        self.hf = hf
-        self._parameters = inspect.signature(hf.forward).parameters
-        self.cache = DynamicCache(config=hf.config)
 
-    def __call__(self, tokens_SL: Tensor, mask_SL: Tensor) -> Tensor:
-        """The logits after the last of `tokens_SL`, float32 (S, V). `mask_SL`: of all tokens so far."""
+class _TreeDecoder:
+    """Reads each prompt once for all its rows, whose tokens go through the model as those of trees do."""
+
+    def __init__(self, policy: PolicyModel, rows: Sequence[Row], pace: Pace) -> None:
+        self.policy = policy
+        self.kept_at_most, self._static = pace.kept_at_most, pace.static
+        self._captures = policy.device.type == "cuda"
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._places = {prompt: p for p, prompt in enumerate(dict.fromkeys(row.prompt_ids for row in rows))}
+        self._rows = rows
+
+    def start(self) -> Tensor:
+        """The logits after each row's prompt, float32 (S, V)."""
+        prompts = list(self._places)
+        prefixes: list[Prefix | None] = [None] * len(prompts)
+        hidden_PD: list[Tensor | None] = [None] * len(prompts)
+        for chosen in plan_micro_batches([len(ids) for ids in prompts], max_tokens=_PROMPT_TOKENS):
+            groups = [[prompts[p]] for p in chosen]
+            keep = [(n, 0, len(prompts[p])) for n, p in enumerate(chosen)]
+            batch = TreeBatch.from_groups(groups, keep=keep).to(self.policy.device)
+            read = self.policy.tree_hidden(batch)[batch.reads_S]
+            assert batch.layout.exchange is not None
+            for n, (p, prefix) in enumerate(zip(chosen, batch.layout.exchange.kept(), strict=True)):
+                prefixes[p], hidden_PD[p] = prefix, read[n]
+        of_row = [self._places[row.prompt_ids] for row in self._rows]
+        most = max(row.most for row in self._rows)
+        self.decoding = Decoding(
+            [one for one in prefixes if one is not None], of_row, most_tokens=most, static=self._static
+        )
+        hidden = torch.stack([one for one in hidden_PD if one is not None])
+        return self.policy.logits(hidden).float()[of_row]
+
+    def __call__(self, tokens_S: Tensor) -> Tensor:
+        """The logits after one token more."""
+        if self._captures and self._graph is None:
+            self._capture(tokens_S)
+        if self._graph is None:
+            logits_SV = self._forward(tokens_S)
+        else:
+            self._tokens_S.copy_(tokens_S)
+            self._graph.replay()
+            logits_SV = self._logits_SV
+        if self.decoding.advance():
+            self._graph = None
+        return logits_SV
+
+    def choose(self, rows: list[int]) -> None:
+        """Go on with these of its rows."""
+        self.decoding.choose(rows)
+        self._graph = None
+
+    def _capture(self, tokens_S: Tensor) -> None:
+        """Record the kernels of a token once, for as long as the tensors stay where they are."""
+        self._tokens_S = tokens_S.clone()
+        self._forward(self._tokens_S)  # what is made at the first call is made before
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._logits_SV = self._forward(self._tokens_S)
+            self._graph = graph
+        except RuntimeError as error:  # experts that are chosen on the host, for one
+            logger.warning("Sampling without CUDA graphs, which this model refuses: %s", str(error).splitlines()[0])
+            self._captures = False
+
+    def _forward(self, tokens_S: Tensor) -> Tensor:
+        policy, decoding = self.policy, self.decoding
+        decoding.begin()
+        positions_S, most = decoding.positions_S, policy.max_positions
+        if most is not None:
+            positions_S = positions_S.clamp_max(most - 1)  # of rows that have ended
+        with policy.attention(decoding_attention()):
+            hidden_SD = policy.backbone(
+                input_ids=tokens_S[None],
+                position_ids=positions_S[None],
+                attention_mask=torch.ones_like(tokens_S)[None],
+                use_cache=False,
+                decoding=decoding,
+            ).last_hidden_state[0]
+        return policy.logits(hidden_SD).float()
+
+
+class _RowDecoder:
+    """For models that cannot share a prefix: transformers' own cache, and a mask of the padding on the left."""
+
+    kept_at_most = 1.0
+
+    def __init__(self, policy: PolicyModel, rows: Sequence[Row], _: Pace) -> None:
+        self.policy = policy
+        self._parameters = inspect.signature(policy.hf.forward).parameters
+        self.cache = DynamicCache(config=policy.hf.config)
+        places = {prompt: p for p, prompt in enumerate(dict.fromkeys(row.prompt_ids for row in rows))}
+        self._of_row = [places[row.prompt_ids] for row in rows]
+        self._tokens_PL, self._mask_SL = _padded(list(places), policy.device)
+
+    def start(self) -> Tensor:
+        """The logits after each row's prompt, float32 (S, V)."""
+        logits_PV = self._forward(self._tokens_PL)
+        self.choose(self._of_row)
+        return logits_PV[self._of_row]
+
+    def __call__(self, tokens_S: Tensor) -> Tensor:
+        """The logits after one token more."""
+        self._mask_SL = torch.cat([self._mask_SL, torch.ones_like(tokens_S)[:, None]], dim=1)
+        return self._forward(tokens_S[:, None])
+
+    def choose(self, rows: list[int]) -> None:
+        """Go on with these of its rows; one may be named several times."""
+        self._mask_SL = self._mask_SL[rows]
+        self.cache.reorder_cache(torch.tensor(rows, device=self.policy.device))  # type: ignore[arg-type]
+
+    def _forward(self, tokens_SL: Tensor) -> Tensor:
+        mask_SL = self._mask_SL
         given: dict[str, Any] = {"input_ids": tokens_SL, "use_cache": True}
         if "past_key_values" in self._parameters:
             given |= {"past_key_values": self.cache, "attention_mask": mask_SL}
@@ -117,12 +256,9 @@ class _Decoder:
             given["position_ids"] = (mask_SL.cumsum(dim=1) - 1).clamp_min(0)[:, -tokens_SL.shape[1] :]
         if "logits_to_keep" in self._parameters:
             given["logits_to_keep"] = 1
-        logits: Tensor = self.hf(**given).logits
+        with self.policy.plain_attention():
+            logits: Tensor = self.policy.hf(**given).logits
         return logits[:, -1].float()
-
-    def choose(self, rows: Tensor) -> None:
-        """Go on with these of its rows, int64 (S,); one may be named several times."""
-        self.cache.reorder_cache(rows)  # type: ignore[arg-type]
 
 
 def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -137,11 +273,12 @@ def _choose(
     logits_SV: Tensor, numbers_S: Tensor, temperature: float, top_k: int | None, top_p: float
 ) -> tuple[Tensor, Tensor]:
     """The tokens, int64 (S,), and their log-probabilities before top-k and top-p."""
-    scores_SV = logits_SV / temperature
-    kept_SV = scores_SV if top_k is None else TopKLogitsWarper(top_k)(None, scores_SV)
+    scores_SV = logits_SV if temperature == 1.0 else logits_SV / temperature
+    log_probs_SV = scores_SV.log_softmax(dim=-1)
+    kept_SV = log_probs_SV if top_k is None else TopKLogitsWarper(top_k)(None, log_probs_SV)
     kept_SV = kept_SV if top_p == 1.0 else TopPLogitsWarper(top_p)(None, kept_SV)
     # In float64: beside the sum of a large vocabulary a rare token's probability is below float32's rounding.
-    sums_SV = kept_SV.softmax(dim=-1).double().cumsum(dim=-1)
+    sums_SV = kept_SV.exp().cumsum(dim=-1, dtype=torch.float64)
     found_S1 = torch.searchsorted(sums_SV, numbers_S[:, None] * sums_SV[:, -1:], right=True)
     tokens_S = found_S1[:, 0].clamp_max(logits_SV.shape[-1] - 1)
-    return tokens_S, scores_SV.log_softmax(dim=-1).gather(-1, tokens_S[:, None])[:, 0]
+    return tokens_S, log_probs_SV.gather(-1, tokens_S[:, None])[:, 0]

@@ -1,0 +1,215 @@
+"""`Decoding`: what rows attend to that grow token by token: a prompt's keys and values once for all its rows.
+
+    decoding = Decoding(prefixes, of_row, most_tokens=256)      # a `Prefix` a prompt; the prompt of each row
+    with model.attention(decoding_attention()):
+        backbone(tokens_S[None], position_ids=decoding.positions_S[None], decoding=decoding, ...)
+    decoding.advance()
+
+The new token of every row goes through the model as one row of tokens, as trees do, so that every model that runs on
+trees decodes. In each layer a group's queries meet the keys of their prompt in one product; each row's own keys and
+values are written in place. With `static` shapes and addresses stay the same from token to token, for CUDA graphs.
+
+Shapes: P prompts, G rows of the largest group, S rows, J key/value heads, R query heads to each, L tokens of the
+longest prompt, C own tokens that there is room for, K = L + own tokens that are read, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from treeward.errors import ModelError
+from treeward.tree.attention import _make_mask
+from treeward.tree.mask import PositionMask
+from treeward.tree.prefix import Prefix
+
+_NAME = "treeward_decoding"
+_FIRST_CAPACITY = 128
+
+
+def decoding_attention() -> str:
+    """The name under which transformers knows the attention that reads a `Decoding`."""
+    AttentionInterface.register(_NAME, _attend)
+    AttentionMaskInterface.register(_NAME, _make_mask)
+    return _NAME
+
+
+@dataclass(slots=True)
+class _Layer:
+    """`prompt`: keys and values (P, J, L, D); `own`: (S, J, C, D), None before the first token."""
+
+    prompt: tuple[Tensor, Tensor]
+    own: tuple[Tensor, Tensor] | None = None
+
+
+class Decoding:
+    """The keys and values of all layers.
+
+    `most_tokens`: how many tokens of its own a row may have. `static`: read all the room that there is, by a mask, so
+    that shapes change only where room is made.
+    """
+
+    def __init__(self, prefixes: Sequence[Prefix], of_row: Sequence[int], *, most_tokens: int, static: bool) -> None:
+        self.static, self.device = static, prefixes[0].keys[0].device
+        self.layers = [
+            _Layer((_padded([one.keys[n] for one in prefixes]), _padded([one.values[n] for one in prefixes])))
+            for n in range(len(prefixes[0].keys))
+        ]
+        self.most_tokens, self.capacity = most_tokens, min(most_tokens, _FIRST_CAPACITY)
+        self.of_row, self.step = list(of_row), 0
+        self.lengths_P = torch.tensor([len(one) for one in prefixes], device=self.device)
+        self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._arrange()
+
+    @property
+    def positions_S(self) -> Tensor:
+        """The position of each row's next token."""
+        return self.lengths_S + self.step_1
+
+    def advance(self) -> bool:
+        """Each row has a token more; True where the tensors were made anew to make room."""
+        self.step += 1
+        self.step_1 += 1
+        if self.step < self.capacity:
+            return False
+        room = min(self.capacity, self.most_tokens - self.capacity)
+        for layer in self.layers:
+            assert layer.own is not None
+            key, value = layer.own
+            layer.own = (_longer(key, room), _longer(value, room))
+        self.capacity += room
+        return True
+
+    def choose(self, rows: Sequence[int]) -> None:
+        """Go on with these rows; prompts without any are freed."""
+        rows_S = torch.tensor(rows, device=self.device)
+        left = sorted({self.of_row[s] for s in rows})
+        prompts_P = torch.tensor(left, device=self.device)
+        for layer in self.layers:
+            if len(left) < len(self.lengths_P):
+                layer.prompt = (layer.prompt[0][prompts_P], layer.prompt[1][prompts_P])
+            if layer.own is not None:
+                layer.own = (layer.own[0][rows_S], layer.own[1][rows_S])
+        self.lengths_P = self.lengths_P[prompts_P]
+        self.of_row = [left.index(self.of_row[s]) for s in rows]
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Rows by prompt: the rows of each, padded with row 0, int64 (P, G), and each row's place there, int64 (S,)."""
+        members: list[list[int]] = [[] for _ in self.lengths_P]
+        places = []
+        for s, p in enumerate(self.of_row):
+            places.append((p, len(members[p])))
+            members[p].append(s)
+        size = max(map(len, members))
+        padded = [rows + [0] * (size - len(rows)) for rows in members]
+        self.slots_PG = torch.tensor(padded, device=self.device)
+        self.places_S = torch.tensor([p * size + g for p, g in places], device=self.device)
+        self.lengths_S = self.lengths_P[torch.tensor(self.of_row, device=self.device)]
+        self.begin()
+
+    def begin(self) -> None:
+        """Called before each forward pass: layers are counted as they come, masks are made once a kind of layer."""
+        self._next = 0
+        self._biases: dict[PositionMask, Tensor | None] = {}
+
+    def enter(self, key_SJD: Tensor, value_SJD: Tensor) -> tuple[_Layer, Tensor, Tensor]:
+        """Write a layer's new keys and values; gives the layer and the own ones that are read, (S, J, K - L, D)."""
+        layer, self._next = self.layers[self._next], self._next + 1
+        if layer.own is None:
+            layer.own = tuple(x.new_zeros(*x.shape[:2], self.capacity, x.shape[2]) for x in (key_SJD, value_SJD))  # type: ignore[assignment]
+        assert layer.own is not None
+        for own, new in zip(layer.own, (key_SJD, value_SJD), strict=True):
+            own.index_copy_(2, self.step_1, new[:, :, None].to(own.dtype))
+        return layer, layer.own[0][:, :, : self._read], layer.own[1][:, :, : self._read]
+
+    @property
+    def _read(self) -> int:
+        return self.capacity if self.static else self.step + 1
+
+    def bias(self, mask: PositionMask) -> Tensor | None:
+        """0 where a row's query sees a key and -inf elsewhere, float32 (S, 1, 1, K).
+
+        None where all see all and it need not be `static`.
+        """
+        if mask not in self._biases:
+            in_prompt, own = (
+                torch.arange(n, device=self.device) for n in (self.layers[0].prompt[0].shape[2], self._read)
+            )
+            lengths_S1 = self.lengths_S[:, None]
+            exists_SK = torch.cat([in_prompt < lengths_S1, (own <= self.step_1).expand(len(lengths_S1), -1)], dim=1)
+            keys_SK = torch.cat([in_prompt.expand(len(lengths_S1), -1), lengths_S1 + own], dim=1)
+            zero = torch.zeros((), dtype=torch.int64, device=self.device)
+            seen_SK = exists_SK & mask.mask_function(zero, zero, self.positions_S[:, None], keys_SK)
+            all_seen = not self.static and bool(seen_SK.all())
+            bias_SK = torch.zeros(seen_SK.shape, device=self.device).masked_fill_(~seen_SK, float("-inf"))
+            self._biases[mask] = None if all_seen else bias_SK[:, None, None]
+        return self._biases[mask]
+
+    def by_prompt(self, rows_SJRX: Tensor) -> Tensor:
+        """What belongs to rows side by side for their prompts, (P, J, G * R, X)."""
+        by_prompt: Tensor = rows_SJRX[self.slots_PG].transpose(1, 2).flatten(2, 3)
+        return by_prompt
+
+    def by_row(self, prompts_PJQX: Tensor) -> Tensor:
+        """The way back, (S, J, R, X)."""
+        by_slot: Tensor = prompts_PJQX.unflatten(2, (self.slots_PG.shape[1], -1)).transpose(1, 2).flatten(0, 1)
+        return by_slot.index_select(0, self.places_S)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query_BHSD: Tensor,
+    key_BJSD: Tensor,
+    value_BJSD: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    decoding: Decoding | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of each row's new token to its prompt and to the row's own tokens, written out; softmax in float32."""
+    if decoding is None or not isinstance(attention_mask, PositionMask):
+        raise ModelError("this model cannot decode on shared prompts", where=type(module).__name__)
+    layer, own_keys, own_values = decoding.enter(key_BJSD[0].transpose(0, 1), value_BJSD[0].transpose(0, 1))
+    query_SJRD = query_BHSD[0].unflatten(0, (key_BJSD.shape[1], -1)).permute(2, 0, 1, 3)
+    query_SJRD = query_SJRD * (query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling)
+    in_prompt = decoding.by_row(_product(decoding.by_prompt(query_SJRD), layer.prompt[0]))
+    scores = torch.cat([in_prompt, _product(query_SJRD, own_keys)], dim=-1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if (bias := decoding.bias(attention_mask)) is not None:
+        scores = scores + bias
+    if s_aux is not None:  # a sink is one more key without a value
+        sinks = s_aux.float().view(1, *scores.shape[1:3], 1).expand(len(scores), -1, -1, -1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1).to(own_values.dtype)
+    length = in_prompt.shape[-1]
+    out = decoding.by_row(decoding.by_prompt(weights[..., :length]) @ layer.prompt[1])
+    out = out + weights[..., length : length + own_values.shape[2]] @ own_values
+    return out.flatten(1, 2)[None].to(query_BHSD.dtype), None
+
+
+def _product(query_XJQD: Tensor, key_XJKD: Tensor) -> Tensor:
+    """Queries times keys in float32, (X, J, Q, K)."""
+    if query_XJQD.dtype == torch.float32 or not query_XJQD.is_cuda:
+        return query_XJQD.float() @ key_XJKD.float().mT
+    product = torch.bmm(query_XJQD.flatten(0, 1), key_XJKD.flatten(0, 1).mT, out_dtype=torch.float32)
+    return product.view(*query_XJQD.shape[:3], -1)
+
+
+def _padded(tensors_JLD: Sequence[Tensor]) -> Tensor:
+    """(P, J, L, D), zeros at the end."""
+    return pad_sequence([x.transpose(0, 1) for x in tensors_JLD], batch_first=True).transpose(1, 2).contiguous()
+
+
+def _longer(tensor_SJCD: Tensor, room: int) -> Tensor:
+    s, j, _, d = tensor_SJCD.shape
+    return torch.cat([tensor_SJCD, tensor_SJCD.new_zeros(s, j, room, d)], dim=2)
