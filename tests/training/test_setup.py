@@ -73,3 +73,9 @@ def test_what_is_rewritten_is_what_is_validated(tiny_run: Callable[..., Any]) ->
     assert len(drawn) == 5 and {example.where for example in drawn} <= set(places)
     of_all = sample_examples(PreferenceSuite("held_out", config).load(), 5)
     assert examples_to_perturb(dataset[: len(dataset)], config, 5, setup.renderer) == of_all, "as `treeward eval` draws"
+
+
+def test_layers_are_compiled_on_a_gpu_alone(tiny_run: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="not compiled here") as caught:
+        set_up(tiny_run("policy.torch_compile=true"))
+    assert caught.value.where == "policy.torch_compile" and "cpu" in str(caught.value.got)

@@ -19,7 +19,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from treeward.errors import ModelError
 from treeward.model.reward_model import RewardModel
-from treeward.tree import attention, flex, varlen
+from treeward.tree import attention, choice, flex, varlen
 from treeward.tree.batch import TreeBatch
 from treeward.tree.flex import FlexMask
 from treeward.tree.mask import PositionMask
@@ -208,6 +208,47 @@ def test_gathered_paths_equal_rows(family: str, cpu_varlen: list[tuple[int, int]
     assert_tree_equals_rows(model, forest())
     only_windows = family in ("mistral", "phi3")
     assert bool(cpu_varlen) != only_windows, "layers with a window run by FlexAttention"
+
+
+@pytest.mark.usefixtures("eager_flex", "cpu_varlen")
+def test_what_is_faster_is_measured_and_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = TreeBatch.from_groups(forest()).padded().layout
+    shape = {"heads": 4, "key_heads": 2, "head_dim": 16, "dtype": torch.bfloat16}
+    slow = varlen.attend
+    with caplog.at_level("INFO"):
+        monkeypatch.setattr(varlen, "attend", lambda *args, **kwargs: [slow(*args, **kwargs) for _ in range(50)][0])
+        assert choice.fastest(layout, **shape) == attention.FLEX
+        monkeypatch.setattr(varlen, "attend", lambda query, *_, **__: query)
+        assert choice.fastest(layout, **shape) == attention.VARLEN
+    assert "FlexAttention" in caplog.text and caplog.text.count(" ms") == 4
+
+
+GPU_SHAPES = {"head_dim": 64, "hidden_size": 256}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [attention.FLEX, attention.VARLEN])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_on_a_gpu(family: str, implementation: str, compiled: bool) -> None:
+    """In bfloat16, against float64 on the host: at most a half more than the error of plain rows there."""
+    if implementation == attention.VARLEN and family in ("gemma2", "gpt_oss"):
+        pytest.skip("it has no soft-caps and sinks")
+    groups = [[row for row in group] for seed in range(3) for group in random_forest(seed)]
+    sequences = [row for group in groups for row in group]
+    exact = plain_scores(tiny_model(family, **GPU_SHAPES).double(), sequences)
+    hf = tiny_model(family, **GPU_SHAPES).to("cuda", torch.bfloat16)
+    hf.score.float()
+    model = RewardModel(hf)
+    model.tree_attention = implementation
+    if compiled:
+        model.compile_layers()
+    trees = model(model.make_batch(groups))
+    trees.sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in hf.parameters() if p.grad is not None)
+    rows = torch.cat([model(model.make_batch([[row]])) for row in sequences])
+    error, theirs = ((found.detach().cpu().double() - exact).square().mean().sqrt() for found in (trees, rows))
+    assert error <= 1.5 * theirs + 1e-3
 
 
 def test_gathered_keys_are_those_of_the_paths() -> None:

@@ -170,6 +170,8 @@ class TrainedModelConfig(Strict):
     undisturbed one; slower. On a CPU it does in any case."""
     attention: Literal["tree", "rows"] = "tree"
     """`tree` computes common prefixes once; `rows` pads plain rows, for comparison and for models that cannot share."""
+    torch_compile: bool | None = None
+    """Compile the decoder layers. None: where there is a GPU and the model runs on trees, which it needs."""
     use_liger_kernel: bool = False
     """Norms, rotary embeddings and gated MLPs by Liger's kernels. Needs CUDA and `treeward[liger]`."""
     activation_checkpointing_enabled: bool = False

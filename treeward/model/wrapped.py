@@ -24,6 +24,7 @@ from treeward.errors import ConfigError, ModelError
 from treeward.model.recomputation import selective_contexts
 from treeward.tree import attention
 from treeward.tree.batch import Batch, RowBatch, TreeBatch
+from treeward.tree.choice import fastest
 from treeward.tree.token_tree import TokenIds
 
 Layout = Literal["tree", "rows", "encoder"]
@@ -134,6 +135,34 @@ class WrappedModel(nn.Module):
     def plain_attention(self) -> contextlib.AbstractContextManager[None]:
         """Within it `hf` runs as transformers would run it."""
         return self.attention(self._row_attention)
+
+    def choose_attention(self, groups: Sequence[Sequence[TokenIds]]) -> None:
+        """Compute trees from now on by what computes these soonest.
+
+        There is a choice on a GPU in half precision alone, and none for soft-caps, sinks and large heads.
+        """
+        config, dtype = self.hf.config.get_text_config(), self.hf.dtype
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        has_sinks = any(name.endswith("sinks") for name, _ in self.hf.named_parameters())
+        has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
+        is_half = dtype in (torch.bfloat16, torch.float16)
+        if (
+            self.layout != "tree"
+            or self.device.type != "cuda"
+            or not is_half
+            or has_softcap
+            or has_sinks
+            or head_dim > 256
+        ):
+            return
+        self.tree_attention = fastest(
+            TreeBatch.from_groups(groups).to(self.device).padded().layout,
+            heads=heads,
+            key_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=head_dim,
+            dtype=dtype,
+        )
 
     def compile_layers(self, **options: Any) -> None:
         """Compile the decoder layers (`torch.compile`, with its `options`) for trees; all of a kind share one graph."""

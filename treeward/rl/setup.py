@@ -50,6 +50,7 @@ from treeward.training.state import check_identity
 
 logger = logging.getLogger(__name__)
 
+_MEASURED_PROMPTS, _MEASURED_TOKENS = 2, 256  # completions of so many tokens
 _CHECKED_PROMPTS = 8
 _NOT_OF_THE_RUN = {
     *("max_num_epochs", "max_num_steps", "val_period", "val_at_start", "val_at_end", "val_batch_size"),
@@ -136,6 +137,10 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         policy = _load_policy(config, tokenizer, checkpoint)
         check_positions(policy, config.policy.max_total_sequence_length)
         check_policy(policy, [prompts[i].token_ids for i in range(min(len(prompts), _CHECKED_PROMPTS))])
+        if not config.policy.deterministic:
+            measured = [prompts[i].token_ids for i in range(min(len(prompts), _MEASURED_PROMPTS))]
+            group = range(config.grpo.num_generations_per_prompt)
+            policy.choose_attention([[[*prompt, *[g] * _MEASURED_TOKENS] for g in group] for prompt in measured])
         seed, shuffle = config.grpo.seed, config.data.shuffle
         order = EpochOrder(prompts.sizes, weights=prompts.weights, seed=seed, shuffle=shuffle, what="prompt")
         prompt_limit = order.rows_per_epoch * config.grpo.max_num_epochs

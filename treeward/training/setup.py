@@ -26,7 +26,7 @@ from treeward.data.datasets import open_dataset
 from treeward.data.encoding import Comparison, EncodedDataset, encode_dataset
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
-from treeward.errors import DataError
+from treeward.errors import ConfigError, DataError
 from treeward.evaluation.diagnostics.perturbations import sample_examples
 from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.suites import PreferenceSuite
@@ -45,6 +45,7 @@ from treeward.training.state import check_identity
 
 logger = logging.getLogger(__name__)
 
+_MEASURED_COMPARISONS = 16
 _CHECKED_COMPARISONS = 64
 _ADAPTER_FOLDER = "adapter"
 
@@ -141,6 +142,9 @@ def set_up(
         check_identity(checkpoint.path, identity)
     model = _load_model(config, tokenizer, checkpoint)
     _check_model(config, model, tokenizer, [*training_sets.values(), *validation_sets.values()])
+    if not config.policy.deterministic:
+        first = next(iter(training_sets.values()))[:_MEASURED_COMPARISONS]
+        model.choose_attention([one.token_ids for one in first])
     in_data = order.steps_per_epoch(config.policy.train_global_batch_size) * config.rm.max_num_epochs
     total_steps = planned_steps(config.rm, in_data, "rm")
     optimizer = build_optimizer(model, config.policy.optimizer, cpu_offload=config.policy.dtensor_cfg.cpu_offload)
@@ -256,6 +260,14 @@ def prepare_for_training(model: RewardModel | PolicyModel, policy: TrainedModelC
         use_liger_kernel(model)
     if recomputed := policy.dtensor_cfg.activation_checkpointing or policy.activation_checkpointing_enabled:
         model.recompute_activations(selective=recomputed == "selective")
+    compiles = model.layout == "tree" and model.device.type == "cuda"
+    if policy.torch_compile and not compiles:
+        got, need = f"{model.layout} on {model.device}", "a model that runs on trees, on a GPU"
+        raise ConfigError(
+            "layers are not compiled here", where="policy.torch_compile", got=got, need=need, fix="leave it out"
+        )
+    if compiles and policy.torch_compile is not False:
+        model.compile_layers()
     count = model.hf.num_parameters()  # which knows of four bits
     name = type(model.hf).__name__
     logger.info("The %s: %s, %s parameters, as %s, on %s.", role, name, f"{count:,}", model.layout, model.device)
