@@ -25,8 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from treeward.errors import ModelError
-from treeward.tree.attention import _make_mask
-from treeward.tree.mask import PositionMask
+from treeward.tree.mask import MaskFunction
 from treeward.tree.prefix import Prefix
 
 _NAME = "treeward_decoding"
@@ -36,8 +35,13 @@ _FIRST_CAPACITY = 128
 def decoding_attention() -> str:
     """The name under which transformers knows the attention that reads a `Decoding`."""
     AttentionInterface.register(_NAME, _attend)
-    AttentionMaskInterface.register(_NAME, _make_mask)
+    AttentionMaskInterface.register(_NAME, _mask_function)
     return _NAME
+
+
+def _mask_function(*, mask_function: MaskFunction, **_: Any) -> MaskFunction:
+    """In place of a mask, what decides of it: a decoding knows the positions."""
+    return mask_function
 
 
 @dataclass(slots=True)
@@ -117,7 +121,7 @@ class Decoding:
     def begin(self) -> None:
         """Called before each forward pass: layers are counted as they come, masks are made once a kind of layer."""
         self._next = 0
-        self._biases: dict[PositionMask, Tensor | None] = {}
+        self._biases: dict[MaskFunction, Tensor | None] = {}
 
     def enter(self, key_SJD: Tensor, value_SJD: Tensor) -> tuple[_Layer, Tensor, Tensor]:
         """Write a layer's new keys and values; gives the layer and the own ones that are read, (S, J, K - L, D)."""
@@ -133,12 +137,12 @@ class Decoding:
     def _read(self) -> int:
         return self.capacity if self.static else self.step + 1
 
-    def bias(self, mask: PositionMask) -> Tensor | None:
+    def bias(self, mask_function: MaskFunction) -> Tensor | None:
         """0 where a row's query sees a key and -inf elsewhere, float32 (S, 1, 1, K).
 
         None where all see all and it need not be `static`.
         """
-        if mask not in self._biases:
+        if mask_function not in self._biases:
             in_prompt, own = (
                 torch.arange(n, device=self.device) for n in (self.layers[0].prompt[0].shape[2], self._read)
             )
@@ -146,11 +150,11 @@ class Decoding:
             exists_SK = torch.cat([in_prompt < lengths_S1, (own <= self.step_1).expand(len(lengths_S1), -1)], dim=1)
             keys_SK = torch.cat([in_prompt.expand(len(lengths_S1), -1), lengths_S1 + own], dim=1)
             zero = torch.zeros((), dtype=torch.int64, device=self.device)
-            seen_SK = exists_SK & mask.mask_function(zero, zero, self.positions_S[:, None], keys_SK)
+            seen_SK = exists_SK & mask_function(zero, zero, self.positions_S[:, None], keys_SK)
             all_seen = not self.static and bool(seen_SK.all())
             bias_SK = torch.zeros(seen_SK.shape, device=self.device).masked_fill_(~seen_SK, float("-inf"))
-            self._biases[mask] = None if all_seen else bias_SK[:, None, None]
-        return self._biases[mask]
+            self._biases[mask_function] = None if all_seen else bias_SK[:, None, None]
+        return self._biases[mask_function]
 
     def by_prompt(self, rows_SJRX: Tensor) -> Tensor:
         """What belongs to rows side by side for their prompts, (P, J, G * R, X)."""
@@ -176,7 +180,7 @@ def _attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of each row's new token to its prompt and to the row's own tokens, written out; softmax in float32."""
-    if decoding is None or not isinstance(attention_mask, PositionMask):
+    if decoding is None or not callable(attention_mask):
         raise ModelError("this model cannot decode on shared prompts", where=type(module).__name__)
     layer, own_keys, own_values = decoding.enter(key_BJSD[0].transpose(0, 1), value_BJSD[0].transpose(0, 1))
     query_SJRD = query_BHSD[0].unflatten(0, (key_BJSD.shape[1], -1)).permute(2, 0, 1, 3)
