@@ -11,9 +11,8 @@ On CUDA `torch.cuda.set_sync_debug_mode("error")` does the same; without it, thi
 - memory of the host that is copied to the device: tensors made of Python's numbers, an index that is a list, and, in
   our own files, `x.to(device)` without `non_blocking=True`.
 
-`excused`: files of ours whose calls are not looked at. Attention plans on a CPU what a GPU has as block masks, so
-`attention.py` and `mask.py` of `treeward/tree` are excused unless told otherwise: on a GPU, the tests marked `gpu` hold
-them.
+`excused`: files whose calls are not looked at. Attention on a CPU reads its plan, which a GPU has as block masks: so
+`attention.py` and `mask.py` of `treeward/tree` are excused, unless FlexAttention computes the trees.
 """
 
 from __future__ import annotations
@@ -83,6 +82,8 @@ class _Functions(TorchFunctionMode):
 
 class _Operations(TorchDispatchMode):
     """What reaches the dispatcher, from C++ and backward passes too."""
+
+    supports_higher_order_operators = True  # FlexAttention is one
 
     def __init__(self, excused: tuple[str, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

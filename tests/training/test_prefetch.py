@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from no_syncs import ATTENTION, NoSyncs
+from torch.nn.attention import flex_attention as torch_flex
 
 from treeward.errors import DataError
 from treeward.losses import bradley_terry, ranked_pairs
@@ -16,6 +17,8 @@ from treeward.metrics import RewardSums
 from treeward.training.prefetch import Ahead, BatchPreparer
 from treeward.training.setup import set_up
 from treeward.training.train import RewardModelRun
+from treeward.tree import flex
+from treeward.tree.attention import FLEX
 
 LAYOUTS = [
     pytest.param((), id="trees"),
@@ -42,6 +45,19 @@ def test_the_host_waits_for_nothing_within_a_micro_batch(
         with torch.no_grad():
             run.evaluate(batches.micro_batches[0], sums)
     assert sums.read().num_groups > batches.pairs.num_groups
+    assert any(parameter.grad is not None for parameter in setup.model.parameters())
+
+
+def test_nor_does_attention_as_a_gpu_runs_it(tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention by PyTorch's own arithmetic: masks and blocks are made on the device, and nothing is excused."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)  # which refuses gradients on a CPU
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(flex, "_compiled", lambda: torch_flex.flex_attention)
+    setup = set_up(tiny_run())
+    setup.model.tree_attention = FLEX
+    run, batches, sums = RewardModelRun(setup), BatchPreparer(setup).step(1), RewardSums()
+    with NoSyncs(excused=()):
+        run.backward(batches.micro_batches[0], batches.pairs.num_groups, sums)
     assert any(parameter.grad is not None for parameter in setup.model.parameters())
 
 
