@@ -114,6 +114,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def use_device(name: str) -> torch.device:
     device = choose_device(name)
     if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device
 

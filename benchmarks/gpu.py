@@ -51,6 +51,7 @@ NOT_MEASURED = "not measured"
 
 def main() -> None:
     arguments = _parse()
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # TRL refuses several in one process
     if arguments.rows is not None:  # the process of one part
         (part,) = arguments.only
         run_part(part, arguments.device, tiny=arguments.tiny, rows=arguments.rows, profile=arguments.profile)

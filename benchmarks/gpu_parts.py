@@ -9,9 +9,12 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import multiprocessing
+import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -55,6 +58,7 @@ QUANTILES = (0, 5, 10, 25, 50, 75, 90, 95, 99)
 PREFIX_TOKENS, OWN_TOKENS = (9, 13, 15, 30, 95, 169, 269, 352, 520), (1, 7, 10, 17, 32, 61, 102, 130, 230)
 """Of HH harmless with a vocabulary of 8192: what the two completions of a comparison share, and what each adds."""
 
+Errors = dict[str, tuple[float, float]]
 Made = tuple[PreTrainedModel, Callable[[list[Pair]], Tensor]]
 """A model, and its step."""
 
@@ -131,36 +135,44 @@ class _Doubles(TorchFunctionMode):
 
 def exactness(report: Report) -> None:
     """Trees and padded rows of plain transformers against float64, of every family of the tests."""
+    families = list(_tests().DECODERS)[: 3 if report.tiny else None]
+    errors: dict[str, dict[str, Errors]] = {name: {} for name in ("bfloat16", "float32")}
+    failed: dict[str, list[str]] = {name: [] for name in errors}
+    for name in errors:
+        report.plan(name, ["plain rows", TREE])
+    # Each compiles kernels of its own, with one processor.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    workers = max(1, min(8, (os.cpu_count() or 1) // 2))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        waiting = {
+            pool.submit(_errors, family, name, str(report.device)): (name, family)
+            for name in errors
+            for family in families
+        }
+        for done in as_completed(waiting):
+            name, family = waiting[done]
+            try:
+                errors[name][family] = done.result()
+            except Exception as error:
+                failed[name].append(f"{family} ({_line(error)})")
+            for variant in ("plain rows", TREE):
+                report.add(name, variant, note=_verdict(errors[name], variant, len(families), failed[name]))
+
+
+def _tests() -> Any:
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    families = importlib.import_module("families")
-    for dtype in (torch.bfloat16, torch.float32):
-        report.plan(_name(dtype), ["plain rows", TREE])
+    return importlib.import_module("families")
+
+
+def _errors(family: str, dtype: str, device: str) -> Errors:
+    """The largest errors of scores and of gradients, of plain rows and of trees."""
+    families = _tests()
     generator = torch.Generator().manual_seed(1)
     prompt, *own = (torch.randint(3, families.VOCABULARY, (n,), generator=generator).tolist() for n in (150, 30, 70, 9))
     groups = [*families.forest(), [prompt + ids for ids in own]]
-    names = list(families.DECODERS)[:3] if report.tiny else list(families.DECODERS)
-    for dtype in (torch.bfloat16, torch.float32):
-        errors: dict[str, dict[str, tuple[float, float]]] = {"plain rows": {}, TREE: {}}
-        failed: list[str] = []
-        for family in names:
-            changes = {"head_dim": 64} if "head_dim" in families.DECODERS[family] else _REAL_HEADS.get(family, {})
-            try:
-                found = _errors(families, family, changes, dtype, groups, report.device)
-            except Exception as error:
-                failed.append(f"{family} ({_line(error)})")
-                found = {}
-            for variant, pair in found.items():
-                errors[variant][family] = pair
-            for variant in errors:
-                report.add(_name(dtype), variant, note=_verdict(errors, variant, len(names), failed))
-
-
-def _errors(
-    families: Any, family: str, changes: dict[str, int], dtype: torch.dtype, groups: Any, device: torch.device
-) -> dict[str, tuple[float, float]]:
-    """By variant the largest errors of scores and of gradients."""
-    model = RewardModel(families.tiny_model(family, **changes).to(device))
-    model.cast(dtype)
+    changes = {"head_dim": 64} if "head_dim" in families.DECODERS[family] else _REAL_HEADS.get(family, {})
+    model = RewardModel(families.tiny_model(family, **changes).to(use_device(device)))
+    model.cast(getattr(torch, dtype))
 
     def run(of: RewardModel) -> tuple[Tensor, dict[str, Tensor]]:
         scores = of(of.make_batch(groups))
@@ -179,10 +191,8 @@ def _errors(
     return found
 
 
-def _verdict(
-    errors: dict[str, dict[str, tuple[float, float]]], variant: str, num_families: int, failed: list[str]
-) -> str:
-    of, rows = errors[variant], errors["plain rows"]
+def _verdict(errors: Mapping[str, Errors], variant: str, num_families: int, failed: list[str]) -> str:
+    of, rows = ({family: found[name] for family, found in errors.items()} for name in (variant, "plain rows"))
     note = f"{len(of)} of {num_families} families"
     for i, what in enumerate(("scores", "gradients")):
         if of:
@@ -197,10 +207,6 @@ def _verdict(
         ]
         note += f"; more than {SLACK} x that of rows: {', '.join(more) or 'none'}"
     return note + (f"; failed: {', '.join(failed)}" if failed else "")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # -- training
@@ -274,7 +280,7 @@ def measure_steps(
     passes: tuple[float, float, float] = (3, 3, 3),
 ) -> None:
     """Median seconds of a step, after steps that compile."""
-    warmup, rounds = (1, 2) if report.tiny else (4, 12)
+    warmup, rounds = (1, 2) if report.tiny else (4, 10)
     losses = [step(batches[n % len(batches)]) for n in range(warmup)]
     chosen = [batches[n % len(batches)] for n in range(warmup, warmup + rounds)]
     seconds = [seconds_of(partial(step, batch), report.device) for batch in chosen]
@@ -457,9 +463,9 @@ def _tokenizer(prompts: Sequence[tuple[str, list[str]]]) -> PreTrainedTokenizerB
 
 
 PARTS: dict[str, tuple[Callable[[Report], None], int]] = {
-    "exactness": (exactness, 130),
-    "training": (training, 160),
-    "scoring": (scoring, 60),
+    "exactness": (exactness, 90),
+    "training": (training, 200),
+    "scoring": (scoring, 50),
     "policy updates": (policy_updates, 100),
     "8B with LoRA": (lora_8b, 70),
 }
