@@ -49,6 +49,7 @@ from treeward.data.tokenizers import train_tokenizer
 from treeward.model.lora import add_adapters
 from treeward.model.reward_model import RewardModel
 from treeward.rl.experience import CompletionGroup, SampledCompletion
+from treeward.tree.attention import VARLEN
 from treeward.tree.batch import TreeBatch
 
 Pair = tuple[list[int], list[int]]
@@ -232,14 +233,19 @@ def training(report: Report) -> None:
     from training_step import our_variant, trl_variant
     from trl.trainer.reward_config import RewardConfig
 
+    from treeward.compat import trl as trees
+
     source, tokenizer, pairs = comparisons(report.tiny)
     attention = "flash_attention_2" if find_spec("flash_attn") and report.device.type == "cuda" else "sdpa"
 
     def make(size: str) -> RewardModel:
         return build(size, tokenizer, report.device, torch.bfloat16).train()
 
-    def tree(size: str) -> Made:
+    def tree(size: str, attention: str | None = None, *, compiled: bool = False) -> Made:
         model = make(size)
+        model.tree_attention = attention
+        if compiled:
+            model.compile_layers()
         return model.hf, our_variant(model, partial(_scores, model))[0]
 
     def packed(size: str) -> Made:
@@ -257,14 +263,18 @@ def training(report: Report) -> None:
     fast: dict[str, Any] = {"dtype": torch.bfloat16, "gradient_checkpointing": False}
     variants: dict[str, Callable[[str], Made]] = {
         TREE: tree,
+        f"{TREE}, compiled layers": partial(tree, compiled=True),
+        "packed rows, FlashAttention": partial(flash, share=False),
+        f"TRL RewardTrainer, bfloat16 weights; {attention}": partial(trl, **fast),
         f"TRL RewardTrainer, its default: float32 weights, checkpointing; {attention}": partial(
             trl, dtype=torch.float32
         ),
-        f"TRL RewardTrainer, bfloat16 weights; {attention}": partial(trl, **fast),
-        "packed rows, FlashAttention": partial(flash, share=False),
         ONE_LEVEL: partial(flash, share=True),
         "treeward, packed rows": packed,
+        f"{TREE}, in TRL's RewardTrainer, its default": partial(trl, dtype=torch.float32, kind=trees.RewardTrainer),
     }
+    if report.device.type == "cuda":
+        variants[f"{TREE}, FlashAttention over gathered keys"] = partial(tree, attention=VARLEN)
     missing = {"flash-pref itself": _why_no_flash_pref()}
     if "padding_free" in RewardConfig.__dataclass_fields__:
         variants["TRL RewardTrainer, padding-free"] = partial(trl, padding_free=True, **fast)

@@ -3,8 +3,8 @@
 PrefixGrouper (https://github.com/johncaged/PrefixGrouper, verl's `use_prefix_grouper`) puts a prompt and its
 completions into one padded row. Attention is two calls: prompts alone, and completions, as rows, over their prompt
 repeated and themselves. It is given what costs it least here: masks that are made once a batch and then shared by
-reference and policy, keys that are not repeated for grouped queries, and a head that computes real completion tokens
-alone (its README and verl compute the logits of the prompts too).
+reference and policy, on a CPU keys that are not repeated for grouped queries, and a head that computes real completion
+tokens alone (its README and verl compute the logits of the prompts too).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv
 
 from treeward.rl.experience import CompletionGroup
 
@@ -119,6 +120,9 @@ def _attention(
     assert prefix_grouper is not None
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        if query.is_cuda and mask.numel():  # no fused kernel of a GPU takes both a mask and grouped queries
+            groups = query.shape[1] // key.shape[1]
+            key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         out = scaled_dot_product_attention(
             query,
             key,
