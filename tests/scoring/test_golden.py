@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import CONTRACT_FILE, read_contract, text_sha256
 from treeward.model.loading import load_reward_model
+from treeward.model.reward_model import RewardModel
 from treeward.model.stored import read_stored, sha256_of
 from treeward.scoring.golden import GOLDEN_CONVERSATIONS, head_labels, sign_folder, tokenizer_sha256, weighted_heads
 from treeward.tree import attention
@@ -104,6 +105,41 @@ def test_the_tolerances_hold_for_every_way_to_compute(family: str, tiny_tokenize
     in_file = torch.tensor([example.score for example in small.golden])
     assert torch.allclose(in_file, of_rounded, atol=1e-6)
     assert small.tolerance.bfloat16 > float((in_file - golden).abs().max()) > 10 * small.tolerance.float32
+
+
+def test_golden_scores_do_not_depend_on_settings_of_products_nor_the_model_in_memory(
+    tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """A bfloat16 model is signed in float32 where it is, under TF32 and AMX: all stays as it was."""
+    backends: Any = torch.backends
+    seen: list[tuple[str, ...]] = []
+
+    def note(*_: Any) -> None:
+        parts = (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv)
+        seen.append((torch.get_float32_matmul_precision(), *(part.fp32_precision for part in parts)))
+
+    found = []
+    for precision in ("highest", "medium"):
+        hf = tiny_model("llama")
+        RewardModel(hf).cast(torch.bfloat16)
+        hf.register_forward_pre_hook(note)
+        hf.base_model.register_forward_pre_hook(note)
+        torch.set_float32_matmul_precision(precision)
+        try:
+            note()
+            folder = tmp_path / precision
+            model, _, contract = signed(folder, tiny_tokenizer, hf, dtype=torch.bfloat16)
+            note()
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        assert seen[0] == seen[-1] and seen[0][0] == precision
+        assert {part for one in seen[1:-1] for part in one} == {"highest", "ieee"}
+        seen.clear()
+        assert {p.dtype for p in model.weights()} == {torch.bfloat16}
+        assert contract.dtypes.weights == contract.dtypes.config == "bfloat16"
+        found.append(contract)
+    assert found[0].golden == found[1].golden and found[0].tolerance == found[1].tolerance
+    assert sign_folder(tmp_path / "medium").golden == found[1].golden  # loaded in float32
 
 
 @pytest.mark.parametrize("where", ["config", "tokenizer"])

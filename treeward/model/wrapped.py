@@ -139,7 +139,8 @@ class WrappedModel(nn.Module):
     def choose_attention(self, groups: Sequence[Sequence[TokenIds]]) -> None:
         """Compute trees from now on by what computes these soonest.
 
-        There is a choice on a GPU in half precision alone, and none for soft-caps, sinks and large heads.
+        There is a choice on a GPU in half precision alone, and none for soft-caps, sinks and large heads; nor in a
+        deterministic run, as the next measurement may choose otherwise.
         """
         config, dtype = self.hf.config.get_text_config(), self.hf.dtype
         heads = config.num_attention_heads
@@ -154,6 +155,7 @@ class WrappedModel(nn.Module):
             or has_softcap
             or has_sinks
             or head_dim > 256
+            or torch.are_deterministic_algorithms_enabled()
         ):
             return
         self.tree_attention = fastest(

@@ -273,6 +273,9 @@ def _choose(
     logits_SV: Tensor, numbers_S: Tensor, temperature: float, top_k: int | None, top_p: float
 ) -> tuple[Tensor, Tensor]:
     """The tokens, int64 (S,), and their log-probabilities before top-k and top-p."""
+    if logits_SV.is_cuda and torch.are_deterministic_algorithms_enabled():  # CUDA has no such cumulative sum
+        chosen = _choose(logits_SV.cpu(), numbers_S.cpu(), temperature, top_k, top_p)
+        return chosen[0].to(logits_SV.device), chosen[1].to(logits_SV.device)
     scores_SV = logits_SV if temperature == 1.0 else logits_SV / temperature
     log_probs_SV = scores_SV.log_softmax(dim=-1)
     kept_SV = log_probs_SV if top_k is None else TopKLogitsWarper(top_k)(None, log_probs_SV)

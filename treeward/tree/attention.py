@@ -128,7 +128,7 @@ def _tree_attention(
         )
     elif query_BHTD.device.type == "cpu" and query_BHTD.shape[-1] == value_BJTD.shape[-1]:
         dtype = value_BJTD.dtype
-        # In half precision PyTorch's flash attention on a CPU is less exact, and slower for short segments.
+        # In half precision flash attention on a CPU is no faster for long segments, and much slower for short ones.
         at_least = torch.promote_types(dtype, torch.float32)
         query_BHTD, key_BJTD, value_BJTD = (x.to(at_least) for x in (query_BHTD, key_BJTD, value_BJTD))
         if prefixes is None:
