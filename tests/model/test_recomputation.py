@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from families import causal_model, forest, gradients, tiny_model
+from families import causal_model, forest, gradient_error, gradients, score_error, tiny_model
+from torch.nn.attention import flex_attention as torch_flex
 from torch.profiler import ProfilerActivity, profile
 
 from treeward.model.policy_model import PolicyModel
 from treeward.model.reward_model import RewardModel
+from treeward.tree.attention import FLEX
 
 
 def outputs_of(kind: str, family: str, mode: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
@@ -40,3 +42,23 @@ def test_gradients_are_the_same_bits_and_less_is_held(kind: str, family: str) ->
         assert weights.keys() == everything[1].keys()
         assert all(torch.equal(weight, everything[1][name]) for name, weight in weights.items())
     assert everything[2] > 1.5 * selective[2] and selective[2] > 1.5 * full[2]
+
+
+@pytest.mark.parametrize("selective", [True, False], ids=["selective", "full"])
+def test_compiled_layers_with_flex_attention_are_computed_again(
+    selective: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU compiles, traced and run by PyTorch's own operations."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)  # which refuses gradients on a CPU
+    plain, again = (RewardModel(tiny_model("qwen3")).train() for _ in range(2))
+    batch = plain.make_batch(forest())
+    want = plain(batch)
+    again.tree_attention = FLEX
+    again.recompute_activations(selective=selective)
+    again.compile_layers(backend="aot_eager", fullgraph=True)
+    try:
+        got = again(batch)
+        assert score_error(got, want) <= 1e-6
+        assert gradient_error(gradients(again.hf, got), gradients(plain.hf, want)) <= 2e-6
+    finally:
+        torch._dynamo.reset()
