@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treeward.errors import CheckpointError
+
 
 class MasterWeights(torch.optim.Optimizer):
     """`make`: builds the optimiser that is stepped, of the masters and of those `parameters` that need none.
@@ -71,7 +73,11 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        masters: list[Tensor] = state_dict["masters"]
+        masters: list[Tensor] = state_dict.get("masters", [])
+        if len(masters) != len(self.masters):
+            got, need = f"float32 masters of {len(masters)} weights", f"of {len(self.masters)}"
+            fix = "set policy.dtensor_cfg.cpu_offload and the optimiser as they were, or begin a new run"
+            raise CheckpointError("the saved optimiser is of another kind", got=got, need=need, fix=fix)
         self.inner.load_state_dict({name: value for name, value in state_dict.items() if name != "masters"})
         self._share()
         for master, saved in zip(self.masters, masters, strict=True):
