@@ -1,7 +1,7 @@
 """TRL's trainers against the same trainers on trees (`treeward.compat.trl`), in one interleaved run.
 
     python benchmarks/trl_dropin.py [--size xs|s|m|l] [--pairs 8] [--completions 8] [--prompt-tokens 128 512]
-                                     [--prompts 4] [--rounds 7]
+                                     [--prompts 4] [--rounds 7] [--device cuda] [--profile]
 
 Steps of the two are those of `training_step.py` (RewardTrainer, real comparisons) and `policy_update.py` (GRPOTrainer,
 its update with a reference, real completions), each in float32 and as TRL's defaults have it (bfloat16, checkpointing).
@@ -21,12 +21,14 @@ import torch
 from common import (
     SIZES,
     VOCAB_SIZE,
+    add_options,
     build,
     build_causal,
     describe,
     interleave,
     load_pairs,
     median_ratio,
+    print_profile,
     use_device,
 )
 from policy_update import Setting, make_work, moved, trl_update
@@ -79,6 +81,8 @@ def _rewards(arguments: argparse.Namespace, device: torch.device) -> list[dict[s
         calls = {name: partial(lambda step, n: step(batches[n % len(batches)]), step) for name, step in steps.items()}
         what = f"RewardTrainer, {arguments.pairs} pairs of {data}"
         rows.append(_row(what, precision, first, interleave(calls, arguments.rounds, device=device)))
+        if arguments.profile:
+            print_profile(f"{what}, on trees, {precision}", partial(steps["on trees"], batches[0]), device)
     return rows
 
 
@@ -101,6 +105,8 @@ def _policies(arguments: argparse.Namespace, prompt: int, device: torch.device) 
         calls = {name: partial(lambda update, _: update.update(), update) for name, update in updates.items()}
         what = f"GRPOTrainer, {arguments.prompts} prompts of {prompt}, {arguments.completions} completions each"
         rows.append(_row(what, precision, first, interleave(calls, arguments.rounds, device=device)))
+        if arguments.profile:
+            print_profile(f"{what}, on trees, {precision}", updates["on trees"].update, device)
     return rows
 
 
@@ -129,7 +135,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--prompts", type=int, default=4, help="an update")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", default="auto", help="a GPU where there is one, else the CPU")
+    add_options(parser)
     return parser.parse_args()
 
 

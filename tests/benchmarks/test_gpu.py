@@ -11,7 +11,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from families import forest, gradient_error, gradients, score_error, tiny_model
+from families import causal_model, forest, gradient_error, gradients, score_error, tiny_model
+from torch.utils.flop_counter import FlopCounterMode
 
 from treeward.model.reward_model import RewardModel
 
@@ -61,3 +62,25 @@ def test_what_was_not_measured_is_said(benchmark: ModuleType, tmp_path: Path) ->
     assert (tree["ms"], tree["tokens"], tree["slower"]) == ("500.0", "2,000", "1.00")
     assert (other["ms"], other["note"]) == ("not measured", "not done in its 160 s")
     assert (part.get("variant"), part["note"]) == (None, "not done in its 160 s")
+
+
+def test_operations_are_those_that_torch_counts(benchmark: ModuleType) -> None:
+    """Plain attention computes every pair of a query and a key, seen or not."""
+    model = causal_model("llama")
+    tokens = torch.arange(5, 45)[None]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(tokens)
+    found = sys.modules["common"].flops(model, 40, 40 * 40, 40, (1, 1, 1))
+    assert found == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"), [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA Unknown", None)]
+)
+def test_utilisation_is_of_the_device(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = sys.modules["common"].utilisation(1e12, 0.01, torch.device("cuda"), torch.bfloat16)
+    assert found == (None if peak is None else pytest.approx(1e14 / peak))
+    assert sys.modules["common"].utilisation(1e12, 0.01, torch.device("cuda"), torch.float32) is None
