@@ -51,6 +51,7 @@ benchmark: env-dev
 	$(BIN)/python benchmarks/training_step.py
 	$(BIN)/python benchmarks/scoring.py
 	$(BIN)/python benchmarks/policy_update.py
+	$(BIN)/python benchmarks/grpo_step.py
 	$(BIN)/python benchmarks/serving.py
 
 benchmark-gpu: env-dev

@@ -18,6 +18,7 @@ SHORT = {
     "scoring.py": "--size tiny --prompts 1 --rounds 1",
     "policy_update.py": "--size tiny --prompts 2 --rounds 1 --completions 4 --prompt-tokens 128",
     "trl_dropin.py": "--size tiny --pairs 2 --prompts 2 --completions 4 --rounds 1 --prompt-tokens 128",
+    "grpo_step.py": "--size tiny --prompts 2 --completions 4 --prompt-tokens 20 --new-tokens 8 --rounds 1",
     "serving.py": "--size tiny --requests 16 --rounds 1 --connections 1 8",
     "soak.py": "--minutes 0.1 --clients 8",
     "gpu.py": "--tiny --minutes 9 --box 400",
