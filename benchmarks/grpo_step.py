@@ -68,7 +68,7 @@ Prompts = list[list[int]]
 Timed = dict[str, float]
 
 
-def letters(completions: Sequence[Any], **_: Any) -> list[float]:
+def letters(completions: Sequence[Any], **_: Any) -> list[float | None]:
     """The reward of both sides."""
     return [float(str(completion).count("e")) for completion in completions]
 
@@ -172,7 +172,11 @@ def _trl(
         train_dataset=Dataset.from_list([{"prompt": str(p)} for p in range(len(prompts))]),
         processing_class=tokenizer,
     )
-    trainer._tokenize_prompts = lambda texts: ([prompts[int(p)] for p in texts], None, {})  # type: ignore[method-assign]
+
+    def tokens_of(prompts_of_rows: list[str]) -> Any:
+        return [prompts[int(p)] for p in prompts_of_rows], None, {}
+
+    trainer._tokenize_prompts = tokens_of  # type: ignore[method-assign, assignment]
     # What `trainer.train()` does before its first step:
     trainer.current_gradient_accumulation_steps = config.gradient_accumulation_steps
     if default:
@@ -186,7 +190,7 @@ def _trl(
         for _ in range(config.gradient_accumulation_steps):
             trainer.training_step(model, rows, None)
         torch.nn.utils.clip_grad_norm_(hf.parameters(), config.max_grad_norm)
-        trainer.optimizer.step()
+        optimizer.step()
         optimizer.zero_grad()
 
     return trainer, step
