@@ -134,6 +134,16 @@ def test_prefixes_are_keys_behind_the_row(family: str, eager_flex: None) -> None
     assert score_error(got, plain_scores(model.hf, [*rows, *other])) <= 1e-5
 
 
+@pytest.mark.parametrize("implementation", [attention.FLEX, attention.VARLEN])
+def test_under_autocast(implementation: str, eager_flex: None, cpu_varlen: list[tuple[int, int]]) -> None:
+    """TRL's default: norms give float32 queries and keys, projections bfloat16 values."""
+    model = flex_model("qwen3")
+    exact = model(model.make_batch(forest()))
+    model.tree_attention = implementation
+    with torch.autocast("cpu", torch.bfloat16):
+        assert score_error(model(model.make_batch(forest())), exact) <= 0.05
+
+
 def test_padding_changes_nothing(eager_flex: None) -> None:
     model = flex_model("qwen3")
     batch = TreeBatch.from_groups(forest())

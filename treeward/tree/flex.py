@@ -56,6 +56,8 @@ def attend(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """The output (B, H, T, D). `softcap`: scores become c tanh(s / c). `sinks_H`: one more key without a value."""
+    # Autocast leaves queries and keys in float32 (norms) beside values in half precision (a projection).
+    query_BHTD, key_BJTD = (x.to(value_BJTD.dtype) for x in (query_BHTD, key_BJTD))
     exchange = mask.layout.exchange
     if exchange is not None:
         key_BJTD, value_BJTD = _with_prefixes(key_BJTD, value_BJTD, exchange.enter(key_BJTD, value_BJTD))

@@ -67,6 +67,7 @@ def attend(
     scale: float,
 ) -> Tensor:
     """The output (B, H, T, D)."""
+    query_BHTD, key_BJTD = (x.to(value_BJTD.dtype) for x in (query_BHTD, key_BJTD))  # under autocast, as in `flex`
     # The gradients of a key that is gathered several times are added up in float32.
     key, value = (x[0].transpose(0, 1).float().index_select(0, plan.keys_K).to(x.dtype) for x in (key_BJTD, value_BJTD))
     out = varlen_attn(
