@@ -1,10 +1,13 @@
-"""`selective_contexts`: which activations a layer keeps when the others are computed again in the backward pass.
+"""`compute_again_selectively`: a layer keeps some activations, and computes the others again in the backward pass.
 
-    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=selective_contexts)
+    for layer in layers: compute_again_selectively(layer)
 
 The rule is torchtitan's (`selective`, by operation). Attention and matrix products cost the most to repeat: the outputs
 of attention and of every second product are kept; norms, activation functions, rotations and the other products are
 repeated. The gradient is the same, for what is repeated is what was computed.
+
+It is within the layer's forward, and so within its graph where the layer is compiled: around a compiled layer there is
+one operation to keep or to repeat.
 """
 
 from __future__ import annotations
@@ -12,7 +15,14 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 _PRODUCTS = {"aten::mm", "aten::addmm"}
 _ATTENTION = {
@@ -26,8 +36,20 @@ _ATTENTION = {
 }
 
 
-def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of one layer's forward pass and of its repetition, as `context_fn` of a checkpoint."""
+def compute_again_selectively(layer: nn.Module) -> None:
+    """Change the forward of a layer that is trained; without gradients it stays what it is."""
+    plain = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not (layer.training and torch.is_grad_enabled()):
+            return plain(*args, **kwargs)
+        return checkpoint(plain, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+
+    layer.forward = forward
+
+
+def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of one layer's forward pass and of its repetition."""
     num_products = 0
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:

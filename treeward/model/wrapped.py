@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from treeward.errors import ConfigError, ModelError
-from treeward.model.recomputation import selective_contexts
+from treeward.model.recomputation import compute_again_selectively
 from treeward.tree import attention
 from treeward.tree.batch import Batch, RowBatch, TreeBatch
 from treeward.tree.choice import fastest
@@ -169,9 +169,8 @@ class WrappedModel(nn.Module):
     def compile_layers(self, **options: Any) -> None:
         """Compile the decoder layers (`torch.compile`, with its `options`) for trees; all of a kind share one graph."""
         self._is_compiled = True
-        for layer in self.backbone.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer.compile(**options)
+        for layer in self._layers:
+            layer.compile(**options)
 
     def recompute_activations(self, *, selective: bool = False) -> None:
         """Keep one activation per layer and compute the others again in the backward pass. Raises `ConfigError`.
@@ -180,17 +179,24 @@ class WrappedModel(nn.Module):
         """
         # transformers has renamed it on the way; older versions of those that we allow have the old name alone.
         enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
-        options: dict[str, Any] = {"context_fn": selective_contexts} if selective else {}
-        if selective and hasattr(torch._inductor.config, "wrap_inductor_compiled_regions"):
-            torch._inductor.config.wrap_inductor_compiled_regions = True  # a compiled FlexAttention is seen as one
+        layers, where = self._layers, "policy.dtensor_cfg.activation_checkpointing"
+        if selective and not layers:
+            raise ConfigError("this model's layers are not known: none of its activations can be kept", where=where)
+        if selective:
+            if hasattr(torch._inductor.config, "wrap_inductor_compiled_regions"):
+                torch._inductor.config.wrap_inductor_compiled_regions = True  # a compiled FlexAttention is seen as one
+            for layer in layers:
+                compute_again_selectively(layer)
+            return
         try:
-            enable({"use_reentrant": False, **options})
+            enable({"use_reentrant": False})
         except ValueError as error:
-            raise ConfigError(
-                "this model cannot compute its activations again",
-                where="policy.dtensor_cfg.activation_checkpointing",
-                got=str(error),
-            ) from error
+            summary = "this model cannot compute its activations again"
+            raise ConfigError(summary, where=where, got=str(error)) from error
+
+    @property
+    def _layers(self) -> list[nn.Module]:
+        return [module for module in self.backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def tree_hidden(self, batch: TreeBatch) -> Tensor:
         """The last hidden state of every token of the trees, (T, D), and of what pads their row."""
