@@ -141,6 +141,7 @@ class _TreeDecoder:
         self.policy = policy
         self.kept_at_most, self._static = pace.kept_at_most, pace.static
         self._captures = policy.device.type == "cuda"
+        self._max_positions = policy.max_positions
         self._graph: torch.cuda.CUDAGraph | None = None
         self._places = {prompt: p for p, prompt in enumerate(dict.fromkeys(row.prompt_ids for row in rows))}
         self._rows = rows
@@ -201,9 +202,9 @@ class _TreeDecoder:
     def _forward(self, tokens_S: Tensor) -> Tensor:
         policy, decoding = self.policy, self.decoding
         decoding.begin()
-        positions_S, most = decoding.positions_S, policy.max_positions
-        if most is not None:
-            positions_S = positions_S.clamp_max(most - 1)  # of rows that have ended
+        positions_S = decoding.positions_S
+        if self._max_positions is not None:
+            positions_S = positions_S.clamp_max(self._max_positions - 1)  # of rows that have ended
         with policy.attention(decoding_attention()):
             hidden_SD = policy.backbone(
                 input_ids=tokens_S[None],
