@@ -140,9 +140,9 @@ def _one_sibling_visible(batch: TreeBatch) -> TreeBatch:
 
 
 def _read_one_early(batch: TreeBatch) -> TreeBatch:
-    reads = batch.reads_S.clone()
+    reads = batch.reads_N.clone()
     reads[0] -= 1
-    return replace(batch, reads_S=reads)
+    return replace(batch, reads_N=reads)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -127,7 +127,7 @@ class TreeForward:
     def _hidden(self, batch: TreeBatch, places_N: np.ndarray, device: torch.device) -> Tensor:
         """The last hidden states at these places of the trees, (N, D)."""
         at, index_N = np.unique(places_N, return_inverse=True)
-        hidden = self._model.tree_hidden(batch.to(device)).index_select(0, torch.from_numpy(at).to(device))
+        hidden = self._model.tree_hidden(batch.to(device), torch.from_numpy(at).to(device))
         return hidden.index_select(0, torch.from_numpy(index_N).to(device))
 
 

@@ -96,23 +96,35 @@ def why_not_tree(hf: PreTrainedModel) -> str | None:
         return "its attention temperature depends on the place in the row"
     model = WrappedModel(hf, layout="tree")
     sequences = _probe_sequences(hf)
-    try:
-        batch = TreeBatch.from_groups([sequences]).to(model.device)
-        tree = model.tree_hidden(batch)[batch.reads_S]
-    except (ModelError, TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-        return str(error).splitlines()[0]
     with model.plain_attention():
         rows = [
             model.backbone(input_ids=torch.tensor([ids], device=model.device), use_cache=False).last_hidden_state[:, -1]
             for ids in sequences
         ]
     want = torch.cat(rows).float()
+    reason = _why_not_equal(model, sequences, want)
+    if reason is not None and model.last_layer is not None:
+        model.last_layer.enabled = False
+        logger.debug("%s computes its last layer for all tokens: %s.", type(hf).__name__, reason)
+        reason = _why_not_equal(model, sequences, want)
+    with model.plain_attention():  # what is set last stays
+        return reason
+
+
+def _why_not_equal(model: WrappedModel, sequences: Sequence[TokenIds], want: Tensor) -> str | None:
+    """Why a tree of the sequences does not have these last hidden states at its reads; None if it has."""
+    try:
+        batch = TreeBatch.from_groups([sequences]).to(model.device)
+        tree = model.tree_hidden(batch, batch.reads_N).index_select(0, batch.read_of_S)
+    except (ModelError, TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        return str(error).splitlines()[0]
     difference = float((tree.float() - want).abs().max() / want.abs().max().clamp_min(1e-6))
-    if difference <= _TOLERANCE.get(hf.dtype, 5e-2):
+    if difference <= _TOLERANCE.get(model.hf.dtype, 5e-2):
         return None
     return f"a tree's hidden states differ by {difference:.1e} from plain rows"
 
 
+@torch.no_grad()
 def check_before_training(
     model: RewardModel,
     sequences: Sequence[TokenIds],

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from treeward.errors import ModelError
 from treeward.model.linear_log_probs import linear_log_probs
 from treeward.model.wrapped import Layout, WrappedModel
-from treeward.tree.batch import TreeBatch, TreeLayout
+from treeward.tree.batch import TreeBatch, TreeLayout, on_device
 from treeward.tree.token_tree import TokenIds
 
 DEFAULT_CHUNK_TOKENS = 1024
@@ -98,33 +98,34 @@ class PolicyModel(WrappedModel):
         starts = [length for group in prompt_lengths for length in group]
         if any(not 0 < start <= len(sequence) for sequence, start in zip(sequences, starts, strict=True)):
             raise ModelError("a completion needs a prompt of at least one token", need="1 <= prompt length <= length")
-        batch = self.make_batch(groups)
-        if isinstance(batch, TreeBatch):
-            places = tree_places(batch.layout, batch.reads_S.tolist())
-            hidden_TD, tokens_T = self.tree_hidden(batch), batch.tokens_T
+        packed = self.pack(groups)
+        if isinstance(packed, TreeBatch):
+            places = tree_places(packed.layout, packed.reads_S.tolist())
         else:
-            width = batch.tokens_SL.shape[1]
+            width = packed.tokens_SL.shape[1]
             places = [np.arange(s * width, s * width + len(sequence)) for s, sequence in enumerate(sequences)]
-            hidden_TD, tokens_T = self.row_hidden(batch).flatten(0, 1), batch.tokens_SL.flatten()
-        predicted, index_SL, mask_SL = _completions(places, starts, self.device)
-        values_N, entropies_N = self._values(hidden_TD, tokens_T, predicted, temperature, entropies)
+        of, batch = _completions(places, starts, self.device), self.on_device(packed)
+        if isinstance(batch, TreeBatch):
+            hidden_MD, tokens_T = self.tree_hidden(batch, of.before_M), batch.tokens_T
+        else:
+            hidden_MD = self.row_hidden(batch).flatten(0, 1).index_select(0, of.before_M)
+            tokens_T = batch.tokens_SL.flatten()
+        hidden_ND, targets_N, mask_SL = hidden_MD.index_select(0, of.before_of_N), tokens_T[of.at_N], of.mask_SL
+        values_N, entropies_N = self._values(hidden_ND, targets_N, temperature, entropies)
 
         def spread(values: Tensor) -> Tensor:
             if not len(values):
                 return values.new_zeros(mask_SL.shape)
-            return torch.where(mask_SL, values[index_SL], values.new_zeros(()))
+            return torch.where(mask_SL, values[of.index_SL], values.new_zeros(()))
 
         return CompletionLogProbs(
             spread(values_N), mask_SL, None if entropies_N is None else spread(entropies_N), batch.num_computed_tokens
         )
 
     def _values(
-        self, hidden_TD: Tensor, tokens_T: Tensor, predicted: tuple[Tensor, Tensor], temperature: float, entropies: bool
+        self, hidden_ND: Tensor, targets_N: Tensor, temperature: float, entropies: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The log-probability of each predicted token, float32 (N,), and the entropies."""
-        before_N, at_N = predicted
-        # gathered once: each gather's backward pass fills a whole row of hidden states
-        hidden_ND, targets_N = hidden_TD.index_select(0, before_N), tokens_T[at_N]
         head = self.head
         if _is_plain(head) and self._softcap is None:
             return linear_log_probs(
@@ -137,8 +138,8 @@ class PolicyModel(WrappedModel):
                 temperature=temperature,
                 entropies=entropies,
             )
-        values: list[Tensor] = [hidden_TD.new_zeros(0, dtype=torch.float32)]
-        found: list[Tensor] = [hidden_TD.new_zeros(0, dtype=torch.float32)]
+        values: list[Tensor] = [hidden_ND.new_zeros(0, dtype=torch.float32)]
+        found: list[Tensor] = [hidden_ND.new_zeros(0, dtype=torch.float32)]
         for hidden, targets in zip(hidden_ND.split(self.chunk_tokens), targets_N.split(self.chunk_tokens), strict=True):
             entropy: list[Tensor] | None = [] if entropies else None
             if torch.is_grad_enabled():
@@ -208,20 +209,27 @@ def tree_places(layout: TreeLayout, reads: Sequence[int]) -> list[np.ndarray]:
     return places
 
 
-def _completions(
-    places: Sequence[np.ndarray], starts: Sequence[int], device: torch.device
-) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """The predicted tokens, each token of a tree once: (place of the predecessor, place), int64 (N,) each.
+class _Completions(NamedTuple):
+    """The predicted tokens, each token of a tree once, int64: their places `at_N`; the places of those before them,
+    `before_M`, ascending and each once, and which of those is each token's, `before_of_N`.
 
-    Also, for each completion, the indices of its tokens among them, int64 (S, L), and the mask of existing tokens.
+    `index_SL`: for each completion, the indices of its tokens among the N; `mask_SL`: which of them exist, bool.
     """
+
+    before_M: Tensor
+    before_of_N: Tensor
+    at_N: Tensor
+    index_SL: Tensor
+    mask_SL: Tensor
+
+
+def _completions(places: Sequence[np.ndarray], starts: Sequence[int], device: torch.device) -> _Completions:
     edges = [np.stack([place[start - 1 : -1], place[start:]]) for place, start in zip(places, starts, strict=True)]
     longest = max((edge.shape[1] for edge in edges), default=0)
     joined = np.concatenate(edges, axis=1)
-    # a token of a tree has one predecessor, so its own place names the pair
-    at, inverse = np.unique(joined[1], return_inverse=True)
-    before = np.empty_like(at)
-    before[inverse] = joined[0]
+    # a token of a tree has one predecessor, so its own place names the pair; several may have the same one
+    at, first, inverse = np.unique(joined[1], return_index=True, return_inverse=True)
+    before, before_of = np.unique(joined[0][first], return_inverse=True)
     index = np.zeros((len(edges), longest), dtype=np.int64)
     mask = np.zeros((len(edges), longest), dtype=bool)
     offset = 0
@@ -230,5 +238,4 @@ def _completions(
         index[s, :length] = inverse[offset : offset + length]
         mask[s, :length] = True
         offset += length
-    predicted = torch.from_numpy(before).to(device), torch.from_numpy(at).to(device)
-    return predicted, torch.from_numpy(index).to(device), torch.from_numpy(mask).to(device)
+    return _Completions(*(on_device(torch.from_numpy(one), device) for one in (before, before_of, at, index, mask)))

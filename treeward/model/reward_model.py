@@ -89,7 +89,7 @@ class RewardModel(WrappedModel):
     def heads(self, batch: Batch) -> Tensor:
         """The value of each of the H heads, float32 (S, H), one row per sequence in the order of the batch's groups."""
         if isinstance(batch, TreeBatch):
-            hidden_SD = self.tree_hidden(batch)[batch.reads_S]
+            hidden_SD = self.tree_hidden(batch, batch.reads_N).index_select(0, batch.read_of_S)
         elif self.layout == "encoder":
             logits: Tensor = self.hf(input_ids=batch.tokens_SL, attention_mask=batch.mask_SL).logits
             return logits.float()

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from treeward.errors import ConfigError, ModelError
+from treeward.model.last_layer import LastLayer
 from treeward.model.recomputation import compute_again_selectively
 from treeward.tree import attention
 from treeward.tree.batch import Batch, RowBatch, TreeBatch
@@ -43,6 +44,7 @@ class WrappedModel(nn.Module):
         self.tree_attention: str | None = None
         """The implementation of `treeward.tree.attention` that computes trees; None: the one for the device."""
         self._is_compiled = False
+        self.last_layer = LastLayer.of(hf) if layout == "tree" else None
         _switch_off_noise(hf)
 
     @property
@@ -107,7 +109,12 @@ class WrappedModel(nn.Module):
 
     def make_batch(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
         """Pack groups of token sequences (each a whole conversation) the way this model runs them, on its device."""
-        return self.pack(groups).to(self.device)
+        return self.on_device(self.pack(groups))
+
+    def on_device(self, packed: Batch) -> Batch:
+        """A batch of the host on the model's device, copied while the host goes on."""
+        pinned = packed.pin() if self.device.type == "cuda" else packed
+        return pinned.to(self.device, non_blocking=True)
 
     def pack(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
         """`make_batch` in the memory of the host; any thread may call it."""
@@ -169,6 +176,8 @@ class WrappedModel(nn.Module):
     def compile_layers(self, **options: Any) -> None:
         """Compile the decoder layers (`torch.compile`, with its `options`) for trees; all of a kind share one graph."""
         self._is_compiled = True
+        # All kinds of layers are one function to the compiler: each has a graph for training and one for evaluation.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
         for layer in self._layers:
             layer.compile(**options)
 
@@ -198,8 +207,9 @@ class WrappedModel(nn.Module):
     def _layers(self) -> list[nn.Module]:
         return [module for module in self.backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
 
-    def tree_hidden(self, batch: TreeBatch) -> Tensor:
-        """The last hidden state of every token of the trees, (T, D), and of what pads their row."""
+    def tree_hidden(self, batch: TreeBatch, at_N: Tensor) -> Tensor:
+        """The last hidden states at these places of the row, (N, D). `at_N`: int64, ascending, each place once."""
+        reads = {"tree_reads": at_N} if self.last_layer is not None and self.last_layer.enabled else {}
         implementation = self.tree_attention or attention.default_for(self.device)
         if implementation in attention.COMPILED:
             batch = batch.padded()
@@ -210,8 +220,9 @@ class WrappedModel(nn.Module):
                 # All ones rather than None: with None transformers takes restarting positions for packed sequences.
                 attention_mask=torch.ones_like(batch.tokens_T)[None],
                 use_cache=False,
+                **reads,
             ).last_hidden_state
-        return hidden[0]
+        return hidden[0].index_select(0, at_N)
 
     def row_hidden(self, batch: RowBatch) -> Tensor:
         """The last hidden state of every token of the padded rows, (S, L, D)."""

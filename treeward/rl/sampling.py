@@ -155,7 +155,7 @@ class _TreeDecoder:
             groups = [[prompts[p]] for p in chosen]
             keep = [(n, 0, len(prompts[p])) for n, p in enumerate(chosen)]
             batch = TreeBatch.from_groups(groups, keep=keep).to(self.policy.device)
-            read = self.policy.tree_hidden(batch)[batch.reads_S]
+            read = self.policy.tree_hidden(batch, batch.reads_N).index_select(0, batch.read_of_S)
             assert batch.layout.exchange is not None
             for n, (p, prefix) in enumerate(zip(chosen, batch.layout.exchange.kept(), strict=True)):
                 prefixes[p], hidden_PD[p] = prefix, read[n]

@@ -73,15 +73,22 @@ class TreeLayout:
 class TreeBatch:
     """A packed forest of G groups with S sequences in T tokens.
 
-    `tokens_T`, `layout.positions_T`: int64 (T,). `reads_S`: int64 (S,), the place in the row of each sequence's last
-    token. `group_sizes`: sequences per group, summing to S. `num_row_tokens`: tokens of the same sequences as rows.
+    `tokens_T`, `layout.positions_T`: int64 (T,). `reads_N`: int64 (N,), the places in the row where sequences end,
+    ascending, each once; `read_of_S`: int64 (S,), which of them is each sequence's: equal sequences may share one.
+    `group_sizes`: sequences per group, summing to S. `num_row_tokens`: tokens of the same sequences as rows.
     """
 
     tokens_T: Tensor
     layout: TreeLayout
-    reads_S: Tensor
+    reads_N: Tensor
+    read_of_S: Tensor
     group_sizes: tuple[int, ...]
     num_row_tokens: int
+
+    @property
+    def reads_S(self) -> Tensor:
+        """The place in the row of each sequence's last token, int64 (S,)."""
+        return self.reads_N[self.read_of_S]
 
     @property
     def num_computed_tokens(self) -> int:
@@ -137,7 +144,8 @@ class TreeBatch:
             tuple(spans), torch.from_numpy(np.concatenate(positions)), torch.from_numpy(ends.astype(np.int64)), exchange
         )
         num_row_tokens = sum(len(sequence) for sequence in sequences)
-        return cls(torch.from_numpy(np.concatenate(tokens)), layout, torch.from_numpy(reads), sizes, num_row_tokens)
+        reads_N, read_of_S = map(torch.from_numpy, np.unique(reads, return_inverse=True))
+        return cls(torch.from_numpy(np.concatenate(tokens)), layout, reads_N, read_of_S, sizes, num_row_tokens)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TreeBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -149,7 +157,8 @@ class TreeBatch:
     def _each(self, change: Callable[[Tensor], Tensor]) -> TreeBatch:
         layout = self.layout
         layout = replace(layout, positions_T=change(layout.positions_T), subtree_end_T=change(layout.subtree_end_T))
-        return replace(self, tokens_T=change(self.tokens_T), layout=layout, reads_S=change(self.reads_S))
+        reads_N, read_of_S = change(self.reads_N), change(self.read_of_S)
+        return replace(self, tokens_T=change(self.tokens_T), layout=layout, reads_N=reads_N, read_of_S=read_of_S)
 
     def padded(self) -> TreeBatch:
         """The same forest in a row of one of few lengths: multiples of 128, at most eight from n to 2n tokens.
@@ -220,6 +229,11 @@ class RowBatch:
 
 
 Batch = TreeBatch | RowBatch
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on another device, copied while the host goes on."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def plan_micro_batches(
