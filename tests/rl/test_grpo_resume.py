@@ -187,6 +187,13 @@ def test_failures_and_signals_leave_a_saved_state(trial: Trial, caplog: pytest.L
     assert trial.is_as_uninterrupted()
 
 
+def test_masters_of_bfloat16_weights_go_on_exactly(trial: Trial) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        MOMENTS["between a validation and the save"](patch)
+        trial.start("policy.precision=bfloat16")
+    assert trial.start("policy.precision=bfloat16").step == 6 and trial.is_as_uninterrupted("policy.precision=bfloat16")
+
+
 def test_adapters_go_on_exactly_and_the_frozen_model_is_the_reference(trial: Trial) -> None:
     lora = ("policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4, alpha: 8}", "policy.optimizer.kwargs.lr=0.03",
             "grpo.val_at_start=true")  # fmt: skip
