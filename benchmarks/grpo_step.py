@@ -101,16 +101,20 @@ def main() -> None:
             f"of {arguments.prompt_tokens} tokens, {arguments.completions} completions of {arguments.new_tokens}"
         )
         seconds = interleave(calls, arguments.rounds, device=device)
+        print_ratios(seconds)
         after = arguments.rounds + 2
         with measured(_parts_of_ours(runs[TREE]), device) as ours:
             runs[TREE].step(after)
         with measured(_parts_of_trl(trainers[TRL][0]), device) as theirs:
             trainers[TRL][1]()
+        print_parts(ours, theirs)
+        lengths = trainers[TRL][0]._metrics["train"]["completions/mean_length"]
+        if set(lengths) != {arguments.new_tokens}:
+            raise RuntimeError(f"TRL's completions have {lengths} tokens on average, not {arguments.new_tokens}")
         if arguments.profile:
             print_profile("a step of treeward", lambda: runs[TREE].step(after + 1), device)
         for run in runs.values():
             run.close()
-    report(seconds, ours, theirs)
     if arguments.json is not None:
         found_json = {"seconds": seconds, TREE: ours, TRL: theirs}
         arguments.json.write_text(json.dumps(found_json, indent=1) + "\n", encoding="utf-8")
@@ -244,7 +248,7 @@ def measured(parts: Sequence[tuple[str, object, str]], device: torch.device) -> 
     took["backward and the rest"] = whole - sum(took.values())
 
 
-def report(seconds: dict[str, list[float]], ours: Timed, theirs: Timed) -> None:
+def print_ratios(seconds: dict[str, list[float]]) -> None:
     rows = []
     for base, tree in ((TRL, TREE), (TRL_DEFAULT, TREE_BF16)):
         if base not in seconds:
@@ -261,6 +265,15 @@ def report(seconds: dict[str, list[float]], ours: Timed, theirs: Timed) -> None:
         Column("x", title="times faster"),
     ]
     print(results_table(rows, columns))
+    rounds = [b / o for b, o in zip(seconds[TRL], seconds[TREE], strict=True)]
+    times = statistics.median(rounds)
+    print(
+        f"\n{'passed' if times >= GOAL else 'MISSED'}  {times:.2f} x a step of TRL in float32; goal {GOAL:.0f} x",
+        flush=True,
+    )
+
+
+def print_parts(ours: Timed, theirs: Timed) -> None:
     print("\nWhere the time of one step in float32 goes\n")
     shares = [
         {"name": name, "of": of, "s": value, "share": value / sum(took.values())}
@@ -269,9 +282,6 @@ def report(seconds: dict[str, list[float]], ours: Timed, theirs: Timed) -> None:
     ]
     shown = [Column("of", title="of"), Column("name", title="part"), Column("s", format=".2f")]
     print(results_table(shares, [*shown, Column("share", format=".0%")]))
-    rounds = [b / o for b, o in zip(seconds[TRL], seconds[TREE], strict=True)]
-    times = statistics.median(rounds)
-    print(f"\n{'passed' if times >= GOAL else 'MISSED'}  {times:.2f} x a step of TRL in float32; goal {GOAL:.0f} x")
 
 
 def _parse() -> argparse.Namespace:
