@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from families import VOCABULARY, config_of, randomise
+from no_syncs import ATTENTION, NoSyncs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -282,3 +284,38 @@ def test_a_loss_that_is_not_finite_leaves_the_weights() -> None:
     advantages[1, 1] = 1.0
     updater.learn(groups, advantages, used)
     assert (updater.skipped.total, updater.skipped.in_a_row) == (5, 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("loss", ["several", "truncated"])
+def test_the_host_waits_for_nothing_within_a_micro_batch(device: str, loss: str) -> None:
+    hf = causal().to(device)
+    settings = PolicyLossConfig() if loss == "several" else SEVERAL["truncated"]
+    updater = PolicyUpdater(PolicyModel(hf), Recorded(hf), reference=PolicyModel(moved(hf)), loss=settings)
+    groups, advantages, used = experience()
+    evaluated = updater.evaluate(said_by(hf, groups, 0.1))
+    (batch,) = updater._micro_batches(evaluated.groups, [(p, g) for p, g in used.nonzero().tolist()])
+    advantages = advantages.to(device)
+    excused = (*ATTENTION, "treeward/tree/batch.py")  # which plan on the host
+    try:
+        for mode in ("default", "error"):  # the first time fills the caches of kernels
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode(mode)
+            with NoSyncs(excused) if device == "cpu" else contextlib.nullcontext():
+                loss_sum, sums = updater._loss(evaluated, batch, advantages, entropies=True)
+                loss_sum.backward()
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert math.isfinite(sums.means()["entropy"])
+
+
+def test_entropies_are_measured_where_they_are_asked_for() -> None:
+    groups, advantages, used = experience()
+    hf = causal()
+    updater = PolicyUpdater(PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.0))
+    with_them, without = (
+        updater.update(updater.evaluate(groups), advantages, used, entropies=asked).means() for asked in (True, False)
+    )
+    assert with_them.keys() - without.keys() == {"entropy"}
+    assert without == pytest.approx({name: with_them[name] for name in without})

@@ -100,7 +100,7 @@ class PolicyModel(WrappedModel):
             raise ModelError("a completion needs a prompt of at least one token", need="1 <= prompt length <= length")
         packed = self.pack(groups)
         if isinstance(packed, TreeBatch):
-            places = tree_places(packed.layout, packed.reads_S.tolist())
+            places = tree_places(packed.layout, packed.read_places())
         else:
             width = packed.tokens_SL.shape[1]
             places = [np.arange(s * width, s * width + len(sequence)) for s, sequence in enumerate(sequences)]
@@ -238,4 +238,4 @@ def _completions(places: Sequence[np.ndarray], starts: Sequence[int], device: to
         index[s, :length] = inverse[offset : offset + length]
         mask[s, :length] = True
         offset += length
-    return _Completions(*(on_device(torch.from_numpy(one), device) for one in (before, before_of, at, index, mask)))
+    return _Completions(*(on_device(one, device) for one in (before, before_of, at, index, mask)))

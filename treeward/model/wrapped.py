@@ -178,6 +178,8 @@ class WrappedModel(nn.Module):
         self._is_compiled = True
         # All kinds of layers are one function to the compiler: each has a graph for training and one for evaluation.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+        # The last layer notes its places while it is traced; the graph that is computed again has them as an input.
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         for layer in self._layers:
             layer.compile(**options)
 

@@ -130,10 +130,10 @@ class GRPORun(Run):
 
     def is_done(self, step: int) -> bool:
         """Whether all steps are taken or all prompts drawn (dynamic sampling draws more a step), or an alarm stops."""
-        return self._is_through(step) or self.stopped_by is not None
+        return self._is_through(step, self.prompts_drawn) or self.stopped_by is not None
 
-    def _is_through(self, step: int) -> bool:
-        return step >= self.total_steps or self.prompts_drawn >= self.setup.prompt_limit
+    def _is_through(self, step: int, prompts_drawn: int) -> bool:
+        return step >= self.total_steps or prompts_drawn >= self.setup.prompt_limit
 
     def _remember(self) -> None:
         self._rewards_before, self._steps_begun = self.setup.rewards.state_dict(), self.setup.updater.steps_begun
@@ -165,8 +165,10 @@ class GRPORun(Run):
             logged["train/kl_penalty"] = float(penalty_PG.nanmean())
         advantages_PG = advantages(rewards_PG, self.config.grpo)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        metrics = setup.updater.update(evaluated, advantages_PG, rollouts.used_PG)
-        self.prompts_drawn, self.version = self.prompts_drawn + rollouts.prompts_drawn, self.version + 1
+        drawn = self.prompts_drawn + rollouts.prompts_drawn
+        is_logged = number % self.config.grpo.log_period == 0 or self._is_through(number, drawn)
+        metrics = setup.updater.update(evaluated, advantages_PG, rollouts.used_PG, entropies=is_logged)
+        self.prompts_drawn, self.version = drawn, self.version + 1
         for name in ("groups_without_signal", "length_correlation"):
             if (value := rollouts.watched[name]) is not None:
                 self.since.setdefault(name, []).append(value)
@@ -238,7 +240,7 @@ class GRPORun(Run):
         store.write_folder("final", copy)
 
     def finish(self, outcome: Outcome) -> Callable[[StopRequest, bool], Outcome]:
-        through = self._is_through(outcome.step)
+        through = self._is_through(outcome.step, self.prompts_drawn)
         if through and outcome.step < self.total_steps:
             epochs = self.config.grpo.max_num_epochs
             logger.info("Dynamic sampling has drawn the prompts of all %d epochs in %d steps.", epochs, outcome.step)

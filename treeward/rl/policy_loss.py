@@ -11,7 +11,7 @@ Shapes: S completions, L tokens of the longest one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -20,29 +20,32 @@ from torch import Tensor
 from treeward.config.grpo import PolicyLossConfig
 
 KLEstimator = Literal["k1", "k2", "k3"]
+Sum = float | Tensor
 
 
 @dataclass(slots=True)
 class UpdateMetrics:
     """Plain sums over tokens, of micro-batches and of updates, without gradients; `means` divides them.
 
-    `kl_sum`: KL to the reference (k3); `old_kl_sum`: to the old policy (k3). `clipped`: tokens whose ratio was clipped.
+    They stay on the device until `read`. `kl_sum`: KL to the reference (k3); `old_kl_sum`: to the old policy (k3).
+    `clipped`: tokens whose ratio was clipped.
     `correction_sum`: weights against the generator's mismatch, 1 each where they are not used. `tokens`: counted once
-    for each update that learnt from them. `mismatch_sum`: exp |trainer's less generator's log-probability| of
-    `mismatch_tokens`, before the first update.
+    for each update that learnt from them. `entropy_tokens`: those whose entropy was asked for. `mismatch_sum`: exp
+    |trainer's less generator's log-probability| of `mismatch_tokens`, before the first update.
     """
 
-    loss_sum: float = 0.0
-    policy_sum: float = 0.0
-    kl_sum: float = 0.0
-    old_kl_sum: float = 0.0
-    clipped: float = 0.0
-    entropy_sum: float = 0.0
-    correction_sum: float = 0.0
-    tokens: int = 0
+    loss_sum: Sum = 0.0
+    policy_sum: Sum = 0.0
+    kl_sum: Sum = 0.0
+    old_kl_sum: Sum = 0.0
+    clipped: Sum = 0.0
+    entropy_sum: Sum = 0.0
+    entropy_tokens: Sum = 0
+    correction_sum: Sum = 0.0
+    tokens: Sum = 0
     updates: int = 0
     grad_norm_sum: float = 0.0
-    mismatch_sum: float = 0.0
+    mismatch_sum: Sum = 0.0
     mismatch_tokens: int = 0
     computed_tokens: int = 0
     row_tokens: int = 0
@@ -50,18 +53,28 @@ class UpdateMetrics:
     def __add__(self, other: UpdateMetrics) -> UpdateMetrics:
         return UpdateMetrics(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
+    def read(self) -> UpdateMetrics:
+        """The same as numbers: waits for the device, once."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        held = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        if not held:
+            return self
+        numbers = torch.stack([value.double() for value in held.values()]).tolist()
+        return replace(self, **dict(zip(held, numbers, strict=True)))
+
     def means(self) -> dict[str, float]:
         """By the names that are logged; those without a value are left out."""
-        by_token = {
-            "policy_loss": self.policy_sum, "kl": self.kl_sum, "old_kl": self.old_kl_sum, "clip_fraction": self.clipped,
-            "entropy": self.entropy_sum, "sampling_importance_ratio": self.correction_sum,
+        sums = self.read()
+        quotients = {
+            "policy_loss": (sums.policy_sum, sums.tokens), "kl": (sums.kl_sum, sums.tokens),
+            "old_kl": (sums.old_kl_sum, sums.tokens), "clip_fraction": (sums.clipped, sums.tokens),
+            "entropy": (sums.entropy_sum, sums.entropy_tokens),
+            "sampling_importance_ratio": (sums.correction_sum, sums.tokens),
+            "loss": (sums.loss_sum, sums.updates if sums.tokens else 0),
+            "grad_norm": (sums.grad_norm_sum, sums.updates if sums.tokens else 0),
+            "token_mult_prob_error": (sums.mismatch_sum, sums.mismatch_tokens),
         }  # fmt: skip
-        found = {name: total / self.tokens for name, total in by_token.items() if self.tokens}
-        if self.tokens:
-            found |= {"loss": self.loss_sum / self.updates, "grad_norm": self.grad_norm_sum / self.updates}
-        if self.mismatch_tokens:
-            found["token_mult_prob_error"] = self.mismatch_sum / self.mismatch_tokens
-        return found
+        return {name: float(total / count) for name, (total, count) in quotients.items() if count}
 
 
 def kl_coefficient(config: PolicyLossConfig) -> float:
@@ -141,10 +154,10 @@ def policy_loss(
     correction = _correction(old, generated, config)
     terms = -gain * correction
     sums = UpdateMetrics(
-        policy_sum=float((terms.detach() * mask).sum()),
-        clipped=float((clipped & mask).sum()),
-        correction_sum=float((correction * mask).sum()),
-        tokens=int(mask.sum()),
+        policy_sum=(terms.detach() * mask).sum(dtype=torch.float64),
+        clipped=(clipped & mask).sum(dtype=torch.float64),
+        correction_sum=(correction * mask).sum(dtype=torch.float64),
+        tokens=mask.sum(dtype=torch.float64),
     )
     if reference_SL is not None:
         reference = torch.where(mask, reference_SL, 0.0)
@@ -155,8 +168,8 @@ def policy_loss(
                 assert generated is not None
                 kl = kl * _finite(torch.exp(log_probs.detach() - generated))
             terms = terms + beta * kl
-        sums.kl_sum = float((kl_estimate(log_probs.detach(), reference, "k3") * mask).sum())
-    sums.old_kl_sum = float((kl_estimate(old, log_probs.detach(), "k3") * mask).sum())
+        sums.kl_sum = (kl_estimate(log_probs.detach(), reference, "k3") * mask).sum(dtype=torch.float64)
+    sums.old_kl_sum = (kl_estimate(old, log_probs.detach(), "k3") * mask).sum(dtype=torch.float64)
     return (terms * weights).sum(), sums
 
 

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from treeward.model.policy_model import CompletionLogProbs, PolicyModel
 from treeward.rl.experience import CompletionGroup, SampledCompletion, batch_shape, completion_lengths
 from treeward.rl.policy_loss import UpdateMetrics, kl_estimate, needs_generator, policy_loss
 from treeward.training.optimisation import SkippedSteps
+from treeward.tree.batch import on_device
 from treeward.tree.parts import plan_parts
 
 Reference = PolicyModel | AdapterReference
@@ -120,13 +122,18 @@ class PolicyUpdater:
                 kl_PG = kl_estimate(old, reference, self.loss.reference_policy_kl_type).sum(dim=2).cpu()
         return Evaluated(groups, old, reference, kl_PG, metrics)
 
-    def update(self, evaluated: Evaluated, advantages_PG: Tensor, used_PG: Tensor) -> UpdateMetrics:
+    def update(
+        self, evaluated: Evaluated, advantages_PG: Tensor, used_PG: Tensor, *, entropies: bool = True
+    ) -> UpdateMetrics:
         """Learn from groups in the order given. `used_PG`: which completions are learnt from, bool (P, G).
+
+        `entropies`: measure them too, which costs about a pass over the logits.
 
         The result has the sums of `evaluated` too. A step with a loss or gradient that is not finite is skipped, and
         adds its tokens alone to the sums. Raises `ModelError` for several in a row; the weights are those before them.
         """
-        metrics, groups, used_PG = evaluated.metrics, evaluated.groups, used_PG.cpu()
+        metrics, groups, used_PG = evaluated.metrics.read(), evaluated.groups, used_PG.cpu()
+        advantages_PG = advantages_PG.to(self.policy.device, torch.float32)
         parts = self._parts(len(groups))
         # Transformers recomputes activations only for a model in training mode; there is no dropout.
         self.policy.train()
@@ -135,7 +142,7 @@ class PolicyUpdater:
                 members = ((p, g) for p in part for g in used_PG[p].nonzero().flatten().tolist())
                 places = [(p, g) for p, g in members if groups[p].completions[g].token_ids]
                 if places:
-                    metrics = metrics + self._step(evaluated, places, advantages_PG)
+                    metrics = metrics + self._step(evaluated, places, advantages_PG, entropies)
                 self.on_step()
             for _ in range((self.parts_per_batch or 0) - len(parts)):
                 self.on_step()
@@ -185,7 +192,8 @@ class PolicyUpdater:
         found = model.log_probs(sequences, prompt_lengths, temperature=self.temperature, entropies=entropy)
         sums.computed_tokens += found.num_computed_tokens
         sums.row_tokens += sum(len(sequence) for part in sequences for sequence in part)
-        p_S, g_S = torch.tensor([place for part in batch for place in part]).unbind(dim=1)
+        places_S2 = np.array([place for part in batch for place in part], dtype=np.int64)
+        p_S, g_S = on_device(places_S2, self.policy.device).unbind(dim=1)
         return found, p_S, g_S
 
     def _all(
@@ -203,21 +211,24 @@ class PolicyUpdater:
                 entropies_PGL[p_S, g_S, :width] = found.entropies_SL
         return values_PGL, entropies_PGL
 
-    def _step(self, evaluated: Evaluated, places: Sequence[tuple[int, int]], advantages_PG: Tensor) -> UpdateMetrics:
+    def _step(
+        self, evaluated: Evaluated, places: Sequence[tuple[int, int]], advantages_PG: Tensor, entropies: bool
+    ) -> UpdateMetrics:
         """One step of the optimiser, from completions that have a token."""
         metrics = UpdateMetrics(updates=1)
         groups = evaluated.groups
         num_tokens = sum(len(groups[p].completions[g].token_ids) for p, g in places)
         denominator = num_tokens if self.loss.token_level_loss else len(places)
         for batch in self._micro_batches(groups, places):
-            loss, sums = self._loss(evaluated, batch, advantages_PG)
+            loss, sums = self._loss(evaluated, batch, advantages_PG, entropies)
             (loss / denominator).backward()
             metrics += sums
-            metrics.loss_sum += float(loss.detach()) / denominator
+            metrics.loss_sum += loss.detach().double() / denominator
+        metrics = metrics.read()
         metrics.grad_norm_sum = self.skipped.clip(
             self.policy,
             self.max_grad_norm,
-            metrics.loss_sum,
+            float(metrics.loss_sum),
             what="the policy's loss",
             fix="lower policy.optimizer.kwargs.lr, or look at the rewards of this step",
         )
@@ -229,10 +240,12 @@ class PolicyUpdater:
         counts = UpdateMetrics(computed_tokens=metrics.computed_tokens, row_tokens=metrics.row_tokens)
         return metrics if is_taken else counts
 
-    def _loss(self, evaluated: Evaluated, batch: MicroBatch, advantages_PG: Tensor) -> tuple[Tensor, UpdateMetrics]:
-        """The loss of a micro-batch, summed, and its sums."""
+    def _loss(
+        self, evaluated: Evaluated, batch: MicroBatch, advantages_PG: Tensor, entropies: bool
+    ) -> tuple[Tensor, UpdateMetrics]:
+        """The loss of a micro-batch, summed, and its sums. The host waits for nothing here."""
         counted = UpdateMetrics()
-        found, p_S, g_S = self._ask(self.policy, evaluated.groups, batch, counted, True)
+        found, p_S, g_S = self._ask(self.policy, evaluated.groups, batch, counted, entropies)
         values_SL = found.values_SL.detach()
         before = (evaluated.old_PGL, evaluated.reference_PGL)
         old, reference = (None if known is None else known[p_S, g_S, : values_SL.shape[1]] for known in before)
@@ -241,30 +254,33 @@ class PolicyUpdater:
             found.values_SL,
             values_SL if old is None else old,
             reference,
-            advantages_PG[p_S, g_S].to(values_SL),
+            advantages_PG[p_S, g_S],
             found.mask_SL,
             self.loss,
-            generated_SL=_generated(completions, values_SL) if needs_generator(self.loss) else None,
+            generated_SL=_generated(completions, values_SL)[0] if needs_generator(self.loss) else None,
         )
-        assert found.entropies_SL is not None
-        metrics.entropy_sum = float((found.entropies_SL * found.mask_SL).sum())
+        if found.entropies_SL is not None:
+            metrics.entropy_sum = (found.entropies_SL * found.mask_SL).sum(dtype=torch.float64)
+            metrics.entropy_tokens = metrics.tokens
         if old is None:  # the first and only pass of the trainer over what was sampled
             _add_mismatch(metrics, completions, values_SL)
         return loss, metrics + counted
 
 
-def _generated(completions: Sequence[SampledCompletion], like_SL: Tensor) -> Tensor:
-    """The generator's log-probabilities, (S, L), NaN where it gave none."""
-    values = torch.full(like_SL.shape, math.nan)
+def _generated(completions: Sequence[SampledCompletion], like_SL: Tensor) -> tuple[Tensor, int]:
+    """The generator's log-probabilities, float32 (S, L), NaN where it gave none; and how many it gave."""
+    values = np.full(like_SL.shape, np.nan, dtype=np.float32)
+    num_given = 0
     for s, completion in enumerate(completions):
         if completion.log_probs is not None:
-            values[s, : len(completion.log_probs)] = torch.tensor(completion.log_probs)
-    return values.to(like_SL)
+            values[s, : len(completion.log_probs)] = completion.log_probs
+            num_given += len(completion.log_probs)
+    return on_device(values, like_SL.device), num_given
 
 
 def _add_mismatch(metrics: UpdateMetrics, completions: Sequence[SampledCompletion], values_SL: Tensor) -> None:
     """How far the generator's own log-probabilities are off, as NeMo RL's `token_mult_prob_error`."""
-    said = _generated(completions, values_SL)
-    known = ~said.isnan()
-    metrics.mismatch_sum += float((values_SL - said).abs().exp()[known].sum())
-    metrics.mismatch_tokens += int(known.sum())
+    said, num_given = _generated(completions, values_SL)
+    errors = torch.where(said.isnan(), 0.0, (values_SL - said).abs().exp())
+    metrics.mismatch_sum += errors.sum(dtype=torch.float64)
+    metrics.mismatch_tokens += num_given

@@ -90,6 +90,11 @@ class TreeBatch:
         """The place in the row of each sequence's last token, int64 (S,)."""
         return self.reads_N[self.read_of_S]
 
+    def read_places(self) -> list[int]:
+        """`reads_S` as numbers, of a batch in the memory of the host."""
+        places: list[int] = self.reads_S.tolist()
+        return places
+
     @property
     def num_computed_tokens(self) -> int:
         return self.layout.num_tokens
@@ -231,8 +236,9 @@ class RowBatch:
 Batch = TreeBatch | RowBatch
 
 
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on another device, copied while the host goes on."""
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A tensor of the same values, copied while the host goes on."""
+    tensor = torch.from_numpy(array)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
