@@ -1,7 +1,8 @@
 # make quickstart   train a small reward model on the bundled data and score with it (half a minute on two cores)
 # make rlhf-demo    a small policy against that reward model: kept close, hacked, cured (six minutes on two cores)
 # make test         the tests (under six minutes on two cores); make test-slow: the slow ones; make check: style, types, layers
-# make benchmark    the side-by-side measurements; make benchmark-gpu: those of a GPU, in nine minutes; make soak: the server under ten minutes of mixed traffic
+# make benchmark    the side-by-side measurements; make benchmark-gpu: those of a GPU, in nine minutes
+# make soak         the server under ten minutes of mixed traffic
 # make docs         docs/config.md from the schema, and the documentation as a site in site/
 
 PYTHON ?= python3
@@ -51,6 +52,7 @@ benchmark: env-dev
 	$(BIN)/python benchmarks/training_step.py
 	$(BIN)/python benchmarks/scoring.py
 	$(BIN)/python benchmarks/policy_update.py
+	$(BIN)/python benchmarks/trl_dropin.py
 	$(BIN)/python benchmarks/grpo_step.py
 	$(BIN)/python benchmarks/serving.py
 
