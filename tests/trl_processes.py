@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import trl
+from accelerate import PartialState
 from families import tiny_model
-from test_trl import train_rewards
+from test_trl import train_policy, train_rewards
 from torch import Tensor, distributed
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -21,20 +22,25 @@ from treeward.compat import trl as compat
 
 
 def train(folder: Path) -> dict[str, Any]:
-    """Losses of the run, of all processes, with DDP."""
+    """Losses of the runs of both trainers, of all processes, with DDP."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    trainers = [
-        train_rewards(kind, tokenizer, folder / "out", max_steps=5)
-        for kind in (compat.RewardTrainer, trl.RewardTrainer)
+    own = folder / f"out{PartialState().process_index}"
+    options = {"num_iterations": 2, "gradient_accumulation_steps": 2, "beta": 0.05, "max_steps": 4}
+    pairs = [
+        [train_rewards(kind, tokenizer, own, max_steps=5) for kind in (compat.RewardTrainer, trl.RewardTrainer)],
+        [train_policy(kind, tokenizer, own, **options) for kind in (compat.GRPOTrainer, trl.GRPOTrainer)],
     ]
-    ours, theirs = ([entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in trainers)
-    (tree,) = trainers[0].trees
+    ours, theirs = (
+        [entry["loss"] for one in trainers for entry in one.state.log_history if "loss" in entry]
+        for trainers in zip(*pairs, strict=True)
+    )
+    trees = [tree for one, _ in pairs for tree in one.trees]
     return {
-        "processes": trainers[0].accelerator.num_processes,
+        "processes": PartialState().num_processes,
         "ours": ours,
         "theirs": theirs,
-        "computed": tree.num_computed_tokens,
-        "rows": tree.num_row_tokens,
+        "computed": sum(tree.num_computed_tokens for tree in trees),
+        "rows": sum(tree.num_row_tokens for tree in trees),
     }
 
 

@@ -121,6 +121,9 @@ def test_the_saved_model_is_a_plain_one(tiny_tokenizer: Any, tmp_path: Path) -> 
         torch.testing.assert_close(trainer.model.eval()(**batch).logits, want, rtol=0, atol=1e-5)
     computed = trainer.trees[0].num_computed_tokens
     trainer.model(input_ids=batch["input_ids"])  # no call of a loss: as transformers has it
+    copied = copy.deepcopy(trainer.model)  # as for averaged weights
+    torch.nn.init.zeros_(copied.score.weight)
+    assert not copied(**batch).logits.any()
     assert trainer.trees[0].num_computed_tokens == computed
 
 
@@ -139,6 +142,7 @@ def test_bfloat16_is_as_near_as_rounding(tiny_tokenizer: Any, tmp_path: Path) ->
     [
         ("qwen3_next", {}, "layers of type linear_attention"),
         ("qwen3", {"disable_dropout": False}, "dropout is on"),
+        ("qwen3", {"neftune_noise_alpha": 5.0}, "NEFTune"),
         ("gpt2", {}, "a head of its own"),
     ],
 )
@@ -150,7 +154,7 @@ def test_what_trees_cannot_do_runs_as_in_trl(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    adapters = {"adapters": lora("SEQ_CLS", lora_dropout=0.1)} if options else {}
+    adapters = {"adapters": lora("SEQ_CLS", lora_dropout=0.1)} if "disable_dropout" in options else {}
     with caplog.at_level(logging.WARNING, "treeward.compat.trl"):
         ours, theirs = (
             train_rewards(kind, tiny_tokenizer, tmp_path, family=family, max_steps=3, **adapters, **options)
@@ -165,8 +169,10 @@ def letters(completions: list[Any], **_: Any) -> list[float]:
     return [float(sum(map(ord, str(completion))) % 7) for completion in completions]
 
 
-def train_policy(kind: Any, tokenizer: Any, folder: Path, *, adapters: Any = None, **options: Any) -> Any:
-    model = causal_model("qwen3", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+def train_policy(
+    kind: Any, tokenizer: Any, folder: Path, *, family: str = "qwen3", adapters: Any = None, **options: Any
+) -> Any:
+    model = causal_model(family, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
     model.set_attn_implementation("sdpa")
     model.save_pretrained(folder)
     model.config._name_or_path = str(folder)  # where TRL reads its reference
@@ -202,8 +208,13 @@ def train_policy(kind: Any, tokenizer: Any, folder: Path, *, adapters: Any = Non
             None,
         ),
         ({"beta": 0.05, "gradient_checkpointing": True}, "lora"),
+        (
+            {"family": "mixtral", "gradient_accumulation_steps": 3, "num_iterations": 2, "max_steps": 4, "beta": 0.05,
+             "max_completion_length": 4, "router_aux_loss_coef": 1.0},
+            None,
+        ),
     ],
-    ids=["reference", "iterations", "lora"],
+    ids=["reference", "iterations", "lora", "router"],
 )  # fmt: skip
 def test_grpo_trainer(options: dict[str, Any], adapters: str | None, tiny_tokenizer: Any, tmp_path: Path) -> None:
     ours, theirs = (
@@ -244,6 +255,15 @@ def test_a_completion_that_is_masked_trains_nothing(tiny_tokenizer: Any, tmp_pat
         compat.GRPOTrainer, tiny_tokenizer, tmp_path, max_completion_length=2, mask_truncated_completions=True
     )
     assert [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] == [0.0] * 5
+
+
+def test_positions_that_count_the_padding_are_not_shared(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    ours, theirs = (
+        train_policy(kind, tiny_tokenizer, tmp_path, family="gpt2", disable_dropout=True, num_iterations=2, max_steps=4)
+        for kind in (compat.GRPOTrainer, trl.GRPOTrainer)
+    )
+    assert_same_history(ours, theirs)
+    assert [tree.is_exact for tree in ours.trees] == [False]
 
 
 @pytest.mark.slow

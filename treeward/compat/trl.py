@@ -8,7 +8,8 @@ beginning is computed once, and gives what the model's own forward gives. As it 
 replaced, accelerate, DDP, FSDP, DeepSpeed and PEFT wrap and call it as they would the other.
 
 What trees cannot do runs through TRL's own forward, and one warning says why: models that cannot share prefixes, vision
-models, dropout, `torch_compile`, context parallelism, layers on several devices, router losses, prompt learning.
+models, dropout and NEFTune, `torch_compile`, context parallelism, several devices in a process, router losses, prompt
+learning.
 
 Shapes: B rows of L tokens, N tokens that are predicted, D hidden size.
 """
@@ -62,8 +63,12 @@ class TreeForward:
             self._model = WrappedModel(hf, layout="tree")
 
         @functools.wraps(type(hf).forward)  # `generate` reads its signature
-        def forward(_: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-            return self(*args, **kwargs)
+        def forward(called: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+            if called is hf:
+                return self(*args, **kwargs)
+            return getattr(self._plain, "__func__", type(hf).forward)(
+                called, *args, **kwargs
+            )  # a copy, its own weights
 
         hf.forward = MethodType(forward, hf)
 
@@ -84,7 +89,7 @@ class TreeForward:
     def _is_of_loss(self, kwargs: dict[str, Any]) -> bool:
         given = {name for name, value in kwargs.items() if value is not None and value is not False} - _HARMLESS
         wanted = self.arguments | {"input_ids", "attention_mask"}
-        if wanted - given or "use_cache" in given:  # of generation, or of the user
+        if self.arguments - given or "use_cache" in given:  # of generation, or of the user
             return False
         if given - wanted:
             _say(f"the model is called with {', '.join(sorted(given - wanted))}")
@@ -104,10 +109,14 @@ class TreeForward:
 
     def _try(self) -> None:
         with _same_config(self.hf), torch.autocast(self._model.device.type, enabled=False):
-            reason = why_not_tree(self.hf)
+            reason = why_not_tree(self.hf) or self._why_not_padded()
         self.is_exact = reason is None
         if reason is not None:
             _say(f"{type(self.hf).__name__} cannot share prefixes: {reason}")
+
+    def _why_not_padded(self) -> str | None:
+        """Why the model's own forward gives rows of this padding other values than without it, or None."""
+        return None
 
     def _compute(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
         """What the model's own forward gives; None where that must compute it."""
@@ -154,6 +163,16 @@ class LogProbsForward(TreeForward):
     """
 
     arguments = frozenset({"labels", "fused_lm_head"})
+
+    @torch.no_grad()
+    def _why_not_padded(self) -> str | None:
+        ids_BL = torch.arange(8, device=self._model.device).remainder(4).expand(2, 8)
+        mask_BL = (torch.arange(8, device=ids_BL.device) > 3).long().expand(2, 8)
+        with self._model.plain_attention():
+            padded = self._model.backbone(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False)[0][0, -1].float()
+            alone = self._model.backbone(input_ids=ids_BL[:, 4:], use_cache=False)[0][0, -1].float()
+        is_same = (padded - alone).norm() < 0.05 * alone.norm()
+        return None if is_same else "its positions count the padding on the left"
 
     def _compute(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
         assert labels is not None
@@ -224,7 +243,9 @@ def _why_not(trainer: Any, hf: Any) -> str | None:
     parallel = trainer.accelerator.parallelism_config
     config = hf.config.get_text_config()
     reasons = {
-        "torch_compile is on": trainer.args.torch_compile,
+        "torch_compile is on": trainer.accelerator.state.dynamo_plugin.backend != "NO",
+        "one process has several GPUs (use `accelerate launch`)": trainer.args.n_gpu > 1,
+        "NEFTune noise depends on the padding": trainer.args.neftune_noise_alpha is not None,
         "the sequence is split over devices": parallel is not None and (parallel.cp_enabled or parallel.sp_enabled),
         "the layers are on several devices": len(set(getattr(hf, "hf_device_map", {}).values())) > 1,
         "it is not a text model": config is not hf.config,
@@ -290,26 +311,23 @@ class GRPOTrainer(_OnTrees, trl.GRPOTrainer):  # type: ignore[misc,name-defined]
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        steps = self.args.steps_per_generation
-        window = min(steps, self.args.gradient_accumulation_steps)
-        if self._buffered_inputs is before or max(steps, self.args.gradient_accumulation_steps) % window:
-            return inputs
+        steps, accumulated = self.args.steps_per_generation, self.args.gradient_accumulation_steps
+        window = min(steps, accumulated)
         # these compare a completion with the others of its micro-batch
-        is_mixed = self.loss_type == "bnpo" or self.top_entropy_quantile < 1.0 or self._entropy_bonus_enabled
-        if self.trees and not is_mixed:
-            batches = self._buffered_inputs
-            parts = [_by_prompt(batches[start : start + window]) for start in range(0, steps, window)]
-            self._buffered_inputs = [batch for part in parts for batch in part]
+        is_mixed = self.loss_type == "bnpo" or self.top_entropy_quantile < 1.0
+        is_mixed = is_mixed or self._entropy_bonus_enabled or self.aux_loss_enabled
+        if self._buffered_inputs is before or not self.trees or is_mixed or max(steps, accumulated) % window:
+            return inputs
+        parts = [_by_prompt(self._buffered_inputs[start : start + window]) for start in range(0, steps, window)]
+        self._buffered_inputs = [batch for part in parts for batch in part]
         return self._buffered_inputs[self._step % steps]
 
 
 def _by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same completions in as many batches of the same size, those of a prompt next to each other."""
-    if len({len(batch["prompt_ids"]) for batch in batches}) > 1 or len(batches) == 1:
-        return batches
     prompts = torch.cat([batch["prompt_ids"] for batch in batches]).tolist()
     order = torch.tensor(sorted(range(len(prompts)), key=prompts.__getitem__))
-    found: list[dict[str, Any]] = [dict(batch) for batch in batches]
+    found = [dict(batch) for batch in batches]
     for name, value in batches[0].items():
         if isinstance(value, Tensor) and value.dim() > 0:
             rows = torch.cat([batch[name] for batch in batches])[order.to(value.device)]
