@@ -26,6 +26,7 @@ from treeward.rl.grpo import GRPOOutcome, grpo
 from treeward.rl.update import PolicyUpdater
 from treeward.training import loop, optimisation
 from treeward.training.checkpoints import CheckpointStore
+from treeward.training.optimisation import SkippedSteps
 from treeward.training.tracking import TrackerGroup, read_metrics
 
 Make = Callable[..., Any]
@@ -164,7 +165,7 @@ def test_failures_and_signals_leave_a_saved_state(trial: Trial, caplog: pytest.L
     step = int(next(said for said in caplog.messages if "is saved: the same command" in said).split()[1])
     assert 0 < step < 4 and (trial.folder / "checkpoints" / f"step_{step}").is_dir()
     trial.order()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ModelError, match="loss is not finite"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ModelError, match="loss or its gradient is not finite"):
         patch.setattr(grpo_module, "advantages", lambda *a: advantages(*a) * float("nan"))
         patch.setattr(optimisation, "MOST_SKIPPED_IN_A_ROW", 1)  # a step has several updates
         trial.start()
@@ -187,11 +188,27 @@ def test_failures_and_signals_leave_a_saved_state(trial: Trial, caplog: pytest.L
     assert trial.is_as_uninterrupted()
 
 
-def test_masters_of_bfloat16_weights_go_on_exactly(trial: Trial) -> None:
+def test_masters_of_bfloat16_weights_and_skipped_steps_go_on_exactly(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collect, clip, step = grpo_module.collect, SkippedSteps.clip, -1
+
+    def noted(run: Any, **at: int) -> Any:
+        nonlocal step
+        step = at["step"]
+        return collect(run, **at)
+
+    def broken(skipped: SkippedSteps, model: Any, max_norm: float, loss: float, **named: Any) -> float:
+        return clip(skipped, model, max_norm, float("nan") if step == 1 else loss, **named)
+
+    monkeypatch.setattr(grpo_module, "collect", noted)
+    monkeypatch.setattr(SkippedSteps, "clip", broken)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         MOMENTS["between a validation and the save"](patch)
         trial.start("policy.precision=bfloat16")
     assert trial.start("policy.precision=bfloat16").step == 6 and trial.is_as_uninterrupted("policy.precision=bfloat16")
+    lines = read_metrics(trial.folder / "logs" / "metrics.jsonl")
+    assert [line["train/skipped_steps"] for line in lines if "train/skipped_steps" in line] == [0, 4, 4, 4, 4, 4]
 
 
 def test_adapters_go_on_exactly_and_the_frozen_model_is_the_reference(trial: Trial) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
 from treeward.cli.main import main
 from treeward.environments.reward_model import RewardModelEnvironment
@@ -23,7 +26,9 @@ CHATS = [
 
 
 def test_the_contract_of_a_run_carries_its_shaping(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
-    outcome = train(tiny_run(SHAPING, "rm.max_num_steps=2", "rm.val_batches=null"), show_progress=False)
+    """Fitted on scores in float32 also where the run was in bfloat16, as `treeward calibrate` does."""
+    options = (SHAPING, "rm.max_num_steps=2", "rm.val_batches=null", "policy.precision=bfloat16")
+    outcome = train(tiny_run(*options), show_progress=False)
     folder = outcome.model_folder
     assert folder is not None
     contract = read_contract(folder)
@@ -32,6 +37,19 @@ def test_the_contract_of_a_run_carries_its_shaping(tiny_run: Callable[..., Any],
     provenance = contract.calibration.provenance
     assert provenance is not None and provenance.num_comparisons == 400 and "held_out" in provenance.data
     assert verify(folder, device="cpu").equal
+    data = ["--dataset-name", "Bundled", "--split", "length_controlled", "--output", f"{tmp_path}/again.json"]
+    assert main(["calibrate", str(folder), *data]) == 0
+    again = json.loads((tmp_path / "again.json").read_text())["normalization"]
+    assert contract.calibration.normalization is not None
+    assert contract.calibration.normalization.model_dump() == pytest.approx(again, rel=1e-5)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    how = re.search(r"AutoModelForSequenceClassification\.from_pretrained\(.*?\)", card)
+    assert how is not None
+    plain = eval(how.group(), {"AutoModelForSequenceClassification": AutoModelForSequenceClassification,
+                               "THIS_FOLDER": folder})  # fmt: skip
+    for example in contract.golden:
+        score = float(plain(torch.tensor([example.token_ids])).logits)
+        assert abs(score - example.score) <= contract.tolerance.float32
     # What the command line and an environment make of it is the same, and not the score.
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
     files = ["--data", f"{tmp_path}/chats.jsonl", "--output", f"{tmp_path}/out.jsonl"]

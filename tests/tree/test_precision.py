@@ -4,10 +4,13 @@ The same weights (rounded to the dtype) and tokens are computed by plain rows in
 are relative to each tensor's norm, and their root mean square is over the tensors of several models. Rows and trees
 round at other places, so the two scatter around each other. Measured on a CPU in bfloat16: trees are off by 0.94 to
 1.13 times what rows are in one family (five models), and over 25 models of each family by 1.00 times in the scores.
+Queries and keys of 6 bits instead of 8 make it 1.4 and 1.6 (llama). A softmax in bfloat16 is lost among the other
+roundings of models as small as these.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -18,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from treeward.model.reward_model import RewardModel
+from treeward.tree import attention
 
 FAMILIES = ["llama", "qwen3", "qwen2_window", "gemma2", "gemma3", "gpt_neox", "gpt2"]
 MOST, MOST_OF_FAMILY = 1.1, 1.3
@@ -68,9 +72,9 @@ def errors_of(family: str, dtype: torch.dtype, device: str) -> list[tuple[float,
     return [(rms(rows), rms(trees)) for rows, trees in found]
 
 
-def assert_no_worse(dtype: torch.dtype, device: str) -> None:
+def assert_no_worse(dtype: torch.dtype, device: str, families: Sequence[str] = FAMILIES) -> None:
     highest = 3e-2 if dtype == torch.bfloat16 else 1e-5
-    of_families = {family: errors_of(family, dtype, device) for family in FAMILIES}
+    of_families = {family: errors_of(family, dtype, device) for family in families}
     for kind, what in enumerate(("scores", "gradients")):
         errors = {family: found[kind] for family, found in of_families.items()}
         for family, (rows, trees) in errors.items():
@@ -80,9 +84,26 @@ def assert_no_worse(dtype: torch.dtype, device: str) -> None:
         assert trees <= MOST * rows, f"{what}: rows {rows:.2e}, trees {trees:.2e}"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_trees_are_off_by_no_more_than_rows(dtype: torch.dtype) -> None:
-    assert_no_worse(dtype, "cpu")
+def test_trees_are_off_by_no_more_than_rows() -> None:
+    assert_no_worse(torch.bfloat16, "cpu")
+
+
+def test_attention_that_loses_two_bits_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = attention._tree_attention
+
+    def six_bits(x: Tensor) -> Tensor:
+        mantissa, exponent = torch.frexp(x.detach().float())
+        rounded = torch.ldexp(torch.round(mantissa * 2**6) / 2**6, exponent).to(x.dtype)
+        return x + (rounded - x).detach()
+
+    def coarse(module: Any, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
+        return attend(module, six_bits(query), six_bits(key), *rest, **options)
+
+    monkeypatch.setattr(attention, "_tree_attention", coarse)
+    with pytest.raises(AssertionError, match="llama: rows"):
+        assert_no_worse(torch.bfloat16, "cpu", ["llama"])
+    monkeypatch.undo()
+    attention.register()
 
 
 @pytest.mark.gpu

@@ -137,10 +137,9 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         policy = _load_policy(config, tokenizer, checkpoint)
         check_positions(policy, config.policy.max_total_sequence_length)
         check_policy(policy, [prompts[i].token_ids for i in range(min(len(prompts), _CHECKED_PROMPTS))])
-        if not config.policy.deterministic:
-            measured = [prompts[i].token_ids for i in range(min(len(prompts), _MEASURED_PROMPTS))]
-            group = range(config.grpo.num_generations_per_prompt)
-            policy.choose_attention([[[*prompt, *[g] * _MEASURED_TOKENS] for g in group] for prompt in measured])
+        measured = [prompts[i].token_ids for i in range(min(len(prompts), _MEASURED_PROMPTS))]
+        group = range(config.grpo.num_generations_per_prompt)
+        policy.choose_attention([[[*prompt, *[g] * _MEASURED_TOKENS] for g in group] for prompt in measured])
         seed, shuffle = config.grpo.seed, config.data.shuffle
         order = EpochOrder(prompts.sizes, weights=prompts.weights, seed=seed, shuffle=shuffle, what="prompt")
         prompt_limit = order.rows_per_epoch * config.grpo.max_num_epochs

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 
+import torch
+
 from treeward.config.reward_shaping import RewardCalibration
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset
@@ -70,7 +72,7 @@ def _fitted(setup: RewardModelSetup, model: RewardModel) -> RewardCalibration:
     names = ", ".join(dataset.name or dataset.dataset_name for dataset in datasets)
     logger.info("Fitting the constants of reward_shaping on the validation sets: %s.", names)
     rows = chain.from_iterable(open_dataset(dataset) for dataset in datasets)
-    with exact_scoring(model):
+    with exact_scoring(model), model.computing_in(torch.float32):
         scorer = Scorer(model, setup.renderer)
         return calibrate(scorer, (preference for preference, _ in rows), name=f"validation sets of the run ({names})")
 
@@ -133,8 +135,9 @@ Bradley-Terry loss, P(a is preferred to b) = sigmoid(score(a) - score(b)).
 treeward score THIS_FOLDER --data conversations.jsonl --output scores.jsonl
 ```
 
-With plain transformers, `AutoModelForSequenceClassification.from_pretrained(THIS_FOLDER)` gives the same score as its \
-one logit; render conversations with the tokenizer's chat template and tokenize with `add_special_tokens=False`.
+With plain transformers, `AutoModelForSequenceClassification.from_pretrained(THIS_FOLDER, dtype="float32")` gives the \
+same score as its one logit; render conversations with the tokenizer's chat template and tokenize with \
+`add_special_tokens=False`.
 """
 
 

@@ -124,9 +124,9 @@ class SkippedSteps:
             model.zero_grad(set_to_none=True)
             got += f", the step of the optimiser number {MOST_SKIPPED_IN_A_ROW} in a row"
             need = "finite numbers; none of these steps has changed the weights"
-            raise ModelError(f"{what} is not finite", got=got, need=need, fix=fix)
+            raise ModelError(f"{what} or its gradient is not finite", got=got, need=need, fix=fix)
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
-        logger.warning("%s%s is not finite (%s): its step is skipped.", what[0].upper(), what[1:], got)
+        logger.warning("%s%s or its gradient is not finite (%s): skipped.", what[0].upper(), what[1:], got)
         return math.nan
 
 

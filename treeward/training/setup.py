@@ -142,9 +142,8 @@ def set_up(
         check_identity(checkpoint.path, identity)
     model = _load_model(config, tokenizer, checkpoint)
     _check_model(config, model, tokenizer, [*training_sets.values(), *validation_sets.values()])
-    if not config.policy.deterministic:
-        first = next(iter(training_sets.values()))[:_MEASURED_COMPARISONS]
-        model.choose_attention([one.token_ids for one in first])
+    first = next(iter(training_sets.values()))[:_MEASURED_COMPARISONS]
+    model.choose_attention([one.token_ids for one in first])
     in_data = order.steps_per_epoch(config.policy.train_global_batch_size) * config.rm.max_num_epochs
     total_steps = planned_steps(config.rm, in_data, "rm")
     optimizer = build_optimizer(model, config.policy.optimizer, cpu_offload=config.policy.dtensor_cfg.cpu_offload)
