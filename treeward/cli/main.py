@@ -98,6 +98,8 @@ def configure_logging(*, debug: bool = False) -> None:
     root.setLevel(logging.INFO if debug else logging.WARNING)
     ours.setLevel(logging.DEBUG if debug else logging.INFO)
     logging.captureWarnings(True)
+    for name in ("torchao", "torch.utils._pytree"):  # on import, of kernels that this machine has no use for
+        logging.getLogger(name).setLevel(logging.INFO if debug else logging.ERROR)
 
 
 class _Formatter(logging.Formatter):

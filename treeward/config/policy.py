@@ -173,7 +173,7 @@ class TrainedModelConfig(Strict):
     torch_compile: bool | None = None
     """Compile the decoder layers. None: where there is a GPU and the model runs on trees, which it needs."""
     use_liger_kernel: bool = False
-    """Norms, rotary embeddings and gated MLPs by Liger's kernels. Needs CUDA and `treeward[liger]`."""
+    """Norms and gated MLPs by Liger's kernels. Needs CUDA and `treeward[liger]`."""
     activation_checkpointing_enabled: bool = False
     """Older spelling of `dtensor_cfg.activation_checkpointing`; either of them switches it on."""
 

@@ -1,13 +1,15 @@
-"""`use_liger_kernel`: norms, rotary embeddings and gated MLPs by Liger's kernels (Hsu et al. 2024, arXiv 2410.10989).
+"""`use_liger_kernel`: norms and gated MLPs by Liger's kernels (Hsu et al. 2024, arXiv 2410.10989).
 
     use_liger_kernel(load_reward_model("Qwen/Qwen3-0.6B", head_seed=1, device="cuda").model)
 
-Only forward methods change, and, for all models of the family in the process, the function that rotates: weights,
-exports and the attention over trees stay as they are. Liger's fused loss is off: treeward computes its own.
+Only the forward methods of this model's modules change: weights, exports, the attention over trees and other models in
+the process (golden scores, on a CPU too) stay as they are. Liger's rotation would replace that of all models of the
+family, and its fused loss ours: both are off.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from treeward.errors import ConfigError
@@ -15,10 +17,8 @@ from treeward.model.wrapped import WrappedModel
 
 
 def use_liger_kernel(model: WrappedModel) -> None:
-    """Raises `ConfigError` where there is no CUDA, no liger-kernel, or no kernels for the model's family."""
+    """Raises `ConfigError` where there is no liger-kernel, or no kernels for the model's family. Needs CUDA."""
     common: dict[str, Any] = {"where": "policy.use_liger_kernel", "fix": "set policy.use_liger_kernel=false"}
-    if model.device.type != "cuda":
-        raise ConfigError("Liger's kernels need a GPU", got=str(model.device), need="a CUDA device", **common)
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance as apply
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as families
@@ -27,4 +27,7 @@ def use_liger_kernel(model: WrappedModel) -> None:
     family, need = str(model.hf.config.model_type), f"one of {', '.join(sorted(families))}"
     if family not in families:
         raise ConfigError("Liger has no kernels for this family of models", got=family, need=need, **common)
-    apply(model=model.hf, fused_linear_cross_entropy=False, cross_entropy=False)
+    family_module = sys.modules[type(model.hf).__module__]
+    before = dict(vars(family_module))
+    apply(model=model.hf, rope=False, fused_linear_cross_entropy=False, cross_entropy=False)
+    vars(family_module).update(before)  # its classes, which models that are made later would be of

@@ -259,6 +259,7 @@ def _chosen_layers(model: WrappedModel, config: LoraConfig) -> dict[str, nn.Modu
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     linear = {name: module for name, module in model.hf.named_modules() if _is_linear(module)}
+    whole = set(_trained_whole(model))
 
     def matching(*patterns: str) -> set[str]:
         return {name for name in linear if any(_matches(name, pattern) for pattern in patterns)}
@@ -266,13 +267,13 @@ def _chosen_layers(model: WrappedModel, config: LoraConfig) -> dict[str, nn.Modu
     for field in ("target_modules", "exclude_modules"):
         for pattern in getattr(config, field):
             if not matching(pattern):
-                need = "one of " + ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+                last = {name.rpartition(".")[2] for name in linear if whole.isdisjoint(name.split("."))}
+                need = "one of " + ", ".join(sorted(last))
                 raise ConfigError("no linear layer has this name", where=_WHERE, field=field, got=pattern, need=need)
     # peft takes some layers for experts, which have their names in older checkpoints
     known = Settings(target_modules=list(linear))
     convert_peft_config_for_transformers(known, model=model.hf, conversions=None)
     tied = {name for name, layer in linear.items() if layer.weight is model.hf.get_input_embeddings().weight}
-    whole = set(_trained_whole(model))
     fit = {name for name in set(known.target_modules or ()) - tied if whole.isdisjoint(name.split("."))}
     if config.match_all_linear:
         head = model.head if isinstance(model, PolicyModel) else None

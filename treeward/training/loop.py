@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.load import save_config
+from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig, RMConfig
 from treeward.errors import ConfigError, ModelError, TreewardError
 from treeward.model.pretrained import quiet_transformers
@@ -164,6 +165,7 @@ def start(
         if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
             summary = "training on more than one process is not supported yet"
             raise ConfigError(summary, where="WORLD_SIZE", got=processes, need="one process, without torchrun")
+        _check_gpu(config.policy)
         check_log_folder(config.logger)
         with open_store(config.checkpointing, metric_of) as store:
             checkpoint = None if store is None else store.to_resume()
@@ -189,6 +191,19 @@ def start(
                     finish = run.finish(outcome)
                 del run  # the report loads the exported model: two in memory at once may be one too many
                 return finish(stop, show_progress)
+
+
+def _check_gpu(policy: TrainedModelConfig) -> None:
+    """Raise `ConfigError`, before anything is read, for a key that needs a GPU where there is none."""
+    wanted = {
+        "dtensor_cfg.cpu_offload": policy.dtensor_cfg.cpu_offload,
+        "use_liger_kernel": policy.use_liger_kernel,
+        "torch_compile": policy.torch_compile,
+    }
+    for key, value in wanted.items():
+        if value and not torch.cuda.is_available():
+            need, fix = "a GPU that torch sees", f"set policy.{key}=false"
+            raise ConfigError("there is no GPU for this", field=f"policy.{key}", got=value, need=need, fix=fix)
 
 
 def _resumed(run: Run, checkpoint: Checkpoint | None) -> RunState:

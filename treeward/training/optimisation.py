@@ -41,11 +41,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, cpu_offload: b
 
     Adam and its variants of torchao round bfloat16 stochastically instead, unless `bf16_stochastic_round` is false.
     `cpu_offload`: of all parameters, masters and states in the host's memory. Raises `ConfigError` for a class or
-    arguments that fail, and for `cpu_offload` without a GPU.
+    arguments that fail.
     """
-    if cpu_offload and not torch.cuda.is_available():
-        need = "a GPU that torch sees: without one, everything is in the host's memory already"
-        raise ConfigError("nothing can be offloaded", field="policy.dtensor_cfg.cpu_offload", got=True, need=need)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     is_low = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
     kwargs = dict(config.kwargs)
