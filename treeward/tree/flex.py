@@ -100,22 +100,23 @@ def _with_prefixes(key_BJTD: Tensor, value_BJTD: Tensor, prefixes: Prefixes) -> 
 
 
 def _block_mask(mask_function: MaskFunction, layout: TreeLayout) -> BlockMask:
-    positions_T, device = layout.positions_T, layout.positions_T.device
+    # 32 bits: the rule is evaluated for each pair of a partial block, beside products of 16 bits.
+    positions_T, end_K, device = layout.positions_T.int(), layout.subtree_end_T.int(), layout.positions_T.device
     length = len(positions_T)
-    first_K, end_K, positions_K = torch.arange(length, device=device), layout.subtree_end_T, positions_T
+    first_K, positions_K = torch.arange(length, dtype=torch.int32, device=device), positions_T
     if trees := [tree for tree in layout.trees if tree.num_prefix_tokens]:
         sizes = torch.tensor([tree.num_prefix_tokens for tree in trees])
         first, end = (
-            torch.tensor(places).repeat_interleave(sizes).to(device)
+            torch.tensor(places, dtype=torch.int32).repeat_interleave(sizes).to(device)
             for places in ([tree.start for tree in trees], [tree.end for tree in trees])
         )
-        own = torch.cat([torch.arange(tree.num_prefix_tokens) for tree in trees]).to(device)
+        own = torch.cat([torch.arange(tree.num_prefix_tokens, dtype=torch.int32) for tree in trees]).to(device)
         first_K, end_K, positions_K = (torch.cat(pair) for pair in ((first_K, first), (end_K, end), (positions_K, own)))
     # A tree's own order is that of its positions: a causal mask adds nothing to it.
-    is_causal = mask_function is causal_mask_function
+    is_causal, has_prefixes = mask_function is causal_mask_function, bool(trees)
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = (first_K[key] <= query) & (query < end_K[key])
+        seen = ((first_K[key] if has_prefixes else key) <= query) & (query < end_K[key])
         return seen if is_causal else seen & mask_function(batch, head, positions_T[query], positions_K[key])
 
     any_QL, full_QL = _blocks(mask_function, positions_T, (first_K, end_K, positions_K))
