@@ -7,6 +7,7 @@ of gradients on a CPU is taken away; its compiled CPU kernel visits our blocks, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -191,7 +192,7 @@ def cpu_varlen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]
         key_starts: torch.Tensor, max_queries: int, max_keys: int, *, scale: float, window_size: tuple[int, int],
         enable_gqa: bool,
     ) -> torch.Tensor:  # fmt: skip
-        assert window_size == (-1, 0) and enable_gqa
+        assert window_size == (-1, 0) and enable_gqa and key.shape == value.shape
         calls.append((len(query), len(key)))
         outs = []
         bounds = [x.tolist() for x in (query_starts, key_starts)]
@@ -212,8 +213,8 @@ def cpu_varlen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]
 def test_gathered_paths_equal_rows(family: str, cpu_varlen: list[tuple[int, int]], eager_flex: None) -> None:
     model = flex_model(family)
     model.tree_attention = attention.VARLEN
-    if family in ("gemma2", "gpt_oss"):
-        with pytest.raises(ModelError, match="no soft-caps and sinks"):
+    if family in ("gemma2", "gpt_oss", "deepseek_v3"):
+        with pytest.raises(ModelError, match="no soft-caps, sinks and values"):
             assert_tree_equals_rows(model, forest())
         return
     assert_tree_equals_rows(model, forest())
@@ -269,3 +270,24 @@ def test_gathered_keys_are_those_of_the_paths() -> None:
     paths = [plan.keys_K[start:end].tolist() for start, end in zip(starts, starts[1:], strict=False)]
     assert paths == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4], list(range(5, 128))]
     assert plan.query_starts.tolist() == [0, 2, 3, 4, 5, 128]
+
+
+def test_every_shape_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models in training and scoring are more cases than PyTorch compiles of one function, in each thread."""
+    counter = CompileCounterWithBackend("eager")
+    kernel = torch.compile(torch_flex.flex_attention, backend=counter)
+    monkeypatch.setattr(flex, "_kernel", lambda: kernel)
+    torch._dynamo.reset()
+    layout = TreeBatch.from_groups(forest()).padded().layout
+
+    def attend() -> None:
+        mask = FlexMask(causal_mask_function, layout)
+        for heads in range(1, 12):
+            query = torch.zeros(1, heads, len(layout.positions_T), 16)
+            flex.attend(query, query, query, mask, scale=1.0)
+
+    for _ in range(2):  # the second has what the first compiled
+        thread = threading.Thread(target=attend)
+        thread.start()
+        thread.join()
+    assert counter.frame_count == 11

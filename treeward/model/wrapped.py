@@ -146,8 +146,8 @@ class WrappedModel(nn.Module):
     def choose_attention(self, groups: Sequence[Sequence[TokenIds]]) -> None:
         """Compute trees from now on by what computes these soonest.
 
-        There is a choice on a GPU in half precision alone, and none for soft-caps, sinks and large heads; nor in a
-        deterministic run, as the next measurement may choose otherwise.
+        There is a choice on a GPU in half precision alone, and none for soft-caps, sinks, latent attention and heads
+        that FlashAttention does not have; nor in a deterministic run, as the next measurement may choose otherwise.
         """
         config, dtype = self.hf.config.get_text_config(), self.hf.dtype
         heads = config.num_attention_heads
@@ -161,7 +161,9 @@ class WrappedModel(nn.Module):
             or not is_half
             or has_softcap
             or has_sinks
+            or hasattr(config, "v_head_dim")
             or head_dim > 256
+            or head_dim % 8
             or torch.are_deterministic_algorithms_enabled()
         ):
             return

@@ -192,7 +192,8 @@ class _TreeDecoder:
         self._forward(self._tokens_S)  # what is made at the first call is made before
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            # Other threads may copy and allocate meanwhile, to score for one.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._logits_SV = self._forward(self._tokens_S)
             self._graph = graph
         except RuntimeError as error:  # experts that are chosen on the host, for one

@@ -175,8 +175,9 @@ def _varlen_attention(
             module, query_BHTD, key_BJTD, value_BJTD, attention_mask, scaling, softcap, s_aux, **kwargs
         )
     plan = _checked(PathPlan, module, query_BHTD, attention_mask, kwargs)
-    if softcap is not None or s_aux is not None:
-        raise ModelError("FlashAttention has no soft-caps and sinks here", where=type(module).__name__, got=VARLEN)
+    if softcap is not None or s_aux is not None or query_BHTD.shape[-1] != value_BJTD.shape[-1]:
+        summary = "FlashAttention has no soft-caps, sinks and values of another dimension than the keys here"
+        raise ModelError(summary, where=type(module).__name__, got=VARLEN)
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
     return varlen.attend(query_BHTD, key_BJTD, value_BJTD, plan, scale=scale).transpose(1, 2), None
 

@@ -21,16 +21,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from transformers.masking_utils import causal_mask_function
 
-from treeward.tree.batch import TreeLayout
+from treeward.tree.batch import TreeLayout, on_device
 from treeward.tree.mask import MaskFunction
 from treeward.tree.prefix import Prefixes
 
 BLOCK = 128
+
+_MOST_CASES = 64
 
 
 class FlexMask:
@@ -77,9 +80,18 @@ def attend(
     return out * share[..., None].to(out.dtype)
 
 
-@functools.cache
 def _compiled() -> Callable[..., Any]:
-    """For layers that are not compiled themselves. The second length of a row compiles it once more, for all lengths.
+    """For layers that are not compiled themselves."""
+    # It serves all shapes of heads, kinds of masks, training and scoring of a process. Beyond PyTorch's limit of eight
+    # such cases it would not be compiled, and make all scores of a row at once. The limit is one of the thread.
+    if torch._dynamo.config.recompile_limit < _MOST_CASES:
+        torch._dynamo.config.recompile_limit = _MOST_CASES
+    return _kernel()
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any]:
+    """The second length of a row compiles it once more, for all lengths.
 
     Not at once for all (`dynamic=True`): the block size and the scale would be variables too.
     """
@@ -105,12 +117,12 @@ def _block_mask(mask_function: MaskFunction, layout: TreeLayout) -> BlockMask:
     length = len(positions_T)
     first_K, positions_K = torch.arange(length, dtype=torch.int32, device=device), positions_T
     if trees := [tree for tree in layout.trees if tree.num_prefix_tokens]:
-        sizes = torch.tensor([tree.num_prefix_tokens for tree in trees])
+        sizes = [tree.num_prefix_tokens for tree in trees]
         first, end = (
-            torch.tensor(places, dtype=torch.int32).repeat_interleave(sizes).to(device)
+            on_device(np.repeat(np.array(places, dtype=np.int32), sizes), device)
             for places in ([tree.start for tree in trees], [tree.end for tree in trees])
         )
-        own = torch.cat([torch.arange(tree.num_prefix_tokens, dtype=torch.int32) for tree in trees]).to(device)
+        own = on_device(np.concatenate([np.arange(size, dtype=np.int32) for size in sizes]), device)
         first_K, end_K, positions_K = (torch.cat(pair) for pair in ((first_K, first), (end_K, end), (positions_K, own)))
     # A tree's own order is that of its positions: a causal mask adds nothing to it.
     is_causal, has_prefixes = mask_function is causal_mask_function, bool(trees)

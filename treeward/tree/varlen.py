@@ -6,8 +6,8 @@
 The segments of a row are its queries, one sequence of them after another. The keys of a sequence are the tokens from
 the root of its tree to its own end, so a causal mask aligned at the end is the rule of the tree. A shared token's keys
 are copied once for each segment below it: more memory and copying than `treeward.tree.flex`, with a faster kernel. It
-needs half precision, on a GPU, and serves layers that see everything before them, without soft-caps, sinks (its
-log-sum-exp has no gradient) or prefixes.
+needs half precision, on a GPU, and values of the dimension of the keys, a multiple of 8; it serves layers that see
+everything before them, without soft-caps, sinks (its log-sum-exp has no gradient) or prefixes.
 
 Shapes: B batch (1: a row), H heads, J key/value heads, T tokens of the row, K gathered keys, D head dimension,
 G segments.
@@ -18,11 +18,10 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from treeward.tree.batch import TreeLayout
+from treeward.tree.batch import TreeLayout, on_device
 from treeward.tree.token_tree import Segment
 
 
@@ -51,9 +50,9 @@ class PathPlan:
             paths.append(np.arange(layout.num_tokens, length))
             sizes.append(length - layout.num_tokens)
         self.max_queries, self.max_keys = max(sizes), max(map(len, paths))
-        self.keys_K = torch.from_numpy(np.concatenate(paths)).to(device)
+        self.keys_K = on_device(np.concatenate(paths), device)
         self.query_starts, self.key_starts = (
-            torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device)
+            on_device(np.array([0, *itertools.accumulate(lengths)], dtype=np.int32), device)
             for lengths in (sizes, map(len, paths))
         )
 
