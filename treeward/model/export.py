@@ -1,7 +1,7 @@
 """The folder of a reward model: weights, tokenizer, template and card, loadable with plain transformers.
 
     export_model(model, tokenizer, Path("results/rm/final"), rendering=renderer.settings, card=text)
-    AutoModelForSequenceClassification.from_pretrained("results/rm/final")    # gives the same scores
+    AutoModelForSequenceClassification.from_pretrained("results/rm/final", dtype="float32")    # gives the same scores
 
 `treeward.scoring.golden.sign_folder` then writes the scoring contract into the folder: everything that a score depends
 on and plain transformers has no place for. It holds scores, so the model must be run for it.
