@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from treeward.tree.batch import Movable
+
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class Pairs(Movable):
     """Which scores are compared.
 
     `better_P`, `worse_P`: int64 (P,), places among the scores of the batch. `weight_P`: float32 (P,), 1 / the number of
@@ -38,18 +40,6 @@ class Pairs:
     tied_P: Tensor
     num_groups: int
     num_ordered: int
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Pairs:
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin(self) -> Pairs:
-        """In page-locked memory, from which a GPU copies while the host goes on. Needs CUDA."""
-        return self._each(Tensor.pin_memory)
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Pairs:
-        tensors = (self.better_P, self.worse_P, self.weight_P, self.margin_P, self.tied_P)
-        better_P, worse_P, weight_P, margin_P, tied_P = map(change, tensors)
-        return Pairs(better_P, worse_P, weight_P, margin_P, tied_P, self.num_groups, self.num_ordered)
 
 
 def ranked_pairs(

@@ -120,13 +120,6 @@ def test_the_next_step_is_prepared_beside_the_current_one_and_no_step_beyond_the
     assert made[0][1] == main and main not in {name for _, name in made[1:]}
 
 
-def test_another_number_than_the_next_is_made_at_once() -> None:
-    ahead = Ahead(lambda number: number, num_steps=9)
-    assert [ahead.get(number) for number in (1, 5, 2)] == [1, 5, 2]
-    ahead.close()
-    ahead.close()
-
-
 def test_an_error_is_raised_in_the_step_that_it_belongs_to(tiny_run: Callable[..., Any]) -> None:
     setup = set_up(tiny_run("rm.max_num_steps=3"))
     batch, run = setup.order.batch, RewardModelRun(setup)

@@ -3,7 +3,7 @@
     preparer = BatchPreparer(setup)
     ahead = Ahead(preparer.step, num_steps=100)
     batches = ahead.get(1)              # and a thread begins with step 2
-    for micro_batch in batches.micro_batches: micro_batch.to(device)
+    for micro_batch in batches.micro_batches: micro_batch.to(device, non_blocking=True)
     ahead.close()
 
 Reading, planning and packing are Python and numpy. On a GPU they are done while it computes, and their memory is
@@ -18,19 +18,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from treeward.data.encoding import Comparison
 from treeward.losses import Pairs, ranked_pairs
 from treeward.training.setup import RewardModelSetup
-from treeward.tree.batch import Batch, plan_micro_batches, plan_padded
+from treeward.tree.batch import Batch, Movable, plan_micro_batches, plan_padded
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatch(Movable):
     """Comparisons of one forward and backward pass: `batches`, several where one comparison exceeds the token budget.
 
     `order_S`: where the score of each sequence is among those of the batches (`tree.parts.order_of_parts`).
@@ -39,17 +38,6 @@ class MicroBatch:
     batches: tuple[Batch, ...]
     order_S: Tensor | None
     pairs: Pairs
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """A copy there. From page-locked memory it is made while the host goes on."""
-        order_S = None if self.order_S is None else self.order_S.to(device, non_blocking=True)
-        batches = tuple(batch.to(device, non_blocking=True) for batch in self.batches)
-        return MicroBatch(batches, order_S, self.pairs.to(device, non_blocking=True))
-
-    def pin(self) -> MicroBatch:
-        """In page-locked memory. Needs CUDA."""
-        order_S = None if self.order_S is None else self.order_S.pin_memory()
-        return MicroBatch(tuple(batch.pin() for batch in self.batches), order_S, self.pairs.pin())
 
 
 @dataclass(frozen=True, slots=True)

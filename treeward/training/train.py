@@ -182,7 +182,7 @@ class RewardModelRun(Run):
 
         Nothing in it waits for a GPU: the host goes on to the next while the GPU computes.
         """
-        here = micro_batch.to(self.model.device)
+        here = micro_batch.to(self.model.device, non_blocking=True)
         scores_S, loss_sum = backward_in_parts(
             [partial(self.model, batch) for batch in here.batches],
             lambda scores: self._loss(scores, here.pairs),
@@ -246,8 +246,8 @@ class RewardModelRun(Run):
                 for members in plan:
                     if should_stop():
                         return None
-                    here = self._preparer.micro_batch([loaded[i] for i in members]).to(model.device)
-                    values.append(self.evaluate(here, sums))
+                    packed = self._preparer.micro_batch([loaded[i] for i in members])
+                    values.append(self.evaluate(packed.to(model.device, non_blocking=True), sums))
                 of_loaded = _scored(loaded, [i for members in plan for i in members], torch.cat(values).tolist())
                 scored += (of_loaded[i] for i in range(len(loaded)))
             total = sums.read()

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -29,6 +30,31 @@ would save nothing and turn many small trees, which attention handles cheaply, i
 
 MIN_SHARED_BETWEEN_SEQUENCES = 8
 """The same for single sequences that are to be scored: a short question already pays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """A dataclass of tensors, of other such, and of what stays in the memory of the host."""
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """A copy there. From page-locked memory it is made while the host goes on, if `non_blocking`."""
+        moved: Self = _each(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return moved
+
+    def pin(self) -> Self:
+        """In page-locked memory. Needs CUDA."""
+        pinned: Self = _each(self, Tensor.pin_memory)
+        return pinned
+
+
+def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Movable):
+        return replace(value, **{one.name: _each(getattr(value, one.name), change) for one in fields(value)})
+    if isinstance(value, tuple) and value and isinstance(value[0], Movable):
+        return tuple(_each(one, change) for one in value)
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +76,7 @@ class TreeSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeLayout:
+class TreeLayout(Movable):
     """What attention must know of a row of T tokens.
 
     `trees`: left to right. `positions_T`: of each token in its conversation, int64 (T,). `subtree_end_T`: int64 (T,):
@@ -70,7 +96,7 @@ class TreeLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeBatch:
+class TreeBatch(Movable):
     """A packed forest of G groups with S sequences in T tokens.
 
     `tokens_T`, `layout.positions_T`: int64 (T,). `reads_N`: int64 (N,), the places in the row where sequences end,
@@ -152,19 +178,6 @@ class TreeBatch:
         reads_N, read_of_S = map(torch.from_numpy, np.unique(reads, return_inverse=True))
         return cls(torch.from_numpy(np.concatenate(tokens)), layout, reads_N, read_of_S, sizes, num_row_tokens)
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TreeBatch:
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin(self) -> TreeBatch:
-        """In page-locked memory, from which a GPU copies while the host goes on. Needs CUDA."""
-        return self._each(Tensor.pin_memory)
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> TreeBatch:
-        layout = self.layout
-        layout = replace(layout, positions_T=change(layout.positions_T), subtree_end_T=change(layout.subtree_end_T))
-        reads_N, read_of_S = change(self.reads_N), change(self.read_of_S)
-        return replace(self, tokens_T=change(self.tokens_T), layout=layout, reads_N=reads_N, read_of_S=read_of_S)
-
     def padded(self) -> TreeBatch:
         """The same forest in a row of one of few lengths: multiples of 128, at most eight from n to 2n tokens.
 
@@ -187,7 +200,7 @@ class TreeBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class RowBatch:
+class RowBatch(Movable):
     """The same groups as S right-padded rows of L tokens.
 
     `tokens_SL`: int64 (S, L). `lengths_S`: int64 (S,), the real tokens of each row. `group_sizes`: as in `TreeBatch`.
@@ -217,16 +230,6 @@ class RowBatch:
         lengths = torch.tensor([len(sequence) for sequence in sequences])
         padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad_token_id)
         return cls(padded, lengths, tuple(len(group) for group in groups), int(lengths.sum()))
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> RowBatch:
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin(self) -> RowBatch:
-        """As `TreeBatch.pin`."""
-        return self._each(Tensor.pin_memory)
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> RowBatch:
-        return replace(self, tokens_SL=change(self.tokens_SL), lengths_S=change(self.lengths_S))
 
     def split(self, scores_S: Tensor) -> tuple[Tensor, ...]:
         """The scores of each group, (K,) each."""
