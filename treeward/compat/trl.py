@@ -74,7 +74,14 @@ class TreeForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.restore()
-        output = self._on_trees(**kwargs) if not args and self._is_of_loss(kwargs) else None
+        output = None
+        if not args and self._is_of_loss(kwargs):
+            self._attention = self.hf.config._attn_implementation
+            try:
+                output = self._on_trees(**kwargs)
+            finally:
+                if output is None or not torch.is_grad_enabled():
+                    self.restore()
         return self._plain(*args, **kwargs) if output is None else output
 
     def restore(self) -> None:
@@ -96,23 +103,13 @@ class TreeForward:
         return given == wanted
 
     def _on_trees(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **_: Any) -> Any:
-        self._attention = self.hf.config._attn_implementation
-        try:
-            if self.is_exact is None:
-                self._try()
-            if not self.is_exact:
-                return None
-            return self._compute(input_ids, attention_mask, labels)
-        finally:
-            if not (torch.is_grad_enabled() and self.is_exact):
-                self.restore()
-
-    def _try(self) -> None:
-        with _same_config(self.hf), torch.autocast(self._model.device.type, enabled=False):
-            reason = why_not_tree(self.hf) or self._why_not_padded()
-        self.is_exact = reason is None
-        if reason is not None:
-            _say(f"{type(self.hf).__name__} cannot share prefixes: {reason}")
+        if self.is_exact is None:
+            with _same_config(self.hf), torch.autocast(self._model.device.type, enabled=False):
+                reason = why_not_tree(self.hf) or self._why_not_padded()
+            self.is_exact = reason is None
+            if reason is not None:
+                _say(f"{type(self.hf).__name__} cannot share prefixes: {reason}")
+        return self._compute(input_ids, attention_mask, labels) if self.is_exact else None
 
     def _why_not_padded(self) -> str | None:
         """Why the model's own forward gives rows of this padding other values than without it, or None."""
@@ -216,9 +213,8 @@ def _giving(backbone: nn.Module, hidden: Tensor) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del backbone.forward
-        else:
+        del backbone.forward
+        if before is not None:
             backbone.forward = before
 
 

@@ -61,7 +61,8 @@ class WrappedModel(nn.Module):
         """How many token ids the model knows."""
         embeddings = self.hf.get_input_embeddings()
         assert isinstance(embeddings.weight, Tensor)
-        return embeddings.weight.shape[0]
+        # DeepSpeed's third stage leaves an empty weight, with the shape of the whole beside it
+        return int(getattr(embeddings.weight, "ds_shape", embeddings.weight.shape)[0])
 
     @property
     def max_positions(self) -> int | None:
