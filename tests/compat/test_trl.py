@@ -119,6 +119,10 @@ def test_the_saved_model_is_a_plain_one(tiny_tokenizer: Any, tmp_path: Path) -> 
     with torch.no_grad():
         want = plain(**batch).logits
         torch.testing.assert_close(trainer.model.eval()(**batch).logits, want, rtol=0, atol=1e-5)
+    trainer.model.disable_input_require_grads()  # whose hook cannot be pickled
+    torch.save(trainer.model, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    torch.testing.assert_close(whole(**batch).logits, want, rtol=0, atol=1e-5)
     computed = trainer.trees[0].num_computed_tokens
     trainer.model(input_ids=batch["input_ids"])  # no call of a loss: as transformers has it
     copied = copy.deepcopy(trainer.model)  # as for averaged weights

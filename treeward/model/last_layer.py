@@ -30,8 +30,7 @@ class LastLayer:
         self.enabled = True
         self._at_N: Tensor | None = None
         self._row_1TD: Tensor | None = None
-        name = type(layer).__name__
-        layer.__class__ = type(name, (_ReadsOnly, type(layer)), {"__module__": type(layer).__module__})
+        layer.__class__ = _class_with_reads(type(layer))
         layer.__dict__["last_layer"] = self
         mlp.register_forward_pre_hook(self._select, with_kwargs=True)
         mlp.register_forward_hook(self._spread, with_kwargs=True)
@@ -77,3 +76,17 @@ class _ReadsOnly(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, tree_reads: Tensor | None = None, **kwargs: Any) -> Any:
         return self.last_layer.call(super().forward, tree_reads, hidden_states, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Pickled with the class that it extends, as its own is not in a module."""
+        return _new_layer, (type(self).__bases__[1],), vars(self)
+
+
+def _class_with_reads(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_ReadsOnly, kind), {"__module__": kind.__module__})
+
+
+def _new_layer(kind: type[nn.Module]) -> nn.Module:
+    """Without its state, which follows."""
+    with_reads = _class_with_reads(kind)
+    return with_reads.__new__(with_reads)
