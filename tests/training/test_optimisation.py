@@ -60,6 +60,7 @@ def test_torch_schedulers_follow_one_another() -> None:
         ("nowhere.Adam", {"lr": 1e-3}, "has no|cannot be imported"),
         ("torch.optim.AdamW", {"lr": 1e-3, "momentum": 0.9}, "momentum"),
         ("collections.OrderedDict", {"lr": 1.0}, "OrderedDict"),
+        ("torch.optim.LBFGS", {"lr": 1.0}, "needs no closure"),
     ],
 )
 def test_an_optimiser_that_cannot_be_is_refused(name: str, kwargs: dict[str, Any], message: str) -> None:

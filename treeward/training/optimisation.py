@@ -53,9 +53,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, cpu_offload: b
 
     def make(chosen: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = _made(config.name, kwargs, chosen, where="policy.optimizer")
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            need = "a torch.optim.Optimizer"
-            raise ConfigError("not an optimiser", where="policy.optimizer", field="name", got=config.name, need=need)
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+            need = "a torch.optim.Optimizer whose step needs no closure"
+            raise ConfigError(
+                "this optimiser cannot be used", where="policy.optimizer", field="name", got=config.name, need=need
+            )
         return optimizer
 
     if cpu_offload:
