@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -45,6 +46,21 @@ def test_a_reward_model(family: str, checkpointing: bool) -> None:
         counts.clear()
         hf(input_ids=torch.tensor([GROUPS[0][0]]))
         assert counts == [7, 7]
+
+
+def test_two_threads() -> None:
+    model = RewardModel(tiny_model("llama"))
+    batch, other = model.make_batch(GROUPS), model.make_batch([[[5, 6]]])
+    want = model(batch)
+    calls = [other]
+    attention = model.hf.base_model.layers[1].self_attn
+
+    def meanwhile(*_: object) -> None:
+        if calls:
+            ThreadPoolExecutor(1).submit(model, calls.pop()).result()
+
+    attention.register_forward_hook(meanwhile)
+    assert torch.equal(model(batch), want)
 
 
 def test_a_policy() -> None:

@@ -17,19 +17,28 @@ Shapes: T tokens of the row, N of them read, D hidden size.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
+class _Now(threading.local):
+    """Of the forward pass that is in a last layer now; each thread has its own."""
+
+    at_N: Tensor | None = None
+    row_1TD: Tensor | None = None
+
+
+_now = _Now()
+
+
 class LastLayer:
-    """The places of the forward pass that is in the last layer now. `enabled`: False where the model is not suited."""
+    """`enabled`: False where the model is not suited."""
 
     def __init__(self, layer: nn.Module, mlp: nn.Module) -> None:
         self.enabled = True
-        self._at_N: Tensor | None = None
-        self._row_1TD: Tensor | None = None
         layer.__class__ = _class_with_reads(type(layer))
         layer.__dict__["last_layer"] = self
         mlp.register_forward_pre_hook(self._select, with_kwargs=True)
@@ -50,22 +59,22 @@ class LastLayer:
 
     def call(self, forward: Any, at_N: Tensor | None, row_1TD: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The layer's output, for which its MLP computes these places alone; all without any."""
-        self._at_N, self._row_1TD = at_N, row_1TD
+        _now.at_N, _now.row_1TD = at_N, row_1TD
         try:
             return forward(row_1TD, *args, **kwargs)
         finally:  # a backward pass that computes the layer again leaves it by an exception
-            self._at_N = self._row_1TD = None
+            _now.at_N = _now.row_1TD = None
 
     def _select(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        if self._at_N is None or len(args) != 1 or kwargs:
+        if _now.at_N is None or len(args) != 1 or kwargs:
             return None
-        return (args[0].index_select(1, self._at_N),), kwargs
+        return (args[0].index_select(1, _now.at_N),), kwargs
 
     def _spread(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self._at_N is None or self._row_1TD is None or len(args) != 1 or kwargs:
+        if _now.at_N is None or _now.row_1TD is None or len(args) != 1 or kwargs:
             return output
         found_1ND = output[0] if isinstance(output, tuple) else output  # experts may give their routing as well
-        spread_1TD = found_1ND.new_zeros(self._row_1TD.shape).index_copy(1, self._at_N, found_1ND)
+        spread_1TD = found_1ND.new_zeros(_now.row_1TD.shape).index_copy(1, _now.at_N, found_1ND)
         return (spread_1TD, *output[1:]) if isinstance(output, tuple) else spread_1TD
 
 

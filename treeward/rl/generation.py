@@ -114,7 +114,8 @@ class LocalGenerator(Generator):
                     top_p=self.config.top_p,
                 )
         finally:
-            self.policy.train(training)
+            with self.policy.plain_attention():  # what is set last stays
+                self.policy.train(training)
         completions = iter([self.reader.completion(row.token_ids, row.log_probs) for row in rows])
         return [
             CompletionGroup(prompt, tuple(ids), tuple(next(completions) for _ in range(num_completions)))

@@ -158,7 +158,8 @@ class Decoding:
 
     def by_prompt(self, rows_SJRX: Tensor) -> Tensor:
         """What belongs to rows side by side for their prompts, (P, J, G * R, X)."""
-        by_prompt: Tensor = rows_SJRX[self.slots_PG].transpose(1, 2).flatten(2, 3)
+        by_slot = rows_SJRX.index_select(0, self.slots_PG.flatten()).unflatten(0, self.slots_PG.shape)
+        by_prompt: Tensor = by_slot.transpose(1, 2).flatten(2, 3)
         return by_prompt
 
     def by_row(self, prompts_PJQX: Tensor) -> Tensor:
