@@ -233,8 +233,9 @@ def test_grpo_trainer(options: dict[str, Any], adapters: str | None, tiny_tokeni
 
 
 def test_completions_of_a_prompt_share_a_micro_batch_where_the_loss_allows(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """TRL shuffles those of 6 prompts over 3 micro-batches; losses of an optimiser's step do not depend on it."""
-    options = {"gradient_accumulation_steps": 3, "max_steps": 3, "beta": 0.05, "max_completion_length": 8}
+    """TRL shuffles those of 12 prompts over 6 micro-batches; losses of an optimiser's step do not depend on its 3."""
+    options = {"gradient_accumulation_steps": 3, "steps_per_generation": 6, "max_steps": 4, "beta": 0.05}
+    options["max_completion_length"] = 8
     ours, theirs, mixed = (
         train_policy(kind, tiny_tokenizer, tmp_path, loss_type=loss, **options)
         for kind, loss in (
@@ -250,7 +251,7 @@ def test_completions_of_a_prompt_share_a_micro_batch_where_the_loss_allows(tiny_
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-4)
     assert_fewer_tokens(ours, most=0.8)
     shares = [t.trees[0].num_computed_tokens / t.trees[0].num_row_tokens for t in (ours, mixed)]
-    assert shares[0] < 0.8 * shares[1]
+    assert shares[0] < 0.9 * shares[1]
 
 
 def test_a_completion_that_is_masked_trains_nothing(tiny_tokenizer: Any, tmp_path: Path) -> None:
