@@ -37,6 +37,8 @@ def test_models_that_are_made_later_are_plain(monkeypatch: pytest.MonkeyPatch) -
     assert modeling_llama.LlamaRMSNorm is norm
     assert not torch.equal(plain(batch), want)
     assert torch.equal(RewardModel(tiny_model("llama"))(batch), want)
+    with pytest.raises(ConfigError, match="no kernels for this family"):
+        use_liger_kernel(RewardModel(tiny_model("gpt2")))
 
 
 @pytest.mark.gpu
@@ -54,10 +56,3 @@ def test_scores_and_gradients_are_those_without_it(family: str) -> None:
     assert list(model.hf.state_dict()) == names
     later = RewardModel(tiny_model(family))
     assert score_error(later(later.make_batch(forest())), plain.cpu()) <= 1e-5
-
-
-@pytest.mark.gpu
-def test_a_family_without_kernels_is_refused() -> None:
-    pytest.importorskip("liger_kernel")
-    with pytest.raises(ConfigError, match="no kernels for this family"):
-        use_liger_kernel(RewardModel(tiny_model("gpt2").to("cuda")))
