@@ -291,3 +291,20 @@ def test_every_shape_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -
         thread.start()
         thread.join()
     assert counter.frame_count == 11
+
+
+def test_what_is_kept_of_prompts_compiles_nothing_anew(eager_flex: None) -> None:
+    """As sampling reads prompts by compiled layers: their number and lengths are other ones in each step."""
+    plain, model = (make("llama", num_hidden_layers=4) for make in (tiny_model, flex_model))
+    counter, compiled = CompileCounterWithBackend("eager"), []
+    torch._dynamo.reset()
+    model.compile_layers(backend=counter)
+    with torch.no_grad():
+        for lengths in ([150, 20], [300, 10, 30], [40, 50], [90, 210, 30, 11], [400, 9]):
+            prompts = [[3 + p] * length for p, length in enumerate(lengths)]
+            batch = TreeBatch.from_groups([[ids] for ids in prompts], keep=[(p, 0, n) for p, n in enumerate(lengths)])
+            assert score_error(model(batch), plain_scores(plain, prompts)) <= 1e-5
+            assert batch.layout.exchange is not None
+            assert [len(kept) for kept in batch.layout.exchange.kept()] == lengths
+            compiled.append(counter.frame_count)
+    assert compiled[2] == compiled[3] == compiled[4], compiled

@@ -29,7 +29,7 @@ from transformers.masking_utils import causal_mask_function
 
 from treeward.tree.batch import TreeLayout, on_device
 from treeward.tree.mask import MaskFunction
-from treeward.tree.prefix import Prefixes
+from treeward.tree.prefix import Exchange
 
 BLOCK = 128
 
@@ -63,7 +63,7 @@ def attend(
     query_BHTD, key_BJTD = (x.to(value_BJTD.dtype) for x in (query_BHTD, key_BJTD))
     exchange = mask.layout.exchange
     if exchange is not None:
-        key_BJTD, value_BJTD = _with_prefixes(key_BJTD, value_BJTD, exchange.enter(key_BJTD, value_BJTD))
+        key_BJTD, value_BJTD = _with_prefixes(key_BJTD, value_BJTD, exchange)
     kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     options: dict[str, Any] = {
         "score_mod": None if softcap is None else _soft_cap(softcap),
@@ -105,8 +105,9 @@ def _soft_cap(softcap: float) -> Callable[..., Tensor]:
     return score_mod
 
 
-def _with_prefixes(key_BJTD: Tensor, value_BJTD: Tensor, prefixes: Prefixes) -> tuple[Tensor, Tensor]:
-    known = [one for one in prefixes if one is not None]
+@torch.compiler.disable  # type: ignore[untyped-decorator] # a compiled layer would be compiled for each number of layers, prompts and tokens of them
+def _with_prefixes(key_BJTD: Tensor, value_BJTD: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+    known = [one for one in exchange.enter(key_BJTD, value_BJTD) if one is not None]
     keys, values = ([own, *(one[i].to(own)[None] for one in known)] for i, own in enumerate((key_BJTD, value_BJTD)))
     return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
