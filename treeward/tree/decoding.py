@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -85,8 +86,7 @@ class Decoding:
         room = min(self.capacity, self.most_tokens - self.capacity)
         for layer in self.layers:
             assert layer.own is not None
-            key, value = layer.own
-            layer.own = (_longer(key, room), _longer(value, room))
+            layer.own = tuple(F.pad(own, (0, 0, 0, room)) for own in layer.own)  # type: ignore[assignment]
         self.capacity += room
         return True
 
@@ -213,8 +213,3 @@ def _product(query_XJQD: Tensor, key_XJKD: Tensor) -> Tensor:
 def _padded(tensors_JLD: Sequence[Tensor]) -> Tensor:
     """(P, J, L, D), zeros at the end."""
     return pad_sequence([x.transpose(0, 1) for x in tensors_JLD], batch_first=True).transpose(1, 2).contiguous()
-
-
-def _longer(tensor_SJCD: Tensor, room: int) -> Tensor:
-    s, j, _, d = tensor_SJCD.shape
-    return torch.cat([tensor_SJCD, tensor_SJCD.new_zeros(s, j, room, d)], dim=2)
