@@ -105,7 +105,8 @@ def _soft_cap(softcap: float) -> Callable[..., Tensor]:
     return score_mod
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # a compiled layer would be compiled for each number of layers, prompts and tokens of them
+# A compiled layer would be compiled for each number of the layer, of prompts and of their tokens.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _with_prefixes(key_BJTD: Tensor, value_BJTD: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
     known = [one for one in exchange.enter(key_BJTD, value_BJTD) if one is not None]
     keys, values = ([own, *(one[i].to(own)[None] for one in known)] for i, own in enumerate((key_BJTD, value_BJTD)))
