@@ -126,19 +126,20 @@ def test_long_conversations_are_sent_in_bodies_that_a_server_takes(serve: Callab
 
 
 def test_threads_that_begin_together_share_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, start = [], threading.Barrier(16)
+    found, start = [], threading.Barrier(17)
     before = sys.getswitchinterval()
     monkeypatch.setattr("treeward.client.rewards._LOOPS", {})
 
     def begin() -> None:
-        start.wait(timeout=20)
+        start.wait(timeout=60)
         found.append(_loop())
 
     threads = [threading.Thread(target=begin) for _ in range(16)]
+    for thread in threads:
+        thread.start()
     try:
-        sys.setswitchinterval(1e-6)
-        for thread in threads:
-            thread.start()
+        sys.setswitchinterval(1e-5)
+        start.wait(timeout=60)
         for thread in threads:
             thread.join()
     finally:

@@ -116,6 +116,7 @@ def test_the_script_of_tulu_3_on_something_small(policy_folder: Path, tmp_path: 
     small = [
         *(f"policy.model_name={policy_folder}", f"data.train_data_path={data}"),
         *("policy.max_total_sequence_length=128", "policy.train_global_batch_size=4"),
+        "policy.dtensor_cfg.cpu_offload=false",  # no GPU here
     ]
     lines = run_script("scripts/train/tulu3/reward_modeling_8b.sh", tmp_path, *small)
     assert [line["episode"] for line in lines if "episode" in line] == [4, 8]

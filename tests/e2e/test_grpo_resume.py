@@ -99,6 +99,7 @@ def user(model: Path, tmp_path: Path) -> Iterator[User]:
     user.close()
 
 
+@pytest.mark.long
 def test_killed_at_each_moment_it_ends_as_if_it_had_not_been(user: User, uninterrupted: Path) -> None:
     for moment in re.findall(r'^    "(.*)":', MOMENTS, re.MULTILINE):
         user.kill_at(moment)

@@ -108,7 +108,7 @@ def _touched(seen: torch.Tensor) -> set[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.long)])
 def test_the_compiled_kernel_visits_the_right_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of one length: with lengths left open, PyTorch 2.13 writes C++ that does not compile for a window's mask.
     monkeypatch.setattr(flex, "_compiled", lambda: torch.compile(torch_flex.flex_attention, dynamic=False))
