@@ -273,7 +273,8 @@ def test_positions_that_count_the_padding_are_not_shared(tiny_tokenizer: Any, tm
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.parametrize("how", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp1", "fsdp2"))])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["ddp", "fsdp1", "fsdp2"])
 def test_two_processes(how: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
     """`accelerate launch` with gloo; accelerate has no FSDP on a CPU, so there the forward runs in PyTorch's own."""
     tiny_tokenizer.save_pretrained(tmp_path / "tokenizer")
