@@ -1,5 +1,5 @@
 # make quickstart   train a small reward model on the bundled data and score with it (half a minute on two cores)
-# make rlhf-demo    a small policy against that reward model: kept close, hacked, cured (six minutes on two cores)
+# make rlhf-demo    a small policy against that reward model: kept close, hacked, cured (five minutes on two cores)
 # make test         the tests (under six minutes on two cores); make test-slow: the slow ones; make check: style, types, layers
 # make benchmark    the side-by-side measurements; make benchmark-gpu: those of a GPU, in nine minutes
 # make soak         the server under ten minutes of mixed traffic
@@ -55,6 +55,9 @@ benchmark: env-dev
 	$(BIN)/python benchmarks/trl_dropin.py
 	$(BIN)/python benchmarks/grpo_step.py
 	$(BIN)/python benchmarks/serving.py
+	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/two_processes.py
+	$(BIN)/python benchmarks/labels.py
 
 benchmark-gpu: env-dev
 	$(BIN)/python benchmarks/gpu.py

@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from treeward.cli.main import keep_freed_memory
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.rendering import Renderer
@@ -112,6 +113,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def use_device(name: str) -> torch.device:
+    keep_freed_memory()  # as `treeward` does; the peers share the process, and gain as much
     device = choose_device(name)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)

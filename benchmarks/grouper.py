@@ -1,10 +1,10 @@
-"""`GroupedPolicy`: the log-probabilities of completions with PrefixGrouper, as its README uses it, on SDPA.
+"""`GroupedPolicy`: the log-probabilities of completions with PrefixGrouper, on SDPA.
 
 PrefixGrouper (https://github.com/johncaged/PrefixGrouper, verl's `use_prefix_grouper`) puts a prompt and its
 completions into one padded row. Attention is two calls: prompts alone, and completions, as rows, over their prompt
 repeated and themselves. It is given what costs it least here: masks that are made once a batch and then shared by
-reference and policy, on a CPU keys that are not repeated for grouped queries, and a head that computes real completion
-tokens alone (its README and verl compute the logits of the prompts too).
+reference and policy, and on a CPU keys that are not repeated for grouped queries. Its README and verl compute the
+logits of all tokens, prompts and padding too (`all_logits`); without, the head computes real completion tokens alone.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
 class GroupedPolicy(nn.Module):
     """A causal language model that is called on grouped rows."""
 
-    def __init__(self, hf: PreTrainedModel) -> None:
+    def __init__(self, hf: PreTrainedModel, *, all_logits: bool) -> None:
         super().__init__()
         AttentionInterface.register(NAME, _attention)
         hf.set_attn_implementation(NAME)
-        self.hf = hf
+        self.hf, self.all_logits = hf, all_logits
 
     def log_probs(self, batch: GroupedBatch) -> Tensor:
         """log p(token | tokens before it), float32 (S, L), 0 where there is no token."""
@@ -100,8 +100,10 @@ class GroupedPolicy(nn.Module):
             use_cache=False,
             prefix_grouper=batch.grouper,
         ).last_hidden_state
-        _, _, hidden_SLD, _ = batch.grouper.split_output(hidden_PTD, include_prefix_last=1)
-        logits_NV = self.hf.get_output_embeddings()(hidden_SLD[:, :-1][batch.mask_SL]).float()
+        head = self.hf.get_output_embeddings()
+        read_PTX = head(hidden_PTD) if self.all_logits else hidden_PTD
+        read_NX = batch.grouper.split_output(read_PTX, include_prefix_last=1)[2][:, :-1][batch.mask_SL]
+        logits_NV = (read_NX if self.all_logits else head(read_NX)).float()
         values_N = -cross_entropy(logits_NV, batch.completions_SL[batch.mask_SL], reduction="none")
         values_SL = values_N.new_zeros(batch.mask_SL.shape)
         return values_SL.masked_scatter(batch.mask_SL, values_N)

@@ -8,8 +8,8 @@ long. Two things are timed: log-probabilities without gradients, and a whole upd
 forward, backward, clipping and fused AdamW. "Packed rows" is the same code with every completion a tree of its own, in
 micro-batches of as many tokens. For TRL it is the peer's own padding, reference pass, shuffling, `training_step` and
 loss (`dapo`, its default: the mean over all tokens, as ours; without its correction of the penalty's gradient, which
-costs nothing), without its data loader, generation and logging. `grouper.py` says how PrefixGrouper is called; it has
-our loss and our micro-batches.
+costs nothing), without its data loader, generation and logging. `grouper.py` says how PrefixGrouper is called: as its
+README does, and with our head, loss and micro-batches, which leaves its attention and its padding to compare.
 
 Before anything is timed, loss and gradients of the float32 variants must be equal to 1e-5, or the run stops.
 
@@ -82,8 +82,9 @@ MICRO_BATCH_TOKENS = 4096
 LEARNING_RATE = 1e-6
 
 TREE, PACKED, TREE_BF16 = "tree", "packed rows", "tree, bfloat16"
-TRL, TRL_DEFAULT, GROUPER = "TRL, float32", "TRL, default", "PrefixGrouper"
-FLOAT32 = (PACKED, TRL, GROUPER)
+TRL, TRL_DEFAULT = "TRL, float32", "TRL, default"
+GROUPER, GROUPER_OUR_HEAD = "PrefixGrouper", "PrefixGrouper, our head"
+FLOAT32 = (PACKED, TRL, GROUPER, GROUPER_OUR_HEAD)
 
 Gradients = dict[str, Tensor]
 
@@ -212,7 +213,8 @@ def measure(
             TREE_BF16: _ours(PolicyModel, policy, reference, work, dtype=torch.bfloat16),
             TRL: trl_update(policy, Path(folder), tokenizer, work, default=False),
             TRL_DEFAULT: trl_update(policy, Path(folder), tokenizer, work, default=True),
-            GROUPER: _grouper(policy, reference, work),
+            GROUPER: _grouper(policy, reference, work, all_logits=True),
+            GROUPER_OUR_HEAD: _grouper(policy, reference, work, all_logits=False),
         }
     differences = check_exact(variants, exact)
     calls: dict[str, Callable[[int], object]] = {
@@ -237,6 +239,7 @@ def measure(
         ("update", TRL, TREE),
         ("update", TRL_DEFAULT, TREE_BF16),
         ("update", GROUPER, TREE),
+        ("update", GROUPER_OUR_HEAD, TREE),
     ]:
         row[f"{what} x {base}"] = _ratio(seconds[f"{what} {base}"], seconds[f"{what} {ours}"])
     return row
@@ -307,8 +310,9 @@ def _ours(
     return Variant(lambda: learn(timed), gradients, log_probs)
 
 
-def _grouper(policy: PreTrainedModel, reference: PreTrainedModel, work: Work) -> Variant:
-    model, frozen = GroupedPolicy(deepcopy(policy)), GroupedPolicy(deepcopy(reference).requires_grad_(False))
+def _grouper(policy: PreTrainedModel, reference: PreTrainedModel, work: Work, *, all_logits: bool) -> Variant:
+    model = GroupedPolicy(deepcopy(policy), all_logits=all_logits)
+    frozen = GroupedPolicy(deepcopy(reference).requires_grad_(False), all_logits=all_logits)
     loss = PolicyLossConfig(reference_policy_kl_penalty=BETA)
     plan = plan_micro_batches([_tree_tokens(group) for group in work.groups], max_tokens=MICRO_BATCH_TOKENS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -534,6 +538,7 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
                 Column(f"ms update {TREE}", title="ms, float32", format=".0f"),
                 Column(f"ms update {GROUPER}", title="PrefixGrouper ms", format=".0f"),
                 Column(f"update x {GROUPER}", title="x PrefixGrouper"),
+                Column(f"update x {GROUPER_OUR_HEAD}", title="x it with our head"),
                 Column(f"difference {GROUPER}", title="difference", format=".1e"),
                 Column(f"ms update {TRL}", title="TRL ms", format=".0f"),
                 Column(f"update x {TRL}", title="x TRL"),

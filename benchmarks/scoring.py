@@ -4,7 +4,8 @@
 
 Real answers of many models to real prompts (alpaca_eval), as they are and behind about 1000 tokens of earlier turns.
 The rows are plain transformers: one sequence a forward without padding, and right-padded batches of 8. Every variant
-gives the same scores; the largest difference is printed. Float32 on a CPU, bfloat16 on a GPU.
+gives the same scores; the largest difference is printed. Float32 on a CPU, bfloat16 on a GPU. A completion's tokens see
+the whole prompt either way: "by FLOPs" is how many times fewer operations a tree needs, attention included.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from common import (
     add_options,
     build,
     describe,
+    flops,
     interleave,
     median_ratio,
     print_profile,
@@ -39,6 +41,7 @@ from treeward.data.tokenizers import train_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.scorer import Scorer
 from treeward.tables import Column, results_table
+from treeward.tree.batch import TreeBatch
 
 Group = list[list[int]]
 Prompt = tuple[str, list[str]]
@@ -63,6 +66,7 @@ def main() -> None:
         Column("answers", title="K"),
         Column("prompt", title="prompt tokens", format=".0f"),
         Column("shared", title="row / tree tokens", format=".2f"),
+        Column("limit", title="by FLOPs", format=".2f"),
         Column("one", title="x one by one", format=".2f"),
         Column("padded", title="x padded batch", format=".2f"),
         Column("ms", title="ms a prompt", format=".0f"),
@@ -101,7 +105,12 @@ def measure(
         {name: partial(score_all, call) for name, call in variants.items()}, rounds, device=model.device
     )
     prefixes = [_common(group) for group in groups]
+    lengths = [len(sequence) for group in groups for sequence in group]
+    trees = [positions_T + 1 for group in groups for positions_T in [TreeBatch.from_groups([group]).layout.positions_T]]
+    by_rows = flops(model.hf, sum(lengths), sum(n * (n + 1) // 2 for n in lengths), passes=(1, 1, 1))
+    by_trees = flops(model.hf, sum(map(len, trees)), sum(int(seen_T.sum()) for seen_T in trees), passes=(1, 1, 1))
     return {
+        "limit": by_rows / by_trees,
         "answers": num_answers,
         "prompt": sum(prefixes) / len(prefixes),
         "shared": scorer.num_row_tokens / scorer.num_computed_tokens,

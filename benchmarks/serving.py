@@ -5,7 +5,8 @@
 Each request holds one conversation, over loopback, as rollouts are scored while they finish. Two kinds of traffic of
 real answers (alpaca_eval): every conversation with a prompt of its own, and eight answers to each prompt. The limit is
 `Scorer.score` on the same conversations in one call. The peer is what people write by hand: FastAPI, transformers, one
-forward pass a request, under a lock. In every round each variant has the same conversations, new to that round.
+forward pass a request, under a lock. `--replicas N` adds our server with N replicas. In every round each variant has
+the same conversations, new to that round.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import SIZES, VOCAB_SIZE, build, median_ratio
+from common import SIZES, VOCAB_SIZE, build, median_ratio, use_device
 from scoring import load_prompts
 
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import train_tokenizer
 from treeward.model.export import export_model
-from treeward.scoring.golden import sign_folder
+from treeward.scoring.golden import sign_later
 from treeward.scoring.scorer import Scorer
 from treeward.tables import Column, results_table
 
@@ -45,6 +46,7 @@ def main() -> None:
     if arguments.peer is not None:
         _serve_peer(Path(arguments.peer))
         return
+    use_device("cpu")
     data, prompts = load_prompts()
     tokenizer = train_tokenizer(
         (text for prompt, answers in prompts for text in (prompt, *answers)), vocab_size=VOCAB_SIZE
@@ -54,13 +56,13 @@ def main() -> None:
         model = build(arguments.size, tokenizer).eval()
         renderer = Renderer(tokenizer, max_length=2048)
         export_model(model, tokenizer, folder, rendering=renderer.settings)
-        sign_folder(folder, model=model, renderer=renderer)
+        sign_later(folder, model=model, renderer=renderer)()
         scorer = Scorer.load(folder)
         print(f"{data}, Qwen3 {arguments.size}, {torch.get_num_threads()} threads, {arguments.requests} requests\n")
         rows = []
         for answers in (1, 8):
             traffic = [_traffic(prompts, answers, arguments.requests, n) for n in range(arguments.rounds + 1)]
-            rows += _measure(scorer, folder, traffic, answers, arguments.connections)
+            rows += _measure(scorer, folder, traffic, answers, arguments.connections, arguments.replicas)
     columns = [
         Column("traffic"),
         Column("variant"),
@@ -76,15 +78,21 @@ def main() -> None:
 
 
 def _measure(
-    scorer: Scorer, folder: Path, traffic: list[list[Chat]], answers: int, connections: list[int]
+    scorer: Scorer, folder: Path, traffic: list[list[Chat]], answers: int, connections: list[int], replicas: int
 ) -> list[dict[str, Any]]:
     seconds: dict[tuple[str, int], list[float]] = {}
     latencies: dict[tuple[str, int], list[float]] = {}
     differences: dict[tuple[str, int], float] = {}
     variants = [("in the process", 0), ("one at a time", 8), *(("treeward serve", level) for level in connections)]
     peer_command = [sys.executable, __file__, "--peer", str(folder)]
-    with started_server(folder) as (ours, _), _started(peer_command, r"on http://127\.0\.0\.1:(\d+)") as (peer, _):
+    with ExitStack() as servers:
+        ours, _ = servers.enter_context(started_server(folder))
+        peer, _ = servers.enter_context(_started(peer_command, r"on http://127\.0\.0\.1:(\d+)"))
         ports = {"treeward serve": ours, "one at a time": peer}
+        if replicas > 1:
+            name = f"{replicas} replicas"
+            ports[name], _ = servers.enter_context(started_server(folder, f"replicas={replicas}"))
+            variants += [(name, level) for level in connections]
         for number, chats in enumerate(traffic):
             for name, level in variants:
                 # marked, so that no variant finds the prompts of another in the prefix cache
@@ -228,6 +236,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -25,7 +26,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
 
 WORDS = ("sun", "moon", "rain", "wind", "snow", "leaf", "root", "seed", "tree", "bark", "moss", "fern", "bird", "nest")
 REPOSITORY = Path(__file__).parent.parent
+STAND_INS = REPOSITORY / "tests" / "stand_ins"
 sys.path.insert(0, str(Path(__file__).parent))  # helpers that tests share lie beside this file: families.py
+
+
+@pytest.hookimpl
+def pytest_runtest_call() -> None:
+    """pytest listens to all loggers that do not propagate; where someone listens, torch records each compilation."""
+    logging.getLogger("torch.__trace").handlers.clear()
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +52,20 @@ def ray() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        patch.setenv("PYTHONPATH", f"{STAND_INS}:{os.environ.get('PYTHONPATH', '')}")
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
         yield ray
         ray.shutdown()
+
+
+@pytest.fixture
+def vllm(ray: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-in for the package, also in Ray's workers and in processes that a test starts."""
+    monkeypatch.syspath_prepend(str(STAND_INS))
+    monkeypatch.setenv("PYTHONPATH", str(STAND_INS))
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """`NoSyncs`: fails where the code within it would make the host wait for a GPU; it needs none.
 
     with NoSyncs():
-        run.backward(micro_batch, num_groups, sums)
+        run.backward(micro_batch, num_units, sums)
 
 On CUDA `torch.cuda.set_sync_debug_mode("error")` does the same; without it, this sees what would wait there:
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from treeward.data.preference import Message
 from treeward.environments.interface import Environment, Reward
+from treeward.errors import ConfigError
 from treeward.scoring.score import Score
 
-__all__ = ["Counting", "Troubled", "consonants", "fails", "length", "vowels"]
+__all__ = ["Counting", "Troubled", "Unmakeable", "consonants", "fails", "length", "vowels"]
 
 Conversation = Sequence[Message]
 
@@ -94,3 +95,10 @@ class Troubled(Counting):
             for i in range(round(orders.get(kind, 0.0) * len(found))):
                 found[i] = reward
         return found
+
+
+class Unmakeable(Counting):
+    """Is refused when it is made."""
+
+    def __init__(self, section: Mapping[str, Any]) -> None:
+        raise ConfigError("told not to be made")

@@ -32,6 +32,7 @@ class ServedPolicy:
         self.change: Callable[[Any], Any] = lambda reply: reply
         self.statuses: list[Any] = []
         self.version: str | None = None
+        self.loaded: list[dict[str, torch.Tensor]] = []
         self.go = threading.Event()
         self.go.set()
         self.most_at_once = self._at_once = 0
@@ -75,6 +76,7 @@ class ServedPolicy:
     def _load(self, folder: str) -> None:
         assert [path.name for path in Path(folder).parent.iterdir() if path.suffix == ".partial"] == []
         self.policy = PolicyModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+        self.loaded.append(self.policy.hf.state_dict())
 
     def _sampled(self, ids: list[int], most: int, seed: int, sampling: dict[str, Any]) -> tuple[Row, str, str]:
         ends, stops = set(sampling.get("stop_token_ids", [])) | {0}, sampling.get("stop", [])

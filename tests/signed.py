@@ -12,13 +12,13 @@ def write_signed_model(folder: Path, tokenizer: Any, *, seed: int, max_length: i
     from treeward.data.rendering import Renderer
     from treeward.model.export import export_model
     from treeward.model.loading import build_reward_model
-    from treeward.scoring.golden import sign_folder
+    from treeward.scoring.golden import sign_later
 
     fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     loaded = build_reward_model({"model_type": "llama", **fields}, tokenizer, seed=seed)
     renderer = Renderer(tokenizer, max_length=max_length)
     export_model(loaded.model, tokenizer, folder, rendering=renderer.settings)
-    sign_folder(folder, model=loaded.model, renderer=renderer)
+    sign_later(folder, model=loaded.model, renderer=renderer)()
     return folder
 
 
@@ -33,11 +33,11 @@ def signed(folder: Path, tokenizer: Any, hf: Any, *, dtype: Any = None, **render
     from treeward.model.export import export_model
     from treeward.model.loading import ensure_pad_token
     from treeward.model.reward_model import RewardModel
-    from treeward.scoring.golden import sign_folder
+    from treeward.scoring.golden import sign_later
 
     tokenizer = copy.deepcopy(tokenizer)
     ensure_pad_token(hf, tokenizer)
     model = RewardModel(hf, layout="encoder" if hasattr(hf, "classifier") else "tree")
     renderer = Renderer(tokenizer, **rendering)
     export_model(model, tokenizer, folder, rendering=renderer.settings, dtype=dtype or torch.float32)
-    return model, renderer, sign_folder(folder, model=model, renderer=renderer)
+    return model, renderer, sign_later(folder, model=model, renderer=renderer)()

@@ -55,9 +55,9 @@ class Block(NamedTuple):
     code: str
 
     @property
-    def is_slow(self) -> bool:
-        """Ray's processes take long to start."""
-        return "ray.init" in self.code
+    def uses_ray(self) -> bool:
+        """Its processes take long to start."""
+        return "import ray\n" in self.code or "--workers" in self.code
 
 
 def blocks() -> list[Block]:
@@ -160,18 +160,18 @@ def servers() -> Iterator[Servers]:
 @pytest.mark.parametrize(
     "block",
     [
-        pytest.param(block, id=f"{block.file}:{block.line}", marks=[pytest.mark.slow] if block.is_slow else [])
+        pytest.param(block, id=f"{block.file}:{block.line}", marks=[pytest.mark.slow] if block.uses_ray else [])
         for block in BLOCKS
     ],
 )
-def test_code_block(block: Block, reader: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_block(
+    block: Block, reader: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """The earlier blocks of its file run before it, as a reader's would, if they have not."""
     monkeypatch.chdir(reader)
-    needed = [one for one in BLOCKS[: BLOCKS.index(block) + 1] if one.file == block.file and not one.is_slow]
-    if block.is_slow:  # in a process of its own: it starts and ends Ray
-        code = "\n".join(one.code for one in [*needed, block] if one.language == "python")
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-        return
+    needed = [one for one in BLOCKS[: BLOCKS.index(block)] if one.file == block.file and not one.uses_ray] + [block]
+    if block.uses_ray:
+        request.getfixturevalue("ray")
     for earlier in needed:
         if earlier not in DONE:
             DONE.add(earlier)
@@ -180,6 +180,8 @@ def test_code_block(block: Block, reader: Path, servers: Servers, monkeypatch: p
 
 def run_block(block: Block, reader: Path, servers: Servers) -> None:
     code = servers.on_its_port(block.code, block.file)
+    if block.uses_ray:  # whose processes are in another folder
+        code = code.replace('"results/', f'"{reader}/results/')
     match block.language:
         case "python":
             exec(compile(code, f"{block.file}:{block.line}", "exec"), NAMESPACES.setdefault(block.file, {}))
@@ -243,7 +245,8 @@ def check_yaml(code: str, folder: Path) -> None:
     (load_grpo_config if is_grpo else load_config)(file)
     if named := _FILE.match(code):
         (folder / f"whole_{named[1]}").write_text(code, encoding="utf-8")
-        (folder / named[1]).write_text(f"defaults: whole_{named[1]}\n{_FEWER_STEPS}", encoding="utf-8")
+        fewer = _FEWER_STEPS if is_grpo else ""
+        (folder / named[1]).write_text(f"defaults: whole_{named[1]}\n{fewer}", encoding="utf-8")
 
 
 def test_every_key_of_the_server_is_in_its_guide() -> None:

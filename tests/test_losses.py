@@ -1,9 +1,9 @@
-"""The Bradley-Terry loss against a plain loop, forward and backward."""
+"""Each loss against a plain loop in float64, forward and backward."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from treeward.losses import bradley_terry, ranked_pairs
+from treeward.losses import bradley_terry, graded, plackett_luce, ranked_pairs, squared_error
 
 GROUPS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=5)
 
@@ -62,10 +62,10 @@ def test_loss_and_gradient_equal_a_plain_loop(
     generator = torch.Generator().manual_seed(seed)
     scores = (torch.randn(sum(map(len, ranks)), generator=generator) * 3).requires_grad_()
     margins = [0.5 * g if with_margins and g != 1 else None for g in range(len(ranks))]
-    pairs = ranked_pairs(ranks, margins=margins if with_margins else None, ties=ties)  # type: ignore[arg-type]
+    pairs = ranked_pairs(ranks, strengths=margins if with_margins else None, ties=ties)  # type: ignore[arg-type]
     loss = bradley_terry(scores, pairs, label_smoothing=smoothing, center_rewards_coefficient=center)
     want, groups = plain_loss(scores, ranks, margins, ties, smoothing, center)
-    assert pairs.num_groups == groups
+    assert pairs.num_units == groups
     assert loss.dtype == torch.float32 and loss.shape == ()
     torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=1e-6)
     got_gradient, want_gradient = (torch.autograd.grad(x, scores)[0] for x in (loss, want))
@@ -85,9 +85,9 @@ def test_extreme_differences_stay_finite(difference: float, smoothing: float) ->
 
 
 def test_ties() -> None:
-    assert ranked_pairs([(0, 0), (0, 1)]).num_groups == 1
+    assert ranked_pairs([(0, 0), (0, 1)]).num_units == 1
     assert len(ranked_pairs([(0, 0, 0)]).better_P) == 0
-    half = ranked_pairs([(0, 0)], margins=[5.0], ties="half")
+    half = ranked_pairs([(0, 0)], strengths=[5.0], ties="half")
     assert half.tied_P.tolist() == [True] and half.margin_P.tolist() == [0.0]
     scores = torch.tensor([1.0, 3.0], requires_grad=True)
     loss = bradley_terry(scores, half, label_smoothing=0.3)  # a tie is even however the labels are smoothed
@@ -101,7 +101,7 @@ def test_ties() -> None:
 def test_nothing_to_compare_is_a_loss_of_zero_that_can_be_differentiated() -> None:
     scores = torch.randn(3, requires_grad=True)
     pairs = ranked_pairs([(0,), (1, 1)])
-    assert (pairs.num_groups, pairs.better_P.dtype) == (0, torch.long)
+    assert (pairs.num_units, pairs.better_P.dtype) == (0, torch.long)
     loss = bradley_terry(scores, pairs, center_rewards_coefficient=0.1)
     loss.backward()
     assert float(loss.detach()) == 0.0 and scores.grad is not None and not scores.grad.any()
@@ -117,7 +117,108 @@ def test_bfloat16_scores_are_compared_in_float32() -> None:
 def test_an_accidental_bug_would_be_seen() -> None:
     """The comparison with the loop fails for a margin of the wrong sign."""
     scores = torch.tensor([1.0, 0.0])
-    wrong = bradley_terry(scores, ranked_pairs([(0, 1)], margins=[-1.0]))
+    wrong = bradley_terry(scores, ranked_pairs([(0, 1)], strengths=[-1.0]))
     want, _ = plain_loss(scores, [(0, 1)], [1.0], "drop", 0.0, 0.0)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(wrong.double(), want, rtol=1e-6, atol=1e-6)
+
+
+TIE_MODELS: dict[str, Callable[[float, float], tuple[float, float]]] = {  # P(win), P(tie) of strengths a and b
+    "davidson": lambda a, b: (a / (a + b + math.sqrt(a * b)), math.sqrt(a * b) / (a + b + math.sqrt(a * b))),
+    "rao_kupper": lambda a, b: (a / (a + 2 * b), 3 * a * b / ((a + 2 * b) * (b + 2 * a))),
+}
+"""As their authors write them, with the constants that make a tie of equals as likely as either win: 1 and 2."""
+
+
+@pytest.mark.parametrize("model", TIE_MODELS)
+def test_models_of_ties(model: str) -> None:
+    """Probabilities of the papers, in the gradient too; they sum to 1, and far apart the loss is that of no ties."""
+    ordered, tied = ranked_pairs([(0, 1)]), ranked_pairs([(0, 0)], ties="half")
+    for d in (-3.0, -0.5, 0.0, 0.5, 3.0):
+        for pairs, which in ((ordered, 0), (tied, 1)):
+            scores = torch.tensor([d / 2, -d / 2], requires_grad=True)
+            loss = bradley_terry(scores, pairs, ties=model)  # type: ignore[arg-type]
+            want = lambda e, which=which: -math.log(TIE_MODELS[model](math.exp(e / 2), math.exp(-e / 2))[which])  # noqa: E731
+            assert float(loss.detach()) == pytest.approx(want(d), abs=1e-6)
+            slope = (want(d + 1e-5) - want(d - 1e-5)) / 2e-5
+            assert torch.autograd.grad(loss, scores)[0].tolist() == pytest.approx([slope, -slope], abs=1e-5)
+        win, tie = TIE_MODELS[model](math.exp(d / 2), math.exp(-d / 2))
+        assert win + tie + TIE_MODELS[model](math.exp(-d / 2), math.exp(d / 2))[0] == pytest.approx(1)
+    likely = {r: bradley_terry(torch.zeros(2), tied, ties=model, tie_probability=r) for r in (0.1, 0.6)}  # type: ignore[arg-type]
+    assert {r: math.exp(-float(loss)) for r, loss in likely.items()} == pytest.approx({r: r for r in likely})
+    for d in (-1e4, 1e4):
+        scores = torch.tensor([d, 0.0], requires_grad=True)
+        both = bradley_terry(scores, ordered, ties=model, label_smoothing=0.1) + bradley_terry(scores, tied, ties=model)  # type: ignore[arg-type]
+        (gradient,) = torch.autograd.grad(both, scores)
+        assert both.isfinite() and gradient.isfinite().all() and float(gradient.sum()) == pytest.approx(0, abs=1e-6)
+
+
+def test_strengths() -> None:
+    """HelpSteer's grade, or scores, as a margin, a soft label or a weight; none, or a contradiction, says nothing."""
+    scores = torch.tensor([1.0, 0.0, 0.5, 0.0, -0.5])
+    ranks, strengths = [(0, 1), (0, 1, 2)], [2.0, (3.0, 1.0, None)]
+    win, scale = (lambda d: math.log1p(math.exp(-d))), 0.5
+    soft = lambda d, s: win(d) + d / (1 + math.exp(s))  # noqa: E731
+    of_kind = {
+        "margin": win(1 - 1) + (win(0.5 - 1) + win(1.0) + win(0.5)) / 3,
+        "soft_label": soft(1, 1) + (soft(0.5, 1) + win(1.0) + win(0.5)) / 3,
+        "weight": win(1) * 1 + (win(0.5) * 1 + win(1.0) + win(0.5)) / 3,
+    }
+    for kind, want in of_kind.items():
+        pairs = ranked_pairs(ranks, strengths=strengths, strength=kind, strength_scale=scale)  # type: ignore[arg-type]
+        assert float(bradley_terry(scores, pairs)) == pytest.approx(want, abs=1e-6), kind
+        each = ranked_pairs(ranks, strengths=[-2.0, (0.0, 1.0, None)], strength=kind, weight="pair")  # type: ignore[arg-type]
+        none = {"margin": win(1), "soft_label": (win(1) + win(-1)) / 2, "weight": 0.0}[kind]
+        other = {"margin": win(0.5), "soft_label": (win(0.5) + win(-0.5)) / 2, "weight": 0.0}[kind]
+        assert each.num_units == 4
+        assert float(bradley_terry(scores, each)) == pytest.approx(none + other + win(1.0) + win(0.5), abs=1e-6), kind
+
+
+@given(GROUPS, st.sampled_from(["group", "pair"]), st.integers(0, 9))
+@settings(deadline=None)
+def test_plackett_luce_equals_a_plain_loop(ranks: list[list[int]], weight: str, seed: int) -> None:
+    """Full and partial rankings: the best of what is left is chosen, and tied completions are never compared."""
+    scores = (torch.randn(sum(map(len, ranks)), generator=torch.Generator().manual_seed(seed)) * 3).requires_grad_()
+    pairs = ranked_pairs(ranks, weight=weight, unit="choice")  # type: ignore[arg-type]
+    want, units, start = scores.double().sum() * 0, 0, 0
+    for group in ranks:
+        own = scores[start : start + len(group)].double()
+        worse = [[j for j, other in enumerate(group) if other > rank] for rank in group]
+        choices = [torch.logsumexp(own[[i, *rest]], 0) - own[i] for i, rest in enumerate(worse) if rest]
+        units += len(choices) if weight == "pair" else bool(choices)
+        if choices:
+            want = want + sum(choices) / (1 if weight == "pair" else len(choices))
+        start += len(group)
+    loss = plackett_luce(scores, pairs)
+    assert pairs.num_units == units
+    torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=1e-6)
+    got_gradient, want_gradient = (torch.autograd.grad(x, scores)[0] for x in (loss, want))
+    torch.testing.assert_close(got_gradient, want_gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_plackett_luce_of_two_is_bradley_terry_and_stays_finite() -> None:
+    for d in (-1e4, -5.0, 0.0, 3.0, 1e4):
+        scores = torch.tensor([d, 0.0], requires_grad=True)
+        losses = (
+            plackett_luce(scores, ranked_pairs([(0, 1)], unit="choice")),
+            bradley_terry(scores, ranked_pairs([(0, 1)])),
+        )
+        torch.testing.assert_close(*losses)
+        torch.testing.assert_close(*(torch.autograd.grad(loss, scores)[0] for loss in losses))
+    scores = torch.tensor([-1e4, 0.0, 1e4, 3.0], requires_grad=True)
+    loss = plackett_luce(scores, ranked_pairs([(0, 1, 2, 3)], unit="choice"))
+    assert float(loss.detach()) == pytest.approx((2e4 + 1e4 + 0) / 3)
+    assert torch.autograd.grad(loss, scores)[0].tolist() == pytest.approx([-1 / 3, -1 / 3, 2 / 3, 0])
+
+
+def test_squared_error_skips_what_has_no_grade() -> None:
+    nan = math.nan
+    grades = [[(4.0, nan), (1.0, 2.0)], [(nan, nan)], [(3.0, 1e4)]]
+    targets = graded(grades, stds=(2.0, 1.0))
+    values = torch.tensor([[3.0, nan], [1.0, 0.0], [9.0, 9.0], [5.0, 0.0]]).nan_to_num(7.0).requires_grad_()
+    loss = squared_error(values, targets)
+    want = (0.25 + 0 + 4) / 4 + (1 + 1e8) / 2  # each group weighs 1, each attribute in its own units
+    assert targets.num_units == 2 and float(loss.detach()) == pytest.approx(want)
+    gradient = torch.autograd.grad(loss, values)[0]
+    assert gradient.tolist() == [[-0.125, 0], [0, -1.0], [0, 0], [0.5, -1e4]]
+    assert graded([], stds=(1.0, 1.0)).values_SH.shape == (0, 2)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from functools import reduce
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeward.losses import bradley_terry, ranked_pairs
-from treeward.metrics import METRIC_NAMES, RewardMetrics, RewardSums
+from treeward.losses import bradley_terry, graded, ranked_pairs
+from treeward.metrics import METRIC_NAMES, GradeSums, RewardMetrics, RewardSums, grade_metrics
 
 RANKS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=8)
 
@@ -42,7 +43,7 @@ def test_any_split_adds_up(ranks: list[list[int]], cuts: set[int], ties: str, se
 def test_worked_by_hand() -> None:
     """Two pairs right of three; a tie is no pair; equal scores are not right."""
     metrics = measure(torch.tensor([2.0, 1.0, 0.0, 0.0, 5.0, 4.0, 9.0]), [[0, 1], [0, 1], [0, 1, 1]], "half")
-    assert (metrics.num_groups, metrics.num_pairs, metrics.num_correct) == (3, 4, 2)
+    assert (metrics.num_units, metrics.num_pairs, metrics.num_correct) == (3, 4, 2)
     means = metrics.means()
     assert means["accuracy"] == 0.5
     assert means["chosen_rewards"] == (2 + 0 + 5 + 5) / 4 and means["rejected_rewards"] == (1 + 0 + 4 + 9) / 4
@@ -54,3 +55,20 @@ def test_nothing_is_nan_not_zero() -> None:
     only_ties = measure(torch.tensor([1.0, 2.0]), [[0, 0]], "half").means()
     assert math.isnan(only_ties["accuracy"]) and not math.isnan(only_ties["loss"])
     assert RewardMetrics() + RewardMetrics() == RewardMetrics()
+
+
+def test_errors_and_correlations_of_grades_are_those_of_numpy_however_they_are_batched() -> None:
+    generator = np.random.default_rng(0)
+    grades, values = generator.integers(0, 5, (30, 2)).astype(float), generator.normal(size=(30, 2))
+    grades[generator.random((30, 2)) < 0.3] = np.nan
+    grades[:, 1] = np.where(np.isnan(grades[:, 1]), np.nan, 3.0)  # no correlation with a constant
+    sums = GradeSums()
+    for rows in (slice(0, 7), slice(7, 7), slice(7, 30)):
+        sums.add(torch.tensor(values[rows]), graded([grades[rows].tolist()], stds=(1.0, 1.0)))
+    assert sums.sums_6H is not None
+    found, known = grade_metrics(sums.sums_6H, ["a", "b"]), ~np.isnan(grades)
+    x, y = values[known[:, 0], 0], grades[known[:, 0], 0]
+    wrong = [float(np.mean((values[known[:, i], i] - grades[known[:, i], i]) ** 2)) for i in (0, 1)]
+    assert (found["mse_a"], found["mse_b"], found["mse"]) == pytest.approx((*wrong, sum(wrong) / 2))
+    assert found["pearson_a"] == found["pearson"] == pytest.approx(np.corrcoef(x, y)[0, 1])
+    assert math.isnan(found["pearson_b"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +15,9 @@ from treeward.progress import ShownProgress
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, to be moved by a test."""
+    """The time that `progress` reads, to be moved by a test; event loops of other threads keep the real one."""
     seconds = [1000.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
     return seconds
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,14 @@ from treeward.compat import trl as compat
 def train(folder: Path) -> dict[str, Any]:
     """Losses of the runs of both trainers, of all processes, with DDP."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    own = folder / f"out{PartialState().process_index}"
-    options = {"num_iterations": 2, "gradient_accumulation_steps": 2, "beta": 0.05, "max_steps": 4}
+    own = folder / os.environ["RANK"]
+    options = {
+        "reference": folder / "reference",
+        "num_iterations": 2,
+        "gradient_accumulation_steps": 2,
+        "beta": 0.05,
+        "max_steps": 4,
+    }
     pairs = [
         [train_rewards(kind, tokenizer, own, max_steps=5) for kind in (compat.RewardTrainer, trl.RewardTrainer)],
         [train_policy(kind, tokenizer, own, **options) for kind in (compat.GRPOTrainer, trl.GRPOTrainer)],

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from treeward.errors import TreewardError as TreewardError
     from treeward.http import RewardServerError as RewardServerError
     from treeward.losses import bradley_terry as bradley_terry
+    from treeward.losses import plackett_luce as plackett_luce
     from treeward.losses import ranked_pairs as ranked_pairs
     from treeward.model.loading import load_policy as load_policy
     from treeward.model.policy_model import PolicyModel as PolicyModel
@@ -74,7 +75,7 @@ _HOMES = {
     "environments.trl": ("as_trl",),
     "errors": ("CheckpointError", "ConfigError", "DataError", "ModelError", "TreewardError"),
     "http": ("RewardServerError",),
-    "losses": ("bradley_terry", "ranked_pairs"),
+    "losses": ("bradley_terry", "plackett_luce", "ranked_pairs"),
     "model.loading": ("load_policy",),
     "model.policy_model": ("PolicyModel",),
     "model.reward_model": ("RewardModel",),

@@ -77,6 +77,10 @@ class CheckpointError(TreewardError):
     """A checkpoint is incomplete, or belongs to another run."""
 
 
+class LostProcessError(TreewardError):
+    """A process of the run is gone, or does not answer: started again, the run goes on from its last checkpoint."""
+
+
 def shown(value: Any) -> str:
     """A value in one line of at most about 200 characters; in quotes where nobody would see that it is there."""
     text = value if isinstance(value, str) and value.strip() and "\n" not in value else repr(value)

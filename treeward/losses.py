@@ -1,17 +1,20 @@
 """Losses of scores: pure functions, each with its formula and source.
 
     pairs = ranked_pairs([(0, 1), (0, 1, 1)], ties="drop")
-    loss_sum = bradley_terry(scores_S, pairs)        # divide once, by the comparisons of the whole step
+    loss_sum = bradley_terry(scores_S, pairs)        # divide once, by the `num_units` of the whole step
+    loss_sum = plackett_luce(scores_S, ranked_pairs([(0, 1, 2, 2)], unit="choice"))
+    loss_sum = squared_error(values_SH, graded([[(4.0, nan), (1.0, 2.0)]], stds=(1.0, 1.0)))
 
-A comparison group of K completions gives the pairs of completions with different ranks. Each group weighs 1 however
-many pairs it has (Ouyang et al. 2022, arXiv 2203.02155, eq. 1): its loss is the mean over its pairs, and sums over
-groups go up to whoever knows the count of the whole step.
+A comparison group of K completions gives the pairs of completions with different ranks. By default each group weighs 1
+however many pairs it has (Ouyang et al. 2022, arXiv 2203.02155, eq. 1): its loss is the mean over its pairs, and sums
+over groups go up to whoever knows the count of the whole step.
 
-Shapes: S scores of a batch, G groups, P pairs.
+Shapes: S scores of a batch, H heads, G groups, P pairs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,44 +25,53 @@ from torch.nn import functional as F
 
 from treeward.tree.batch import Movable
 
+Strength = Literal["margin", "soft_label", "weight"]
+"""What the strength of a pair becomes; see `ranked_pairs`."""
+TieModel = Literal["half", "davidson", "rao_kupper"]
+"""What the loss makes of a tied pair; see `bradley_terry`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pairs(Movable):
     """Which scores are compared.
 
-    `better_P`, `worse_P`: int64 (P,), places among the scores of the batch. `weight_P`: float32 (P,), 1 / the number of
-    pairs of the group. `margin_P`: float32 (P,), 0 where the data has none. `tied_P`: bool (P,), the two are equally
-    good. `num_groups`: groups that have a pair at all. `num_ordered`: pairs that are not tied; counted where the pairs
-    are made, for reading it from a GPU would wait for it.
+    `better_P`, `worse_P`: int64 (P,), places among the scores of the batch. `weight_P`: float32 (P,). `margin_P`:
+    float32 (P,), 0 where the data has none. `target_P`: float32 (P,), the probability that the better one wins, 1/2 of
+    a tie. `tied_P`: bool (P,), the two are equally good. `num_units`: what the sum of the loss is divided by, groups
+    that have a pair, or pairs (or choices) where each of them weighs 1. `num_ordered`: pairs that are not tied; counted
+    where the pairs are made, for reading it from a GPU would wait for it.
     """
 
     better_P: Tensor
     worse_P: Tensor
     weight_P: Tensor
     margin_P: Tensor
+    target_P: Tensor
     tied_P: Tensor
-    num_groups: int
+    num_units: int
     num_ordered: int
 
 
 def ranked_pairs(
     ranks: Sequence[Sequence[int]],
     *,
-    margins: Sequence[float | Sequence[float | None] | None] | None = None,
+    strengths: Sequence[float | Sequence[float | None] | None] | None = None,
+    strength: Strength = "margin",
+    strength_scale: float = 1.0,
     ties: Literal["drop", "half"] = "drop",
+    weight: Literal["group", "pair"] = "group",
+    unit: Literal["pair", "choice"] = "pair",
 ) -> Pairs:
     """The pairs of G groups whose scores lie one group after another.
 
-    `ranks`: for each group the rank of each completion, lower is better. `margins`: one per group, None for no margin,
-    or a number for each completion, whose difference is a pair's margin (0 where it is negative or one is None).
-    `ties`: what becomes of two completions of equal rank: no pair ("drop"), or one that either wins by half ("half").
+    `ranks`: for each group the rank of each completion, lower is better. `strengths`: one per group, None for none, or
+    a number for each completion, whose difference is a pair's strength; below 0 it is 0. Times `strength_scale` the
+    strength is the pair's `margin`, its `weight`, or the log-odds of its `soft_label`. `ties`: two completions of equal
+    rank are no pair ("drop"), or a tied one ("half"). `weight`: each group weighs 1, or each pair. `unit`: what shares
+    the weight of a group, its pairs, or the choices of `plackett_luce`.
     """
-    better: list[int] = []
-    worse: list[int] = []
-    weight: list[float] = []
-    margin: list[float] = []
-    tied: list[bool] = []
-    num_groups = offset = 0
+    rows: list[tuple[int, int, float, float, float, bool]] = []
+    num_units = offset = 0
     for g, group in enumerate(ranks):
         pairs = [
             (i, j, group[i] == group[j])
@@ -67,57 +79,143 @@ def ranked_pairs(
             for j in range(len(group))
             if group[i] < group[j] or (ties == "half" and i < j and group[i] == group[j])
         ]
-        num_groups += bool(pairs)
-        group_margin = margins[g] if margins is not None else None
+        units = len(pairs) if unit == "pair" else len({i for i, _, _ in pairs})
+        num_units += units if weight == "pair" else bool(pairs)
         for i, j, is_tie in pairs:
-            better.append(offset + i)
-            worse.append(offset + j)
-            weight.append(1 / len(pairs))
-            margin.append(0.0 if is_tie else _margin(group_margin, i, j))
-            tied.append(is_tie)
+            share, margin, target = 1.0 if weight == "pair" else 1 / units, 0.0, 0.5 if is_tie else 1.0
+            found = None if is_tie or strengths is None else _strength(strengths[g], i, j)
+            if found is not None and strength == "margin":
+                margin = strength_scale * found
+            elif found is not None and strength == "soft_label":
+                target = 1 / (1 + math.exp(-strength_scale * found))
+            elif found is not None:
+                share *= strength_scale * found
+            rows.append((offset + i, offset + j, share, margin, target, is_tie))
         offset += len(group)
+    better, worse, shares, margins, targets, tied = zip(*rows, strict=True) if rows else ((),) * 6
     return Pairs(
         torch.tensor(better, dtype=torch.long),
         torch.tensor(worse, dtype=torch.long),
-        torch.tensor(weight),
-        torch.tensor(margin),
+        torch.tensor(shares, dtype=torch.float32),
+        torch.tensor(margins, dtype=torch.float32),
+        torch.tensor(targets, dtype=torch.float32),
         torch.tensor(tied, dtype=torch.bool),
-        num_groups,
+        num_units,
         num_ordered=len(tied) - sum(tied),
     )
 
 
-def _margin(of_group: float | Sequence[float | None] | None, better: int, worse: int) -> float:
+def _strength(of_group: float | Sequence[float | None] | None, better: int, worse: int) -> float | None:
     if of_group is None or isinstance(of_group, int | float):
-        return of_group or 0.0
+        return None if of_group is None else max(of_group, 0.0)
     a, b = (of_group[i] if i < len(of_group) else None for i in (better, worse))
-    return 0.0 if a is None or b is None else max(a - b, 0.0)
+    return None if a is None or b is None else max(a - b, 0.0)
 
 
 def bradley_terry(
-    scores_S: Tensor, pairs: Pairs, *, label_smoothing: float = 0.0, center_rewards_coefficient: float = 0.0
+    scores_S: Tensor,
+    pairs: Pairs,
+    *,
+    label_smoothing: float = 0.0,
+    center_rewards_coefficient: float = 0.0,
+    ties: TieModel = "half",
+    tie_probability: float = 1 / 3,
 ) -> Tensor:
-    """The Bradley-Terry loss, *summed* over groups (each the mean of its pairs); a float32 scalar.
+    """The Bradley-Terry loss, the *sum* over pairs of weight times loss; a float32 scalar.
 
-    With d = score(better) - score(worse), margin m and label smoothing e, a pair's loss is
+    With d = score(better) - score(worse) - margin, the probability q that the better one wins (`target_P`), label
+    smoothing e and p = q (1 - e) + (1 - q) e, a pair's loss is
 
-        (1 - e) softplus(m - d) + e softplus(d - m)   [+ c (score(better) + score(worse))^2]
+        p softplus(-d) + (1 - p) softplus(d)   [+ c (score(better) + score(worse))^2]
 
-    which for e = m = 0 is -log sigmoid(d) (Bradley and Terry 1952; Stiennon et al. 2020, arXiv 2009.01325), in the form
+    which for p = 1 is -log sigmoid(d) (Bradley and Terry 1952; Stiennon et al. 2020, arXiv 2009.01325), in the form
     that does not overflow. The margin is that of Touvron et al. 2023 (Llama 2, arXiv 2307.09288, eq. 2), the smoothing
     that of Wang et al. 2024 (arXiv 2401.06080), and the last term, with coefficient c, centres rewards at zero
-    (Eisenstein et al. 2023, arXiv 2312.09244). A tied pair has e = 1/2 and no margin. Divide by the number of groups of
-    the whole step for the mean.
+    (Eisenstein et al. 2023, arXiv 2312.09244). A tied pair has p = 1/2 and no margin.
+
+    `ties` may give a tie a probability of its own: `tie_probability`, between 0 and 1, where the scores are equal, and
+    less the further they are apart.
+
+        davidson:     P(win) = 1 / (1 + exp(-d) + n exp(-d/2)),  P(tie) = n exp(-d/2) P(win)      (Davidson 1970, eq. 2)
+        rao_kupper:   P(win) = sigmoid(d - t),  P(tie) = (exp(2 t) - 1) sigmoid(d - t) sigmoid(-d - t)
+                      (Rao and Kupper 1967, eq. 2.5 and 2.6)
+
+    with n = 2 r / (1 - r) and t = log((1 + r) / (1 - r)) for the probability r.
     """
     better_P, worse_P = scores_S.float()[pairs.better_P], scores_S.float()[pairs.worse_P]
     excess_P = better_P - worse_P - pairs.margin_P
-    smoothing_P = torch.where(pairs.tied_P, 0.5, label_smoothing)
-    loss_P = (1 - smoothing_P) * F.softplus(-excess_P) + smoothing_P * F.softplus(excess_P)
+    wrong_P = (1 - pairs.target_P) * (1 - 2 * label_smoothing) + label_smoothing
+    if ties == "davidson":
+        log_n = math.log(2 * tie_probability / (1 - tie_probability))
+        terms_3P = torch.stack([torch.zeros_like(excess_P), -excess_P, log_n - excess_P / 2])
+        won_P = terms_3P.logsumexp(dim=0)
+        lost_P, even_P = won_P + excess_P, won_P + excess_P / 2 - log_n
+    else:
+        shift = math.log1p(tie_probability) - math.log1p(-tie_probability) if ties == "rao_kupper" else 0.0
+        won_P, lost_P = F.softplus(shift - excess_P), F.softplus(shift + excess_P)
+        even_P = won_P + lost_P - math.log(math.expm1(2 * shift)) if shift else (won_P + lost_P) / 2
+    loss_P = torch.where(pairs.tied_P, even_P, (1 - wrong_P) * won_P + wrong_P * lost_P)
     if center_rewards_coefficient:
         loss_P = loss_P + center_rewards_coefficient * (better_P + worse_P).square()
     return (pairs.weight_P * loss_P).sum()
 
 
-LOSSES: Mapping[str, Callable[..., Tensor]] = {"bradley_terry": bradley_terry}
-"""By `rm.loss.name`. Each takes scores (S,), `Pairs` and its options, the keys of `LossConfig` of the same names and
-defaults, and gives the sum over groups."""
+def plackett_luce(scores_S: Tensor, pairs: Pairs) -> Tensor:
+    """The Plackett-Luce loss, the *sum* over choices of weight times loss; a float32 scalar.
+
+    A ranking is a sequence of choices (Luce 1959, Plackett 1975): the best completion is chosen from all, the next from
+    the rest. Completion i, with the set W of those that are strictly worse, costs
+
+        log sum of exp(score(j)) over j in W and i, less score(i)  =  log(1 + sum over W of exp(score(j) - score(i)))
+
+    Tied completions are never compared with each other, so ties at the end of a ranking say nothing of their order: the
+    rest is unranked. Of two completions this is the Bradley-Terry loss. `pairs`: of `unit="choice"`.
+    """
+    scores_S = scores_S.float()
+    excess_P = scores_S[pairs.worse_P] - scores_S[pairs.better_P]
+    none_S = torch.zeros_like(scores_S)
+    largest_S = none_S.scatter_reduce(0, pairs.better_P, excess_P.detach(), "amax")  # of 0 and the excesses
+    rest_S = none_S.index_add(0, pairs.better_P, (excess_P - largest_S[pairs.better_P]).exp())
+    loss_S = largest_S + (torch.exp(-largest_S) + rest_S).log()
+    weight_S = none_S.scatter_reduce(0, pairs.better_P, pairs.weight_P, "amax")
+    return (weight_S * loss_S).sum()
+
+
+@dataclass(frozen=True, slots=True)
+class Targets(Movable):
+    """Grades of S completions under H attributes, float32: `values_SH`, and `weight_SH`; both 0 where there is none.
+    `num_units`: groups with a grade."""
+
+    values_SH: Tensor
+    weight_SH: Tensor
+    num_units: int
+
+
+def graded(groups: Sequence[Sequence[Sequence[float]]], stds: Sequence[float]) -> Targets:
+    """The grades of G groups whose values lie one group after another: for each completion H grades, NaN for none.
+
+    Each group weighs 1, each of its K completions 1/K, and each attribute 1/H of that; what has no grade has no loss.
+    `stds`: the units of the attributes.
+    """
+    rows = [row for group in groups for row in group]
+    shares_S = torch.tensor([1 / (len(group) * len(stds)) for group in groups for _ in group])
+    grades_SH = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), len(stds))
+    known_SH = ~grades_SH.isnan()
+    weight_SH = known_SH * shares_S[:, None] / torch.tensor(stds).square()
+    num_units = sum(any(not math.isnan(grade) for row in group for grade in row) for group in groups)
+    return Targets(torch.where(known_SH, grades_SH, 0.0), weight_SH, num_units)
+
+
+def squared_error(values_SH: Tensor, targets: Targets) -> Tensor:
+    """The *sum* of weight times (value - grade)^2 over completions and attributes; a float32 scalar."""
+    return (targets.weight_SH * (values_SH.float() - targets.values_SH).square()).sum()
+
+
+LOSSES: Mapping[str, Callable[..., Tensor]] = {
+    "bradley_terry": bradley_terry,
+    "plackett_luce": plackett_luce,
+    "regression": squared_error,
+    "attributes": squared_error,
+}
+"""By `policy.reward_model_cfg.reward_model_type`. Each takes scores (S,) with `Pairs`, or values (S, H) with `Targets`,
+and its options, keys of `LossConfig` of the same names and defaults; and gives a sum."""

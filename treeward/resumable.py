@@ -108,6 +108,14 @@ def resumable_rows(
                 stream.close()
 
 
+def num_rows(path: Path) -> int:
+    """How many rows `resumable_rows` would keep of this file, which need not exist."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as stream:
+        return sum(line.endswith(b"\n") for line in stream)
+
+
 def _identity_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}.identity.json")
 

@@ -20,10 +20,13 @@ SHORT = {
     "trl_dropin.py": "--size tiny --pairs 2 --prompts 2 --completions 4 --rounds 1 --prompt-tokens 128",
     "grpo_step.py": "--size tiny --prompts 2 --completions 4 --prompt-tokens 20 --new-tokens 8 --rounds 1",
     "serving.py": "--size tiny --requests 16 --rounds 1 --connections 1 8",
+    "planning.py": "--comparisons 10_000",
+    "two_processes.py": "--rounds 1 --steps 3 --hidden-size 64",
+    "labels.py": "--size tiny --steps 2 --seeds 1 --rounds 1",
     "soak.py": "--minutes 0.1 --clients 8",
     "gpu.py": "--tiny --minutes 9 --box 400",
 }
-IN_CI = ("training_step.py", "scoring.py")
+IN_CI = ("training_step.py", "planning.py")
 
 
 @pytest.mark.slow

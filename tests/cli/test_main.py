@@ -90,7 +90,10 @@ def test_a_loss_that_is_called_type_is_told_its_key(tmp_path: Path, capsys: pyte
     (tmp_path / "rm.yaml").write_text("policy: {model_name: some/model}\ndata: {train_data_path: train.jsonl}\n")
     assert main(["train", "--config", str(tmp_path / "rm.yaml"), "rm.loss.type=regression"]) == 2
     said = capsys.readouterr().err
-    assert "rm.loss.type=regression" in said and "rm.loss.name, which is one of bradley_terry" in said
+    assert (
+        "rm.loss.type=regression" in said
+        and "policy.reward_model_cfg.reward_model_type, which is one of bradley_terry" in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from treeward.model.contract import CONTRACT_FILE, HeadContract, read_contract
 from treeward.model.export import export_model
 from treeward.model.loading import build_reward_model
 from treeward.model.reward_model import RewardModel
-from treeward.scoring.golden import sign_folder
+from treeward.scoring.golden import sign_later
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -65,7 +65,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
             one.hf.get_parameter("score.weight").mul_(5.0)
     folder = tmp_path_factory.mktemp("served") / "rm"
     export_model(model, tokenizer, folder, rendering=renderer.settings)
-    sign_folder(folder, model=model, renderer=renderer)
+    sign_later(folder, model=model, renderer=renderer)()
     return Served(folder, model, other, renderer)
 
 

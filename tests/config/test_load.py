@@ -79,7 +79,7 @@ def test_shipped_configs_load_and_survive_saving(path, tmp_path):
 # YAML and overrides
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), VALUES, max_size=3))
 def test_any_value_survives_saving(tmp_path_factory, kwargs):
     folder = tmp_path_factory.mktemp("yaml")
@@ -91,6 +91,7 @@ def test_any_value_survives_saving(tmp_path_factory, kwargs):
     assert load_config(folder / "resolved.yaml") == config
 
 
+@settings(max_examples=40)
 @given(VALUES)
 def test_an_override_takes_any_value_in_flow_style(value):
     text = json.dumps(value, ensure_ascii=False).replace("${", r"\\${")

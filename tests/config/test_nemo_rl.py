@@ -55,7 +55,7 @@ def test_the_first_file_means_what_it_meant(caplog):
     assert parts(config.data.train) == [("OpenMathInstruct-2", "train", 0.05)]
     assert parts(config.data.validation) == [("OpenMathInstruct-2", "validation", 0.05)]
     assert {one.prompt_file for one in (*config.data.train, *config.data.validation)} == {"examples/prompts/cot.txt"}
-    for key in ("policy.generation.vllm_kwargs", "env.reward_model.max_grad_norm", "logger.monitor_gpus"):
+    for key in ("policy.generation.vllm_cfg.async_engine", "env.reward_model.max_grad_norm", "logger.monitor_gpus"):
         assert key in caplog.text, "the whole name of a key that has no effect"
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1 and "the policy itself samples" in warnings[0]
@@ -99,7 +99,7 @@ def test_a_section_may_replace_that_of_the_defaults(tmp_path):
         ("grpo.adv_estimator.name=gdpo", "grpo.adv_estimator.name"),
         ("loss_fn.use_cispo=true", "loss_fn.use_cispo"),
         ("policy.megatron_cfg.enabled=true", "policy.megatron_cfg.enabled"),
-        ("policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.tensor_parallel_size"),
+        ("policy.dtensor_cfg.context_parallel_size=2", "policy.dtensor_cfg.context_parallel_size"),
         ("policy.draft.enabled=true", "policy.draft.enabled"),
         ("policy.reward_model_cfg.enabled=true", "policy.reward_model_cfg.enabled"),
         ("reward_penalties.penalize_unwanted_tokens=true", "reward_penalties"),

@@ -58,7 +58,7 @@ def test_rank_format(tmp_path: Path) -> None:
     row["completions"][1]["score"] = 2
     preference = parse(tmp_path, "PreferenceDataset", row)
     assert shape(preference) == ([user("2 + 2?")], {0: [assistant("4")], 1: [assistant("5")]})
-    assert (preference.task_name, preference.margin, preference.completions[1].score) == ("maths", 0.5, 2.0)
+    assert (preference.task_name, preference.strength, preference.completions[1].score) == ("maths", 0.5, 2.0)
     assert parse(tmp_path, "PreferenceDataset", rank_row()).task_name == "PreferenceDataset"
 
 
@@ -141,7 +141,7 @@ def test_a_prompt_of_text_and_named_keys(tmp_path: Path) -> None:
     row = {"q": "[1, 2, 3]", "good": "4", "bad": "5", "margin": 2, "task_name": "lists"}
     preference = binary(tmp_path, row, prompt_key="q", chosen_key="good", rejected_key="bad")
     assert shape(preference) == ([user("[1, 2, 3]")], {0: [assistant("4")], 1: [assistant("5")]})
-    assert (preference.margin, preference.task_name) == (2.0, "lists")
+    assert (preference.strength, preference.task_name) == (2.0, "lists")
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def varied(number: int) -> list[Preference]:
             *(f"Answer {i * j % (7 - i % 5)} of row {i}" for j in range(2 + i % 3)),
             ranks=tuple((j * (i % 5 > 0)) for j in range(2 + i % 3)),
             prompt=f"Question {i}? " * (1 + 20 * (i % 11 == 0)),
-            margin=i / 2 if i % 4 == 0 else None,
+            strength=i / 2 if i % 4 == 0 else None,
             task_name=f"task {i % 3}",
         )
         for i in range(number)
@@ -92,13 +92,13 @@ def encode(tmp_path: Path) -> Any:
 
 def test_a_comparison_is_its_plain_rows(encode: Any) -> None:
     turns = ({"role": "assistant", "content": "Let me see."}, {"role": "assistant", "content": "Paris!"})
-    row = preference("Paris.", "Lyon", "Paris it is.", ranks=(0, 2, 1), margin=0.5, task_name="capitals")
+    row = preference("Paris.", "Lyon", "Paris it is.", ranks=(0, 2, 1), strength=0.5, task_name="capitals")
     row = replace(row, completions=(*row.completions, Completion(3, turns)))
     comparison = encode(row)[0]
     rows = [renderer_of().encode([*row.context, *c.messages]) for c in row.completions]
     assert [ids.tolist() for ids in comparison.token_ids] == rows
     assert all(ids.dtype == np.int32 and not ids.flags.writeable for ids in comparison.token_ids)
-    assert (comparison.ranks, comparison.margin, comparison.where) == ((0, 2, 1, 3), 0.5, "rows.jsonl:1")
+    assert (comparison.ranks, comparison.strength, comparison.where) == ((0, 2, 1, 3), 0.5, "rows.jsonl:1")
     assert (comparison.lengths, comparison.subset) == ((6, 4, 12, 6), "capitals")
     assert comparison.num_tokens == sum(map(len, rows))
     assert comparison.tree_tokens == count_tree_tokens(rows) < comparison.num_tokens
@@ -190,6 +190,7 @@ def test_memory_does_not_follow_the_lengths_of_rows(encode: Any) -> None:
 
 def test_counts_and_costs_are_those_of_the_rows(encode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "_ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(encoding, "_ROWS_IN_BATCH", 40)
     rows, renderer = varied(150), renderer_of(120)
     dataset = encode(*rows, renderer=renderer)
     counts = dataset.counts
@@ -199,6 +200,9 @@ def test_counts_and_costs_are_those_of_the_rows(encode: Any, monkeypatch: pytest
     assert counts.tokens == sum(c.num_tokens for c in dataset)
     assert counts.tree_tokens == sum(c.tree_tokens for c in dataset)
     assert all(c.tree_tokens == count_tree_tokens(c.token_ids) for c in dataset)
+    assert dataset.tree_tokens.tolist() == [c.tree_tokens for c in dataset]
+    assert dataset.shapes.tolist() == [[len(c.token_ids), max(map(len, c.token_ids))] for c in dataset]
+    assert dataset.digests(3, 9).tolist() == dataset.digests().tolist()[3:9] and len(dataset.digests(9, 9)) == 0
     assert counts.kept == len(dataset)
     assert dataset.highest_token == max(int(ids.max()) for c in dataset for ids in c.token_ids)
     for comparison in dataset:
@@ -206,7 +210,7 @@ def test_counts_and_costs_are_those_of_the_rows(encode: Any, monkeypatch: pytest
         own = {tuple(renderer.encode([*row.context, *c.messages])) for c in row.completions}
         own = {ids for ids in own if len(ids) <= 120}
         assert {tuple(ids.tolist()) for ids in comparison.token_ids} == own
-        assert (comparison.margin, comparison.subset) == (row.margin, row.task_name)
+        assert (comparison.strength, comparison.subset) == (row.strength, row.task_name)
     assert [c.where for c in dataset[3:9:2]] == [dataset[i].where for i in (3, 5, 7)]
     with pytest.raises(IndexError):
         dataset[len(dataset)]
@@ -222,7 +226,7 @@ def test_digests_find_the_same_comparison_in_any_order(encode: Any) -> None:
         preference("Paris.", "Lyon.", prompt="?"),
         preference("Paris.", "Lyon.", "Nice."),
     )
-    first, same, *others = dataset.digests.tolist()
+    first, same, *others = dataset.digests().tolist()
     assert first == same and len({first, *others}) == 5
     assert (num_shared(dataset, [encode(OTHER)]), num_shared(dataset, [dataset], limit=2)) == (1, 2)
 

@@ -224,3 +224,21 @@ def test_fingerprint_follows_content(tmp_path: Path, make: Callable[[Path], Path
     with (tmp_path / "a.jsonl").open("a") as handle:
         handle.write(" ")
     assert fingerprint(path) != first
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "lines"),
+    [
+        ("a.jsonl", b'{"n": 1}\n{"n": \n[3]\n{"n": "\xff"}\n\n{"n": 6}\n', ["2", "3", "4"]),
+        ("a.json", b'[{"n": 1}, 2, {"n": 6}]', ["row 2"]),
+        ("a.csv", b"n,m\n1,1\n2\n6,6\n", ["3"]),
+    ],
+)
+def test_reading_goes_on_after_a_broken_row_where_its_error_is_received(
+    tmp_path: Path, name: str, content: bytes, lines: list[str]
+) -> None:
+    path, errors = tmp_path / name, list[DataError]()
+    path.write_bytes(content)
+    assert [int(row.values["n"]) for row in read_rows(str(path), broken=errors.append)] == [1, 6]
+    assert [str(error.where) for error in errors] == [f"{path}:{line}" for line in lines]
+    assert str(refused(path)) == str(errors[0])

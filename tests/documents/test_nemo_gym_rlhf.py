@@ -123,7 +123,7 @@ def test_the_command_of_the_third_step(model_folder: Path) -> None:
     ("override", "says"),
     [
         ("env.reward_model.reward_model_cfg.enabled=false", "reward_model_cfg.enabled"),
-        ("env.reward_model.reward_model_cfg.reward_model_type=regression", "bradley_terry"),
+        ("env.reward_model.reward_model_cfg.reward_model_type=hinge", "bradley_terry"),
         ("env.reward_model.dtensor_cfg.tensor_parallel_size=2", "tensor_parallel_size"),
         ("+env.reward_model.megatron_cfg={enabled: true}", "megatron_cfg"),
     ],

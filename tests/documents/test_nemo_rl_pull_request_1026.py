@@ -1,24 +1,35 @@
 """NeMo RL's pull request 1026: reward models as environments of GRPO, its usage, its table and its training results.
 
 The usage line, `uv run examples/run_grpo_rm.py --config examples/configs/grpo_rm_1B.yaml`, runs with small stand-ins.
-Policy and reward model are small ones in folders, and OpenMathInstruct-2 a file of its schema; everything else is as it
-is shipped, down to the prompts, the math environment as gold, and the weights after two steps.
+Policy and reward model are small ones in folders, vLLM is a package or a server that makes the same calls, and
+OpenMathInstruct-2 a file of its schema; everything else is as it is shipped, down to the prompts, the math environment
+as gold, and the weights after two steps.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import runpy
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loopback import Loopback
+from safetensors.torch import load_file
+from served_policy import ServedPolicy
 from signed import write_signed_model
+from torch import Tensor
 
+from treeward.cli.main import main
 from treeward.config.load import load_grpo_config
+from treeward.config.reward_environments import RewardModelEnvironmentConfig
 from treeward.errors import ConfigError
 from treeward.evaluation.suites.rewardbench import WEIGHTS
 from treeward.training.tracking import read_metrics
@@ -79,18 +90,12 @@ def check_run(folder: Path, *, gold: bool) -> None:
     assert first["train/reward"] == pytest.approx(first["reward_model_env/mean_reward"], rel=1e-5)
     assert ("train/gold_reward" in first) is gold  # whether answers are right
     assert first["train/kl"] == 0.0 and second["train/lr"] > first["train/lr"] > 0  # it warms up
-    (validated,) = [line for line in read_metrics(folder / "logs" / "metrics.jsonl") if "validation/reward" in line]
-    assert validated["step"] == 2
+    validated = [line for line in read_metrics(folder / "logs" / "metrics.jsonl") if "validation/reward" in line]
+    assert validated[-1]["step"] == 2
     samples = [json.loads(line) for line in (folder / "logs" / "samples.jsonl").read_text().splitlines()]
     (asked,) = samples[0]["prompt"]
     assert asked["role"] == "user" and "\\boxed{" in asked["content"] and "plus" in asked["content"]
     assert (folder / "checkpoints" / "final" / "model.safetensors").is_file()
-
-
-def test_the_shipped_configuration(run_script: Callable[..., int], stand_ins: list[str], tmp_path: Path) -> None:
-    gold = "grpo.gold_environment=math"
-    assert run_script("--config", "examples/configs/grpo_rm_1B.yaml", *stand_ins, gold) == 0
-    check_run(tmp_path, gold=True)
 
 
 def test_without_a_config_it_is_the_shipped_one(
@@ -146,31 +151,178 @@ def test_published_numbers_beside_ours(
 
 # --- Training Results ------------------------------------------------------------------------------------------------
 
+COMMON = (
+    "policy.max_total_sequence_length=2048 cluster.gpus_per_node=8 data.default.dataset_name=OpenMathInstruct-2 "
+    "env.reward_model.model_name=Skywork/Skywork-Reward-V2-Qwen3-0.6B env.reward_model.precision=bfloat16 "
+    "env.reward_model.batch_size=32 env.reward_model.dtensor_cfg.tensor_parallel_size=4 "
+    "policy.dtensor_cfg.tensor_parallel_size=2 policy.precision=bfloat16 "
+)
+COLOCATED = COMMON + "env.reward_model.resources.gpus_per_node=4"
+APART = (
+    f"{COMMON} env.reward_model.resources.gpus_per_node=8 policy.generation.colocated.enabled=False "
+    "policy.generation.colocated.resources.gpus_per_node=4 policy.generation.colocated.resources.num_nodes=1"
+)
+
+
+def test_its_configurations_load_as_they_are_written() -> None:
+    file = REPOSITORY / "examples/configs/grpo_rm_1B.yaml"
+    for words, replicas, engines in ((COLOCATED, 1, 1), (APART, 2, 4)):
+        config = load_grpo_config(file, words.split())
+        rewards = RewardModelEnvironmentConfig.model_validate(config.env["reward_model"])
+        assert (rewards.num_workers, rewards.needs_ray) == (replicas, True)
+        assert config.policy.generation.num_engines == engines and config.has_other_gpus
+        if words == COLOCATED:
+            assert config.training_cluster.num_processes == 4
+        else:
+            with pytest.raises(ConfigError, match=r"(?s)no GPU is left.*8, of which .* have 12.*cluster.num_nodes=2"):
+                _ = config.training_cluster
+            config = load_grpo_config(file, [*words.split(), "cluster.num_nodes=2"])
+            left = config.training_cluster
+            assert (left.num_nodes, left.gpus_per_node) == (1, 4)
+    assert not load_grpo_config(file, COLOCATED.split()).policy.generation.starts_engines  # there is no vLLM here
+
+
+HALF_OF_COLOCATED = (
+    "cluster.gpus_per_node=4 env.reward_model.resources.gpus_per_node=2 "
+    "env.reward_model.dtensor_cfg.tensor_parallel_size=2"
+)
+HALF_OF_APART = (
+    "env.reward_model.resources.gpus_per_node=4 env.reward_model.dtensor_cfg.tensor_parallel_size=2 "
+    "policy.generation.colocated.resources.gpus_per_node=2"
+)
+"""Of 8 processes, 4 are the two replicas, 2 are engines, and 2 train."""
+
+
+@pytest.fixture
+def words_of(stand_ins: list[str], tmp_path: Path) -> Callable[..., list[str]]:
+    """The arguments of the usage line with these overrides and those of the stand-ins. A checkpoint after each step,
+    and validations of all prompts before the first and after each."""
+
+    def words(*overrides: str) -> list[str]:
+        settings = (
+            *("grpo.val_at_start=true", "grpo.val_period=1", "grpo.gold_environment=math"),
+            *("checkpointing.save_period=1", "policy.max_total_sequence_length=512", "policy.optimizer.kwargs.lr=0.01"),
+            "env.reward_model.precision=float32",  # so that rewards compare to 1e-5
+            *(f"checkpointing.checkpoint_dir={tmp_path}/checkpoints", f"logger.log_dir={tmp_path}/logs"),
+        )
+        return ["--config", "examples/configs/grpo_rm_1B.yaml", *overrides, *stand_ins, *settings]
+
+    return words
+
+
+def check_rewards(folder: Path, reward_model: str) -> None:
+    """Those of the validations are what `treeward score` says of the same completions."""
+    samples = [json.loads(line) for line in (folder / "logs/samples.jsonl").read_text().splitlines()]
+    rewarded = [(sample, one) for sample in samples for one in sample["completions"]]
+    assert {sample["step"] for sample in samples} == {0, 1, 2}
+    rows = [
+        {"messages": [*sample["prompt"], {"role": "assistant", "content": one["text"]}]} for sample, one in rewarded
+    ]
+    data, output = folder / "sampled.jsonl", folder / "scored.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert main(["score", reward_model, "--data", str(data), "--output", str(output)]) == 0
+    scores = [json.loads(line)["score"] for line in output.read_text().splitlines()]
+    rewards = [one["reward"] for _, one in rewarded]
+    assert max(scores) - min(scores) > 0.05, "another order would not do"
+    assert rewards == pytest.approx(scores, abs=1e-5)
+
+
+def check_weights(folder: Path, policy: str, received: list[list[Mapping[str, Tensor]]]) -> None:
+    """`received`, by engine: the first policy, and what each checkpoint has, bit by bit in bfloat16."""
+    saved = [Path(policy), folder / "checkpoints/step_1/model", folder / "checkpoints/step_2/model"]
+    versions = [load_file(one / "model.safetensors") for one in saved]
+    assert not all(torch.equal(versions[0][name].float(), versions[2][name].float()) for name in versions[0])
+    for updates in received:
+        assert len(updates) == len(versions)
+        for update, version in zip(updates, versions, strict=True):
+            assert update.keys() == version.keys()
+            for name, weight in update.items():
+                assert torch.equal(weight.bfloat16(), version[name].bfloat16()), name
+
+
+def check_metrics(folder: Path) -> None:
+    check_run(folder, gold=True)
+    steps = [line for line in read_metrics(folder / "logs/metrics.jsonl") if "train/loss" in line]
+    assert len(steps) == 2
+    for line in steps:
+        assert all(math.isfinite(line[f"train/{name}"]) for name in ("loss", "grad_norm", "reward", "kl"))
+        assert line["train/grad_norm"] > 0 and 1 <= line["train/token_mult_prob_error"] < 1.2
+
+
+LAYOUT = "2 processes: 1 x 1 x 2 (copies x shards x tensor parallel)"
+
+
+def log_of(folder: Path) -> str:
+    """What the main process says."""
+    return (folder / "logs/ranks/rank_0.log").read_text(encoding="utf-8")
+
+
+def of_stand_in(stand_ins: list[str], key: str) -> str:
+    return next(word.partition("=")[2] for word in stand_ins if word.startswith(f"{key}="))
+
+
+def test_colocated_on_two_processes(
+    run_processes: Callable[..., list[Any]], words_of: Callable[..., list[str]], stand_ins: list[str],
+    tiny_tokenizer: Any, tmp_path: Path,
+) -> None:  # fmt: skip
+    """The policy in two parts, as under torchrun; the reward model in the main process, vLLM behind HTTP."""
+    with Loopback(served := ServedPolicy(None, tiny_tokenizer)) as loopback:
+        here = "env.reward_model.resources.gpus_per_node=0 env.reward_model.dtensor_cfg.tensor_parallel_size=1"
+        words = words_of(*COLOCATED.split(), *here.split(), f"policy.generation.url={loopback.url}")
+        assert run_processes("treeward.cli.main:main", 2, ["grpo", *words]) == [0, 0]
+    assert LAYOUT in log_of(tmp_path)
+    check_metrics(tmp_path)
+    check_rewards(tmp_path, of_stand_in(stand_ins, "env.reward_model.model_name"))
+    check_weights(tmp_path, of_stand_in(stand_ins, "policy.model_name"), [served.loaded])
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "half", "num_replicas", "engines"),
+    [
+        (COLOCATED, HALF_OF_COLOCATED, 1, "2 engines of vLLM, 1 GPUs each, beside"),
+        (f"{APART} cluster.gpus_per_node=8", HALF_OF_APART, 2, "2 engines of vLLM, 1 GPUs each, apart from"),
+    ],
+)
+def test_half_of_its_processes(
+    words: str, half: str, num_replicas: int, engines: str,
+    words_of: Callable[..., list[str]], stand_ins: list[str], tmp_path: Path,
+) -> None:  # fmt: skip
+    """As written, but for half of its 8 and 16 GPUs, which are processes: Ray starts two that train, each replica of
+    the reward model on two, and two engines."""
+    received = tmp_path / "received"
+    received.mkdir()
+    given = words_of(*words.split(), *half.split(), f"policy.generation.vllm_kwargs={{kept_in: {received}}}")
+    paths = os.pathsep.join([str(REPOSITORY / "tests/stand_ins"), str(REPOSITORY)])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "examples/run_grpo_rm.py", *given]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = log_of(tmp_path)
+    assert LAYOUT in log and engines in log
+    assert f"{num_replicas} replicas of the reward model, 2 processes each" in log
+    check_metrics(tmp_path)
+    check_rewards(tmp_path, of_stand_in(stand_ins, "env.reward_model.model_name"))
+    names = sorted(path.name for path in received.iterdir())
+    by_engine = [[load_file(received / f"{pid}-{n}.safetensors") for n in (1, 2, 3)]
+                 for pid in sorted({name.partition("-")[0] for name in names})]  # fmt: skip
+    assert len(by_engine) == 2 and len(names) == 6
+    check_weights(tmp_path, of_stand_in(stand_ins, "policy.model_name"), by_engine)
+
 
 @pytest.mark.parametrize(
     ("key", "answer"),
     [
-        ("policy.max_total_sequence_length=2048", None),
-        ("env.reward_model.model_name=Skywork/Skywork-Reward-V2-Qwen3-0.6B", None),
-        ('env.reward_model.precision="bfloat16"', None),
-        ("env.reward_model.batch_size=32", None),
-        ("env.reward_model.resources.gpus_per_node=4", None),
-        ('policy.precision="bfloat16"', None),
-        ("policy.generation.colocated.resources.gpus_per_node=4", None),
-        ("policy.generation.colocated.resources.num_nodes=1", None),
-        ("cluster.gpus_per_node=8", "training on more than one process"),
-        ("env.reward_model.dtensor_cfg.tensor_parallel_size=4", "tensor_parallel_size"),
-        ("policy.dtensor_cfg.tensor_parallel_size=2", "tensor_parallel_size"),
-        ("policy.generation.colocated.enabled=False", "a url"),
+        ("env.reward_model.dtensor_cfg.tensor_parallel_size=4", "multiple of tensor_parallel_size"),
+        ("policy.generation.colocated.enabled=False", "the url of a server"),
         ("policy.generation.colocated.enabled=False policy.generation.url=http://127.0.0.1:8000/v1", None),
     ],
 )
-def test_the_keys_of_its_runs(key: str, answer: str | None) -> None:
-    """Each is read, or refused with the reason and the remedy: one process trains, and no model is sharded yet."""
+def test_keys_that_need_others(key: str, answer: str | None) -> None:
     file = REPOSITORY / "examples/configs/grpo_rm_1B.yaml"
     if answer is None:
-        assert load_grpo_config(file, key.split()).env["reward_model"]["model_name"].startswith("Skywork/")
+        assert not load_grpo_config(file, key.split()).policy.generation.starts_engines
         return
-    with pytest.raises(ConfigError, match=answer) as caught:
+    with pytest.raises(ConfigError, match=answer):
         load_grpo_config(file, [key])
-    assert caught.value.fix or caught.value.need

@@ -17,9 +17,7 @@ import torch
 from treeward.compat.nemo_rl import (
     BinaryPreferenceDataset,
     DatumSpec,
-    EnvironmentReturn,
     HelpSteer3Dataset,
-    LLMMessageLogType,
     PreferenceDataset,
     RewardModelEnvironment,
     TaskDataSpec,
@@ -198,6 +196,7 @@ def test_a_training_run_on_a_custom_dataset(
 
 
 # --- Using Reward Models as Environments -----------------------------------------------------------------------------
+# The guide's actor is the one in docs/environments.md, whose code blocks are run.
 
 ENV = """
 env:
@@ -215,25 +214,6 @@ env:
       enabled: true
       reward_model_type: "bradley_terry"
 """
-
-
-def test_the_environment_as_the_guide_makes_it(model_folder: Path, ray: Any) -> None:
-    env_config = {
-        "enabled": True,
-        "model_name": str(model_folder),
-        "tokenizer": {"name": str(model_folder)},
-        "precision": "bfloat16",
-        "batch_size": 32,
-        "resources": {"gpus_per_node": 1, "num_nodes": 1},
-        "reward_model_cfg": {"enabled": True, "reward_model_type": "bradley_terry"},
-    }
-    reward_env = RewardModelEnvironment.remote(env_config)
-    question = {"role": "user", "content": "Hi", "token_ids": torch.tensor([1, 2])}
-    log: LLMMessageLogType = [question, {"role": "assistant", "content": "Hello!"}]
-    result = ray.get(reward_env.step.remote([log, log], [{}, {}]))
-    assert type(result) is EnvironmentReturn and result.rewards.shape == (2,)
-    assert bool(torch.isfinite(result.rewards).all()) and bool(result.terminateds.all())
-    ray.get(reward_env.shutdown.remote())
 
 
 def test_rows_for_a_loop(write_prompts: Any, tiny_tokenizer: Any, model_folder: Path) -> None:

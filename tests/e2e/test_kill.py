@@ -30,7 +30,6 @@ moments = {
     "in the export": (export, "model_card"),
 }
 """
-ALL = re.findall(r'^    "(.*)":', MOMENTS, re.MULTILINE)
 
 
 @pytest.fixture
@@ -43,26 +42,25 @@ def user(tiny_run: Callable[..., Any], tmp_path: Path) -> Iterator[User]:
     user.close()
 
 
+def command_of(user: User) -> tuple[str, list[str]]:
+    """The file and the overrides of the user's command."""
+    _, _, file, *overrides = user.command
+    return file, overrides
+
+
 def uninterrupted(user: User, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the same run, in this process, that nothing stops."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    _, _, file, *overrides = user.command
+    file, overrides = command_of(user)
     paths = [f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs"]
     train(load_config(file, [*overrides, *paths]), show_progress=False)
     return folder
 
 
-@pytest.mark.parametrize("moments", [[ALL[2]], pytest.param(ALL, marks=pytest.mark.slow)], ids=["one", "all"])
-def test_killed_again_and_again_it_ends_as_if_it_had_not_been(
-    user: User, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, moments: list[str]
+def test_killed_in_a_save_and_left_by_two_ctrl_c_it_ends_as_if_nothing_had_been(
+    user: User, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    for moment in moments:
-        user.kill_at(moment)
-    user.finish()
-    assert_same_run(tmp_path, uninterrupted(user, tmp_path_factory))
-
-
-def test_two_ctrl_c_leave_at_once(user: User, tmp_path: Path) -> None:
+    user.kill_at("before the rename of a save")
     process = user.start(stand_still="in the middle of a step")
     user.wait_until((tmp_path / "standing_still").exists, process)
     assert process.stderr is not None
@@ -75,3 +73,16 @@ def test_two_ctrl_c_leave_at_once(user: User, tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "interrupted" in error and "Traceback" not in error
     assert "step_6" in [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    train(load_config(*command_of(user)), show_progress=False)
+    assert_same_run(tmp_path, uninterrupted(user, tmp_path_factory))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_killed_at_each_moment_it_ends_as_if_it_had_not_been(
+    user: User, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for moment in re.findall(r'^    "(.*)":', MOMENTS, re.MULTILINE):
+        user.kill_at(moment)
+    user.finish()
+    assert_same_run(tmp_path, uninterrupted(user, tmp_path_factory))

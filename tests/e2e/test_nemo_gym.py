@@ -24,7 +24,7 @@ from signed import write_signed_model
 
 REPOSITORY = Path(__file__).parent.parent.parent
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.e2e]
 
 GYM = "nemo-gym==0.7.0"
 NEEDS = [

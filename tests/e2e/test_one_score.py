@@ -98,13 +98,13 @@ def test_one_conversation_has_one_score(
     here = RewardModelEnvironment(env_config)
     assert [here.step([chat], [{}]).rewards.item() for chat in CONVERSATIONS] == expect
     assert both(here.step(everyone, [{}] * len(everyone)).rewards.tolist()) == expect
-    there = RewardModelEnvironment.remote(env_config | {"resources": {"gpus_per_node": 2, "num_nodes": 1}})
-    assert [ray.get(there.step.remote([chat], [{}])).rewards.item() for chat in CONVERSATIONS] == expect
-    assert both(ray.get(there.step.remote(everyone, [{}] * len(everyone))).rewards.tolist()) == expect
-    for environment_ended in (here.shutdown(), ray.get(there.shutdown.remote())):
-        assert environment_ended
+    assert here.shutdown()
 
     if any(score.truncated for score in scorer.score(CONVERSATIONS)):
         assert len(rows[0]) <= 100 < len(scorer.renderer.encode(CONVERSATIONS[0]))
-    else:
-        assert rows == [scorer.renderer.encode(chat) for chat in CONVERSATIONS]
+        return  # what follows takes long, and was done with whole conversations
+    assert rows == [scorer.renderer.encode(chat) for chat in CONVERSATIONS]
+    there = RewardModelEnvironment.remote(env_config | {"resources": {"gpus_per_node": 2, "num_nodes": 1}})
+    assert [ray.get(there.step.remote([chat], [{}])).rewards.item() for chat in CONVERSATIONS] == expect
+    assert both(ray.get(there.step.remote(everyone, [{}] * len(everyone))).rewards.tolist()) == expect
+    assert ray.get(there.shutdown.remote())

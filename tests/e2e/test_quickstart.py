@@ -1,9 +1,10 @@
-"""`make quickstart`, as a newcomer runs it: in a process and a folder of its own, twice."""
+"""`make quickstart`, as a newcomer runs it: in a process and a folder of its own; and again."""
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -21,14 +22,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 REPORT = Path("results") / "quickstart" / "report"
 
 
-def quickstart(folder: Path) -> str:
-    command = [sys.executable, str(REPOSITORY / "examples" / "quickstart.py")]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    return done.stdout
-
-
-def test_it_learns_the_data_and_its_bias_and_may_be_repeated(tmp_path: Path) -> None:
-    first = quickstart(tmp_path)
+def test_it_learns_the_data_and_its_bias_and_may_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(REPOSITORY / "examples" / "quickstart.py")
+    first = subprocess.run([sys.executable, file], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     lines = (tmp_path / "logs" / "quickstart" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     last = [record for record in map(json.loads, lines) if "eval/rm/accuracy" in record][-1]
     plain, controlled = (last[f"validation-{name}/accuracy"] for name in ("plain", "length_controlled"))
@@ -40,8 +38,9 @@ def test_it_learns_the_data_and_its_bias_and_may_be_repeated(tmp_path: Path) -> 
     request = json.loads(re.findall(r"-d '(.*?)'", str(serve.__doc__), re.DOTALL)[0])
     right, wrong = Scorer.load(tmp_path / "results/quickstart/final").score_completions(**request)
     assert right.score > wrong.score + 1, "the example of `treeward serve --help` ranks wrong"
-    again = quickstart(tmp_path)
-    assert again == first  # nothing is trained again, and the exported model scores as before
+    monkeypatch.chdir(tmp_path)
+    assert runpy.run_path(file, run_name="again")["run"]() == 0
+    assert capsys.readouterr().out == first  # nothing is trained again, and the exported model scores as before
     assert (tmp_path / REPORT / "report.html").stat().st_mtime_ns == written
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeward.config.reward_environments import RewardModelEnvironmentConfig
+from treeward.environments.actors import reserve
 from treeward.environments.interface import DETAILS
-from treeward.environments.replicas import ReplicaPool, check_resources, plan_chunks
+from treeward.environments.replicas import ReplicaPool, plan_chunks
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, ModelError
 from treeward.scoring.scorer import Scorer
@@ -47,7 +48,7 @@ def make(folder: str, **keys: Any) -> RewardModelEnvironment:
 
 def process_ids(environment: RewardModelEnvironment) -> list[int]:
     assert isinstance(environment._workers, ReplicaPool)
-    return environment._workers.process_ids()
+    return environment._workers.process_ids
 
 
 def wait_until_busy(process_id: int) -> None:
@@ -68,10 +69,10 @@ def killed_while_busy(process_id: int) -> threading.Thread:
     return thread
 
 
-def test_workers_and_the_death_of_one(folder: str, scores: list[float], ray: Any) -> None:
-    with pytest.raises(ConfigError, match=r"too few CPUs(?s:.*)need:  9 CPUs for 9 replicas"):
-        make(folder, num_replicas=9, cpus_per_replica=1)
-    environment = make(folder, num_replicas=2)
+@pytest.mark.slow
+def test_replicas_and_the_death_of_one(folder: str, scores: list[float], ray: Any) -> None:
+    """Without retries, only the chunk of the worker that dies, or takes too long, is masked; then there is another."""
+    environment = make(folder, num_replicas=2, max_retries=0)
     before = process_ids(environment)
     assert len(set(before)) == 2
     with pytest.raises(ConfigError, match="needs the model in this process"):
@@ -82,60 +83,66 @@ def test_workers_and_the_death_of_one(folder: str, scores: list[float], ray: Any
     accident = killed_while_busy(before[0])
     step = environment.step(LOGS, INFOS)
     accident.join()
-    assert step.rewards.tolist() == pytest.approx(scores, abs=CLOSE)
+    masked = step.rewards.isnan()
+    assert int(masked.sum()) == len(LOGS) // 2
+    assert step.rewards[~masked].tolist() == pytest.approx(torch.tensor(scores)[~masked].tolist(), abs=CLOSE)
+    assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
     after = process_ids(environment)
     assert before[0] not in after and before[1] in after
+    for replica in environment._workers._replicas:  # type: ignore[union-attr]
+        replica._config = replica._config.model_copy(update={"worker_timeout_seconds": 0.001})
+    late = environment.step(LOGS[:5], INFOS[:5])
+    assert bool(late.rewards.isnan().all()) and "its worker died: Get timed out" in late.metadata[0][DETAILS]["error"]
     environment.shutdown()
     with pytest.raises(ModelError, match="was shut down"):
         environment.step(LOGS[:1], [{}])
 
 
 @pytest.mark.slow
-def test_errors_reach_the_caller(folder: str, ray: Any, tmp_path: Any) -> None:
-    with pytest.raises(ModelError, match="no such folder"):  # from the worker
-        make(str(tmp_path / "nowhere"))
-    # The actor cannot make the environment, and its methods raise the error.
-    unfit = RewardModelEnvironment.remote({"model_name": folder, "reward_shaping": "contract"})
-    with pytest.raises(ConfigError, match="no reward shaping"):
+def test_a_replica_of_two_processes(folder: str, scores: list[float], ray: Any) -> None:
+    """Each has a part of the model."""
+    environment = make(folder, dtensor_cfg={"tensor_parallel_size": 2}, resources={"gpus_per_node": 2}, batch_size=None)
+    assert len(set(process_ids(environment))) == 2
+    assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
+    environment.shutdown()
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_death_of_one_of_two_processes(make_folder: Any, ray: Any) -> None:
+    """Both are started again. The model cannot be cut, and is sharded."""
+    odd = make_folder(num_attention_heads=3, num_key_value_heads=3)
+    environment = make(odd, dtensor_cfg={"tensor_parallel_size": 2}, resources={"gpus_per_node": 2})
+    want = [score.score for score in Scorer.load(odd, device="cpu").score(LOGS)]
+    before = process_ids(environment)
+    accident = killed_while_busy(before[1])
+    assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(want, abs=CLOSE)
+    accident.join()
+    assert set(before).isdisjoint(process_ids(environment))
+    environment.shutdown()
+
+
+@pytest.mark.slow
+def test_errors_reach_the_caller(ray: Any, tmp_path: Any) -> None:
+    """From the worker to the actor that cannot make the environment, and from its methods."""
+    unfit = RewardModelEnvironment.remote({"model_name": str(tmp_path / "nowhere")})
+    with pytest.raises(ModelError, match="no such folder"):
         ray.get(unfit.step.remote(LOGS[:1], [{}]))
     assert ray.get(unfit.shutdown.remote())
 
 
-@pytest.mark.slow
-def test_a_worker_that_takes_too_long_ends_itself(folder: str, ray: Any) -> None:
-    environment = make(folder, max_retries=0, worker_timeout_seconds=0.001)
-    before = process_ids(environment)
-    step = environment.step(LOGS[:5], INFOS[:5])
-    assert bool(step.rewards.isnan().all()) and "its worker died" in step.metadata[0][DETAILS]["error"]
-    assert process_ids(environment) != before
-    environment.shutdown()
-
-
-@pytest.mark.slow
-def test_only_the_chunk_of_the_dead_worker_is_masked(folder: str, ray: Any) -> None:
-    logs = [chat(f"What is {n:03} times {n:03}? " * 20, "That is hard.") for n in range(100)]
-    environment = make(folder, num_replicas=2, max_retries=0)
-    want = environment.step(logs, [{}] * 100).rewards
-    assert bool(want.isfinite().all())
-    accident = killed_while_busy(process_ids(environment)[0])
-    step = environment.step(logs, [{}] * 100)
-    accident.join()
-    masked = step.rewards.isnan()
-    assert int(masked.sum()) == 50
-    assert step.rewards[~masked].tolist() == pytest.approx(want[~masked].tolist(), abs=CLOSE)
-    environment.shutdown()
-
-
-def test_resources_of_the_cluster(caplog: pytest.LogCaptureFixture) -> None:
-    config = RewardModelEnvironmentConfig.model_validate(
-        {"model_name": "m", "resources": {"gpus_per_node": 2, "num_nodes": 2}}
-    )
-    assert check_resources(config, {"CPU": 16.0, "GPU": 4.0}) is True
-    with pytest.raises(ConfigError, match=r"too few GPUs(?s:.*)got:   3 GPUs, 16 CPUs(?s:.*)need:  4 GPUs"):
-        check_resources(config, {"CPU": 16.0, "GPU": 3.0})
+def test_places_in_a_cluster(ray: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    need: dict[str, Any] = {"gpus": 2, "what": "the model", "where": "env", "field": "resources", "seconds": 0.1}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 3.0})
+    with pytest.raises(ConfigError, match=r"too small(?s:.*)got:   3 GPUs, 2 CPUs(?s:.*)need:  2 x \(2 GPUs"):
+        reserve(count=2, cpus=0.5, **need)
+    with pytest.raises(ConfigError, match=r"no free place(?s:.*)got:   free after 0.1 seconds: 0 GPUs, "):
+        reserve(count=1, cpus=0.5, **need)
+    monkeypatch.undo()
     caplog.set_level("INFO", logger="treeward")
-    assert check_resources(config, {"CPU": 4.0}) is False
-    assert "no GPU: 4 replicas" in caplog.text
+    places = reserve(count=2, cpus=1.0, **(need | {"seconds": 60.0}))
+    assert not places.on_gpu and "no GPU: the model runs on CPUs" in caplog.text
+    places.free()
 
 
 _CONVERSATIONS = st.lists(

@@ -25,7 +25,7 @@ import treeward.environments.verl as verl
 from treeward.data.preference import Message
 from treeward.environments import source
 from treeward.environments.interface import Environment, Reward
-from treeward.environments.reward_model import RewardModelEnvironment
+from treeward.environments.rules import RuleEnvironment
 from treeward.environments.source import RewardSource
 from treeward.errors import ConfigError, DataError
 from treeward.scoring.score import Score
@@ -196,16 +196,12 @@ def test_running_statistics_are_those_of_a_whole_run(kwargs: dict[str, Any]) -> 
     assert Counts.shut_down == 1
 
 
-@pytest.fixture(scope="module")
-def actor(kwargs: dict[str, Any], ray: Any) -> Any:
-    section = {key: value for key, value in kwargs["environment"].items() if key != "type"}
-    return RewardModelEnvironment.options(name="rewards").remote(section)
-
-
 @pytest.mark.slow
-def test_a_run_can_share_an_actor(actor: Any, want: list[Any]) -> None:
-    results = verl.compute_scores(["facts"] * 4, COMPLETIONS, [None] * 4, [{"prompt": PROMPT}] * 4, actor="rewards")
-    assert [result["score"] for result in results] == want
+def test_a_run_can_share_an_actor(ray: Any) -> None:
+    actor = RuleEnvironment.options(name="rewards").remote({"rule": "exact_match"})
+    results = verl.compute_scores(["facts"] * 4, COMPLETIONS, ["Paris."] * 4, [{"prompt": PROMPT}] * 4, actor="rewards")
+    assert [result["score"] for result in results] == [1.0, 0.0, 0.0, 0.0]
+    ray.kill(actor)
     with pytest.raises(ConfigError, match=r"no Ray actor of this name(?s:.)*reward(?s:.)*options"):
         verl.compute_score(**sample("x", prompt=PROMPT), actor="reward")
 

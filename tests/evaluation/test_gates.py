@@ -78,3 +78,19 @@ def test_pooled_numbers_are_of_all_comparisons_and_subsets_of_two_sets_stay_two(
     assert (found["worst_subset"].value, found["worst_subset"].note) == (0.0, "chat")
     assert pooled_gate_metrics([first]) == gate_metrics(first)
     assert pooled_gate_metrics([[], []]) == gate_metrics([])
+
+
+def test_groups_worked_by_hand() -> None:
+    """A tie of the best with another is not right, ties in the data are no pairs, a missing score is wrong."""
+    groups = [
+        ([2.0, 1.0, 0.0], [0, 1, 2], True, True),
+        ([2.0, 0.0, 1.0], [0, 1, 2], False, True),
+        ([2.0, 2.0, 1.0], [0, 1, 1], False, False),
+        ([1.0, 2.0, 0.0], [0, 0, 1], True, True),
+        ([math.nan, 1.0, 0.0], [0, 1, 2], False, False),
+        ([1.0, 1.0], [0, 0], None, None),
+    ]
+    scored = [scored_comparison("1", "a", scores=s, ranks=r, lengths=[1] * len(s)) for s, r, _, _ in groups]
+    found = gate_metrics(scored)
+    assert (found["group_accuracy"].value, found["best_of_k"].value) == (2 / 5, 3 / 5)
+    assert found["group_accuracy"].count == found["best_of_k"].count == 5

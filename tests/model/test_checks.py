@@ -30,7 +30,7 @@ from treeward.model.checks import (
     choose_layout,
     why_not_tree,
 )
-from treeward.model.loading import _classifier_class
+from treeward.model.loading import classifier_class
 from treeward.model.policy_model import PolicyModel
 from treeward.model.reward_model import RewardModel
 from treeward.tree.batch import RowBatch, TreeBatch
@@ -114,7 +114,7 @@ def model_of(family: str, **changes: Any) -> Any:
         return tiny_model(family, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made = _classifier_class(config, False)._from_config(config, dtype=torch.float32, attn_implementation="eager")
+        made = classifier_class(config, False)._from_config(config, dtype=torch.float32, attn_implementation="eager")
     return randomise(made.eval())
 
 
@@ -229,7 +229,7 @@ def test_nothing_is_random_in_training_mode(family: str) -> None:
             setattr(config, name, 0.5)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        hf = _classifier_class(config, False)._from_config(config, dtype=torch.float32, attn_implementation="eager")
+        hf = classifier_class(config, False)._from_config(config, dtype=torch.float32, attn_implementation="eager")
     layout = "encoder" if hasattr(hf, "classifier") else "rows"
     model = RewardModel(hf, layout=layout).train()
     batch = model.make_batch([[[5, 6, 7, 8], [5, 6, 9]]])

@@ -10,6 +10,14 @@ from typing import Any
 import pytest
 
 
+@pytest.fixture(scope="session")
+def policy() -> Any:
+    """A small policy, shared: copy it before a change."""
+    from sampled import policy_of
+
+    return policy_of("qwen3")
+
+
 @pytest.fixture
 def opened(tiny_grpo: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Sets up runs of the tiny configuration, with overrides, and closes them at the end."""

@@ -221,7 +221,7 @@ def test_validation_and_gold_leave_the_state_and_a_run_goes_on_from_it() -> None
     groups = [group("a", "b"), group("c", "d")]
     runner.reward(groups)
     assert rows(runner.reward(groups, update=False)) == [[4, 4], [4, 4]]
-    assert rows(runner.gold(groups)) == [[0, 0], [0, 0]] and runner.has_gold and gold.count == 0
+    assert rows(runner.gold(groups)) == [[0, 0], [0, 0]] and gold.count == 0
     state = runner.state_dict()
     assert state == {"counting": {"count": 4}, "toy": {}}
     second = EnvironmentRunner({"counting": Counting(), "toy": Toy(lambda _: 0.0)}, {"counting": 1.0})

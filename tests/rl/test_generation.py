@@ -7,35 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from families import ROW_FAMILIES, VOCABULARY, config_of, randomise
+from families import VOCABULARY
+from sampled import ENDS, IDS, PROMPTS, policy_of
 from templates import TEMPLATES, byte_bpe, family_renderer
-from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarper
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.data.rendering import Renderer
 from treeward.errors import ModelError
 from treeward.model.policy_model import PolicyModel
+from treeward.parallel.mesh import Mesh
 from treeward.rl import sampling
-from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion, prompt_lengths
+from treeward.rl.experience import CompletionGroup, SampledCompletion, prompt_lengths
 from treeward.rl.generation import CompletionReader, LocalGenerator, end_ids_of, template_end_ids
 from treeward.rl.setup import _make_generator
 from treeward.tree import decoding
-
-PROMPTS = [Prompt(({"role": "user", "content": text},), where=f"row {n}") for n, text in enumerate(("a", "bb", "c d"))]
-IDS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
-ENDS = list(range(3, 120))  # so many that completions end soon
-
-
-def policy_of(family: str) -> PolicyModel:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        hf = AutoModelForCausalLM.from_config(config_of(family), attn_implementation="eager", dtype=torch.float32)
-    return PolicyModel(randomise(hf.eval()), layout="rows" if family in ROW_FAMILIES else "tree")
-
-
-@pytest.fixture(scope="module")
-def policy() -> PolicyModel:
-    return policy_of("qwen3")
 
 
 def make(policy: PolicyModel, tokenizer: Any, *, end_ids: Any = ENDS, **settings: Any) -> LocalGenerator:
@@ -229,7 +215,8 @@ def test_the_template_ends_a_completion(policy: PolicyModel, tiny_grpo: Callable
     tokenizer = byte_bpe(eos="<|endoftext|>")  # as those of Qwen's base models name it
     end, turn = (tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|im_end|>"))
     remote = ["policy.generation.backend=vllm", "policy.generation.model=m", url] if url else []
-    generator = _make_generator(tiny_grpo(*remote), policy, tokenizer, Renderer(tokenizer, chat_template=CHATML))
+    renderer = Renderer(tokenizer, chat_template=CHATML)
+    generator = _make_generator(tiny_grpo(*remote), policy, tokenizer, renderer, Mesh())
     assert generator.reader.end_ids == {0, end, turn}  # type: ignore[attr-defined]
     assert generator.reader.completion([5, turn], None).truncated is False  # type: ignore[attr-defined]
     generator.close()

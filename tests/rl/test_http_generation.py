@@ -12,30 +12,18 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from families import VOCABULARY, config_of, randomise
+from families import VOCABULARY
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from loopback import Asked, Loopback
+from sampled import ENDS, IDS, PROMPTS, assert_sampled_from, moved
 from served_policy import ServedPolicy
-from transformers import AutoModelForCausalLM
 
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion, prompt_lengths
+from treeward.rl.experience import CompletionGroup, SampledCompletion
 from treeward.rl.generation import GenerationError
 from treeward.rl.http_generation import HttpGenerator
-
-PROMPTS = [Prompt(({"role": "user", "content": text},), where=f"row {n}") for n, text in enumerate(("a", "b", "c"))]
-IDS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
-ENDS = list(range(3, 120))
-
-
-@pytest.fixture(scope="module")
-def policy() -> PolicyModel:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        hf = AutoModelForCausalLM.from_config(config_of("qwen3"), attn_implementation="eager", dtype=torch.float32)
-    return PolicyModel(randomise(hf.eval()))
 
 
 @contextmanager
@@ -71,17 +59,11 @@ def test_completions_are_the_tokens_that_the_server_sampled(
     ):
         generator.load_weights(policy, 0)
         groups = generator.generate(PROMPTS, IDS, num_completions=4, seed=1)
-        assert [group.prompt for group in groups] == PROMPTS
-        assert [group.prompt_ids for group in groups] == [tuple(ids) for ids in IDS]
-        found = policy.log_probs([g.sequences for g in groups], prompt_lengths(groups), temperature=temperature)
-        for s, completion in enumerate(completions_of(groups)):
-            own = found.values_SL[s][found.mask_SL[s]].detach()
-            assert torch.allclose(own, torch.tensor(completion.log_probs), atol=1e-4)
-            assert completion.truncated == (completion.token_ids[-1] not in ENDS)
+        assert_sampled_from(policy, groups, temperature=temperature)
+        for completion in completions_of(groups):
             kept = completion.token_ids if completion.truncated else completion.token_ids[:-1]
             assert completion.text == tiny_tokenizer.decode(kept, skip_special_tokens=True)
-        tokens = [completion.token_ids for completion in completions_of(groups)]
-        assert len(set(tokens)) > 4 and len({a.truncated for a in completions_of(groups)}) == 2
+        assert len({a.truncated for a in completions_of(groups)}) == 2
         assert generator.generate(PROMPTS, IDS, num_completions=4, seed=1) == groups
         other = generator.generate(PROMPTS, IDS, num_completions=4, seed=2)
         assert other != groups
@@ -197,14 +179,6 @@ def test_text_without_token_ids_is_refused_unless_it_may_be_tokenized(policy: Po
         completions = completions_of(generator.generate(PROMPTS, IDS, num_completions=2, seed=1))
         found = {(completion.token_ids, completion.text, completion.log_probs) for completion in completions}
         assert found == {(tuple(ids), text, None)}
-
-
-def moved(policy: PolicyModel, by: float) -> PolicyModel:
-    other = copy.deepcopy(policy)
-    with torch.no_grad():
-        for parameter in other.hf.parameters():
-            parameter.add_(by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    return other
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])

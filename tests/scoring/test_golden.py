@@ -19,7 +19,14 @@ from treeward.model.contract import CONTRACT_FILE, read_contract, text_sha256
 from treeward.model.loading import load_reward_model
 from treeward.model.reward_model import RewardModel
 from treeward.model.stored import read_stored, sha256_of
-from treeward.scoring.golden import GOLDEN_CONVERSATIONS, head_labels, sign_folder, tokenizer_sha256, weighted_heads
+from treeward.scoring.golden import (
+    GOLDEN_CONVERSATIONS,
+    head_labels,
+    sign_folder,
+    sign_later,
+    tokenizer_sha256,
+    weighted_heads,
+)
 from treeward.tree import attention
 
 BOS_TEMPLATE = "{{ '<|system|>' }}{% for m in messages %}{{ m.role + ': ' + m.content }}{{ eos_token }}{% endfor %}"
@@ -57,7 +64,7 @@ def test_what_the_contract_says_of_the_folder(tiny_tokenizer: Any, tmp_path: Pat
     hashes = {tensor.name: sha256_of([tensor]) for tensor in read_stored(tmp_path)}
     assert hashes.keys() == model.hf.state_dict().keys() and len(set(hashes.values())) == len(hashes)
     assert contract.weights.tensors == {name: digest[:12] for name, digest in hashes.items()}
-    of_checkpoint = sign_folder(tmp_path, model=model, renderer=renderer, may_be_broken=True).weights
+    of_checkpoint = sign_later(tmp_path, model=model, renderer=renderer, is_checkpoint=True)().weights
     assert of_checkpoint.sha256 is None and of_checkpoint.tensors == {}
     assert of_checkpoint.head_sha256 == contract.weights.head_sha256
     # the tokenizer's hash survives saving, loading, and calls that leave padding behind
@@ -168,9 +175,9 @@ def test_weights_that_give_no_score(tiny_tokenizer: Any, tmp_path: Path, caplog:
         model.hf.get_input_embeddings().weight[rare] = torch.inf
     before = (tmp_path / CONTRACT_FILE).read_bytes()
     with pytest.raises(ModelError, match="not finite(?s:.*)golden conversation 'long completion'"):
-        sign_folder(tmp_path, model=model, renderer=renderer)
+        sign_later(tmp_path, model=model, renderer=renderer)()
     assert (tmp_path / CONTRACT_FILE).read_bytes() == before
-    contract = sign_folder(tmp_path, model=model, renderer=renderer, may_be_broken=True)
+    contract = sign_later(tmp_path, model=model, renderer=renderer, is_checkpoint=True)()
     assert [one.score for one in contract.golden] == pytest.approx([one.score for one in others], abs=1e-5)
     assert "no finite score to 1 of 10" in caplog.text
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -13,12 +13,19 @@ from treeward.data.rendering import Renderer
 from treeward.data.sources import Row
 from treeward.errors import DataError
 from treeward.model.reward_model import RewardModel
-from treeward.scoring.rows import score_rows
+from treeward.scoring.rows import ChunkScorer, ScoredRow, chunks_of
 from treeward.scoring.scorer import Scorer
 
 ASK = {"role": "user", "content": "2 + 2?"}
 FOUR, FIVE = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
 TWO = [[ASK, FOUR], [ASK, FIVE]]
+
+
+def score_rows(scorer: Scorer, rows: Iterable[Row]) -> Iterator[ScoredRow]:
+    for scored in map(ChunkScorer(lambda: (scorer, None, {})).score, chunks_of(rows)):
+        yield from scored.rows
+        if scored.error is not None:
+            raise scored.error
 
 
 @pytest.fixture
@@ -88,15 +95,15 @@ def test_rows_stream_in_order(scorer: Scorer) -> None:
     read = []
 
     def rows() -> Iterator[Row]:
-        for i in range(300):
+        for i in range(600):  # of one prompt
             read.append(i)
             yield Row({"id": i, "messages": [ASK, FOUR if i % 2 else FIVE]}, f"in.jsonl:{i + 1}")
 
     out = score_rows(scorer, rows())
     first = next(out).values
-    assert first["id"] == 0 and len(read) < 300
+    assert first["id"] == 0 and len(read) < 600
     rest = [row.values for row in out]
-    assert [row["id"] for row in rest] == list(range(1, 300))
+    assert [row["id"] for row in rest] == list(range(1, 600))
     assert len({row["score"] for row in rest if row["id"] % 2}) == 1
     assert list(score_rows(scorer, [])) == []
 

@@ -7,19 +7,24 @@ import copy
 import datetime
 import json
 import logging
+import pickle
 import re
 import socket
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from treeward.config.server import ServedModelConfig
 from treeward.data.rendering import Renderer
 from treeward.serving import logs
 from treeward.serving.app import create_app
@@ -373,3 +378,31 @@ def test_logs(client: Any, log_lines: Any) -> None:
     first, _, third, _ = log_lines("text", do)
     assert re.fullmatch(r"\d\d:\d\d:\d\d POST /v1/rewards 200 [\d.]+ ms request_id=mine bytes=\d+", first)
     assert r"GET /a\nb\x1b[31m 404" in third
+
+
+class NoReward:
+    def __init__(self, model_path: str) -> None: ...
+    def score(self, prompt: str, response: str) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("kind", ["model", "ensemble", "shaped", "class"])
+def test_a_face_is_its_model_without_weights(
+    kind: str, served_folder: Path, make_service: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a front has of the models of its replicas."""
+    monkeypatch.setitem(sys.modules, "no_rewards", types.SimpleNamespace(NoReward=NoReward))
+    folder, shaping = str(served_folder), {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 2.0}
+    sections: dict[str, Any] = {
+        "model": {"model": folder},
+        "ensemble": {"models": [folder, folder], "ensemble": {"method": "worst", "standardize": False}},
+        "shaped": {"model": folder, "shaping": shaping},
+        "class": {"model": "any/path", "reward_class": "no_rewards:NoReward", "shaping": shaping},
+    }
+    section = ServedModelConfig.model_validate(sections[kind])
+    (model,) = make_service(models=[section]).models.values()
+    face = pickle.loads(pickle.dumps(model.face()))
+    assert face.shaper is None and (model.shaper is None) == (kind in ("model", "ensemble"))
+    face.shape_by(section)
+    assert face.described(1) == model.described(1) and face.ending == model.ending
+    assert (face.reads_text, bool(face.scorers)) == (model.reads_text, bool(model.scorers))

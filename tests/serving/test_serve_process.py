@@ -73,5 +73,5 @@ def test_a_signal_under_load(served_folder: Path, tmp_path: Path) -> None:
         wait_until(lambda: not listens())
         (tmp_path / "gate").touch()
         assert [one.result() for one in accepted] == [200] * 30
-    lines = process.stderr.read().splitlines()
-    assert process.wait(60) == 0 and json.loads(lines[-1])["message"] == "Shut down."
+    said = process.stderr.read()
+    assert process.wait(60) == 0 and json.loads(said.splitlines()[-1])["message"] == "Shut down.", said

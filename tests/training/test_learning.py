@@ -59,7 +59,13 @@ def test_chance_is_the_loss_of_equal_scores_under_margins_and_a_short_run_is_tol
     path = write_rows("margins.jsonl", rows)
     data = f"data.train={{split: null, dataset_name: BinaryPreferenceDataset, data_path: {path}}}"
     tiny_run()
-    few = ["rm.max_num_steps=2", "policy.train_global_batch_size=16", "policy.optimizer.kwargs.lr=1.0e-12", data]
+    few = [
+        "rm.max_num_steps=2",
+        "policy.train_global_batch_size=16",
+        "policy.optimizer.kwargs.lr=1.0e-12",
+        "rm.loss.strength=margin",
+        data,
+    ]
     assert main(["train", "--config", str(tmp_path / "run.yaml"), *STEPS, *few]) == 0
     warning = capsys.readouterr().out.splitlines()[-1]
     assert f"equal scores give {math.log1p(math.exp(2)):.4f}" in warning

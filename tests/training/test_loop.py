@@ -8,22 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from treeward.errors import ConfigError, TreewardError
+from treeward.errors import ConfigError, ModelError, TreewardError
 from treeward.rl.grpo import grpo
+from treeward.training.loop import Loop
 from treeward.training.train import train
 
 RUNS: list[tuple[str, Callable[..., Any]]] = [("tiny_run", train), ("tiny_grpo", grpo)]
 
 
 @pytest.mark.parametrize(("make", "run"), RUNS)
-def test_more_than_one_process_is_refused_in_one_sentence(
+def test_processes_that_no_launcher_has_joined_are_refused(
     make: str, run: Callable[..., Any], request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = request.getfixturevalue(make)()
+    want = "not one group(?s:.*)launch"
+    with pytest.raises(ConfigError, match=want):
+        run(request.getfixturevalue(make)("cluster.gpus_per_node=2"), show_progress=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="more than one process is not supported yet(?s:.*)without torchrun"):
-        run(config, show_progress=False)
+    with pytest.raises(ConfigError, match=want):
+        run(request.getfixturevalue(make)(), show_progress=False)
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -37,6 +41,15 @@ def test_a_folder_that_cannot_be_made_is_told_first(
     with pytest.raises(TreewardError, match="cannot be used") as caught:
         run(config, show_progress=False)
     assert key in str(caught.value)
+
+
+def test_too_little_memory_says_what_to_set(tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def validate(loop: Loop) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore.")
+
+    monkeypatch.setattr(Loop, "validate", validate)
+    with pytest.raises(ModelError, match="(?s)memory is too small.*2 GiB.*train_micro_batch_tokens"):
+        train(tiny_run("rm.val_at_start=true"), show_progress=False)
 
 
 @pytest.mark.parametrize(("make", "run"), RUNS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from no_syncs import ATTENTION, NoSyncs
 from torch.nn.attention import flex_attention as torch_flex
 
+from treeward.data.encoding import EncodedDataset
 from treeward.errors import DataError
 from treeward.losses import bradley_terry, ranked_pairs
-from treeward.metrics import RewardSums
+from treeward.metrics import GradeSums, RewardSums
+from treeward.parallel.mesh import Mesh
 from treeward.training.prefetch import Ahead, BatchPreparer
 from treeward.training.setup import set_up
 from treeward.training.train import RewardModelRun
@@ -41,10 +44,10 @@ def test_the_host_waits_for_nothing_within_a_micro_batch(
     # transformers itself asks once a forward whether rows have padding at all.
     with NoSyncs((*ATTENTION, "transformers/masking_utils.py") if "policy.attention=rows" in overrides else ATTENTION):
         for micro_batch in batches.micro_batches:
-            run.backward(micro_batch, batches.pairs.num_groups, sums)
+            run.backward(micro_batch, batches.num_units, sums)
         with torch.no_grad():
-            run.evaluate(batches.micro_batches[0], sums)
-    assert sums.read().num_groups > batches.pairs.num_groups
+            run.evaluate(batches.micro_batches[0], sums, GradeSums())
+    assert sums.read().num_units > batches.num_units
     assert any(parameter.grad is not None for parameter in setup.model.parameters())
 
 
@@ -57,8 +60,25 @@ def test_nor_does_attention_as_a_gpu_runs_it(tiny_run: Callable[..., Any], monke
     setup.model.tree_attention = FLEX
     run, batches, sums = RewardModelRun(setup), BatchPreparer(setup).step(1), RewardSums()
     with NoSyncs(excused=()):
-        run.backward(batches.micro_batches[0], batches.pairs.num_groups, sums)
+        run.backward(batches.micro_batches[0], batches.num_units, sums)
     assert any(parameter.grad is not None for parameter in setup.model.parameters())
+
+
+class OneOfTwo(Mesh):
+    data_size, data_rank = 2, 1  # type: ignore[assignment]
+
+
+def test_a_process_reads_the_comparisons_that_it_computes(
+    tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, read, get = set_up(tiny_run()), list[int](), EncodedDataset.__getitem__
+    monkeypatch.setattr(EncodedDataset, "__getitem__", lambda self, i: (read.append(i), get(self, i))[1])
+    alone = BatchPreparer(setup).step(1)
+    assert len(read) == alone.num_units == alone.labels.num_units == 8
+    read.clear()
+    shared = BatchPreparer(replace(setup, mesh=OneOfTwo())).step(1)
+    assert 0 < len(read) == shared.labels.num_units < shared.num_units == 8
+    assert sum(one.labels.num_units for one in shared.micro_batches) == shared.labels.num_units
 
 
 @pytest.mark.gpu
@@ -73,13 +93,13 @@ def test_cuda_waits_for_nothing_within_a_micro_batch(tiny_run: Callable[..., Any
         for mode in ("default", "error"):  # the first time compiles, and fills the caches of kernels
             torch.cuda.set_sync_debug_mode(mode)
             for micro_batch in batches.micro_batches:
-                run.backward(micro_batch, batches.pairs.num_groups, sums)
+                run.backward(micro_batch, batches.num_units, sums)
             with torch.no_grad():
-                run.evaluate(batches.micro_batches[0].to(setup.model.device), sums)
+                run.evaluate(batches.micro_batches[0].to(setup.model.device), sums, GradeSums())
     finally:
         torch.cuda.set_sync_debug_mode("default")
         run.close()
-    assert sums.read().num_groups > batches.pairs.num_groups
+    assert sums.read().num_units > batches.num_units
 
 
 SCORES, MASK = torch.tensor([1.0, 2.0]), torch.tensor([True, False])

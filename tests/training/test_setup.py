@@ -47,7 +47,7 @@ def test_the_metrics_do_not_depend_on_the_batches(tiny_run: Callable[..., Any]) 
     ]
     few, other = (RewardModelRun(setup).validate_set("held_out") for setup in setups)
     assert few is not None and other is not None
-    assert few.sums.num_groups == len(few.scored) == 24
+    assert few.sums.num_units == len(few.scored) == 24
     assert values_of(few.metrics()) == pytest.approx(values_of(other.metrics()), abs=1e-5)
     dataset = setups[0].validation_sets["held_out"]
     for one, same, comparison in zip(few.scored, other.scored, dataset[:24], strict=True):

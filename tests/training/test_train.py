@@ -16,7 +16,6 @@ from treeward.cli.main import main
 from treeward.config.checkpointing import METRICS
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.evaluation.gates import GATE_METRICS
-from treeward.losses import LOSSES
 from treeward.metrics import METRIC_NAMES
 from treeward.model.reward_model import RewardModel
 from treeward.training.setup import set_up
@@ -75,7 +74,7 @@ def test_metrics_have_the_names_that_are_promised_and_come_when_they_should(plai
     assert not any("robust_accuracy" in name for name in names)
     assert names >= {"train/rm/lr", "train/rm/grad_norm", "episode", "epoch", "timing/train/total_step_time"}
     assert names >= {"timing/validation/total_validation_time", "data/train/Bundled/kept"}
-    assert set(METRICS) == {*metrics, *GATE_METRICS, "robust_accuracy"}
+    assert set(METRICS) == {*metrics, *GATE_METRICS, "robust_accuracy", "mse", "pearson"}
     assert [line["step"] for line in lines if "train/rm/loss" in line] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if "eval/rm/loss" in line] == [0, 2, 4]
     assert column(lines, "train/rm/lr") == [1e-3] * 4
@@ -279,13 +278,6 @@ def test_a_loss_that_stops_being_finite_keeps_the_last_checkpoint(trained: Train
     assert len(list((tmp_path / "run_0" / "checkpoints").glob("step_*"))) >= 1
 
 
-def test_a_loss_has_its_own_options(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LOSSES, "bradley_terry", lambda scores_S, pairs: scores_S.square().sum())  # type: ignore[index]
-    assert trained("rm.max_num_steps=1")[0].exit_code == 0
-    with pytest.raises(ConfigError, match=r"bradley_terry(?s:.*)label_smoothing"):
-        trained("rm.loss.label_smoothing=0.1")
-
-
 @pytest.mark.parametrize("key", ["dtensor_cfg.cpu_offload", "torch_compile"])
 def test_what_needs_a_gpu_is_refused_before_anything_is_read(
     tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, key: str
@@ -311,7 +303,7 @@ def test_a_file_alone_is_trained_on_and_what_is_left_out_is_said_at_the_end(
         held_out,
         "policy.max_total_sequence_length=64",
         "rm.max_num_steps=2",
-        "rm.loss.margin=scores",
+        "rm.loss.strength=margin",
     ]
     caplog.set_level(logging.INFO)
     outcome = train(tiny_run(*sets), show_progress=False)

@@ -311,7 +311,8 @@ def test_what_cannot_be_served_exactly_is_refused() -> None:
     with model.attention(attention.TREE), pytest.raises(ModelError, match="without a tree"):
         model.hf(torch.tensor([[1, 2, 3]]))
     with pytest.raises(ModelError, match="attention mask by itself"):
-        attention._dense_attention(module, x, x, x, torch.zeros(1, 1, 4, 4))
+        attention._layer_attention(attention._dense_attention)(module, x, x, x, torch.zeros(1, 1, 4, 4))
     for name in ("position_bias", "indices"):
         with pytest.raises(ModelError, match=name):
-            attention._tree_attention(module, x, x, x, PositionMask(causal, layout), **{name: x})
+            of_layers = attention._layer_attention(attention._tree_attention)
+            of_layers(module, x, x, x, PositionMask(causal, layout), **{name: x})

@@ -118,21 +118,40 @@ def test_empty_batches_groups_and_sequences_are_refused(groups: list[list[list[i
     st.lists(st.integers(1, 50), max_size=40),
     st.one_of(st.none(), st.integers(1, 120)),
     st.one_of(st.none(), st.integers(1, 6)),
+    st.integers(1, 5),
 )
 def test_micro_batches_keep_the_budget_and_lose_nothing(
-    sizes: list[int], tokens: int | None, groups: int | None
+    sizes: list[int], tokens: int | None, groups: int | None, ranks: int
 ) -> None:
     if tokens is None and groups is None:
         with pytest.raises(ValueError, match="max_tokens or max_groups"):
             plan_micro_batches(sizes)
         return
-    plan = plan_micro_batches(sizes, max_tokens=tokens, max_groups=groups)
+    plan = plan_micro_batches(sizes, max_tokens=tokens, max_groups=groups, num_ranks=ranks)
     assert sorted(i for members in plan for i in members) == list(range(len(sizes)))
+    assert len(plan) % ranks == 0 and (ranks > 1 or all(plan))
     for members in plan:
-        assert members == sorted(members) and members
+        assert members == sorted(members)
         assert groups is None or len(members) <= groups
         assert tokens is None or len(members) == 1 or sum(sizes[i] for i in members) <= tokens
-    assert plan == plan_micro_batches(sizes, max_tokens=tokens, max_groups=groups)
+    assert plan == plan_micro_batches(sizes, max_tokens=tokens, max_groups=groups, num_ranks=ranks)
+
+
+def test_micro_batches_of_several_ranks_are_of_like_cost() -> None:
+    """Also where one micro-batch would hold all, and where the last ones of one rank would be alone."""
+    sizes = [int(size) for size in np.random.default_rng(0).integers(20, 400, 64)]
+    for ranks, tokens in ((4, 100_000), (3, 3000)):
+        plan = plan_micro_batches(sizes, max_tokens=tokens, num_ranks=ranks)
+        assert len(plan) <= -(-sum(sizes) // tokens) + ranks
+        for start in range(0, len(plan), ranks):
+            costs = [sum(sizes[i] for i in members) for members in plan[start : start + ranks]]
+            assert min(costs) > 0.9 * max(costs)
+    shapes = [(2, size) for size in sizes]
+    for ranks, tokens in ((4, 100_000), (3, 6000)):
+        plan = plan_padded(shapes, max_tokens=tokens, num_ranks=ranks)
+        for start in range(0, len(plan), ranks):
+            costs = [2 * len(members) * max(sizes[i] for i in members) for members in plan[start : start + ranks]]
+            assert min(costs) > 0.6 * max(costs)
 
 
 PROMPT = list(range(20, 20 + MIN_SHARED_BETWEEN_SEQUENCES))
@@ -173,17 +192,19 @@ def test_prompts_are_shared_across_a_call() -> None:
     st.lists(st.tuples(st.integers(1, 6), st.integers(1, 300)), max_size=40),
     st.one_of(st.none(), st.integers(1, 1500)),
     st.one_of(st.none(), st.integers(1, 5)),
+    st.integers(1, 5),
 )
 def test_padded_plans_keep_the_budget_and_lose_nothing(
-    shapes: list[tuple[int, int]], max_tokens: int | None, max_groups: int | None
+    shapes: list[tuple[int, int]], max_tokens: int | None, max_groups: int | None, ranks: int
 ) -> None:
     if max_tokens is None and max_groups is None:
         with pytest.raises(ValueError, match="needs max_tokens"):
             plan_padded(shapes)
         return
-    plan = plan_padded(shapes, max_tokens=max_tokens, max_groups=max_groups)
+    plan = plan_padded(shapes, max_tokens=max_tokens, max_groups=max_groups, num_ranks=ranks)
     assert sorted(i for members in plan for i in members) == list(range(len(shapes)))
-    for members in plan:
+    assert len(plan) % ranks == 0
+    for members in filter(None, plan):
         padded = sum(shapes[i][0] for i in members) * max(shapes[i][1] for i in members)
         assert max_groups is None or len(members) <= max_groups
         assert max_tokens is None or padded <= max_tokens or len(members) == 1

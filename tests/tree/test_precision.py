@@ -96,8 +96,8 @@ def test_attention_that_loses_two_bits_would_be_found(monkeypatch: pytest.Monkey
         rounded = torch.ldexp(torch.round(mantissa * 2**6) / 2**6, exponent).to(x.dtype)
         return x + (rounded - x).detach()
 
-    def coarse(module: Any, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
-        return attend(module, six_bits(query), six_bits(key), *rest, **options)
+    def coarse(query: Tensor, key: Tensor, *rest: Any) -> Tensor:
+        return attend(six_bits(query), six_bits(key), *rest)
 
     monkeypatch.setattr(attention, "_tree_attention", coarse)
     with pytest.raises(AssertionError, match="llama: rows"):

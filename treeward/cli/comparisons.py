@@ -23,12 +23,18 @@ DataOptions = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help
 
 
 def dataset_config(
-    data: str | None, dataset_name: str | None, split: str | None, options: Sequence[str] | None = None
+    data: str | None,
+    dataset_name: str | None,
+    split: str | None,
+    options: Sequence[str] | None = None,
+    *,
+    skip_broken: bool = False,
 ) -> DatasetConfig:
     """The configuration of a file, folder or hub name `data`, or of a dataset that brings its own.
 
-    `options`: further keys as KEY=VALUE. Raises `ConfigError` where neither is given and for options that are not those
-    of a dataset, and `DataError` for rows of no known format.
+    `options`: further keys as KEY=VALUE. `skip_broken`: rows that are wrong do not tell the format, unless all are.
+    Raises `ConfigError` where neither is given and for options that are not those of a dataset, and `DataError` for
+    rows of no known format.
     """
     if wrong := [text for text in options or () if "=" not in text]:
         raise ConfigError("this is no KEY=VALUE", where="--data-option", got=wrong[0], need="as prompt_key=question")
@@ -42,4 +48,4 @@ def dataset_config(
 
     from treeward.data.datasets import recognised
 
-    return recognised(config)
+    return recognised(config, skip_broken=skip_broken)

@@ -22,9 +22,12 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
     loaded = load_grpo_config(config, overrides or [])
     check_inputs(loaded)
 
-    from treeward.rl.grpo import grpo  # torch: seconds, once the config is sound
+    from treeward.parallel.launch import launch  # torch: seconds, once the config is sound
+    from treeward.rl.grpo import grpo
 
-    outcome = grpo(loaded)
+    outcome = launch(grpo, loaded)
+    if outcome is None:
+        return 0  # of several processes the main one tells
     lines = [f"{name:>40}  {value:.4f}" for name, value in outcome.validation.items()]
     lines += [f"\nAlarm after step {alarm.step}: {alarm.sentence}" for alarm in outcome.alarms]
     if outcome.report is not None:

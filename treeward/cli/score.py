@@ -5,6 +5,7 @@ examples:
   echo '{"prompt": "What is 7 plus 5?", "responses": ["12", "13"]}' | treeward score MODEL --data -
   treeward score MODEL --data conversations.jsonl --shaping "{length_penalty: {coefficient: 0.001}}"
   treeward score MODEL OTHER_MODEL --data conversations.jsonl --ensemble worst
+  treeward score MODEL --data conversations.jsonl --output scores.jsonl --workers 8
 
 Rows hold `messages`, or a `context` or `prompt` with completions. Each is written as it
 is, in order, with its `score` or `scores`. The same command goes on where it stopped.
@@ -15,16 +16,24 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from treeward.cli.options import Ensemble, ModelOptions, Shaping, load, one_model, with_model_options
-from treeward.errors import ConfigError
+from treeward.errors import CheckpointError, ConfigError
 from treeward.progress import ShownProgress
-from treeward.resumable import ResumableRows, resumable_rows
+from treeward.resumable import ResumableRows, num_rows, resumable_rows
+
+if TYPE_CHECKING:
+    from treeward.config.server import ServedModelConfig
+    from treeward.scoring.rows import Load, ScoredChunk
+    from treeward.scoring.scorer import PreparedScorer
+    from treeward.scoring.shaping import Shaper
 
 logger = logging.getLogger(__name__)
 
@@ -36,48 +45,95 @@ def run(
     output: Annotated[str, typer.Option(metavar="FILE", help="Where rows go as JSON lines; - is stdout.")] = "-",
     shaping: Shaping = None,
     ensemble: Ensemble = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes of Ray Data, each with a GPU if any.")] = None,
     *,
     options: ModelOptions,
 ) -> int:
     section = one_model(models, ensemble, shaping, options)
 
-    from treeward.data.sources import fingerprint, read_jsonl_stream, read_rows
-    from treeward.evaluation.session import scorer_identity
-    from treeward.scoring.rows import score_rows
+    from treeward.data.sources import fingerprint
 
     if output != "-" and Path(output).exists() and Path(data).exists() and Path(output).samefile(data):
         raise ConfigError("the output is the input", where="--output", got=output, need="another file than --data")
-    rows = read_jsonl_stream(sys.stdin.buffer, "<stdin>") if data == "-" else read_rows(data)
-    # A missing file or a bad first line is an error before the model is loaded.
-    rows = itertools.chain(list(itertools.islice(rows, 1)), rows)
-    logger.info("Loading %s.", ", ".join(models))
-    scorer, shaper = load(section, options.batch_tokens)
-    identity = {
-        "model": scorer_identity(scorer, models[0]),
-        "data": fingerprint(data) if data != "-" and output != "-" else None,
-        "shaping": shaper and shaper.config.model_dump(mode="json"),
-    }
-    partial, first_error = Path(output).with_name(f"{Path(output).stem}.partial{Path(output).suffix}"), None
-    opened: AbstractContextManager[ResumableRows[bool]] = nullcontext(ResumableRows([], sys.stdout))
-    if output != "-":  # the file gets its name when it is complete
-        if data == "-":  # which cannot be read again, so a part of it is not resumed
-            partial.unlink(missing_ok=True)
-        opened = resumable_rows(partial, identity, lambda row, _: "error" in row)
-    with opened as kept, ShownProgress(unit="rows") as progress:
-        done, failed = len(kept.kept), sum(kept.kept)
-        if done:
-            logger.info("%d rows were scored before.", done)
-        for row in score_rows(scorer, itertools.islice(rows, done, None), shaper=shaper):
-            kept.add(row.values)
-            done += 1
-            failed += row.num_failed > 0
-            first_error = first_error or row.values.get("error")
-            progress.show("scoring", done, 0)
-        if output != "-":
-            kept.finish(Path(output))
-    logger.info("Scored %d rows; %d tokens computed for %d tokens of plain rows.",
-                done, scorer.num_computed_tokens, scorer.num_row_tokens)  # fmt: skip
+    partial_file = Path(output).with_name(f"{Path(output).stem}.partial{Path(output).suffix}")
+    if output != "-" and data == "-":  # which cannot be read again, so a part of it is not resumed
+        partial_file.unlink(missing_ok=True)
+    load_model = partial(_load, section, options.batch_tokens, models[0])
+    before = 0 if output == "-" else num_rows(partial_file)
+    with closing(_scored(load_model, data, workers, options.device or "auto", skip=before)) as chunks:
+        first = next(chunks)
+        if first.error is not None and first.identity is None:
+            raise first.error
+        identity = {**(first.identity or {}), "data": fingerprint(data) if data != "-" and output != "-" else None}
+        opened: AbstractContextManager[ResumableRows[bool]] = nullcontext(ResumableRows([], sys.stdout))
+        if output != "-":  # the file gets its name when it is complete
+            opened = resumable_rows(partial_file, identity, lambda row, _: "error" in row)
+        with opened as kept:
+            if len(kept.kept) != before:
+                raise CheckpointError("another process has written these rows", where=str(partial_file))
+            failed, first_error = _write(itertools.chain([first], chunks), kept)
+            if output != "-":
+                kept.finish(Path(output))
     if failed:
         logger.warning("%d rows have no %s for some conversation: it is null, and the row's `error` says why. "
-                       "The first: %s", failed, "reward" if shaper else "score", first_error)  # fmt: skip
+                       "The first: %s", failed, "score" if shaping is None else "reward", first_error)  # fmt: skip
     return 1 if failed else 0
+
+
+def _write(chunks: Iterator[ScoredChunk], kept: ResumableRows[bool]) -> tuple[int, str | None]:
+    """How many rows have failed, those kept before among them, and why the first one did."""
+    done, failed, computed, plain = len(kept.kept), sum(kept.kept), 0, 0
+    first_error: str | None = None
+    if done:
+        logger.info("%d rows were scored before.", done)
+    with ShownProgress(unit="rows") as progress:
+        for chunk in chunks:
+            for row in chunk.rows:
+                kept.add(row.values)
+                done += 1
+                failed += row.num_failed > 0
+                first_error = first_error or row.values.get("error")
+                progress.show("scoring", done, 0)
+            computed, plain = computed + chunk.tokens[0], plain + chunk.tokens[1]
+            if chunk.error is not None:
+                raise chunk.error
+    logger.info("Scored %d rows; %d tokens computed for %d tokens of plain rows.", done, computed, plain)
+    return failed, first_error
+
+
+def _scored(load_model: Load, data: str, workers: int | None, device: str, *, skip: int) -> Generator[ScoredChunk]:
+    """The rows after the first `skip`, in chunks that are scored as they are asked for, here or by workers.
+
+    Raises `DataError` for a missing file and a first line that is not JSON, before any model is loaded.
+    """
+    from treeward.data.sources import read_jsonl_stream, read_rows
+    from treeward.scoring.rows import ChunkScorer, chunks_of
+
+    if workers is None:
+        rows = read_jsonl_stream(sys.stdin.buffer, "<stdin>") if data == "-" else read_rows(data)
+        rows = itertools.chain(list(itertools.islice(rows, 1)), rows)
+        yield from map(ChunkScorer(load_model).score, chunks_of(itertools.islice(rows, skip, None)))
+        return
+    if data == "-":
+        raise ConfigError("workers cannot read standard input", where="--workers", need="--data FILE")
+    next(iter(read_rows(data)), None)
+    from treeward.environments.actors import equal_shares, start_ray
+
+    ray = start_ray()
+    from treeward.scoring.on_ray import scored_on_ray
+
+    required = device.startswith("cuda")
+    shares = equal_shares(ray, workers, num_gpus=float(device != "cpu"), required=required, where="--workers")
+    yield from scored_on_ray(load_model, partial(read_rows, data), num_workers=workers, resources=shares, skip=skip)
+
+
+def _load(
+    section: ServedModelConfig, batch_tokens: int | None, name: str
+) -> tuple[PreparedScorer[Any], Shaper | None, Mapping[str, Any]]:
+    """The model of a section, and what its rows depend on. A function of the module: workers import it."""
+    from treeward.evaluation.session import scorer_identity
+
+    logger.info("Loading %s.", ", ".join(section.members))
+    scorer, shaper = load(section, batch_tokens)
+    config = shaper and shaper.config.model_dump(mode="json")
+    return scorer, shaper, {"model": scorer_identity(scorer, name), "shaping": config}

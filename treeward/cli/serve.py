@@ -6,6 +6,7 @@ examples:
       "context": [{"role": "user", "content": "What is 7 plus 5?"}]}'
   treeward serve MODEL OTHER_MODEL --host 0.0.0.0 --port 8000 token_env=TREEWARD_TOKEN
   treeward serve MODEL OTHER_MODEL --ensemble worst --shaping "{length_penalty: {coefficient: 0.001}}"
+  treeward serve MODEL --replicas 4 "ray_actor_options={num_gpus: 1}"
   treeward serve --config server.yaml --port 8001 deadline_seconds=30
 """
 
@@ -38,6 +39,7 @@ def run(
     config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file with the configuration.")] = None,
     host: Annotated[str | None, typer.Option(help="The address to listen on; default 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="The port; default 8000, 0 takes a free one.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Processes that each hold every model, by Ray Serve.")] = None,
     shaping: Shaping = None,
     ensemble: Ensemble = None,
     head_weights: HeadWeights = None,
@@ -53,7 +55,8 @@ def run(
     if not models and (shaping or ensemble or head_weights or device or dtype or trust_remote_code or unchecked):
         summary = "options of models are for models that are named on the command line"
         raise ConfigError(summary, need="MODEL, or the same in the file's models")
-    values: dict[str, Any] = {key: value for key, value in {"host": host, "port": port}.items() if value is not None}
+    given = {"host": host, "port": port, "replicas": replicas}
+    values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if models:
         keys: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code or None}
         keys["head_weights"] = None if head_weights is None else parse_head_weights(head_weights)

@@ -5,7 +5,8 @@ examples:
   treeward train --config examples/configs/rm.yaml policy.model_name=Qwen/Qwen2.5-1.5B rm.max_num_steps=200
   treeward train --config run.yaml data.train_data_path=train.jsonl ~data.val_data_path +policy.max_grad_norm=0.5
 
-The same command resumes a run that was stopped. Every key: docs/config.md.
+The same command resumes a run that was stopped. With cluster.gpus_per_node=8, under torchrun or srun it runs on several
+processes. Every key: docs/config.md.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
     loaded = load_config(config, overrides or [])
     check_inputs(loaded)
 
-    from treeward.training.export import result_columns, result_rows  # torch: seconds, once the config is sound
+    from treeward.parallel.launch import launch  # torch: seconds, once the config is sound
+    from treeward.training.export import result_columns, result_rows
     from treeward.training.train import train
 
-    outcome = train(loaded)
+    outcome = launch(train, loaded)
+    if outcome is None:
+        return 0  # of several processes the main one tells
     if outcome.interrupted_by and outcome.model_folder is None:
         tell_interrupted(outcome, loaded.checkpointing)
         return outcome.exit_code

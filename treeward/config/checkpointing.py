@@ -19,10 +19,10 @@ from treeward.config.base import Strict
 from treeward.errors import ConfigError, nearest_name
 
 METRICS: Mapping[str, bool | None] = {
-    **dict.fromkeys(("loss", "ece", "brier"), False),
+    **dict.fromkeys(("loss", "ece", "brier", "mse"), False),
     **dict.fromkeys(("accuracy", "length_controlled_accuracy", "robust_accuracy", "worst_subset"), True),
     **dict.fromkeys(("accuracy_longer_right", "accuracy_shorter_right"), True),
-    **dict.fromkeys(("reward_margin", "auroc", "kendall_tau"), True),
+    **dict.fromkeys(("reward_margin", "auroc", "kendall_tau", "group_accuracy", "best_of_k", "pearson"), True),
     **dict.fromkeys(("chosen_rewards", "rejected_rewards", "accuracy_gap")),
 }
 """The validation metrics of a reward model -> whether higher is better; None where neither direction is.
@@ -118,11 +118,15 @@ class CheckpointingConfig(Strict):
     metric_name: str | None = None
     """The metric that ranks checkpoints (spellings above): `loss`, `accuracy`, `reward_margin`, `chosen_rewards`,
     `rejected_rewards`, `length_controlled_accuracy`, `accuracy_longer_right`, `accuracy_shorter_right`, `accuracy_gap`,
-    `ece`, `brier`, `auroc`, `kendall_tau`, `worst_subset` or `robust_accuracy`. None: the latest are kept."""
+    `ece`, `brier`, `auroc`, `kendall_tau`, `group_accuracy`, `best_of_k`, `worst_subset`, `robust_accuracy`, or of
+    grades `mse` and `pearson`. None: the latest are kept."""
     higher_is_better: bool | None = None
     """Direction of the metric. None: decided by the metric, if it has a direction of its own."""
     keep_top_k: PositiveInt | None = 3
     """Number of best checkpoints that stay, beside the latest. None: all."""
+    async_save: bool = False
+    """Copy model and optimiser to the host's memory, and write them while the next steps are taken. The last checkpoint
+    of a run is waited for. Off, because the copies need as much memory again as what is saved."""
     save_optimizer: bool = True
     """Save the state of the optimiser. A checkpoint without it can be scored with, and not resumed from."""
     model_save_format: Literal["safetensors"] = "safetensors"

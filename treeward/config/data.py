@@ -12,14 +12,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from treeward.config.base import Strict
 from treeward.config.data_forms import COMPARISON_SETS, PROMPT_SETS, keys_of_forms, normalise_data
 from treeward.errors import ConfigError
 
-_NEEDS_A_PATH = ("auto", "PreferenceDataset", "BinaryPreferenceDataset", "ResponseDataset", "PromptDataset")
+_NEEDS_A_PATH = (
+    "auto",
+    "PreferenceDataset",
+    "BinaryPreferenceDataset",
+    "GradedDataset",
+    "ResponseDataset",
+    "PromptDataset",
+)
 _OPEN_MATH_VALIDATION = 0.05
+
+_COMMAS = BeforeValidator(lambda text: tuple(text.split(",")) if isinstance(text, str) else text)
+
+Ties = Literal["drop", "half", "davidson", "rao_kupper", "error"]
 
 
 class SetConfig(Strict):
@@ -60,6 +79,9 @@ class DatasetConfig(SetConfig):
     that the keys of the first row tell."""
     non_contextual_answer: bool = False
     """Training only: add a good completion of another prompt to each comparison, as the worst (Liu et al. 2024)."""
+    attributes: Annotated[tuple[str, ...], _COMMAS] = ()
+    """Grades of each completion, keys of the data, that the heads of these names are evaluated by: a list, or text with
+    commas. A run that learns grades reads its own."""
     prompt_key: str = "prompt"
     """`BinaryPreferenceDataset`: the key of the prompt (a string or messages)."""
     chosen_key: str = "chosen"
@@ -105,8 +127,9 @@ class DataConfig(_Sets[DatasetConfig]):
     truncation: Literal["drop", "drop_comparison", "truncate_left", "error"] = "drop"
     """Too long completions are left out and counted (`drop`), with their whole comparison (`drop_comparison`), cut from
     the left (`truncate_left`), or an `error`."""
-    ties: Literal["drop", "half", "error"] = "drop"
-    """Pairs of equal rank: left out and counted (`drop`), half a win for each side (`half`), or an error (`error`)."""
+    ties: Ties = "drop"
+    """Pairs of equal rank: left out and counted (`drop`), half a win for each side (`half`), given a probability by the
+    model of Davidson (1970, `davidson`) or Rao and Kupper (1967, `rao_kupper`), or an error (`error`)."""
     cache_dir: str | None = None
     """Where tokenized data is kept. None: `.treeward_cache` in the working folder."""
 

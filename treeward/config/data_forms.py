@@ -35,6 +35,7 @@ COMPARISON_SETS: Mapping[str, Splits] = {
     "auto": {},
     "PreferenceDataset": {},
     "BinaryPreferenceDataset": {},
+    "GradedDataset": {},
     **dict.fromkeys(("HelpSteer3", "HelpSteer3Dataset"), {None: "train", "default": "validation"}),
     "HelpSteer2": {None: "train", "default": "validation"},
     "UltraFeedback": {None: "train"},

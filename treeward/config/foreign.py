@@ -22,7 +22,6 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
     "CheckpointingConfig": _unread("save_consolidated model_cache_dir model_repo_id is_async"),
     "GRPOCheckpointingConfig": _unread("save_data_plane load_replay_buffer"),
     "ClusterConfig": _unread("master_port_range segment_size"),
-    "ColocatedConfig": _unread("resources"),
     "DataConfig": _unread("processor env_name num_workers"),
     "DatasetConfig": _unread("processor env_name"),
     "GRPOConfig": _unread("calculate_advantages_on_gpu deduplicate_multimodal_data debug_payload_metrics")
@@ -51,7 +50,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "telemetry": "remove the section; logger says where metrics go",
         "token_capture": "remove the section; grpo.num_logged_samples keeps completions for the report",
     },
-    "GenerationConfig": _unread("vllm_kwargs sglang_cfg sglang_kwargs mcore_generation_config val_temperature"),
+    "GenerationConfig": _unread("sglang_cfg sglang_kwargs mcore_generation_config val_temperature"),
     "LoggerConfig": _unread("num_val_samples_to_print monitor_gpus gpu_monitoring swanlab")
     | {"swanlab_enabled": "set it to false; enable tensorboard, wandb or mlflow, metrics.jsonl is always written"},
     "LoraConfig": _unread("use_triton dropout_position"),
@@ -82,7 +81,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "lora_cfg": "set lora_cfg.enabled=false; merge adapters into their model with peft's merge_and_unload, and "
         "give that folder as model_name"
     },
-    "ShardingConfig": _unread("_v2 clear_cache_every_n_steps env_vars sequence_parallel"),
+    "ShardingConfig": _unread("_v2 clear_cache_every_n_steps env_vars"),
     "TrainedModelConfig": _unread(
         "logprob_batch_size offload_optimizer_for_logprob make_sequence_length_divisible_by refit_buffer_size_gb"
     )
@@ -90,6 +89,11 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "lora_cfg": "move the section to policy.dtensor_cfg.lora_cfg",
         "megatron_cfg": "set policy.megatron_cfg.enabled=false: the model runs on PyTorch",
     },
+    "VllmConfig": _unread(
+        "async_engine cap_max_tokens_to_context enable_vllm_metrics_logger expose_http_server load_format "
+        "logprobs_mode num_first_layers_in_bf16 num_last_layers_in_bf16 skip_tokenizer_init use_deep_gemm use_tqdm "
+        "vllm_metrics_logger_interval"
+    ),
 }
 """Section -> keys that it accepts and does not have. None: in any state, because what the key sets is always so here,
 or changes no result. A text, the remedy: only while the key is off (null, false, 0, -1, empty, or a section in which

@@ -2,11 +2,13 @@
 
     policy: {model_name: Qwen/Qwen2.5-1.5B, generation: {backend: hf, max_new_tokens: 512, temperature: 1.0}}
 
-With `backend: vllm`, `sglang` or `openai` and a `url`, a server samples, and gets the weights of the policy.
+With `backend: vllm`, `sglang` or `openai` and a `url`, a server samples, and gets the weights of the policy. With
+`backend: vllm` and no `url` the run starts engines of vLLM by itself.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -15,18 +17,56 @@ from treeward.config.base import Period, Strict, TextOrTexts
 from treeward.config.policy import TrainedModelConfig
 
 
+class EngineResourcesConfig(Strict):
+    """The GPUs of vLLM engines that are not colocated."""
+
+    gpus_per_node: PositiveInt | None = None
+    """GPUs of each node, a multiple of `vllm_cfg.tensor_parallel_size`. Needed with `colocated.enabled: false`."""
+    num_nodes: PositiveInt | None = None
+    """Nodes. None: 1."""
+
+
 class ColocatedConfig(Strict):
     """Whether generation shares the GPUs of training."""
 
     enabled: bool = True
-    """Generation and training take turns on the same GPU. False: a server at `url` generates on GPUs of its own."""
+    """Generation and training take turns on the same GPU. False: a server at `url`, or vLLM engines that the run starts
+    on the GPUs of `resources`."""
+    resources: EngineResourcesConfig = EngineResourcesConfig()
+
+
+class VllmConfig(Strict):
+    """The vLLM engines that the run starts; a server at `url` has settings of its own."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs of one engine, all of one node. Colocated: 1."""
+    pipeline_parallel_size: Literal[1] = 1
+    """Must be 1: an engine lies on one node."""
+    expert_parallel_size: PositiveInt = 1
+    """1, or `tensor_parallel_size`: the experts of a mixture are spread over the GPUs whole."""
+    precision: str | None = None
+    """`bfloat16` or `float32`, of weights and arithmetic; the weights are handed over in it. None: `bfloat16`."""
+    gpu_memory_utilization: float = Field(default=0.6, gt=0.0, le=1.0)
+    """The share of each GPU that an engine takes for weights and keys and values."""
+    max_model_len: PositiveInt | None = None
+    """Longest prompt and completion, in tokens. None: `policy.max_total_sequence_length`."""
+    kv_cache_dtype: str = "auto"
+    """Number format of keys and values, as vLLM calls it. `auto`: that of `precision`."""
+    enforce_eager: bool = False
+    """Compute without CUDA graphs: an engine starts faster and samples slower."""
+
+    def check(self) -> None:
+        self.refuse(self.precision not in (None, "bfloat16", "float32"), "precision", "bfloat16, float32 or null")
+        is_other = self.expert_parallel_size not in (1, self.tensor_parallel_size)
+        self.refuse(is_other, "expert_parallel_size tensor_parallel_size", "1, or as tensor_parallel_size")
 
 
 class GenerationConfig(Strict):
     """How completions are sampled, and by what."""
 
     backend: Literal["hf", "vllm", "sglang", "openai"] = "hf"
-    """`hf`, and any without a `url`: the policy itself samples. `vllm`, `sglang`, `openai`: the server at `url`."""
+    """`hf`: the policy itself samples. `vllm`, `sglang`, `openai`: the server at `url`. `vllm` without a `url`: engines
+    that the run starts; colocated, where vLLM is not installed, and `sglang` without a `url`: the policy itself."""
     url: str | None = Field(default=None, pattern="^https?://.+")
     """Address of the server, as `http://127.0.0.1:8000/v1`, with or without the version."""
     model: str | None = None
@@ -48,11 +88,11 @@ class GenerationConfig(Strict):
     batch_size: PositiveInt | None = None
     """Most completions that are sampled at once. None: `policy.generation_batch_size`."""
     timeout_seconds: PositiveFloat = 600.0
-    """Time limit of one request to the server."""
+    """Time limit of a request to the server; of engines, for each `max_concurrency` requests together."""
     max_concurrency: PositiveInt = 64
     """Most requests to the server at a time."""
     max_retries: NonNegativeInt = 8
-    """Further attempts of a request that failed."""
+    """Further attempts of a request to the server that failed."""
     retokenize: bool = False
     """Accept completions without token ids, whose text is tokenized again, which may give other tokens."""
     probe_tolerance: PositiveFloat | None = 0.1
@@ -61,8 +101,9 @@ class GenerationConfig(Strict):
     """How the server gets weights: `folder`, `none`, or a function's path. None: `folder`, for `openai` `none`."""
     weight_folder: str | None = None
     """That folder. None: `weights` in `checkpointing.checkpoint_dir`."""
-    vllm_cfg: dict[str, Any] = {}
-    """NeMo RL's settings of vLLM: a server has its own. Only `precision` is checked, which cannot be eight bits."""
+    vllm_cfg: VllmConfig = VllmConfig()
+    vllm_kwargs: dict[str, Any] = {}
+    """Further arguments of `vllm.LLM`, passed on as they are."""
     colocated: ColocatedConfig = ColocatedConfig()
 
     @property
@@ -70,13 +111,38 @@ class GenerationConfig(Strict):
         """`folder`, `none` or the dotted path of a function."""
         return self.weight_sync or ("none" if self.backend == "openai" else "folder")
 
+    @property
+    def starts_engines(self) -> bool:
+        """Whether the run starts engines of vLLM; colocated ones only where vLLM is installed."""
+        is_installed = importlib.util.find_spec("vllm") is not None
+        return self.backend == "vllm" and self.url is None and (is_installed or not self.colocated.enabled)
+
+    @property
+    def gives_log_probs(self) -> bool:
+        """Whether server or engines give log-probabilities at the temperature and before top-k and top-p; others are
+        not used. SGLang's are those; a server of vLLM does not say whether they are; engines give raw ones at 1."""
+        is_raw = self.backend == "sglang" or (self.starts_engines and self.temperature == 1.0)
+        return self.backend != "openai" and (is_raw or (self.top_k is None and self.top_p == 1.0))
+
+    @property
+    def num_engines(self) -> int:
+        """How many engines the run starts."""
+        if self.colocated.enabled:
+            return 1
+        of_each_node = (self.colocated.resources.gpus_per_node or 0) // self.vllm_cfg.tensor_parallel_size
+        return of_each_node * (self.colocated.resources.num_nodes or 1)
+
     def check(self) -> None:
         need = "backend: vllm, sglang or openai, or no url: backend hf samples in this process"
         self.refuse(self.backend == "hf" and self.url is not None, "url backend", need)
-        needs_server = self.backend == "openai" or not self.colocated.enabled
-        need = "a url, as http://127.0.0.1:8000/v1; or backend: hf and colocated.enabled: true"
+        needs_server = self.backend == "openai" or (self.backend != "vllm" and not self.colocated.enabled)
+        need = "a url, as http://127.0.0.1:8000/v1; or backend: vllm; or backend: hf and colocated.enabled: true"
         self.refuse(self.url is None and needs_server, "url backend colocated.enabled", need)
-        self.refuse("8" in str(self.vllm_cfg.get("precision")), "vllm_cfg", "precision: bfloat16, float32 or null")
+        if self.url is None and not self.colocated.enabled:
+            gpus, size = self.colocated.resources.gpus_per_node, self.vllm_cfg.tensor_parallel_size
+            keys = "colocated.resources.gpus_per_node vllm_cfg.tensor_parallel_size url"
+            need = "GPUs of each node for vLLM's engines, a multiple of tensor_parallel_size; or the url of a server"
+            self.refuse(gpus is None or gpus % size, keys, need)
         is_openai = self.backend == "openai"
         self.refuse(is_openai and self.top_k is not None, "top_k backend", "no top_k with backend openai")
         self.refuse(is_openai and self.stop_token_ids, "stop_token_ids backend", "stop_strings with backend openai")

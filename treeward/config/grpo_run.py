@@ -15,12 +15,17 @@ from pydantic import Field, field_validator
 
 from treeward.config.base import Strict
 from treeward.config.checkpointing import GRPOCheckpointingConfig, parse_grpo_metric_name
+from treeward.config.cluster import ClusterConfig
 from treeward.config.data import PromptDataConfig
 from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.logger import GRPOLoggerConfig
-from treeward.config.reward_environments import check_environments, is_enabled
-from treeward.config.run import ClusterConfig
+from treeward.config.reward_environments import (
+    RewardModelEnvironmentConfig,
+    check_environments,
+    environment_sections,
+    is_enabled,
+)
 from treeward.errors import ConfigError, nearest_name
 
 
@@ -64,6 +69,34 @@ class GRPORunConfig(Strict):
         every_set_names = all(one.env_name is not None for one in (*self.data.train, *self.data.validation))
         default = () if every_set_names else tuple(self.default_environments)
         return tuple(dict.fromkeys((*self.named_environments, *default)))
+
+    @property
+    def has_other_gpus(self) -> bool:
+        """Whether engines, or replicas of a reward model, have other GPUs than those that train."""
+        return any(one.needs_ray for one in self.reward_models.values()) or self._has_engines_apart
+
+    @property
+    def training_cluster(self) -> ClusterConfig:
+        """The processes that train: `cluster` without the GPUs of engines and replicas, as NeMo RL counts them.
+
+        Raises `ConfigError` where none is left.
+        """
+        replicated = [one.resources for one in self.reward_models.values() if one.needs_ray]
+        of_replicas = [one.gpus_per_node * one.num_nodes for one in replicated]
+        generation = self.policy.generation
+        of_engines = generation.num_engines * generation.vllm_cfg.tensor_parallel_size if self._has_engines_apart else 0
+        return self.cluster.without(sum(of_replicas) + of_engines)
+
+    @property
+    def reward_models(self) -> dict[str, RewardModelEnvironmentConfig]:
+        """The environments that are reward models, members of hybrids too, by their names."""
+        used = {name: self.env[name] for name in (*self.used_environments, self.grpo.gold_environment) if name}
+        sections = [(name, keys) for name, kind, keys in environment_sections(used) if kind == "reward_model"]
+        return {name: RewardModelEnvironmentConfig.model_validate(keys) for name, keys in sections}
+
+    @property
+    def _has_engines_apart(self) -> bool:
+        return self.policy.generation.starts_engines and not self.policy.generation.colocated.enabled
 
     @property
     def prompts_per_update(self) -> int:
@@ -111,7 +144,7 @@ class GRPORunConfig(Strict):
         unread = [key for key in ("weight_sync", "weight_folder", "retokenize") if getattr(generation, key)]
         found = {
             f"policy.generation.backend is {generation.backend} and no url is given: the policy itself samples, in "
-            "this process": generation.backend != "hf" and not generation.url,
+            "this process": generation.backend != "hf" and not (generation.url or generation.starts_engines),
             f"policy.generation.{', '.join(unread)} has no effect without a url": unread and not generation.url,
             f"no set of data uses {', '.join(unused)}; its rows may name them": unused,
             "grpo.watch has nothing to watch: data has no validation set": (
@@ -156,13 +189,12 @@ class GRPORunConfig(Strict):
         self.refuse(loss.force_on_policy_ratio and are_several, keys, need, fix)
         in_kl = loss.use_on_policy_kl_approximation and loss.reference_policy_kl_penalty > 0 and not loss.kl_in_reward
         key = f"loss_fn.use_{'on_policy_kl_approximation' if in_kl else 'importance_sampling_correction'}"
-        filters = sampling.temperature != 1.0 and (sampling.top_k is not None or sampling.top_p != 1.0)
-        has_none = (sampling.backend == "openai" and sampling.retokenize) or (sampling.backend != "sglang" and filters)
+        has_none = (sampling.url or sampling.starts_engines) and not sampling.gives_log_probs
         is_wanted = loss.use_importance_sampling_correction or in_kl
-        keys = f"{key} policy.generation.backend policy.generation.retokenize policy.generation.temperature"
+        keys = f"{key} policy.generation.backend policy.generation.top_k policy.generation.top_p"
         need = "a generator that returns log-probabilities of its tokens, which this one does not for these settings"
         fix = f"set {key}=false, or sample with backend hf or sglang"
-        self.refuse(sampling.url and has_none and is_wanted, keys, need, fix)
+        self.refuse(has_none and is_wanted, keys, need, fix)
 
     def _check_environments(self) -> None:
         fix = f"set env.{next(iter(self.env))}.enabled=true"

@@ -54,6 +54,13 @@ def load_grpo_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -
     return _with_remarks(load_file(GRPORunConfig, path, overrides))
 
 
+def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RewardModelRunConfig | GRPORunConfig:
+    """A run of either kind, without remarks: one with environments is a run of GRPO."""
+    if "env" in _read_with_defaults(Path(path), ()):
+        return load_file(GRPORunConfig, path, overrides)
+    return load_file(RewardModelRunConfig, path, overrides)
+
+
 def _with_remarks(config: _Run) -> _Run:
     for remark in config.remarks:
         logger.warning("%s", remark)

@@ -14,12 +14,14 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_v
 
 from treeward.config.base import Strict
 from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
+from treeward.errors import ConfigError, nearest_name
 
 _MICRO_BATCH_TOKENS = 4096
 _VOCAB_SIZE = 4096
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _short_names = BeforeValidator(lambda name: _PRECISIONS.get(name, name) if isinstance(name, str) else name)
 
+RewardModelType = Literal["bradley_terry", "plackett_luce", "regression", "attributes"]
 Precision = Annotated[Literal["float32", "bfloat16"], _short_names]
 """Of a model that is trained."""
 ScoringDtype = Literal["float32", "bfloat16", "float16"]
@@ -33,19 +35,25 @@ class ShardingConfig(Strict):
     _saves_memory: ClassVar[str] = "save memory with activation_checkpointing or fewer policy.train_micro_batch_tokens"
 
     enabled: bool = True
-    """Has no effect in one process, which is all that is supported yet."""
+    """Has no effect: several processes always shard the model this way."""
     activation_checkpointing: bool | Literal["selective"] = False
     """Compute activations again in the backward pass: slower, with far less memory. `selective` keeps the costly half:
     the outputs of attention and of every second matrix product. Scoring keeps none anyway."""
+    dp_replicate_size: PositiveInt = 1
+    """Copies of the model (hybrid sharding): each is sharded over the processes divided by this. The number of nodes
+    keeps the gathering of weights within a node."""
     tensor_parallel_size: PositiveInt = 1
-    """Not supported yet: must be 1."""
+    """Processes that compute each layer together, each some heads and columns; they must divide the heads."""
+    sequence_parallel: bool = False
+    """With `tensor_parallel_size`: each process keeps some tokens of what lies between attention and MLP; less memory
+    for the same communication."""
     context_parallel_size: PositiveInt = 1
     """Not supported yet: must be 1."""
     custom_parallel_plan: str | None = None
     """Not supported yet: must be null."""
 
     def check(self) -> None:
-        defaults = {"tensor_parallel_size": 1, "context_parallel_size": 1, "custom_parallel_plan": None}
+        defaults = {"context_parallel_size": 1, "custom_parallel_plan": None}
         for key, default in defaults.items():
             need = f"{default or 'null'}: it is not supported yet"
             self.refuse(getattr(self, key) != default, key, need, fix=self._saves_memory)
@@ -86,6 +94,13 @@ class PolicyDTensorConfig(ShardingConfig):
     cpu_offload: bool = False
     """Keep the optimiser's states and float32 weights in the host's memory: 12 bytes a parameter less on the GPU."""
     lora_cfg: LoraConfig = LoraConfig()
+
+    def check(self) -> None:
+        super().check()
+        is_cut, need = self.tensor_parallel_size > 1, "1 with adapters, which are not cut"
+        self.refuse(
+            is_cut and self.lora_cfg.enabled, "tensor_parallel_size lora_cfg.enabled", need, fix=self._saves_memory
+        )
 
 
 class BatchingConfig(Strict):
@@ -134,8 +149,19 @@ class RewardModelConfig(Strict):
 
     enabled: Literal[True] = True
     """Must be true."""
-    reward_model_type: Literal["bradley_terry"] = "bradley_terry"
-    """One score per conversation; P(a is preferred to b) = sigmoid(score(a) - score(b))."""
+    reward_model_type: RewardModelType = "bradley_terry"
+    """What scores mean, and so the loss: P(a is preferred to b) = sigmoid(score(a) - score(b)); the same over whole
+    rankings (`plackett_luce`); a grade, `score` in the data (`regression`); or several (`attributes`)."""
+    attributes: tuple[str, ...] = ()
+    """The grades that `attributes` learns, as [helpfulness, correctness]: keys of each completion, a head for each."""
+    attribute_weights: dict[str, float] | Literal["mean", "fit"] = "mean"
+    """How the heads make one score: a weight for each (0 where it has none), their mean, or weights that fit the order
+    of the validation sets (else of the training sets) best, found at the export (`fit`)."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The grades that are learnt, one by each head; none where the data's order is."""
+        return ("score",) if self.reward_model_type == "regression" else self.attributes
 
 
 class TrainedModelConfig(Strict):
@@ -224,6 +250,8 @@ class TrainedModelConfig(Strict):
         self.refuse(is_ready and self.tokenizer.vocab_size is not None, "tokenizer.vocab_size tokenizer.name", need)
         is_larger = isinstance(rows, int) and rows < (trained or 0)
         self.refuse(is_larger, "tokenizer.vocab_size", f"at most {rows}, the vocab_size of model_config")
+        is_cut, need = self.dtensor_cfg.tensor_parallel_size > 1, "false: Liger's kernels take whole weights"
+        self.refuse(self.use_liger_kernel and is_cut, "use_liger_kernel dtensor_cfg.tensor_parallel_size", need)
 
 
 class PolicyConfig(TrainedModelConfig):
@@ -232,3 +260,22 @@ class PolicyConfig(TrainedModelConfig):
     train_global_batch_size: PositiveInt = 128
     """Comparisons per optimiser step."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
+
+    def check(self) -> None:
+        super().check()
+        kind, names = self.reward_model_cfg, self.reward_model_cfg.attributes
+        key, has_many = "reward_model_cfg", kind.reward_model_type == "attributes"
+        keys, need = (
+            f"{key}.attributes {key}.reward_model_type",
+            "names of grades, each once, with type attributes alone",
+        )
+        self.refuse(has_many != bool(names) or len(set(names)) < len(names), keys, need)
+        weights = kind.attribute_weights if isinstance(kind.attribute_weights, dict) else {}
+        for name in weights.keys() - set(names):
+            summary, near = "a weight is of no attribute", nearest_name(name, names)
+            raise ConfigError(
+                summary, field=f"{key}.attribute_weights.{name}", got=name, need=f"one of {', '.join(names)}",
+                fix=f"did you mean {near}?" if near else None,
+            )  # fmt: skip
+        is_idle = bool(weights) and not any(weights.values())
+        self.refuse(is_idle, f"{key}.attribute_weights", "a weight that is not zero")

@@ -73,8 +73,11 @@ def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[st
             yield field, "math_verify", "math", "use another rule"
         elif kind == "judge":
             yield field, "openai", "judge", "use another environment"
-        elif kind == "reward_model" and RewardModelEnvironmentConfig.model_validate(keys).num_workers > 1:
+        elif kind == "reward_model" and RewardModelEnvironmentConfig.model_validate(keys).needs_ray:
             yield field, "ray", "ray", f"set {field}.num_replicas=1"
+    if config.policy.generation.starts_engines:
+        for module in ("vllm", "ray"):
+            yield "policy.generation.backend", module, module, "give the url of a server, or sample with backend: hf"
     if config.grpo.environments_on_ray:
         yield "grpo.environments_on_ray", "ray", "ray", "set grpo.environments_on_ray=[]"
 

@@ -32,10 +32,10 @@ from treeward.errors import ConfigError, nearest_name
 
 
 class ResourcesConfig(Strict):
-    """The GPUs that replicas of the model run on, one replica on each."""
+    """The GPUs that replicas of the model run on, each on one, or on `dtensor_cfg.tensor_parallel_size`."""
 
     gpus_per_node: NonNegativeInt = 1
-    """Replicas on each node, each with its GPU where the machines have any; 0 is on the CPU in any case."""
+    """GPUs on each node; where the machines have none, as many processes on CPUs. 0 is on the CPU in any case."""
     num_nodes: PositiveInt = 1
     """Nodes."""
 
@@ -47,6 +47,14 @@ class ScoringDTensorConfig(ShardingConfig):
 
     cpu_offload: bool = False
     """Keep the weights in the CPU's memory and move them to the GPU for each step only."""
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs that a replica of the model is sharded over, all of one node: for a model that does not fit into one."""
+
+    def check(self) -> None:
+        super().check()
+        is_both = self.cpu_offload and self.tensor_parallel_size > 1
+        need = "one of the two: cpu_offload is for a model on one GPU"
+        self.refuse(is_both, "cpu_offload tensor_parallel_size", need)
 
 
 class RewardModelEnvironmentConfig(Strict):
@@ -88,13 +96,14 @@ class RewardModelEnvironmentConfig(Strict):
 
     resources: ResourcesConfig = ResourcesConfig()
     num_replicas: PositiveInt | None = None
-    """Replicas of the model, which share the load. None: one for each GPU of `resources`, otherwise one."""
+    """Replicas of the model, which share the load. None: one for each `dtensor_cfg.tensor_parallel_size` GPUs of
+    `resources`, otherwise one."""
     cpus_per_replica: PositiveFloat = 1.0
-    """CPUs that Ray reserves for a replica; also its threads where it has no GPU."""
+    """CPUs that Ray reserves for each process of a replica; also its threads where it has no GPU."""
     max_retries: NonNegativeInt = 3
-    """Further attempts of a part of a step after its worker died. Ray restarts the worker."""
+    """Further attempts of a part of a step whose worker died or took too long; the worker is started again."""
     worker_timeout_seconds: PositiveFloat | None = None
-    """Time limit of a worker for its part of a step; then it is killed, and the part is tried again. None: no limit."""
+    """Time limit of a worker for its part of a step; then it is killed. None: no limit."""
     start_timeout_seconds: PositiveFloat = 1800.0
     """Time limit for placing the workers and loading the model."""
     on_failure: Literal["mask", "raise"] = "mask"
@@ -112,7 +121,15 @@ class RewardModelEnvironmentConfig(Strict):
     @property
     def num_workers(self) -> int:
         """Replicas of the model that are loaded."""
-        return 0 if self.url else self.num_replicas or max(self.resources.gpus_per_node, 1) * self.resources.num_nodes
+        if self.url or self.num_replicas:
+            return 0 if self.url else self.num_replicas or 1
+        of_each_node = self.resources.gpus_per_node // self.dtensor_cfg.tensor_parallel_size
+        return max(of_each_node, 1) * self.resources.num_nodes
+
+    @property
+    def needs_ray(self) -> bool:
+        """Whether the replicas are more than one process can be."""
+        return self.num_workers > 1 or (not self.url and self.dtensor_cfg.tensor_parallel_size > 1)
 
     @model_validator(mode="before")
     @classmethod
@@ -134,12 +151,15 @@ class RewardModelEnvironmentConfig(Strict):
         self.refuse(are_several and has_no_ensemble, "model_names ensemble", need)
         is_extra, need = self.tokenizer != ScoringTokenizerConfig(), "no tokenizer: the models use their own"
         self.refuse(are_several and is_extra, "tokenizer model_names", need)
-        gpus = self.resources.gpus_per_node * self.resources.num_nodes
-        is_given = "resources" in self.model_fields_set and self.num_replicas is not None
+        gpus, size = self.resources.gpus_per_node, self.dtensor_cfg.tensor_parallel_size
+        need = "GPUs of each node that are a multiple of tensor_parallel_size"
+        self.refuse(gpus % size, "resources.gpus_per_node dtensor_cfg.tensor_parallel_size", need)
         self._check_server()
-        need = "a replica for each GPU, or resources.gpus_per_node: 0 for replicas on the CPU"
-        keys = "num_replicas resources.gpus_per_node resources.num_nodes"
-        self.refuse(is_given and gpus not in (0, self.num_replicas), keys, need)
+        is_given = "resources" in self.model_fields_set and self.num_replicas is not None
+        is_other = gpus and self.num_replicas != gpus // size * self.resources.num_nodes
+        need = "a replica for each tensor_parallel_size GPUs, or resources.gpus_per_node: 0 for replicas on the CPU"
+        keys = "num_replicas resources.gpus_per_node resources.num_nodes dtensor_cfg.tensor_parallel_size"
+        self.refuse(is_given and is_other, keys, need)
 
     def _check_server(self) -> None:
         of_servers = self.served_model or self.token_env or any(map(server_address, self.model_names))

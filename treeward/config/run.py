@@ -14,57 +14,55 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from treeward.config.base import Limit, OneIsAList, Period, Strict
 from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKey, parse_metric_name
-from treeward.config.data import DataConfig
+from treeward.config.cluster import ClusterConfig
+from treeward.config.data import DataConfig, DatasetConfig, Ties
 from treeward.config.logger import LoggerConfig
-from treeward.config.policy import PolicyConfig
+from treeward.config.policy import PolicyConfig, RewardModelType
 from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.errors import ConfigError, nearest_name
 
 _PERTURBATIONS = 100  # the docstring of rm.val_perturbations says so
 
-LossName = Literal["bradley_terry"]
 SuiteName = Annotated[str, Field(pattern=r"^\s*[^\s=,][^=,]*(=.*\S.*)?$")]
 """A name, or a name and a folder, as llmbar=downloads/llmbar."""
 
 
-def _no_number(value: Any) -> Any:
-    return value if isinstance(value, bool) else str(value)  # 1.0 would be read as true
-
-
 class LossConfig(Strict):
-    """The loss of a comparison's pairs, and its options."""
+    """Options of the loss, which `policy.reward_model_cfg.reward_model_type` chooses."""
 
-    name: LossName = "bradley_terry"
-    """A function of `treeward.losses`: `bradley_terry` is softplus(-(score(chosen) - score(rejected) - margin))."""
-    margin: Annotated[Literal[True, False, "scores"], BeforeValidator(_no_number)] = True
-    """Subtract the number `margin` of a row, where it has one, from the difference of its scores. False: ignore it.
-    `scores`: where a row has no `margin`, by how much the data scores the better completion higher."""
+    weight: Literal["group", "pair"] = "group"
+    """What weighs the same: comparisons, however many pairs they have, or pairs (`plackett_luce`: choices)."""
+    strength: Literal["margin", "soft_label", "weight"] | None = None
+    """What becomes of by how much a completion is better (the keys are in docs/data.md): a margin that the difference
+    of the scores should exceed, the log-odds of a soft label, or the weight of the pair. None: it is not used."""
+    strength_scale: PositiveFloat = 1.0
+    """Strengths are multiplied by it."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
     """The assumed probability that a label is wrong."""
     center_rewards_coefficient: NonNegativeFloat = 0.0
     """Weight of the mean square of score(chosen) + score(rejected), which keeps scores near zero. 0: off."""
+    tie_probability: float = Field(default=1 / 3, gt=0.0, lt=1.0)
+    """The probability of a tie of two completions with equal scores, where `data.ties` is a model of ties."""
 
     @model_validator(mode="before")
     @classmethod
-    def _is_known(cls, raw: Any) -> Any:
-        name = raw.get("name") if isinstance(raw, Mapping) else raw
-        if name is None and isinstance(raw, Mapping) and "type" in raw:
-            need = f"rm.loss.name, which is one of {', '.join(get_args(LossName))}"
-            raise ConfigError("a loss is chosen by its name", field="type", got=raw["type"], need=need)
-        if isinstance(name, str) and name not in get_args(LossName):
-            fix = "add a function to treeward/losses.py, and its name to LOSSES there and to LossName in config/run.py"
-            need = f"one of {', '.join(get_args(LossName))}"
-            raise ConfigError("there is no such loss", field="name", got=name, need=need, fix=fix)
-        return {"name": raw} if isinstance(raw, str) else raw
+    def _is_not_the_name(cls, raw: Any) -> Any:
+        given = {"name": raw} if isinstance(raw, str) else raw
+        for key in ("name", "type"):
+            if isinstance(given, Mapping) and key in given:
+                need = (
+                    f"policy.reward_model_cfg.reward_model_type, which is one of {', '.join(get_args(RewardModelType))}"
+                )
+                raise ConfigError("the type of the reward model chooses the loss", field=key, got=given[key], need=need)
+        return raw
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The loss's own arguments: the keys that are not at their default, which is the function's default too."""
-        return self.model_dump(exclude={"name", "margin"}, exclude_defaults=True)
+
+_OPTIONS = {"bradley_terry": set(LossConfig.model_fields), "plackett_luce": {"weight"}}
+"""The keys of `rm.loss` that a type of reward model reads; the others read none."""
 
 
 class ScheduleConfig(Strict):
@@ -142,20 +140,6 @@ class HubConfig(Strict):
     """Make the repository private if it is new."""
 
 
-class ClusterConfig(Strict):
-    """The machines of the run."""
-
-    gpus_per_node: NonNegativeInt = 1
-    """Processes on each node, each with its GPU where the machine has any. Must be 0 or 1: one process trains."""
-    num_nodes: PositiveInt = 1
-    """Nodes. Must be 1."""
-
-    def check(self) -> None:
-        for key, number in (("num_nodes", self.num_nodes), ("gpus_per_node", self.gpus_per_node)):
-            need = "1: training on more than one process is not supported yet"
-            self.refuse(number > 1, key, need, fix=f"set cluster.{key}=1")
-
-
 class RewardModelRunConfig(Strict):
     """What `treeward train` reads."""
 
@@ -170,6 +154,42 @@ class RewardModelRunConfig(Strict):
     logger: LoggerConfig = LoggerConfig()
     cluster: ClusterConfig = ClusterConfig()
     hub: HubConfig = HubConfig()
+
+    @property
+    def training_sets(self) -> tuple[DatasetConfig, ...]:
+        """The training sets, with the grades that the reward model learns."""
+        return self._graded(self.data.train)
+
+    @property
+    def validation_sets(self) -> tuple[DatasetConfig, ...]:
+        """The validation sets, likewise."""
+        return self._graded(self.data.validation)
+
+    def _graded(self, sets: tuple[DatasetConfig, ...]) -> tuple[DatasetConfig, ...]:
+        update = {"attributes": self.policy.reward_model_cfg.labels}
+        return tuple(one.model_copy(update=update) for one in sets) if update["attributes"] else sets
+
+    @property
+    def known_ties(self) -> Literal["drop", "half", "error"]:
+        """What becomes of ties in the data; a model of ties has those that count half."""
+        ties = self.data.ties
+        return "half" if ties == "davidson" or ties == "rao_kupper" else ties
+
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        """The arguments of the loss beside what it compares."""
+        if self.policy.reward_model_cfg.reward_model_type != "bradley_terry":
+            return {}
+        keys = ["label_smoothing", "center_rewards_coefficient"]
+        options = {key: getattr(self.rm.loss, key) for key in keys}
+        if self.data.ties != self.known_ties:
+            options |= {"ties": self.data.ties, "tie_probability": self.rm.loss.tie_probability}
+        return options
+
+    @property
+    def training_cluster(self) -> ClusterConfig:
+        """The processes that train: all."""
+        return self.cluster
 
     @property
     def max_sequence_length(self) -> int:
@@ -227,8 +247,24 @@ class RewardModelRunConfig(Strict):
         is_unfit = self.reward_shaping is not None and self.reward_shaping.uses_calibration and not sets
         fix = "give data.val_data_path, or reward_mean and reward_std; or run `treeward calibrate` later"
         self.refuse(is_unfit, "reward_shaping", "a set in data.validation, to fit its constants on", fix)
+        self._check_loss()
         if self.checkpointing.enabled and self.checkpointing.metric_name is not None:
             self._check_ranking_metric(self.checkpointing.metric_name, self.validation_names)
+
+    def _check_loss(self) -> None:
+        """Whether the type of the reward model reads the options of the loss, and the data has what it learns from."""
+        kind, key = self.policy.reward_model_cfg.reward_model_type, "policy.reward_model_cfg.reward_model_type"
+        for name, option in LossConfig.model_fields.items():
+            is_idle = name not in _OPTIONS.get(kind, ()) and getattr(self.rm.loss, name) != option.default
+            readers = " or ".join(reader for reader, keys in _OPTIONS.items() if name in keys)
+            self.refuse(is_idle, f"rm.loss.{name} {key}", f"no such key, or the type {readers}")
+        allowed = {"bradley_terry": get_args(Ties), "plackett_luce": ("drop", "error")}.get(kind, ("drop",))
+        need = f"{' or '.join(allowed)}, or the type bradley_terry: its pairs alone may be tied"
+        self.refuse(self.data.ties not in allowed, f"data.ties {key}", need)
+        drawn = [f"data.train[{i}]" for i, one in enumerate(self.data.train) if one.non_contextual_answer]
+        if drawn and self.policy.reward_model_cfg.labels:
+            where, need = f"{drawn[0]}.non_contextual_answer", "false: a completion of another prompt has no grade"
+            raise ConfigError("this set has completions without a grade", field=where, got="true", need=need)
 
     def _check_ranking_metric(self, given: str, names: list[str]) -> None:
         field, fix = "checkpointing.metric_name", "set checkpointing.metric_name=null to keep the latest checkpoints"

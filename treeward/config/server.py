@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -102,6 +102,10 @@ class ServerConfig(Strict):
     """The address to listen on; 0.0.0.0 for every network."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """The port to listen on; 0 for a free one, which the log names."""
+    replicas: PositiveInt = 1
+    """Processes that each hold every model, in Ray Serve behind one address. 1: this process, without Ray."""
+    ray_actor_options: dict[str, Any] = Field(default_factory=dict)
+    """Ray's options of each replica, as {num_gpus: 0.5}. By default a GPU, or an equal part of the CPUs."""
     batch_tokens: PositiveInt = 4096
     """Most tokens computed in one forward pass, counted after sharing."""
     prefix_cache_bytes: NonNegativeInt = 2**28

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain, groupby, islice
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from treeward.config.data import DatasetConfig
 from treeward.data.formats import recognise
@@ -40,6 +40,7 @@ from treeward.data.preference import (
     from_binary_row,
     from_helpsteer3_row,
     from_transcripts,
+    grades_of,
     last_text,
     preference_from_dict,
     preference_to_dict,
@@ -48,9 +49,9 @@ from treeward.data.preference import (
     turns_of,
 )
 from treeward.data.registry import ObjectRows, Registry, RowSource
-from treeward.data.sources import Row, read_rows
+from treeward.data.sources import Row, raised, read_rows
 from treeward.data.synthetic import bundled_path
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -92,19 +93,30 @@ def open_dataset(config: DatasetConfig) -> RowDataset:
     return cls(config) if issubclass(cls, RowDataset) else _ObjectDataset(config, cls)
 
 
-def recognised(config: DatasetConfig) -> DatasetConfig:
-    """The configuration with the format that `auto` stands for: that of named keys, or of the keys of the first row."""
+def recognised(config: DatasetConfig, *, skip_broken: bool = False) -> DatasetConfig:
+    """The configuration with the format that `auto` stands for: that of named keys, or of the keys of the first row.
+
+    `skip_broken`: rows that are wrong are passed over, unless all are.
+    """
     if config.dataset_name != "auto":
         return config
     if any(getattr(config, key) != type(config).model_fields[key].default for key in _NAMED_KEYS):
         return config.model_copy(update={"dataset_name": "BinaryPreferenceDataset"})
-    first = next(read_rows(str(config.data_path), split=config.split, subset=config.subset))  # or it raises
-    found = recognise(first.values, first.where)
-    update = {"dataset_name": found.dataset}
-    if found.dataset == "BinaryPreferenceDataset":
-        update["prompt_key"] = prompt_key(first.values, first.where) or config.prompt_key
-    _tell(str(config.data_path), found.title, found.dataset)
-    return config.model_copy(update=update)
+    errors: list[DataError] = []
+    broken = errors.append if skip_broken else raised
+    try:
+        for row in read_rows(str(config.data_path), split=config.split, subset=config.subset, broken=broken):
+            try:
+                found = recognise(row.values, row.where)
+                key = prompt_key(row.values, row.where) if found.dataset == "BinaryPreferenceDataset" else None
+            except DataError as error:
+                broken(error)
+                continue
+            _tell(str(config.data_path), found.title, found.dataset)
+            return config.model_copy(update={"dataset_name": found.dataset, "prompt_key": key or config.prompt_key})
+    except DataError as error:
+        raise errors[0] if errors else error from None
+    raise errors[0]
 
 
 @cache
@@ -141,6 +153,7 @@ class RowDataset(RowSource):
         parts = [
             *(self.content(), cls.__module__, cls.__qualname__, _source_of(cls), self.task_name, repr(self.files)),
             *(config.prompt_key, config.chosen_key, config.rejected_key, config.kwargs, config.non_contextual_answer),
+            *config.attributes,
         ]
         return hashlib.blake2b(json.dumps(parts, default=repr).encode(), digest_size=16).hexdigest()
 
@@ -150,13 +163,18 @@ class RowDataset(RowSource):
     def _completed(self) -> Iterator[tuple[Preference, str]]:
         total, others, first, alone = 0, 0, "", 0
         for total, row in enumerate(self.rows(), 1):  # noqa: B007
-            preference = self.to_preference(row)
+            try:
+                preference = self.to_preference(row)
+                context = () if preference is None else self.files.complete(preference.context, row.where)
+            except DataError as error:
+                self.broken(error)
+                continue
             if preference is None:
                 alone += 1
                 continue
             if any(completion.messages[-1]["role"] != "assistant" for completion in preference.completions):
                 others, first = others + 1, first or row.where
-            yield replace(preference, context=self.files.complete(preference.context, row.where)), row.where
+            yield replace(preference, context=context), row.where
         if alone:
             logger.warning("%s: %d of %d prompts have fewer than two completions: left out", self.name, alone, total)
         if others:
@@ -171,8 +189,9 @@ class RowDataset(RowSource):
 class PreferenceDataset(RowDataset):
     """Rows of a prompt and `completions` with ranks or scores, optionally `margin` and `task_name`."""
 
-    def to_preference(self, row: Row) -> Preference:
-        return preference_from_dict(row.values, where=row.where, task_name=self.task_name)
+    def to_preference(self, row: Row) -> Preference | None:
+        attributes = self.config.attributes
+        return preference_from_dict(row.values, where=row.where, task_name=self.task_name, attributes=attributes)
 
 
 @register_dataset("BinaryPreferenceDataset")
@@ -195,32 +214,38 @@ class HelpSteer3(RowDataset):
 
 
 @register_dataset("UltraFeedback")
-class UltraFeedback(RowDataset):
+class UltraFeedback(PreferenceDataset):
     """openbmb/UltraFeedback, or a copy of it: `completions` of an `instruction`, ranked by `overall_score`."""
 
-    hub_path = "openbmb/UltraFeedback"
+    hub_path: ClassVar[str | None] = "openbmb/UltraFeedback"
 
     def to_preference(self, row: Row) -> Preference | None:
-        is_short = isinstance(row.values.get("completions"), list) and len(row.values["completions"]) < 2
-        return None if is_short else preference_from_dict(row.values, where=row.where, task_name=self.task_name)
+        fewest, given = 1 if self.config.attributes else 2, row.values.get("completions")
+        return None if isinstance(given, list) and len(given) < fewest else super().to_preference(row)
 
 
-@register_dataset("HelpSteer2")
-class HelpSteer2(UltraFeedback):
-    """nvidia/HelpSteer2, or a copy of it: rows of one prompt follow each other, and `helpfulness` ranks them."""
+@register_dataset("GradedDataset")
+class GradedDataset(UltraFeedback):
+    """Rows of a prompt, one `response` or `completion` of it, and its grades, of which `score` ranks the completions of
+    a prompt; rows of one prompt follow each other."""
 
-    hub_path = "nvidia/HelpSteer2"
+    hub_path: ClassVar[str | None] = None
+    score_key = "score"
 
     def rows(self) -> Iterator[Row]:
         """One row for each prompt, at the place of its first response; a warning says if prompts come back later."""
-        need, seen, again = "a row of prompt, response and helpfulness", set(), 0
-        for prompt, rows in groupby(super().rows(), lambda row: required(row.values, "prompt", row.where, need)):
+        need, seen, again = f"a row of prompt, response and {self.score_key}", set(), 0
+        for prompt, rows in groupby(super().rows(), lambda row: _prompt_of(row, need)):
             first, completions, key = "", [], hash(str(prompt))
             again += key in seen
             seen.add(key)
             for row in rows:
-                response, score = (required(row.values, key, row.where, need) for key in ("response", "helpfulness"))
-                completions.append({"response": response, "score": score})
+                text_key = "completion" if row.values.get("completion") is not None else "response"
+                response, score = required(row.values, text_key, row.where, need), row.values.get(self.score_key)
+                if not self.config.attributes:
+                    required(row.values, self.score_key, row.where, need)
+                grades = grades_of(row.values, self.config.attributes, row.where)
+                completions.append({**row.values, **grades, "response": response, "score": score})
                 first = first or row.where
             yield Row({"prompt": turns_of(prompt), "completions": completions}, first)
         if again:
@@ -229,6 +254,17 @@ class HelpSteer2(UltraFeedback):
                 "sort the file by its prompt.",
                 *(self.name, again),
             )
+
+
+def _prompt_of(row: Row, need: str) -> Any:
+    return required(row.values, prompt_key(row.values, row.where) or "prompt", row.where, need)
+
+
+@register_dataset("HelpSteer2")
+class HelpSteer2(GradedDataset):
+    """nvidia/HelpSteer2, or a copy of it: rows of one prompt follow each other, and `helpfulness` ranks them."""
+
+    hub_path, score_key = "nvidia/HelpSteer2", "helpfulness"
 
 
 @register_dataset("Tulu3Preference", "Tulu3PreferenceDataset")

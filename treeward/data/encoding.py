@@ -14,13 +14,14 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from treeward.data.preference import Completion, Preference, last_text
-from treeward.errors import ConfigError, DataError
+from treeward.errors import ConfigError, DataError, nearest_name
 from treeward.progress import ShownProgress
 from treeward.storage import atomic_file
 
@@ -43,8 +44,9 @@ Ties = Literal["drop", "half", "error"]
 """What becomes of a comparison none of whose completions outranks another: it is left out, it is kept (the loss counts
 half a win for either side), or it is an error, as any two equal ranks are then."""
 
-_FORMAT_VERSION = 8  # raise it when the file's layout, the rules for keeping a comparison or the parsing of rows change
+_FORMAT_VERSION = 9  # raise it when the file's layout, the rules for keeping a comparison or the parsing of rows change
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 128, 4_000_000  # enough for a fast tokenizer to use all cores
+_ROWS_IN_BATCH, _TOKENS_IN_BATCH = 4096, 4_000_000  # of the file: each batch costs its readers memory
 
 _MUCH = 0.1  # a larger share that is left out is warned of
 _SUMMED = (
@@ -59,8 +61,9 @@ _SCHEMA = pa.schema(
         ("ranks", pa.list_(pa.int64())),
         ("lengths", pa.list_(pa.int32())),
         ("subset", pa.string()),
-        ("margin", pa.float64()),
+        ("strength", pa.float64()),
         ("scores", pa.list_(pa.float64())),
+        ("grades", pa.list_(pa.list_(pa.float64()))),
         ("digest", pa.int64()),
         ("longest", pa.int64()),
         *((name, pa.int64()) for name in _SUMMED),
@@ -73,7 +76,8 @@ class Comparison:
     """A tokenized `Preference`: K conversations that begin with the same prompt.
 
     `token_ids`: K int32 arrays, read-only. `ranks`: lower is better. `lengths`: characters of the last message of each
-    completion. `scores`: the grades that the data has for them. `subset`: the preference's `task_name`. `tree_tokens`:
+    completion. `scores`: the grades that the data has for them; `grades`: those that a run learns, for each attribute,
+    NaN for none. `subset`: the preference's `task_name`. `tree_tokens`:
     tokens when common beginnings are held once. No two conversations are identical. `non_contextual`: the last of them
     is a completion of another prompt.
     """
@@ -82,11 +86,12 @@ class Comparison:
     ranks: tuple[int, ...]
     lengths: tuple[int, ...]
     subset: str
-    margin: float | None
+    strength: float | None
     where: str
     tree_tokens: int
     non_contextual: bool = False
     scores: tuple[float | None, ...] = ()
+    grades: tuple[tuple[float, ...], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -96,11 +101,12 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class EncodingCounts:
-    """The outcomes of the comparisons that were read: `read` = `kept` + the three `dropped_*`.
+    """The outcomes of the comparisons that were read: `read` = `kept` + the four `dropped_*`.
 
     `dropped_too_long`: no two completions of different rank fit. `dropped_identical`: no pair of different completions
-    is left. `dropped_ties`: no completion outranks another. `tied_pairs`: pairs of equal rank in kept comparisons; the
-    loss leaves them out unless `ties` is "half". `truncated`: kept comparisons that lost context. `deduplicated`:
+    is left. `dropped_ties`: no completion outranks another. `dropped_ungraded`: none has a grade to learn.
+    `tied_pairs`: pairs of equal rank in kept comparisons; the loss leaves them out unless `ties` is "half".
+    `truncated`: kept comparisons that lost context. `deduplicated`:
     completions removed from kept comparisons because another has the same tokens. `completions`: those of the kept
     comparisons; `completions_too_long`: those that were left out of them. `contradicted`: kept comparisons in which a
     completion outranks one with a higher score in the data; the rank counts. `non_contextual`: kept comparisons with a
@@ -114,6 +120,7 @@ class EncodingCounts:
     dropped_too_long: int = 0
     dropped_identical: int = 0
     dropped_ties: int = 0
+    dropped_ungraded: int = 0
     truncated: int = 0
     deduplicated: int = 0
     tied_pairs: int = 0
@@ -166,6 +173,7 @@ class EncodingCounts:
             "too long": self.dropped_too_long,
             "identical completions": self.dropped_identical,
             "ties": self.dropped_ties,
+            "without a grade": self.dropped_ungraded,
         }
         return ", ".join(f"{number:,} {reason}" for reason, number in dropped.items() if number)
 
@@ -180,11 +188,13 @@ class EncodedDataset(Sequence[Comparison]):
         self.path, self.name = path, name
         self.fingerprint = path.stem  # the digest of everything that the content follows from
         try:
-            self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+            reader = pa.ipc.open_file(pa.memory_map(str(path)))
+            self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         except (pa.ArrowException, OSError) as error:
-            fix = "delete the file; it is made again"
+            fix = "delete the file; it is made again, in a data.cache_dir that all nodes share"
             raise DataError(f"the token cache {path} is damaged: {error}", fix=fix) from error
-        self._kept = np.flatnonzero(pa.compute.equal(self._table["outcome"], "kept").to_numpy())
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
+        self._kept = np.flatnonzero(pa.compute.equal(self._column("outcome"), "kept").to_numpy()).astype(np.int32)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -196,41 +206,82 @@ class EncodedDataset(Sequence[Comparison]):
     def __getitem__(self, index: int | slice) -> Comparison | list[Comparison]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        row, table = int(self._kept[index]), self._table
+        row = int(self._kept[index])
+        # By hand: a table of many batches would look through all of them for each value.
+        place = int(np.searchsorted(self._starts, row, side="right")) - 1
+        table, row = self._batches[place], row - int(self._starts[place])
         return Comparison(
             token_ids=tuple(ids.values.to_numpy() for ids in table["token_ids"][row]),
             ranks=tuple(table["ranks"][row].as_py()),
             lengths=tuple(table["lengths"][row].as_py()),
             subset=sys.intern(table["subset"][row].as_py()),  # there are few, and a validation keeps one per comparison
-            margin=table["margin"][row].as_py(),
+            strength=table["strength"][row].as_py(),
             where=table["where"][row].as_py(),
             tree_tokens=table["tree_tokens"][row].as_py(),
             non_contextual=bool(table["non_contextual"][row].as_py()),
             scores=tuple(table["scores"][row].as_py()),
+            grades=tuple(map(tuple, table["grades"][row].as_py())),
         )
+
+    def ranks(self, index: int) -> tuple[int, ...]:
+        """The ranks of a comparison, without its tokens."""
+        row = int(self._kept[index])
+        place = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return tuple(self._batches[place]["ranks"][row - int(self._starts[place])].as_py())
+
+    def _column(self, name: str) -> Any:
+        return pa.chunked_array([batch[name] for batch in self._batches], _SCHEMA.field(name).type)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return EncodedDataset, (self.path, self.name)
 
     @cached_property
-    def digests(self) -> npt.NDArray[np.int64]:
-        """int64 (N,), equal for comparisons with the same conversations and ranks, in any order and without completions
-        of other prompts."""
-        values: npt.NDArray[np.int64] = self._table["digest"].to_numpy()[self._kept]
-        return values
+    def tree_tokens(self) -> npt.NDArray[np.int32]:
+        """int32 (N,), `Comparison.tree_tokens` of each: what a step is planned from, without a token being read."""
+        return self._column("tree_tokens").to_numpy()[self._kept].astype(np.int32)  # type: ignore[no-any-return]
+
+    @cached_property
+    def shapes(self) -> npt.NDArray[np.int32]:
+        """int32 (N, 2), the conversations of each comparison and the tokens of the longest, without reading them."""
+        nested = self._column("token_ids")
+        counts = pa.compute.list_value_length(nested).to_numpy().astype(np.int64)
+        lengths = pa.compute.list_value_length(pa.compute.list_flatten(nested)).to_numpy()
+        starts = (np.cumsum(counts) - counts)[self._kept]  # what was dropped has no conversations between these
+        longest = np.maximum.reduceat(lengths, starts) if len(starts) else lengths
+        return np.stack([counts[self._kept], longest], axis=1).astype(np.int32)
+
+    @cached_property
+    def grades(self) -> npt.NDArray[np.float64]:
+        """float64 (N, H), the grades of all completions, NaN for none."""
+        of_rows = self._column("grades").to_numpy()[self._kept]
+        return np.array([row for rows in of_rows for row in rows], dtype=np.float64)
+
+    @cached_property
+    def num_strengths(self) -> int:
+        """Comparisons that say by how much a completion is better, kept or not."""
+        return len(self._column("strength").drop_null())
+
+    def digests(self, start: int = 0, end: int | None = None) -> npt.NDArray[np.int64]:
+        """int64, of the comparisons from `start` to `end`; equal for those with the same conversations and ranks, in
+        any order and without completions of other prompts."""
+        kept = self._kept[start:end]
+        if not len(kept):
+            return np.empty(0, np.int64)
+        values = self._column("digest")[kept[0] : kept[-1] + 1].to_numpy()
+        return values[kept - kept[0]]  # type: ignore[no-any-return]
 
     @cached_property
     def highest_token(self) -> int:
         """The largest token id, for comparison with a model's vocabulary."""
-        tokens = pa.compute.list_flatten(pa.compute.list_flatten(self._table["token_ids"]))
+        tokens = pa.compute.list_flatten(pa.compute.list_flatten(self._column("token_ids")))
         return int(pa.compute.max(tokens).as_py() or 0)
 
     @cached_property
     def counts(self) -> EncodingCounts:
-        outcomes = {each["values"]: each["counts"] for each in self._table["outcome"].value_counts().to_pylist()}
-        sums = {name: pa.compute.sum(self._table[name]).as_py() or 0 for name in _SUMMED}
-        longest = pa.compute.max(self._table["longest"]).as_py() or 0
-        return EncodingCounts(read=len(self._table), longest=longest, **outcomes, **sums)
+        outcomes = {each["values"]: each["counts"] for each in self._column("outcome").value_counts().to_pylist()}
+        sums = {name: pa.compute.sum(self._column(name)).as_py() or 0 for name in _SUMMED}
+        longest = pa.compute.max(self._column("longest")).as_py() or 0
+        return EncodingCounts(read=int(self._starts[-1]), longest=longest, **outcomes, **sums)
 
 
 def count_tree_tokens(sequences: Sequence[npt.NDArray[np.int32] | Sequence[int]]) -> int:
@@ -246,6 +297,7 @@ def encode_dataset(
     *,
     ties: Ties = "drop",
     keep_rest: bool = True,
+    attributes: Sequence[str] = (),
     cache_dir: Path,
     progress: bool = False,
 ) -> EncodedDataset:
@@ -254,12 +306,12 @@ def encode_dataset(
     A completion whose conversation does not fit in the renderer's `max_length` is left out; without `keep_rest` its
     whole comparison is. Completions with the same tokens, as some have only once their context was cut, are kept once
     with the best of their ranks. A comparison without a pair left to compare is dropped. A warning says if it is more
-    than a tenth.
+    than a tenth. With `attributes`, the grades to be learnt, a comparison is kept for its grades, and needs no pair.
 
     A fast tokenizer uses all cores. `progress` shows a bar on a terminal, and lines in a log. Raises `DataError` for a
     row that is wrong or when no comparison is left, `ConfigError` if `cache_dir` cannot be written.
     """
-    content = json.dumps([_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties, keep_rest])
+    content = json.dumps([_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties, keep_rest, *attributes])
     path = Path(cache_dir) / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.arrow"
     dataset = None
     if path.exists():
@@ -269,10 +321,17 @@ def encode_dataset(
         except DataError as error:
             logger.warning("%s; tokenizing again", error.summary)
     if dataset is None:
-        _write(path, stream, renderer, (ties, keep_rest), progress)
+        _write(
+            path,
+            stream,
+            partial(encode_rows, renderer=renderer, rules=Rules(ties, keep_rest, tuple(attributes))),
+            progress,
+        )
         dataset = EncodedDataset(path, stream.name)
     summary = dataset.counts.summary()
     logger.info("%s: %s", stream.name, summary)
+    if not dataset and attributes and dataset.counts.dropped_ungraded:
+        raise missing_grade(stream, attributes[0])
     if not dataset:
         fix = "check the file; see data.max_input_seq_length, data.truncation and data.ties"
         raise DataError("no comparison is left to learn from", where=stream.name, got=summary, fix=fix)
@@ -281,8 +340,48 @@ def encode_dataset(
     return dataset
 
 
-def _write(path: Path, stream: RowDataset, renderer: Renderer, policy: tuple[Ties, bool], progress: bool) -> None:
-    done = 0
+def missing_grade(stream: RowDataset, name: str) -> DataError:
+    """The error of a grade that no completion has, with the nearest key of the first row."""
+    row = next(iter(stream.rows()))
+    given = row.values.get("completions") or row.values.get("responses")
+    about = given[0] if isinstance(given, list) and isinstance(given[0], dict) else row.values
+    near, keys = nearest_name(name, list(map(str, about))), sorted(map(str, about))
+    return DataError(
+        "no completion has this grade",
+        where=row.where,
+        field=name,
+        got=f"keys {keys}",
+        need="a number, for some completions at least",
+        fix=f"is it {near}? Name it in policy.reward_model_cfg.attributes" if near else None,
+    )
+
+
+class Rules(NamedTuple):
+    """Which comparisons and completions are kept; with `attributes` for their grades."""
+
+    ties: Ties
+    keep_rest: bool
+    attributes: tuple[str, ...] = ()
+
+    @property
+    def need_order(self) -> bool:
+        """Whether a comparison must have two completions of different ranks."""
+        return self.ties != "half" and not self.attributes
+
+    @property
+    def fewest(self) -> int:
+        """Completions that a comparison has at least."""
+        return 1 if self.attributes else 2
+
+
+def _write(
+    path: Path,
+    stream: RowDataset,
+    encode: Callable[[Sequence[tuple[Preference, str]]], Iterator[dict[str, Any]]],
+    progress: bool,
+) -> None:
+    done = tokens = 0
+    records: list[dict[str, Any]] = []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -290,19 +389,24 @@ def _write(path: Path, stream: RowDataset, renderer: Renderer, policy: tuple[Tie
             atomic_file(path, "wb") as file,
             pa.ipc.new_file(file, _SCHEMA) as writer,
         ):
-            for rows in _portions(stream):
-                records = list(_encode_rows(rows, renderer, *policy))
-                writer.write_batch(pa.RecordBatch.from_pylist(records, schema=_SCHEMA))
+            for rows in portions(stream):
+                for record in encode(rows):
+                    records.append(record)
+                    tokens += record["tokens"]
+                    if len(records) == _ROWS_IN_BATCH or tokens > _TOKENS_IN_BATCH:
+                        writer.write_batch(pa.RecordBatch.from_pylist(records, schema=_SCHEMA))
+                        records, tokens = [], 0
                 done += len(rows)
                 shown.show(f"tokenizing {stream.name}", done, 0)
+            writer.write_batch(pa.RecordBatch.from_pylist(records, schema=_SCHEMA))
     except OSError as error:
         summary = f"the token cache cannot be written: {error.strerror or error}"
         need = "a folder with room that can be written"
         raise ConfigError(summary, where=str(path.parent), field="data.cache_dir", need=need) from error
 
 
-def _portions(stream: RowDataset) -> Iterator[list[tuple[Preference, str]]]:
-    """Rows for one call of the tokenizer: few where they are long, so that memory does not follow their lengths."""
+def portions(stream: Iterable[tuple[Preference, str]]) -> Iterator[list[tuple[Preference, str]]]:
+    """Rows for one call of `encode_rows`: few where they are long, so that memory does not follow their lengths."""
     rows, characters = [], 0
     for preference, where in stream:
         rows.append((preference, where))
@@ -318,11 +422,9 @@ def _portions(stream: RowDataset) -> Iterator[list[tuple[Preference, str]]]:
 # --- from preferences to rows of the file ----------------------------------------------------------------------------
 
 
-def _encode_rows(
-    rows: Sequence[tuple[Preference, str]], renderer: Renderer, ties: Ties, keep_rest: bool
-) -> Iterator[dict[str, Any]]:
+def encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, rules: Rules) -> Iterator[dict[str, Any]]:
     """The rows of the file, with one call of the tokenizer for all of them (and one for completions of others)."""
-    ordered = [_has_order(preference, where, ties) for preference, where in rows]
+    ordered = [_has_something_to_say(preference, where, rules) for preference, where in rows]
     wanted = [row for row, has_order in zip(rows, ordered, strict=True) if has_order]
     fitted = iter(
         renderer.fit_many(
@@ -334,13 +436,14 @@ def _encode_rows(
     texts, places = [renderer.render(messages, where=where) for messages, where in given], [w for _, w in given]
     others = iter(renderer.encode_short(texts, renderer.max_length, where=places))
     for (preference, where), has_order in zip(rows, ordered, strict=True):
-        record: dict[str, Any] = dict.fromkeys(_SCHEMA.names, 0) | {"where": where, "outcome": "dropped_ties"}
-        record |= {"token_ids": [], "ranks": [], "lengths": [], "scores": [], "subset": "", "margin": None}
+        record: dict[str, Any] = dict.fromkeys(_SCHEMA.names, 0) | {"where": where, "subset": "", "strength": None}
+        record |= {name: [] for name in ("token_ids", "ranks", "lengths", "scores", "grades")}
+        record["outcome"] = "dropped_ungraded" if rules.attributes else "dropped_ties"
         if has_order:
             own = [next(fitted) for _ in preference.completions]
             other, num_tokens = (None, 0) if preference.non_contextual is None else next(others)
             fits = renderer.max_length is None or num_tokens <= renderer.max_length
-            record |= _encode_row(preference, own, other if fits else None, ties, keep_rest)
+            record |= _encode_row(preference, own, other if fits else None, rules)
         yield record
 
 
@@ -348,26 +451,25 @@ def _encode_row(
     preference: Preference,
     fitted: Sequence[tuple[Fitted | None, int]],
     other: list[int] | None,
-    ties: Ties,
-    keep_rest: bool,
+    rules: Rules,
 ) -> dict[str, Any]:
     longest = max(num_tokens for _, num_tokens in fitted)
     kept = [(one, own) for (one, _), own in zip(fitted, preference.completions, strict=True) if one is not None]
-    candidates = {own.rank for _, own in kept} if ties != "half" else kept
-    if len(kept) < len(fitted) and (not keep_rest or len(candidates) < 2):
+    candidates = {own.rank for _, own in kept} if rules.need_order else kept
+    if len(kept) < len(fitted) and (not rules.keep_rest or len(candidates) < rules.fewest):
         return {"outcome": "dropped_too_long", "longest": longest}
     best: dict[tuple[int, ...], Completion] = {}  # in the order of the completions
     for one, own in kept:
         ids = tuple(one.token_ids)
         best[ids] = min(best.get(ids, own), own, key=lambda completion: completion.rank)
     ranks = {ids: completion.rank for ids, completion in best.items()}
-    if len(best) < 2 or (ties != "half" and len(set(ranks.values())) < 2):
+    if len(best) < rules.fewest or (rules.need_order and len(set(ranks.values())) < 2):
         return {"outcome": "dropped_identical", "longest": longest}
     scored = [(one.rank, one.score) for one in best.values() if one.score is not None]
     record = {
         "outcome": "kept",
         "subset": preference.task_name,
-        "margin": preference.margin,
+        "strength": preference.strength,
         "digest": _digest(ranks),
         "truncated": int(any(one.truncated for one, _ in kept)),
         "deduplicated": len(kept) - len(best),
@@ -386,18 +488,26 @@ def _encode_row(
         "ranks": list(ranks.values()),
         "lengths": lengths,
         "scores": scores,
+        "grades": [[_grade(one, name) for name in rules.attributes] for one in best.values()],
         "tokens": sum(map(len, ranks)),
         "tree_tokens": count_tree_tokens(list(ranks)),
         "longest": longest,
     }
 
 
-def _has_order(preference: Preference, where: str, ties: Ties) -> bool:
-    """Whether the comparison has something to say under this policy; raises under "error" if it has not."""
-    if ties == "half":
+def _grade(completion: Completion, name: str) -> float:
+    grade = completion.grade(name)
+    return math.nan if grade is None else grade
+
+
+def _has_something_to_say(preference: Preference, where: str, rules: Rules) -> bool:
+    """Whether the comparison has an order, or grades, to learn from; raises under "error" if it has no order."""
+    if rules.attributes:
+        return any(one.grade(name) is not None for one in preference.completions for name in rules.attributes)
+    if rules.ties == "half":
         return True
     ranks = [completion.rank for completion in preference.completions]
-    if ties == "drop" or len(set(ranks)) == len(ranks):
+    if rules.ties == "drop" or len(set(ranks)) == len(ranks):
         return len(set(ranks)) > 1
     field, need = "completions[*].rank", "different ranks, or data.ties: drop or half"
     raise DataError("completions have equal ranks", where=where, field=field, got=f"ranks {ranks}", need=need)

@@ -43,6 +43,8 @@ FORMATS = (
     Format("HelpSteer3", ("response1", "response2", "overall_preference"), "HelpSteer3's preferences"),
     Format("HelpSteer3", ("response_1", "response_2", "preference_strength"), "HelpSteer2's preferences"),
     Format("HelpSteer2", ("prompt", "response", "helpfulness"), "HelpSteer2's ratings, rows of one prompt together"),
+    Format("GradedDataset", ("prompt", "response", "score"), "graded responses, rows of one prompt together"),
+    Format("GradedDataset", ("prompt", "completion", "score"), "graded completions, rows of one prompt together"),
     Format("HHTranscripts", ("chosen", "rejected"), "chosen and rejected transcripts of Human and Assistant"),
     Format("BinaryPreferenceDataset", ("chosen", "rejected"), "chosen and rejected completions"),
     Format("UltraFeedback", ("instruction", "completions"), "UltraFeedback: completions with scores"),

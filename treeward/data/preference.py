@@ -20,6 +20,7 @@ part earlier.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -36,7 +37,9 @@ Messages = tuple[Message, ...]
 
 _RANK_FORMAT = '{"context": [messages], "completions": [{"rank": 0, "completion": [messages]}, ...]}'
 _RECOGNISED = "data.dataset_name=auto tells the format by the keys of the first row; docs/data.md has the keys of each"
-_TEXT_KEYS, _SCORE_KEYS = ("completion", "response"), ("score", "overall_score")
+_TEXT_KEYS, _SCORE_KEYS = ("completion", "response"), ("score", "overall_score", "probability")
+_STRENGTH_KEYS = ("strength", "margin", "probability")
+_SURE = 1e-7  # a judge's 0 and 1 are taken for this much and its complement, whose log-odds are finite
 _SIDE_SCORES = ("score_{}", "{}_score", "{}_rating", "{}-rating")
 _TRANSCRIPT = '"\\n\\nHuman: ...\\n\\nAssistant: ..."'
 _TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -51,26 +54,32 @@ class Completion:
     """One completion of a prompt.
 
     `rank`: lower is better. `messages`: at least one. `score`: a grade that the data carries, if any; it is kept for
-    evaluation, and `rm.loss.margin: scores` makes margins of it.
+    evaluation, for regression, and as the strength of pairs where the row has none. `grades`: those that were asked
+    for, by name, as far as the data has them.
     """
 
     rank: int
     messages: Messages
     score: float | None = None
+    grades: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def grade(self, name: str) -> float | None:
+        """A grade by its name; `score` is one."""
+        return self.score if name == "score" else self.grades.get(name)
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
     """A comparison group: the `context` (messages, may be empty) and at least two `completions` of it.
 
-    `margin` (optional, finite) is by how much a better completion's score should exceed a worse one's.
+    `strength` (optional, finite) is by how much a better completion is better; see `rm.loss.strength`.
     `non_contextual`: a completion of another prompt, worse than all of its own; see `data.datasets`.
     """
 
     context: Messages
     completions: tuple[Completion, ...]
     task_name: str = "preference"
-    margin: float | None = None
+    strength: float | None = None
     non_contextual: Messages | None = None
 
 
@@ -190,9 +199,17 @@ def before(context: Messages, sides: Mapping[str, Messages], where: str | None) 
 
 
 def preference_from_dict(
-    row: Mapping[str, Any], *, where: str | None = None, task_name: str = "preference"
+    row: Mapping[str, Any],
+    *,
+    where: str | None = None,
+    task_name: str = "preference",
+    attributes: Sequence[str] = (),
 ) -> Preference:
     """Check one row of a prompt and its completions, with ranks or scores, and return it as a `Preference`.
+
+    `attributes`: keys of a completion that are its grades, where null and NaN are none. With them one completion is
+    enough, and the first attribute ranks completions that have neither ranks nor scores; they are tied where one lacks
+    it.
 
     Where no completion has a `rank`, the scores rank them, the highest first and equal ones as ties: the `score` (or
     `overall_score`) of each, or the row's list `scores`. Without a prompt the completions are whole conversations.
@@ -211,20 +228,27 @@ def preference_from_dict(
         missing = "completions" if key is None else "context"
         summary = f"the row has no {missing}"
         raise DataError(summary, where=where, field=missing, got=_keys(row), need=_RANK_FORMAT, fix=_RECOGNISED)
-    if len(given) < 2:
-        summary = "a comparison needs a list of two or more completions"
+    if len(given) < (1 if attributes else 2):
+        summary = f"a comparison needs a list of {'one' if attributes else 'two'} or more completions"
         raise DataError(summary, where=where, field=key, got=row[key or ""], need=_RANK_FORMAT)
+    if attributes:
+        given = [(messages, _without_nan(about)) for messages, about in given]
     ranks = [about.get("rank") for _, about in given]
     scores = [_score_of(about, f"{key}[{i}]", where) for i, (_, about) in enumerate(given)]
     if ranks == [None] * len(given):
         listed = parse_json_list(row.get("scores"), "scores", where)
         if _is_list(listed) and len(listed) == len(given) and scores == ranks:
             scores = [_number(score, f"scores[{i}]", where) for i, score in enumerate(listed)]
-        best_first = sorted({score for score in scores if score is not None}, reverse=True)
-        ranks = [None if score is None else best_first.index(score) for score in scores]
+    grades = [grades_of(about, attributes, where, f"{key}[{i}].") for i, (_, about) in enumerate(given)]
+    if ranks == [None] * len(given):
+        by = scores if not attributes or scores != ranks else [own.get(attributes[0]) for own in grades]
+        best_first = sorted({value for value in by if value is not None}, reverse=True)
+        ranks = [None if value is None else best_first.index(value) for value in by]
+        if attributes and None in ranks:
+            ranks = [0] * len(given)
     completions = (
-        Completion(_rank(rank, f"{key}[{i}].rank", where), messages, score)
-        for i, (rank, messages, score) in enumerate(zip(ranks, ends, scores, strict=True))
+        Completion(_rank(rank, f"{key}[{i}].rank", where), messages, score, own)
+        for i, (rank, messages, score, own) in enumerate(zip(ranks, ends, scores, grades, strict=True))
     )
     return _preference(row, where, context, completions, task_name)
 
@@ -234,12 +258,13 @@ def preference_to_dict(preference: Preference) -> dict[str, Any]:
     row: dict[str, Any] = {
         "context": list(preference.context),
         "completions": [
-            {"rank": c.rank, "completion": list(c.messages)} | ({} if c.score is None else {"score": c.score})
+            {**c.grades, "rank": c.rank, "completion": list(c.messages)}
+            | ({} if c.score is None else {"score": c.score})
             for c in preference.completions
         ],
         "task_name": preference.task_name,
     }
-    return row if preference.margin is None else row | {"margin": preference.margin}
+    return row if preference.strength is None else row | {"strength": preference.strength}
 
 
 def parse_json_list(value: Any, field: str, where: str | None) -> Any:
@@ -254,25 +279,51 @@ def parse_json_list(value: Any, field: str, where: str | None) -> Any:
 
 
 def _rank(rank: Any, field: str, where: str | None) -> int:
-    if isinstance(rank, bool) or not isinstance(rank, int | float) or not abs(rank) <= 2**31 or rank != int(rank):
+    if isinstance(rank, bool) or not isinstance(rank, int | float) or not 0 <= rank <= 2**31 or rank != int(rank):
         need = "0, 1, ..., where a lower rank is better; or a score for each completion (or a list scores) and no ranks"
-        summary = "a completion has no rank and no score" if rank is None else "a rank is not a whole number"
+        summary = "a completion has no rank and no score" if rank is None else "a rank is not a whole number from 0"
         raise DataError(summary, where=where, field=field, got=rank, need=need)
     return int(rank)
 
 
 def _score_of(about: Mapping[str, Any], field: str, where: str | None) -> float | None:
     key = next((key for key in _SCORE_KEYS if about.get(key) is not None), None)
-    return None if key is None else _number(about[key], f"{field}.{key}", where)
+    return None if key is None else _graded(about[key], f"{field}.{key}", where)
 
 
 def _preference(
     values: Mapping[str, Any], where: str | None, context: Messages, completions: Iterable[Completion], task_name: str
 ) -> Preference:
-    """With the row's own margin and task name, if it has them."""
+    """With the row's own strength and task name, if it has them."""
     name = values.get("task_name")
     task_name = name if isinstance(name, str) and name else task_name
-    return Preference(context, tuple(completions), task_name, _number(values.get("margin"), "margin", where))
+    key = next((key for key in _STRENGTH_KEYS if values.get(key) is not None), "margin")
+    return Preference(context, tuple(completions), task_name, _graded(values.get(key), key, where))
+
+
+def grades_of(
+    about: Mapping[str, Any], attributes: Sequence[str], where: str | None, prefix: str = ""
+) -> dict[str, float]:
+    """The grades that a completion has beside its score; null and NaN are none. Raises `DataError` for other things
+    that are no number; `prefix` comes before the key there."""
+    known = _without_nan(about)
+    found = {name: _number(known.get(name), f"{prefix}{name}", where) for name in attributes if name != "score"}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if not (isinstance(value, float) and math.isnan(value))}
+
+
+def _graded(value: Any, field: str, where: str | None) -> float | None:
+    """A number, of a `probability` its log-odds."""
+    number = _number(value, field, where)
+    if number is None or not field.endswith("probability"):
+        return number
+    if not 0 <= number <= 1:
+        raise DataError("this is no probability", where=where, field=field, got=value, need="a number from 0 to 1")
+    number = min(max(number, _SURE), 1 - _SURE)
+    return math.log(number / (1 - number))
 
 
 def _number(value: Any, field: str, where: str | None) -> float | None:
@@ -331,8 +382,8 @@ def from_binary_row(
 def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str = "preference") -> Preference:
     """A row of a prompt, two responses and a preference from -3 (the first is much better) to 3.
 
-    0 is a tie: both completions have rank 0. The better one comes first. The keys are those of nvidia/HelpSteer3, or
-    those of nvidia/HelpSteer2's preferences. Source: their cards.
+    0 is a tie: both completions have rank 0. The better one comes first; the strength is 1, 2 or 3. The keys are those
+    of nvidia/HelpSteer3, or those of nvidia/HelpSteer2's preferences. Source: their cards.
     """
     keys = _HELPSTEER2_KEYS if _HELPSTEER2_KEYS[1] in values else _HELPSTEER3_KEYS
     need = f"a row of {', '.join(keys)}; or another format, as {_RECOGNISED}"
@@ -345,7 +396,8 @@ def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str
         raise DataError("a grade is not valid", where=where, field=keys[3], got=raw, need=need)
     better, worse = (second, first) if grade in (1, 2, 3) else (first, second)
     completions = (Completion(0, better), Completion(int(grade != 0), worse))
-    return _preference({"task_name": values.get("task_name")}, where, context, completions, task_name)
+    about = {"task_name": values.get("task_name"), "strength": abs(grade) if grade else None}
+    return _preference(about, where, context, completions, task_name)
 
 
 def turns_of(prompt: Any) -> Any:

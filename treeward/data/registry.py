@@ -32,7 +32,7 @@ from typing import Any, ClassVar, TypeVar
 
 from treeward.config.data import SetConfig
 from treeward.data.preference import Message, last_text
-from treeward.data.sources import Row, fingerprint, read_rows
+from treeward.data.sources import Broken, Row, fingerprint, raised, read_rows
 from treeward.errors import ConfigError, DataError, nearest_name
 from treeward.user_code import import_object
 
@@ -123,12 +123,14 @@ class RowSource:
     """What every dataset of rows has: the rows of a file, a folder or a hub dataset, as a config names them.
 
     A subclass may bring its own data: `hub_path` is read where the config has no `data_path`. `name` is for messages:
-    the path and split. `files` complete its prompts.
+    the path and split. `files` complete its prompts. `broken` receives the error of a row that is wrong; it is raised,
+    unless something else is put there.
     """
 
     hub_path: ClassVar[str | None] = None
     hub_subset: ClassVar[str | None] = None
     hub_split: ClassVar[str | None] = "train"
+    broken: Broken = staticmethod(raised)
 
     def __init__(self, config: SetConfig) -> None:
         self.config: Any = config
@@ -151,7 +153,7 @@ class RowSource:
 
     def rows(self) -> Iterator[Row]:
         """The rows, from the beginning."""
-        return read_rows(self.path, split=self.split, subset=self.subset)
+        return read_rows(self.path, split=self.split, subset=self.subset, broken=self.broken)
 
     def content(self) -> str:
         """Changes when the rows do."""

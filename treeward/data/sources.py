@@ -28,7 +28,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,18 @@ class Row:
     where: str
 
 
-def read_rows(path: str, *, split: str | None = None, subset: str | None = None) -> Iterator[Row]:
+def raised(error: DataError) -> None:
+    """Raise it: what becomes of a row that is wrong where nobody asks for anything else."""
+    raise error
+
+
+Broken = Callable[[DataError], object]
+"""Receives the error of a row that is wrong; unless it raises, reading goes on with the next row."""
+
+
+def read_rows(
+    path: str, *, split: str | None = None, subset: str | None = None, broken: Broken = raised
+) -> Iterator[Row]:
     """The rows of a file, a folder, a glob, a saved dataset or a hub dataset (`org/name`), in order.
 
     A file is a single split: `split` may be None, "train" (what `datasets` calls any lone file) or a part of its name,
@@ -57,28 +68,29 @@ def read_rows(path: str, *, split: str | None = None, subset: str | None = None)
     hub dataset. The path is looked up at once, the rows are read as they are asked for.
 
     Raises `DataError` naming the file and line for a missing or empty file, an ambiguous or unknown split, text that
-    is not UTF-8, malformed JSON, CSV or Arrow data, a truncated gzip, and rows that are not objects.
+    is not UTF-8, malformed JSON, CSV or Arrow data, a truncated gzip, and rows that are not objects. Where one line or
+    row alone is wrong, `broken` receives the error.
     """
     files, table, label = _locate(path, split, subset)
     if twice := [file for file in files if f"{file}.gz" in files]:
         got, fix = f"{twice[0]} and {twice[0]}.gz", "remove one of them, or choose with a pattern"
         raise DataError("a file is there twice", where=twice[0], got=got, need="each row once", fix=fix)
     if files:
-        return _at_least_one(itertools.chain.from_iterable(map(read_file, files)), path)
+        return _at_least_one(itertools.chain.from_iterable(read_file(file, broken) for file in files), path)
     # A dataset may have been saved with a torch or numpy format; rows are plain Python values.
     rows = (Row(values, f"{label}:row {i}") for i, values in enumerate(table.with_format(None), 1))
     return _at_least_one(rows, path)
 
 
-def read_file(path: str) -> Iterator[Row]:
+def read_file(path: str, broken: Broken = raised) -> Iterator[Row]:
     """The rows of one existing file, in order; none if it holds none. Raises `DataError` as `read_rows` does."""
     match file_suffix(path):
         case ".jsonl" | ".ndjson":
-            return read_jsonl_stream(_lines(path), path)
+            return read_jsonl_stream(_lines(path), path, broken)
         case ".json":
-            return _json_rows(path)
+            return _json_rows(path, broken)
         case ".csv" | ".tsv" as suffix:
-            return _csv_rows(path, "excel" if suffix == ".csv" else "excel-tab")
+            return _csv_rows(path, "excel" if suffix == ".csv" else "excel-tab", broken)
         case ".parquet" | ".arrow" | ".feather" as suffix:
             return _arrow_rows(path, is_parquet=suffix == ".parquet")
     need = f"one of {', '.join(KINDS)}; those of text also .gz"
@@ -218,21 +230,31 @@ def _missing(path: str) -> DataError:
 # --- text, line by line ----------------------------------------------------------------------------------------------
 
 
-def read_jsonl_stream(lines: Iterable[bytes | str], name: str) -> Iterator[Row]:
+def read_jsonl_stream(lines: Iterable[bytes | str], name: str, broken: Broken = raised) -> Iterator[Row]:
     """Rows of JSON lines that come from anywhere (a pipe, an open file); `name` stands for the file in `where`.
 
     Blank lines are skipped, a byte order mark is ignored. An empty stream gives no rows.
     """
     for number, line in enumerate(lines, 1):
-        where = f"{name}:{number}"
-        text = (_decode(line, where) if isinstance(line, bytes) else line).removeprefix("\ufeff").strip()
-        if text:
-            try:
-                value = json.loads(text)  # NaN and Infinity become floats, which the formats refuse
-            except (ValueError, RecursionError) as error:  # also a number of thousands of digits, brackets too deep
-                need, fix = "one complete JSON object", "mend or remove the line"
-                raise DataError(f"the line is not JSON: {error}", where=where, got=text, need=need, fix=fix) from error
-            yield _row(value, where)
+        try:
+            row = _jsonl_row(line, f"{name}:{number}")
+        except DataError as error:
+            broken(error)
+            continue
+        if row is not None:
+            yield row
+
+
+def _jsonl_row(line: bytes | str, where: str) -> Row | None:
+    text = (_decode(line, where) if isinstance(line, bytes) else line).removeprefix("\ufeff").strip()
+    if not text:
+        return None
+    try:
+        value = json.loads(text)  # NaN and Infinity become floats, which the formats refuse
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, brackets too deep
+        need, fix = "one complete JSON object", "mend or remove the line"
+        raise DataError(f"the line is not JSON: {error}", where=where, got=text, need=need, fix=fix) from error
+    return _row(value, where)
 
 
 def _lines(path: str) -> Iterator[bytes]:
@@ -261,13 +283,13 @@ def _decode(raw: bytes, where: str) -> str:
         raise DataError("the text is not UTF-8", where=where, got=found, need="UTF-8", fix=fix) from error
 
 
-def _json_rows(path: str) -> Iterator[Row]:
+def _json_rows(path: str, broken: Broken) -> Iterator[Row]:
     text = "".join(_texts(path))
     try:
         value = json.loads(text) if text.strip() else []
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":  # an object per line
-            yield from read_jsonl_stream(_lines(path), path)
+            yield from read_jsonl_stream(_lines(path), path, broken)
             return
         where = f"{path}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else path
         raise DataError(f"the file is not JSON: {error}", where=where, need="a list of objects") from error
@@ -279,7 +301,11 @@ def _json_rows(path: str) -> Iterator[Row]:
         got = f"an object with keys {sorted(value)}" if isinstance(value, dict) else value
         need = 'a list of objects, {"data": [...]}, {"rows": [...]}, or an object per line'
         raise DataError("the file holds no list of rows", where=path, got=got, need=need)
-    yield from (_row(item, f"{path}:row {number}") for number, item in enumerate(value, 1))
+    for number, item in enumerate(value, 1):
+        try:
+            yield _row(item, f"{path}:row {number}")
+        except DataError as error:
+            broken(error)
 
 
 def _row(value: Any, where: str) -> Row:
@@ -289,7 +315,7 @@ def _row(value: Any, where: str) -> Row:
     raise DataError("a row is not an object", where=where, got=value, need='{"key": value, ...}', fix=fix)
 
 
-def _csv_rows(path: str, dialect: str) -> Iterator[Row]:
+def _csv_rows(path: str, dialect: str, broken: Broken) -> Iterator[Row]:
     # The limit of a cell is the process's, and its default is less than one long conversation.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL_CHARACTERS))
     reader = csv.reader(_texts(path), dialect, strict=True)
@@ -305,7 +331,7 @@ def _csv_rows(path: str, dialect: str) -> Iterator[Row]:
                     raise DataError("columns have the same name", where=where, got=", ".join(header), need=need)
             elif cells and len(cells) != len(header):
                 need, fix = f"a cell for each of {', '.join(header)}", "put cells that hold the separator in quotes"
-                raise DataError("the row does not fit the header", where=where, got=cells, need=need, fix=fix)
+                broken(DataError("the row does not fit the header", where=where, got=cells, need=need, fix=fix))
             elif cells:
                 yield Row(dict(zip(header, cells, strict=True)), where)
     except csv.Error as error:

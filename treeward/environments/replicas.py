@@ -1,4 +1,4 @@
-"""`ScoringWorker`: the reward model of an environment, in one process; `ReplicaPool`: several of them, in Ray actors.
+"""`ScoringWorker`: the reward model of an environment, in one process; `ReplicaPool`: replicas of it, in Ray actors.
 
     worker = ScoringWorker(config, "cuda")
     worker.score(conversations)               # one `Score` each; its value is None where there is none
@@ -7,77 +7,107 @@
     pool.score(conversations)                 # the same scores, in order
     pool.shutdown()
 
-Each worker gets one chunk of a step, all of about one size; conversations with a common prompt stay together, so that
-it is computed once. Ray restarts a worker that dies, and repeats its chunk there, `max_retries` times at most; then the
-chunk has no scores.
+A replica is one worker, or with `dtensor_cfg.tensor_parallel_size` a group of them, each with a part of the model and
+all with the same conversations. Each replica gets one chunk of a step, all of about one size; conversations with a
+common prompt stay together, so that it is computed once. Where a worker dies, its replica is started again and the
+chunk is repeated there, `max_retries` times at most; then the chunk has no scores.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import logging
 import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 
+from treeward.config.policy import ShardingConfig
 from treeward.config.reward_environments import RewardModelEnvironmentConfig
-from treeward.environments.actors import start_ray
+from treeward.environments.actors import Places, first_line, free_port, reserve, start_ray
 from treeward.environments.interface import WHERE
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ConfigError, ModelError, TreewardError
 from treeward.model.pretrained import DTYPES
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS
+from treeward.parallel.mesh import make_mesh
+from treeward.parallel.processes import joined
+from treeward.parallel.sharding import shard
+from treeward.parallel.tensor import cut
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Scorer
 
 logger = logging.getLogger(__name__)
 
-_LOAD_RETRIES = 3
-"""Restarts of a worker that dies before its model is loaded."""
+_T = TypeVar("_T")
 
 
 class ScoringWorker:
-    """Loads the model of `config` and scores on `device`, "cpu" or "cuda".
+    """Loads the model of `config` and scores on `device`, "cpu" or "cuda". `rank`: its number in a group.
 
     With `cpu_offload` the weights are on the GPU only during `score`.
     """
 
-    def __init__(self, config: RewardModelEnvironmentConfig, device: str) -> None:
-        self._config, self._device = config, device
+    def __init__(self, config: RewardModelEnvironmentConfig, device: str, rank: int = 0) -> None:
+        self._config, self._device, self._rank = config, device, rank
         self._offload = config.dtensor_cfg.cpu_offload and device != "cpu"
         self._scorer: Scorer | EnsembleScorer | None = None
+        self._group = contextlib.ExitStack()
 
     @property
     def scorer(self) -> Scorer | EnsembleScorer:
         """The model, loaded at the first call. Raises `ModelError` or `ConfigError` where it cannot be loaded."""
         if self._scorer is None:
-            self._scorer = _load(self._config, "cpu" if self._offload else self._device)
+            is_whole = self._config.dtensor_cfg.tensor_parallel_size == 1
+            self._scorer = _load(self._config, self._device if is_whole and not self._offload else "cpu")
+            if not is_whole:
+                self._divide(self._scorer)
         return self._scorer
 
-    def load(self) -> int:
-        """Load the model, and return the id of this process."""
+    def _divide(self, scorer: Scorer | EnsembleScorer) -> None:
+        """Leave this worker its part of each model: some heads and columns, or of a model that cannot be cut some rows
+        of all weights, which are gathered layer by layer."""
+        cutting, sharding = make_mesh(self._config.dtensor_cfg), make_mesh(ShardingConfig())
+        for member in scorer.members:
+            try:
+                cut(member.model, cutting)
+                member.model.to(self._device)
+            except ConfigError as error:
+                logger.info("The reward model is sharded, and not cut: %s", error.summary)
+                shard(member.model.requires_grad_(False), sharding, dtype=DTYPES[self._config.precision])
+
+    def address(self) -> str:
+        """Where a group can meet in this process: `host:port`."""
+        return f"{start_ray().util.get_node_ip_address()}:{free_port()}"
+
+    def load(self, address: str | None = None) -> int:
+        """Load the model, and return the id of this process. `address`: that of the first worker of a group."""
+        if address is not None:
+            size, (host, _, port) = self._config.dtensor_cfg.tensor_parallel_size, address.rpartition(":")
+            # each worker sees its own GPU alone
+            launched = {"RANK": self._rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "MASTER_ADDR": host}
+            os.environ.update({name: str(value) for name, value in launched.items()}, MASTER_PORT=port)
+            os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of torchrun, where it has started Ray
+            self._group.enter_context(joined())
         _ = self.scorer
         return os.getpid()
 
-    def score(self, conversations: Sequence[Conversation], *, timeout_seconds: float | None = None) -> list[Score]:
-        """Scores in order; a failed conversation has None and the reason in `Score.error`.
-
-        `timeout_seconds`: ends this process after that time, also where the GPU or a library hangs.
-        """
-        self.load()
-        if timeout_seconds is not None:
-            faulthandler.dump_traceback_later(timeout_seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+    def score(self, conversations: Sequence[Conversation]) -> list[Score]:
+        """Scores in order; a failed conversation has None and the reason in `Score.error`."""
+        scorer = self.scorer
+        if not self._offload:
+            return scorer.score(conversations, on_error="mask")
         try:
-            with self._on_device():
-                return self.scorer.score(conversations, on_error="mask")
+            for member in scorer.members:
+                member.model.to(self._device)
+            return scorer.score(conversations, on_error="mask")
         finally:
-            if timeout_seconds is not None:
-                faulthandler.cancel_dump_traceback_later()
+            for member in scorer.members:
+                member.model.to("cpu")
+            torch.cuda.empty_cache()
 
     def shutdown(self) -> None:
         """Free the model."""
@@ -85,113 +115,124 @@ class ScoringWorker:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    @contextlib.contextmanager
-    def _on_device(self) -> Iterator[None]:
-        if not self._offload:
-            yield
-            return
-        try:
-            for member in self.scorer.members:
-                member.model.to(self._device)
-            yield
-        finally:
-            for member in self.scorer.members:
-                member.model.to("cpu")
-            torch.cuda.empty_cache()
-
 
 class ReplicaPool:
-    """Replicas of the model of `config`, each on a GPU or on CPUs.
+    """Replicas of the model of `config`, each on a GPU, on several, or on CPUs.
 
     Raises `ConfigError` where Ray is not installed or the cluster is too small, `ModelError` where a worker does not
     become ready, and the errors of loading the model.
     """
 
     def __init__(self, config: RewardModelEnvironmentConfig) -> None:
-        self._ray = start_ray()
-        self._config = config
-        on_gpu = check_resources(config, self._ray.cluster_resources())
-        actor = self._ray.remote(ScoringWorker).options(
-            num_cpus=config.cpus_per_replica,
-            num_gpus=1 if on_gpu else 0,
-            max_restarts=-1,
-            max_task_retries=_LOAD_RETRIES,
+        size = config.dtensor_cfg.tensor_parallel_size
+        self._places = reserve(
+            count=config.num_workers,
+            cpus=size * config.cpus_per_replica,
+            gpus=size if config.resources.gpus_per_node else 0,
+            what="the reward model",
+            where=WHERE,
+            field="resources num_replicas cpus_per_replica",
+            seconds=config.start_timeout_seconds,
         )
-        self._workers = [actor.remote(config, "cuda" if on_gpu else "cpu") for _ in range(config.num_workers)]
-        self._closed = False
+        self._replicas = [_Replica(config, self._places, number) for number in range(config.num_workers)]
         try:
-            self.process_ids()
-        except BaseException:
+            self._each(_Replica.load)
+            logger.info("%d replicas of the reward model, %d processes each.", config.num_workers, size)
+        except BaseException as error:
             self.shutdown()
-            raise
+            if not isinstance(error, _Death):
+                raise
+            fix = "look into Ray's logs; free memory or processors, raise start_timeout_seconds, or use fewer replicas"
+            raise ModelError("a worker of the reward model does not start", got=str(error), fix=fix) from error
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The process of each worker, on its node."""
+        return [one for replica in self._replicas for one in replica.process_ids]
 
     def score(self, conversations: Sequence[Conversation]) -> list[Score]:
         """Scores in order; a failed conversation has None and the reason in `Score.error`.
 
-        Raises the errors of the model, and `ModelError` where workers cannot be restarted or are shut down.
+        Raises the errors of the model, and `ModelError` after `shutdown`.
         """
-        self.process_ids()  # restarted workers load their model first
-        retries, seconds = self._config.max_retries, self._config.worker_timeout_seconds
-        chunks = plan_chunks(conversations, len(self._workers))
-        running = [
-            worker.score.options(max_task_retries=retries).remote(
-                [conversations[i] for i in chunk], timeout_seconds=seconds
-            )
-            for worker, chunk in zip(self._workers, chunks, strict=False)
-        ]
-        scores: dict[int, Score] = {}
-        for reference, chunk in zip(running, chunks, strict=True):
-            scores |= zip(chunk, self._result(reference, len(chunk)), strict=True)
+        chunks = plan_chunks(conversations, len(self._replicas))
+        found = self._each(_Replica.score, [[conversations[i] for i in chunk] for chunk in chunks])
+        scores = {i: score for chunk, of in zip(chunks, found, strict=True) for i, score in zip(chunk, of, strict=True)}
         return [scores[i] for i in range(len(conversations))]
-
-    def process_ids(self) -> list[int]:
-        """The process of each worker, on its node, once its model is loaded."""
-        self._check_open()
-        errors = self._ray.exceptions
-        seconds = self._config.start_timeout_seconds
-        try:
-            ids: list[int] = self._ray.get([worker.load.remote() for worker in self._workers], timeout=seconds)
-        except errors.RayTaskError as error:
-            raise error.cause from None
-        except errors.GetTimeoutError:
-            raise ModelError(
-                "a worker of the reward model was not ready in time",
-                got=f"nothing within {seconds:g} seconds; free: {_listed(self._ray.available_resources())}",
-                fix="free resources, lower the number of replicas, or raise start_timeout_seconds",
-            ) from None
-        except errors.RayError as error:
-            self._check_open()
-            raise ModelError(
-                "a worker of the reward model dies while it loads the model",
-                got=str(error).splitlines()[0],
-                fix="look for the reason in Ray's logs; precision: bfloat16 and fewer replicas on a node save memory",
-            ) from error
-        return ids
 
     def shutdown(self) -> None:
         """End the workers; a step in another thread raises. Safe to repeat."""
-        self._closed = True  # first, so that the step knows why its workers are gone
-        if self._ray.is_initialized():
-            for worker in self._workers:
-                self._ray.kill(worker)
-        self._workers = []
+        for replica in self._replicas:
+            replica.close()
+        self._places.free()
 
-    def _result(self, reference: Any, num_conversations: int) -> list[Score]:
-        errors = self._ray.exceptions
-        try:
-            scores: list[Score] = self._ray.get(reference)
-        except errors.RayTaskError as error:
-            raise error.cause from None
-        except errors.RayError as error:
-            self._check_open()
-            attempts = self._config.max_retries + 1
-            reason = f"tried {attempts} times: its worker died: {str(error).splitlines()[0]}"
-            return [Score(None, error=reason)] * num_conversations
-        return scores
+    def _each(self, method: Callable[..., _T], *arguments: Sequence[Any]) -> list[_T]:
+        """What each replica returns, all at once, or as many of them as there are arguments."""
+        with ThreadPoolExecutor(len(self._replicas)) as threads:
+            return list(threads.map(method, self._replicas, *arguments))
 
-    def _check_open(self) -> None:
+
+class _Death(Exception):
+    """A worker of a replica has died, takes too long, or failed as those do whose fellow has died."""
+
+
+class _Replica:
+    """One replica: a worker, or a group of workers that are started, asked and killed together."""
+
+    def __init__(self, config: RewardModelEnvironmentConfig, places: Places, number: int) -> None:
+        self._config, self._places, self._number, self._ray = config, places, number, places.ray
+        self._workers: list[Any] = []
+        self._closed = False
+        self.process_ids: list[int] = []
+
+    def load(self) -> None:
+        """Start the workers where they are not there."""
         if self._closed:
             raise ModelError("the environment was shut down", got="a step", fix="make a new RewardModelEnvironment")
+        if self._workers:
+            return
+        config, on_gpu, seconds = self._config, self._places.on_gpu, self._config.start_timeout_seconds
+        options = {"num_cpus": config.cpus_per_replica, "num_gpus": int(on_gpu), **self._places.options(self._number)}
+        actor = self._ray.remote(ScoringWorker).options(**options)
+        size, device = config.dtensor_cfg.tensor_parallel_size, "cuda" if on_gpu else "cpu"
+        self._workers = [actor.remote(config, device, rank) for rank in range(size)]
+        address = self._all("address", seconds=seconds)[0] if size > 1 else None
+        self.process_ids = self._all("load", address, seconds=seconds)
+
+    def score(self, conversations: Sequence[Conversation]) -> list[Score]:
+        """Scores in order; none with the reason where the workers have died too often."""
+        attempts = self._config.max_retries + 1
+        for _ in range(attempts):
+            try:
+                self.load()
+                scores: list[Score] = self._all("score", conversations, seconds=self._config.worker_timeout_seconds)[0]
+                return scores
+            except _Death as death:
+                reason = f"tried {attempts} times: its worker died: {death}"
+        return [Score(None, error=reason)] * len(conversations)
+
+    def close(self) -> None:
+        """End the workers for good."""
+        self._closed = True  # first, so that a step in another thread starts none
+        self._kill()
+
+    def _kill(self) -> None:
+        workers, self._workers = self._workers, []
+        if self._ray.is_initialized():
+            for worker in workers:
+                self._ray.kill(worker)
+
+    def _all(self, method: str, *arguments: Any, seconds: float | None) -> list[Any]:
+        """What the method of each worker returns. Raises the errors of the model, and `_Death`; the workers are then
+        killed, because one waits for its fellow."""
+        running = [getattr(worker, method).remote(*arguments) for worker in self._workers]
+        try:
+            return list(self._ray.get(running, timeout=seconds))
+        except self._ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", error)
+            is_own = cause is not error and (len(self._workers) == 1 or isinstance(cause, TreewardError))
+            self._kill()
+            raise (cause if is_own else _Death(first_line(cause))) from None
 
 
 def plan_chunks(conversations: Sequence[Conversation], num_workers: int) -> list[list[int]]:
@@ -214,33 +255,6 @@ def plan_chunks(conversations: Sequence[Conversation], num_workers: int) -> list
         chunks[lightest] += prompts[prompt]
         loads[lightest] += sizes[prompt]
     return chunks
-
-
-def check_resources(config: RewardModelEnvironmentConfig, cluster: Mapping[str, float]) -> bool:
-    """Whether each replica has a GPU, given the resources of the Ray cluster.
-
-    Raises `ConfigError` where the cluster can never hold the replicas: Ray would wait for ever.
-    """
-    wants_gpus = config.resources.gpus_per_node > 0
-    on_gpu = wants_gpus and cluster.get("GPU", 0.0) > 0
-    if wants_gpus and not on_gpu:
-        logger.info("The Ray cluster has no GPU: %d replicas of the reward model run on CPUs.", config.num_workers)
-    needed = {"CPU": config.num_workers * config.cpus_per_replica, "GPU": float(config.num_workers * on_gpu)}
-    for name, amount in needed.items():
-        if cluster.get(name, 0.0) < amount:
-            raise ConfigError(
-                f"the Ray cluster has too few {name}s for the reward model",
-                where=WHERE,
-                field="resources" if name == "GPU" else "cpus_per_replica",
-                got=_listed(cluster),
-                need=f"{amount:g} {name}s for {config.num_workers} replicas",
-                fix="ask for fewer replicas (resources, num_replicas), or start Ray with more",
-            )
-    return on_gpu
-
-
-def _listed(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{resources.get(name, 0.0):g} {name}s" for name in ("GPU", "CPU"))
 
 
 def _load(config: RewardModelEnvironmentConfig, device: str) -> Scorer | EnsembleScorer:

@@ -206,7 +206,7 @@ def _shaper(config: RewardModelEnvironmentConfig) -> Shaper | None:
 
 
 def _needs_ray(config: RewardModelEnvironmentConfig) -> bool:
-    if config.num_workers > 1:
+    if config.needs_ray:
         return True
     if config.resources.gpus_per_node == 0 or torch.cuda.is_available():
         return False
@@ -216,13 +216,15 @@ def _needs_ray(config: RewardModelEnvironmentConfig) -> bool:
         return False
     # In an actor without a GPU of its own torch sees none, though the machine may have some.
     inside = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
-    return inside and ray.cluster_resources().get("GPU", 0) > 0  # type: ignore[no-untyped-call]
+    return inside and ray.cluster_resources().get("GPU", 0) > 0
 
 
 def _worker_here(config: RewardModelEnvironmentConfig) -> ScoringWorker:
-    if config.num_workers > 1:
-        got = f"{config.num_workers} replicas, workers='here'"
-        raise ConfigError("several replicas do not run in one process", where=WHERE, field="num_replicas", got=got)
+    if config.needs_ray:
+        size = config.dtensor_cfg.tensor_parallel_size
+        got = f"{config.num_workers} replicas of {size} processes each, workers='here'"
+        fields = "num_replicas dtensor_cfg.tensor_parallel_size"
+        raise ConfigError("these do not run in one process", where=WHERE, field=fields, got=got)
     on_gpu = config.resources.gpus_per_node > 0 and torch.cuda.is_available()
     worker = ScoringWorker(config, "cuda" if on_gpu else "cpu")
     worker.load()

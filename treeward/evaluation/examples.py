@@ -52,7 +52,8 @@ class EvalExample:
 class ScoredExample:
     """An example with a score for each completion, None where there is none and `errors` says why.
 
-    `lengths`: characters of each completion's last message. `num_tokens`: of each scored conversation.
+    `lengths`: characters of each completion's last message. `num_tokens`: of each scored conversation. `heads`: the
+    values of the model's heads by name, for each completion, where the example has grades of such names.
     """
 
     example: EvalExample
@@ -60,6 +61,7 @@ class ScoredExample:
     lengths: tuple[int, ...]
     num_tokens: tuple[int, ...]
     errors: tuple[str | None, ...] = ()
+    heads: tuple[Mapping[str, float], ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -102,7 +104,7 @@ def mostly_failed(scored: Sequence[ScoredExample]) -> bool:
 def to_row(scored: ScoredExample) -> dict[str, Any]:
     """A row of `examples.jsonl`; `margin` and `outcome` are for whoever reads the file."""
     row = {"id": scored.example.id, "outcome": scored.outcome, "margin": scored.margin}
-    row |= {name: getattr(scored, name) for name in _OF_SCORES}
+    row |= {name: getattr(scored, name) for name in _OF_SCORES} | ({"heads": scored.heads} if scored.heads else {})
     return row | {name: getattr(scored.example, name) for name in _OF_EXAMPLE}
 
 
@@ -112,7 +114,7 @@ def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
         own: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
         own["completions"] = tuple(map(tuple, row["completions"]))
         example = EvalExample(**{name: own[name] for name in _OF_EXAMPLE})
-        return ScoredExample(example, **{name: own[name] for name in _OF_SCORES})
+        return ScoredExample(example, heads=own.get("heads", ()), **{name: own[name] for name in _OF_SCORES})
     except (KeyError, TypeError) as error:
         raise DataError(
             "this is no row of an evaluation's examples",
@@ -123,4 +125,4 @@ def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
 
 
 _OF_EXAMPLE = [one.name for one in fields(EvalExample)]
-_OF_SCORES = [one.name for one in fields(ScoredExample) if one.name != "example"]
+_OF_SCORES = [one.name for one in fields(ScoredExample) if one.name not in ("example", "heads")]

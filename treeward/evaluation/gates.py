@@ -24,7 +24,7 @@ from treeward.evaluation.statistics import by_subset
 
 GATE_METRICS = (
     "length_controlled_accuracy", "accuracy_longer_right", "accuracy_shorter_right", "accuracy_gap",
-    "ece", "brier", "auroc", "kendall_tau", "worst_subset",
+    "ece", "brier", "auroc", "kendall_tau", "group_accuracy", "best_of_k", "worst_subset",
 )  # fmt: skip
 """The names of `gate_metrics`, in order."""
 

@@ -40,7 +40,7 @@ from treeward.evaluation.writing import write_results
 from treeward.resumable import resumable_rows
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.rewarding import RewardScorer
-from treeward.scoring.score import ConversationScorer
+from treeward.scoring.score import ConversationScorer, Score
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import completion_length
 from treeward.storage import write_text
@@ -349,7 +349,15 @@ def _score(scorer: ConversationScorer, examples: Sequence[EvalExample]) -> Itera
             lengths=tuple(completion_length(one, "characters", None) for one in example.conversations),
             num_tokens=tuple(score.num_tokens for score in own),
             errors=tuple(score.error for score in own),
+            heads=_graded_heads(example, own),
         )
+
+
+def _graded_heads(example: EvalExample, scores: Sequence[Score]) -> tuple[dict[str, float], ...]:
+    names = example.suite_data.get("attributes", {})
+    of_heads = [zip(score.head_names, score.heads, strict=False) for score in scores]
+    kept = tuple({name: value for name, value in own if name in names} for own in of_heads)
+    return kept if any(kept) else ()
 
 
 def common_reasons(errors: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -54,8 +54,7 @@ def plain_values(model: RewardModel, sequences: Sequence[TokenIds], pad_token_id
             config.pad_token_id = pad_token_id
         for rows in batches:
             batch = RowBatch.from_groups([rows], pad_token_id=pad_token_id or 0).to(model.device)
-            with model.plain_attention():
-                logits = model.hf(input_ids=batch.tokens_SL, attention_mask=batch.mask_SL, **options).logits
+            logits = model.plain_logits(input_ids=batch.tokens_SL, attention_mask=batch.mask_SL, **options)
             values.append(logits.float().cpu())
     finally:
         hook.remove()
@@ -72,14 +71,16 @@ def choose_layout(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> La
     """
     if head_name(hf) != "score":
         return "encoder"
-    if not getattr(hf, "made_by_treeward", False):
+    if _has_values(hf) and not getattr(hf, "made_by_treeward", False):
         _check_scores(RewardModel(hf, layout="rows"), _probe_sequences(hf))
     return tree_or_rows(hf, requested)
 
 
 def tree_or_rows(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> Layout:
     """`choose_layout` for any decoder."""
-    reason = why_not_tree(hf) if requested == "tree" else None
+    reason = None
+    if requested == "tree":  # without values it is compared when it has some (`check_before_training`)
+        reason = why_not_tree(hf) if _has_values(hf) else _why_not_by_config(hf)
     if reason is not None:
         logger.warning("%s cannot share prefixes (%s): it runs as padded rows.", type(hf).__name__, reason)
     return "rows" if requested == "rows" or reason is not None else "tree"
@@ -88,12 +89,8 @@ def tree_or_rows(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> Lay
 @torch.no_grad()
 def why_not_tree(hf: PreTrainedModel) -> str | None:
     """None if trees are exact for this model, else the reason why not."""
-    config = hf.config.get_text_config()
-    other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
-    if other:
-        return f"it has layers of type {', '.join(sorted(other))}"
-    if getattr(config, "attn_temperature_tuning", False):  # Llama 4, from 8192 tokens on: a probe would not show it
-        return "its attention temperature depends on the place in the row"
+    if (by_config := _why_not_by_config(hf)) is not None:
+        return by_config
     model = WrappedModel(hf, layout="tree")
     sequences = _probe_sequences(hf)
     with model.plain_attention():
@@ -111,6 +108,20 @@ def why_not_tree(hf: PreTrainedModel) -> str | None:
         return reason
 
 
+def _has_values(hf: PreTrainedModel) -> bool:
+    return hf.device.type != "meta"
+
+
+def _why_not_by_config(hf: PreTrainedModel) -> str | None:
+    config = hf.config.get_text_config()
+    other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    if other:
+        return f"it has layers of type {', '.join(sorted(other))}"
+    if getattr(config, "attn_temperature_tuning", False):  # Llama 4, from 8192 tokens on: a probe would not show it
+        return "its attention temperature depends on the place in the row"
+    return None
+
+
 def _why_not_equal(model: WrappedModel, sequences: Sequence[TokenIds], want: Tensor) -> str | None:
     """Why a tree of the sequences does not have these last hidden states at its reads; None if it has."""
     try:
@@ -124,24 +135,27 @@ def _why_not_equal(model: WrappedModel, sequences: Sequence[TokenIds], want: Ten
     return f"a tree's hidden states differ by {difference:.1e} from plain rows"
 
 
-@torch.no_grad()
 def check_before_training(
     model: RewardModel,
     sequences: Sequence[TokenIds],
     tokenizer: PreTrainedTokenizerBase,
     *,
+    num_heads: int | None = None,
     highest_token: int | None = None,
 ) -> None:
     """Raise `ModelError` where training would go wrong.
 
-    Checked are: the head has one label, is float32, is trained and will be saved; no token of `sequences` (real
-    conversations), nor `highest_token`, is beyond the model's vocabulary; none of them ends with padding; and the
-    scores of the two shortest are those that plain transformers gives for each of them alone.
+    Checked are: the head has `num_heads` labels (None: one, or parts of one score), is float32, is trained and will be
+    saved; no token of `sequences` (real conversations), nor `highest_token`, is beyond the model's vocabulary; none of
+    them ends with padding; and the scores of the two shortest are those that plain transformers gives for each of them
+    alone.
     """
     name = head_name(model.hf)
     layers = [module for module in model.head.modules() if isinstance(module, nn.Linear)]
+    outputs = layers[-1].out_features
     problems = {
-        f"it has {layers[-1].out_features} labels, not one": layers[-1].out_features != 1,
+        f"it has {outputs} labels, not {num_heads or 'one'}": outputs != (num_heads or 1)
+        and (num_heads is not None or not model.score_parts),
         "it is not float32": any(layer.weight.dtype != torch.float32 for layer in layers),
         "it is frozen": not all(layer.weight.requires_grad for layer in layers),
         "it would not be saved": not any(key.startswith(f"{name}.") for key in model.hf.state_dict()),
@@ -167,17 +181,17 @@ def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds]) -> None:
     lie beyond the vocabulary.
     """
     _check_tokens(policy.num_embeddings, prompts)
-    tolerance = 1e-3 if policy.hf.dtype == torch.float32 else 0.05
+    tolerance = 1e-3 if (policy.compute_dtype or policy.hf.dtype) == torch.float32 else 0.05
     for prompt in sorted(prompts, key=len)[:2]:
         start = [int(token) for token in prompt]
         tail = start[-8:]
         sequences = [[*start, *end] for end in (tail, tail[: len(tail) // 2] + tail[::-1], tail[:1])]
         found_SL = policy.log_probs([sequences], [[len(start)] * len(sequences)]).values_SL
         for sequence, found_L in zip(sequences, found_SL, strict=True):
-            ids = torch.tensor([sequence], device=policy.device)
-            with policy.plain_attention():
-                logits_TV = policy.hf(input_ids=ids, use_cache=False).logits[0].float()
-            targets = ids[0, len(start) :, None]
+            rest = -len(sequence) % policy.tensor_size if policy.sequence_parallel else 0
+            ids = torch.tensor([[*sequence, *[0] * rest]], device=policy.device)
+            logits_TV = policy.plain_logits(input_ids=ids, use_cache=False)[0, : len(sequence)].float()
+            targets = ids[0, len(start) : len(sequence), None]
             theirs = logits_TV[len(start) - 1 : -1].log_softmax(-1).gather(-1, targets)[:, 0]
             own = found_L[: len(theirs)]
             if not float((own - theirs).abs().mean()) <= tolerance:
@@ -229,9 +243,12 @@ def _check_last_tokens(model: RewardModel, sequences: Sequence[TokenIds], tokeni
 
 @torch.no_grad()
 def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
+    if model.sequence_parallel:  # of plain rows each process has an equal part
+        sequences = [one[: len(one) // model.tensor_size * model.tensor_size] for one in sequences]
     ours, theirs = model.heads(model.make_batch([sequences])).cpu(), plain_values(model, sequences)
     # Not relative to the scores, which may be close to zero.
-    tolerance = max(1e-3, _TOLERANCE.get(model.hf.dtype, 5e-2)) * max(1.0, float(theirs.nan_to_num().abs().max()))
+    dtype = model.compute_dtype or model.hf.dtype
+    tolerance = max(1e-3, _TOLERANCE.get(dtype, 5e-2)) * max(1.0, float(theirs.nan_to_num().abs().max()))
     for own, plain in zip(ours, theirs, strict=True):
         if not torch.allclose(own, plain, rtol=0, atol=tolerance, equal_nan=True):
             raise _not_plain(model, "score", own.tolist(), plain.tolist())

@@ -10,6 +10,10 @@ time and turns them into their own gradient in place:
 
 The product is of the weights' dtype, the softmax float32; the gradient of the weights is added up in float32.
 
+The vocabulary may be shared out over processes (`VocabularyShard`), each with the logits of its tokens: they tell each
+other three numbers a token, the normaliser, the target's log-probability and the entropy, and add up the gradients of
+the hidden states.
+
 Shapes: N predicted tokens, D hidden size, V vocabulary, C tokens of a chunk.
 """
 
@@ -20,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.autograd.function import once_differentiable
 
 
@@ -34,15 +38,40 @@ def linear_log_probs(
     scale: float = 1.0,
     temperature: float = 1.0,
     entropies: bool = False,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax((hidden weight^T + bias) * scale / temperature) at the targets, float32 (N,), with gradients.
 
     And the entropies of those distributions, without gradients, where they are asked for. There is no second
-    derivative.
+    derivative. `shard`: weight and bias are this process's rows; hidden states and targets are those of all.
     """
-    settings = _Settings(chunk_tokens, scale, temperature, entropies)
+    settings = _Settings(chunk_tokens, scale, temperature, entropies, shard)
     values_N, entropies_N = _LinearLogProbs.apply(hidden_ND, weight_VD, bias_V, targets_N, settings)  # type: ignore[no-untyped-call]
     return values_N, entropies_N if entropies else None
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """This process has the rows of the tokens from `first` on; the processes of `group` have one part each."""
+
+    first: int
+    group: distributed.ProcessGroup
+
+    def merged(
+        self, values_N: Tensor, norms_N: Tensor, entropies_N: Tensor, is_here_N: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Values, normalisers and entropies of the whole vocabulary, of those of each part: a part r with normaliser
+        l_r has the probability w_r = exp(l_r - l), and the entropy is sum w_r (h_r - log w_r)."""
+        own = torch.stack([(values_N + norms_N).masked_fill(~is_here_N, -torch.inf), norms_N])
+        own = torch.cat([own, entropies_N[None]]) if len(entropies_N) else own
+        parts = own.new_empty(self.group.size(), *own.shape)
+        distributed.all_gather(list(parts), own, group=self.group)
+        targets_RN, norms_RN, *entropies = parts.unbind(dim=1)
+        norms_N = norms_RN.logsumexp(dim=0)
+        if entropies:
+            log_w_RN = norms_RN - norms_N
+            entropies_N = (log_w_RN.exp() * (entropies[0] - log_w_RN)).sum(dim=0)
+        return targets_RN.amax(dim=0) - norms_N, norms_N, entropies_N
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +80,7 @@ class _Settings:
     scale: float
     temperature: float
     entropies: bool
+    shard: VocabularyShard | None
 
 
 def _logits(
@@ -86,6 +116,11 @@ class _LinearLogProbs(torch.autograd.Function):
         norms_N = torch.empty_like(values_N)
         entropies_N = torch.empty_like(values_N) if settings.entropies else values_N.new_empty(0)
         log_probs = values_N.new_empty(min(settings.chunk_tokens, len(hidden)), len(weight))
+        is_here_N = None
+        if settings.shard is not None:
+            places_N = targets_N - settings.shard.first
+            targets_N = places_N.clamp(0, len(weight) - 1)
+            is_here_N = targets_N == places_N
         for chunk, logits_CV in _logits(hidden, weight, bias, settings):
             log_probs_CV, at_C1 = log_probs[: len(logits_CV)], targets_N[chunk, None]
             targets_C1 = logits_CV.gather(1, at_C1)
@@ -95,7 +130,10 @@ class _LinearLogProbs(torch.autograd.Function):
             if settings.entropies:
                 probs_CV = torch.exp(log_probs_CV, out=logits_CV)
                 entropies_N[chunk] = -torch.linalg.vecdot(probs_CV, log_probs_CV)
-        ctx.save_for_backward(hidden, weight, bias, targets_N, norms_N)
+        if settings.shard is not None:
+            assert is_here_N is not None
+            values_N, norms_N, entropies_N = settings.shard.merged(values_N, norms_N, entropies_N, is_here_N)
+        ctx.save_for_backward(hidden, weight, bias, targets_N, is_here_N, norms_N)
         ctx.settings, ctx.hidden_dtype = settings, hidden_ND.dtype
         ctx.mark_non_differentiable(entropies_N)
         return values_N, entropies_N
@@ -108,17 +146,18 @@ class _LinearLogProbs(torch.autograd.Function):
 
 def _gradients(ctx: Any, grad_values_N: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Of hidden states, weight and bias; None where none is asked for."""
-    hidden, weight, bias, targets_N, norms_N = ctx.saved_tensors
+    hidden, weight, bias, targets_N, is_here_N, norms_N = ctx.saved_tensors
     needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     settings = ctx.settings
     grad_N = grad_values_N * (settings.scale / settings.temperature)
+    picked_N = grad_N if is_here_N is None else grad_N.masked_fill(~is_here_N, 0.0)
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
     grad_bias = weight.new_zeros(len(weight), dtype=torch.float32) if needs_bias else None
     for chunk, logits_CV in _logits(hidden, weight, bias, settings):
         grad_C1 = grad_N[chunk, None]
         grad_CV = logits_CV.sub_(norms_N[chunk, None]).exp_().mul_(-grad_C1)
-        grad_CV.scatter_add_(1, targets_N[chunk, None], grad_C1)
+        grad_CV.scatter_add_(1, targets_N[chunk, None], picked_N[chunk, None])
         if grad_bias is not None:
             grad_bias += grad_CV.sum(dim=0)
         grad_CV = grad_CV.to(weight.dtype)
@@ -130,4 +169,6 @@ def _gradients(ctx: Any, grad_values_N: Tensor) -> tuple[Tensor | None, Tensor |
             grad_weight.addmm_(grad_CV.T, hidden[chunk])
         else:
             grad_weight += grad_CV.T @ hidden[chunk]
+    if grad_hidden is not None and settings.shard is not None:
+        distributed.all_reduce(grad_hidden, group=settings.shard.group)
     return None if grad_hidden is None else grad_hidden.to(ctx.hidden_dtype), grad_weight, grad_bias

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -24,6 +25,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -32,9 +34,12 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from treeward.errors import ModelError
 from treeward.model.checks import choose_layout, tree_or_rows
+from treeward.model.filling import fill, without_weights
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
 from treeward.model.pretrained import bare_model, check_fields, load_tokenizer, load_weights, read_config
+from treeward.model.published import Adapter, end_template, find
 from treeward.model.reward_model import RewardModel, head_name
+from treeward.model.shards import put
 from treeward.model.wrapped import WrappedModel
 
 logger = logging.getLogger(__name__)
@@ -64,49 +69,96 @@ def load_reward_model(
     head_seed: int | None = None,
     head_std: float | None = None,
     several_heads: bool = False,
+    labels: Sequence[str] = (),
     load_in_4bit: bool = False,
     trust_remote_code: bool = False,
+    on_meta: bool = False,
 ) -> Loaded[RewardModel]:
     """Load a checkpoint from a folder or the hub.
 
     `dtype`: of the backbone's weights; the head's are float32 always. `attention`: "tree" (falls back to rows, and says
     so, where the model cannot share a prefix) or "rows". `head_seed`: allows a checkpoint without a one-label head and
-    determines the new one; None demands a trained head. `several_heads`: a classifier may have any number of labels
-    instead of one. `load_in_4bit`: the backbone's linear layers as nf4, for adapters. Raises `ModelError` for a missing
-    or unusable checkpoint.
+    determines the new one; None demands a trained head, as published models (`published.py`) always do.
+    `several_heads`: a classifier may have any number of labels instead of one; `labels`: their names, one for each
+    head. `load_in_4bit`: the backbone's linear layers as nf4, for adapters. `on_meta`: a float32 model without weights,
+    to be cast and sharded before its `fill` reads them; its layout follows from its configuration. Raises `ModelError`
+    for a missing or unusable checkpoint.
     """
     config = read_config(str(name), trust_remote_code)
+    published = find(config.to_dict(), config.name_or_path)
     is_classifier = any("SequenceClassification" in text for text in config.architectures or ())
-    if not (several_heads and is_classifier):
+    if published is None and labels:
+        config.id2label, config.label2id = _named(labels)
+    elif published is None and not (several_heads and is_classifier):
         config.num_labels = 1  # a causal LM says nothing of labels, and would be given two
     tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
-    model_class = _classifier_class(config, trust_remote_code)
+    model_class = classifier_class(config, trust_remote_code)
+    if published is not None:
+        logger.info("Read as a published reward model: %s.", published.source)
+        model_class, head_seed = published.reader(config, model_class), None
+        end_template(tokenizer, config.to_dict(), str(name))
+    if on_meta:
+        settings: dict[str, Any] = {"dtype": dtype, "head_seed": head_seed, "head_std": head_std}
+        settings |= {"several_heads": several_heads, "labels": labels}
+        settings |= {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
+        return _to_be_filled(str(name), without_weights(model_class, config), attention, settings, published)
+    is_token = published is not None and published.tokens is not None
     # Other missing weights (the pooler of an encoder) are drawn from the seed, like the head.
     with _head_kept_in_float32(model_class), torch.random.fork_rng(devices=[]):
         torch.manual_seed(head_seed or 0)
         hf, new_head = load_weights(
-            *(model_class, str(name)),
+            *(AutoModelForCausalLM if is_token else model_class, str(name)),
             config=config,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             load_in_4bit=load_in_4bit,
         )
+    if published is not None and is_token:
+        hf = published.of_tokens(model_class, config, hf, tokenizer)
     for name_of_child, child in hf.named_children():
         if name_of_child != head_name(hf) and any(kept in name_of_child for kept in _HEADS):
             child.to(dtype)  # transformers matches parts of names: pre_classifier as well
     if new_head and head_seed is None:
+        architecture = ", ".join(config.architectures or ["an unknown architecture"])
+        lost = new_head if published is None else [published.stored_name(config, one) for one in new_head]
         raise ModelError(
             "this checkpoint has no reward head: its scores would be random",
             where=str(name),
-            got=", ".join(config.architectures or ["an unknown architecture"]),
-            fix=f"train one: treeward train --config FILE policy.model_name={name}",
+            got=f"{architecture}, without {', '.join(lost[:3])}",
+            fix=f"train one: treeward train --config FILE policy.model_name={name}" if published is None else None,
         )
     if new_head:
         initialise_head(hf, seed=head_seed or 0, std=head_std)
+    if published is not None:
+        published.settle(hf)
     num_known_tokens = RewardModel(hf).num_embeddings
     model = _ready(hf, tokenizer, attention, device)
     model.num_known_tokens = num_known_tokens
     return Loaded(model, tokenizer)
+
+
+def _to_be_filled(
+    name: str,
+    hf: PreTrainedModel,
+    attention: Literal["tree", "rows"],
+    settings: dict[str, Any],
+    published: Adapter | None,
+) -> Loaded[RewardModel]:
+    """A reward model on the meta device. `settings`: how one process would load it."""
+    num_known_tokens = RewardModel(hf).num_embeddings
+    model = _ready(hf, settings["tokenizer"], attention, "meta")
+    model.num_known_tokens = num_known_tokens
+    seed = settings["head_seed"]
+
+    def fill_all() -> None:
+        whole = partial(load_reward_model, name, attention="rows", **settings)
+        if fill(model, name, lambda: whole().model.hf, new_head=seed is not None):
+            initialise_head(model.hf, seed=seed, std=settings["head_std"])
+        if published is not None:
+            published.settle(model.hf)
+
+    model.unfilled.append(fill_all)
+    return Loaded(model, settings["tokenizer"])
 
 
 def build_reward_model(
@@ -117,19 +169,27 @@ def build_reward_model(
     attention: Literal["tree", "rows"] = "tree",
     device: torch.device | str = "cpu",
     head_std: float | None = None,
+    labels: Sequence[str] = (),
 ) -> Loaded[RewardModel]:
     """A model with random weights from a bare configuration (`model_type` and its fields), for small experiments.
 
-    The vocabulary size and special tokens are the tokenizer's. Raises `ConfigError` for an unknown model type or field.
+    The vocabulary size and special tokens are the tokenizer's; `labels` name the heads. Raises `ConfigError` for an
+    unknown model type or field.
     """
 
     def make(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-        hf: PreTrainedModel = _classifier_class(config, False)._from_config(config, **options)
+        hf: PreTrainedModel = classifier_class(config, False)._from_config(config, **options)
         return hf
 
-    hf = bare_model(make, model_config, tokenizer, seed=seed, num_labels=1)
+    names, places = _named(labels or ("LABEL_0",))
+    hf = bare_model(make, model_config, tokenizer, seed=seed, id2label=names, label2id=places)
     initialise_head(hf, seed=seed, std=head_std)
     return Loaded(_ready(hf, tokenizer, attention, device), tokenizer)
+
+
+def _named(labels: Sequence[str]) -> tuple[dict[int, str], dict[str, int]]:
+    """`id2label` and `label2id` of a configuration."""
+    return dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
 
 
 def _ready(
@@ -154,13 +214,14 @@ def load_policy(
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     load_in_4bit: bool = False,
     trust_remote_code: bool = False,
+    on_meta: bool = False,
 ) -> Loaded[PolicyModel]:
     """Load a causal language model from a folder or the hub.
 
     `dtype`: of the weights. `attention`: "tree" (falls back to rows, and says so, where the model cannot share a
     prefix) or "rows". `config_overrides`: fields of its configuration that are set to other values. `chunk_tokens`:
     predicted tokens whose logits are in memory at a time. `load_in_4bit`: linear layers but the head as nf4, for
-    adapters. Raises `ModelError` for a missing or unusable checkpoint.
+    adapters. `on_meta`: as `load_reward_model` has it. Raises `ModelError` for a missing or unusable checkpoint.
     """
     config = read_config(str(name), trust_remote_code)
     if any("SequenceClassification" in text for text in config.architectures or ()):
@@ -173,6 +234,15 @@ def load_policy(
     for field, value in (config_overrides or {}).items():
         setattr(config, field, value)
     tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
+    if on_meta:
+        hf = without_weights(AutoModelForCausalLM, config, trust_remote_code=trust_remote_code)
+        with contextlib.suppress(OSError):
+            hf.generation_config = GenerationConfig.from_pretrained(str(name))
+        loaded = _policy(hf, tokenizer, str(name), attention, "meta", chunk_tokens)
+        settings: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
+        whole = partial(load_weights, AutoModelForCausalLM, str(name), **settings)
+        loaded.model.unfilled.append(partial(fill, loaded.model, str(name), lambda: whole()[0], new_head=False))
+        return loaded
     hf, _ = load_weights(
         *(AutoModelForCausalLM, str(name)),
         config=config,
@@ -231,8 +301,9 @@ def initialise_head(hf: PreTrainedModel, *, seed: int, std: float | None = None)
             deviation = (module.in_features + 1) ** -0.5 if std is None else std
             weight = torch.randn(module.weight.shape, generator=generator, dtype=torch.float32) * deviation
             with torch.no_grad():
-                module.float()
-                module.weight.copy_(weight)
+                if module.weight.dtype != torch.float32:
+                    module.float()
+                put(module.weight, weight)
                 if module.bias is not None:
                     module.bias.zero_()
 
@@ -250,9 +321,11 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
         spare = [t for t in ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]") if t in vocabulary]
         tokenizer.add_special_tokens({"pad_token": next((t for t in spare if vocabulary[t] not in ends), PAD_TOKEN)})
     if len(tokenizer) > RewardModel(hf).num_embeddings:
-        with torch.random.fork_rng(devices=[]):  # the new row is never scored, but exports should not differ in it
-            torch.manual_seed(0)
+        known = RewardModel(hf).num_embeddings
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
             hf.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+            grown: Any = hf.get_input_embeddings()
+            grown.weight[known:] = 0  # it is never scored, but exports should not differ in it
     for config in (hf.config, hf.config.get_text_config()):
         config.pad_token_id = tokenizer.pad_token_id
     embeddings = hf.get_input_embeddings()
@@ -262,7 +335,7 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
         embeddings.padding_idx = tokenizer.pad_token_id
 
 
-def _classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
+def classifier_class(config: PreTrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
     """The family's sequence classifier. About half of the causal LMs have none; treeward makes theirs."""
     mapping: Any = AutoModelForSequenceClassification._model_mapping
     if type(config) in mapping and not config.is_encoder_decoder:

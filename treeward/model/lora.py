@@ -18,8 +18,9 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from treeward.config.policy import LoraConfig
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
+from treeward.model.shards import put, whole
 from treeward.model.wrapped import WrappedModel
+from treeward.parallel import processes
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +79,13 @@ def add_adapters(model: WrappedModel, config: LoraConfig, *, seed: int) -> None:
     _settings(model).modules_to_save = _trained_whole(model) or None  # not before: peft would keep a copy of them
     for weight in _whole_weights(model).values():
         weight.requires_grad_(True)
-    _draw(model, config, seed)
+    for layer in _adapted_layers(model).values():
+        for part in (layer.lora_A, layer.lora_B):
+            part.to(torch.float32)  # peft gives them the dtype of the layer
+    if model.unfilled:
+        model.unfilled.append(partial(_draw, model, config, seed))
+    else:
+        _draw(model, config, seed)
     count = sum(weight.numel() for weight in _matrices(model).values())
     names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
     logger.info(
@@ -131,11 +141,15 @@ def _matrices(model: WrappedModel) -> dict[str, Tensor]:
 
 
 def save_adapters(model: WrappedModel, folder: Path) -> None:
-    """Write what is trained, as peft does; the caller makes it atomic."""
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {name: weight.detach().cpu().contiguous() for name, weight in adapter_state(model).items()}
-    save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
-    _settings(model).save_pretrained(folder)
+    """Write what is trained, as peft does; the caller makes it atomic. Every process of a run calls it."""
+    state = {name: whole(weight.detach()).cpu().contiguous() for name, weight in adapter_state(model).items()}
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
+        _settings(model).save_pretrained(folder)
+
+    processes.on_main(write)
 
 
 @torch.no_grad()
@@ -156,36 +170,69 @@ def load_adapters(model: WrappedModel, folder: Path) -> None:
         summary, fix = "the saved adapters are not those of this model", f"set {_WHERE} as it was when they were saved"
         of_saved, own_one = str(got.get(other[0])), str(need.get(other[0]))
         raise CheckpointError(summary, where=str(folder), field=other[0], got=of_saved, need=own_one, fix=fix)
-    for name, weight in own.items():
-        weight.copy_(saved[name])
+
+    def read() -> None:
+        for name, weight in adapter_state(model).items():  # anew: they may have been sharded since
+            put(weight, saved[name])
+
+    if model.unfilled:
+        model.unfilled.append(read)
+    else:
+        read()
 
 
 @torch.no_grad()
-def plain_state(model: WrappedModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def plain_state(
+    model: WrappedModel,
+    dtype: torch.dtype | None = None,
+    *,
+    float32: str | None = None,
+    wanted: Callable[[str], bool] = lambda name: True,
+    copied: bool = False,
+) -> dict[str, Tensor]:
     """The state of the plain model that computes what `model` does, on the CPU; with or without adapters.
 
     Adapted weights are merged in float32, those of four bits are what these stand for, and both are new tensors; others
-    may be the model's own. What is tied is one tensor. `dtype`: of floating-point weights; None for their own.
+    may be the model's own, unless they are `copied`. What is tied is one tensor. `dtype`: of floating-point weights;
+    None for their own. `float32`: a module whose weights are float32. `wanted`: which names this process needs of a
+    sharded model; every process calls it, and has one whole tensor beside those at a time.
     """
+    state: dict[str, Tensor] = {}
+    copies: dict[int, Tensor | None] = {}
+    for name, weight, plain in plain_weights(model):
+        if id(weight) not in copies:
+            made = whole(plain(torch.float32 if name.split(".")[0] == float32 else dtype))
+            copies[id(weight)] = made.to("cpu", copy=copied and made.device.type == "cpu") if wanted(name) else None
+        held = copies[id(weight)]
+        if held is not None:
+            state[name] = held
+    return state
+
+
+def plain_weights(model: WrappedModel) -> Iterator[tuple[str, Tensor, Callable[[torch.dtype | None], Tensor]]]:
+    """Each weight and buffer by its name in the plain model, as it is, and what makes the plain one of it, in a dtype:
+    merged, and none of four bits."""
     layers, matrices = _adapted_layers(model), {id(weight) for weight in _matrices(model).values()}
     quantized = {name: module for name, module in model.hf.named_modules() if is_quantized(module)}
-    state: dict[str, Tensor] = {}
-    copies: dict[int, Tensor] = {}
     for name, weight in model.hf.state_dict(keep_vars=True).items():
         if id(weight) in matrices or name.rpartition(".weight.")[0] in quantized:  # which are codes and scales
             continue
         owner, _, part = name.rpartition(".base_layer.")
-        layer, of_four_bits = layers.get(owner), quantized.get(name.removesuffix(".weight"))
-        if id(weight) not in copies:
-            plain = weight.detach() if of_four_bits is None else _dequantized(of_four_bits)
-            own_dtype = plain.dtype
-            if layer is not None and part == "weight":
-                plain = plain + layer.get_delta_weight(_NAME)
-            if of_four_bits is not None and issubclass(of_four_bits.source_cls, Conv1D):
-                plain = plain.T.contiguous()  # bitsandbytes has turned it
-            copies[id(weight)] = plain.to("cpu", (dtype or own_dtype) if plain.is_floating_point() else None)
-        state[name if layer is None else f"{owner}.{part}"] = copies[id(weight)]
-    return state
+        layer = layers.get(owner)
+        merged = layer if part == "weight" else None
+        plain = partial(_plain, weight, merged, quantized.get(name.removesuffix(".weight")))
+        yield name if layer is None else f"{owner}.{part}", weight, plain
+
+
+def _plain(weight: Tensor, layer: Any, of_four_bits: Any, dtype: torch.dtype | None) -> Tensor:
+    plain = weight.detach() if of_four_bits is None else _dequantized(of_four_bits)
+    own_dtype = plain.dtype
+    if layer is not None:
+        delta = layer.get_delta_weight(_NAME)
+        plain = plain + (delta if isinstance(plain, DTensor) else whole(delta))  # four bits are whole on each process
+    if of_four_bits is not None and issubclass(of_four_bits.source_cls, Conv1D):
+        plain = plain.T.contiguous()  # bitsandbytes has turned it
+    return plain.to(dtype or own_dtype) if plain.is_floating_point() else plain
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -306,15 +353,13 @@ def _draw(model: WrappedModel, config: LoraConfig, seed: int) -> None:
     """On the CPU and in the order of the layers, so that no device or version of peft changes what a seed draws."""
     generator = torch.Generator().manual_seed(seed)
     for layer in _adapted_layers(model).values():
-        for part in (layer.lora_A, layer.lora_B):
-            part.to(torch.float32)  # peft gives them the dtype of the layer
         first, second = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
         drawn = torch.empty(first.shape)
         if config.lora_A_init == "xavier":
             nn.init.xavier_normal_(drawn, generator=generator)
         else:
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
-        first.copy_(drawn)
+        put(first, drawn)
         second.zero_()
 
 

@@ -14,9 +14,9 @@ Shapes: S sequences, L tokens of the longest completion, N tokens that are predi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -25,10 +25,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from treeward.errors import ModelError
-from treeward.model.linear_log_probs import linear_log_probs
+from treeward.model.linear_log_probs import VocabularyShard, linear_log_probs
 from treeward.model.wrapped import Layout, WrappedModel
 from treeward.tree.batch import TreeBatch, TreeLayout, on_device
 from treeward.tree.token_tree import TokenIds
+
+_T = TypeVar("_T")
 
 DEFAULT_CHUNK_TOKENS = 1024
 """Predicted tokens whose logits are in memory at a time."""
@@ -65,6 +67,8 @@ class PolicyModel(WrappedModel):
     ) -> None:
         super().__init__(hf, layout=layout)
         self.chunk_tokens = chunk_tokens
+        self.vocabulary: VocabularyShard | None = None
+        """What this process has of the head, a DTensor, where tensor parallelism has cut it."""
         _ = self.head  # refused now rather than in the first step
 
     @property
@@ -126,17 +130,20 @@ class PolicyModel(WrappedModel):
         self, hidden_ND: Tensor, targets_N: Tensor, temperature: float, entropies: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The log-probability of each predicted token, float32 (N,), and the entropies."""
-        head = self.head
-        if _is_plain(head) and self._softcap is None:
+        head: Any = self.head
+        shard = self.vocabulary
+        if self._softcap is None and (_is_plain(head) or shard is not None):
+            weight, bias = (one if one is None or shard is None else one.to_local() for one in (head.weight, head.bias))
             return linear_log_probs(
                 hidden_ND,
-                head.weight,
-                head.bias,
+                weight,
+                bias,
                 targets_N,
                 chunk_tokens=self.chunk_tokens,
                 scale=self._logit_scale,
                 temperature=temperature,
                 entropies=entropies,
+                shard=shard,
             )
         values: list[Tensor] = [hidden_ND.new_zeros(0, dtype=torch.float32)]
         found: list[Tensor] = [hidden_ND.new_zeros(0, dtype=torch.float32)]
@@ -163,6 +170,10 @@ class PolicyModel(WrappedModel):
             with torch.no_grad():
                 entropy.append(-torch.linalg.vecdot(log_probs_CV.exp(), log_probs_CV))
         return log_probs_CV.gather(-1, targets_C[:, None])[:, 0]
+
+    def within(self, work: Callable[[], _T]) -> _T:
+        """What `work` returns; it may call the backbone and `logits` by themselves, also of a sharded policy."""
+        return work()
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """As the model's own forward makes them of its last hidden states."""

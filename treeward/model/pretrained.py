@@ -10,6 +10,7 @@ Every failure is a `ModelError` or `ConfigError` with the name that was asked fo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 from treeward.errors import ConfigError, ModelError, nearest_name, nearest_path
 from treeward.model.lora import ADAPTER_CONFIG, is_quantized, merge_adapters, merging_line
+from treeward.model.published import end_template, find
 from treeward.model.reward_model import HEAD_NAMES, head_name
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
         )
     except (OSError, ValueError, *_DAMAGED) as error:
         raise _loading_error(name, "tokenizer", error, fix="name one: policy.tokenizer.name=...") from error
+    with contextlib.suppress(OSError, *_DAMAGED):  # a folder may hold a tokenizer alone
+        end_template(tokenizer, PreTrainedConfig.get_config_dict(name)[0], name)
     for key in ("is_local", "local_files_only"):  # where it was loaded from; a saved tokenizer would hold it
         tokenizer.init_kwargs.pop(key, None)
     return tokenizer
@@ -76,7 +80,14 @@ def read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
             raise error.but(where=f"{base}, the base model of the adapters in {name}") from error
     _look_for(name, "model")
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        fields, _ = PreTrainedConfig.get_config_dict(name)
+        adapter = find(fields, name)
+        config: PreTrainedConfig
+        if adapter is not None and adapter.config is not None:
+            config = adapter.config(fields)
+            config.name_or_path = name
+        else:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, *_DAMAGED) as error:
         raise _loading_error(name, "model", error) from error
     return config
@@ -108,8 +119,8 @@ def load_weights(
     dtype: torch.dtype,
     trust_remote_code: bool,
     load_in_4bit: bool = False,
-) -> tuple[PreTrainedModel, bool]:
-    """A model of transformers' `model_class`, and whether its head is new: the checkpoint has none.
+) -> tuple[PreTrainedModel, list[str]]:
+    """A model of transformers' `model_class`, and the weights of its head that the checkpoint does not have.
 
     `load_in_4bit`: linear layers but the heads as nf4 (QLoRA, Dettmers et al. 2023), which compute in `dtype`.
     Raises `ModelError` for a checkpoint that is missing, damaged or of another shape, or that lacks other weights, and
@@ -138,7 +149,7 @@ def load_weights(
         got = f"{len(broken)} tensors, the first of them {broken[0]}"
         fix = "load it in bfloat16 or float32: float16 ends at 65504" if dtype == torch.float16 else None
         raise ModelError("the weights hold NaN or infinity", where=name, got=got, fix=fix)
-    new_head = any(_is_of_head(key) for key in lacking)
+    new_head = sorted(key for key in lacking if _is_of_head(key))
     # A pretrained encoder may lack the pooling too, which is above the backbone like the head.
     above = f"{hf.base_model_prefix}."
     if missing := sorted(key for key in lacking if not new_head or (key.startswith(above) and ".pooler." not in key)):
@@ -241,7 +252,25 @@ def bare_model(
     here and nowhere else, so that the seed alone determines them. Raises `ConfigError` for an unknown model type or
     field.
     """
-    model_type, fields = str(model_config.get("model_type")), dict(model_config)
+    fields = dict(model_config)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    settings |= {"vocab_size": len(tokenizer), **special}
+    for name in fields.keys() & settings.keys():
+        raise ConfigError(
+            "this field follows from the tokenizer", where="policy.model_config", field=name, fix="remove it"
+        )
+    config = bare_config(fields, **settings)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return make(config, dtype=torch.float32, attn_implementation="eager")
+    except (ValueError, TypeError, KeyError) as error:
+        raise _no_bare_model(error) from error
+
+
+def bare_config(fields: Mapping[str, Any], **settings: Any) -> PreTrainedConfig:
+    """The configuration of `bare_model`; `settings` are further fields. Raises `ConfigError`."""
+    model_type = str(fields.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         near = nearest_name(model_type, CONFIG_MAPPING.keys())
         raise ConfigError(
@@ -252,24 +281,17 @@ def bare_model(
             need="a model type of transformers",
             fix=f"did you mean {near}?" if near else None,
         )
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    settings |= {"vocab_size": len(tokenizer), **special}
-    for name in fields.keys() & settings.keys():
-        raise ConfigError(
-            "this field follows from the tokenizer", where="policy.model_config", field=name, fix="remove it"
-        )
     check_fields(AutoConfig.for_model(model_type), fields, "policy.model_config")
     try:
-        config = AutoConfig.for_model(**fields, **settings)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return make(config, dtype=torch.float32, attn_implementation="eager")
+        config: PreTrainedConfig = AutoConfig.for_model(**fields, **settings)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise ConfigError(
-            "no model can be built from this configuration",
-            where="policy.model_config",
-            got=str(error.__cause__ or error),
-        ) from error
+        raise _no_bare_model(error) from error
+    return config
+
+
+def _no_bare_model(error: Exception) -> ConfigError:
+    got = str(error.__cause__ or error)
+    return ConfigError("no model can be built from this configuration", where="policy.model_config", got=got)
 
 
 def choose_device(device: torch.device | str | None) -> torch.device:

@@ -58,8 +58,16 @@ class RewardModel(WrappedModel):
         return self.hf.get_submodule(name)
 
     @property
+    def score_parts(self) -> tuple[str, ...]:
+        """Of a published model whose score is the sum of its values, their names (`published.py`); else empty."""
+        parts: tuple[str, ...] = getattr(self.hf, "score_parts", ())
+        return parts
+
+    @property
     def num_heads(self) -> int:
-        """How many values a conversation gets: the labels of the classifier."""
+        """How many values a conversation gets: the labels of the classifier, or the parts of its score."""
+        if self.score_parts:
+            return len(self.score_parts)
         num_labels = self.hf.config.num_labels
         assert num_labels is not None
         return num_labels
@@ -67,6 +75,18 @@ class RewardModel(WrappedModel):
     def weights(self) -> list[nn.Parameter]:
         of_head = set(self.head.parameters())
         return [parameter for parameter in super().weights() if parameter not in of_head]
+
+    @property
+    def gate_pattern(self) -> tuple[int, ...] | None:
+        """Tokens at whose last occurrence the head reads too; None for a head that reads at the last token alone."""
+        pattern: tuple[int, ...] | None = getattr(self.head, "gate_pattern", None)
+        return pattern
+
+    def pack(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
+        packed = super().pack(groups)
+        if self.gate_pattern is None:
+            return packed
+        return packed.also_reading([_find_last(ids, self.gate_pattern) for group in groups for ids in group])
 
     def pack_parts(
         self, groups: Sequence[Sequence[TokenIds]], *, max_tokens: int | None
@@ -83,22 +103,34 @@ class RewardModel(WrappedModel):
 
     def forward(self, batch: Batch) -> Tensor:
         """Scores, float32 (S,), one per sequence in the order of the batch's groups; of a model with one head."""
+        if self.score_parts:
+            return self._heads(batch).sum(dim=1)
         assert self.num_heads == 1, f"{self.num_heads} heads make no score: `heads` has their values"
-        return self.heads(batch)[:, 0]
+        return self._heads(batch)[:, 0].clone()  # no view: FSDP puts a hook on it
 
     def heads(self, batch: Batch) -> Tensor:
         """The value of each of the H heads, float32 (S, H), one row per sequence in the order of the batch's groups."""
+        return self._heads(batch)
+
+    def _heads(self, batch: Batch) -> Tensor:
         if isinstance(batch, TreeBatch):
-            hidden_SD = self.tree_hidden(batch, batch.reads_N).index_select(0, batch.read_of_S)
+            values_NH, at_S = self.head_values(self.tree_hidden(batch, batch.reads_N)), batch.read_of_S
         elif self.layout == "encoder":
             logits: Tensor = self.hf(input_ids=batch.tokens_SL, attention_mask=batch.mask_SL).logits
             return logits.float()
         else:
             rows = torch.arange(len(batch.lengths_S), device=self.device)
-            hidden_SD = self.row_hidden(batch)[rows, batch.lengths_S - 1]
-        return self._head_values(hidden_SD)
+            at = [batch.lengths_S - 1] if batch.also_S is None else [batch.lengths_S - 1, batch.also_S]
+            hidden_SLD = self.row_hidden(batch)
+            values_NH = self.head_values(torch.cat([hidden_SLD[rows, positions] for positions in at]))
+            at_S = rows
+        values_SH = values_NH.index_select(0, at_S)
+        if self.gate_pattern is None:
+            return values_SH
+        also_S = batch.also_S if isinstance(batch, TreeBatch) else at_S + len(at_S)
+        assert also_S is not None, "the batch was not made by `pack`"
+        return values_SH[:, : self.num_heads] * values_NH.index_select(0, also_S)[:, self.num_heads :]
 
-    @torch.inference_mode()
     def score_tokens(
         self,
         sequences: Sequence[TokenIds],
@@ -117,9 +149,22 @@ class RewardModel(WrappedModel):
         or has unknown tokens.
         """
         self._check_sequences(sequences)
+        # what FSDP gathers here is used in training as well, which tensors of the inference mode cannot be
+        is_sharded = self.compute_device is not None
+        with torch.no_grad() if is_sharded else torch.inference_mode():
+            return self._score_tokens(sequences, max_tokens, max_sequences, cache, prompt_lengths)
+
+    def _score_tokens(
+        self,
+        sequences: Sequence[TokenIds],
+        max_tokens: int | None,
+        max_sequences: int | None,
+        cache: PrefixCache | None,
+        prompt_lengths: Sequence[int] | None,
+    ) -> Tensor:
         values_SH = torch.full((len(sequences), self.num_heads), torch.nan)
         share = self.layout == "tree"
-        if not share or cache is None or cache.max_bytes == 0:
+        if not share or cache is None or cache.max_bytes == 0 or self.gate_pattern is not None:
             cache = None
         known = None if cache is None else [cache.match(sequence) for sequence in sequences]
         for groups in plan_sequences(
@@ -195,15 +240,31 @@ class RewardModel(WrappedModel):
         values_BH = self.score_tokens(rows, max_tokens=max_tokens)
         for i, values in enumerate(values_BH.tolist()):
             check_finite(values, f"row {i}", len(rows[i]))
+        if self.score_parts:
+            return {"scores": values_BH.sum(dim=1)}
         return {"scores": values_BH[:, 0] if self.num_heads == 1 else values_BH}
 
-    def _head_values(self, hidden_SD: Tensor) -> Tensor:
-        head = self.head
-        assert isinstance(head, nn.Linear)
-        hidden_SD = hidden_SD.float()
+    def head_values(self, hidden_SD: Tensor) -> Tensor:
+        """The values (S, H) of last hidden states (S, D)."""
+        head, hidden_SD = self.head, hidden_SD.float()
+        if not isinstance(head, nn.Linear):
+            with torch.autocast(hidden_SD.device.type, enabled=False):
+                values: Tensor = head.forward(hidden_SD)  # not its hooks: FSDP has gathered it already
+            return values
         # Not a matrix product: it may round two rows differently, and identical completions must tie exactly.
         values_SH = torch.stack([(hidden_SD * weight_D).sum(dim=-1) for weight_D in head.weight.float()], dim=1)
         return values_SH if head.bias is None else values_SH + head.bias.float()
+
+
+def _find_last(ids: TokenIds, pattern: tuple[int, ...]) -> int:
+    """Where these tokens begin for the last time. Raises `ModelError`."""
+    array = np.asarray(ids)
+    if len(array) >= len(pattern):
+        places = (np.lib.stride_tricks.sliding_window_view(array, len(pattern)) == pattern).all(axis=1).nonzero()[0]
+        if len(places):
+            return int(places[-1])
+    summary, got = "this model reads where the prompt ends, and the conversation does not show where", list(pattern)
+    raise ModelError(summary, got=f"{len(array)} tokens without {got}", fix="use the model's own chat template")
 
 
 def _alike(cache: PrefixCache, sequences: Sequence[TokenIds], group: Sequence[int]) -> list[list[int]]:
@@ -234,6 +295,12 @@ def head_name(hf: PreTrainedModel) -> str:
         if isinstance(getattr(hf, name, None), nn.Module):
             return name
     raise ModelError(f"{type(hf).__name__} has no head that treeward knows", need="a `score` or `classifier` module")
+
+
+def stored_heads(hf: PreTrainedModel) -> tuple[str, ...]:
+    """The names of the head's modules on the disk, which are other ones where a published model has its own."""
+    names: tuple[str, ...] = getattr(hf, "stored_head", None) or (head_name(hf),)
+    return names
 
 
 def _compute_in_float32(head: nn.Module) -> None:

@@ -74,9 +74,9 @@ def read_stored(folder: Path) -> list[StoredTensor]:
     return sorted(tensors, key=lambda tensor: tensor.name)
 
 
-def of_head(tensors: Sequence[StoredTensor], head: str) -> list[StoredTensor]:
-    """The tensors of the module `head`."""
-    return [tensor for tensor in tensors if tensor.name.startswith(f"{head}.")]
+def of_head(tensors: Sequence[StoredTensor], *heads: str) -> list[StoredTensor]:
+    """The tensors of the modules `heads`."""
+    return [tensor for tensor in tensors if tensor.name.split(".")[0] in heads]
 
 
 def num_parameters(tensors: Iterable[StoredTensor]) -> int:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -43,9 +44,24 @@ class WrappedModel(nn.Module):
         self.layout: Layout = layout
         self.tree_attention: str | None = None
         """The implementation of `treeward.tree.attention` that computes trees; None: the one for the device."""
+        self.tensor_size, self.sequence_parallel = 1, False
+        """How many processes compute each layer together, and whether they share the tokens out as well."""
+        self.compute_device: torch.device | None = None
+        self.compute_dtype: torch.dtype | None = None
+        """Of a sharded model, whose weights may lie elsewhere and have another dtype; None: those of the weights."""
+        self.unfilled: list[Callable[[], object]] = []
+        """Of a model on the meta device: what gives its weights their values, when they have memory."""
         self._is_compiled = False
         self.last_layer = LastLayer.of(hf) if layout == "tree" else None
         _switch_off_noise(hf)
+
+    def fill(self, device: torch.device | str) -> None:
+        """Give a model on the meta device, which may have been sharded since, memory and values (`filling.py`)."""
+        if self.unfilled:
+            self.to_empty(device=device)
+        for fill in self.unfilled:
+            fill()
+        self.unfilled.clear()
 
     @property
     def backbone(self) -> nn.Module:
@@ -54,7 +70,8 @@ class WrappedModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.hf.parameters()).device
+        """Where the model computes."""
+        return self.compute_device or next(self.hf.parameters()).device
 
     @property
     def num_embeddings(self) -> int:
@@ -144,14 +161,20 @@ class WrappedModel(nn.Module):
         """Within it `hf` runs as transformers would run it."""
         return self.attention(self._row_attention)
 
+    def plain_logits(self, **inputs: Any) -> Tensor:
+        """The logits as transformers would compute them."""
+        with self.plain_attention():
+            logits: Tensor = self.hf(**inputs).logits
+        return logits
+
     def choose_attention(self, groups: Sequence[Sequence[TokenIds]]) -> None:
         """Compute trees from now on by what computes these soonest.
 
         There is a choice on a GPU in half precision alone, and none for soft-caps, sinks, latent attention and heads
         that FlashAttention does not have; nor in a deterministic run, as the next measurement may choose otherwise.
         """
-        config, dtype = self.hf.config.get_text_config(), self.hf.dtype
-        heads = config.num_attention_heads
+        config, dtype = self.hf.config.get_text_config(), self.compute_dtype or self.hf.dtype
+        heads, key_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         has_sinks = any(name.endswith("sinks") for name, _ in self.hf.named_parameters())
         has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
@@ -170,8 +193,8 @@ class WrappedModel(nn.Module):
             return
         self.tree_attention = fastest(
             TreeBatch.from_groups(groups).to(self.device).padded().layout,
-            heads=heads,
-            key_heads=getattr(config, "num_key_value_heads", None) or heads,
+            heads=heads // self.tensor_size,
+            key_heads=(key_heads or heads) // self.tensor_size,
             head_dim=head_dim,
             dtype=dtype,
         )
@@ -183,7 +206,7 @@ class WrappedModel(nn.Module):
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
         # The last layer notes its places while it is traced; the graph that is computed again has them as an input.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-        for layer in self._layers:
+        for layer in self.layers:
             layer.compile(**options)
 
     def recompute_activations(self, *, selective: bool = False) -> None:
@@ -193,7 +216,7 @@ class WrappedModel(nn.Module):
         """
         # transformers has renamed it on the way; older versions of those that we allow have the old name alone.
         enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
-        layers, where = self._layers, "policy.dtensor_cfg.activation_checkpointing"
+        layers, where = self.layers, "policy.dtensor_cfg.activation_checkpointing"
         if selective and not layers:
             raise ConfigError("this model's layers are not known: none of its activations can be kept", where=where)
         if selective:
@@ -209,14 +232,15 @@ class WrappedModel(nn.Module):
             raise ConfigError(summary, where=where, got=str(error)) from error
 
     @property
-    def _layers(self) -> list[nn.Module]:
+    def layers(self) -> list[nn.Module]:
+        """The layers of the backbone, where transformers marks them, as it does in nearly all models."""
         return [module for module in self.backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def tree_hidden(self, batch: TreeBatch, at_N: Tensor) -> Tensor:
         """The last hidden states at these places of the row, (N, D). `at_N`: int64, ascending, each place once."""
         reads = {"tree_reads": at_N} if self.last_layer is not None and self.last_layer.enabled else {}
         implementation = self.tree_attention or attention.default_for(self.device)
-        if implementation in attention.COMPILED:
+        if implementation in attention.COMPILED or self.sequence_parallel:
             batch = batch.padded()
         with self.attention(implementation), attention.over(batch.layout):
             hidden: Tensor = self.backbone(
@@ -231,11 +255,14 @@ class WrappedModel(nn.Module):
 
     def row_hidden(self, batch: RowBatch) -> Tensor:
         """The last hidden state of every token of the padded rows, (S, L, D)."""
+        length = batch.tokens_SL.shape[1]
+        rest = -length % self.tensor_size if self.sequence_parallel else 0
+        tokens_SL, mask_SL = (F.pad(one, (0, rest)) for one in (batch.tokens_SL, batch.mask_SL))
         with self.plain_attention():
             hidden: Tensor = self.backbone(
-                input_ids=batch.tokens_SL, attention_mask=batch.mask_SL, use_cache=False
+                input_ids=tokens_SL, attention_mask=mask_SL, use_cache=False
             ).last_hidden_state
-        return hidden
+        return hidden[:, :length]
 
     @property
     def _row_attention(self) -> str:

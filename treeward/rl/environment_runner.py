@@ -11,6 +11,8 @@ A completion without a reward is NaN and listed with the reason; it is never a n
 takes too long, or raises, gives no rewards in this step; one that is wrong itself (`ConfigError`, `ModelError`) stops
 the run. Each step starts from the states after the last step that succeeded, so a step is retried as a whole.
 
+Of several processes the main one has the environments; all call the runner, and get the same.
+
 Shapes: P prompts, G completions to each.
 """
 
@@ -36,6 +38,7 @@ from treeward.environments.hybrid import weighted_sum
 from treeward.environments.interface import Environment, Reward, reward_metrics
 from treeward.environments.registry import make_named, sections_of
 from treeward.errors import CheckpointError, ConfigError, DataError, ModelError
+from treeward.parallel import processes
 from treeward.rl.experience import CompletionGroup, batch_shape
 
 logger = logging.getLogger(__name__)
@@ -82,7 +85,6 @@ class EnvironmentRunner:
     ) -> None:
         self.timeout_seconds, self.missing = timeout_seconds, missing
         self.environments, self._default = dict(environments), dict(weights)
-        self.has_gold = gold is not None
         if gold is not None:
             self.environments[_GOLD] = gold
         # After the last step that counts; gold has none, as its rewards are those of an evaluation.
@@ -97,6 +99,9 @@ class EnvironmentRunner:
         `update`: off in validation, whose completions then count in no running statistics. Raises `ConfigError`,
         `ModelError` or `CheckpointError` for an environment that is wrong itself; the states are then as before.
         """
+        return processes.on_main(lambda: self._reward(groups, update))
+
+    def _reward(self, groups: Sequence[CompletionGroup], update: bool) -> GroupRewards:
         shape = batch_shape(groups)
         weights = [_choice(group.prompt) or self._default for group in groups for _ in group.completions]
         names = dict.fromkeys(name for chosen in weights for name in chosen)
@@ -126,6 +131,9 @@ class EnvironmentRunner:
 
         Raises what `reward` raises.
         """
+        return processes.on_main(lambda: self._gold(groups))
+
+    def _gold(self, groups: Sequence[CompletionGroup]) -> Tensor:
         shape = batch_shape(groups)
         found = self._ask({_GOLD: range(shape[0] * shape[1])}, groups, update=False)[_GOLD]
         if missing := [reward.error for reward in found if reward.value is None]:
@@ -134,7 +142,7 @@ class EnvironmentRunner:
 
     def state_dict(self) -> dict[str, Any]:
         """By name, the state of each environment after the last step that succeeded."""
-        return copy.deepcopy(self._states)
+        return processes.on_main(lambda: copy.deepcopy(self._states))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`: each step begins by loading it. `state` has the same environments: a run of others
@@ -204,7 +212,7 @@ class EnvironmentRunner:
 def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) -> EnvironmentRunner:
     """The runner of a run, with those environments of the section `env` that it or one of its prompts uses.
 
-    They are made in this process or, those in `grpo.environments_on_ray`, in a Ray actor, whose reward model has
+    They are made in the main process or, those in `grpo.environments_on_ray`, in a Ray actor, whose reward model has
     workers of its own. Raises `DataError` for a prompt that cannot be rewarded, and what making an environment raises;
     those that were made are then shut down.
     """
@@ -216,16 +224,16 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
     sections, gold = sections_of(config.env), grpo.gold_environment
     made: dict[str, Environment] = {}
     try:
-        for name in (*used, *(() if gold is None else (gold,))):
+        for name in (*used, *(() if gold is None else (gold,))) if processes.is_main() else ():
             made[name] = make_named(name, sections[name], on_ray=name in grpo.environments_on_ray)
     except BaseException:
         for environment in made.values():
             environment.shutdown()
         raise
     return EnvironmentRunner(
-        {name: made[name] for name in used},
+        {name: environment for name, environment in made.items() if name in used},
         default,
-        gold=None if gold is None else made[gold],
+        gold=None if gold is None else made.get(gold),
         timeout_seconds=grpo.environment_timeout_seconds,
         missing=grpo.missing_rewards,
     )

@@ -1,10 +1,10 @@
-"""`LocalGenerator`: completions sampled from the policy itself, in this process; and what every generator is.
+"""`LocalGenerator`: completions that the processes of the run sample from the policy; and what every generator is.
 
     generator = LocalGenerator(policy, tokenizer, GenerationConfig(max_new_tokens=256))
     groups = generator.generate(prompts, prompt_ids, num_completions=8, seed=step)
 
 A completion's tokens are those that were sampled, with the token that ended it; `truncated` says that none did. The
-same seed gives the same completions, whatever was sampled before and however many at once.
+same seed gives the same completions, whatever was sampled before, however many at once, and on however many processes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +24,9 @@ from treeward.data.prompt_sets import Prompt
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.policy_model import PolicyModel
+from treeward.parallel import processes
+from treeward.parallel.mesh import Mesh
+from treeward.parallel.sharding import on_whole
 from treeward.rl.experience import CompletionGroup, SampledCompletion
 from treeward.rl.sampling import Row, sample, uniforms
 
@@ -44,12 +48,32 @@ class GenerationError(ModelError):
     """A generator failed: the request, and what came instead of completions."""
 
 
+@dataclass(eq=False, repr=False)
 class Generator(ABC):
-    """Samples completions: the policy in this process, or a server with its weights.
+    """Samples completions: the policy in this process, a server or engines with its weights.
 
     The run calls `load_weights` after every change of the weights and then `generate`, never two at once; whatever a
-    generator does happens within these calls.
+    generator does happens within these calls. Every process of a run makes one and these calls, and gets all
+    completions.
+
+    `config`: the section `policy.generation`. `max_total_tokens`: most tokens of prompt and completion together.
+    `end_ids`: tokens that end a completion; None: those of the model's generation settings and the tokenizer's end of
+    text. `chat_template`, `trust_remote_code`: of the policy, for samplers outside this process. `mesh`: the processes
+    that share sampling out in this one.
     """
+
+    policy: PolicyModel
+    tokenizer: PreTrainedTokenizerBase
+    config: GenerationConfig
+    max_total_tokens: int | None = None
+    end_ids: Sequence[int] | None = None
+    chat_template: str = ""
+    trust_remote_code: bool = False
+    mesh: Mesh = Mesh()
+
+    def __post_init__(self) -> None:
+        ends = end_ids_of(self.policy, self.tokenizer, self.end_ids)
+        self.reader = CompletionReader(self.tokenizer, ends, self.config)
 
     @abstractmethod
     def generate(
@@ -67,60 +91,79 @@ class Generator(ABC):
     def close(self) -> None:  # noqa: B027
         """Free what is held. It can be called twice."""
 
+    def budgets(self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]]) -> list[int]:
+        """Most tokens of a completion to each prompt. Raises `ModelError` for a prompt that leaves no room."""
+        limit = min(one or sys.maxsize for one in (self.policy.max_positions, self.max_total_tokens))
+        for prompt, ids in zip(prompts, prompt_ids, strict=True):
+            if not 0 < len(ids) < limit:
+                raise ModelError(
+                    "a prompt leaves no room for a completion" if ids else "a prompt has no tokens",
+                    where=prompt.where,
+                    got=f"{len(ids)} tokens",
+                    need=f"1 to {limit - 1} tokens: prompt and completion have {limit} together",
+                    fix="leave out or shorten long prompts: data.max_input_seq_length",
+                )
+        return [min(limit - len(ids), self.config.max_new_tokens or limit) for ids in prompt_ids]
+
 
 class LocalGenerator(Generator):
-    """Samples from `policy` itself, in the dtype of its weights.
-
-    `max_total_tokens`: most tokens of prompt and completion together. `end_ids`: tokens that end a completion; None:
-    those of the model's generation settings and the tokenizer's end of text.
+    """Samples from `policy` itself, in the dtype of its weights. Raises `ConfigError` for a layout that cannot.
 
     Prompts of like length are sampled together, `batch_size` completions at a time, and each is computed once for all
-    its completions. Neither changes what is sampled: `treeward.rl.sampling` says why.
+    its completions. Neither changes what is sampled: `treeward.rl.sampling` says why. The processes of `mesh` share the
+    prompts out, and each has the whole policy in memory meanwhile.
     """
 
-    def __init__(
-        self,
-        policy: PolicyModel,
-        tokenizer: PreTrainedTokenizerBase,
-        config: GenerationConfig,
-        *,
-        max_total_tokens: int | None = None,
-        end_ids: Sequence[int] | None = None,
-    ) -> None:
-        self.policy, self.config, self.max_total_tokens = policy, config, max_total_tokens
-        self.reader = CompletionReader(tokenizer, end_ids_of(policy, tokenizer, end_ids), config)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.policy.sequence_parallel and self.policy.layout != "tree":
+            raise ConfigError(
+                "a model that runs as rows does not sample with sequence_parallel",
+                field="policy.dtensor_cfg.sequence_parallel policy.attention",
+                got=f"true, {self.policy.layout}",
+                need="a model that runs on trees, or each token whole on each process of a tensor group",
+                fix="set policy.dtensor_cfg.sequence_parallel=false, or sample by vLLM or SGLang",
+            )
 
     def generate(
         self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_completions: int, seed: int
     ) -> list[CompletionGroup]:
         """See `Generator`. The p-th prompt's g-th completion depends on the seed, p and g, and on no other prompt."""
-        budgets = completion_budgets(prompts, prompt_ids, self.config, self.policy, self.max_total_tokens)
-        rows = [
-            Row(tuple(ids), budgets[p], uniforms(seed, p, g, budgets[p]))
-            for p, ids in enumerate(prompt_ids)
-            for g in range(num_completions)
-        ]
-        size, by_length = self.config.batch_size or _BATCH_SIZE, sorted(rows, key=lambda row: len(row.prompt_ids))
+        budgets = self.budgets(prompts, prompt_ids)
+        by_length = sorted(range(len(prompts)), key=lambda p: len(prompt_ids[p]))
+        own = {
+            p: [Row(tuple(prompt_ids[p]), budgets[p], uniforms(seed, p, g, budgets[p])) for g in range(num_completions)]
+            for p in by_length[self.mesh.data_rank :: self.mesh.data_size]
+        }
         training = self.policy.training
         self.policy.eval()
         try:
-            for start in range(0, len(rows), size):
-                sample(
-                    self.policy,
-                    by_length[start : start + size],
-                    ended=self.reader.has_ended,
-                    temperature=self.config.temperature,
-                    top_k=self.config.top_k,
-                    top_p=self.config.top_p,
-                )
+            rows = [row for of_prompt in own.values() for row in of_prompt]
+            processes.together(lambda: on_whole(self.policy, lambda: self._sample(rows)))
         finally:
             with self.policy.plain_attention():  # what is set last stays
                 self.policy.train(training)
-        completions = iter([self.reader.completion(row.token_ids, row.log_probs) for row in rows])
+        sampled = {
+            p: tuple(self.reader.completion(row.token_ids, row.log_probs) for row in of_prompt)
+            for p, of_prompt in own.items()
+        }
+        completions = {p: one for share in processes.gather(sampled, self.mesh.data_group) for p, one in share.items()}
         return [
-            CompletionGroup(prompt, tuple(ids), tuple(next(completions) for _ in range(num_completions)))
-            for prompt, ids in zip(prompts, prompt_ids, strict=True)
+            CompletionGroup(prompt, tuple(ids), completions[p])
+            for p, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))
         ]
+
+    def _sample(self, rows: Sequence[Row]) -> None:
+        size = self.config.batch_size or _BATCH_SIZE
+        for start in range(0, len(rows), size):
+            sample(
+                self.policy,
+                rows[start : start + size],
+                ended=self.reader.has_ended,
+                temperature=self.config.temperature,
+                top_k=self.config.top_k,
+                top_p=self.config.top_p,
+            )
 
 
 class CompletionReader:
@@ -162,27 +205,6 @@ class CompletionReader:
     def _stop(self, text: str) -> int | None:
         """Where the first stop string begins."""
         return min((at for stop in self.stop_strings if (at := text.find(stop)) >= 0), default=None)
-
-
-def completion_budgets(
-    prompts: Sequence[Prompt],
-    prompt_ids: Sequence[Sequence[int]],
-    config: GenerationConfig,
-    policy: PolicyModel,
-    max_total_tokens: int | None,
-) -> list[int]:
-    """Most tokens of a completion to each prompt. Raises `ModelError` for a prompt that leaves no room."""
-    limit = min(one or sys.maxsize for one in (policy.max_positions, max_total_tokens))
-    for prompt, ids in zip(prompts, prompt_ids, strict=True):
-        if not 0 < len(ids) < limit:
-            raise ModelError(
-                "a prompt leaves no room for a completion" if ids else "a prompt has no tokens",
-                where=prompt.where,
-                got=f"{len(ids)} tokens",
-                need=f"1 to {limit - 1} tokens: prompt and completion have {limit} together",
-                fix="leave out or shorten long prompts: data.max_input_seq_length",
-            )
-    return [min(limit - len(ids), config.max_new_tokens or limit) for ids in prompt_ids]
 
 
 def end_ids_of(

@@ -23,6 +23,9 @@ from typing import Any
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.preflight import check_packages
 from treeward.errors import TreewardError
+from treeward.model.export import Rest
+from treeward.parallel import processes
+from treeward.parallel.stopping import StopRequest
 from treeward.rl.advantages import advantages
 from treeward.rl.experience import completion_lengths
 from treeward.rl.report.build import write_rl_report
@@ -36,7 +39,6 @@ from treeward.training.optimisation import SkippedSteps
 from treeward.training.setup import save_adapted
 from treeward.training.state import RunState
 from treeward.training.step_file import StepFile
-from treeward.training.stopping import StopRequest
 from treeward.training.tracking import METRICS_FILE, TrackerGroup, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -78,7 +80,7 @@ class GRPORun(Run):
     """A `Run` of the loop: steps of sampling, rewarding and updating; validation on held-out prompts, and the watch.
 
     So far `prompts_drawn` prompts were drawn and the weights changed `version` times. `stopped_by`: the alarm that ends
-    the run.
+    the run. The main process alone watches, and writes samples, alarms and the report.
     """
 
     def __init__(self, setup: GRPOSetup) -> None:
@@ -109,7 +111,8 @@ class GRPORun(Run):
         # Samples are of validations: one that is made up for writes its own again.
         validated_at = -1 if state.validation_step is None else state.validation_step
         resume_step = None if state.step == 0 else validated_at
-        self._samples = StepFile(self._log_dir / SAMPLES_FILE, resume_step=resume_step)
+        if processes.is_main():
+            self._samples = StepFile(self._log_dir / SAMPLES_FILE, resume_step=resume_step)
         self._write_alarms()  # those of a run that was killed after its last checkpoint are raised again
         if self.stopped_by is not None:
             watch = self.config.grpo.watch
@@ -210,11 +213,11 @@ class GRPORun(Run):
             return None
         since = {name: statistics.fmean(values) for name, values in self.since.items()}
         measured = {name: value for name, value in found.watched.items() if value is not None}
-        alarms = self.setup.watch.observe(step, **{**since, **measured})
+        alarms = processes.on_main(lambda: self.setup.watch.observe(step, **{**since, **measured}))
         self.since = {}
-        assert self._samples is not None  # `begin` has opened it
-        for sample in found.samples:
-            self._samples.append({"step": step, **sample})
+        if self._samples is not None:
+            for sample in found.samples:
+                self._samples.append({"step": step, **sample})
         for alarm in alarms:
             logger.warning("ALARM after step %d: %s", alarm.step, alarm.sentence)
             if alarm.stops and self.stopped_by is None:
@@ -226,16 +229,17 @@ class GRPORun(Run):
         return Validation(found.metrics, self.setup.watch.metrics(), (f"validation after step {step}: {shown}",))
 
     def _write_alarms(self) -> None:
-        write_alarms(self._log_dir / ALARMS_FILE, self.setup.watch.alarms)
+        if processes.is_main():
+            write_alarms(self._log_dir / ALARMS_FILE, self.setup.watch.alarms)
 
-    def save_model(self, folder: Path) -> None:
+    def save_model(self, folder: Path, *, staged: bool) -> Rest | None:
         """A policy with adapters is merged in `model`, and the adapters lie beside it as peft writes them."""
-        self.setup.save_model(folder / "model")
         save_adapted(self.setup.policy, folder)
+        return self.setup.save_model(folder / "model", staged=staged)
 
     def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
         def copy(folder: Path) -> None:
-            shutil.copytree(best.path / "model", folder, dirs_exist_ok=True)
+            processes.on_main(partial(shutil.copytree, best.path / "model", folder, dirs_exist_ok=True))
 
         store.write_folder("final", copy)
 
@@ -249,6 +253,8 @@ class GRPORun(Run):
             alarms=tuple(self.setup.watch.alarms),
             stopped_by=self.stopped_by,
         )
+        if not processes.is_main():
+            return lambda stop, show_progress: ended
         return partial(_with_report, ended, self.config)
 
 

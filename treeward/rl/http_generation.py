@@ -24,21 +24,16 @@ import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
-
-import numpy as np
-import torch
-from pydantic import BaseModel, Field, NonNegativeInt
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from treeward.config.grpo_policy import GenerationConfig
-from treeward.data.prompt_sets import Prompt
 from treeward.http import ServerError, run_async
 from treeward.model.export import export_policy
 from treeward.model.policy_model import PolicyModel
 from treeward.openai_client import check_openai, key_from, openai_client, post
-from treeward.rl.experience import CompletionGroup, SampledCompletion
-from treeward.rl.generation import CompletionReader, GenerationError, Generator, completion_budgets, end_ids_of
+from treeward.parallel import processes
+from treeward.rl.generation import GenerationError
+from treeward.rl.served_generation import Request, Served, ServedGenerator
 from treeward.user_code import import_object
 
 if TYPE_CHECKING:
@@ -46,17 +41,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PROBE_TEXT, _PROBE_TOKENS = "The quick brown fox", 16
-_PROBE_SAMPLING = {"top_k": None, "top_p": 1.0, "stop_token_ids": None, "stop_strings": None}
 _FIXES = {
     None: "start the server again, and resume the run",
     400: "see the server's message; prompt and completion must fit into the server's longest sequence",
     404: "check policy.generation.url, model and backend",
 }
+_OTHER_WEIGHTS = (
+    "check that the server serves this model, has loaded these weights, and gives log-probabilities at the temperature "
+    "(vLLM: --logprobs-mode processed_logprobs; SGLang: no SGLANG_RETURN_ORIGINAL_LOGPROB)"
+)
 
 
-class HttpGenerator(Generator):
-    """See `Generator`. `server`: the section `policy.generation`. `end_ids`: as for `LocalGenerator`.
+class HttpGenerator(ServedGenerator):
+    """See `Generator`.
 
     The section's `weight_sync` says how the server gets new weights. "none": it keeps its own. "folder": they are
     written to `weight_folder/version-N`, with `chat_template`, and the server loads them: SGLang by
@@ -70,32 +67,13 @@ class HttpGenerator(Generator):
     is less than the rounding of a server in bfloat16.
     """
 
-    def __init__(
-        self,
-        policy: PolicyModel,
-        tokenizer: PreTrainedTokenizerBase,
-        server: GenerationConfig,
-        *,
-        max_total_tokens: int | None = None,
-        end_ids: Sequence[int] | None = None,
-        chat_template: str = "",
-    ) -> None:
+    def __post_init__(self) -> None:
         check_openai()
+        super().__post_init__()
+        server = self.config
         assert server.url is not None and server.backend != "hf"
-        self.policy, self.tokenizer, self.server = policy, tokenizer, server
-        self.max_total_tokens, self.chat_template = max_total_tokens, chat_template
-        self.reader = CompletionReader(tokenizer, end_ids_of(policy, tokenizer, end_ids), server)
-        self.version: int | None = None
         self._url = server.url.rstrip("/").removesuffix("/v1")
         self._key = key_from(server.api_key_env, field="api_key_env")
-        # vLLM's log-probabilities are those before top-k and top-p, or after, as it was started; SGLang's are before.
-        self._comparable = server.backend == "sglang" or (server.top_k is None and server.top_p == 1.0)
-        if not self._comparable:
-            logger.warning(
-                "With top_k or top_p %s gives log-probabilities after top_k and top_p, or at temperature 1, and does "
-                "not say which: they are not used, so train/token_mult_prob_error is not known.", server.backend,
-            )  # fmt: skip
-        self._vocabulary = int(policy.hf.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
         self._sync: Callable[[PolicyModel, int], Any] | None = None
         if server.weight_sync_method == "folder":
             assert server.weight_folder is not None
@@ -105,24 +83,8 @@ class HttpGenerator(Generator):
         self._weights: Path | None = None
         self._stale_logged = False
 
-    def generate(
-        self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_completions: int, seed: int
-    ) -> list[CompletionGroup]:
-        """See `Generator`. The completions of a prompt are one request. It is up to the server to heed the seed."""
-        budgets = completion_budgets(prompts, prompt_ids, self.server, self.policy, self.max_total_tokens)
-        # The server adds the completion's index to the seed, which fits into signed 32 bits.
-        states = [np.random.SeedSequence([seed % 2**64, p]).generate_state(1)[0] for p in range(len(prompts))]
-        asked = "{} completions of at most {} tokens to a prompt of {} ({})"
-        requests = [
-            _Request(list(ids), num_completions, most, int(state) >> 2,
-                     asked.format(num_completions, most, len(ids), prompt.where))
-            for prompt, ids, most, state in zip(prompts, prompt_ids, budgets, states, strict=True)
-        ]  # fmt: skip
-        served = run_async(self._all(requests, self.server, self._comparable and self.server.backend != "openai"))
-        return [
-            CompletionGroup(prompt, tuple(ids), tuple(self._completion(one) for one in completions))
-            for prompt, ids, completions in zip(prompts, prompt_ids, served, strict=True)
-        ]
+    def ask(self, requests: Sequence[Request], sampling: GenerationConfig, *, log_probs: bool) -> list[list[Served]]:
+        return run_async(self._all(requests, sampling, log_probs))
 
     def load_weights(self, policy: PolicyModel, version: int) -> None:
         """Give the server the weights and compare. Raises `GenerationError` where it has others afterwards."""
@@ -136,35 +98,39 @@ class HttpGenerator(Generator):
                 "every update. Set loss_fn.use_importance_sampling_correction=true, or give the server the weights "
                 "(weight_sync: folder).", version,
             )  # fmt: skip
-        if self.server.probe_tolerance is None:
+        if self.config.probe_tolerance is None:
             return
-        if self.server.backend != "openai" and (is_first or self._sync is not None):
-            self._compare(policy, self.server.probe_tolerance)
+        if self.config.backend != "openai" and (is_first or self._sync is not None):
+            error = self.compare(policy, self.config.probe_tolerance, where=self._url, fix=_OTHER_WEIGHTS)
+            if error is not None and self._sync is not None:
+                raise error
+            if error is not None:
+                logger.warning("%s", error)
         elif is_first:
             logger.warning("Whether %s has the policy's weights is unknown: it gives no log-probabilities.", self._url)
 
     def close(self) -> None:
         """Remove the weights that were written, also by a session of this run that was killed."""
-        if self.server.weight_sync_method == "folder":
+        if self.config.weight_sync_method == "folder" and processes.is_main():
             self._clear_weights(keep=None)
 
     def _write_weights(self, policy: PolicyModel, version: int) -> None:
-        target = Path(str(self.server.weight_folder)).resolve() / f"version-{version}"
-        self._clear_weights(keep=self._weights)  # those of a run that was killed
+        target = Path(str(self.config.weight_folder)).resolve() / f"version-{version}"
+        processes.on_main(lambda: self._clear_weights(keep=self._weights))  # those of a run that was killed
         export_policy(policy, self.tokenizer, target, chat_template=self.chat_template)
-        run_async(self._announce(target, version))
+        processes.on_main(lambda: run_async(self._announce(target, version)))
         self._weights = target
-        self._clear_weights(keep=target)
+        processes.on_main(lambda: self._clear_weights(keep=target))
 
     def _clear_weights(self, *, keep: Path | None) -> None:
-        for found in Path(str(self.server.weight_folder)).resolve().glob("version-*"):
+        for found in Path(str(self.config.weight_folder)).resolve().glob("version-*"):
             if found != keep and found.name.removeprefix("version-").isdigit():
                 shutil.rmtree(found, ignore_errors=True)
 
     async def _announce(self, folder: Path, version: int) -> None:
         asked = f"the weights of version {version} in {folder} to be loaded"
         async with self._client() as client:
-            if self.server.backend == "sglang":
+            if self.config.backend == "sglang":
                 path = "/update_weights_from_disk"
                 body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
                 reply = await self._post(client, path, body, asked)
@@ -177,16 +143,16 @@ class HttpGenerator(Generator):
             await self._post(client, "/reset_prefix_cache", {}, asked, fix)  # it was computed with the weights before
 
     def _client(self) -> AsyncOpenAI:
-        seconds, retries = self.server.timeout_seconds, self.server.max_retries
+        seconds, retries = self.config.timeout_seconds, self.config.max_retries
         return openai_client(self._url, api_key=self._key, timeout_seconds=seconds, max_retries=retries)
 
     async def _all(
-        self, requests: Sequence[_Request], sampling: GenerationConfig, log_probs: bool
-    ) -> list[list[_Served]]:
-        slots = asyncio.Semaphore(self.server.max_concurrency)
+        self, requests: Sequence[Request], sampling: GenerationConfig, log_probs: bool
+    ) -> list[list[Served]]:
+        slots = asyncio.Semaphore(self.config.max_concurrency)
         async with self._client() as client:
 
-            async def one(request: _Request) -> list[_Served]:
+            async def one(request: Request) -> list[Served]:
                 async with slots:
                     path, body = _request_of(request, sampling, self.reader.end_ids, log_probs=log_probs)
                     return self._read(await self._post(client, path, body, request.asked), path, request, log_probs)
@@ -201,11 +167,11 @@ class HttpGenerator(Generator):
     async def _post(
         self, client: AsyncOpenAI, path: str, body: Mapping[str, Any], asked: str, fix: str | None = None
     ) -> Any:
-        seconds = self.server.timeout_seconds
+        seconds = self.config.timeout_seconds
         try:
             return await post(client, path, body, total_seconds=seconds)
         except ServerError as error:
-            need = f"an answer of {self.server.backend} in {seconds:g} s (policy.generation.timeout_seconds)"
+            need = f"an answer of {self.config.backend} in {seconds:g} s (policy.generation.timeout_seconds)"
             raise GenerationError(
                 f"the generator has failed: {error.summary}",
                 where=error.where,
@@ -214,10 +180,10 @@ class HttpGenerator(Generator):
                 fix=fix or _FIXES.get(error.status, "look at the server's log"),
             ) from error
 
-    def _read(self, reply: Any, path: str, request: _Request, log_probs: bool) -> list[_Served]:
+    def _read(self, reply: Any, path: str, request: Request, log_probs: bool) -> list[Served]:
         """The completions, in the order of the request. Raises `GenerationError` for anything but a response to it."""
         try:
-            if self.server.backend == "sglang":
+            if self.config.backend == "sglang":
                 given = [_of_sglang(one, log_probs) for one in (reply if isinstance(reply, list) else [reply])]
             else:
                 choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
@@ -226,18 +192,10 @@ class HttpGenerator(Generator):
                 if any(choice.get("prompt_token_ids") not in (None, request.prompt_ids) for choice in choices):
                     raise ValueError("completions of another prompt than was sent: prompt_token_ids differ")
                 given = [_of_completions(one, log_probs) for one in choices]
-            found = [_Served.model_validate(one) for one in given]
-            if len(found) != request.num_completions:
-                raise ValueError(f"{len(found)} completions instead of {request.num_completions}")
-            for one in found:
-                ids, said = one.token_ids or [], one.log_probs or []
-                if len(ids) > request.most or max(ids, default=0) >= self._vocabulary:
-                    raise ValueError(f"{len(ids)} token ids up to {max(ids)}; the policy has {self._vocabulary} tokens")
-                if log_probs and one.token_ids is not None and len(said) != len(ids):
-                    raise ValueError(f"{len(said)} log-probabilities for {len(ids)} tokens")
+            found = self.checked(given, request, log_probs=log_probs)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise self._wrong(path, f"{type(error).__name__}: {error}", request.asked) from None
-        may_be_text = self.server.backend == "openai" and self.server.retokenize
+        may_be_text = self.config.backend == "openai" and self.config.retokenize
         if not may_be_text and any(one.token_ids is None for one in found):
             raise GenerationError(
                 "the generator does not say which tokens it sampled",
@@ -253,73 +211,13 @@ class HttpGenerator(Generator):
             "the generator's response does not fit the request",
             where=self._url + path,
             got=f"{got}; asked for {asked}",
-            need=f"the response of a server of {self.server.backend}",
+            need=f"the response of a server of {self.config.backend}",
             fix="check policy.generation.backend and the server's version and log",
         )
 
-    def _completion(self, served: _Served) -> SampledCompletion:
-        truncated = served.finish_reason == "length"
-        if served.token_ids is not None:
-            return self.reader.completion(served.token_ids, served.log_probs, truncated=truncated)
-        tokens = list(self.tokenizer(served.text, add_special_tokens=False).input_ids)
-        end = self.tokenizer.eos_token_id
-        if not truncated and not self.server.stop_strings and end in self.reader.end_ids:
-            tokens.append(end)
-        return self.reader.completion(tokens, None, truncated=truncated)
-
-    @torch.no_grad()
-    def _compare(self, policy: PolicyModel, tolerance: float) -> None:
-        """Compare the server's log-probabilities of a completion, sampled from all tokens, with the policy's."""
-        ids = list(self.tokenizer(_PROBE_TEXT, add_special_tokens=False).input_ids) or [min(self.reader.end_ids)]
-        request = _Request(ids, 1, _PROBE_TOKENS, 0, "the comparison of the weights")
-        sampling = self.server.model_copy(update=_PROBE_SAMPLING)
-        [[completion]] = run_async(self._all([request], sampling, True))
-        training, tokens = policy.training, completion.token_ids or []
-        policy.eval()
-        own = {
-            temperature: policy.log_probs([[ids + tokens]], [[len(ids)]], temperature=temperature).values_SL[0]
-            for temperature in {self.server.temperature} | (set() if self._comparable else {1.0})
-        }
-        policy.train(training)
-        said = torch.tensor(completion.log_probs)
-        apart = min(float((one.float().cpu() - said).abs().mean()) if tokens else 0.0 for one in own.values())
-        if apart <= tolerance:
-            return
-        error = GenerationError(
-            "the server's log-probabilities are not those of the policy",
-            where=self._url,
-            got=f"a mean difference of {apart:.3g} nats, after the weights of version {self.version}",
-            need=f"at most {tolerance:g}",
-            fix="check that the server serves this model, has loaded these weights, and gives log-probabilities at the "
-            "temperature (vLLM: --logprobs-mode processed_logprobs; SGLang: no SGLANG_RETURN_ORIGINAL_LOGPROB)",
-        )
-        if self._sync is not None:
-            raise error
-        logger.warning("%s", error)
-
-
-class _Request(NamedTuple):
-    """`num_completions` completions of at most `most` tokens to one prompt. `asked`: what it asks for, in errors."""
-
-    prompt_ids: list[int]
-    num_completions: int
-    most: int
-    seed: int
-    asked: str
-
-
-class _Served(BaseModel):
-    """A completion as the server gives it. `token_ids`: None where it gives only `text`."""
-
-    token_ids: list[Annotated[NonNegativeInt, Field(strict=True)]] | None = None
-    # A server that computes in bfloat16 may give log-probabilities a little above 0.
-    log_probs: list[Annotated[float, Field(strict=True, le=1e-2, allow_inf_nan=False)]] | None = None
-    finish_reason: Literal["stop", "length"]
-    text: str | None = None
-
 
 def _request_of(
-    request: _Request, config: GenerationConfig, end_ids: Collection[int], *, log_probs: bool
+    request: Request, config: GenerationConfig, end_ids: Collection[int], *, log_probs: bool
 ) -> tuple[str, dict[str, Any]]:
     """The path and the JSON of the request. It sets every parameter that a server has a default of its own for."""
     common: dict[str, Any] = {"temperature": config.temperature, "top_p": config.top_p}

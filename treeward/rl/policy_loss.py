@@ -11,13 +11,15 @@ Shapes: S completions, L tokens of the longest one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from treeward.config.grpo import PolicyLossConfig
+from treeward.parallel import processes
 
 KLEstimator = Literal["k1", "k2", "k3"]
 Sum = float | Tensor
@@ -61,6 +63,14 @@ class UpdateMetrics:
             return self
         numbers = torch.stack([value.double() for value in held.values()]).tolist()
         return replace(self, **dict(zip(held, numbers, strict=True)))
+
+    def over(self, group: ProcessGroup | None) -> UpdateMetrics:
+        """The sums over the processes of `group` (None: all), as numbers."""
+        if processes.size() == 1:
+            return self.read()
+        own = asdict(self.read())
+        totals = processes.summed(torch.tensor(list(own.values()), dtype=torch.float64), group).tolist()
+        return UpdateMetrics(**{name: type(own[name])(total) for name, total in zip(own, totals, strict=True)})
 
     def means(self) -> dict[str, float]:
         """By the names that are logged; those without a value are left out."""

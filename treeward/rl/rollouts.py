@@ -32,6 +32,7 @@ from torch import Tensor
 
 from treeward.environments.interface import Reward
 from treeward.errors import ModelError
+from treeward.parallel import processes
 from treeward.rl.advantages import informative_groups, shaped_rewards, used_completions
 from treeward.rl.environment_runner import GroupRewards, environment_metrics, failure_summary
 from treeward.rl.experience import CompletionGroup, completion_lengths, truncated_completions
@@ -95,7 +96,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         )
         sampled = time.monotonic()
         found.append(run.rewards.reward(batch))
-        _check_failures(found[-1], grpo.max_failed_share)
+        processes.on_main(lambda: _check_failures(found[-1], grpo.max_failed_share))
         groups += batch
         rewards_PG = torch.cat([rewards_PG, shaped_rewards(run.config, batch, found[-1].rewards_PG)])
         generation, rewarding = generation + sampled - started, rewarding + time.monotonic() - sampled
@@ -103,9 +104,9 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     correlation = length_correlation(rewards_PG, completion_lengths(groups))
     if is_dynamic:
         kept = informative_groups(rewards_PG).nonzero().flatten().tolist()[:wanted]
-        _check_signal(kept, wanted, len(found))
+        processes.on_main(lambda: _check_signal(kept, wanted, len(found)))
         groups, rewards_PG = [groups[i] for i in kept], rewards_PG[kept]
-    if run.rewards.has_gold:
+    if grpo.gold_environment is not None:
         started = time.monotonic()
         metrics["train/gold_reward"] = float(run.rewards.gold(groups).nanmean())
         rewarding += time.monotonic() - started
@@ -186,7 +187,7 @@ def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: 
         found["reward"].append(shaped_rewards(run.config, batch, rewards.rewards_PG))
         found["raw_reward"].append(rewards.raw_PG)
         found["entropy"].append(entropy_PG)
-        if run.rewards.has_gold:
+        if grpo.gold_environment is not None:
             found["gold_reward"].append(run.rewards.gold(batch))
         if kl_PG is not None:
             found["kl"].append(kl_PG)

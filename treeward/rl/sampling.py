@@ -93,10 +93,12 @@ def sample(
     the host reads several tokens at once, so that it waits for none; those after an end are dropped.
     """
     most = max(row.most for row in rows)
+    pace, multiple = PACES.get(policy.device.type, PACES["cpu"]), policy.tensor_size if policy.sequence_parallel else 1
+    rest = -len(rows) % multiple  # so that the processes of a tensor group have as many rows each
+    going: list[Row | None] = [*rows, *[None] * rest]  # None: has ended, and is computed until enough have
+    rows = [*rows, *[rows[0]] * rest]
     numbers = np.stack([np.pad(row.uniforms[: row.most], (0, most - row.most)) for row in rows])
     numbers_ST = torch.from_numpy(numbers).to(policy.device)
-    pace = PACES.get(policy.device.type, PACES["cpu"])
-    going: list[Row | None] = list(rows)  # None: has ended, and is computed until enough have
     tokens_S: Tensor | None = None
     step = 0
     decoder = (_TreeDecoder if policy.layout == "tree" else _RowDecoder)(policy, rows, pace)
@@ -113,6 +115,7 @@ def sample(
             if row is not None and _extend(row, tokens[s], log_probs[s], ended):
                 going[s] = None
         kept = [s for s, row in enumerate(going) if row is not None]
+        kept += [s for s, row in enumerate(going) if row is None][: -len(kept) % multiple]
         if 0 < len(kept) < len(going) and len(kept) <= decoder.kept_at_most * len(going):
             decoder.choose(kept)
             tokens_S, numbers_ST, going = tokens_S[kept], numbers_ST[kept], [going[s] for s in kept]

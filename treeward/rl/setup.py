@@ -22,28 +22,33 @@ from treeward.config.reward_environments import RewardModelEnvironmentConfig, is
 from treeward.data.prompt_encoding import EncodedPrompt, EncodedPrompts, encode_prompts
 from treeward.data.prompt_sets import open_prompts
 from treeward.data.rendering import Renderer
+from treeward.environments.actors import start_ray_of_run
 from treeward.environments.reward_server import RewardServer
 from treeward.model.checks import check_policy, check_positions
-from treeward.model.export import export_policy
+from treeward.model.export import Rest, export_policy
 from treeward.model.loading import build_policy, load_policy
 from treeward.model.lora import AdapterReference, has_adapters
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
+from treeward.parallel import processes
+from treeward.parallel.mesh import Mesh, make_mesh
 from treeward.rl.environment_runner import EnvironmentRunner, make_environment_runner
 from treeward.rl.generation import Generator, LocalGenerator, end_ids_of, template_end_ids
 from treeward.rl.http_generation import HttpGenerator
 from treeward.rl.update import PolicyUpdater, Reference
+from treeward.rl.vllm_generation import VllmGenerator
 from treeward.rl.watch import OverOptimisationWatch
 from treeward.training.checkpoints import Checkpoint
 from treeward.training.optimisation import advance, build_optimizer, build_scheduler
 from treeward.training.order import EpochOrder, planned_steps
 from treeward.training.setup import (
     adapt,
-    best_device,
     find_tokenizer,
     how_to_load,
     identity_of_adapters,
-    prepare_for_training,
+    make_ready,
     short_hash,
+    steps_on_host,
+    where_to_load,
     with_weights,
 )
 from treeward.training.state import check_identity
@@ -74,10 +79,11 @@ class GRPOSetup:
 
     `total_steps`: at most so many; a run also ends when `prompt_limit` prompts are drawn, which dynamic sampling does
     earlier. `validation`: the prompts that every validation completes, and `validation_sets` the name of the set of
-    each.
+    each. `mesh`: how policy and reference are shared out over the processes, each of which has such a setup.
     """
 
     config: GRPORunConfig
+    mesh: Mesh
     policy: PolicyModel
     tokenizer: PreTrainedTokenizerBase
     renderer: Renderer
@@ -99,9 +105,10 @@ class GRPOSetup:
         """Whether rewards depend on those before, by running statistics: their scale changes over the run."""
         return _holds_values(self.rewards.state_dict())
 
-    def save_model(self, folder: Path) -> None:
-        """The policy as a Hugging Face folder."""
-        export_policy(self.policy, self.tokenizer, folder, chat_template=self.renderer.chat_template)
+    def save_model(self, folder: Path, *, staged: bool) -> Rest | None:
+        """The policy as a Hugging Face folder; `staged` as `export_policy` has it."""
+        template = self.renderer.chat_template
+        return export_policy(self.policy, self.tokenizer, folder, chat_template=template, staged=staged)
 
     def close(self) -> None:
         """Free what is held outside this object. Safe to repeat."""
@@ -114,6 +121,7 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
 
     Raises a `TreewardError` for anything that the user can mend.
     """
+    mesh = make_mesh(config.policy.dtensor_cfg)
     open_set = partial(open_prompts, environments=config.environments)
     training_sets = [open_set(one) for one in config.data.train]
     validation_sets = [open_set(one) for one in config.data.validation]
@@ -127,32 +135,32 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
     prompts = encode(training_sets)
     held_out = encode(validation_sets) if validation_sets else None
     _log_prompts(prompts, held_out)
-    identity = _identity(config, renderer, prompts, held_out)
+    identity = processes.on_main(lambda: _identity(config, renderer, prompts, held_out))
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
     with contextlib.ExitStack() as opened:
+        generation = config.policy.generation
+        if generation.starts_engines or config.has_other_gpus:
+            is_colocated = generation.starts_engines and generation.colocated.enabled
+            start_ray_of_run(spares=config.has_other_gpus, everywhere=is_colocated)
         every_prompt = [*prompts.prompts, *(() if held_out is None else held_out.prompts)]
-        rewards = make_environment_runner(config, every_prompt)
+        rewards = processes.together(lambda: make_environment_runner(config, every_prompt))
         opened.callback(rewards.shutdown)
-        policy = _load_policy(config, tokenizer, checkpoint)
-        check_positions(policy, config.policy.max_total_sequence_length)
-        check_policy(policy, [prompts[i].token_ids for i in range(min(len(prompts), _CHECKED_PROMPTS))])
-        measured = [prompts[i].token_ids for i in range(min(len(prompts), _MEASURED_PROMPTS))]
-        group = range(config.grpo.num_generations_per_prompt)
-        policy.choose_attention([[[*prompt, *[g] * _MEASURED_TOKENS] for g in group] for prompt in measured])
+        policy = _make_policy(config, tokenizer, checkpoint, mesh, prompts)
         seed, shuffle = config.grpo.seed, config.data.shuffle
         order = EpochOrder(prompts.sizes, weights=prompts.weights, seed=seed, shuffle=shuffle, what="prompt")
         prompt_limit = order.rows_per_epoch * config.grpo.max_num_epochs
         # A last step that the epochs leave too few prompts for goes on into the next.
         in_data = -(-prompt_limit // config.grpo.num_prompts_per_step)
         total_steps = planned_steps(config.grpo, in_data, "grpo")
-        optimizer = build_optimizer(policy, config.policy.optimizer, cpu_offload=config.policy.dtensor_cfg.cpu_offload)
+        on_host = steps_on_host(config.policy, mesh)
+        optimizer = build_optimizer(policy, config.policy.optimizer, cpu_offload=on_host)
         updates = total_steps * config.grpo.updates_per_batch * config.updates_per_pass
         scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=updates)
         updater = PolicyUpdater(
             policy,
             optimizer,
-            reference=_load_reference(config, tokenizer, policy),
+            reference=_load_reference(config, tokenizer, policy, mesh),
             loss=config.loss_fn,
             micro_batch_tokens=config.policy.micro_batch_tokens,
             max_grad_norm=config.policy.max_grad_norm,
@@ -161,13 +169,14 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
             updates_per_batch=config.grpo.updates_per_batch,
             parts_per_batch=config.updates_per_pass,
             on_step=partial(advance, scheduler),
+            mesh=mesh,
         )
-        generator = _make_generator(config, policy, tokenizer, renderer)
+        generator = _make_generator(config, policy, tokenizer, renderer, mesh)
         opened.callback(generator.close)
         validation, of_sets = _chosen_for_validation(config, held_out)
         watch = OverOptimisationWatch(config.grpo.watch)
         run = GRPOSetup(
-            *(config, policy, tokenizer, renderer, prompts, order, validation, of_sets),
+            *(config, mesh, policy, tokenizer, renderer, prompts, order, validation, of_sets),
             *(generator, rewards, updater, scheduler, watch, identity, total_steps, prompt_limit),
         )
         opened.pop_all()
@@ -175,37 +184,58 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
 
 
 def _load_policy(
-    config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None, *, role: str = "policy"
+    config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None, mesh: Mesh
 ) -> PolicyModel:
-    """With the adapters that are configured. `role`: what the log calls it."""
     policy, lora = config.policy, config.policy.dtensor_cfg.lora_cfg
-    chunk_tokens = policy.logprob_chunk_size or DEFAULT_CHUNK_TOKENS
-    common: dict[str, Any] = {"attention": policy.attention, "device": best_device(), "chunk_tokens": chunk_tokens}
+    common: dict[str, Any] = {"attention": policy.attention, "device": where_to_load(policy, mesh)}
+    common["chunk_tokens"] = policy.logprob_chunk_size or DEFAULT_CHUNK_TOKENS
     saved = None if checkpoint is None or lora.enabled else checkpoint.path / "model"  # adapters are merged there
     if saved is None and policy.architecture is not None:
         fields = {key: value for key, value in policy.architecture.items() if key != "vocab_size"}
-        model = build_policy(fields, tokenizer, seed=config.grpo.seed, **common).model
-    else:
-        common |= {"config_overrides": policy.hf_config_overrides} | how_to_load(policy)
-        name = saved or str(policy.model_name)  # the schema sees to it that there is one
-        model = load_policy(name, tokenizer=tokenizer, **common).model
-    prepare_for_training(model, policy, role=role)
-    adapt(model, policy, seed=config.grpo.seed, checkpoint=checkpoint)
-    return model
+        return build_policy(fields, tokenizer, seed=config.grpo.seed, **common).model
+    common |= {"config_overrides": policy.hf_config_overrides} | how_to_load(policy, mesh)
+    name = saved or str(policy.model_name)  # the schema sees to it that there is one
+    return load_policy(name, tokenizer=tokenizer, **common).model
 
 
-def _load_reference(config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, policy: PolicyModel) -> Reference | None:
+def _make_policy(
+    config: GRPORunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: Checkpoint | None,
+    mesh: Mesh,
+    prompts: EncodedPrompts,
+) -> PolicyModel:
+    """The policy that is trained, checked and measured on the first prompts."""
+    policy = _load_policy(config, tokenizer, checkpoint, mesh)
+    first = [prompts[i].token_ids for i in range(min(len(prompts), _CHECKED_PROMPTS))]
+
+    def check() -> None:
+        check_positions(policy, config.policy.max_total_sequence_length)
+        check_policy(policy, first)
+
+    adaptation = partial(adapt, policy, config.policy, seed=config.grpo.seed, checkpoint=checkpoint)
+    make_ready(policy, config.policy, mesh, role="policy", adaptation=adaptation, check=check)
+    group = range(config.grpo.num_generations_per_prompt)
+    policy.choose_attention([[[*ids, *[g] * _MEASURED_TOKENS] for g in group] for ids in first[:_MEASURED_PROMPTS]])
+    policy.tree_attention = processes.broadcast(policy.tree_attention)
+    return policy
+
+
+def _load_reference(
+    config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, policy: PolicyModel, mesh: Mesh
+) -> Reference | None:
     """The policy that the run began with, frozen; None where nothing is compared with it."""
     if not config.needs_reference:
         return None
     if has_adapters(policy):
         return AdapterReference(policy)
-    reference = _load_policy(config, tokenizer, None, role="reference, which stays as it is")
+    reference = _load_policy(config, tokenizer, None, mesh)
+    make_ready(reference, config.policy, mesh, role="reference, which stays as it is")
     return reference.requires_grad_(False).eval()
 
 
 def _make_generator(
-    config: GRPORunConfig, policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, renderer: Renderer
+    config: GRPORunConfig, policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, renderer: Renderer, mesh: Mesh
 ) -> Generator:
     section = config.policy.generation
     changes = {
@@ -213,14 +243,18 @@ def _make_generator(
         "model": section.model or config.policy.model_name,
         "weight_folder": section.weight_folder or f"{config.checkpointing.checkpoint_dir}/weights",
     }
-    common: dict[str, Any] = {
-        "max_total_tokens": config.policy.max_total_sequence_length,
-        "end_ids": end_ids_of(policy, tokenizer, of_template=template_end_ids(renderer)),
-    }
-    generation = section.model_copy(update=changes)
-    if generation.url is not None:
-        return HttpGenerator(policy, tokenizer, generation, chat_template=renderer.chat_template, **common)
-    return LocalGenerator(policy, tokenizer, generation, **common)
+    served = VllmGenerator if section.starts_engines else LocalGenerator
+    kind: type[Generator] = served if section.url is None else HttpGenerator
+    return kind(
+        policy,
+        tokenizer,
+        section.model_copy(update=changes),
+        max_total_tokens=config.policy.max_total_sequence_length,
+        end_ids=end_ids_of(policy, tokenizer, of_template=template_end_ids(renderer)),
+        chat_template=renderer.chat_template,
+        trust_remote_code=config.policy.trust_remote_code,
+        mesh=mesh,
+    )
 
 
 def _chosen_for_validation(

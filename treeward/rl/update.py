@@ -8,7 +8,8 @@
 Old and reference log-probabilities are computed by the trainer itself, in the numerics of the update, whatever the
 generator says. A batch may be updated from several times, in parts of some prompts each; the sums of an update are
 divided once, so it may be cut into micro-batches anywhere between completions. A group that is larger than
-`micro_batch_tokens` is, and its prompt is computed once in each of them.
+`micro_batch_tokens` is, and its prompt is computed once in each of them. Several processes have the same groups, share
+out the micro-batches, and have the same results.
 
 Shapes: P prompts, G completions to each, L tokens of the longest completion, S completions of a micro-batch.
 """
@@ -16,7 +17,7 @@ Shapes: P prompts, G completions to each, L tokens of the longest completion, S 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +28,9 @@ from treeward.config.grpo import PolicyLossConfig
 from treeward.errors import ModelError
 from treeward.model.lora import AdapterReference
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
+from treeward.parallel import processes
+from treeward.parallel.mesh import Mesh
+from treeward.parallel.sharding import sum_over_copies
 from treeward.rl.experience import CompletionGroup, SampledCompletion, batch_shape, completion_lengths
 from treeward.rl.policy_loss import UpdateMetrics, kl_estimate, needs_generator, policy_loss
 from treeward.training.optimisation import SkippedSteps
@@ -63,6 +67,7 @@ class PolicyUpdater:
     completion may exceed it. `max_grad_norm`: None for no clipping. `temperature`: of the sampling.
     `prompts_per_update`: how many groups one step of the optimiser learns from; None for all. `updates_per_batch`:
     passes over the whole batch. `parts_per_batch`: updates that a full batch has in a pass; None: as many as this one.
+    `mesh`: how the processes share the work; None for one process.
 
     `on_step`: called after each of these updates, for schedules, also after those without anything to learn from, or
     for which the batch has too few groups: where a schedule stands follows from the number of batches. `steps_begun`:
@@ -83,13 +88,14 @@ class PolicyUpdater:
         updates_per_batch: int = 1,
         parts_per_batch: int | None = None,
         on_step: Callable[[], None] = lambda: None,
+        mesh: Mesh | None = None,
     ) -> None:
         self.policy, self.optimizer, self.reference = policy, optimizer, reference
         self.loss = loss or PolicyLossConfig()
         self.micro_batch_tokens, self.max_grad_norm, self.temperature = micro_batch_tokens, max_grad_norm, temperature
         self.prompts_per_update, self.updates_per_batch = prompts_per_update, updates_per_batch
         self.parts_per_batch, self.on_step, self.steps_begun = parts_per_batch, on_step, 0
-        self.skipped = SkippedSteps()
+        self.skipped, self.mesh = SkippedSteps(), mesh or Mesh()
 
     @torch.no_grad()
     def evaluate(self, groups: Sequence[CompletionGroup], *, for_reward: bool = False) -> Evaluated:
@@ -170,61 +176,79 @@ class PolicyUpdater:
         size = self.prompts_per_update or max(num_groups, 1)
         return [range(start, min(start + size, num_groups)) for start in range(0, num_groups, size)]
 
-    def _micro_batches(
-        self, groups: Sequence[CompletionGroup], places: Sequence[tuple[int, int]]
-    ) -> Iterator[MicroBatch]:
-        """Completions, as (prompt, place), in micro-batches; a group that is too large is cut into several trees."""
+    def _micro_batches(self, groups: Sequence[CompletionGroup], places: Sequence[tuple[int, int]]) -> list[MicroBatch]:
+        """Completions, as (prompt, place), in micro-batches; a group that is too large is cut into several trees.
+
+        Those of this process: as many, of like size, as of each other one; some may be empty.
+        """
         of_prompt: dict[int, list[tuple[int, int]]] = {}
         for place in places:
             of_prompt.setdefault(place[0], []).append(place)
         chosen = list(of_prompt.values())
         sequences = [[groups[p].sequence(g) for p, g in members] for members in chosen]
-        share = self.policy.layout == "tree"
-        for parts in plan_parts(sequences, max_tokens=self.micro_batch_tokens, share=share):
-            yield [[chosen[part.group][m] for m in part.members] for part in parts]
+        share, rank, num_ranks = self.policy.layout == "tree", self.mesh.data_rank, self.mesh.data_size
+        plan = plan_parts(sequences, max_tokens=self.micro_batch_tokens, share=share, num_ranks=num_ranks)
+        return [[[chosen[part.group][m] for m in part.members] for part in parts] for parts in plan[rank::num_ranks]]
 
     def _ask(
         self, model: Reference, groups: Sequence[CompletionGroup], batch: MicroBatch, sums: UpdateMetrics, entropy: bool
     ) -> tuple[CompletionLogProbs, Tensor, Tensor]:
-        """The log-probabilities of a micro-batch, and its prompts and places, int64 (S,) each; counts its tokens."""
-        sequences = [[groups[p].sequence(g) for p, g in part] for part in batch]
-        prompt_lengths = [[len(groups[p].prompt_ids) for p, _ in part] for part in batch]
-        found = model.log_probs(sequences, prompt_lengths, temperature=self.temperature, entropies=entropy)
-        sums.computed_tokens += found.num_computed_tokens
-        sums.row_tokens += sum(len(sequence) for part in sequences for sequence in part)
-        places_S2 = np.array([place for part in batch for place in part], dtype=np.int64)
+        """The log-probabilities of a micro-batch, and its prompts and places, int64 (S,) each; counts its tokens.
+
+        For an empty one something is computed all the same: other processes wait for this one's part in each exchange.
+        """
+        sequences: list[list[tuple[int, ...]]] = [[groups[p].sequence(g) for p, g in part] for part in batch]
+        prompt_lengths = [[len(groups[p].prompt_ids) for p, _ in part] for part in batch] or [[1]]
+        found = model.log_probs(
+            sequences or [[(0, 0)]], prompt_lengths, temperature=self.temperature, entropies=entropy
+        )
+        if batch:
+            sums.computed_tokens += found.num_computed_tokens
+            sums.row_tokens += sum(len(sequence) for part in sequences for sequence in part)
+        else:
+            nothing = None if found.entropies_SL is None else found.entropies_SL[:0]
+            found = CompletionLogProbs(found.values_SL[:0], found.mask_SL[:0], nothing, 0)
+        places_S2 = np.array([place for part in batch for place in part], dtype=np.int64).reshape(-1, 2)
         p_S, g_S = on_device(places_S2, self.policy.device).unbind(dim=1)
         return found, p_S, g_S
 
     def _all(
         self, model: Reference, groups: Sequence[CompletionGroup], metrics: UpdateMetrics, *, entropies: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and (zeros unless asked for) entropies of all completions, float32 (P, G, L)."""
+        """Log-probabilities and (zeros unless asked for) entropies of all completions, float32 (P, G, L).
+
+        On every process those of all; the tokens of all are added to `metrics`.
+        """
         num_prompts, size = batch_shape(groups)
         longest = int(completion_lengths(groups).max()) if groups else 0
-        values_PGL, entropies_PGL = torch.zeros(2, num_prompts, size, longest, device=self.policy.device)
+        values_2PGL, counts = torch.zeros(2, num_prompts, size, longest, device=self.policy.device), UpdateMetrics()
         for batch in self._micro_batches(groups, [(p, g) for p in range(num_prompts) for g in range(size)]):
-            found, p_S, g_S = self._ask(model, groups, batch, metrics, entropies)
-            width = found.values_SL.shape[1]
-            values_PGL[p_S, g_S, :width] = found.values_SL
-            if found.entropies_SL is not None:
-                entropies_PGL[p_S, g_S, :width] = found.entropies_SL
+            found, p_S, g_S = self._ask(model, groups, batch, counts, entropies)
+            for n, values_SL in enumerate((found.values_SL, found.entropies_SL)):
+                if batch and values_SL is not None:
+                    values_2PGL[n, p_S, g_S, : values_SL.shape[1]] = values_SL
+        total = counts.over(self.mesh.data_group)
+        metrics.computed_tokens += total.computed_tokens
+        metrics.row_tokens += total.row_tokens
+        values_PGL, entropies_PGL = processes.summed(values_2PGL, self.mesh.data_group)
         return values_PGL, entropies_PGL
 
     def _step(
         self, evaluated: Evaluated, places: Sequence[tuple[int, int]], advantages_PG: Tensor, entropies: bool
     ) -> UpdateMetrics:
         """One step of the optimiser, from completions that have a token."""
-        metrics = UpdateMetrics(updates=1)
-        groups = evaluated.groups
+        metrics, groups = UpdateMetrics(), evaluated.groups
         num_tokens = sum(len(groups[p].completions[g].token_ids) for p, g in places)
         denominator = num_tokens if self.loss.token_level_loss else len(places)
-        for batch in self._micro_batches(groups, places):
+        batches = self._micro_batches(groups, places)
+        for number, batch in enumerate(batches, start=1):
+            sum_over_copies(self.policy, number == len(batches))
             loss, sums = self._loss(evaluated, batch, advantages_PG, entropies)
             (loss / denominator).backward()
             metrics += sums
             metrics.loss_sum += loss.detach().double() / denominator
-        metrics = metrics.read()
+        metrics = metrics.over(self.mesh.data_group)
+        metrics.updates = 1
         metrics.grad_norm_sum = self.skipped.clip(
             self.policy,
             self.max_grad_norm,

@@ -12,9 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import linear_regression
 from typing import Literal, get_args
-
-from scipy.stats import linregress
 
 from treeward.model.contract import Dtype, GoldenExample, Mistake, ScoringContract
 
@@ -127,8 +126,7 @@ def _explained(examples: Sequence[GoldenExample], got: Sequence[float], toleranc
             return Check("activation", "differs", f"a {name} is applied to the score", fix=fix)
     if len(got) < 4 or min(need) == max(need):
         return None  # any three scores are nearly on some line
-    line = linregress(need, got)
-    slope, offset = float(line.slope), float(line.intercept)
+    slope, offset = linear_regression(need, got)
     # A line that is nearly level lies within the tolerance of any scores that hardly differ, and explains nothing.
     is_telling = slope * (max(need) - min(need)) > _TELLING_SPREAD * tolerance
     if is_telling and close(got, [slope * x + offset for x in need], tolerance * max(1.0, slope)):

@@ -1,26 +1,30 @@
 """`sign_folder`: score the golden conversations and write the scoring contract into a model folder.
 
     sign_folder(Path("results/rm/final"))                                     # load, score, write the contract
-    sign_folder(folder, model=run.model, renderer=run.renderer)               # a model that was just saved there
+    sign_later(folder, model=run.model, renderer=run.renderer)()              # a model that was just exported there
 
 Each golden conversation holds something that goes wrong somewhere: several turns, a system message, letters beyond
 ASCII, code, white space at the end, a very short completion, a long one. Their scores are computed in float32 from the
-weights on disk, along with the scores that known mistakes would give.
+weights as they are saved, along with the scores that known mistakes would give.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError
@@ -40,8 +44,9 @@ from treeward.model.contract import (
 )
 from treeward.model.loading import PAD_TOKEN, load_reward_model
 from treeward.model.lora import has_adapters
-from treeward.model.pretrained import load_tokenizer, read_config
-from treeward.model.reward_model import RewardModel, check_finite, head_name
+from treeward.model.pretrained import DTYPES, load_tokenizer, read_config
+from treeward.model.published import find
+from treeward.model.reward_model import RewardModel, check_finite, stored_heads
 from treeward.model.stored import (
     StoredTensor,
     architecture_of,
@@ -56,6 +61,9 @@ from treeward.model.stored import (
     sha256_of,
     shapes_sha256,
 )
+from treeward.parallel import processes
+from treeward.parallel.mesh import Mesh
+from treeward.parallel.sharding import plain_copy
 from treeward.tree.token_tree import TokenIds
 from treeward.version import VERSION
 
@@ -94,6 +102,8 @@ GOLDEN_CONVERSATIONS: Mapping[str, list[Message]] = {
 }
 """Conversations by what is special about them."""
 
+_ALONE = Mesh()
+
 HASH_DIGITS = 12
 """Digits that a contract keeps of the hash of a tensor."""
 
@@ -101,62 +111,135 @@ HASH_DIGITS = 12
 def sign_folder(
     folder: Path,
     *,
-    model: RewardModel | None = None,
-    renderer: Renderer | None = None,
     like: ScoringContract | None = None,
     heads: Sequence[HeadContract] | None = None,
-    may_be_broken: bool = False,
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
 ) -> ScoringContract:
-    """Make the contract of a model folder, write it there, and return it.
+    """Make the contract of a model folder, which is loaded in float32 onto `device`, write it there, and return it.
 
-    `model`: the model that was saved there, if it is in memory; it stays as it was. Without it, or if saving changed
-    the format of its weights, the folder is loaded in float32 (onto the model's device, or `device`). `renderer`: the
-    one that the folder was exported with; else one with the settings of `like`, a contract whose rendering, heads and
-    shaping hold for this model too; else the tokenizer's own template and the model's own limit. `heads`: how a model
-    with several labels makes its score; else as in `like`.
-
-    Raises `ConfigError` for several labels without `heads`, `ModelError` for weights that give no finite score. With
-    `may_be_broken` (checkpoints) they are signed with a warning, and only the head is hashed: hashing all tensors takes
-    about a second per GB.
+    `like`: a contract whose rendering, heads and shaping hold for this model too; None: the tokenizer's own template
+    and the model's own limit. `heads`: how a model with several labels makes its score; None: as in `like`. Raises
+    `ConfigError` for several labels without `heads`, `ModelError` for weights that give no finite score.
     """
-    stored, config = read_stored(folder), raw_config(folder)
-    is_exact = (
-        model is not None
-        and not has_adapters(model)  # which are merged on the disk
-        and {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
-        == {tensor.dtype for tensor in stored if "float" in tensor.dtype}
-    )
-    padding = None if renderer is None else renderer.tokenizer.pad_token_id
-    if model is None or renderer is None or not is_exact:
-        tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
-        padding = tokenizer.pad_token_id  # loading the model mends it in memory
-        model = load_reward_model(
-            folder,
-            tokenizer=tokenizer,
-            device=device if model is None else _with_room(model.device, num_parameters(stored)),
-            several_heads=True,
-            trust_remote_code=trust_remote_code,
-        ).model
-        kept = {"chat_template_kwargs", "max_length", "truncation"}
-        renderer = renderer or Renderer(tokenizer, **(like.rendering.model_dump(include=kept) if like else {}))
+    read_stored(folder)  # says so where these are adapters, or no model
+    tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
+    pad = raw_pad_token_id(raw_config(folder))
+    may_be_plain = pad == tokenizer.pad_token_id  # loading the model mends it in memory
+    model = load_reward_model(
+        folder, tokenizer=tokenizer, device=device, several_heads=True, trust_remote_code=trust_remote_code
+    ).model
+    kept = {"chat_template_kwargs", "max_length", "truncation"}
+    renderer = Renderer(tokenizer, **(like.rendering.model_dump(include=kept) if like else {}))
     if heads is None and like is not None and len(like.heads) == model.num_heads:
         heads = like.heads
     chosen = list(heads or _only_head(model))
-    pad = raw_pad_token_id(config)
-    with exact_scoring(model), model.computing_in(torch.float32):
-        golden = _golden(model, renderer, chosen, may_be_broken)
-        tolerance = _tolerance(model, golden, chosen)
-        is_plain = pad == padding and _reads_plainly(model, golden, pad, tolerance)
-    head = of_head(stored, head_name(model.hf))
+    measured = _measured(partial(as_saved, model, None), renderer, chosen, pad, may_be_plain=may_be_plain)
+    shaping = None if like is None else like.reward_shaping
+    return _signed(folder, model, renderer, chosen, measured, shaping=shaping)
+
+
+def sign_later(
+    folder: Path,
+    *,
+    model: RewardModel,
+    renderer: Renderer,
+    heads: Sequence[HeadContract] | None = None,
+    mesh: Mesh = _ALONE,
+    is_checkpoint: bool = False,
+) -> Callable[[], ScoringContract]:
+    """`sign_folder` of a model that was exported with `renderer`, in two: it is run now, by every process of `mesh`;
+    what is returned reads the files when they are written, in any thread of one process.
+
+    The golden scores are of the weights in memory: files that hold others are refused when they are loaded. Of a
+    checkpoint only the head is hashed, as all tensors take about a second per GB, and weights that give no finite score
+    are signed with a warning. `heads`: as `sign_folder` has them.
+    """
+    config = processes.on_main(lambda: raw_config(folder))
+    heads, pad = list(heads or _only_head(model)), raw_pad_token_id(config)
+    measured = _measured(
+        partial(as_saved, model, DTYPES[named_dtype(config, "dtype") or "float32"], mesh),
+        *(renderer, heads, pad),
+        may_be_plain=pad == renderer.tokenizer.pad_token_id,
+        may_be_broken=is_checkpoint,
+    )
+    return partial(_signed, folder, model, renderer, heads, measured, only_head=is_checkpoint)
+
+
+@contextlib.contextmanager
+def as_saved(
+    model: RewardModel, saved: torch.dtype | None, mesh: Mesh = _ALONE, computed: torch.dtype = torch.float32
+) -> Iterator[RewardModel]:
+    """The model that a folder with the weights of `model` in the dtype `saved` holds, to be scored with exactly.
+
+    It is the model itself where that computes the same (`saved` is None: it was loaded from there), and else a copy
+    with merged adapters and rounded weights, sharded as the model is.
+    """
+    sharded = mesh.devices is not None
+    dtypes = {parameter.dtype for parameter in model.weights()}
+    if saved is None or not (sharded or has_adapters(model) or dtypes != {saved}):
+        with exact_scoring(model), model.computing_in(computed):
+            yield model
+        return
+    device = None if sharded else _with_room(model.device, model.hf.num_parameters())
+    copied = plain_copy(model, mesh, saved=saved, computed=computed, device=device)
+    with exact_scoring(copied):
+        yield copied
+    del copied
+    gc.collect()  # FSDP's hooks hold its modules in cycles
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """The golden scores of a model, and whether plain transformers has them too."""
+
+    golden: list[GoldenExample]
+    tolerance: ToleranceContract
+    is_plain: bool
+
+
+def _measured(
+    saved: Callable[..., contextlib.AbstractContextManager[RewardModel]],
+    renderer: Renderer,
+    heads: Sequence[HeadContract],
+    pad: int | None,
+    *,
+    may_be_plain: bool,
+    may_be_broken: bool = False,
+) -> _Measured:
+    """`saved`: `as_saved` of a model."""
+    with saved(computed=torch.float32) as model:
+        golden = _golden(model, renderer, heads, may_be_broken)
+        rows = [example.token_ids for example in golden]
+        may_be_plain &= bool(golden) and not getattr(model.hf, "made_by_treeward", False)
+        plain = plain_values(model, rows, pad) if may_be_plain else torch.tensor(torch.inf)
+    with saved(computed=torch.bfloat16) as model:
+        rounded = [combined_heads(values, heads) for values in model.score_tokens(rows).tolist()]
+    tolerance = _tolerance(golden, rounded)
+    off = plain - torch.tensor([example.heads for example in golden])
+    return _Measured(golden, tolerance, may_be_plain and bool(off.abs().max() <= tolerance.float32))
+
+
+def _signed(
+    folder: Path,
+    model: RewardModel,
+    renderer: Renderer,
+    heads: list[HeadContract],
+    measured: _Measured,
+    *,
+    shaping: RewardShapingConfig | None = None,
+    only_head: bool = False,
+) -> ScoringContract:
+    """The contract of the files in a folder, where it is written too."""
+    stored, config = read_stored(folder), raw_config(folder)
+    head = of_head(stored, *stored_heads(model.hf))
     backbone_dtype = dtype_of([tensor for tensor in stored if tensor not in head])
     contract = ScoringContract(
         treeward_version=VERSION,
-        rendering=_rendering(renderer, folder, pad, golden),
+        rendering=_rendering(renderer, folder, raw_pad_token_id(config), measured.golden),
         read=ReadContract(
             position="pooled" if model.layout == "encoder" else "last token",
-            plain_transformers=is_plain,
+            plain_transformers=measured.is_plain,
             token=renderer.read_token,
         ),
         dtypes=DtypeContract(
@@ -164,12 +247,12 @@ def sign_folder(
             head=dtype_of(head),
             config=named_dtype(config, "dtype") or named_dtype(config, "torch_dtype") or backbone_dtype,
         ),
-        heads=chosen,
+        heads=heads,
         problem_type=config.get("problem_type"),
-        reward_shaping=None if like is None else like.reward_shaping,
-        weights=_weights(type(model.hf).__name__, stored, head, config, only_head=may_be_broken),
-        golden=golden,
-        tolerance=tolerance,
+        reward_shaping=shaping,
+        weights=_weights(type(model.hf).__name__, stored, head, config, only_head=only_head),
+        golden=measured.golden,
+        tolerance=measured.tolerance,
     )
     write_contract(contract, folder)
     return contract
@@ -233,6 +316,8 @@ def weighted_heads(labels: Sequence[str], weights: Mapping[str, float] | Sequenc
 def head_labels(folder: Path, *, trust_remote_code: bool = False) -> list[str]:
     """The labels of a model folder by its config.json, one for each head; one for what is no classifier yet."""
     config = read_config(str(folder), trust_remote_code)
+    if (adapter := find(config.to_dict(), config.name_or_path)) is not None:
+        return list(adapter.parts(config.to_dict())) or ["reward"]
     is_classifier = any("SequenceClassification" in name for name in config.architectures or ())
     return _labels(config) if is_classifier else ["reward"]
 
@@ -292,17 +377,6 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     return text_sha256(json.dumps(parts, sort_keys=True))
 
 
-def _reads_plainly(
-    model: RewardModel, golden: Sequence[GoldenExample], pad: int | None, tolerance: ToleranceContract
-) -> bool:
-    """Whether transformers alone, given padded rows, reads the golden scores."""
-    if not golden or getattr(model.hf, "made_by_treeward", False):
-        return False
-    plain = plain_values(model, [example.token_ids for example in golden], pad)
-    off = plain - torch.tensor([example.heads for example in golden])
-    return bool(off.abs().max() <= tolerance.float32)
-
-
 def _rendering(renderer: Renderer, folder: Path, pad: int | None, golden: Sequence[GoldenExample]) -> RenderingContract:
     tokenizer = renderer.tokenizer
     return RenderingContract(
@@ -321,6 +395,8 @@ def _rendering(renderer: Renderer, folder: Path, pad: int | None, golden: Sequen
 
 
 def _only_head(model: RewardModel) -> list[HeadContract]:
+    if model.score_parts:
+        return [HeadContract(name=name, meaning="its share of the score") for name in model.score_parts]
     if model.num_heads > 1:
         raise ConfigError(
             "the model has several labels, and nothing says how they make one score",
@@ -385,17 +461,14 @@ def _mistaken(ids: list[int], bos: int | None, model: RewardModel) -> Iterator[t
             yield "two_bos", [bos, *ids]
 
 
-def _tolerance(model: RewardModel, golden: Sequence[GoldenExample], heads: Sequence[HeadContract]) -> ToleranceContract:
-    """By how much scores of this model may differ, measured by how much they differ in bfloat16.
+def _tolerance(golden: Sequence[GoldenExample], rounded: Sequence[float]) -> ToleranceContract:
+    """By how much scores of this model may differ, measured by how much they differ in bfloat16 (`rounded`).
 
     bfloat16 keeps 8 bits of a number and float32 24, so rounding is 2^16 times coarser, and a model amplifies both
     alike. Another kernel adds up sums in another order and loses a few more bits, and ten conversations do not show the
     largest difference; 2^8 of the 2^16 are left for both. A TF32 product (11 bits) and rounded weights exceed the
     tolerance by an order of magnitude.
     """
-    rows = [example.token_ids for example in golden]
-    with model.computing_in(torch.bfloat16):
-        rounded = [combined_heads(values, heads) for values in model.score_tokens(rows).tolist()]
     off = [abs(got - one.score) for got, one in zip(rounded, golden, strict=True)]
     worst = max(filter(math.isfinite, off), default=0.0)
     largest = max((abs(one.score) for one in golden), default=1.0)

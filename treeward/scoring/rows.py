@@ -1,7 +1,9 @@
 """From rows of files to their scores, as `treeward score` reads and writes them.
 
-for row in score_rows(scorer, read_rows("in.jsonl")):
-    row.values["scores"]        # or "score", of a row of one conversation
+scorer = ChunkScorer(load)
+for chunk in chunks_of(read_rows("in.jsonl")):
+    for row in scorer.score(chunk).rows:
+        row.values["scores"]        # or "score", of a row of one conversation
 
 `treeward.data.formats` says which rows can be read.
 """
@@ -9,18 +11,21 @@ for row in score_rows(scorer, read_rows("in.jsonl")):
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from treeward.data.formats import conversations_of, is_single
 from treeward.data.preference import Message
 from treeward.data.sources import Row
-from treeward.errors import DataError
-from treeward.scoring.rewarding import Rewarder
-from treeward.scoring.score import ConversationScorer, Reward
-from treeward.scoring.shaping import Shaper
+from treeward.errors import DataError, TreewardError
+from treeward.scoring.score import Reward
+
+if TYPE_CHECKING:
+    from treeward.scoring.rewarding import Rewarder
+    from treeward.scoring.scorer import PreparedScorer
+    from treeward.scoring.shaping import Shaper
 
 logger = logging.getLogger(__name__)
 
@@ -38,33 +43,91 @@ class ScoredRow:
     num_failed: int
 
 
-def score_rows(scorer: ConversationScorer, rows: Iterable[Row], *, shaper: Shaper | None = None) -> Iterator[ScoredRow]:
-    """Each row with its `score` (a row of one conversation) or `scores`, in order; memory does not grow with the rows.
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows that are scored together, each with its conversations. `error`: of the row after them, which is wrong."""
 
-    With a `shaper` there is a `reward`, or there are `rewards`, too; reference completions are read from the rows. Up
-    to 256 rows are scored at a time. A conversation too long to score has the score None, and its row an `error`. A
-    wrong row raises `DataError`, after the rows before it.
+    requests: list[_Request]
+    error: DataError | None = None
+
+
+def chunks_of(rows: Iterable[Row]) -> Iterator[Chunk]:
+    """The rows in chunks of 256, or up to twice as many where the next ones continue the last one's prompt."""
+    chunk: list[_Request] = []
+    try:
+        for row in rows:
+            conversations = conversations_of(row.values, row.where)
+            is_full = len(chunk) >= _ROWS_AT_ONCE
+            if is_full and (len(chunk) == 2 * _ROWS_AT_ONCE or _prompt(conversations) != _prompt(chunk[-1][1])):
+                yield Chunk(chunk)
+                chunk = []
+            chunk.append((row, conversations))
+    except DataError as error:
+        yield Chunk(chunk, error)
+    else:
+        yield Chunk(chunk)
+
+
+Load = Callable[[], "tuple[PreparedScorer[Any], Shaper | None, Mapping[str, Any]]"]
+"""The scorer, the shaper of its scores, and the identity of its rows: what they depend on besides the data."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredChunk:
+    """The rows of a chunk in order, up to its `error` if there is one.
+
+    `identity`: None where the model cannot be loaded. `tokens`: those that were computed, and those of plain rows.
     """
-    rewarder = Rewarder(lambda conversations, names: scorer.score(conversations, where=names), shaper)
-    ours = _OURS if shaper is None else (*_OURS, "reward", "rewards")
-    remaining = iter(rows)
-    warned = False
-    while True:
-        chunk: list[_Request] = []
-        wrong: DataError | None = None
+
+    rows: list[ScoredRow]
+    error: TreewardError | None = None
+    identity: Mapping[str, Any] | None = None
+    tokens: tuple[int, int] = (0, 0)
+
+
+class ChunkScorer:
+    """Scores chunks of rows, each by itself: a chunk has the same scores in any process.
+
+    `load` is called for the first chunk. With a shaper there is a `reward`, or there are `rewards`, too; reference
+    completions are read from the rows. A conversation too long to score has the score None, and its row an `error`.
+    """
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._warned = False
+
+    def score(self, chunk: Chunk) -> ScoredChunk:
+        """The scored rows before the first one that is wrong."""
         try:
-            chunk.extend((row, conversations_of(row.values, row.where)) for row in islice(remaining, _ROWS_AT_ONCE))
-        except DataError as error:  # it keeps what came before the wrong row
-            wrong = error
-        taken = sorted({key for row, _ in chunk for key in ours if key in row.values})
-        if taken and not warned:
+            scorer, rewarder, identity = self._loaded
+        except TreewardError as error:
+            return ScoredChunk([], error)
+        ours = _OURS if rewarder.shaper is None else (*_OURS, "reward", "rewards")
+        taken = sorted({key for row, _ in chunk.requests for key in ours if key in row.values})
+        if taken and not self._warned:
             logger.warning("The rows already have %s, which this scoring replaces.", ", ".join(taken))
-            warned = True
-        yield from _score_chunk(rewarder, chunk, ours)
-        if wrong is not None:
-            raise wrong
-        if len(chunk) < _ROWS_AT_ONCE:
-            return
+            self._warned = True
+        rows: list[ScoredRow] = []
+        computed, plain = scorer.num_computed_tokens, scorer.num_row_tokens
+        failure: TreewardError | None = chunk.error
+        try:
+            rows.extend(_score_chunk(rewarder, chunk.requests, ours) if chunk.requests else ())
+        except TreewardError as error:  # the rows before it are kept
+            failure = error
+        tokens = scorer.num_computed_tokens - computed, scorer.num_row_tokens - plain
+        return ScoredChunk(rows, failure, identity, tokens)
+
+    @cached_property
+    def _loaded(self) -> tuple[PreparedScorer[Any], Rewarder, Mapping[str, Any]]:
+        # It imports torch, which a process that only reads rows does without.
+        from treeward.scoring.rewarding import Rewarder  # noqa: PLC0415
+
+        scorer, shaper, identity = self._load()
+        return scorer, Rewarder(lambda conversations, names: scorer.score(conversations, where=names), shaper), identity
+
+
+def _prompt(conversations: Sequence[list[Message]]) -> list[list[Message]]:
+    return [conversation[:-1] for conversation in conversations[:1]]
 
 
 def _score_chunk(rewarder: Rewarder, chunk: Sequence[_Request], ours: Sequence[str]) -> Iterator[ScoredRow]:

@@ -173,7 +173,8 @@ class Scorer(PreparedScorer[Prepared]):
         self._recent = RecentTokens()
         self.head_names = _head_names(model, contract)
         try:
-            self.head_weights = _head_weights(head_weights, self.head_names)
+            is_sum = head_weights is None and bool(model.score_parts)
+            self.head_weights = _head_weights([1.0] * model.num_heads if is_sum else head_weights, self.head_names)
         except TreewardError as error:
             raise error.but(where=model.hf.name_or_path or None) from None
 
@@ -332,10 +333,7 @@ class Scorer(PreparedScorer[Prepared]):
 
         It only says what is worth keeping: entries of the cache are compared token by token.
         """
-        try:
-            context = json.dumps([conversation[:-1], conversation[-1].get("role")], default=str).encode()
-        except RecursionError:  # nested too deep, in a key that the template does not read
-            return 0
+        context = json.dumps([conversation[:-1], conversation[-1].get("role")], default=str).encode()
         key = hashlib.blake2b(context, digest_size=16).digest()
         length = self._prompt_lengths.get(key)
         if length is None:
@@ -431,7 +429,8 @@ def check_conversation(conversation: Conversation, name: str) -> Conversation:
 
 def _head_names(model: RewardModel, contract: ScoringContract | None) -> tuple[str, ...]:
     """The name of each head: that of its label."""
-    labels = [head.name for head in contract.heads] if contract else list((model.hf.config.id2label or {}).values())
+    own = model.score_parts or (model.hf.config.id2label or {}).values()
+    labels = [head.name for head in contract.heads] if contract else list(own)
     if len(labels) != model.num_heads:
         labels = [str(i) for i in range(model.num_heads)]
     return tuple(map(str, labels))

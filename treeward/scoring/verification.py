@@ -29,7 +29,7 @@ from treeward.model.contract import CONTRACT_FILE, Dtype, ScoringContract, read_
 from treeward.model.export import HTTP_ERROR
 from treeward.model.loading import load_reward_model
 from treeward.model.pretrained import check_local, choose_device, load_tokenizer, quiet_transformers
-from treeward.model.reward_model import RewardModel, head_name
+from treeward.model.reward_model import RewardModel, stored_heads
 from treeward.model.stored import (
     StoredTensor,
     architecture_of,
@@ -329,7 +329,7 @@ class _Replay:
     @property
     def split(self) -> tuple[list[StoredTensor], list[StoredTensor]]:
         """The tensors of the backbone, and those of the head."""
-        head = of_head(self.stored, head_name(self.model.hf))
+        head = of_head(self.stored, *stored_heads(self.model.hf))
         return [tensor for tensor in self.stored if tensor not in head], head
 
     def changed_tensors(self) -> list[str]:

@@ -83,12 +83,12 @@ def _operations(service: Service) -> APIRouter:
 
     @router.get("/health", summary="Whether the process runs and its models score")
     async def health() -> JSON:
-        is_alive = service.batcher.is_alive
+        is_alive = await service.batcher.check_alive()
         return JSON({"status": "ok" if is_alive else "failed"}, 200 if is_alive else 503)
 
     @router.get("/ready", summary="Whether requests are accepted")
     async def ready() -> JSON:
-        is_alive = service.batcher.is_alive
+        is_alive = await service.batcher.check_alive()
         body = {"status": "ready" if is_alive else "failed", "models": list(service.models)}
         return JSON(body, 200 if is_alive else 503)
 

@@ -99,6 +99,10 @@ class Batcher:
         """About how long what is queued will take, from 1 to 60."""
         return min(max(math.ceil(self.num_queued / self._per_second), 1), 60) if self._per_second else 1
 
+    async def check_alive(self) -> bool:
+        """As `is_alive`; of replicas only they themselves can tell."""
+        return self.is_alive
+
     async def score(
         self, model: ServedModel, conversations: Sequence[Conversation | RenderedText], *, deadline: float | None = None
     ) -> list[Score]:
@@ -121,8 +125,7 @@ class Batcher:
                     await loop.run_in_executor(self._tokenizing, self._tokenize, request, start, part)
                 return await asyncio.wrap_future(request.future)
         except TimeoutError as error:
-            message = f"not scored in time: {request.num_missing} of {number} conversations were not scored yet"
-            raise APIError(504, "deadline_exceeded", message, retry_after=self.seconds_of_queue) from error
+            raise not_in_time(request.num_missing, number, self.seconds_of_queue) from error
         finally:
             self._end(request)
 
@@ -144,8 +147,7 @@ class Batcher:
                 raise _shut_down()
             limit = self.config.max_queued
             if self.num_queued and self.num_queued + request.num_missing > limit:
-                message = f"{self.num_queued} conversations are waiting, and at most {limit} may"
-                raise APIError(429, "queue_full", message, retry_after=self.seconds_of_queue)
+                raise queue_full(self.num_queued, limit, self.seconds_of_queue)
             self.num_queued += request.num_missing
             self._open.add(request)
 
@@ -268,6 +270,18 @@ class Batcher:
         for request in complete:
             if request.future.set_running_or_notify_cancel():
                 request.future.set_result([score for score in request.scores if score is not None])
+
+
+def queue_full(num_queued: int, limit: int, retry_after: float) -> APIError:
+    """A request that would make the queue too long."""
+    message = f"{num_queued} conversations are waiting, and at most {limit} may"
+    return APIError(429, "queue_full", message, retry_after=retry_after)
+
+
+def not_in_time(num_missing: int, number: int, retry_after: float) -> APIError:
+    """A request that has reached its deadline."""
+    message = f"not scored in time: {num_missing} of {number} conversations were not scored yet"
+    return APIError(504, "deadline_exceeded", message, retry_after=retry_after)
 
 
 def _shut_down() -> APIError:

@@ -21,10 +21,10 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class ServerMetrics:
-    """Counters of one server. `batch_tokens`: what a full batch has."""
+    """Counters of one server. `batch_tokens`: what a full batch has. `registry`: where they are; None makes one."""
 
-    def __init__(self, *, batch_tokens: int = 4096) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, *, batch_tokens: int = 4096, registry: CollectorRegistry | None = None) -> None:
+        self.registry = CollectorRegistry() if registry is None else registry
         ProcessCollector(registry=self.registry)
         self._batch_tokens = batch_tokens
         self._statistics: dict[str, RunningStatistics] = {}

@@ -10,13 +10,13 @@ of the user's own (`reward_class: "my_module:MyReward"`), served as a reward mod
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -65,11 +65,8 @@ class Item:
 
 def check_length(asked: Conversation | RenderedText, limit: int) -> str | None:
     """Why a conversation is too long to be tokenized, or None. It is measured as it would be printed."""
-    try:
-        if len(asked.text if isinstance(asked, RenderedText) else str(asked)) <= limit:
-            return None
-    except RecursionError:
-        return "the conversation is nested too deep"
+    if len(asked.text if isinstance(asked, RenderedText) else str(asked)) <= limit:
+        return None
     return f"the conversation is too long: at most {limit} characters, or token ids (max_conversation_characters)"
 
 
@@ -117,22 +114,20 @@ class ServedModel:
             else EnsembleScorer.load(members, config=ensemble, device=device, **options)
             for device in config.device
         ]
-        tokenizer = replicas[0].renderer.tokenizer
-        other = ensemble is not None or config.head_weights is not None
-        shaper = load_shaper(config.shaping, members[0], of_other_score=other, tokenizer=tokenizer)
         # Nobody knows whether a model that was not checked keeps its contract; other weights make another score.
         found = contracts if config.check_contract and config.head_weights is None else []
-        served = cls(
-            config.served_name, replicas[0], shaper=shaper, contracts=found, members=members, replicas=replicas
-        )
-        served.keep_statistics(config)
+        served = cls(config.served_name, replicas[0], contracts=found, members=members, replicas=replicas)
+        served.shape_by(config)
         _ = served.identity  # it may read all weights: now, not while requests wait
         return served
 
-    def keep_statistics(self, config: ServedModelConfig) -> None:
-        """With running statistics, keep a log of rewards. Raises `ConfigError` for a file that is none of this model's,
+    def shape_by(self, config: ServedModelConfig) -> None:
+        """Shape scores as the section says, and with running statistics keep a log of rewards.
+
+        Raises `ConfigError` for constants that are missing, and for a file of statistics that is none of this model's,
         or that nothing would read.
         """
+        self.shaper = self._shaper(config)
         path = config.statistics_file and Path(config.statistics_file).expanduser()
         if self.shaper is not None and self.shaper.config.running:
             of_class = config.reward_class and [config.reward_class, *config.members]  # `identity` knows models alone
@@ -145,6 +140,17 @@ class ServedModel:
                 logger.warning("%s: no statistics_file, so running statistics are this process's alone.", self.name)
         else:
             config.refuse(path, "statistics_file", "shaping: {normalize_rewards: true, running: true}")
+
+    def face(self) -> ServedModel:
+        """The model without its weights and its shaping, for another process: it reads requests and describes itself,
+        and cannot score.
+        """
+        face = copy.copy(self)
+        for name in ("_pool", "environment"):
+            face.__dict__.pop(name, None)
+        face.scorer = _without_weights(self.scorer)
+        face.replicas, face.shaper = (face.scorer,), None
+        return face
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:
@@ -206,13 +212,10 @@ class ServedModel:
 
     def described(self, created: int) -> dict[str, Any]:
         """The model as /v1/models lists it. `created`: seconds of the epoch."""
-        calibrations = [contract.calibration for contract in self.contracts]
-        temperature = None
+        calibration = self.contracts[0].calibration if self.contracts and isinstance(self.scorer, Scorer) else None
+        temperature = None if calibration is None or calibration.temperature is None else calibration.temperature.value
         log = None if self.shaper is None else self.shaper.log
-        is_single = len(self.contracts) == len(self.members) == 1 and isinstance(self.scorer, Scorer)
         scorers = () if self.scorer is None else self.scorer.members
-        if is_single and calibrations[0] is not None and calibrations[0].temperature is not None:
-            temperature = calibrations[0].temperature.value
         return {
             "id": self.name,
             "object": "model",
@@ -255,31 +258,15 @@ class ServedModel:
 
     def _score(self, items: Sequence[Item]) -> list[Score]:
         """The scores by all replicas, each with an equal part of the tokens; the order keeps prompts together."""
-        number = len(self.replicas)
-        if number == 1:
-            return self.scorer.score_prepared([item.prepared for item in items], on_error="mask")
-        tokens = np.array([item.num_tokens for item in items])
-        # By the middle of each: one that comes alone goes to the first, whose cache `cost` asks.
+        tokens, number = np.array([item.num_tokens for item in items]), len(self.replicas)
+        # By the middle of each: of two, one that comes alone goes to the first, whose cache `cost` asks.
         middles, shares = tokens.cumsum() - tokens / 2, tokens.sum() * np.arange(1, number) / number
         bounds = pairwise([0, *np.searchsorted(middles, shares, side="right"), len(items)])
         parts = [[item.prepared for item in items[start:end]] for start, end in bounds]
         asked = [(replica, part) for replica, part in zip(self.replicas, parts, strict=True) if part]
         futures = [self._pool.submit(replica.score_prepared, part, on_error="mask") for replica, part in asked]
-        wait(futures)  # all of them: a scorer has one caller at a time
-        results = [self._result(future, *one) for future, one in zip(futures, asked, strict=True)]
-        return [score for scores in results for score in scores]
-
-    def _result(self, future: Future[list[Score]], asked: Scorer | EnsembleScorer, part: list[Any]) -> list[Score]:
-        """The scores of a replica, or of the first other one where it fails; its error if all fail."""
-        error = future.exception()
-        if error is None or isinstance(error, torch.OutOfMemoryError | MemoryError):  # `score` makes room
-            return future.result()
-        for other in (replica for replica in self.replicas if replica is not asked):
-            with suppress(Exception):  # the first error is the one to report
-                scores = other.score_prepared(part, on_error="mask")
-                logger.warning("%s: another replica scores for one that failed: %r", self.name, error)
-                return scores
-        raise error
+        wait(futures)  # all of them, if one fails too: a scorer has one caller at a time
+        return [score for future in futures for score in future.result()]
 
     def cost(self, item: Item, like: Item | None) -> int:
         """About how many tokens an item adds to a batch that has one `like` it: those that are not known already."""
@@ -294,6 +281,12 @@ class ServedModel:
     def num_computed_tokens(self) -> int:
         """Tokens that went through the models so far, after sharing."""
         return sum(scorer.num_computed_tokens for scorer in self.scorers)
+
+    def _shaper(self, config: ServedModelConfig) -> Shaper | None:
+        assert self.renderer is not None
+        other = config.ensemble is not None or config.head_weights is not None
+        options: dict[str, Any] = {"of_other_score": other, "tokenizer": self.renderer.tokenizer}
+        return load_shaper(config.shaping, config.members[0], **options)
 
     def _prepare_texts(self, texts: Sequence[RenderedText]) -> list[Item]:
         if not self.reads_text:
@@ -323,17 +316,13 @@ class CustomModel(ServedModel):
         """Import the class and make it. Raises `ConfigError` for one that cannot be found, made or called, and for a
         shaping that needs a model's contract or tokenizer.
         """
-        at = {"field": "reward_class", "got": config.reward_class}
         try:
             kwargs = {"model_path": config.members[0]}
             environment = CustomEnvironment({"function": config.reward_class, "kwargs": kwargs})
         except ConfigError as error:
-            raise ConfigError(error.summary, **at, need=error.need, fix=error.fix) from error
-        if isinstance(config.shaping, str):
-            raise ConfigError("a reward class has no scoring contract", **at, need="shaping: a reward_shaping section")
-        shaper = None if config.shaping is None else Shaper(RewardShapingConfig.model_validate(config.shaping))
-        served = cls(config.served_name, environment, shaper=shaper)
-        served.keep_statistics(config)
+            raise error.but(where=None, field="reward_class", got=config.reward_class) from error
+        served = cls(config.served_name, environment)
+        served.shape_by(config)
         return served
 
     def prepare(self, asked: Sequence[Conversation | RenderedText]) -> list[Item]:
@@ -345,10 +334,25 @@ class CustomModel(ServedModel):
             raise ModelError(str(rewards[0].error))  # a batch that fails is tried apart
         return [Score(reward.value, error=reward.error) for reward in rewards]
 
+    def _shaper(self, config: ServedModelConfig) -> Shaper | None:
+        if isinstance(config.shaping, str):
+            at = {"field": "reward_class", "got": config.reward_class}
+            raise ConfigError("a reward class has no scoring contract", **at, need="shaping: a reward_shaping section")
+        return None if config.shaping is None else Shaper(RewardShapingConfig.model_validate(config.shaping))
+
     def _item(self, asked: Conversation | RenderedText) -> Item:
         if isinstance(asked, RenderedText):
             return Item(None, 0, error="this model reads messages: send messages, not rendered text")
         return Item(asked, self.NUM_TOKENS, error=NO_COMPLETION if completion_text(asked) is None else None)
+
+
+def _without_weights(scorer: Scorer | EnsembleScorer | None) -> Any:
+    light: Any = copy.copy(scorer)
+    if isinstance(scorer, EnsembleScorer):
+        light.members = tuple(map(_without_weights, scorer.members))
+    elif scorer is not None:
+        light.model = light.prefix_cache = None
+    return light
 
 
 def _item(prepared: Prepared | tuple[Prepared, ...], prompt_length: int | None = None) -> Item:

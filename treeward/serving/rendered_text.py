@@ -3,6 +3,7 @@
     ending = model.ending
     ending.completed("...4.<|im_end|>")          # with the white space that the chat template writes after it
     ending.warning([text, another])              # what is odd about their ends, or None
+    beginning_of(conversation, ending)           # the same for all completions of a prompt
 
 A text that ends otherwise than the model's conversations is scored all the same, for the text is the client's, but the
 score is read at another token than in training: the response says so.
@@ -17,6 +18,7 @@ from typing import Any
 from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
+from treeward.scoring.score import Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Ending:
 
     `text` and `ids`: the end of turn, without the SEP that the tokenizer of an encoder adds itself (`sep`). `first`:
     the BOS or CLS, `first_id` its id, None where there is none. `padding`: the text of the pad token where it can be
-    stripped.
+    stripped. `turn` and `turn_ids`: between the user's message and a completion.
     """
 
     text: str = ""
@@ -51,26 +53,34 @@ class Ending:
     sep: str = ""
     padding: str = ""
     first_id: int | None = None
+    turn: str = ""
+    turn_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, renderer: Renderer | None) -> Ending:
         """Of a renderer; empty for None and for a template that refuses a plain conversation."""
         if renderer is None:
             return cls()
-        tokenizer, question = renderer.tokenizer, {"role": "user", "content": "Quo vadis?"}
-        chats = [[question, {"role": "assistant", "content": one}] for one in ("Romam.", "Quo vadis")]
+        tokenizer = renderer.tokenizer
+        chats = [
+            [{"role": "user", "content": question}, {"role": "assistant", "content": one}]
+            for question in ("Quo vadis?", "Ubi es!")
+            for one in ("Romam.", "Quo vadis")
+        ]
         sep = tokenizer.sep_token or "" if renderer.kind == "encoder" else ""
         try:
             texts = [renderer.render(chat).removesuffix(sep) for chat in chats]
             rows = renderer.encode_many(chats)
         except DataError:
             return cls()
-        text, ids = _common_end(*texts), tuple(_common_end(*rows))
+        text, ids = _common_end(*texts[:2]), tuple(_common_end(*rows[:2]))
+        turn, turn_ids = (_common_end(_common_start(*of[:2]), _common_start(*of[2:])) for of in (texts, rows))
         firsts = {tokenizer.bos_token_id: tokenizer.bos_token, tokenizer.cls_token_id: tokenizer.cls_token}
         first = firsts.get(rows[0][0]) or ""
         padding = tokenizer.pad_token or ""
         can_strip = padding not in text and padding != tokenizer.eos_token
-        return cls(text, ids, first, sep, padding if can_strip else "", rows[0][0] if first else None)
+        first_id = rows[0][0] if first else None
+        return cls(text, ids, first, sep, padding if can_strip else "", first_id, turn, tuple(turn_ids))
 
     def warning(self, texts: Sequence[str | Sequence[int]]) -> str | None:
         """How many texts, or token ids, do not end or begin as the model's conversations do; None for none."""
@@ -120,7 +130,22 @@ class Ending:
         return completion.rstrip().removesuffix(mark) if mark and completion.rstrip().endswith(mark) else completion
 
 
+def beginning_of(asked: Conversation | RenderedText, ending: Ending) -> str:
+    """What completions of one prompt have in common: all up to the first of them, or the first few characters or tokens
+    of a text that does not show where that begins.
+    """
+    if not isinstance(asked, RenderedText):
+        return repr(asked[: 1 + next((i for i, message in enumerate(asked) if message["role"] == "user"), 0)])
+    if isinstance(asked.text, str):
+        return asked.text[: found if ending.turn and (found := asked.text.find(ending.turn)) >= 0 else 256]
+    ids, length = tuple(asked.text), len(ending.turn_ids)
+    places = range(len(ids) - length + 1) if length else ()
+    return repr(ids[: next((i for i in places if ids[i : i + length] == ending.turn_ids), 64)])
+
+
+def _common_start(a: Sequence[Any], b: Sequence[Any]) -> Any:
+    return a[: next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
+
+
 def _common_end(a: Sequence[Any], b: Sequence[Any]) -> Any:
-    pairs = zip(reversed(a), reversed(b), strict=False)
-    length = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
-    return a[len(a) - length :]
+    return _common_start(a[::-1], b[::-1])[::-1]

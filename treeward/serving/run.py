@@ -15,7 +15,7 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import uvicorn
 
@@ -48,14 +48,14 @@ def make_service(config: ServerConfig, *, models: Sequence[ServedModel] | None =
 
 
 def serve(config: ServerConfig) -> int:
-    """Serve until a signal, and give the exit code.
+    """Serve until a signal, and give the exit code. With several replicas this process is their front.
 
     Raises `ConfigError` for an address that cannot be used and a token that is not there, `ModelError` as
     `make_service`, and `OSError` for TLS files that cannot be read.
     """
     token = key_from(config.token_env, field="token_env")
-    with contextlib.closing(_bind(config)) as listener:
-        service = make_service(config)
+    config.refuse(config.replicas == 1 and config.ray_actor_options, "ray_actor_options replicas", "2 replicas or more")
+    with contextlib.closing(_bind(config)) as listener, _service(config, listener) as service:
         server = make_server(service, token=token)
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises it once more at its end
             signal.signal(number, signal.SIG_IGN)
@@ -66,8 +66,26 @@ def serve(config: ServerConfig) -> int:
         logger.info("Serving %s at %s://%s:%d", ", ".join(service.models), scheme, address, port)
         server.run(sockets=[listener])
         service.close()
-        logger.info("Shut down.")
+    logger.info("Shut down.")
     return 0
+
+
+@contextlib.contextmanager
+def _service(config: ServerConfig, listener: socket.socket) -> Iterator[Service]:
+    if config.replicas == 1:
+        service = make_service(config)
+        yield service
+        return
+    try:
+        from treeward.serving.replicas import started  # noqa: PLC0415
+    except ImportError as error:
+        fix = "pip install 'treeward[serve,ray]', or use one replica"
+        raise ConfigError("Ray Serve is not installed", field="replicas", got=str(error), fix=fix) from error
+
+    # The next server at this address takes the place of replicas that one which was killed has left on a cluster.
+    with started(config, f"treeward-{socket.gethostname()}-{listener.getsockname()[1]}") as service:
+        logger.info("%d replicas are ready.", config.replicas)
+        yield service
 
 
 def make_server(service: Service, *, token: str | None = None) -> uvicorn.Server:

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
 from treeward.scoring.rewarding import Rewarder
-from treeward.scoring.score import Conversation, Reward
+from treeward.scoring.score import Conversation, Reward, Score
 from treeward.serving.api_error import APIError, in_words
 from treeward.serving.batcher import Batcher, FailedScore
 from treeward.serving.metrics import ServerMetrics
@@ -30,13 +30,37 @@ from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
 
 
-class Service:
-    """The models, the batcher that scores with them, and what the server counts."""
+class ConversationBatcher(Protocol):
+    """What a service asks for scores: a `Batcher` in its process, or replicas elsewhere."""
 
-    def __init__(self, models: Sequence[ServedModel], config: ServerConfig) -> None:
+    num_queued: int
+
+    @property
+    def seconds_of_queue(self) -> float: ...
+    async def check_alive(self) -> bool: ...
+    async def score(
+        self, model: ServedModel, conversations: Sequence[Conversation | RenderedText], *, deadline: float
+    ) -> list[Score]: ...
+    def close(self) -> None: ...
+
+
+class Service:
+    """The models, the batcher that scores with them, and what the server counts.
+
+    `metrics` and `batcher`: None makes its own, which score in this process.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        config: ServerConfig,
+        *,
+        metrics: ServerMetrics | None = None,
+        batcher: ConversationBatcher | None = None,
+    ) -> None:
         self.models = {model.name: model for model in models}
-        self.config, self.metrics = config, ServerMetrics(batch_tokens=config.batch_tokens)
-        self.batcher = Batcher(config, self.metrics)
+        self.config, self.metrics = config, metrics or ServerMetrics(batch_tokens=config.batch_tokens)
+        self.batcher: ConversationBatcher = batcher or Batcher(config, self.metrics)
         self.started = time.time()
         self._shaping = ThreadPoolExecutor(1, thread_name_prefix="treeward-shaping")
         watch = self.metrics.watch
@@ -44,12 +68,14 @@ class Service:
         for model in models:
             caches = [scorer.prefix_cache for scorer in model.scorers if scorer.prefix_cache is not None]
             size, reused = partial(_sum, caches, "num_bytes"), partial(_sum, caches, "num_reused_tokens")
-            watch("prefix_cache_bytes", "Keys and values of prompts.", size, model=model.name)
+            if caches:  # a front has none
+                watch("prefix_cache_bytes", "Keys and values of prompts.", size, model=model.name)
+                what = "Tokens that were found and not computed again."
+                watch("prefix_cache_reused", what, reused, model=model.name)
             if (log := None if model.shaper is None else model.shaper.log) is not None:
                 for name, what in (("mean", "Mean"), ("std", "Standard deviation"), ("count", "Number")):
                     value = partial(attrgetter(f"statistics.{name}"), log)
                     watch(f"running_{name}", f"{what} of the rewards that normalise.", value, model=model.name)
-            watch("prefix_cache_reused", "Tokens that were found and not computed again.", reused, model=model.name)
 
     def model(self, name: str | None) -> ServedModel:
         """The model of this name, or that was loaded from this folder or hub name; the first for None.
@@ -134,10 +160,7 @@ class Service:
 
 def _key(asked: Conversation | RenderedText, references: Any) -> str:
     """What a reward depends on, hashed."""
-    try:
-        text = repr((asked.text if isinstance(asked, RenderedText) else asked, references))
-    except RecursionError:  # it is refused before it is scored
-        text = ""
+    text = repr((asked.text if isinstance(asked, RenderedText) else asked, references))
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 

@@ -7,6 +7,9 @@
 A checkpoint is written into a folder whose name begins with a dot, flushed to the disk, and renamed: one rename makes
 it exist, and no step is written twice. The best `keep_top_k` by the metric stay, and the latest always; checkpoints
 without the metric rank last.
+
+Every process of a run makes the same calls. The main process makes, renames and removes folders, which all nodes must
+share; a failure of one process is raised on all of them. In the background a thread of each process writes copies.
 """
 
 from __future__ import annotations
@@ -16,19 +19,28 @@ import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
+
+from torch.distributed import ProcessGroup
 
 from treeward.config.checkpointing import CheckpointingConfig
 from treeward.errors import CheckpointError, ConfigError
+from treeward.model.export import Rest
+from treeward.parallel import processes
 from treeward.storage import folder_lock, remove_leftovers, sync_folder
 
 logger = logging.getLogger(__name__)
 
 _FINISHED = re.compile(r"step_(\d+)")
 _PARTIAL, _REMOVING = ".saving_", ".removing_"
+_PATIENCE_SECONDS = 30
+_LEASE_SECONDS = 100  # NFS frees the locks of a node that is gone after 90
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +67,27 @@ def open_store(
         return
     folder = Path(config.checkpoint_dir)
     with ExitStack() as opened:
-        try:
+
+        def opens() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            locked = opened.enter_context(folder_lock(folder))
-            for leftover in folder.glob(".*_*") if locked else ():  # parts that a killed session has left
-                if leftover.name.startswith((_PARTIAL, _REMOVING)):
-                    shutil.rmtree(leftover)
-            remove_leftovers(*((folder, *folder.glob("step_*")) if locked else ()))
+            end = time.monotonic() + (_LEASE_SECONDS if processes.size() > 1 else 0)
+            while not opened.enter_context(folder_lock(folder)):
+                if time.monotonic() >= end:
+                    fix = "wait until it has ended, or set checkpointing.checkpoint_dir"
+                    raise CheckpointError("another run is using this checkpoint folder", where=str(folder), fix=fix)
+                time.sleep(1)
+            for leftover in (*folder.glob(f"{_PARTIAL}*"), *folder.glob(f"{_REMOVING}*")):  # of a killed session
+                shutil.rmtree(leftover)
+            remove_leftovers(folder, *folder.glob("step_*"))
+
+        try:
+            processes.on_main(opens)
         except OSError as error:
             summary, fix = "the checkpoint folder cannot be used", "set checkpointing.checkpoint_dir"
             raise CheckpointError(summary, where=str(folder), got=str(error), fix=fix) from error
-        if not locked:
-            fix = "wait until it has ended, or set checkpointing.checkpoint_dir"
-            raise CheckpointError("another run is using this checkpoint folder", where=str(folder), fix=fix)
-        yield CheckpointStore(folder, config, metric_of)
+        store = CheckpointStore(folder, config, metric_of)
+        opened.callback(store.close)
+        yield store
 
 
 class CheckpointStore:
@@ -78,49 +97,116 @@ class CheckpointStore:
         self, folder: Path, config: CheckpointingConfig, metric_of: Callable[[Path], float | None] | None
     ) -> None:
         self.folder, self.config, self._metric_of = folder, config, metric_of
-        unranked = [str(one.step) for one in self.all() if one.metric is None]
-        if metric_of is not None and config.keep_top_k is not None and unranked:
+        self._group = processes.side_group() if config.async_save else None
+        self._writing: tuple[int, Future[None]] | None = None
+        is_ranking = processes.is_main() and metric_of is not None and config.keep_top_k is not None
+        if unranked := [str(one.step) for one in self.all() if one.metric is None] if is_ranking else []:
             logger.warning(
                 "Checkpoints without %s are pruned first (step %s): to keep one, copy it elsewhere, or set "
                 "checkpointing.keep_top_k=null.", config.metric_name, ", ".join(unranked),
             )  # fmt: skip
 
-    def save(self, step: int, write: Callable[[Path], None]) -> Checkpoint:
+    def save(self, step: int, write: Callable[[Path], Rest | None]) -> Checkpoint | None:
         """Have `write` fill a folder, and make it the checkpoint of `step`; then remove those that need not stay.
 
-        Raises `CheckpointError` when it cannot be written (a full disk): what was there before stands.
+        Where `write` returns what remains to be written, a thread does that, and the result is None: `wait` has it.
+        One save is waited for by the next. Raises `CheckpointError` when it cannot be written (a full disk): what was
+        there before stands.
         """
+        self.wait()
         assert not (self.folder / f"step_{step}").exists()
-        checkpoint = self._checkpoint(self.write_folder(f"step_{step}", write))
-        self.prune()
-        return checkpoint
+        name = f"step_{step}"
+        with self._whole_or_absent(name):
+            partial = self._begin(name)
+            rest = write(partial)
+            if rest is None:
+                self._end(name, None)
+        if rest is None:
+            return self._saved(step)
+        future: Future[None] = Future()
+        self._writing = step, future
+        Thread(target=self._write_beside, args=(name, rest, future), daemon=True).start()
+        return None
 
-    def write_folder(self, name: str, write: Callable[[Path], None]) -> Path:
+    def _write_beside(self, name: str, rest: Rest, future: Future[None]) -> None:
+        try:
+            with self._whole_or_absent(name):
+                rest(self._group)
+                self._end(name, self._group)
+            future.set_result(None)
+        except BaseException as error:  # raised where the run looks for it
+            future.set_exception(error)
+
+    def wait(self, *, only_if_done: bool = False) -> Checkpoint | None:
+        """The checkpoint that a thread has written since the last call; None without one, or `only_if_done` where it
+        still writes. Raises as `save` does."""
+        if self._writing is None or (only_if_done and not all(processes.gather(self._writing[1].done()))):
+            return None
+        (step, future), self._writing = self._writing, None
+        future.result()
+        return self._saved(step)
+
+    def close(self) -> None:
+        """Let a thread end that is still writing, whatever has ended the run; in several processes not for ever."""
+        if self._writing is not None:
+            wait([self._writing[1]], timeout=None if processes.size() == 1 else _PATIENCE_SECONDS)
+
+    def _saved(self, step: int) -> Checkpoint:
+        self.prune()
+        return processes.on_main(lambda: self._checkpoint(self.folder / f"step_{step}"))
+
+    def write_folder(self, name: str, write: Callable[[Path], object]) -> Path:
         """Have `write` fill a folder of any `name` beside the checkpoints, whole or absent; it replaces an older one.
 
         Raises `CheckpointError` when it cannot be written: what was there before stands.
         """
+        self.wait()
+        with self._whole_or_absent(name):
+            write(self._begin(name))
+            self._end(name, None)
+        return self.folder / name
+
+    def _begin(self, name: str) -> Path:
+        partial = self.folder / f"{_PARTIAL}{name}"
+        processes.on_main(partial.mkdir)
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while not partial.is_dir() and time.monotonic() < end:  # folders of a network may show late
+            time.sleep(0.2)
+        if not all(processes.gather(partial.is_dir())):
+            summary, need = "a process does not see the checkpoint folder", "a folder that all nodes share"
+            raise CheckpointError(summary, where=f"checkpointing.checkpoint_dir: {self.folder}", need=need)
+        return partial
+
+    def _end(self, name: str, group: ProcessGroup | None) -> None:
+        """Flush what `_begin` began, and give it its name."""
         final, partial = self.folder / name, self.folder / f"{_PARTIAL}{name}"
-        try:
-            partial.mkdir()
-            write(partial)
+
+        def end() -> None:
             readable = partial.stat().st_mode & 0o666
             for path in [*partial.rglob("*"), partial]:
                 if path.is_file():
                     path.chmod(readable)  # safetensors writes for the owner alone; a model is read by servers too
                 sync_folder(path)
+            if final.exists():
+                self._remove(final)
+            os.rename(partial, final)
+            sync_folder(self.folder)
+
+        processes.on_main(end, group)
+
+    @contextmanager
+    def _whole_or_absent(self, name: str) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            if processes.is_main():
+                shutil.rmtree(self.folder / f"{_PARTIAL}{name}", ignore_errors=True)
             # safetensors and tokenizers report a full disk by exceptions of their own, with the text of Rust's.
             if not isinstance(error, OSError) and "(os error " not in str(error):
                 raise
             fix = "make room and start the same command again: it resumes from the last checkpoint"
-            raise CheckpointError("cannot be saved", where=str(final), got=str(error), fix=fix) from error
-        if final.exists():
-            self._remove(final)
-        os.rename(partial, final)
-        sync_folder(self.folder)
-        return final
+            where = str(self.folder / name)
+            raise CheckpointError("cannot be saved", where=where, got=str(error), fix=fix) from error
 
     def all(self) -> list[Checkpoint]:
         """Every finished checkpoint, oldest first."""
@@ -128,13 +214,11 @@ class CheckpointStore:
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:
-        checkpoints = self.all()
-        return checkpoints[-1] if checkpoints else None
+        return processes.on_main(lambda: next(reversed(self.all()), None))
 
     def best(self) -> Checkpoint | None:
         """The best by the metric; without metrics the latest."""
-        ranked = self._ranked()
-        return ranked[0] if ranked else None
+        return processes.on_main(lambda: next(iter(self._ranked()), None))
 
     def to_resume(self) -> Checkpoint | None:
         """The latest; None in a new run. Raises `ConfigError` where there is one and `resume` is false."""
@@ -155,9 +239,13 @@ class CheckpointStore:
 
     def prune(self) -> None:
         """Remove those that need not stay."""
-        keep, latest = self.config.keep_top_k, self.latest()
-        for checkpoint in [] if keep is None else self._ranked()[keep:]:
-            if latest is not None and checkpoint.step != latest.step:
+        if self.config.keep_top_k is not None:
+            processes.on_main(self._prune)
+
+    def _prune(self) -> None:
+        latest = self.all()[-1:]
+        for checkpoint in self._ranked()[self.config.keep_top_k :]:
+            if checkpoint not in latest:
                 self._remove(checkpoint.path)
 
     def _remove(self, folder: Path) -> None:

@@ -10,25 +10,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 
 import torch
+from torch.distributed import ProcessGroup
 
 from treeward.config.reward_shaping import RewardCalibration
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset
+from treeward.losses import ranked_pairs
 from treeward.model.contract import write_contract
 from treeward.model.export import export_model
 from treeward.model.pretrained import DTYPES
 from treeward.model.reward_model import RewardModel
+from treeward.parallel import processes
 from treeward.scoring.calibration import calibrate
-from treeward.scoring.golden import exact_scoring, sign_folder
+from treeward.scoring.golden import as_saved, sign_later
 from treeward.scoring.scorer import Scorer
 from treeward.tables import Column, markdown_table
+from treeward.training.heads import Heads
 from treeward.training.setup import RewardModelSetup
 
 logger = logging.getLogger(__name__)
+
+_MOST_FITTED = 2000  # comparisons of a set, for a weight of each head
 
 _COLUMNS = [
     Column("set", title="validation set"),
@@ -38,6 +43,12 @@ _COLUMNS = [
     Column("reward_margin", title="margin", format=".2f"),
     Column("chosen_rewards", title="chosen", format=".2f"),
     Column("rejected_rewards", title="rejected", format=".2f"),
+]
+_GRADE_COLUMNS = [
+    *_COLUMNS[:2],
+    Column("mse", title="squared error", format=".3f"),
+    Column("pearson", title="correlation", format=".3f"),
+    *_COLUMNS[2:4],
 ]
 _LENGTH_COLUMNS = [
     Column("set", title="validation set"),
@@ -52,37 +63,58 @@ def export_final(
 ) -> None:
     """Write `model`, as it was after `step` steps, to `folder`. `validation`: its metrics, by validation set."""
     config = setup.config
+    saved = DTYPES[config.checkpointing.export_dtype or config.policy.precision]
     export_model(
         model,
         setup.tokenizer,
         folder,
         rendering=setup.renderer.settings,
-        dtype=DTYPES[config.checkpointing.export_dtype or config.policy.precision],
+        dtype=saved,
         card=model_card(setup, step, validation),
     )
-    trusted = config.policy.trust_remote_code
-    contract = sign_folder(folder, model=model, renderer=setup.renderer, trust_remote_code=trusted)
-    if (shaping := config.reward_shaping) is not None:
-        calibration = _fitted(setup, model) if shaping.uses_calibration else None
-        write_contract(contract.model_copy(update={"reward_shaping": shaping, "calibration": calibration}), folder)
+    heads = fitted_heads(setup, model, saved)
+    sign = sign_later(folder, model=model, renderer=setup.renderer, heads=heads.contract(), mesh=setup.mesh)
+    with processes.patience() as group:  # the main process hashes all tensors, and reads the validation sets
+        contract = processes.on_main(sign, group)
+        if (shaping := config.reward_shaping) is not None:
+            calibration = _fitted(setup, model, heads, saved, group) if shaping.uses_calibration else None
+            shaped = contract.model_copy(update={"reward_shaping": shaping, "calibration": calibration})
+            processes.on_main(lambda: write_contract(shaped, folder), group)
 
 
-def _fitted(setup: RewardModelSetup, model: RewardModel) -> RewardCalibration:
-    datasets = setup.config.data.validation
+def fitted_heads(setup: RewardModelSetup, model: RewardModel, saved: torch.dtype) -> Heads:
+    """The heads of the run, with weights that are fitted on its validation sets, else its training sets, if they are
+    to be. Every process calls it."""
+    if setup.config.policy.reward_model_cfg.attribute_weights != "fit":
+        return setup.heads
+    validation = [(one, setup.validation_sizes[name]) for name, one in setup.validation_sets.items()]
+    sets = validation or [(one, len(one)) for one in setup.training_sets.values()]
+    comparisons = [one for dataset, size in sets for one in dataset[: min(size, _MOST_FITTED)]]
+    logger.info("Fitting the weights of the heads to the order of %d comparisons.", len(comparisons))
+    with as_saved(model, saved, setup.mesh) as exact:
+        values_SH = exact.score_tokens([ids for one in comparisons for ids in one.token_ids])
+    pairs = ranked_pairs([one.ranks for one in comparisons])
+    return setup.heads.fitted((values_SH[pairs.better_P] - values_SH[pairs.worse_P]).double().numpy())
+
+
+def _fitted(
+    setup: RewardModelSetup, model: RewardModel, heads: Heads, saved: torch.dtype, group: ProcessGroup | None
+) -> RewardCalibration:
+    datasets = setup.config.validation_sets
     names = ", ".join(dataset.name or dataset.dataset_name for dataset in datasets)
     logger.info("Fitting the constants of reward_shaping on the validation sets: %s.", names)
-    rows = chain.from_iterable(open_dataset(dataset) for dataset in datasets)
-    with exact_scoring(model), model.computing_in(torch.float32):
-        scorer = Scorer(model, setup.renderer)
-        return calibrate(scorer, (preference for preference, _ in rows), name=f"validation sets of the run ({names})")
+    preferences = processes.on_main(lambda: [one for dataset in datasets for one, _ in open_dataset(dataset)], group)
+    with as_saved(model, saved, setup.mesh) as exact:
+        scorer = Scorer(exact, setup.renderer, head_weights=heads.weights)
+        return calibrate(scorer, preferences, name=f"validation sets of the run ({names})")
 
 
 def result_columns(config: RewardModelRunConfig) -> list[Column]:
     """The columns of a results table: those of every run, and the metric that chose the checkpoint."""
-    key = config.ranking_metric
-    if key is None or key.metric in {column.key for column in _COLUMNS}:
-        return _COLUMNS
-    return [*_COLUMNS[:3], Column(key.metric, title=key.metric.replace("_", " "), format=".3f"), *_COLUMNS[3:]]
+    key, columns = config.ranking_metric, _GRADE_COLUMNS if config.policy.reward_model_cfg.labels else _COLUMNS
+    if key is None or key.metric in {column.key for column in columns}:
+        return columns
+    return [*columns[:3], Column(key.metric, title=key.metric.replace("_", " "), format=".3f"), *columns[3:]]
 
 
 def result_rows(sizes: Mapping[str, int], validation: Mapping[str, Mapping[str, float]]) -> list[dict[str, object]]:
@@ -101,7 +133,8 @@ def model_card(setup: RewardModelSetup, step: int, validation: Mapping[str, Mapp
     return _CARD.format(
         base_line=f"base_model: {base}\n" if on_hub else "",
         base=base or "a model trained from scratch",
-        loss=setup.config.rm.loss.name,
+        loss=setup.config.policy.reward_model_cfg.reward_model_type,
+        meaning=_GRADES.format(", ".join(setup.heads.attributes)) if setup.heads.attributes else _ORDER,
         step=step,
         batch_size=policy.train_global_batch_size,
         precision=policy.precision,
@@ -110,6 +143,11 @@ def model_card(setup: RewardModelSetup, step: int, validation: Mapping[str, Mapp
     )
 
 
+_ORDER = (
+    "Only differences of scores of completions of the same prompt have a meaning: P(a is preferred to b) = "
+    "sigmoid(score(a) - score(b))."
+)
+_GRADES = "It is a weighted sum of predicted grades, as reward_contract.json says: {}."
 _CARD = """---
 library_name: transformers
 tags: [reward-model, treeward]
@@ -118,8 +156,7 @@ tags: [reward-model, treeward]
 # Reward model
 
 {base}, {step} optimiser steps of {batch_size} comparisons in {precision}, trained with treeward; loss: {loss}.
-A higher score is better; only differences of scores of completions of the same prompt have a meaning. With the \
-Bradley-Terry loss, P(a is preferred to b) = sigmoid(score(a) - score(b)).
+A higher score is better. {meaning}
 
 ## Results
 
@@ -136,7 +173,7 @@ treeward score THIS_FOLDER --data conversations.jsonl --output scores.jsonl
 ```
 
 With plain transformers, `AutoModelForSequenceClassification.from_pretrained(THIS_FOLDER, dtype="float32")` gives the \
-same score as its one logit; render conversations with the tokenizer's chat template and tokenize with \
+same values as its logits; render conversations with the tokenizer's chat template and tokenize with \
 `add_special_tokens=False`.
 """
 

@@ -36,8 +36,8 @@ class LearningWatch:
 
         That is when ten steps' scores have collapsed, or when half of a run of fifty steps or more has taught nothing.
         """
-        if metrics.num_groups and chance > 0:  # a loss of one's own may have no chance
-            self._losses.append((metrics.loss_sum / metrics.num_groups, chance / metrics.num_groups))
+        if metrics.num_units and chance > 0:  # a loss of one's own may have no chance
+            self._losses.append((metrics.loss_sum / metrics.num_units, chance / metrics.num_units))
             self._sums.append(metrics)
         at_half = step == self.total_steps // 2 and self.total_steps >= _FEW_STEPS  # in a shorter one it may warm up
         if not self._warned and (verdict := self.verdict() if at_half else self._collapse()) is not None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import LRScheduler
 
 from treeward.config.grpo import GRPOConfig
@@ -30,13 +31,15 @@ from treeward.config.load import save_config
 from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig, RMConfig
 from treeward.errors import ConfigError, ModelError, TreewardError
+from treeward.model.export import Rest
 from treeward.model.pretrained import quiet_transformers
+from treeward.parallel import processes
+from treeward.parallel.stopping import StopRequest
 from treeward.progress import ShownProgress, logs_shown
 from treeward.storage import write_text
 from treeward.training.checkpoints import Checkpoint, CheckpointStore, open_store
 from treeward.training.optimisation import be_deterministic
 from treeward.training.state import RunState, load_state, read_state, save_state, stored_metric, write_state
-from treeward.training.stopping import StopRequest
 from treeward.training.tracking import TrackerGroup, check_log_folder, open_trackers, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -120,8 +123,8 @@ class Run(ABC):
         """Measure the model after so many steps; None if `should_stop` gave a reason on the way."""
 
     @abstractmethod
-    def save_model(self, folder: Path) -> None:
-        """Write the model of a checkpoint, as a folder `model` in `folder`."""
+    def save_model(self, folder: Path, *, staged: bool) -> Rest | None:
+        """Write the model of a checkpoint, as a folder `model` in `folder`; `staged` as `export_model` has it."""
 
     @abstractmethod
     def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
@@ -161,12 +164,17 @@ def start(
     """
     stop = StopRequest(deadline_seconds=config.checkpointing.checkpoint_must_save_by)
     metric_of = None if ranked_by is None else partial(stored_metric, name=ranked_by)
-    with logs_shown() if show_progress else contextlib.nullcontext():
-        if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
-            summary = "training on more than one process is not supported yet"
-            raise ConfigError(summary, where="WORLD_SIZE", got=processes, need="one process, without torchrun")
+    show_progress = show_progress and processes.is_main()
+    with _memory_suffices(), logs_shown() if show_progress else contextlib.nullcontext():
+        num_processes = int(os.environ.get("WORLD_SIZE") or config.training_cluster.num_processes)
+        if num_processes > 1 and processes.size() == 1:
+            summary, fix = (
+                "the processes of this run are not one group",
+                "call launch(train, config) of treeward.parallel.launch",
+            )
+            raise ConfigError(summary, field="cluster", got=f"{num_processes} processes", fix=fix)
         _check_gpu(config.policy)
-        check_log_folder(config.logger)
+        processes.on_main(lambda: check_log_folder(config.logger))
         with open_store(config.checkpointing, metric_of) as store:
             checkpoint = None if store is None else store.to_resume()
             quiet_transformers()
@@ -183,7 +191,7 @@ def start(
                     resume_step = None if checkpoint is None else state.step
                     settings = config.model_dump(mode="json", by_alias=True)
                     trackers = opened.enter_context(open_trackers(config.logger, settings, resume_step))
-                    save_config(config, Path(config.logger.log_dir) / "config.yaml")
+                    processes.on_main(lambda: save_config(config, Path(config.logger.log_dir) / "config.yaml"))
                     run.begin(state, trackers)
                     progress = opened.enter_context(ShownProgress(unit="steps", enabled=show_progress))
                     outcome = Loop(run, state, schedule, store, trackers, progress, stop).run_to_end()
@@ -191,6 +199,19 @@ def start(
                     finish = run.finish(outcome)
                 del run  # the report loads the exported model: two in memory at once may be one too many
                 return finish(stop, show_progress)
+
+
+@contextlib.contextmanager
+def _memory_suffices() -> Iterator[None]:
+    """Raise `ModelError` where the GPU's memory does not: for the weights, a step or a validation."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        where = f"rank {processes.rank()}" if processes.size() > 1 else None
+        got = str(error).splitlines()[0]
+        fix = "lower policy.train_micro_batch_tokens, or set policy.dtensor_cfg.activation_checkpointing=true; "
+        fix += "`treeward plan --config FILE --find` says what fits"
+        raise ModelError("the GPU's memory is too small", where=where, got=got, fix=fix) from error
 
 
 def _check_gpu(policy: TrainedModelConfig) -> None:
@@ -237,6 +258,7 @@ class Loop:
     stop: StopRequest
     longest_step: float = 0.0
     longest_save: float = 0.0
+    save_started: float = 0.0
 
     def __post_init__(self) -> None:
         self.first_step = self.state.step
@@ -255,19 +277,22 @@ class Loop:
             self.validate()
             assert self.store is not None  # the step was loaded from it
             self._complete_state()
-            write_state(self.store.folder / f"step_{state.step}", state)
+            folder = self.store.folder / f"step_{state.step}"
+            processes.on_main(lambda: write_state(folder, state))
             self.store.prune()
-        while not (run.is_done(state.step) or self.stop.reason):
+        while not (run.is_done(state.step) or self.stop.agree()):
             started = time.monotonic()
             self.take_step()
             if self._validation_is_due():
                 self.validate()
+            self._look_for_a_save()
             if self._save_is_due():
-                self.save()
+                self.save(beside=not run.is_done(state.step))
             self.longest_step = max(self.longest_step, time.monotonic() - started)
             self.stop.reserved_seconds = self.longest_step + self.longest_save
         if self.stop.reason:
             self.save()
+        self._look_for_a_save(wait=True)
         outcome = Outcome(state.step, run.total_steps, state.own_validation)
         is_unvalidated = self._validation_is_due() and state.validation_step != state.step
         if not run.is_done(state.step) or (self.stop.reason and is_unvalidated):
@@ -286,13 +311,9 @@ class Loop:
     def take_step(self) -> None:
         run, state = self.run, self.state
         started = time.monotonic()
+        processes.doing(f"step {state.step + 1}")
         with self._saved_if_it_fails(f"step {state.step + 1} cannot be taken"):
-            try:
-                metrics = run.step(state.step + 1)
-            except torch.OutOfMemoryError as error:
-                fix = "lower policy.train_micro_batch_tokens, or set policy.activation_checkpointing_enabled=true"
-                got = str(error).splitlines()[0]
-                raise ModelError("the GPU's memory is too small for a step", got=got, fix=fix) from error
+            metrics = run.step(state.step + 1)
         state.step += 1
         self.progress.show("training", state.step, run.total_steps, metrics.shown, tokens=metrics.row_tokens)
         if state.step % self.schedule.log_period == 0 or run.is_done(state.step):
@@ -305,11 +326,12 @@ class Loop:
         if not self.run.validates:
             return
         started = time.monotonic()
+        processes.doing(f"validation after step {state.step}")
         with self.progress.paused(), self._saved_if_it_fails(f"the model of step {state.step} cannot be validated"):
-            found = self.run.validate(state.step, lambda: self.stop.reason)
+            found = self.run.validate(state.step, self.stop.agree)
         if found is None:
             return  # it is made up for when the run goes on
-        if not self._validation_is_logged():
+        if processes.is_main() and not self._validation_is_logged():
             seconds = {_VALIDATION_SECONDS: time.monotonic() - started}
             self.trackers.log({**found.metrics, **found.logged, **seconds}, step=state.step)
         state.validation_step, state.validation = state.step, dict(found.metrics)
@@ -331,6 +353,9 @@ class Loop:
         except Exception as error:
             said = error.summary if isinstance(error, TreewardError) else f"{type(error).__name__}: {error}"
             logger.error("%s%s: %s", what[0].upper(), what[1:], said)
+            if not processes.is_met_by_all(error):  # who are all needed to save
+                logger.error("The last checkpoint stands.")
+                raise
             if self.run.weights_changed():
                 logger.error("The weights have changed in this step: the last checkpoint stands.")
                 raise
@@ -339,23 +364,46 @@ class Loop:
                 logger.error("Step %d is saved: the same command goes on from there.", self.state.step)
             raise
 
-    def save(self) -> None:
-        """Save a checkpoint, unless this step has one."""
+    def save(self, *, beside: bool = False) -> None:
+        """Save a checkpoint, unless this step has one. `beside`: with `async_save` while the next steps are taken."""
         if self.store is None or self.saved_step == self.state.step or self.state.step == 0:
             return
-        started = time.monotonic()
+        processes.doing(f"saving after step {self.state.step}")
+        self._look_for_a_save(wait=True)
+        self.save_started = time.monotonic()
+        staged = beside and self.run.run_config.checkpointing.async_save
         with self.progress.paused():
-            checkpoint = self.store.save(self.state.step, self._write)
+            checkpoint = self.store.save(self.state.step, partial(self._write, staged=staged))
         self.saved_step = self.state.step
-        self.longest_save = max(self.longest_save, time.monotonic() - started)
-        logger.info("Saved %s.", checkpoint.path)
+        self._has_saved(checkpoint)
 
-    def _write(self, folder: Path) -> None:
+    def _look_for_a_save(self, *, wait: bool = False) -> None:
+        """Whether one that was written beside the steps has ended. Raises what has failed there."""
+        if self.store is not None:
+            self._has_saved(self.store.wait(only_if_done=not wait))
+
+    def _has_saved(self, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is not None:
+            self.longest_save = max(self.longest_save, time.monotonic() - self.save_started)
+            logger.info("Saved %s.", checkpoint.path)
+
+    def _write(self, folder: Path, *, staged: bool) -> Rest | None:
         run, config = self.run, self.run.run_config
-        run.save_model(folder)
+        model = run.save_model(folder, staged=staged)
         self._complete_state()
-        save_state(folder, self.state, run.optimizer if config.checkpointing.save_optimizer else None, run.scheduler)
-        save_config(config, folder / "config.yaml")
+        optimizer = run.optimizer if config.checkpointing.save_optimizer else None
+        is_rounded = config.policy.precision != "float32"
+        state = save_state(folder, self.state, optimizer, run.scheduler, with_weights=is_rounded, staged=staged)
+        processes.on_main(lambda: save_config(config, folder / "config.yaml"))
+        if not staged:
+            return None
+
+        def rest(group: ProcessGroup | None) -> None:
+            for one in (model, state):
+                if one is not None:
+                    one(group)
+
+        return rest
 
     def _complete_state(self) -> None:
         self.state.run, self.state.ranked = self.run.state(), self._save_is_due()
@@ -371,9 +419,13 @@ class Loop:
         final = self.store.folder / "final"
         # A run may have been made longer since, or rank by another metric.
         mark, name = self.store.folder / _EXPORTED, best.path.name
-        if not (was_done and final.is_dir() and mark.exists() and mark.read_text(encoding="utf-8") == name):
-            mark.unlink(missing_ok=True)
+
+        def is_exported() -> bool:
+            return was_done and final.is_dir() and mark.exists() and mark.read_text(encoding="utf-8") == name
+
+        if not processes.on_main(is_exported):
+            processes.on_main(lambda: mark.unlink(missing_ok=True))
             self.run.export(best, state, self.store, is_current=is_current)
-            write_text(mark, name)
+            processes.on_main(lambda: write_text(mark, name))
             logger.info("Exported the model of step %d to %s.", best.step, final)
         return replace(outcome, validation=state.own_validation, model_folder=final, model_step=best.step)

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treeward.errors import CheckpointError
-
 
 class MasterWeights(torch.optim.Optimizer):
     """`make`: builds the optimiser that is stepped, of the masters and of those `parameters` that need none.
@@ -69,21 +67,16 @@ class MasterWeights(torch.optim.Optimizer):
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.inner.state_dict(), "masters": [master.detach() for master in self.masters]}
+        """Of the built optimiser; the masters are parameters of its groups."""
+        return self.inner.state_dict()
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        masters: list[Tensor] = state_dict.get("masters", [])
-        if len(masters) != len(self.masters):
-            got, need = f"float32 masters of {len(masters)} weights", f"of {len(self.masters)}"
-            fix = "set policy.dtensor_cfg.cpu_offload and the optimiser as they were, or begin a new run"
-            raise CheckpointError("the saved optimiser is of another kind", got=got, need=need, fix=fix)
-        self.inner.load_state_dict({name: value for name, value in state_dict.items() if name != "masters"})
+        """Put a state back after the masters, which are then rounded to the weights."""
+        self.inner.load_state_dict(state_dict)
         self._share()
-        for master, saved in zip(self.masters, masters, strict=True):
-            master.copy_(saved)
         self._round()
 
+    @torch.no_grad()
     def _round(self) -> None:
         for parameter, master in zip(self.low, self.masters, strict=True) if self.on_host else ():
             parameter.copy_(master.to(parameter.device, non_blocking=True))  # rounded there, not by the host

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, S
 
 from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
 from treeward.errors import ConfigError, ModelError
+from treeward.parallel.sharding import clip_grad_norm_
 from treeward.training.masters import MasterWeights
 from treeward.user_code import import_object
 
@@ -43,11 +44,13 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, cpu_offload: b
     `cpu_offload`: of all parameters, masters and states in the host's memory. Raises `ConfigError` for a class or
     arguments that fail.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters = list(trained.values())
     is_low = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
     kwargs = dict(config.kwargs)
     if config.name in ("torch.optim.Adam", "torch.optim.AdamW") and not kwargs.keys() & {"fused", "foreach"}:
-        kwargs["fused"] = True  # one kernel for all parameters: several times faster, on a CPU too
+        # one kernel for all parameters: several times faster, on a CPU too; it wants all of them on one mesh, or none
+        kwargs["fused"] = len({getattr(one, "device_mesh", None) for one in parameters}) <= 1
     if config.name.startswith("torchao.optim.Adam") and is_low:
         kwargs.setdefault("bf16_stochastic_round", True)
 
@@ -58,6 +61,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, cpu_offload: b
             raise ConfigError(
                 "this optimiser cannot be used", where="policy.optimizer", field="name", got=config.name, need=need
             )
+        for group in optimizer.param_groups:  # PyTorch's own key; a checkpoint knows the states by these names
+            group["param_names"] = list(trained)
         return optimizer
 
     if cpu_offload:
@@ -114,7 +119,7 @@ class SkippedSteps:
         Raises `ModelError` for one too many in a row, which is not counted; the gradients are then gone. `what`: the
         name of the loss.
         """
-        norm = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf if max_norm is None else max_norm))
+        norm = clip_grad_norm_(model.parameters(), max_norm)
         if math.isfinite(norm) and math.isfinite(loss):
             self.in_a_row = 0
             return norm

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +44,8 @@ class EpochOrder:
         self.sizes = list(sizes)
         self.weights = [1.0] * len(self.sizes) if weights is None else list(weights)
         self.seed, self.shuffle = seed, shuffle
-        self.rows = lru_cache(maxsize=2)(self._draw)
+        self._firsts = np.cumsum([0, *self.sizes])
+        self.places = lru_cache(maxsize=2)(self._draw)
         wanted = [round(size * weight) for size, weight in zip(self.sizes, self.weights, strict=True)]
         self.rows_per_epoch = sum(wanted)
         if not all(wanted):
@@ -58,8 +60,9 @@ class EpochOrder:
     def batch(self, step: int, size: int) -> list[tuple[int, int]]:
         """(set, row) of each row of a step, counted from 0 over all epochs."""
         epoch, number = divmod(step, self.steps_per_epoch(size))
-        rows = self.rows(epoch)[number * size : (number + 1) * size]
-        return [(int(dataset), int(row)) for dataset, row in rows]
+        places = self.places(epoch)[number * size : (number + 1) * size]
+        sets = np.searchsorted(self._firsts[1:], places, side="right")
+        return list(zip(sets.tolist(), (places - self._firsts[sets]).tolist(), strict=True))
 
     def num_seen(self, steps: int, size: int) -> int:
         """How many rows have been in the first so many batches."""
@@ -68,27 +71,26 @@ class EpochOrder:
 
     def take(self, drawn: int, count: int) -> list[int]:
         """The `count` rows after the first `drawn`, counted over all epochs, each as its place in all sets together."""
-        first = np.cumsum([0, *self.sizes])[:-1]
         indices: list[int] = []
         while len(indices) < count:
             epoch, start = divmod(drawn + len(indices), self.rows_per_epoch)
-            rows = self.rows(epoch)[start : start + count - len(indices)]
-            indices += (first[rows[:, 0]] + rows[:, 1]).tolist()
+            indices += self.places(epoch)[start : start + count - len(indices)].tolist()
         return indices
 
-    def _draw(self, epoch: int) -> npt.NDArray[np.int64]:
-        """(set, row) of every row of an epoch, int64 (N, 2)."""
+    def _draw(self, epoch: int) -> npt.NDArray[np.integer[Any]]:
+        """The place in all sets together of every row of an epoch, (N,); 4 bytes each for up to 2 billion rows."""
         generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-        parts = []
-        for number, (size, weight) in enumerate(zip(self.sizes, self.weights, strict=True)):
+        dtype, parts = np.int32 if self._firsts[-1] < 2**31 else np.int64, []
+        for first, size, weight in zip(self._firsts.tolist(), self.sizes, self.weights, strict=False):
             wanted = round(size * weight)
             whole, rest = divmod(wanted, size) if size else (0, 0)
-            # The rest is drawn even where nothing is shuffled: the first rows of a file are seldom a fair sample.
-            partial = np.sort(generator.permutation(size)[:rest]) if rest else np.empty(0, dtype=np.int64)
-            rows = np.concatenate([np.arange(size)] * whole + [partial])
-            parts.append(np.stack([np.full(len(rows), number), rows], axis=1))
+            parts += [np.arange(first, first + size, dtype=dtype)] * whole
+            if rest:  # is drawn even where nothing is shuffled: the first rows of a file are seldom a fair sample
+                parts.append((first + np.sort(generator.permutation(size)[:rest])).astype(dtype))
         order = np.concatenate(parts)
-        return generator.permutation(order) if self.shuffle else order
+        if self.shuffle:
+            generator.shuffle(order)
+        return order
 
 
 def planned_steps(config: ScheduleConfig, in_data: int, section: str) -> int:

@@ -13,19 +13,34 @@ its number alone: what was prepared ahead and never used is no state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
-from treeward.data.encoding import Comparison
-from treeward.losses import Pairs, ranked_pairs
+from treeward.data.encoding import Comparison, EncodedDataset
+from treeward.losses import Pairs, Targets, graded, ranked_pairs
 from treeward.training.setup import RewardModelSetup
 from treeward.tree.batch import Batch, Movable, plan_micro_batches, plan_padded
+from treeward.tree.parts import split_group
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Labels(Movable):
+    """What completions are labelled with: `pairs` of them, and the `targets` of a loss of grades."""
+
+    pairs: Pairs
+    targets: Targets | None = None
+
+    @property
+    def num_units(self) -> int:
+        """What the sum of the loss is divided by."""
+        return self.pairs.num_units if self.targets is None else self.targets.num_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,63 +52,129 @@ class MicroBatch(Movable):
 
     batches: tuple[Batch, ...]
     order_S: Tensor | None
-    pairs: Pairs
+    labels: Labels
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatches:
-    """All comparisons of one step: `micro_batches`; `pairs` of the whole step; `num_scores`, its completions."""
+    """What this process computes of a step, whose loss is a mean over `num_units`: the `micro_batches`, and of the
+    comparisons in them the `labels`, the number of completions, and their tokens as plain rows."""
 
+    num_units: int
     micro_batches: tuple[MicroBatch, ...]
-    pairs: Pairs
+    labels: Labels
     num_scores: int
+    num_row_tokens: int
 
     @property
     def num_computed_tokens(self) -> int:
         return sum(batch.num_computed_tokens for one in self.micro_batches for batch in one.batches)
 
-    @property
-    def num_row_tokens(self) -> int:
-        return sum(batch.num_row_tokens for one in self.micro_batches for batch in one.batches)
+
+class Share(NamedTuple):
+    """A micro-batch that this process computes, and which comparisons are in it, by their places among those that were
+    planned; none, where there are too few."""
+
+    comparisons: dict[int, Comparison]
+    micro_batch: MicroBatch
 
 
 class BatchPreparer:
-    """Makes the batches of a run in the memory of the host. It changes nothing, so any thread may ask it."""
+    """Makes the batches of a run in the memory of the host. It changes nothing, so any thread may ask it.
+
+    Several processes make the same plan of a whole step, from sizes alone, and each reads and packs its own share:
+    as many micro-batches, of like cost, as every other, and as many forward passes for each of them.
+    """
 
     def __init__(self, setup: RewardModelSetup) -> None:
-        self.setup, self.config, self.model = setup, setup.config, setup.model
+        self.setup, self.config, self.model, self.mesh = setup, setup.config, setup.model, setup.mesh
 
     def step(self, number: int) -> StepBatches:
         """The batches of the step of this number, counted from 1."""
         size, sets = self.config.policy.train_global_batch_size, list(self.setup.training_sets.values())
-        comparisons = [sets[which][row] for which, row in self.setup.order.batch(number - 1, size)]
-        micro_batches = tuple(self.micro_batch([comparisons[i] for i in some]) for some in self.plan(comparisons))
-        return StepBatches(micro_batches, self._pairs(comparisons), sum(len(one.ranks) for one in comparisons))
+        rows = [(sets[which], row) for which, row in self.setup.order.batch(number - 1, size)]
+        shares = list(self.shares(rows))
+        own = [one for share in shares for one in share.comparisons.values()]
+        of_pairs = self.config.rm.loss.weight == "pair"
+        return StepBatches(
+            self._pairs([dataset.ranks(row) for dataset, row in rows]).num_units if of_pairs else len(rows),
+            tuple(share.micro_batch for share in shares),
+            self._labels(own),
+            num_scores=sum(len(one.ranks) for one in own),
+            num_row_tokens=sum(one.num_tokens for one in own),
+        )
 
-    def plan(self, comparisons: Sequence[Comparison], *, validation: bool = False) -> list[list[int]]:
-        """Which comparisons share a forward pass: as many as the configured tokens and comparisons allow."""
+    def shares(self, rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool = False) -> Iterator[Share]:
+        """What this process computes of rows of data sets, which are the same on all processes."""
+        plan, num_ranks = self.plan(rows, validation=validation), self.mesh.data_size
+        for start in range(0, len(plan), num_ranks):
+            at_once = plan[start : start + num_ranks]
+            own = {i: dataset[row] for i in at_once[self.mesh.data_rank] for dataset, row in [rows[i]]}
+            num_passes = max(self._num_passes([rows[i] for i in some]) for some in at_once)
+            yield Share(own, self.micro_batch(list(own.values()), num_passes=num_passes))
+
+    def plan(self, rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool = False) -> list[list[int]]:
+        """Which comparisons share a forward pass: as many as the configured tokens and comparisons allow.
+
+        With several processes that of rank r are each so many-th from the r-th on, as `plan_micro_batches` gives them.
+        """
         policy, max_groups = self.config.policy, self.config.policy.train_micro_batch_size
         if validation:
             max_groups = self.config.rm.val_micro_batch_size or max_groups
         limits = {"max_tokens": policy.micro_batch_tokens, "max_groups": max_groups}
+        num_ranks = self.mesh.data_size
         if self.model.layout == "tree":
-            return plan_micro_batches([c.tree_tokens for c in comparisons], **limits)
-        return plan_padded([(len(c.token_ids), max(map(len, c.token_ids))) for c in comparisons], **limits)
+            sizes = [int(dataset.tree_tokens[row]) for dataset, row in rows]
+            return plan_micro_batches(sizes, **limits, num_ranks=num_ranks)
+        shapes = [(int(num), int(longest)) for dataset, row in rows for num, longest in [dataset.shapes[row]]]
+        return plan_padded(shapes, **limits, num_ranks=num_ranks)
 
-    def micro_batch(self, comparisons: Sequence[Comparison]) -> MicroBatch:
-        """The comparisons packed; page-locked where the model is on a GPU."""
-        groups = [one.token_ids for one in comparisons]
-        batches, order_S = self.model.pack_parts(groups, max_tokens=self.config.policy.micro_batch_tokens)
-        packed = MicroBatch(tuple(batches), order_S, self._pairs(comparisons))
+    def micro_batch(self, comparisons: Sequence[Comparison], *, num_passes: int = 1) -> MicroBatch:
+        """The comparisons packed; page-locked where the model is on a GPU.
+
+        A process with fewer forward passes than `num_passes` computes a token whose score is not looked at.
+        """
+        batches, order_S = list[Batch](), None
+        if comparisons:
+            groups = [one.token_ids for one in comparisons]
+            batches, order_S = self.model.pack_parts(groups, max_tokens=self.config.policy.micro_batch_tokens)
+        if len(batches) < num_passes:
+            order_S = torch.arange(sum(len(one.ranks) for one in comparisons)) if order_S is None else order_S
+            batches += [self.model.pack([[[0]]])] * (num_passes - len(batches))
+        packed = MicroBatch(tuple(batches), order_S, self._labels(comparisons))
         return packed.pin() if self.model.device.type == "cuda" else packed
 
-    def _pairs(self, comparisons: Sequence[Comparison]) -> Pairs:
-        """The pairs that the loss compares."""
-        wanted, margins = self.config.rm.loss.margin, None
-        if wanted:
-            margins = [c.scores if c.margin is None and wanted == "scores" else c.margin for c in comparisons]
-        half = self.config.data.ties == "half"
-        return ranked_pairs([c.ranks for c in comparisons], margins=margins, ties="half" if half else "drop")
+    def _num_passes(self, rows: Sequence[tuple[EncodedDataset, int]]) -> int:
+        """The forward passes of a micro-batch: one, unless a single comparison exceeds the budget."""
+        most, share = self.config.policy.micro_batch_tokens, self.model.layout == "tree"
+        if self.mesh.data_size == 1 or most is None or len(rows) != 1:
+            return 1
+        dataset, row = rows[0]
+        if (dataset.tree_tokens[row] if share else dataset.shapes[row].prod()) <= most:
+            return 1
+        return len(split_group(dataset[row].token_ids, max_tokens=most, share=share))
+
+    def _labels(self, comparisons: Sequence[Comparison]) -> Labels:
+        """What the loss and the metrics compare the values of the model with."""
+        strengths = [one.scores if one.strength is None else one.strength for one in comparisons]
+        pairs = self._pairs([one.ranks for one in comparisons], strengths)
+        if not self.setup.heads.attributes:
+            return Labels(pairs)
+        return Labels(pairs, graded([one.grades for one in comparisons], self.setup.heads.stds))
+
+    def _pairs(
+        self, ranks: Sequence[Sequence[int]], strengths: Sequence[float | Sequence[float | None] | None] | None = None
+    ) -> Pairs:
+        loss, ties = self.config.rm.loss, self.config.known_ties
+        return ranked_pairs(
+            ranks,
+            strengths=None if loss.strength is None else strengths,
+            strength=loss.strength or "margin",
+            strength_scale=loss.strength_scale,
+            ties="half" if ties == "half" else "drop",
+            weight=loss.weight,
+            unit="choice" if self.config.policy.reward_model_cfg.reward_model_type == "plackett_luce" else "pair",
+        )
 
 
 class Ahead(Generic[_T]):

@@ -98,7 +98,7 @@ def plan_report(setup: RewardModelSetup, model: Path, caveats: Mapping[str, str]
     `caveats`: by set, the sentence beside its verdict.
     """
     suites: list[tuple[Suite, str | None]] = []
-    for dataset in setup.config.data.validation:
+    for dataset in setup.config.validation_sets:
         name = str(dataset.name)
         encoded, size = setup.validation_sets[name], setup.validation_sizes[name]
         suites.append((ValidationSuite(dataset, encoded, setup.renderer, size, caveat=caveats.get(name)), None))
@@ -159,7 +159,7 @@ class ReportPlan:
                 folder,
                 limit=evaluation.limit,
                 num_perturbations=evaluation.perturbations,
-                training_data=self.config.data.train if evaluation.look_for_training_data else (),
+                training_data=self.config.training_sets if evaluation.look_for_training_data else (),
                 on_progress=on_progress,
                 skip_unreadable=True,
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from treeward.config.data import DatasetConfig
 from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig
-from treeward.data.datasets import open_dataset
-from treeward.data.encoding import Comparison, EncodedDataset, encode_dataset
+from treeward.data.datasets import RowDataset, open_dataset
+from treeward.data.encoding import Comparison, EncodedDataset, encode_dataset, missing_grade
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.errors import ConfigError, DataError
@@ -38,7 +38,12 @@ from treeward.model.lora import add_adapters, has_adapters, load_adapters, save_
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import DTYPES, base_of_adapters, load_tokenizer
 from treeward.model.reward_model import RewardModel
+from treeward.parallel import processes
+from treeward.parallel.mesh import Mesh, make_mesh
+from treeward.parallel.sharding import shard
+from treeward.parallel.tensor import cut
 from treeward.training.checkpoints import Checkpoint
+from treeward.training.heads import Heads, heads_of
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import EpochOrder, planned_steps
 from treeward.training.state import check_identity
@@ -47,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _MEASURED_COMPARISONS = 16
 _CHECKED_COMPARISONS = 64
+_DIGESTS_AT_ONCE = 1_000_000
 _ADAPTER_FOLDER = "adapter"
 
 
@@ -57,10 +63,12 @@ class RewardModelSetup:
     By validation set, `validation_sizes`: how many comparisons a validation looks at, the first; `num_trained_on`: how
     many of them are in the training data too; `perturbed`: those whose completions are rewritten to measure
     `robust_accuracy`. `num_ranked`: how many checkpoints will have the metric that chooses the exported model when the
-    run is done; the best of several has been lucky as well as good.
+    run is done; the best of several has been lucky as well as good. `mesh`: how the model and the data are shared out
+    over the processes of the run, each of which has such a setup. `heads`: what they learn.
     """
 
     config: RewardModelRunConfig
+    mesh: Mesh
     model: RewardModel
     tokenizer: PreTrainedTokenizerBase
     renderer: Renderer
@@ -75,6 +83,7 @@ class RewardModelSetup:
     perturbed: Mapping[str, Sequence[EvalExample]]
     num_trained_on: Mapping[str, int]
     num_ranked: int
+    heads: Heads
 
     def caveat(self, name: str, means: Mapping[str, float]) -> str | None:
         """Why the numbers `means` of a validation set may differ from those of new data."""
@@ -98,7 +107,9 @@ def set_up(
 
     Raises a `TreewardError` for anything that the user can mend.
     """
-    streams = [open_dataset(dataset) for dataset in config.data.train]
+    mesh = make_mesh(config.policy.dtensor_cfg)
+    streams: list[RowDataset] = []  # of the main process, which alone reads rows
+    processes.on_main(lambda: streams.extend(map(open_dataset, config.training_sets)))
     tokenizer = find_tokenizer(config.policy, texts_of(streams), checkpoint)
     renderer = Renderer(
         tokenizer,
@@ -110,14 +121,29 @@ def set_up(
     encode = partial(
         encode_dataset,
         renderer=renderer,
-        ties=config.data.ties,
+        ties=config.known_ties,
         keep_rest=config.data.truncation != "drop_comparison",
+        attributes=config.policy.reward_model_cfg.labels,
         cache_dir=Path(config.data.cache_dir or ".treeward_cache"),
         progress=show_progress,
     )
+
     names = _training_names(config.data.train)
-    training_sets = {name: encode(stream) for name, stream in zip(names, streams, strict=True)}
-    validation_sets = {str(one.name): encode(open_dataset(one)) for one in config.data.validation}
+
+    def encode_all() -> tuple[dict[str, EncodedDataset], dict[str, EncodedDataset]]:
+        training_sets = {name: encode(stream) for name, stream in zip(names, streams, strict=True)}
+        for i, label in enumerate(config.policy.reward_model_cfg.labels):
+            if not any(np.isfinite(one.grades[:, i]).any() for one in training_sets.values()):
+                raise missing_grade(streams[0], label)
+        return training_sets, {str(one.name): encode(open_dataset(one)) for one in config.validation_sets}
+
+    with processes.patience() as group:  # the others open the files that the main process has made
+        training_sets, validation_sets = processes.on_main(encode_all, group)
+        datasets = [*training_sets.values(), *validation_sets.values()]
+        highest_token = processes.on_main(lambda: max(one.highest_token for one in datasets), group)
+    unused = sum(one.num_strengths for one in training_sets.values())
+    if unused and config.rm.loss.strength is None and not config.policy.reward_model_cfg.labels:
+        logger.info("%d comparisons say by how much a completion is better: rm.loss.strength would use it.", unused)
     limit = config.rm.val_batches
     if limit is not None:
         limit *= config.rm.val_global_batch_size or config.policy.train_global_batch_size
@@ -130,28 +156,36 @@ def set_up(
                 "%d of %d comparisons of the validation set %s are in the training data too, word for word: its "
                 "numbers say how well they are remembered, and little of new data.", num_trained_on[name], size, name,
             )  # fmt: skip
-    perturbed = {
-        str(one.name): examples_to_perturb(validation_sets[str(one.name)][:size], one, number, renderer)
-        for one in config.data.validation
-        if (number := config.num_perturbations(str(one.name))) and (size := validation_sizes[str(one.name)])
-    }
+
+    def perturb() -> dict[str, list[EvalExample]]:
+        return {
+            str(one.name): examples_to_perturb(validation_sets[str(one.name)][:size], one, number, renderer)
+            for one in config.validation_sets
+            if (number := config.num_perturbations(str(one.name))) and (size := validation_sizes[str(one.name)])
+        }
+
+    perturbed = processes.on_main(perturb)
     sizes, weights = list(map(len, training_sets.values())), [dataset.weight for dataset in config.data.train]
     order = EpochOrder(sizes, weights=weights, seed=config.rm.seed, shuffle=config.data.shuffle)
-    identity = _identity(config, renderer, training_sets, validation_sets)
+    identity = processes.on_main(partial(_identity, config, renderer, training_sets, validation_sets))
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
-    model = _load_model(config, tokenizer, checkpoint)
-    _check_model(config, model, tokenizer, [*training_sets.values(), *validation_sets.values()])
+    model = _load_model(config, tokenizer, checkpoint, mesh)
+    check = partial(_check_model, config, model, tokenizer, datasets, highest_token)
+    adaptation = partial(adapt, model, config.policy, seed=config.rm.seed, checkpoint=checkpoint)
+    make_ready(model, config.policy, mesh, role="reward model", adaptation=adaptation, check=check)
     first = next(iter(training_sets.values()))[:_MEASURED_COMPARISONS]
     model.choose_attention([one.token_ids for one in first])
+    model.tree_attention = processes.broadcast(model.tree_attention)
     in_data = order.steps_per_epoch(config.policy.train_global_batch_size) * config.rm.max_num_epochs
     total_steps = planned_steps(config.rm, in_data, "rm")
-    optimizer = build_optimizer(model, config.policy.optimizer, cpu_offload=config.policy.dtensor_cfg.cpu_offload)
+    optimizer = build_optimizer(model, config.policy.optimizer, cpu_offload=steps_on_host(config.policy, mesh))
     scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=total_steps)
     return RewardModelSetup(
-        *(config, model, tokenizer, renderer, order, training_sets, validation_sets, validation_sizes),
+        *(config, mesh, model, tokenizer, renderer, order, training_sets, validation_sets, validation_sizes),
         *(optimizer, scheduler, total_steps, identity, perturbed, num_trained_on),
         num_ranked=_num_ranked(config, total_steps),
+        heads=heads_of(config.policy.reward_model_cfg, training_sets.values(), model.num_heads),
     )
 
 
@@ -173,8 +207,14 @@ def _num_ranked(config: RewardModelRunConfig, total_steps: int) -> int:
 def num_shared(dataset: EncodedDataset, training_sets: Iterable[EncodedDataset], *, limit: int | None = None) -> int:
     """How many of the first `limit` comparisons (None: all) have the same conversations and ranks as one of the
     training data, in any order. Completions of other prompts, which training may add, do not count."""
-    trained_on = np.concatenate([np.zeros(0, np.int64), *(training.digests for training in training_sets)])
-    return int(np.isin(dataset.digests[:limit], trained_on).sum())
+    own, counts = np.unique(dataset.digests(0, limit), return_counts=True)
+    is_shared = np.zeros(len(own), dtype=bool)
+    for training in training_sets:
+        for start in range(0, len(training), _DIGESTS_AT_ONCE):  # so that memory does not grow with the training data
+            digests = training.digests(start, start + _DIGESTS_AT_ONCE)
+            places = np.searchsorted(own, digests).clip(max=len(own) - 1)
+            is_shared[places[own[places] == digests]] = True
+    return int(counts[is_shared].sum())
 
 
 def examples_to_perturb(
@@ -225,6 +265,8 @@ def _without_left_out(example: EvalExample, comparison: Comparison, renderer: Re
     kept, data = list(firsts.values()), dict(example.suite_data)
     if "grades" in data:
         data["grades"] = [data["grades"][i] for i in kept]
+    if "attributes" in data:
+        data["attributes"] = {name: [own[i] for i in kept] for name, own in data["attributes"].items()}
     completions = tuple(example.completions[i] for i in kept)
     return replace(example, completions=completions, ranks=comparison.ranks, suite_data=data)
 
@@ -244,17 +286,47 @@ def find_tokenizer(
         return load_tokenizer(name, trust_remote_code=policy.trust_remote_code)
     if checkpoint is not None:
         return load_tokenizer(str(checkpoint.path / "model"))
-    return train_tokenizer(texts, vocab_size=policy.trained_vocab_size)
+    return processes.on_main(partial(train_tokenizer, texts, vocab_size=policy.trained_vocab_size))
 
 
-def best_device() -> torch.device:
-    """The GPU, where there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def make_ready(
+    model: RewardModel | PolicyModel,
+    policy: TrainedModelConfig,
+    mesh: Mesh,
+    *,
+    role: str,
+    adaptation: Callable[[], None] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Make a model that was loaded what the run needs: its precision, adapters, shards, weights, kernels; and check it.
+
+    `role`: what the log calls it. `adaptation`: puts the adapters beside it, if any; None for a frozen model.
+    """
+    if mesh.devices is None:
+        prepare_for_training(model, policy, role=role)
+    elif adaptation is None or policy.dtensor_cfg.lora_cfg.enabled:
+        model.cast(DTYPES[policy.precision])  # what is trained is held in float32
+    if adaptation is not None:
+        adaptation()
+    if mesh.devices is not None:
+        prepare_for_training(model, policy, role=role, mesh=mesh)
+        model.fill("cpu" if policy.dtensor_cfg.cpu_offload else processes.device())
+    check()
 
 
-def prepare_for_training(model: RewardModel | PolicyModel, policy: TrainedModelConfig, *, role: str) -> None:
-    """Set the precision of the weights, the kernels and what is recomputed. `role`: what the log calls the model."""
-    model.cast(DTYPES[policy.precision])
+def prepare_for_training(
+    model: RewardModel | PolicyModel, policy: TrainedModelConfig, *, role: str, mesh: Mesh | None = None
+) -> None:
+    """Set the precision of the weights, cut and shard them over `mesh`, set the kernels and what is recomputed.
+
+    `role`: what the log calls the model.
+    """
+    dtype = DTYPES[policy.precision]
+    if mesh is None:
+        model.cast(dtype)
+    else:
+        cut(model, mesh, sequence_parallel=policy.dtensor_cfg.sequence_parallel)
+        shard(model, mesh, dtype=dtype, cpu_offload=policy.dtensor_cfg.cpu_offload)
     if policy.use_liger_kernel:
         use_liger_kernel(model)
     if recomputed := policy.dtensor_cfg.activation_checkpointing or policy.activation_checkpointing_enabled:
@@ -269,16 +341,31 @@ def prepare_for_training(model: RewardModel | PolicyModel, policy: TrainedModelC
         model.compile_layers()
     count = model.hf.num_parameters()  # which knows of four bits
     name = type(model.hf).__name__
-    logger.info("The %s: %s, %s parameters, as %s, on %s.", role, name, f"{count:,}", model.layout, model.device)
+    where = processes.device() if mesh is None else f"{processes.device()}, {mesh}"
+    logger.info("The %s: %s, %s parameters, as %s, on %s.", role, name, f"{count:,}", model.layout, where)
 
 
-def how_to_load(policy: TrainedModelConfig) -> dict[str, Any]:
-    """Arguments of `load_reward_model` and `load_policy`."""
+def how_to_load(policy: TrainedModelConfig, mesh: Mesh) -> dict[str, Any]:
+    """Arguments of `load_reward_model` and `load_policy`: the model whole on each process; on several without weights,
+    until it is sharded, where nothing needs them."""
+    holds_masters = mesh.devices is not None and not policy.dtensor_cfg.lora_cfg.enabled
     return {
-        "dtype": DTYPES[policy.precision],
+        "dtype": DTYPES["float32" if holds_masters else policy.precision],
         "trust_remote_code": policy.trust_remote_code,
         "load_in_4bit": policy.load_in_4bit,
+        "on_meta": mesh.devices is not None and not policy.load_in_4bit,
     }
+
+
+def where_to_load(policy: TrainedModelConfig, mesh: Mesh) -> torch.device:
+    """The GPU, where there is one; the CPU for what is sharded later."""
+    is_whole_here = mesh.devices is None or policy.load_in_4bit
+    return torch.device("cuda" if is_whole_here and torch.cuda.is_available() else "cpu")
+
+
+def steps_on_host(policy: TrainedModelConfig, mesh: Mesh) -> bool:
+    """Whether the optimiser has copies in the host's memory; of several processes the shards themselves are there."""
+    return policy.dtensor_cfg.cpu_offload and mesh.devices is None
 
 
 def adapt(
@@ -304,22 +391,20 @@ def identity_of_adapters(policy: TrainedModelConfig) -> dict[str, Any]:
 
 
 def _load_model(
-    config: RewardModelRunConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None
+    config: RewardModelRunConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None, mesh: Mesh
 ) -> RewardModel:
     policy = config.policy
-    common: dict[str, Any] = {"attention": policy.attention, "device": best_device()}
-    common["head_std"] = config.rm.head_init_std
+    common: dict[str, Any] = {"attention": policy.attention, "device": where_to_load(policy, mesh)}
+    common |= {"head_std": config.rm.head_init_std, "labels": policy.reward_model_cfg.labels}
     has_lora = policy.dtensor_cfg.lora_cfg.enabled
     saved = None if checkpoint is None or has_lora else checkpoint.path / "model"  # adapters are merged there
     if saved is None and policy.architecture is not None:
         fields = {key: value for key, value in policy.architecture.items() if key != "vocab_size"}
         model = build_reward_model(fields, tokenizer, seed=config.rm.seed, **common).model
     else:
-        common |= {"head_seed": config.rm.seed} | how_to_load(policy)
+        common |= {"head_seed": config.rm.seed} | how_to_load(policy, mesh)
         name = saved or str(policy.model_name)  # the schema sees to it that there is one
         model = load_reward_model(name, tokenizer=tokenizer, **common).model
-    prepare_for_training(model, policy, role="reward model")
-    adapt(model, policy, seed=config.rm.seed, checkpoint=checkpoint)
     return model
 
 
@@ -328,12 +413,14 @@ def _check_model(
     model: RewardModel,
     tokenizer: PreTrainedTokenizerBase,
     datasets: Sequence[EncodedDataset],
+    highest_token: int,
 ) -> None:
     """Whether model, tokenizer and data fit together, on the first comparisons of each set."""
     first = [comparison for dataset in datasets for comparison in dataset[:_CHECKED_COMPARISONS]]
     sample = [ids for comparison in first for ids in comparison.token_ids]
     check_positions(model, config.max_sequence_length)
-    check_before_training(model, sample, tokenizer, highest_token=max(dataset.highest_token for dataset in datasets))
+    num_heads = len(config.policy.reward_model_cfg.labels) or None
+    check_before_training(model, sample, tokenizer, num_heads=num_heads, highest_token=highest_token)
 
 
 def _identity(
@@ -356,7 +443,9 @@ def _identity(
         "the training data": short_hash(json.dumps(data)),
         "the validation data": short_hash(json.dumps(validation, sort_keys=True)),
         "rm": {"seed": config.rm.seed, "loss": config.rm.loss.model_dump(mode="json", exclude_defaults=True)},
-        "data": {"shuffle": config.data.shuffle},
+        "the reward model": policy.reward_model_cfg.model_dump(mode="json", exclude_defaults=True),
+        "data": {"shuffle": config.data.shuffle}
+        | ({"ties": config.data.ties} if config.data.ties != config.known_ties else {}),
         # The state of optimiser and schedule is that of the saved run: a new rate would be ignored without a word.
         "policy": policy.model_dump(
             mode="json", include={"train_global_batch_size", "optimizer", "scheduler", "precision", "max_grad_norm"}

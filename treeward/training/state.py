@@ -3,12 +3,15 @@
     save_state(folder, RunState(step, ...), optimizer, scheduler)
     state = load_state(folder, optimizer, scheduler)
 
-The state is JSON, which holds Python's floats exactly. Optimiser, schedule and random numbers are loaded by torch's
-`weights_only`, which executes nothing.
+The state is JSON, which holds Python's floats exactly. The optimiser's tensors are safetensors, by the names of the
+parameters and in parts, so that any number of processes goes on from what any other has saved
+(`training/optimizer_state.py`). Its settings, the schedule and random numbers are loaded by torch's `weights_only`,
+which executes nothing.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -19,15 +22,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from treeward.errors import CheckpointError, shown
+from treeward.model.export import Rest
+from treeward.model.shards import write_tensors
+from treeward.parallel import processes
 from treeward.storage import write_text
+from treeward.training.optimizer_state import pack, unpack
 from treeward.training.step_file import flattened
 
 logger = logging.getLogger(__name__)
 
-_STATE, _OPTIMIZER = "training_state.json", "optimizer.pt"
+_STATE, _OPTIMIZER, _TENSORS = "training_state.json", "optimizer.pt", "optimizer"
 
 
 @dataclass(slots=True)
@@ -53,21 +63,46 @@ class RunState:
         return self.validation if self.validation_step == self.step else {}
 
 
-def save_state(folder: Path, state: RunState, optimizer: torch.optim.Optimizer | None, scheduler: LRScheduler) -> None:
-    """Write a state into a folder. Without an optimiser the run cannot be resumed."""
+def save_state(
+    folder: Path,
+    state: RunState,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: LRScheduler,
+    *,
+    with_weights: bool = False,
+    staged: bool = False,
+) -> Rest | None:
+    """Write a state into a folder; every process calls it. Without an optimiser the run cannot be resumed.
+
+    `with_weights`: the float32 weights too, as the folder's model is rounded. `staged`: the tensors are copied to the
+    host, and what is returned writes them, in any thread.
+    """
+    tensors, rest = ({}, None) if optimizer is None else pack(optimizer, with_weights=with_weights)
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
-    held = {
-        "optimizer": None if optimizer is None else optimizer.state_dict(),
-        "scheduler": scheduler.state_dict(),
-        "rng": rng,
-    }
+    held = _dumped({"optimizer": rest, "scheduler": scheduler.state_dict(), "rng": rng})
+    text = _as_json(state)
+    if staged:
+        tensors = BlockingAsyncStager().stage(tensors)
+
+    def write(group: ProcessGroup | None) -> None:
+        write_tensors(folder / _TENSORS, tensors, group=group)
+        processes.on_main(lambda: (folder / _OPTIMIZER).write_bytes(held), group)
+        processes.on_main(lambda: write_text(folder / _STATE, text), group)
+
+    if staged:
+        return write
+    write(None)
+    return None
+
+
+def _dumped(held: dict[str, Any]) -> bytes:
+    stream = io.BytesIO()
     try:
-        torch.save(held, folder / _OPTIMIZER)
-        refused = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(folder / _OPTIMIZER))
-    except RuntimeError as error:  # torch's own word for a full disk
-        raise OSError(f"{_OPTIMIZER}: {error}") from error
+        torch.save(held, stream)
+        stream.seek(0)
+        refused = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         refused = str(error)
     if refused:
@@ -78,18 +113,21 @@ def save_state(folder: Path, state: RunState, optimizer: torch.optim.Optimizer |
             need="tensors, numbers, texts, and lists and mappings of these: nothing else would be loaded again",
             fix="use another class, or for an optimiser set checkpointing.save_optimizer=false",
         )
-    write_state(folder, state)
+    return stream.getvalue()
 
 
 def write_state(folder: Path, state: RunState) -> None:
     """Write the state alone, also into a finished checkpoint: a kill leaves the old one or the new one."""
+    write_text(folder / _STATE, _as_json(state))
+
+
+def _as_json(state: RunState) -> str:
     try:
-        text = json.dumps(asdict(state), indent=2)
+        return json.dumps(asdict(state), indent=2) + "\n"
     except (TypeError, ValueError) as error:
         summary, where = "the state of the run cannot be saved", "env: the state_dict() of an environment"
         need = "numbers, texts, and lists and mappings of these"
         raise CheckpointError(summary, where=where, got=str(error), need=need) from error
-    write_text(folder / _STATE, text + "\n")
 
 
 def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> RunState:
@@ -103,7 +141,10 @@ def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRSche
         summary = "this checkpoint was saved without its optimiser and cannot be resumed from"
         raise CheckpointError(summary, where=str(folder), fix="start anew in another checkpointing.checkpoint_dir")
     scheduler.load_state_dict(held["scheduler"])
-    optimizer.load_state_dict(held["optimizer"])
+    try:
+        unpack(optimizer, held["optimizer"], folder / _TENSORS)
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        raise _unreadable(folder / _TENSORS, error) from error
     if isinstance(scheduler, LambdaLR):
         # In a run that was made longer the next step has its place in the longer schedule; else nothing changes.
         for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):

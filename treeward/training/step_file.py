@@ -63,22 +63,19 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
     Raises `DataError` naming the line if one is not an object with a whole number `step`.
     """
-    return list(_read(path))
-
-
-def _read(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                if not line.endswith(b"\n"):
-                    return  # a killed run has left it half
-                record = None
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                got = line.decode(errors="replace").rstrip("\n")
-                raise DataError("a line is not an object with a step", where=f"{path}:{number}", got=got)
-            yield record
+    records = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            if not line.endswith(b"\n"):
+                break  # a killed run has left it half
+            record = None
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            got = line.decode(errors="replace").rstrip("\n")
+            raise DataError("a line is not an object with a step", where=f"{path}:{number}", got=got)
+        records.append(record)
+    return records
 
 
 def _cut_after(path: Path, step: int) -> None:

@@ -28,6 +28,7 @@ from typing import Any, Literal, Protocol, Self
 
 from treeward.config.logger import LoggerConfig
 from treeward.errors import ConfigError
+from treeward.parallel import processes
 from treeward.storage import remove_leftovers, write_text
 from treeward.training.step_file import StepFile, flattened, read_steps
 
@@ -162,6 +163,7 @@ _TRACKERS: dict[str, tuple[Callable[..., Tracker], str]] = {
 
 class TrackerGroup:
     """Writes `metrics_file`, and hands all to `trackers`, which have names; one that fails is warned of and left out.
+    Of several processes only the main one does.
 
     A line of the file is one JSON object; numbers that are not finite are texts, which `read_metrics` turns back.
     Leaving its `with` block closes it: as `status` if that is set, as interrupted after Ctrl-C or an exit, else as
@@ -169,7 +171,8 @@ class TrackerGroup:
     """
 
     def __init__(self, metrics_file: Path, resume_step: int | None = None) -> None:
-        self.metrics_file, self._file = metrics_file, StepFile(metrics_file, resume_step=resume_step)
+        self.metrics_file = metrics_file
+        self._file = StepFile(metrics_file, resume_step=resume_step) if processes.is_main() else None
         self.trackers: dict[str, Tracker] = {}
         self.status: RunStatus | None = None
 
@@ -181,13 +184,16 @@ class TrackerGroup:
         self.close(self.status or ("finished" if error is None else "interrupted" if interrupted else "failed"))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if self._file is None:
+            return
         numbers = {name: float(value) for name, value in metrics.items()}
         line = {name: value if math.isfinite(value) else json.dumps(value) for name, value in numbers.items()}
         self._file.append({"step": step, "time": round(time.time(), 3), **line})
         self._call("log", numbers, step)
 
     def close(self, status: RunStatus) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         self._call("close", status)
 
     def _call(self, method: str, *arguments: Any) -> None:
@@ -213,14 +219,17 @@ def check_log_folder(config: LoggerConfig) -> None:
 
 
 def open_trackers(config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None) -> TrackerGroup:
-    """The trackers that `config` enables, all writing below its `log_dir`; call it on one process only.
+    """The trackers that `config` enables, all writing below its `log_dir`; on a process that is not the main one none.
 
     `settings`: the configuration of the run, which they show. `resume_step`: the step of the checkpoint that the run
     continues from, None for a new run. Raises `ConfigError` naming the key that enabled it for a tracker that cannot
     start.
     """
-    remove_leftovers(Path(config.log_dir))
+    if processes.is_main():
+        remove_leftovers(Path(config.log_dir))
     group = TrackerGroup(Path(config.log_dir) / METRICS_FILE, resume_step)
+    if not processes.is_main():
+        return group
     for name, (made, fix) in _TRACKERS.items():
         if not getattr(config, f"{name}_enabled"):
             continue

@@ -8,7 +8,6 @@ outcome.validation        # {"plain": {"accuracy": 0.95, ...}, ...}
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
 import math
 import time
@@ -23,6 +22,7 @@ from huggingface_hub import get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from treeward.config.checkpointing import MetricKey
 from treeward.config.preflight import check_packages
@@ -33,22 +33,24 @@ from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.gates import scored_comparison
 from treeward.evaluation.results import Metric
 from treeward.losses import LOSSES
-from treeward.metrics import METRIC_NAMES, RewardMetrics, RewardSums
-from treeward.model.export import export_model, push_folder
+from treeward.metrics import METRIC_NAMES, GradeSums, RewardMetrics, RewardSums
+from treeward.model.export import Rest, export_model, push_folder
 from treeward.model.loading import load_reward_model
 from treeward.model.lora import has_adapters
 from treeward.model.pretrained import DTYPES
-from treeward.scoring.golden import sign_folder
+from treeward.parallel import processes
+from treeward.parallel.sharding import shard, sum_over_copies
+from treeward.parallel.stopping import StopRequest
+from treeward.scoring.golden import sign_later
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.export import export_final
 from treeward.training.learning import LearningWatch
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.optimisation import SkippedSteps, advance
-from treeward.training.prefetch import Ahead, BatchPreparer, MicroBatch
+from treeward.training.prefetch import Ahead, BatchPreparer, Labels, MicroBatch
 from treeward.training.reporting import ReportPlan, check_report, plan_report
 from treeward.training.setup import RewardModelSetup, save_adapted, set_up
 from treeward.training.state import RunState
-from treeward.training.stopping import StopRequest
 from treeward.training.tracking import TrackerGroup
 from treeward.training.validation import SetValidation, pooled, robust_accuracy, values_of
 from treeward.tree.parts import backward_in_parts
@@ -122,17 +124,12 @@ class RewardModelRun(Run):
         self.setup, self.config, self.model = setup, setup.config, setup.model
         self._changed = self._warned_of_ranking = False
         self.skipped = SkippedSteps()
-        loss = self.config.rm.loss
         self._preparer = BatchPreparer(setup)
         self._ahead = Ahead(self._preparer.step, num_steps=setup.total_steps)
         self._watch = LearningWatch(setup.total_steps, learning_rate=self.optimizer.defaults["lr"])
-        self._loss = partial(LOSSES[loss.name], **loss.options)
-        try:
-            inspect.signature(LOSSES[loss.name]).bind(None, None, **loss.options)
-        except TypeError as error:
-            raise ConfigError(
-                f"{loss.name} does not take an option: {error}", field="rm.loss", got=loss.options
-            ) from None
+        loss = LOSSES[self.config.policy.reward_model_cfg.reward_model_type]
+        self._loss_of = partial(loss, **self.config.loss_options)
+        self._weights_H = torch.tensor(setup.heads.weights, device=self.model.device)
 
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
         self.model.train()
@@ -156,13 +153,20 @@ class RewardModelRun(Run):
         batches = self._ahead.get(number)
         sums = RewardSums()
         for micro_batch in batches.micro_batches:
-            self.backward(micro_batch, batches.pairs.num_groups, sums)
-        total = sums.read()  # the one place in a step, with the gradients' norm, where the host waits for a GPU
+            sum_over_copies(self.model, micro_batch is batches.micro_batches[-1])
+            self.backward(micro_batch, batches.num_units, sums)
+        # the one place in a step, with the gradients' norm, where the host waits for a GPU
+        total = sums.read(setup.mesh.data_group)
+        knowing_nothing_SH = torch.tensor(setup.heads.means).expand(batches.num_scores, -1)
+        chance = float(self._loss(knowing_nothing_SH, batches.labels)) if batches.num_scores else 0.0
+        own = [batches.num_computed_tokens, batches.num_row_tokens, chance]
+        of_all = processes.summed(torch.tensor(own, dtype=torch.float64), setup.mesh.data_group)
+        computed_tokens, row_tokens, chance = of_all.tolist()
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         grad_norm = self._update_weights(number, total)
         if math.isfinite(grad_norm):
-            self._watch.see(number, total, float(self._loss(torch.zeros(batches.num_scores), batches.pairs)))
-        means, row_tokens = total.means(), batches.num_row_tokens
+            self._watch.see(number, total, chance)
+        means = total.means()
         episodes = setup.order.num_seen(number, self.config.policy.train_global_batch_size)
         logged = {f"train/rm/{name}": value for name, value in means.items()} | {
             "train/rm/lr": learning_rate,
@@ -170,26 +174,36 @@ class RewardModelRun(Run):
             "train/rm/skipped_steps": self.skipped.total,
             "episode": episodes,
             "epoch": episodes / setup.order.rows_per_epoch,
-            "train/rm/computed_tokens": batches.num_computed_tokens,
-            "train/rm/row_tokens": row_tokens,
+            "train/rm/computed_tokens": int(computed_tokens),
+            "train/rm/row_tokens": int(row_tokens),
             "timing/train/row_tokens_per_second": row_tokens / (time.monotonic() - started),
         }
         shown = {"loss": means["loss"], "accuracy": means["accuracy"], "margin": means["reward_margin"]}
-        return StepMetrics(logged, shown, row_tokens)
+        known = {name: value for name, value in shown.items() if name == "loss" or total.num_pairs}
+        return StepMetrics(logged, known, int(row_tokens))
 
-    def backward(self, micro_batch: MicroBatch, num_groups: int, sums: RewardSums) -> None:
-        """Add the gradient of one micro-batch, for a step of `num_groups`, and its metrics to `sums`.
+    def backward(self, micro_batch: MicroBatch, num_units: int, sums: RewardSums) -> None:
+        """Add the gradient of one micro-batch, for a step of `num_units`, and its metrics to `sums`.
 
         Nothing in it waits for a GPU: the host goes on to the next while the GPU computes.
         """
         here = micro_batch.to(self.model.device, non_blocking=True)
-        scores_S, loss_sum = backward_in_parts(
-            [partial(self.model, batch) for batch in here.batches],
-            lambda scores: self._loss(scores, here.pairs),
+        values_SH, loss_sum = backward_in_parts(
+            [partial(self.model.heads, batch) for batch in here.batches],
+            lambda values_SH: self._loss(values_SH, here.labels),
             order_S=here.order_S,
-            scale=1 / max(num_groups, 1),
+            scale=1 / num_units,
         )
-        sums.add(scores_S, here.pairs, loss_sum)
+        sums.add(self._scores(values_SH), here.labels.pairs, loss_sum, here.labels.num_units)
+
+    def _loss(self, values_SH: Tensor, labels: Labels) -> Tensor:
+        """The sum of the loss, of the scores or of the values of the heads."""
+        if labels.targets is None:
+            return self._loss_of(self._scores(values_SH), labels.pairs)
+        return self._loss_of(values_SH, labels.targets)
+
+    def _scores(self, values_SH: Tensor) -> Tensor:
+        return (values_SH * self._weights_H).sum(dim=1)
 
     def _update_weights(self, number: int, total: RewardMetrics) -> float:
         """Clip, step, and return the gradients' norm before clipping; NaN, and no step, where it or the loss is not
@@ -235,35 +249,42 @@ class RewardModelRun(Run):
     @torch.no_grad()
     def validate_set(self, name: str, should_stop: Callable[[], object] = lambda: None) -> SetValidation | None:
         """Measure a validation set in the precision of training; None if `should_stop` gave a reason on the way."""
-        setup, model, sums = self.setup, self.model, RewardSums()
+        setup, model, sums, grades = self.setup, self.model, RewardSums(), GradeSums()
         dataset, size = setup.validation_sets[name], setup.validation_sizes[name]
-        scored: list[ScoredExample] = []
+        scored: dict[int, ScoredExample] = {}  # by its place; of those that this process has scored
         model.eval()
         try:
             for start in range(0, size, _COMPARISONS_AT_ONCE):
-                loaded = dataset[start : min(start + _COMPARISONS_AT_ONCE, size)]
-                plan, values = self._preparer.plan(loaded, validation=True), []
-                for members in plan:
+                rows = [(dataset, i) for i in range(start, min(start + _COMPARISONS_AT_ONCE, size))]
+                comparisons, values = dict[int, Comparison](), []
+                for share in self._preparer.shares(rows, validation=True):
                     if should_stop():
                         return None
-                    packed = self._preparer.micro_batch([loaded[i] for i in members])
-                    values.append(self.evaluate(packed.to(model.device, non_blocking=True), sums))
-                of_loaded = _scored(loaded, [i for members in plan for i in members], torch.cat(values).tolist())
-                scored += (of_loaded[i] for i in range(len(loaded)))
-            total = sums.read()
+                    values.append(self.evaluate(share.micro_batch.to(model.device, non_blocking=True), sums, grades))
+                    comparisons |= {start + i: one for i, one in share.comparisons.items()}
+                scored |= _scored(comparisons, torch.cat(values).tolist())
+            scored = {i: one for share in processes.gather(scored, setup.mesh.data_group) for i, one in share.items()}
+            in_order = tuple(scored[i] for i in range(size))
+            total = sums.read(setup.mesh.data_group)
+            grades_6H, attributes = grades.read(setup.mesh.data_group), setup.heads.attributes
+            measured = SetValidation(total, in_order, grades_6H=grades_6H, attributes=attributes)
             if name not in setup.perturbed:
-                return SetValidation(total, tuple(scored))
+                return measured
             robust = robust_accuracy(setup, name, should_stop)
-            return None if robust is None else SetValidation(total, tuple(scored), robust)
+            return None if robust is None else replace(measured, robust=robust)
         finally:
             model.train()
 
-    def evaluate(self, here: MicroBatch, sums: RewardSums) -> Tensor:
-        """The scores (S,) of one micro-batch, on its device; its metrics are added to `sums`. Waits for nothing."""
-        scores_S = torch.cat([self.model(batch) for batch in here.batches])
+    def evaluate(self, here: MicroBatch, sums: RewardSums, grades: GradeSums) -> Tensor:
+        """The scores (S,) of one micro-batch, on its device; its metrics are added to `sums` and `grades`. Waits for
+        nothing."""
+        values_SH = torch.cat([self.model.heads(batch) for batch in here.batches])
         if here.order_S is not None:
-            scores_S = scores_S[here.order_S]
-        sums.add(scores_S, here.pairs, self._loss(scores_S, here.pairs))
+            values_SH = values_SH[here.order_S]
+        scores_S = self._scores(values_SH)
+        if here.labels.targets is not None:
+            grades.add(values_SH, here.labels.targets)
+        sums.add(scores_S, here.labels.pairs, self._loss(values_SH, here.labels), here.labels.num_units)
         return scores_S
 
     def _warn_of_ranking(self, step: int, metric: Metric | None) -> None:
@@ -279,26 +300,43 @@ class RewardModelRun(Run):
     def close(self) -> None:
         self._ahead.close()
 
-    def save_model(self, folder: Path) -> None:
-        setup = self.setup
+    def save_model(self, folder: Path, *, staged: bool) -> Rest | None:
+        setup, model = self.setup, folder / "model"
         # Adapters are merged in float32, and rounded to what the export is to have.
         keeps_sum = has_adapters(setup.model) and self.config.checkpointing.export_dtype == "float32"
         dtype = torch.float32 if keeps_sum else None
-        export_model(setup.model, setup.tokenizer, folder / "model", rendering=setup.renderer.settings, dtype=dtype)
+        rendering = setup.renderer.settings
+        write = export_model(setup.model, setup.tokenizer, model, rendering=rendering, dtype=dtype, staged=staged)
         save_adapted(setup.model, folder)
-        sign_folder(folder / "model", model=setup.model, renderer=setup.renderer, may_be_broken=True)
+        heads, mesh = setup.heads.contract(), setup.mesh
+        sign = sign_later(model, model=setup.model, renderer=setup.renderer, heads=heads, mesh=mesh, is_checkpoint=True)
+
+        def rest(group: ProcessGroup | None) -> None:
+            if write is not None:
+                write(group)
+            processes.on_main(sign, group)
+
+        if staged:
+            return rest
+        rest(None)
+        return None
 
     def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
         setup, policy = self.setup, self.config.policy
         model = setup.model
         if not is_current:
+            dtype = DTYPES["float32" if self.config.checkpointing.export_dtype == "float32" else policy.precision]
             model = load_reward_model(
                 best.path / "model",
                 tokenizer=setup.tokenizer,
-                dtype=DTYPES["float32" if self.config.checkpointing.export_dtype == "float32" else policy.precision],
+                labels=setup.heads.attributes,
+                dtype=dtype,
                 attention=policy.attention,
                 trust_remote_code=policy.trust_remote_code,
+                on_meta=setup.mesh.devices is not None,
             ).model
+            shard(model, setup.mesh, dtype=dtype)
+            model.fill("cpu")
         validation = self._by_set(state.own_validation)
         store.write_folder("final", partial(export_final, setup, model, best.step, validation))
 
@@ -325,7 +363,7 @@ class RewardModelRun(Run):
             caveats={name: caveat for name, caveat in caveats.items() if caveat is not None},
             warning=self._watch.verdict(),
         )
-        if outcome.model_folder is None:
+        if outcome.model_folder is None or not processes.is_main():
             return lambda stop, show_progress: ended
         if self.config.hub.push_to_hub:
             ended = _uploaded(ended, self.config, outcome.model_folder)
@@ -334,13 +372,10 @@ class RewardModelRun(Run):
         return partial(_with_report, ended, plan_report(setup, outcome.model_folder, ended.caveats))
 
 
-def _scored(
-    comparisons: Sequence[Comparison], order: Sequence[int], scores: Sequence[float]
-) -> dict[int, ScoredExample]:
-    """By its place, each comparison with its scores, which lie one comparison after another in this order."""
+def _scored(comparisons: Mapping[int, Comparison], scores: Sequence[float]) -> dict[int, ScoredExample]:
+    """Each comparison with its scores, which lie one comparison after another."""
     rest, scored = iter(scores), {}
-    for i in order:
-        one = comparisons[i]
+    for i, one in comparisons.items():
         own = [next(rest) for _ in one.ranks]
         scored[i] = scored_comparison(one.where, one.subset, scores=own, ranks=one.ranks, lengths=one.lengths)
     return scored
@@ -361,7 +396,7 @@ def _with_report(outcome: TrainingOutcome, plan: ReportPlan, stop: StopRequest, 
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    report = plan.write(should_stop=lambda: stop.reason, show_progress=show_progress)
+    report = plan.write(should_stop=lambda: stop.own_reason, show_progress=show_progress)
     if report.stopped_by is not None:
         return replace(outcome, interrupted_by=report.stopped_by, exit_code=stop.exit_code)
     exit_code = outcome.exit_code if report.error is None else 1
@@ -370,7 +405,9 @@ def _with_report(outcome: TrainingOutcome, plan: ReportPlan, stop: StopRequest, 
 
 def _line(name: str, step: int, means: Mapping[str, float], key: MetricKey | None) -> str:
     text = f"loss {means['loss']:.4f}  accuracy {means['accuracy']:.3f}  margin {means['reward_margin']:.2f}"
-    if key is not None and key.validation in (None, name) and key.metric not in METRIC_NAMES:
+    if "mse" in means:
+        text = f"loss {means['loss']:.4f}  mse {means['mse']:.3f}  pearson {means.get('pearson', math.nan):.3f}"
+    if key is not None and key.validation in (None, name) and key.metric not in (*METRIC_NAMES, "mse", "pearson"):
         value = means.get(key.metric)
         text += f"  {key.metric} {'-' if value is None else format(value, '.3f')}"
     return f"validation-{name} after step {step}: {text}"

@@ -24,9 +24,10 @@ Shapes: B batch (1: a row), H heads, J key/value heads, R = H / J, T tokens of t
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,8 +52,6 @@ DENSE = "treeward_dense"
 COMPILED = (FLEX, VARLEN)
 """Those that compiled layers can call, in rows of few lengths."""
 
-_Mask = TypeVar("_Mask", PositionMask, FlexMask, PathPlan)
-
 _row: ContextVar[TreeLayout | None] = ContextVar("_row", default=None)
 
 
@@ -60,11 +59,11 @@ def register() -> None:
     """Make the implementations known to transformers. Safe to repeat."""
     for name, attend, mask in (
         (TREE, _tree_attention, PositionMask),
-        (FLEX, _flex_attention, FlexMask),
+        (FLEX, flex.attend, FlexMask),
         (VARLEN, _varlen_attention, _path_plan),
         (DENSE, _dense_attention, PositionMask),
     ):
-        AttentionInterface.register(name, attend)
+        AttentionInterface.register(name, _layer_attention(attend))
         # Without a mask function of its own an implementation gets no mask, and never learns of a sliding window.
         AttentionMaskInterface.register(name, _mask_maker(mask))
 
@@ -101,111 +100,36 @@ def _path_plan(mask_function: MaskFunction, layout: TreeLayout) -> PathPlan | Fl
     return PathPlan(layout) if is_plain else FlexMask(mask_function, layout)
 
 
-def _tree_attention(
-    module: torch.nn.Module,
-    query_BHTD: Tensor,
-    key_BJTD: Tensor,
-    value_BJTD: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    mask = _checked(PositionMask, module, query_BHTD, attention_mask, kwargs)
-    layout = mask.layout
-    scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
-    prefixes = None if layout.exchange is None else layout.exchange.enter(key_BJTD, value_BJTD)
-    out: Tensor
-    if softcap is not None or s_aux is not None:
-        out = _by_tree(
-            query_BHTD,
-            key_BJTD,
-            value_BJTD,
-            layout,
-            lambda q, k, v, tree: _written_out(q, k, v, mask, tree, scale, softcap, s_aux),
-            prefixes,
-        )
-    elif query_BHTD.device.type == "cpu" and query_BHTD.shape[-1] == value_BJTD.shape[-1]:
-        dtype = value_BJTD.dtype
-        # In half precision flash attention on a CPU is no faster for long segments, and much slower for short ones.
-        at_least = torch.promote_types(dtype, torch.float32)
-        query_BHTD, key_BJTD, value_BJTD = (x.to(at_least) for x in (query_BHTD, key_BJTD, value_BJTD))
-        if prefixes is None:
-            out = _SlicedAttention.apply(query_BHTD, key_BJTD, value_BJTD, mask.parts, scale)  # type: ignore[no-untyped-call]
-        else:
-            out, _ = _sliced(query_BHTD, key_BJTD, value_BJTD, mask.parts, scale, prefixes)
-            out = out.view(query_BHTD.shape)
-        out = out.to(dtype)
-    else:
-        out = _masked_attention(query_BHTD, key_BJTD, value_BJTD, mask, scale, prefixes)
-    return out.transpose(1, 2), None
+Attend = Callable[[Tensor, Tensor, Tensor, Any, float, float | None, Tensor | None], Tensor]
+"""The output (B, H, T, D) of queries, keys and values, a mask of ours, the scale, a soft-cap and sinks (H,)."""
 
 
-def _flex_attention(
-    module: torch.nn.Module,
-    query_BHTD: Tensor,
-    key_BJTD: Tensor,
-    value_BJTD: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    mask = _checked(FlexMask, module, query_BHTD, attention_mask, kwargs)
-    scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
-    out = flex.attend(query_BHTD, key_BJTD, value_BJTD, mask, scale=scale, softcap=softcap, sinks_H=s_aux)
-    return out.transpose(1, 2), None
+@functools.cache
+def _layer_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
+    """As the layers of transformers call it. The same function every time: compilers tell layers apart by it."""
+
+    def layer_attention(
+        module: torch.nn.Module,
+        query_BHTD: Tensor,
+        key_BJTD: Tensor,
+        value_BJTD: Tensor,
+        attention_mask: Any,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        _check(module, query_BHTD, attention_mask, kwargs)
+        scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
+        out = attend(query_BHTD, key_BJTD, value_BJTD, attention_mask, scale, softcap, s_aux)
+        return out.transpose(1, 2), None
+
+    return layer_attention
 
 
-def _varlen_attention(
-    module: torch.nn.Module,
-    query_BHTD: Tensor,
-    key_BJTD: Tensor,
-    value_BJTD: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    if isinstance(attention_mask, FlexMask):
-        return _flex_attention(
-            module, query_BHTD, key_BJTD, value_BJTD, attention_mask, scaling, softcap, s_aux, **kwargs
-        )
-    plan = _checked(PathPlan, module, query_BHTD, attention_mask, kwargs)
-    if softcap is not None or s_aux is not None or query_BHTD.shape[-1] != value_BJTD.shape[-1]:
-        summary = "FlashAttention has no soft-caps, sinks and values of another dimension than the keys here"
-        raise ModelError(summary, where=type(module).__name__, got=VARLEN)
-    scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
-    return varlen.attend(query_BHTD, key_BJTD, value_BJTD, plan, scale=scale).transpose(1, 2), None
-
-
-def _dense_attention(
-    module: torch.nn.Module,
-    query_BHTD: Tensor,
-    key_BJTD: Tensor,
-    value_BJTD: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    mask = _checked(PositionMask, module, query_BHTD, attention_mask, kwargs)
-    assert mask.layout.exchange is None, "the reference computes every token"
-    scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
-    mask_TT = mask.dense().to(query_BHTD.device)
-    out = _arithmetic(query_BHTD, key_BJTD, value_BJTD, mask_TT, scale, softcap, s_aux)
-    return out.transpose(1, 2), None
-
-
-def _checked(
-    kind: type[_Mask], module: torch.nn.Module, query_BHTD: Tensor, mask: Any, kwargs: dict[str, Any]
-) -> _Mask:
+def _check(module: torch.nn.Module, query_BHTD: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
     """Refuse what would be silently wrong: a call that tree attention cannot serve exactly."""
-    if not isinstance(mask, kind):
+    if not isinstance(mask, PositionMask | FlexMask | PathPlan):
         raise ModelError(
             "this model builds its attention mask by itself",
             where=type(module).__name__,
@@ -219,7 +143,75 @@ def _checked(
     dropout = kwargs.get("dropout")
     assert not dropout, f"dropout is off in reward models, got {dropout}"
     assert query_BHTD.shape[0] == 1 and query_BHTD.shape[2] == len(mask.layout.positions_T), query_BHTD.shape
-    return mask
+
+
+def _tree_attention(
+    query_BHTD: Tensor,
+    key_BJTD: Tensor,
+    value_BJTD: Tensor,
+    mask: PositionMask,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    layout = mask.layout
+    if rest := query_BHTD.shape[2] - layout.num_tokens:  # a padded row: what is padded sees nothing
+        query, key, value = (x[:, :, : layout.num_tokens] for x in (query_BHTD, key_BJTD, value_BJTD))
+        return F.pad(_tree_attention(query, key, value, mask, scale, softcap, sinks_H), (0, 0, 0, rest))
+    prefixes = None if layout.exchange is None else layout.exchange.enter(key_BJTD, value_BJTD)
+    if softcap is not None or sinks_H is not None:
+        return _by_tree(
+            query_BHTD,
+            key_BJTD,
+            value_BJTD,
+            layout,
+            lambda q, k, v, tree: _written_out(q, k, v, mask, tree, scale, softcap, sinks_H),
+            prefixes,
+        )
+    if query_BHTD.device.type != "cpu" or query_BHTD.shape[-1] != value_BJTD.shape[-1]:
+        return _masked_attention(query_BHTD, key_BJTD, value_BJTD, mask, scale, prefixes)
+    dtype = value_BJTD.dtype
+    # In half precision flash attention on a CPU is no faster for long segments, and much slower for short ones.
+    at_least = torch.promote_types(dtype, torch.float32)
+    query_BHTD, key_BJTD, value_BJTD = (x.to(at_least) for x in (query_BHTD, key_BJTD, value_BJTD))
+    out: Tensor
+    if prefixes is None:
+        out = _SlicedAttention.apply(query_BHTD, key_BJTD, value_BJTD, mask.parts, scale)  # type: ignore[no-untyped-call]
+    else:
+        out, _ = _sliced(query_BHTD, key_BJTD, value_BJTD, mask.parts, scale, prefixes)
+        out = out.view(query_BHTD.shape)
+    return out.to(dtype)
+
+
+def _varlen_attention(
+    query_BHTD: Tensor,
+    key_BJTD: Tensor,
+    value_BJTD: Tensor,
+    mask: PathPlan | FlexMask,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    if isinstance(mask, FlexMask):
+        return flex.attend(query_BHTD, key_BJTD, value_BJTD, mask, scale, softcap, sinks_H)
+    if softcap is not None or sinks_H is not None or query_BHTD.shape[-1] != value_BJTD.shape[-1]:
+        summary = "FlashAttention has no soft-caps, sinks and values of another dimension than the keys here"
+        raise ModelError(summary, where="attention over trees", got=VARLEN, need=FLEX)
+    return varlen.attend(query_BHTD, key_BJTD, value_BJTD, mask, scale=scale)
+
+
+def _dense_attention(
+    query_BHTD: Tensor,
+    key_BJTD: Tensor,
+    value_BJTD: Tensor,
+    mask: PositionMask,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    assert mask.layout.exchange is None, "the reference computes every token"
+    mask_TT = mask.dense().to(query_BHTD.device)
+    return _arithmetic(query_BHTD, key_BJTD, value_BJTD, mask_TT, scale, softcap, sinks_H)
 
 
 def _by_tree(

@@ -11,6 +11,8 @@ either and gives the same scores.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -101,7 +103,8 @@ class TreeBatch(Movable):
 
     `tokens_T`, `layout.positions_T`: int64 (T,). `reads_N`: int64 (N,), the places in the row where sequences end,
     ascending, each once; `read_of_S`: int64 (S,), which of them is each sequence's: equal sequences may share one.
-    `group_sizes`: sequences per group, summing to S. `num_row_tokens`: tokens of the same sequences as rows.
+    `group_sizes`: sequences per group, summing to S. `num_row_tokens`: tokens of the same sequences as rows. `also_S`:
+    int64 (S,), of a head that reads at two places of a sequence, which of `reads_N` is the other one.
     """
 
     tokens_T: Tensor
@@ -110,6 +113,7 @@ class TreeBatch(Movable):
     read_of_S: Tensor
     group_sizes: tuple[int, ...]
     num_row_tokens: int
+    also_S: Tensor | None = None
 
     @property
     def reads_S(self) -> Tensor:
@@ -178,6 +182,16 @@ class TreeBatch(Movable):
         reads_N, read_of_S = map(torch.from_numpy, np.unique(reads, return_inverse=True))
         return cls(torch.from_numpy(np.concatenate(tokens)), layout, reads_N, read_of_S, sizes, num_row_tokens)
 
+    def also_reading(self, positions: Sequence[int]) -> TreeBatch:
+        """A batch of the host whose sequences are read at these positions too, each at one."""
+        places = []
+        for read, position in zip(self.read_places(), positions, strict=True):
+            tree = next(tree for tree in self.layout.trees if tree.start <= read < tree.end)
+            places.append(_path(tree, read, position + 1)[-1][1] - 1)
+        at = np.concatenate([self.reads_S.numpy(), np.array(places)])
+        reads_N, of_both = map(torch.from_numpy, np.unique(at, return_inverse=True))
+        return replace(self, reads_N=reads_N, read_of_S=of_both[: len(places)], also_S=of_both[len(places) :])
+
     def padded(self) -> TreeBatch:
         """The same forest in a row of one of few lengths: multiples of 128, at most eight from n to 2n tokens.
 
@@ -204,16 +218,22 @@ class RowBatch(Movable):
     """The same groups as S right-padded rows of L tokens.
 
     `tokens_SL`: int64 (S, L). `lengths_S`: int64 (S,), the real tokens of each row. `group_sizes`: as in `TreeBatch`.
+    `also_S`: int64 (S,), the position of another token that the head reads.
     """
 
     tokens_SL: Tensor
     lengths_S: Tensor
     group_sizes: tuple[int, ...]
     num_row_tokens: int
+    also_S: Tensor | None = None
 
     @property
     def num_computed_tokens(self) -> int:
         return self.tokens_SL.numel()
+
+    def also_reading(self, positions: Sequence[int]) -> RowBatch:
+        """As `TreeBatch` has it."""
+        return replace(self, also_S=torch.tensor(positions))
 
     @property
     def mask_SL(self) -> Tensor:
@@ -246,16 +266,22 @@ def on_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def plan_micro_batches(
-    sizes: Sequence[int], *, max_tokens: int | None = None, max_groups: int | None = None
+    sizes: Sequence[int], *, max_tokens: int | None = None, max_groups: int | None = None, num_ranks: int = 1
 ) -> list[list[int]]:
     """Put groups together so that no micro-batch exceeds a budget; return the indices of each.
 
     `sizes`: the tokens of each group. `max_tokens`: tokens per micro-batch; a group that is larger on its own gets a
     micro-batch to itself, for a group is never split. `max_groups`: groups per micro-batch. Largest first, each into
     the fullest micro-batch that still holds it (best-fit decreasing): deterministic, and within 11/9 of the best.
+
+    `num_ranks`: so many processes compute the groups together, that of rank r `plan[r::num_ranks]`. The number of
+    micro-batches is then a multiple of theirs, those that are computed at the same time are of like size, and where
+    there are too few groups some are empty.
     """
     if max_tokens is None and max_groups is None:
         raise ValueError("plan_micro_batches needs max_tokens or max_groups")
+    if num_ranks > 1:
+        return _plan_shares(sizes, max_tokens or sys.maxsize, max_groups or sys.maxsize, num_ranks)
     plan: list[list[int]] = []
     used: list[int] = []
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -273,8 +299,31 @@ def plan_micro_batches(
     return [sorted(members) for members in plan]
 
 
+def _plan_shares(sizes: Sequence[int], max_tokens: int, max_groups: int, num_ranks: int) -> list[list[int]]:
+    """Largest first, each into the emptiest of as few micro-batches as hold all."""
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    fewest = max(-(-sum(sizes) // max_tokens), -(-len(sizes) // max_groups), 1)
+    for count in itertools.count(-(-fewest // num_ranks) * num_ranks, num_ranks):
+        plan: list[list[int]] = [[] for _ in range(count)]
+        emptiest = [(0, b) for b in range(count)]  # a heap
+        for i in order:
+            if not emptiest or (emptiest[0][0] and emptiest[0][0] + sizes[i] > max_tokens):
+                break
+            used, b = heapq.heappop(emptiest)
+            plan[b].append(i)
+            if len(plan[b]) < max_groups:
+                heapq.heappush(emptiest, (used + sizes[i], b))
+        else:
+            return [sorted(members) for members in sorted(plan, key=lambda members: -sum(sizes[i] for i in members))]
+    raise AssertionError("as many micro-batches as groups hold all")
+
+
 def plan_padded(
-    shapes: Sequence[tuple[int, int]], *, max_tokens: int | None = None, max_groups: int | None = None
+    shapes: Sequence[tuple[int, int]],
+    *,
+    max_tokens: int | None = None,
+    max_groups: int | None = None,
+    num_ranks: int = 1,
 ) -> list[list[int]]:
     """`plan_micro_batches` for padded rows, where one long row lengthens all others.
 
@@ -282,6 +331,8 @@ def plan_padded(
     """
     if max_tokens is None and max_groups is None:
         raise ValueError("plan_padded needs max_tokens or max_groups")
+    if num_ranks > 1:
+        return _plan_padded_shares(shapes, max_tokens, max_groups, num_ranks)
     plan: list[list[int]] = []
     rows = length = 0
     for i in sorted(range(len(shapes)), key=lambda i: (-shapes[i][1], i)):
@@ -293,6 +344,27 @@ def plan_padded(
         plan[-1].append(i)
         rows += own_rows
     return [sorted(members) for members in plan]
+
+
+def _plan_padded_shares(
+    shapes: Sequence[tuple[int, int]], max_tokens: int | None, max_groups: int | None, num_ranks: int
+) -> list[list[int]]:
+    """The smallest budget of tokens for which the number of micro-batches is not larger than it must be."""
+
+    def cost(members: Sequence[int]) -> int:
+        return sum(shapes[i][0] for i in members) * max((shapes[i][1] for i in members), default=0)
+
+    best = plan_padded(shapes, max_tokens=max_tokens, max_groups=max_groups)
+    count = -(-max(len(best), 1) // num_ranks) * num_ranks
+    low, high = 0, max(map(cost, best), default=0)
+    while high - low > 1:
+        middle = (low + high) // 2
+        plan = plan_padded(shapes, max_tokens=middle, max_groups=max_groups)
+        if len(plan) <= count:
+            best, high = plan, middle
+        else:
+            low = middle
+    return sorted(best, key=cost, reverse=True) + [[] for _ in range(count - len(best))]
 
 
 def plan_sequences(

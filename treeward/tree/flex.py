@@ -53,7 +53,6 @@ def attend(
     key_BJTD: Tensor,
     value_BJTD: Tensor,
     mask: FlexMask,
-    *,
     scale: float,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,

@@ -62,10 +62,13 @@ def split_group(
     return [*parts, GroupPart(group, tuple(members), used)] if members else parts
 
 
-def plan_parts(groups: Sequence[Sequence[TokenIds]], *, max_tokens: int, share: bool = True) -> list[list[GroupPart]]:
+def plan_parts(
+    groups: Sequence[Sequence[TokenIds]], *, max_tokens: int, share: bool = True, num_ranks: int = 1
+) -> list[list[GroupPart]]:
     """The micro-batches of groups: each has at most `max_tokens`, unless a single sequence is larger.
 
-    A group that fits stays whole. Groups without sequences are in no micro-batch.
+    A group that fits stays whole. Groups without sequences are in no micro-batch. `num_ranks`: as `plan_micro_batches`
+    has it.
     """
     parts = [
         part
@@ -73,10 +76,10 @@ def plan_parts(groups: Sequence[Sequence[TokenIds]], *, max_tokens: int, share: 
         for part in split_group(sequences, max_tokens=max_tokens, share=share, group=g)
     ]
     if share:
-        plan = plan_micro_batches([part.num_tokens for part in parts], max_tokens=max_tokens)
+        plan = plan_micro_batches([part.num_tokens for part in parts], max_tokens=max_tokens, num_ranks=num_ranks)
     else:
         shapes = [(len(part.members), part.num_tokens // len(part.members)) for part in parts]
-        plan = plan_padded(shapes, max_tokens=max_tokens)
+        plan = plan_padded(shapes, max_tokens=max_tokens, num_ranks=num_ranks)
     return [[parts[i] for i in members] for members in plan]
 
 

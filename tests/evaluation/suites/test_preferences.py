@@ -36,7 +36,7 @@ def suite_of(tmp_path: Path) -> Callable[..., PreferenceSuite]:
 def test_rows_become_examples(suite_of: Callable[..., PreferenceSuite]) -> None:
     first, second = suite_of(ranked("a", 0, 1), ranked("b", 2, 0, 2, 1, task_name="hard", margin=0.5)).load()
     assert (first.id, second.id) == ("1", "2") and second.subset == "hard" and second.ranks == (2, 0, 2, 1)
-    assert second.suite_data == {"margin": 0.5} and str(second.where).endswith("rows.jsonl:2")
+    assert second.suite_data == {"strength": 0.5} and str(second.where).endswith("rows.jsonl:2")
     assert second.conversations[3] == [
         {"role": "user", "content": "b"},
         {"role": "assistant", "content": "answer 3"},

@@ -11,6 +11,7 @@ from serving.dialects.conftest import CHATS, KINDS, Served
 
 from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.scoring.shaping import Shaper
+from treeward.serving.rendered_text import RenderedText, beginning_of
 
 CLOSE = 1e-5
 
@@ -225,3 +226,13 @@ def test_shaping_reads_the_completion_beside_the_prompt(serve: Any) -> None:
     assert [row["score"] for row in paired["data"]] == pytest.approx(rewards, abs=CLOSE)
     messages = served.client.post("/classify", json={"messages": CHATS[0]}).json()
     assert messages["data"][0]["probs"] == pytest.approx(rewards[:1], abs=CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_completions_of_a_prompt_have_one_beginning(kind: str, shared: Any) -> None:
+    """In each form that a client may send; replicas are chosen by it."""
+    served = shared(kind)
+    ending = served.service.models["rm"].ending
+    for form in ([RenderedText(text) for text in served.texts], [RenderedText(ids) for ids in served.ids], CHATS):
+        one, same, other, same_other = (beginning_of(asked, ending) for asked in form)
+        assert one == same != other == same_other

@@ -164,12 +164,16 @@ def diagnose_overlap(
     return Diagnostic(numbers, (bars, table) if rows else (bars,))
 
 
+def words_of(text: str) -> list[str]:
+    """Its letters and digits, in lower case, as words."""
+    return _WORD.findall(text.casefold())
+
+
 def _texts(context: Sequence[Message], completions: Iterable[Sequence[Message]]) -> list[Hashes]:
     """Hashed words of the context, of the prompt (the context without system messages) and of each completion."""
     prompt = [message for message in context if message.get("role") != "system"]
     texts = ("\n".join(completion_text([message]) for message in one) for one in (context, prompt, *completions))
-    return [np.array([hash(word) for word in _WORD.findall(text.casefold())], np.int64).view(np.uint64)
-            for text in texts]  # fmt: skip
+    return [np.array([hash(word) for word in words_of(text)], np.int64).view(np.uint64) for text in texts]
 
 
 def _wholes(texts: Sequence[Hashes], num_words: int) -> list[int | None]:

@@ -10,13 +10,15 @@ size alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from treeward.evaluation.diagnostics.completions import collect_pairs
-from treeward.evaluation.examples import ScoredExample
+from treeward.evaluation.examples import ScoredExample, mostly_failed
 from treeward.evaluation.results import Block, Diagnostic, Metric, SuiteResult
 from treeward.evaluation.statistics import (
     accuracy_metric,
@@ -27,6 +29,8 @@ from treeward.evaluation.statistics import (
     pair_confidences,
     reliability_curve,
 )
+from treeward.losses import graded
+from treeward.metrics import GradeSums, grade_metrics
 from treeward.scoring.calibration import fit_temperature
 
 _SATURATED = 5.0  # temperatures
@@ -58,6 +62,7 @@ def statistics_of(
         accuracy_metric(outcomes, "pair_accuracy", pairs.prompts.tolist()[: len(outcomes)], of="pairs"),
         accuracy_metric((margins == 0).astype(float).tolist(), "ties", prompts, of="pairs"),
         *found.values(),
+        *grade_errors(scored).values(),
         Metric("ece_fitted", after, count=count),
         Metric("temperature", scale, count=count, note=missing),
         Metric("worst_subset", None) if worst is None else replace(worst, name="worst_subset", note=worst.name),
@@ -83,24 +88,53 @@ def statistics_of(
     return Diagnostic({metric.name: metric for metric in numbers}, (figure,) if count else ())
 
 
+def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
+    """`mse` and `pearson` of the values of heads and the grades of their names, over all of them and of each, as in
+    `metrics.grade_metrics`; empty where no example has both."""
+    names = sorted({name for one in scored for own in one.heads for name in own})
+    sums = GradeSums()
+    for one in scored:
+        grades = one.example.suite_data.get("attributes", {})
+        known = [i for i, own in enumerate(one.heads) if own]
+        rows = [[grades[name][i] for name in names] for i in known]
+        targets = graded(
+            [[[math.nan if grade is None else grade for grade in row] for row in rows]], (1.0,) * len(names)
+        )
+        values_SH = torch.tensor([[one.heads[i][name] for name in names] for i in known])
+        if known:
+            sums.add(values_SH, targets)
+    if sums.sums_6H is None:
+        return {}
+    values, count = grade_metrics(sums.sums_6H, names), int(sums.sums_6H[0].sum())
+    return {name: Metric(name, value if math.isfinite(value) else None, count=count) for name, value in values.items()}
+
+
 def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """The numbers that cost no resampling; the note of one that has no value says why.
 
     `auroc`: of best-ranked completions against the others over all prompts, which asks more than pairs do.
-    `kendall_tau`: mean of tau-b over examples with more than two scores. `ece`, `brier`: of sigma(|margin|) as the
+    `kendall_tau`: mean of tau-b over examples with more than two scores. `group_accuracy`: examples every pair of which
+    is in the right order; `best_of_k`: those whose highest score is that of a best completion, and of no other; a
+    missing score counts as wrong in both. `ece`, `brier`: of sigma(|margin|) as the
     chance that the higher score is right, of pairs with both scores.
     """
     right: list[float] = []
     wrong: list[float] = []
     taus: list[float] = []
+    all_right: list[bool] = []
+    best_wins: list[bool] = []
     for one in scored:
         known = [(s, rank) for s, rank in zip(one.scores, one.example.ranks, strict=True) if s is not None]
         best = min(one.example.ranks, default=0)
         if max(one.example.ranks, default=0) != best:
             right += [score for score, rank in known if rank == best]
             wrong += [score for score, rank in known if rank != best]
+            all_right.append(not one.failed and all(s > t for s, a in known for t, b in known if a < b))
+            best_wins.append(not one.failed and {rank for score, rank in known if score == max(known)[0]} == {best})
         tau = kendall_tau_b([s for s, _ in known], [rank for _, rank in known]) if len(known) > 2 else None
         taus += [] if tau is None else [tau]
+    if mostly_failed(scored):
+        all_right, best_wins = [], []
     margins = collect_pairs(scored).with_scores.margins
     predictions = pair_confidences(margins)
     no_pairs = "There is no pair of a better and a worse completion that both have a score."
@@ -108,6 +142,8 @@ def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]
     values = {
         "auroc": (auroc(right, wrong), len(right) + len(wrong), no_pairs),
         "kendall_tau": (float(np.mean(taus)) if taus else None, len(taus), no_taus),
+        "group_accuracy": (float(np.mean(all_right)) if all_right else None, len(all_right), no_pairs),
+        "best_of_k": (float(np.mean(best_wins)) if best_wins else None, len(best_wins), no_pairs),
         "ece": (expected_calibration_error(*predictions), len(margins), no_pairs),
         "brier": (brier(*predictions), len(margins), no_pairs),
     }

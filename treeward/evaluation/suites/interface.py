@@ -167,8 +167,11 @@ class PreferenceSuite(Suite):
             grades = [completion.score for completion in preference.completions]
             if any(grade is not None for grade in grades):
                 suite_data["grades"] = grades
-            if preference.margin is not None:
-                suite_data["margin"] = preference.margin
+            if config.attributes:
+                own = {name: [one.grade(name) for one in preference.completions] for name in config.attributes}
+                suite_data["attributes"] = own
+            if preference.strength is not None:
+                suite_data["strength"] = preference.strength
             examples.append(
                 EvalExample(
                     id=str(number),

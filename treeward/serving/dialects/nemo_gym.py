@@ -157,15 +157,12 @@ def with_verdict(content: bytes, given: Mapping[str, Any], added: Mapping[str, A
     """The JSON object `content`, parsed as `given`, with the keys of `added` at its end.
 
     The echoed part is the bytes themselves: it is neither dumped nor rounded. Only a body that holds an earlier verdict
-    is written anew. Raises `APIError` 422 for such a body that is nested too deep.
+    is written anew.
     """
     stale = (VERDICT_KEYS | added.keys()) & given.keys()
     if stale:
-        try:
-            kept = {key: value for key, value in json.loads(content).items() if key not in stale}
-            content = json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
-        except RecursionError as error:
-            raise APIError(422, "invalid_json", "the body is nested too deep") from error
+        kept = {key: value for key, value in json.loads(content).items() if key not in stale}
+        content = json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
     comma = b"" if given.keys() <= stale else b","
     return content.rstrip(b" \t\r\n")[:-1] + comma + orjson.dumps(added)[1:]
 

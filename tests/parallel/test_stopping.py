@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from treeward.training.stopping import StopRequest
+from treeward.parallel.stopping import StopRequest
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

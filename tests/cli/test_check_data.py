@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import WORDS
+
+from treeward.cli.main import main
+
+Write = Callable[..., Path]
+
+HUMAN = "\n\nHuman: What falls in {}?\n\nAssistant: {}"
+ROWS = [{"context": f"What is {word}?", "response1": f"A {word}.", "response2": "No idea.", "overall_preference": -1}
+        for word in WORDS]  # fmt: skip
+
+
+def test_a_run_is_checked_with_its_own_sets_tokenizer_and_limits(
+    write_rows: Write, policy_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = write_rows("train.jsonl", [*ROWS, ROWS[0] | {"context": "rain? " * 90}])
+    config = write_rows("run.yaml", [
+        f"policy: {{model_name: {policy_folder}, max_total_sequence_length: 100}}",
+        f"data: {{train_data_path: {train}, val_data_path: {write_rows('val.jsonl', ROWS[:2])}}}",
+    ])  # fmt: skip
+    assert main(["check-data", "--config", str(config), "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    found = {one["name"]: one for one in json.loads((tmp_path / "out" / "results.json").read_text())["findings"]}
+    assert found["too_long"]["count"] == 1 and found["validation_overlap"]["count"] == 2
+    assert f"Tokens of {policy_folder}" in shown and "do not fit in 100 tokens" in shown
+    assert str(tmp_path / "out" / "report.html") in shown
+
+
+def test_formats_are_recognised_and_broken_rows_shown(write_rows: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    transcripts = [{side: HUMAN.format(word, end) for side, end in (("chosen", "Rain."), ("rejected", "Snow."))}
+                   for word in WORDS]  # fmt: skip
+    files = [str(write_rows("a.jsonl", ["{", *ROWS])), str(write_rows("b.jsonl", transcripts))]
+    assert main(["check-data", *files, "--max-lengths", "20,30"]) == 1
+    shown = capsys.readouterr().out
+    assert "a.jsonl:1: the line is not JSON" in shown and "need:  one complete JSON object" in shown
+    assert "28" in shown.partition("comparisons")[2].partition("\n")[0]
+
+
+def test_mistakes_are_errors(write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = str(write_rows("a.jsonl", ROWS))
+    for words, said in (
+        ([], "there is nothing to check"),
+        ([data, "--max-lengths", "a"], "as 512,1024"),
+        ([str(write_rows("b.jsonl", ["[", "{"]))], "b.jsonl:1"),
+        ([data, "--benchmark", str(tmp_path / "none.jsonl")], "there is no such file"),
+    ):
+        assert main(["check-data", *words]) == 2
+        assert said in capsys.readouterr().err

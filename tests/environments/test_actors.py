@@ -1,0 +1,45 @@
+"""What Ray reserves for each of several equal processes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from treeward.environments.actors import equal_shares
+from treeward.errors import ConfigError
+
+GPUS = [{"CPU": 32.0, "GPU": 4.0}]
+
+
+@pytest.mark.parametrize(
+    ("number", "num_gpus", "required", "nodes", "want"),
+    [
+        (2, 1, False, [{"CPU": 8.0}], {"num_cpus": 4}),
+        (4, 1, False, [{"CPU": 2.0}], {"num_cpus": 0.5}),
+        (3, 1, False, [{"CPU": 8.0}, {"CPU": 16.0}, {"memory": 9.0}], {"num_cpus": 8}),
+        (4, 1, False, [{"CPU": 8.0}] * 3, {"num_cpus": 4}),
+        (4, 1, False, GPUS, {"num_gpus": 1}),
+        (8, 0.5, True, GPUS, {"num_gpus": 0.5}),
+        (4, 0, False, GPUS, {"num_cpus": 8}),
+        (3, 2, False, GPUS, None),
+        (1, 1, True, [{"CPU": 8.0}], None),
+    ],
+)
+def test_a_gpu_or_an_equal_part_of_the_cores(
+    number: int, num_gpus: float, required: bool, nodes: Any, want: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    ray = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": one} for one in nodes])
+
+    def shares() -> dict[str, float]:
+        return equal_shares(ray, number, num_gpus=num_gpus, required=required, where="--workers")
+
+    if want is not None:
+        assert shares() == want
+        return
+    with pytest.raises(ConfigError, match="too few GPUs"):
+        shares()
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")  # it may grow
+    assert shares() == {"num_gpus": num_gpus}

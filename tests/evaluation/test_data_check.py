@@ -1,0 +1,227 @@
+"""`check_data`: planted faults are each found, with the exact number, and clean data has none."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import WORDS
+
+from treeward.config.data import DatasetConfig
+from treeward.data.datasets import open_dataset
+from treeward.data.encoding import encode_dataset
+from treeward.data.preference import preference_from_dict
+from treeward.data.rendering import Renderer
+from treeward.data.sources import read_rows
+from treeward.evaluation.data_check.check import check_data, open_sets
+from treeward.evaluation.data_check.label_noise import Sample, cross_validate
+from treeward.evaluation.data_check.page import DataCheck, write_check
+from treeward.evaluation.data_check.reading import stops_early
+
+Write = Callable[..., Path]
+Row = dict[str, Any]
+
+
+def text(number: int, *, words: int = 24) -> str:
+    """Prose of its own, that ends."""
+    drawn = random.Random(number).choices(WORDS, k=words)
+    return f"{' '.join(drawn)} {number}."
+
+
+def clean(count: int = 60) -> list[Row]:
+    """Comparisons without a fault: prompts of their own, and texts of which neither side is longer in most."""
+    rows = []
+    for i in range(count):
+        sides = sorted((text(3 * i + 1), text(3 * i + 2)), key=len, reverse=bool(i % 2))
+        rows.append({"prompt": text(3 * i), "chosen": sides[0], "rejected": sides[1]})
+    return rows
+
+
+@pytest.fixture
+def checked(write_rows: Write, tiny_tokenizer: Any) -> Callable[..., DataCheck]:
+    def check(rows: list[Row | str], validation: list[Row] | None = None, **how: Any) -> DataCheck:
+        streams = open_sets([DatasetConfig(data_path=str(write_rows("train.jsonl", rows)))])
+        held_out = () if validation is None else [DatasetConfig(data_path=str(write_rows("held.jsonl", validation)))]
+        renderer = Renderer(tiny_tokenizer, chat_template=how.pop("chat_template", None))
+        return check_data(streams, renderer, tokenizer="tiny", validation=open_sets(held_out), **how)
+
+    return check
+
+
+def names(found: DataCheck) -> dict[str, tuple[int, int]]:
+    return {one.name: (one.count, one.of) for one in found.findings}
+
+
+def test_clean_data_has_no_finding(checked: Callable[..., DataCheck], tmp_path: Path, tiny_tokenizer: Any) -> None:
+    rows = clean()
+    found = checked(rows, clean(80)[60:], max_length=400, cross_validation=True)
+    assert names(found) == {}
+    stream = open_dataset(DatasetConfig(data_path=str(tmp_path / "train.jsonl")))
+    counts = encode_dataset(stream, Renderer(tiny_tokenizer), cache_dir=tmp_path).counts
+    numbers = found.numbers
+    assert (numbers["tokens"], numbers["tree_tokens"]) == (counts.tokens, counts.tree_tokens)
+    assert (numbers["rows"], numbers["completions"], numbers["turns"], numbers["prompts"]) == (60, 120, 60, 60)
+    assert numbers["tokens_longest"] == counts.longest and numbers["style"]["longer"].count <= 60
+
+
+def edited(*changes: tuple[int, Row]) -> list[Row]:
+    rows = clean()
+    for i, change in changes:
+        rows[i] = rows[i] | change
+    return rows
+
+
+def swapped(row: Row) -> Row:
+    return row | {"chosen": row["rejected"], "rejected": row["chosen"]}
+
+
+CUT = text(7).removesuffix(".")
+LONG = [row | {"chosen": f"{row['chosen']} {text(i)}"} for i, row in enumerate(clean())]
+MARKED = [row | {"chosen": f"**{row['chosen']}**"} for row in clean()]
+AGAIN = [row | {"prompt": clean()[i % 30]["prompt"]} for i, row in enumerate(clean())]
+GROUP_LONG = [
+    *({"prompt": one["prompt"], "completions": [one["chosen"], one["rejected"]], "scores": [1, 0]} for one in clean()),
+    {"prompt": text(997), "completions": [text(998), text(999), text(5, words=900)], "scores": [2, 0, 1]},
+]
+NO_END = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "how", "expected"),
+    [
+        ([*clean(), *map(swapped, clean()[:3])], {}, {"contradictions": (6, 63)}),
+        ([*clean(), *clean()[:4]], {}, {"duplicates": (4, 64)}),
+        (edited((2, {"score_chosen": 1, "score_rejected": 2})), {}, {"scores_against_ranks": (1, 60)}),
+        (edited((2, {"score_chosen": 1, "score_rejected": 1})), {}, {"ties": (1, 60)}),
+        (edited((2, {"chosen": "Yes.", "rejected": "Yes."})), {}, {"identical": (1, 120)}),
+        (edited((2, {"rejected": ""}), (9, {"chosen": " \n"})), {}, {"empty": (2, 120)}),
+        (edited((2, {"chosen": text(5, words=900)})), {"max_length": 600}, {"too_long": (1, 60)}),
+        (GROUP_LONG, {"max_length": 600, "truncation": "drop_comparison"}, {"too_long": (1, 61)}),
+        (GROUP_LONG, {"max_length": 600}, {}),
+        (edited(*((i, {"rejected": CUT}) for i in range(6))), {}, {"stops_early": (6, 120)}),
+        (LONG, {}, {"longer": (60, 60)}),
+        (MARKED, {}, {"style": (60, 60)}),
+        (AGAIN, {}, {"shared_prompts": (60, 60)}),
+        (clean(), {"validation": [*clean(80)[60:], clean()[0]]}, {"validation_overlap": (1, 21)}),
+        (edited((2, {"chosen": f"{text(5)} So"})), {"chat_template": NO_END}, {"no_end_token": (120, 120)}),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) and "style" not in value else None,
+)
+def test_a_planted_fault_is_found_and_no_other(
+    checked: Callable[..., DataCheck], rows: list[Row], how: Row, expected: dict[str, Any]
+) -> None:
+    found = checked(rows, **how)
+    others = {"longer"} if "style" in expected else {"shared_prompts", "stops_early"} - expected.keys()
+    assert {name: count for name, count in names(found).items() if name not in others} == expected
+    assert all(one.why and one.fix for one in found.findings)
+
+
+def test_broken_rows_are_named_and_the_others_are_checked(checked: Callable[..., DataCheck], tmp_path: Path) -> None:
+    rows: list[Any] = [*clean(), *map(swapped, clean()[:1])]
+    rows[3:3] = ['{"prompt": ', {"prompt": "a", "chosen": "b"}, "[1]"]
+    rows.insert(0, {"nothing": "known"})
+    rows.insert(20, rows[19] | {"margin": float("nan")})
+    found = checked(rows)
+    assert names(found) == {"broken": (5, 66), "contradictions": (2, 61)}
+    places = [str(error.where).rpartition(":")[2] for error in found.errors]
+    assert places == ["1", "5", "6", "7", "21"] and found.findings[0].severity == "error"
+    assert [error.field for error in found.errors] == [*("chosen",), None, "rejected", None, "margin"]
+    page = write_check(tmp_path / "out", found)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [one["where"] for one in results["broken"]] == [error.where for error in found.errors]
+    assert results["findings"][0]["fix"] and clean()[0]["chosen"] in page.read_text()
+
+
+@pytest.mark.parametrize("limit", [1, 60, 90, 110, 130, 400])
+def test_what_a_limit_costs_is_what_training_drops(
+    tmp_path: Path, write_rows: Write, tiny_tokenizer: Any, limit: int
+) -> None:
+    """Of groups with ties, some long: as `encode_dataset` counts them."""
+    generator = random.Random(0)
+
+    def group(i: int) -> Row:
+        said = [text(generator.randrange(999), words=generator.randrange(2, 40)) for _ in range(4)]
+        return {"prompt": text(i), "completions": said, "scores": [generator.randrange(3) for _ in said]}
+
+    rows = [group(i) for i in range(40)]
+    config = DatasetConfig(data_path=str(write_rows("g.jsonl", rows)))
+    found = check_data(open_sets([config]), Renderer(tiny_tokenizer), tokenizer="", max_lengths=[limit])
+    loose = encode_dataset(open_dataset(config), Renderer(tiny_tokenizer), cache_dir=tmp_path)
+    compared = [one for one in loose if max(map(len, one.token_ids)) > 0]
+    kept = [
+        one
+        for one in compared
+        if len({r for r, ids in zip(one.ranks, one.token_ids, strict=True) if len(ids) <= limit}) > 1
+    ]
+    (row,) = found.lengths
+    assert row["dropped"] == pytest.approx(1 - len(kept) / len(compared))
+    assert row["too_long"] == np.mean([max(map(len, one.token_ids)) > limit for one in compared])
+    same = [len({tuple(ids[:limit].tolist()) for ids in one.token_ids}) == 1 for one in compared]
+    assert row["identical_if_cut"] == np.mean(same)
+    if kept:
+        strict = encode_dataset(open_dataset(config), Renderer(tiny_tokenizer, max_length=limit), cache_dir=tmp_path)
+        assert strict.counts.kept == len(kept)
+
+
+def test_a_small_model_finds_flipped_labels_and_nothing_in_shuffled_ones() -> None:
+    generator = random.Random(0)
+
+    def sampled(flip: Callable[[int], bool]) -> Sample:
+        sample = Sample()
+        for i in range(400):
+            said = [f"{' '.join(generator.choices(WORDS, k=12))} {word}" for word in ("please", "whatever")]
+            ranks = (1, 0) if flip(i) else (0, 1)
+            completions = [{"completion": one, "rank": rank} for one, rank in zip(said, ranks, strict=True)]
+            sample.add(preference_from_dict({"prompt": str(i), "completions": completions}), f"f:{i}")
+        return sample
+
+    noise = cross_validate(sampled(lambda i: i % 80 == 0))
+    assert noise is not None and noise.agreement.low > 0.9
+    assert {where for where, _ in noise.disagreements} == {f"f:{i}" for i in range(0, 400, 80)}
+    shuffled = cross_validate(sampled(lambda i: generator.random() < 0.5))
+    assert shuffled is not None and shuffled.agreement.low < 0.5 and len(shuffled.disagreements) < 10
+
+
+@pytest.mark.parametrize(
+    ("said", "is_cut"),
+    [
+        (f"{text(1)} It rained, and the", True),
+        (f"{text(1)} It rained, and then,", True),
+        (f"{text(1)}\n```python\nx = 1", True),
+        (text(1), False),
+        ("Paris", False),
+        (f"{text(1)}\n- the last item of a list", False),
+        (f"{text(1)}\nBest regards,\nJohn", False),
+        (f"{text(1)}\n```python\nx = 1\n```", False),
+        (f'{text(1)} He said: "Let it rain and snow."', False),
+    ],
+)
+def test_what_is_cut_short(said: str, is_cut: bool) -> None:
+    assert stops_early(said) is is_cut
+
+
+@pytest.mark.parametrize(("part", "rows"), [("hh_harmless", 1700), ("alpaca_eval", 320)])
+def test_real_data(shared_data: Path, part: str, rows: int, write_rows: Write, tiny_tokenizer: Any) -> None:
+    path = shared_data / part / "train.jsonl.gz"
+    if part == "alpaca_eval":
+
+        def group(row: Row) -> Row:
+            outputs = [{"response": one["output"], "score": one["preference_over_gpt4"]} for one in row["outputs"][:4]]
+            return {"prompt": row["instruction"], "completions": outputs}
+
+        path = write_rows("alpaca.jsonl", [group(row.values) for row in read_rows(str(path))])
+    found = check_data(open_sets([DatasetConfig(data_path=str(path))]), Renderer(tiny_tokenizer), tokenizer="tiny")
+    style = {name: one.value for name, one in found.numbers["style"].items()}
+    assert found.numbers["rows"] == rows and not found.errors
+    if part == "hh_harmless":
+        assert 0.3 < found.numbers["saved_by_tree"] < 0.5
+        assert style["more_refusals"] > 0.6 and style["longer"] < 0.5  # the harmless completion declines, briefly
+        assert {"style", "stops_early", "empty"} == {one.name for one in found.findings}
+    else:
+        assert style["longer"] > 0.6 and style["more_markdown"] > 0.6  # a judge that likes length
+        assert {"longer", "style"} <= {one.name for one in found.findings}

@@ -1,0 +1,157 @@
+"""A run on several processes: by hand as `srun` starts them, by torchrun, and by Ray Train, with losses and stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treeward.errors import ConfigError, ModelError
+from treeward.parallel.launch import first_host, heed_slurm, launch
+
+LAUNCHED = Path(__file__).parent / "launched.py"
+PATIENCE_SECONDS = 120
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node07", "node07"),
+        ("node[01-04,07],gpu3", "node01"),
+        ("a,b[1-2]", "a"),
+        ("rack[2-3]-node[11,12].cluster,x", "rack2-node11.cluster"),
+    ],
+)
+def test_the_first_host_of_a_list_of_nodes(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_what_srun_says_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = {"PROCID": "9", "LOCALID": "1", "STEP_NUM_TASKS": "16", "STEP_NODELIST": "n[3-4]", "JOB_ID": "5"}
+    for key, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{key}", value)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAY_ADDRESS")
+    for name in names:  # set, so that what is set below is undone
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    heed_slurm()
+    assert [os.environ.get(name) for name in names] == ["9", "1", "16", "n3", "1234", None]
+
+
+def test_an_error_under_a_launcher_of_one_process(
+    monkeypatch: pytest.MonkeyPatch, tiny_run: Callable[..., Any]
+) -> None:
+    def fails(config: Any, *, show_progress: bool) -> None:
+        raise ModelError("a mistake")
+
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ModelError, match="a mistake"):
+        launch(fails, tiny_run())
+
+
+def test_a_layout_that_does_not_divide_the_processes_is_told_before_they_start(tiny_run: Callable[..., Any]) -> None:
+    config = tiny_run("cluster.gpus_per_node=3", "policy.dtensor_cfg.tensor_parallel_size=2")
+    with pytest.raises(ConfigError, match="2 x 1 of 3 processes"):
+        launch(print, config)
+
+
+@pytest.fixture
+def started(
+    tmp_path: Path, tiny_run: Callable[..., Any], as_srun: Callable[..., list[subprocess.Popen[str]]]
+) -> Callable[..., list[subprocess.Popen[str]]]:
+    """Starts a function of `launched.py` in two processes, as srun would on one node."""
+
+    def start(function: str, **cluster: object) -> list[subprocess.Popen[str]]:
+        return as_srun([str(LAUNCHED), function, written(tmp_path, tiny_run, **cluster)])
+
+    return start
+
+
+def written(folder: Path, tiny_run: Callable[..., Any], **cluster: object) -> str:
+    """A configuration with this section `cluster`."""
+    tiny_run()
+    (folder / "logs").mkdir()
+    with (folder / "run.yaml").open("a") as file:
+        file.write(f"\ncluster: {json.dumps(cluster)}\n")
+    return str(folder / "run.yaml")
+
+
+def last_steps(folder: Path) -> list[str]:
+    return [(folder / "logs" / f"last_step_{rank}").read_text() for rank in range(2)]
+
+
+def pid(folder: Path, rank: int, *, other_than: int = 0) -> int:
+    """The process of a rank, as soon as it takes steps."""
+    file, end = folder / "logs" / f"pid_{rank}", time.monotonic() + PATIENCE_SECONDS
+    while not file.exists() or not (text := file.read_text()) or int(text) == other_than:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return int(text)
+
+
+def ends(running: list[subprocess.Popen[str]]) -> tuple[list[int], list[str], list[str]]:
+    """Exit codes, what was printed, and errors."""
+    said = [process.communicate(timeout=PATIENCE_SECONDS) for process in running]
+    return [process.returncode for process in running], [out for out, _ in said], [error for _, error in said]
+
+
+def log(folder: Path, rank: int) -> str:
+    return (folder / "logs" / "ranks" / f"rank_{rank}.log").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_who_waits_for_whom(started: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path) -> None:
+    running = started("standstill", timeout_minutes=0.05)
+    codes, _, errors = ends(running[:1])
+    running[1].kill()
+    running[1].communicate()
+    assert codes == [1], errors
+    for said in (errors[0], log(tmp_path, 0)):
+        assert "rank 0 waits in vain" in said and "step 2: rank 0; step 1: rank 1" in said
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_stops_all_at_the_same_step_and_an_error_is_told_once(
+    started: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
+) -> None:
+    running = started("mistake_after_a_stop")
+    os.kill(pid(tmp_path, 1), signal.SIGTERM)
+    codes, _, errors = ends(running)
+    text = "one makes a mistake after SIGTERM 143"
+    assert codes == [2, 2] and text in errors[1] and "waits in vain" not in errors[0], errors
+    assert len(set(last_steps(tmp_path))) == 1
+    assert text in log(tmp_path, 1) and "rank 0 waits in vain" in log(tmp_path, 0)
+
+
+@pytest.mark.slow
+def test_the_main_process_is_killed(started: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path) -> None:
+    running = started("steps")
+    os.kill(pid(tmp_path, 0), signal.SIGKILL)
+    codes, _, errors = ends(running)
+    assert codes == [-signal.SIGKILL, 2] and "the first process is gone" in errors[1]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_ray_starts_again_what_is_lost_and_passes_a_stop_on(
+    tmp_path: Path, tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(LAUNCHED.parent), os.environ.get("PYTHONPATH", "")]))
+    words = [sys.executable, str(LAUNCHED), "steps", written(tmp_path, tiny_run, gpus_per_node=2)]
+    command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    os.kill(lost := pid(tmp_path, 1), signal.SIGKILL)
+    pid(tmp_path, 1, other_than=lost)
+    command.terminate()
+    codes, out, errors = ends([command])
+    assert codes == [0] and "SIGTERM 143" in out[0], errors
+    assert "Restart 1 of 3, from the last checkpoint." in errors[0] + out[0]
+    assert len(set(last_steps(tmp_path))) == 1

@@ -1,0 +1,102 @@
+"""Runs in two processes: by srun, by torchrun and stopped, by Ray Train and a worker killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from killed_run import PATIENCE_SECONDS, User, assert_same_run
+from training_runs import assert_same_files
+
+REPOSITORY = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+
+def command(folder: Path, *overrides: str) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    settings = (
+        *("rm.max_num_steps=8", "rm.val_period=4", "rm.val_batches=2", "policy.train_global_batch_size=8"),
+        *("checkpointing.metric_name=null", "checkpointing.save_period=2", "evaluation.enabled=false"),
+        *(f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs"),
+    )
+    return ["train", "--config", str(REPOSITORY / "examples/configs/quickstart.yaml"), *settings, *overrides]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, as_srun: Callable[..., list[subprocess.Popen[str]]]) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    running = as_srun(["-m", "treeward", *command(folder)])
+    said = [process.communicate(timeout=PATIENCE_SECONDS) for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+    (out, log), (other_out, other_log) = said
+    assert "The model of step 8 of 8 is in" in out and "Saved" in log
+    assert not other_out and not other_log, "one process tells"
+    assert "Saved" in (folder / "logs/ranks/rank_1.log").read_text()
+    return folder
+
+
+def test_a_worker_of_ray_that_is_killed_changes_nothing(tmp_path: Path, undisturbed: Path) -> None:
+    user = User(tmp_path, command(tmp_path, "cluster.gpus_per_node=2"))
+    process = user.start()
+    try:
+        user.wait_until(lambda: user.last_step() >= 3, process)
+        workers = [one for one in children(process) if "RayTrainWorker" in " ".join(one.cmdline())]
+        assert len(workers) == 2
+        workers[1].kill()
+        out, log = process.communicate(timeout=PATIENCE_SECONDS)
+    finally:
+        user.close()
+    assert process.returncode == 0, log
+    assert "its process has died" in log and "Restart 1 of 3, from the last checkpoint." in log
+    assert "The model of step 8 of 8 is in" in out
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_torchrun_stops_all_when_one_is_stopped_and_goes_on(tmp_path: Path, undisturbed: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "treeward"]
+    process = subprocess.Popen([*torchrun, *command(tmp_path)], stderr=subprocess.PIPE, text=True)
+    user = User(tmp_path, [])
+    user.wait_until(lambda: user.last_step() >= 2, process)
+    ranks = [one for one in children(process) if "treeward" in " ".join(one.cmdline())]
+    next(one for one in ranks if one.environ()["RANK"] == "1").send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 1 and log.count("(SIGTERM). Saved. The same command goes on from here.") == 1, log
+    assert not (tmp_path / "checkpoints/final").exists()
+    subprocess.run([*torchrun, *command(tmp_path)], check=True, timeout=PATIENCE_SECONDS)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_a_policy_is_the_same_by_srun_and_by_ray(
+    tiny_grpo: Callable[..., Any],
+    tmp_path: Path,
+    as_srun: Callable[..., list[subprocess.Popen[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiny_grpo()
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tests"))  # its reward is a function there
+
+    def words(folder: Path, *overrides: str) -> list[str]:
+        places = (f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs")
+        settled = ("grpo.max_num_steps=3", "policy.optimizer.kwargs={lr: 0.02, eps: 0.001}")
+        return ["-m", "treeward", "grpo", "--config", str(tmp_path / "run.yaml"), *places, *settled, *overrides]
+
+    def run(*arguments: str) -> None:
+        subprocess.run([sys.executable, *arguments], check=True, timeout=PATIENCE_SECONDS)
+
+    run(*words(tmp_path / "alone"))
+    running = as_srun(words(tmp_path / "srun"))
+    said = [process.communicate(timeout=PATIENCE_SECONDS) for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+    run(*words(tmp_path / "ray", "cluster.gpus_per_node=2"))
+    for launched in ("srun", "ray"):
+        assert_same_files(tmp_path / launched, tmp_path / "alone", but_for="ray")
+
+
+def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)

@@ -1,0 +1,31 @@
+"""What `treeward plan` says of communication, against what two processes send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from treeward.config.load import load_run
+from treeward.planning.plan import plan
+
+BUDGET, MEAN = 512, 170  # two comparisons of 255 tokens in a micro-batch
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_two_processes_send_what_is_planned(run_processes: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """By the shapes of real tensors; tests/planning counts by hand."""
+    model = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
+    policy = {"model_config": model, "train_micro_batch_tokens": BUDGET, "max_total_sequence_length": BUDGET}
+    policy["train_global_batch_size"] = 8  # two micro-batches a share, as are planned
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"policy": policy, "data": {"train_data_path": "train.jsonl"}}), encoding="utf-8")
+    overrides = ["cluster.gpus_per_node=2"]
+    planned = plan(load_run(file, overrides), "cpu", mean_tokens=MEAN)
+    for sent in run_processes("planned:sent", 2, str(file), overrides, BUDGET, MEAN):
+        assert sent == pytest.approx(planned.sent["in the node"], rel=0.02)

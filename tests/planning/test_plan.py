@@ -1,0 +1,196 @@
+"""A plan against what a run takes: arithmetic, the memory of a process, the guide. (Calls: tests/parallel.)"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import LlamaConfig
+
+from treeward.cli.main import main
+from treeward.config.load import load_run
+from treeward.errors import ConfigError
+from treeward.planning.gpus import GPUS
+from treeward.planning.plan import Plan, plan
+
+SMALL = {
+    "model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False,
+    "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 3, "vocab_size": 6000,
+}  # fmt: skip
+ADAMW_8BIT = "policy.optimizer.name=torchao.optim.AdamW8bit"
+OFFLOAD, BFLOAT16 = "policy.dtensor_cfg.cpu_offload=true", "policy.precision=bfloat16"
+LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=16")
+EIGHT = ("cluster.num_nodes=2", "cluster.gpus_per_node=4")
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Any:
+    """A file of a run, and its plans."""
+
+    class Run:
+        file = tmp_path / "run.yaml"
+
+        def write(self, model: dict[str, Any] | str, *, tokens: int = 1024, **others: Any) -> None:
+            policy = {"train_micro_batch_tokens": tokens, "max_total_sequence_length": tokens}
+            policy |= {"model_name": model} if isinstance(model, str) else {"model_config": model}
+            if not others:
+                policy["train_global_batch_size"] = 16
+            data = {"train_data_path": "train.jsonl"} | ({"dataset_name": "PromptDataset"} if others else {})
+            self.file.write_text(yaml.safe_dump({"policy": policy, "data": data, **others}), encoding="utf-8")
+
+        def __call__(self, *overrides: str, gpu: str = "h100") -> Plan:
+            return plan(load_run(self.file, overrides), gpu)
+
+    return Run()
+
+
+MEASURED = """
+import gc, sys
+from treeward.config.load import load_run
+from treeward.parallel.mesh import Mesh
+from treeward.planning.runs import Filling, planned_run
+
+def resident(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
+
+config = load_run(sys.argv[1], sys.argv[2:])
+longest = config.max_sequence_length
+planned_run(config, Mesh(), Filling.of(64, 2, 32)).step()  # what is loaded when it is first used
+gc.collect()
+before = resident("VmRSS")
+run = planned_run(config, Mesh(), Filling.of(longest, 2, longest // 4))
+run.step()
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the highest from now on
+run.step()
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [(), pytest.param(("policy.dtensor_cfg.activation_checkpointing=true",), marks=pytest.mark.long)],
+)
+def test_the_peak_is_that_of_the_same_steps_on_real_tensors(overrides: tuple[str, ...], planned: Any) -> None:
+    planned.write(SMALL)
+    words = [sys.executable, "-c", MEASURED, str(planned.file), *overrides]
+    each_is_returned = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=each_is_returned)
+    assert planned(*overrides, gpu="cpu").memory["peak"] == pytest.approx(int(done.stdout), rel=0.05)
+
+
+def test_the_plan_of_a_small_run(planned: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    planned.write(SMALL)
+    words = ["plan", "--config", str(planned.file), "--gpu", "a100", BFLOAT16]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "1 x a100: fits" in text and "tokens a second" in text
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # six operations a weight and token, but for the embedding; half of a quarter of a kind for attention
+    layers, tokens = found["parameters"] - 6000 * 384, 16 * 1.5 * 256
+    assert found["operations"] == pytest.approx(6 * layers * tokens, rel=0.2)
+    again = planned(BFLOAT16, "policy.dtensor_cfg.activation_checkpointing=true")
+    assert again.memory["peak"] < found["memory"]["peak"] and again.operations > found["operations"]
+
+
+def test_what_is_held_by_every_kind_of_training(planned: Any, tmp_path: Path) -> None:
+    """By weight, in bytes: what docs/training.md says of layouts."""
+    sizes = {key: value for key, value in SMALL.items() if key != "model_type"}
+    LlamaConfig(architectures=["LlamaForCausalLM"], **sizes).save_pretrained(tmp_path / "base")
+    planned.write(str(tmp_path / "base"))
+    kinds = {(): (2, 4, 12), (ADAMW_8BIT,): (2, 2, 2), (OFFLOAD,): (2, 4, 0)}
+    plans = {overrides: planned(BFLOAT16, *overrides) for overrides in kinds}
+    for overrides, bytes_of_each in kinds.items():
+        found = plans[overrides]
+        for name, each in zip(("weights", "gradients", "optimizer"), bytes_of_each, strict=True):
+            assert found.memory[name] == pytest.approx(each * found.parameters, rel=0.05, abs=1e5), (overrides, name)
+        assert found.memory["peak"] > sum(found.memory[name] for name in ("weights", "gradients", "optimizer"))
+    plain, offloaded = plans[()], plans[OFFLOAD,]
+    assert offloaded.memory["host"] == pytest.approx(plain.memory["optimizer"], rel=0.01)
+    assert offloaded.memory["activations"] == pytest.approx(plain.memory["activations"], rel=0.05)
+    lora, packed = planned(BFLOAT16, *LORA), planned(BFLOAT16, *LORA, "policy.load_in_4bit=true")
+    assert lora.memory["gradients"] == pytest.approx(4 * lora.trained, rel=0.01)
+    in_layers = lora.parameters - lora.trained - 6000 * 384
+    saved = lora.memory["weights"] - packed.memory["weights"]
+    assert saved == pytest.approx((2 - 0.516) * in_layers, rel=0.01)
+    assert lora.memory["peak"] - packed.memory["peak"] == saved
+    with pytest.raises(ConfigError, match="four bits"):
+        planned(BFLOAT16, *LORA, "policy.load_in_4bit=true", "cluster.gpus_per_node=2")
+
+
+def test_a_run_of_grpo_has_a_reference_keys_and_values_and_reward_models(planned: Any, tmp_path: Path) -> None:
+    LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4).save_pretrained(tmp_path / "rm")
+    grpo = {"num_prompts_per_step": 8, "num_generations_per_prompt": 4}
+    planned.write(SMALL, grpo=grpo, env={"reward_model": {"model_name": str(tmp_path / "rm")}})
+    found = planned()
+    assert found.memory["reference"] == pytest.approx(found.memory["weights"], rel=0.01)
+    each = 2 * 3 * 4 * (384 // 8) * 4  # keys and values of three layers with four heads, in float32
+    assert found.memory["KV cache"] == 64 * 1024 * each  # completions that fill the whole length
+    of_rewards = found.memory["reward models"]
+    assert of_rewards > 2 * 32_000 * 64
+    lora = planned(*LORA)
+    assert "reference" not in lora.memory and lora.trained < found.trained
+    apart = planned("env.reward_model.resources.gpus_per_node=2", "env.reward_model.dtensor_cfg.tensor_parallel_size=2")
+    assert "reward models" not in apart.memory
+    assert apart.memory["env.reward_model, on its own devices"] == of_rewards // 2
+    assert apart.memory["peak"] == found.memory["peak"] - of_rewards
+    sharded = planned("cluster.gpus_per_node=2")
+    assert sharded.memory["reference"] == pytest.approx(found.memory["reference"] / 2, rel=0.01)
+    assert sharded.memory["whole policy"] == pytest.approx(4 * found.parameters, rel=0.01)
+
+
+def test_several_devices_share_the_weights_the_work_and_what_is_sent(planned: Any) -> None:
+    """DTensor asks operations for the shapes of whole tensors: that is neither memory nor work."""
+    planned.write(SMALL | {"num_hidden_layers": 8, "vocab_size": 200}, tokens=16)
+    sharded = planned(*EIGHT, BFLOAT16, gpu="cpu")
+    cut = planned("cluster.gpus_per_node=2", BFLOAT16, "policy.dtensor_cfg.tensor_parallel_size=2", gpu="cpu")
+    assert sharded.layout == "2 nodes of 4 x cpu"
+    for found, devices in ((sharded, 8), (cut, 2)):
+        each = found.parameters / devices
+        for name, size in {"weights": 4, "gradients": 4, "optimizer": 8}.items():
+            assert found.memory[name] == pytest.approx(size * each, rel=0.02)
+        assert found.memory["activations"] < 2 * found.parameters
+        assert found.operations * devices == pytest.approx(6 * found.parameters * 16 * 1.5 * 4, rel=0.1)
+    # a micro-batch gathers weights twice in bfloat16 and sums float32 gradients; of four links in a ring one goes out
+    num_sent = 8 * sharded.parameters * 7 / 8 * sharded.micro_batches
+    assert sum(sharded.sent.values()) == pytest.approx(num_sent, rel=0.02)
+    assert sharded.sent["to others"] == pytest.approx(num_sent / 4, rel=0.02)
+    hybrid = planned(*EIGHT, BFLOAT16, "policy.dtensor_cfg.dp_replicate_size=2", gpu="cpu")
+    assert hybrid.memory["weights"] == pytest.approx(2 * sharded.memory["weights"], rel=0.02)
+    # copies of four shards: the float32 gradients of a shard are summed over two nodes, once in a step
+    assert hybrid.sent["in the node"] > 0
+    assert hybrid.sent["to others"] == pytest.approx(hybrid.memory["gradients"], rel=0.02)
+
+
+def test_the_smallest_layout_that_fits_is_found(planned: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """One layer and a large vocabulary: cheap to plan, and too large for AdamW on one device."""
+    planned.write(SMALL | {"hidden_size": 8192, "num_hidden_layers": 1, "vocab_size": 600_000}, tokens=256)
+    assert main(["plan", "--config", str(planned.file), "--find", "--json"]) == 0
+    out, tried = capsys.readouterr()
+    found = json.loads(out)
+    assert found["memory"]["peak"] <= GPUS["h100"].usable
+    assert "cluster.gpus_per_node=1" in found["overrides"] and ADAMW_8BIT in found["overrides"]
+    *before, last = tried.splitlines()
+    assert last.endswith(": fits") and before and all("GB" in line for line in before)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_tables_of_the_guide_are_what_is_planned() -> None:
+    path = Path(__file__).parent.parent.parent / "docs" / "scaling_tables.py"
+    spec = importlib.util.spec_from_file_location("scaling_tables", path)
+    assert spec is not None and spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    page = tables.PAGE.read_text(encoding="utf-8")
+    assert tables.planned(page) == page

@@ -1,0 +1,50 @@
+"""What tests of generators share: prompts, a small policy, and whether completions were sampled from its weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from families import ROW_FAMILIES, config_of, randomise
+from transformers import AutoModelForCausalLM
+
+from treeward.model.policy_model import PolicyModel
+from treeward.rl.experience import CompletionGroup, Prompt, prompt_lengths
+
+__all__ = ["ENDS", "IDS", "PROMPTS", "assert_sampled_from", "moved", "policy_of"]
+
+PROMPTS = [Prompt(({"role": "user", "content": text},), where=f"row {n}") for n, text in enumerate(("a", "bb", "c d"))]
+IDS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
+ENDS = list(range(3, 120))  # so many that completions end soon
+
+
+def policy_of(family: str) -> PolicyModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        hf = AutoModelForCausalLM.from_config(config_of(family), attn_implementation="eager", dtype=torch.float32)
+    return PolicyModel(randomise(hf.eval()), layout="rows" if family in ROW_FAMILIES else "tree")
+
+
+def moved(policy: PolicyModel, by: float) -> PolicyModel:
+    """With other weights."""
+    other = copy.deepcopy(policy)
+    with torch.no_grad():
+        for parameter in other.hf.parameters():
+            parameter.add_(by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return other
+
+
+def assert_sampled_from(
+    policy: PolicyModel, groups: Sequence[CompletionGroup], *, temperature: float = 1.0, atol: float = 1e-4
+) -> None:
+    """Their prompts are `PROMPTS`, their log-probabilities the policy's, and they end where one of `ENDS` comes."""
+    assert [group.prompt for group in groups] == PROMPTS
+    assert [group.prompt_ids for group in groups] == [tuple(ids) for ids in IDS]
+    found = policy.log_probs([g.sequences for g in groups], prompt_lengths(groups), temperature=temperature)
+    completions = [completion for group in groups for completion in group.completions]
+    for s, completion in enumerate(completions):
+        own = found.values_SL[s][found.mask_SL[s]].detach()
+        assert torch.allclose(own, torch.tensor(completion.log_probs), atol=atol)
+        assert completion.truncated == (completion.token_ids[-1] not in ENDS)
+    assert len({one.token_ids for one in completions}) > 4

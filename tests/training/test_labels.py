@@ -1,0 +1,159 @@
+"""Every kind of label learns a planted rule, does not learn shuffled labels, and is served as it was trained."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from treeward.config.data import DatasetConfig
+from treeward.errors import DataError
+from treeward.model.contract import read_contract
+from treeward.scoring.scorer import Scorer
+from treeward.training.heads import Heads
+from treeward.training.setup import set_up
+from treeward.training.train import train
+
+Row = dict[str, Any]
+GOOD, BAD = ("sun", "moon", "star", "sky"), ("mud", "rust", "dust", "ash")
+ATTRIBUTES = "{reward_model_type: attributes, attributes: [bright, brief], attribute_weights: %s}"
+
+
+def rows(num: int, *, seed: int, shuffled: bool = False) -> list[Row]:
+    """Four completions of each prompt, of four words: `bright` is how many are good, `brief` nothing but noise."""
+    generator, made = random.Random(seed), []
+    for n in range(num):
+        counts = generator.sample(range(5), 4)
+        completions = []
+        for count in counts:
+            words = [generator.choice(GOOD) for _ in range(count)] + [generator.choice(BAD) for _ in range(4 - count)]
+            generator.shuffle(words)
+            bright = generator.choice(counts) if shuffled else count
+            grades = {"bright": bright if n % 3 else None, "brief": float(generator.randrange(3)), "score": bright}
+            completions.append({"completion": " ".join(words), **grades})
+        made.append({"prompt": f"Say {n % 7}.", "completions": completions})
+    return made
+
+
+@pytest.fixture
+def learnt(tiny_run: Callable[..., Any], write_rows: Callable[..., Path]) -> Callable[..., dict[str, float]]:
+    """Validation metrics of a run on the planted rule."""
+
+    def run(*overrides: str, shuffled: bool = False, steps: int = 24) -> dict[str, float]:
+        train_path, held_out = write_rows("train.jsonl", rows(96, seed=0, shuffled=shuffled)), rows(24, seed=1)
+        sets = [f"data.train=[{{data_path: {train_path}}}]"]
+        sets.append(f"data.validation=[{{data_path: {write_rows('held_out.jsonl', held_out)}, name: held_out}}]")
+        optimiser = ["policy.optimizer.kwargs.lr=3.0e-3", "policy.train_global_batch_size=16", "rm.val_period=0"]
+        length = [f"rm.max_num_steps={steps}", "rm.max_num_epochs=100", "checkpointing.save_period=null"]
+        return dict(train(tiny_run(*sets, *optimiser, *length, *overrides), show_progress=False).validation["held_out"])
+
+    return run
+
+
+KINDS = {
+    "pairs": ["rm.loss.weight=pair"],
+    "rankings": ["policy.reward_model_cfg.reward_model_type=plackett_luce"],
+    "ties": ["data.ties=davidson", "rm.loss.strength=soft_label"],
+    "grades": ["policy.reward_model_cfg.reward_model_type=regression"],
+    "attributes": [f"policy.reward_model_cfg={ATTRIBUTES % 'fit'}"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planted_rule_is_learnt_and_served(kind: str, learnt: Callable[..., Any], tmp_path: Path) -> None:
+    is_graded = kind in ("grades", "attributes")
+    metrics = learnt(*KINDS[kind], f"evaluation.enabled={is_graded}".lower())
+    assert metrics["kendall_tau"] > 0.9 and metrics["best_of_k"] > 0.9 and metrics["group_accuracy"] > 0.6
+    folder = next(tmp_path.rglob("final"))
+    contract, scorer = read_contract(folder), Scorer.load(folder)  # which replays the golden scores
+    assert contract is not None and contract.read.plain_transformers and contract.golden
+    names = {"grades": ["score"], "attributes": ["bright", "brief"]}.get(kind, ["reward"])
+    assert [head.name for head in contract.heads] == names == list(scorer.head_names)
+    [one] = scorer.score(
+        [[{"role": "user", "content": "Say 1."}, {"role": "assistant", "content": "sun moon sky mud"}]]
+    )
+    if is_graded:  # the report of the run says the same of its grades
+        [report] = json.loads(next(tmp_path.rglob("results.json")).read_text(encoding="utf-8"))["results"]
+        told = {one["name"]: one["value"] for one in report["diagnostics"]["statistics"]}
+        assert {k: told[k] for k in told if k.startswith(("mse", "pearson"))} == pytest.approx(
+            {k: v for k, v in metrics.items() if k.startswith(("mse", "pearson"))}, abs=1e-4
+        )
+        if kind == "grades":  # the weights of attributes were fitted since
+            assert (told["group_accuracy"], told["best_of_k"]) == (metrics["group_accuracy"], metrics["best_of_k"])
+    if kind == "grades":
+        assert metrics["mse"] < 0.2 and one.score == pytest.approx(3, abs=1)
+    if kind == "attributes":
+        assert metrics["pearson_bright"] > 0.9 > abs(metrics["pearson_brief"]) + 0.5
+        assert one.heads is not None and one.heads[0] == pytest.approx(3, abs=1)
+        weights = [head.weight for head in contract.heads]
+        assert weights[0] > 0 and weights[0] != 0.5  # fitted to the order, which is that of `bright`
+        assert one.score == pytest.approx(sum(w * v for w, v in zip(weights, one.heads, strict=True)))
+
+
+CHANCE = {"pairs": math.log(2), "rankings": (math.log(4) + math.log(3) + math.log(2)) / 3, "grades": 1.0}
+
+
+@pytest.mark.parametrize("kind", CHANCE)
+def test_shuffled_labels_are_not_learnt(kind: str, learnt: Callable[..., Any]) -> None:
+    assert learnt(*KINDS[kind], shuffled=True, steps=12)["loss"] > 0.8 * CHANCE[kind]
+
+
+@pytest.mark.parametrize(
+    ("row", "attributes", "field", "said"),
+    [
+        ({"completions": [{"completion": "a", "rank": -1}, {"completion": "b", "rank": 0}]}, "", "rank", "-1"),
+        ({"completions": [{"completion": "a", "score": math.nan}] * 2}, "", "score", "finite number"),
+        ({"chosen": "a", "rejected": "b", "probability": 1.5}, "", "probability", "from 0 to 1"),
+        ({"completion": "a", "bright": "very", "score": 1}, "bright", "bright", "very"),
+        ({"completion": "a", "bright": math.inf, "score": 1}, "bright", "bright", "finite number"),
+        ({"completion": "a", "bright": 1, "score": 1}, "brigth", "brigth", "is it bright?"),
+        ({"completion": "a", "bright": 1, "brief": None, "score": 1}, "bright, brief", "brief", "no completion has"),
+    ],
+)
+def test_bad_labels_are_refused_where_they_are(
+    row: Row, attributes: str, field: str, said: str, tiny_run: Callable[..., Any], write_rows: Callable[..., Path]
+) -> None:
+    path = write_rows("bad.jsonl", [{"prompt": "Say.", **row}])
+    kind = (
+        f"policy.reward_model_cfg={{reward_model_type: attributes, attributes: [{attributes}]}}" if attributes else ""
+    )
+    with pytest.raises(DataError) as caught:
+        train(tiny_run(f"data.train=[{{data_path: {path}}}]", *filter(None, [kind])), show_progress=False)
+    error = caught.value
+    assert str(error.where).endswith("bad.jsonl:1") and str(error.field).endswith(field) and said in str(error)
+    assert error.got is not None and error.need is not None
+
+
+def test_rows_of_one_prompt_are_one_comparison_and_a_missing_grade_is_nan(
+    tiny_run: Callable[..., Any], write_rows: Callable[..., Path]
+) -> None:
+    """HelpSteer2's columns as they are: a prompt of one response stays, one without a grade goes and is counted."""
+    columns = {"helpfulness": 3, "verbosity": None}
+    graded = [{"prompt": "A?", "response": text, **columns} for text in ("yes", "no")]
+    graded += [{"prompt": "B?", "response": "maybe", "helpfulness": math.nan, "verbosity": 1.0}]
+    graded += [{"prompt": "C?", "response": "never", "helpfulness": None, "verbosity": None}]
+    kind = "policy.reward_model_cfg={reward_model_type: attributes, attributes: [helpfulness, verbosity]}"
+    one_set = f"{{data_path: {write_rows('graded.jsonl', graded)}, dataset_name: HelpSteer2, name: held_out}}"
+    config = tiny_run(f"data.train=[{one_set}]", f"data.validation=[{one_set}]", kind)
+    dataset = set_up(config).training_sets["held_out"]
+    assert [len(one.ranks) for one in dataset] == [2, 1]  # type: ignore[attr-defined]
+    assert DatasetConfig(data_path="a", attributes="helpfulness,verbosity").attributes == ("helpfulness", "verbosity")
+    assert dataset.counts.dropped_ungraded == 1 and dataset.counts.read == 3
+    assert repr(dataset.grades.tolist()) == "[[3.0, nan], [3.0, nan], [nan, 1.0]]"
+
+
+def test_weights_of_heads_are_fitted_to_an_order() -> None:
+    """Two of three heads decide it, one of them in other units; pairs that can be told apart have finite weights."""
+    generator = np.random.default_rng(0)
+    differences = generator.normal(size=(4000, 3)) * (1.0, 1.0, 50.0)
+    odds = differences @ (1.0, 0.0, 0.04)
+    differences *= np.where(generator.random(4000) < 1 / (1 + np.exp(-odds)), 1, -1)[:, None]
+    assert Heads(weights=(1.0,) * 3).fitted(differences).weights == pytest.approx((1.0, 0.0, 0.04), abs=0.1)
+    assert Heads().fitted(np.abs(differences[:, :1])).weights[0] < 100
+    assert Heads().fitted(np.empty((0, 1))) == Heads()

@@ -1,0 +1,145 @@
+"""`treeward check-data`: what is wrong with preference data, before a model is trained on it.
+
+examples:
+  treeward check-data train.jsonl
+  treeward check-data train.jsonl --tokenizer Qwen/Qwen3-0.6B --max-lengths 1024,2048 --out results/data
+  treeward check-data train.jsonl --validation val.jsonl --benchmark llmbar=downloads/llmbar
+  treeward check-data --config run.yaml --cross-validate --out results/data
+
+Findings come with the number, why it matters and what to do, the gravest first. The exit
+code is 1 where rows are broken. --out keeps a page, every number and the rows concerned.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from treeward.cli.comparisons import DataOptions, DatasetName, Split, dataset_config
+from treeward.config.load import load_config
+from treeward.errors import ConfigError
+from treeward.progress import ShownProgress
+from treeward.tables import Column, results_table
+
+if TYPE_CHECKING:
+    from treeward.config.data import DatasetConfig
+    from treeward.config.run import RewardModelRunConfig
+    from treeward.data.rendering import Renderer
+    from treeward.evaluation.data_check.page import DataCheck
+    from treeward.evaluation.examples import EvalExample
+
+_MOST_ERRORS, _MOST_NAMED = 10, 3
+_Files = list[str] | None
+
+
+def run(
+    files: Annotated[_Files, typer.Argument(metavar="FILES", help="Comparisons, as training reads them.")] = None,
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="A run: its data, tokenizer and limits.")] = None,
+    dataset_name: DatasetName = None,
+    split: Split = None,
+    data_option: DataOptions = None,
+    validation: Annotated[_Files, typer.Option(metavar="FILE", help="Look for its examples in the data.")] = None,
+    benchmark: Annotated[_Files, typer.Option(metavar="NAME[=FOLDER]|FILE", help="Likewise, a suite of eval.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="NAME", help="Whose tokens count; else of its own.")] = None,
+    max_lengths: Annotated[str | None, typer.Option(metavar="N,...", help="Limits to say the cost of.")] = None,
+    cross_validate: Annotated[bool, typer.Option("--cross-validate", help="Look for wrong labels.")] = False,
+    out: Annotated[str | None, typer.Option("--out", "--output", metavar="DIR", help="Where the page goes.")] = None,
+) -> int:
+    loaded = None if config is None else load_config(config, [])
+    if not files and dataset_name is None and loaded is None:
+        raise ConfigError("there is nothing to check", where="FILES", need="FILES, --dataset-name or --config")
+    lengths = None if max_lengths is None else _lengths(max_lengths)
+
+    from treeward.evaluation.data_check.check import check_data, open_sets
+    from treeward.evaluation.data_check.page import write_check
+
+    def configured(path: str | None) -> DatasetConfig:
+        return dataset_config(path, dataset_name, split, data_option, skip_broken=True)
+
+    named = [configured(path) for path in (*(files or ()), *([None] if dataset_name and not files else ()))]
+    streams = open_sets(named or (loaded.training_sets if loaded else ()))
+    held_out = [*(configured(path) for path in validation or ()), *(loaded.validation_sets if loaded else ())]
+    name, renderer = _renderer(tokenizer, loaded, streams)
+    with ShownProgress(unit="rows") as progress:
+        checked = check_data(
+            streams,
+            renderer,
+            tokenizer=name,
+            validation=open_sets(held_out),
+            benchmarks={one.partition("=")[0]: _benchmark(one) for one in benchmark or ()},
+            ties=loaded.known_ties if loaded else "drop",
+            max_length=loaded.max_sequence_length if loaded else None,
+            truncation=loaded.data.truncation if loaded else "drop",
+            max_lengths=lengths,
+            cross_validation=cross_validate,
+            on_progress=lambda what, done: progress.show(what, done, 0),
+        )
+    _tell(checked)
+    if out is not None:
+        sys.stdout.write(f"\nThe page is {write_check(Path(out), checked)}\n")
+    return 1 if checked.errors else 0
+
+
+def _renderer(name: str | None, loaded: RewardModelRunConfig | None, streams: Any) -> tuple[str, Renderer]:
+    """The name of the tokenizer that counts, and its renderer, without a limit of the length."""
+    from treeward.data.rendering import Renderer
+    from treeward.evaluation.data_check.check import own_renderer
+    from treeward.model.pretrained import load_tokenizer
+
+    own, trusted = dict[str, Any](), False
+    if loaded is not None and name is None:
+        policy = loaded.policy
+        name = None if policy.trained_vocab_size else policy.tokenizer.name or policy.model_name
+        own = {key: getattr(policy.tokenizer, key) for key in ("chat_template", "chat_template_kwargs")}
+        trusted = policy.trust_remote_code
+    if name is None:
+        return (
+            "a tokenizer of its own, trained on the first texts (--tokenizer NAME counts those of a model)",
+            own_renderer(streams, **own),
+        )
+    return name, Renderer(load_tokenizer(name, trust_remote_code=trusted), **own)
+
+
+def _benchmark(text: str) -> Sequence[EvalExample]:
+    """The examples of a suite by its name, with its folder or without, or of a file of comparisons."""
+    from treeward.evaluation.suites import SUITES, PreferenceSuite, get_suite
+
+    name, _, folder = text.partition("=")
+    if name in SUITES:
+        return get_suite(name).load(folder or None)
+    return PreferenceSuite(text, dataset_config(text, None, None)).load()
+
+
+def _tell(checked: DataCheck) -> None:
+    from treeward.evaluation.data_check.page import summary_rows
+
+    columns = [Column("what", ", ".join(checked.files)), Column("number"), Column("share", format=".1%")]
+    limits = [Column("length", "tokens at most"), Column("dropped", "comparisons left out", ".1%")]
+    limits.append(Column("identical_if_cut", "same if cut at the end", ".1%"))
+    lines = [results_table(summary_rows(checked), columns), "", results_table(checked.lengths, limits)]
+    lines += [f"Tokens of {checked.tokenizer}.", ""]
+    lines += [str(error) for error in checked.errors[:_MOST_ERRORS]]
+    if (more := checked.numbers["broken"] - _MOST_ERRORS) > 0:
+        lines.append(f"... and {more:,} more broken rows")
+    lines.append("" if checked.errors else "Nothing was found." if not checked.findings else "Findings:")
+    for one in checked.findings:
+        named = ", ".join(where.rpartition("/")[2] for where in one.rows[:_MOST_NAMED])
+        named = f" ({named}{', ...' if len(one.rows) > _MOST_NAMED else ''})" if named else ""
+        said = f"{one.severity}: {one.text}{named} {one.why} {one.fix}"
+        lines += textwrap.wrap(said, 118, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        lengths = []
+    if min(lengths, default=0) < 1:
+        raise ConfigError("the limits cannot be read", where="--max-lengths", got=text, need="as 512,1024")
+    return lengths

@@ -1,0 +1,94 @@
+"""`check_data`: read preference data, and say what is wrong with it before a model is trained on it.
+
+    checked = check_data([DatasetConfig(data_path="train.jsonl")], Renderer(tokenizer), tokenizer="my-model")
+    [finding.text for finding in checked.findings]
+
+The training data are read once in flat memory (`reading`), once more where overlap is looked for and once for the page.
+What they are compared with, validation sets and benchmarks, is held in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from treeward.config.data import DatasetConfig
+from treeward.data.datasets import RowDataset, open_dataset, recognised
+from treeward.data.encoding import Ties
+from treeward.data.rendering import Renderer
+from treeward.data.tokenizers import texts_of, train_tokenizer
+from treeward.evaluation.data_check.findings import Overlap, findings_of, losses_at, numbers_of
+from treeward.evaluation.data_check.label_noise import Sample, cross_validate
+from treeward.evaluation.data_check.page import DataCheck
+from treeward.evaluation.data_check.reading import examples_of, read_data, rows_of
+from treeward.evaluation.diagnostics.overlap import find_overlap
+from treeward.evaluation.examples import EvalExample
+
+_LENGTHS = (512, 1024, 2048, 4096, 8192)
+
+_TEXTS_FOR_TOKENIZER, _VOCABULARY = 6000, 8192
+
+
+def open_sets(configs: Sequence[DatasetConfig]) -> tuple[RowDataset, ...]:
+    """The sets, their formats told by the first rows that are sound."""
+    return tuple(open_dataset(recognised(one, skip_broken=True)) for one in configs)
+
+
+def own_renderer(streams: Sequence[RowDataset], **template: Any) -> Renderer:
+    """Of a tokenizer of 8,192 tokens that is trained on the first texts: its counts are estimates for any other.
+
+    `template`: arguments of `Renderer`.
+    """
+    for stream in streams:
+        stream.broken = lambda error: None
+    tokenizer = train_tokenizer(islice(texts_of(streams), _TEXTS_FOR_TOKENIZER), vocab_size=_VOCABULARY)
+    return Renderer(tokenizer, **template)
+
+
+def check_data(
+    streams: Sequence[RowDataset],
+    renderer: Renderer,
+    *,
+    tokenizer: str,
+    validation: Sequence[RowDataset] = (),
+    benchmarks: Mapping[str, Sequence[EvalExample]] | None = None,
+    ties: Ties = "drop",
+    max_length: int | None = None,
+    truncation: str = "drop",
+    max_lengths: Sequence[int] | None = None,
+    cross_validation: bool = False,
+    on_progress: Callable[[str, int], None] = lambda what, done: None,
+) -> DataCheck:
+    """Check training data, alone and against validation sets and benchmarks.
+
+    `renderer`: without a limit of the length. `tokenizer`: its name, for the reader. `max_length`, `truncation`: of the
+    run that is to train on the data; `max_lengths`: limits to say the cost of. `cross_validation`: look for labels that
+    a small model is sure to be wrong.
+    """
+    sample = Sample()
+    data = read_data(
+        streams, renderer, ties=ties, each=sample.add if cross_validation else lambda preference, where: None,
+        on_progress=lambda done: on_progress("reading", done),
+    )  # fmt: skip
+    sets = [(stream.name.rpartition("/")[2], list(examples_of(stream, data)), False) for stream in validation]
+    sets += [(name, list(examples), True) for name, examples in (benchmarks or {}).items()]
+    overlaps = []
+    if sets:
+        examples = [example for _, own, _ in sets for example in own]
+        training = (preference for preference, _ in rows_of(streams))
+        found = find_overlap(examples, training, on_progress=lambda done, _: on_progress("looking for overlap", done))
+        flags = iter(found.flags)
+        overlaps = [Overlap(name, tuple(islice(flags, len(own))), is_one) for name, own, is_one in sets]
+    noise = cross_validate(sample) if cross_validation else None
+    numbers = numbers_of(data)
+    limits = sorted({*(max_lengths or _LENGTHS), *([] if max_length is None else [max_length])})
+    if max_lengths is None:  # one that keeps all is enough
+        limits = [
+            limit for below, limit in zip([0, *limits], limits, strict=False) if below < numbers["tokens_longest"]
+        ]
+    findings = findings_of(data, numbers, max_length=max_length, truncation=truncation, overlaps=overlaps, noise=noise)
+    return DataCheck(
+        tuple(stream.name for stream in streams), tokenizer, numbers, losses_at(data, limits), findings, data.errors,
+        overlaps, noise, tuple(streams),
+    )  # fmt: skip

@@ -1,0 +1,397 @@
+"""Published reward models whose files plain transformers does not read as such: one table of adapters.
+
+    adapter = find(config.json as a dictionary, "infly/INF-ORM-Llama3.1-70B")      # None for an ordinary model
+    model_class = adapter.reader(config, LlamaForSequenceClassification)            # loads the authors' files
+
+An adapter says how a model is recognised, which names its tensors have, what its head computes, and what follows the
+last message. Nothing of the authors' code runs: the arithmetic is written here, from the `source` of each adapter.
+
+A model with a linear head becomes a plain classifier of transformers. Another head is a module of this file, under the
+name `score`; such a model is saved as its authors save it, and is recognised again by its architecture.
+
+Shapes: N places that are read, D hidden size, H values, Q quantiles.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+
+from treeward.errors import ModelError
+
+Fields = Mapping[str, Any]
+"""The content of config.json."""
+
+HELPSTEER2 = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
+ARMORM = (
+    *(f"helpsteer-{name}" for name in HELPSTEER2),
+    *("ultrafeedback-overall_score", "ultrafeedback-instruction_following", "ultrafeedback-truthfulness"),
+    *("ultrafeedback-honesty", "ultrafeedback-helpfulness", "beavertails-is_safe", "prometheus-score"),
+    *("argilla-overall_quality", "argilla-judge_lm", "code-complexity", "code-style", "code-explanation"),
+    *("code-instruction-following", "code-readability"),
+)
+
+_ANSWER_BEGINS = {"llama": (128009, 128006, 78191, 128007, 271), "gemma2": (107, 108, 106, 2516, 108)}
+"""The end of the prompt and the header of the completion, in the tokens of Llama 3 and of Gemma 2."""
+
+
+class Standardised(nn.Module):
+    """OpenRLHF's linear head with the mean and the deviation of its rewards, (value - mean) / std."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.value = nn.Linear(config.hidden_size, 1, bias=False)
+        self.mean, self.std = float(config.mean), float(config.std)
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        values: Tensor = (self.value(hidden_ND) - self.mean) / self.std
+        return values
+
+
+def _mlp(config: PreTrainedConfig) -> nn.Module:
+    size = config.hidden_size
+    return nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, 1))
+
+
+class WeightedAttributes(nn.Module):
+    """URM: the mean of each attribute times the weight that a network gives it, both from the last token.
+
+    The attributes come in pairs of mean and spread, of which the spread is not in the score.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.attributes = nn.Linear(size, 2 * len(HELPSTEER2), bias=False)
+        layers = [nn.Linear(size, size), nn.SELU(), nn.Linear(size, size), nn.SELU(), nn.Linear(size, len(HELPSTEER2))]
+        self.weights = nn.ModuleDict({"fc": nn.Sequential(*layers)})
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        values_NH: Tensor = self.attributes(hidden_ND)[:, ::2] * self.weights["fc"](hidden_ND)
+        return values_NH
+
+
+class Gate(nn.Module):
+    """The weight of each objective from the end of the prompt: `logit_scale` times a softmax."""
+
+    def __init__(self, config: PreTrainedConfig, num_objectives: int, *, normed: bool) -> None:
+        super().__init__()
+        self.temperature, self.normed = float(getattr(config, "gating_temperature", 10)), normed
+        self.logit_scale = nn.Parameter(torch.ones(1))
+        width, inputs, layers = getattr(config, "gating_hidden_dim", 1024), config.hidden_size, nn.ModuleList()
+        for _ in range(getattr(config, "gating_n_hidden", 3)):
+            layers.append(nn.Linear(inputs, width, bias=not normed))
+            if normed:
+                layers.extend([nn.ReLU(), nn.BatchNorm1d(width)])
+            inputs = width
+        layers.append(nn.Linear(inputs, num_objectives))
+        self.layers = layers
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            hidden_ND = layer(hidden_ND) if self.normed else F.relu(layer(hidden_ND))
+        return F.softmax(self.layers[-1](hidden_ND) / self.temperature, dim=-1) * self.logit_scale
+
+    def train(self, mode: bool = True) -> Gate:
+        """Its statistics stay those of its authors, so that no score depends on the rest of the batch."""
+        return super().train(False)
+
+
+class GatedObjectives(nn.Module):
+    """ArmoRM and QRM: objectives at the last token, transformed, and their weights from the end of the prompt.
+
+    Gives both for every place, (N, 2H): the model multiplies the objectives of a conversation's last token with the
+    weights of the place where `gate_pattern` begins for the last time. QRM's objective is the mean of its quantiles.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.num_quantiles = getattr(config, "num_quantiles", None)
+        num_objectives = len(_objectives(config.to_dict()))
+        known = getattr(config, "gate_pattern", None) or _ANSWER_BEGINS.get(config.model_type)
+        if known is None:
+            raise ModelError(
+                "nothing says where the prompt ends, which is where this model's gate reads",
+                where="config.json",
+                field="gate_pattern",
+                need="the token ids between a prompt and its completion, as the chat template writes them",
+            )
+        self.gate_pattern: tuple[int, ...] = tuple(known)
+        self.regression_layer = nn.Linear(config.hidden_size, num_objectives * (self.num_quantiles or 1), bias=False)
+        self.reward_transform_matrix = nn.Parameter(torch.eye(num_objectives), requires_grad=False)
+        self.gating = Gate(config, num_objectives, normed=self.num_quantiles is not None)
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        values: Tensor = self.regression_layer(hidden_ND)
+        if self.num_quantiles is not None:
+            values = values.unflatten(-1, (-1, self.num_quantiles)).mean(dim=-1)
+        return torch.cat([values @ self.reward_transform_matrix, self.gating(hidden_ND)], dim=-1)
+
+
+def _objectives(fields: Fields) -> tuple[str, ...]:
+    count = fields.get("num_objectives") or len(ARMORM)
+    is_known = fields.get("num_quantiles") is None and count == len(ARMORM)
+    return ARMORM if is_known else tuple(f"objective {i}" for i in range(count))
+
+
+class SplitGroups(ConversionOps):
+    """InternLM2's one matrix of queries, keys and values: for each key head its queries, its key and its value."""
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
+        [found], config = input_dict.values(), kwargs["config"]
+        weight: Tensor = found[0] if isinstance(found, list) else found
+        per_key = config.num_attention_heads // config.num_key_value_heads
+        parts = weight.unflatten(0, (config.num_key_value_heads, per_key + 2, -1)).split([per_key, 1, 1], dim=1)
+        return {name: part.flatten(0, 2).contiguous() for name, part in zip(target_patterns, parts, strict=True)}
+
+
+def _as_llama(fields: Fields) -> LlamaConfig:
+    left_out = {"auto_map", "model_type", "bias", "attn_implementation", "transformers_version"}
+    known = {name: value for name, value in fields.items() if name not in left_out}
+    config: LlamaConfig = LlamaConfig(**known | {"attention_bias": fields.get("bias", False)})
+    return config
+
+
+def _then(text: str) -> tuple[str, str]:
+    return "", f"{{{{ {json.dumps(text)} }}}}" if text else ""  # a literal, whose white space no tag before it removes
+
+
+def _at_end_of_text(_: Fields, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Without line ends, and with the token that ends a text, as OpenRLHF's `RewardDataset` makes its rows."""
+    text = "{{ text if text.endswith(eos_token) else text + ' ' + eos_token }}"
+    after = "{% endset %}{% set text = text.rstrip('\\n') %}" + text
+    return ("{% set text %}", after) if tokenizer.eos_token else ("", "")
+
+
+def _reward_token(fields: Fields, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    token = fields["reward_token_id"]
+    text = str(tokenizer.convert_ids_to_tokens(token))
+    if (got := tokenizer.encode(text, add_special_tokens=False)) != [token]:
+        summary, need = "the tokenizer does not write the token that this model reads", f"[{token}] for {text!r}"
+        raise ModelError(summary, field="reward_token_id", got=got, need=need, fix="name the model's own tokenizer")
+    return _then(text)
+
+
+_INTERNLM2: list[WeightRenaming | WeightConverter] = [
+    WeightConverter(".attention.wqkv.weight", [f".self_attn.{one}_proj.weight" for one in "qkv"], [SplitGroups()]),
+    WeightRenaming("model.tok_embeddings", "model.embed_tokens"),
+    WeightRenaming(".attention.wo", ".self_attn.o_proj"),
+    WeightRenaming(".feed_forward.w1", ".mlp.gate_proj"),
+    WeightRenaming(".feed_forward.w2", ".mlp.down_proj"),
+    WeightRenaming(".feed_forward.w3", ".mlp.up_proj"),
+    WeightRenaming(".attention_norm", ".input_layernorm"),
+    WeightRenaming(".ffn_norm", ".post_attention_layernorm"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """How one kind of published model is read.
+
+    `source`: where the arithmetic is published. `recognises`: by config.json and the name. `stored`: the modules of the
+    head in the checkpoint, and in ours. `backbone`: other changes of names and tensors. `head`: makes the module
+    `score`; None for a linear one. `parts`: names of its values, whose sum is the score; empty for one value.
+    `config`: what transformers' configuration is made of config.json, where it does not know the model type. `tokens`:
+    of a language model, the tokens whose logit is the score: the last one, minus that of the one before. `end`: what
+    stands before and after the chat template, so that it ends as the model reads. `keys`: of config.json that the
+    authors' code alone reads.
+    """
+
+    source: str
+    recognises: Callable[[Fields, str], bool]
+    stored: Callable[[Fields], Mapping[str, str]] = lambda _: {}
+    backbone: Sequence[WeightRenaming | WeightConverter] = ()
+    head: Callable[[PreTrainedConfig], nn.Module] | None = None
+    parts: Callable[[Fields], tuple[str, ...]] = lambda _: ()
+    config: Callable[[Fields], PreTrainedConfig] | None = None
+    tokens: Callable[[Fields], Sequence[str | int]] | None = None
+    end: Callable[[Fields, PreTrainedTokenizerBase], tuple[str, str]] = lambda _, __: ("", "")
+    keys: tuple[str, ...] = ()
+
+    def reader(self, config: PreTrainedConfig, plain: type[PreTrainedModel]) -> type[PreTrainedModel]:
+        """A subclass of the family's classifier that has the authors' architecture and loads their files."""
+        head, fields = self.head, config.to_dict()
+        if not (parts := self.parts(fields)):
+            config.num_labels = 1
+        if self.tokens is not None:
+            return plain
+        stored = self.stored(fields)
+
+        def make(hf: Any, config: PreTrainedConfig) -> None:
+            plain.__init__(hf, config)
+            if head is not None:
+                hf.score = head(config)
+
+        name = (config.architectures or [plain.__name__])[0]
+        body = {"__init__": make, "__module__": plain.__module__, "plain_class": plain}
+        body |= {"stored_head": tuple(stored), "score_parts": parts, "made_by_treeward": head is not None}
+        made: type[PreTrainedModel] = type(name, (plain,), body)
+        renamings = [WeightRenaming(f"^{theirs}", ours) for theirs, ours in stored.items() if theirs != ours]
+        register_checkpoint_conversion_mapping(name, [*renamings, *self.backbone], overwrite=True)
+        return made
+
+    def stored_name(self, config: PreTrainedConfig, name: str) -> str:
+        """The name in the checkpoint of a tensor of our head."""
+        for theirs, ours in self.stored(config.to_dict()).items():
+            if f"{name}.".startswith(f"{ours}."):
+                return theirs + name.removeprefix(ours)
+        return name
+
+    def settle(self, hf: Any) -> None:
+        """A model with a linear head, once it has its weights, is a plain classifier."""
+        vars(hf.config).pop("auto_map", None)  # names files of code that are not saved with it
+        if self.head is not None:
+            return
+        hf.__class__ = getattr(hf, "plain_class", type(hf))
+        vars(hf).pop("_weight_conversions", None)
+        hf.config.architectures = [type(hf).__name__]
+        for key in self.keys:
+            vars(hf.config).pop(key, None)
+
+    def of_tokens(
+        self, plain: type[PreTrainedModel], config: PreTrainedConfig, lm: Any, tokenizer: PreTrainedTokenizerBase
+    ) -> PreTrainedModel:
+        """The classifier whose value is a logit of a language model, or the difference of two: their log-odds."""
+        assert self.tokens is not None
+        tokens = self.tokens(config.to_dict())
+        known, head, text = tokenizer.get_vocab(), lm.get_output_embeddings(), config.get_text_config()
+        ids = [known.get(token) if isinstance(token, str) else token for token in tokens]
+        if None in ids or len(ids) > 2:
+            need = "one token, or two: the one against the score and the one for it, as the vocabulary writes them"
+            raise ModelError("these are no tokens", where="config.json", field=TOKENS_KEY, got=tokens, need=need)
+        scalings = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+        if head.bias is not None or any(getattr(text, name, None) for name in scalings):
+            got, need = type(lm).__name__, "logits without a bias, a cap and a scale"
+            raise ModelError("the logits of this model are not linear", where=lm.name_or_path, got=got, need=need)
+        with torch.device("meta"):
+            hf: Any = plain._from_config(config, dtype=torch.float32, attn_implementation="eager")
+        setattr(hf, hf.base_model_prefix, lm.base_model)
+        rows = head.weight.detach()[ids].float()
+        hf.score.weight = nn.Parameter(rows[-1:] - rows[:-1] if len(ids) == 2 else rows)
+        hf.name_or_path = lm.name_or_path
+        return hf.eval()  # type: ignore[no-any-return]
+
+
+TOKENS_KEY, PROMPT_KEY = "classifier_from_token", "classifier_prompt"
+"""Keys that make a reward model of any language model: the first is vLLM's, `[false, true]` or one token; the second
+is the text that follows the last message."""
+
+_HUB = "https://huggingface.co/"
+_OPENRLHF = (
+    "https://github.com/OpenRLHF/OpenRLHF/blob/3c3be6234e0cb353e76bb8019947db9dfe99fca7/openrlhf/models/model.py"
+)
+_BENCH = "https://github.com/allenai/reward-bench/blob/05a9005efb607249822c193590c8ecab87c77052/rewardbench/models/"
+
+
+def _is(*names: str) -> Callable[[Fields, str], bool]:
+    return lambda fields, _: any(name in (fields.get("architectures") or ()) for name in names)
+
+
+def _is_openrlhf(*, normalised: bool) -> Callable[[Fields, str], bool]:
+    def recognises(fields: Fields, name: str) -> bool:
+        is_plain = any("Classification" in one for one in fields.get("architectures") or ())
+        is_theirs = _is("RewardModel")(fields, name) or ("value_head_prefix" in fields and not is_plain)
+        return is_theirs and normalised == (bool(fields.get("normalize_reward")) and fields.get("std") is not None)
+
+    return recognises
+
+
+def _openrlhf_head(fields: Fields) -> str:
+    return str(fields.get("value_head_prefix") or "score")
+
+
+def _writes(fields: Fields) -> bool:
+    return any(name.endswith("ForCausalLM") for name in fields.get("architectures") or ())
+
+
+ADAPTERS: Mapping[str, Adapter] = {
+    "OpenRLHF": Adapter(
+        source=_OPENRLHF,
+        recognises=_is_openrlhf(normalised=False),
+        stored=lambda fields: {_openrlhf_head(fields): "score"},
+        end=_at_end_of_text,
+        keys=("value_head_prefix", "mean", "std", "normalize_reward"),
+    ),
+    "OpenRLHF, normalised": Adapter(
+        source=_OPENRLHF,
+        recognises=_is_openrlhf(normalised=True),
+        stored=lambda fields: {_openrlhf_head(fields): "score.value"},
+        head=Standardised,
+        end=_at_end_of_text,
+    ),
+    "INF-ORM, Qwen2.5-Math-RM": Adapter(
+        source=f"{_BENCH}inform.py",
+        recognises=_is("INFORMForSequenceClassification", "Qwen2ForRewardModel"),
+        stored=lambda _: {"score": "score"},
+        head=_mlp,
+    ),
+    "InternLM2-Reward": Adapter(
+        source=f"{_HUB}internlm/internlm2-20b-reward/blob/6539b1df85e74019a3e36da43901e18205c572ea/modeling_internlm2.py",
+        recognises=_is("InternLM2ForRewardModel"),
+        stored=lambda _: {"v_head": "score"},
+        backbone=_INTERNLM2,
+        config=_as_llama,
+        end=_reward_token,
+        keys=("reward_token_id",),
+    ),
+    "URM": Adapter(
+        source="https://github.com/sgl-project/sglang/blob/main/python/sglang/srt/models/llama_classification.py",
+        recognises=_is("LlamaForSequenceClassificationWithNormal_Weights"),
+        stored=lambda _: {"score": "score.attributes", "weights": "score.weights"},
+        head=WeightedAttributes,
+        parts=lambda _: HELPSTEER2,
+    ),
+    "ArmoRM, QRM": Adapter(
+        source=f"{_BENCH}qrm.py",
+        recognises=lambda fields, _: any(
+            re.fullmatch(r"\w+ForRewardModelWithGating\d*", name) for name in fields.get("architectures") or ()
+        ),
+        stored=lambda _: {name: f"score.{name}" for name in ("regression_layer", "reward_transform_matrix", "gating")},
+        head=GatedObjectives,
+        parts=_objectives,
+    ),
+    "Nemotron-Reward": Adapter(
+        source=f"{_HUB}nvidia/Llama-3.1-Nemotron-70B-Reward-HF",
+        recognises=lambda fields, name: _writes(fields) and bool(re.search(r"Nemotron-\d+B-Reward[^/]*$", name)),
+        tokens=lambda _: [0],
+    ),
+    "a token of a language model": Adapter(
+        source="https://docs.vllm.ai/en/latest/models/pooling_models/",
+        recognises=lambda fields, _: _writes(fields) and bool(fields.get(TOKENS_KEY)),
+        tokens=lambda fields: fields[TOKENS_KEY],
+        end=lambda fields, _: _then(str(fields.get(PROMPT_KEY) or "")),
+        keys=(TOKENS_KEY, PROMPT_KEY),
+    ),
+}
+"""The first one that recognises a model reads it."""
+
+
+def find(fields: Fields, name: str | None) -> Adapter | None:
+    """The adapter for a model with this config.json and this name; None for one that transformers reads itself."""
+    return next((adapter for adapter in ADAPTERS.values() if adapter.recognises(fields, name or "")), None)
+
+
+def end_template(tokenizer: PreTrainedTokenizerBase, fields: Fields, name: str) -> None:
+    """Let the chat template end as the model reads conversations. Raises `ModelError` without a template."""
+    adapter = find(fields, name)
+    before, after = ("", "") if adapter is None else adapter.end(fields, tokenizer)
+    if not after:
+        return
+    own = tokenizer.chat_template
+    if not isinstance(own, str):
+        got, need = "several chat templates" if own else "no chat template", "one template"
+        raise ModelError("nothing can write the end that this model reads", where=name, got=got, need=need)
+    if not own.endswith(after):
+        tokenizer.chat_template = before + own.removesuffix("\n") + after  # Jinja drops that line's end too

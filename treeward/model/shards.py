@@ -1,0 +1,137 @@
+"""Tensors of which each process has a part: written together, read in parts, each process its own.
+
+    write_tensors(folder, {"hf.score.weight.exp_avg": sharded, ...})    # every process calls it
+    saved = stored_tensors(folder)                                      # by name, their whole sizes and dtypes
+    read_tensors(folder, {"hf.score.weight.exp_avg": sharded})          # in place, in any layout
+    put(parameter, whole)                                               # a process keeps its part of a whole tensor
+
+The files are safetensors, by PyTorch's `HuggingFaceStorageWriter`: each holds parts and says where they belong. No
+pickle is written or read, unlike by `torch.distributed.checkpoint`'s other writers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from treeward.parallel import processes
+
+FILE_BYTES = 5 * 1000**3
+"""The size of a file of weights, which a process has in its memory while it writes it."""
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None) -> None:
+    """Write tensors, each process its parts; what has the same name everywhere and is not sharded is written once.
+
+    `group`: the processes, over a group that no other thread uses. Raises on all of them what one of them has raised.
+    """
+    own = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    sizes = {name: size for one in processes.gather(own, group) for name, size in one.items()}
+    file_of = files_by_size(sizes, FILE_BYTES * processes.size())
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of, save_distributed=True)
+    if sizes:
+        with _together():
+            save(dict(tensors), storage_writer=writer, process_group=group)
+
+
+def write_whole(
+    folder: Path, tensors: Mapping[str, Tensor], file_of: Mapping[str, int], *, group: ProcessGroup | None = None
+) -> None:
+    """Write the weights of a Hugging Face folder, each process its own whole tensors, with an index of the files.
+
+    `file_of`: the number of the file of every tensor of all processes, from 1; no two processes have one file.
+    """
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=dict(file_of))
+    with _together():
+        save(dict(tensors), storage_writer=writer, process_group=group)
+    if max(file_of.values()) == 1:
+        processes.on_main(lambda: _as_one_file(folder), group)
+
+
+def _as_one_file(folder: Path) -> None:
+    (folder / SAFE_WEIGHTS_INDEX_NAME).unlink()
+    (folder / "model-00001-of-00001.safetensors").rename(folder / SAFE_WEIGHTS_NAME)
+
+
+def files_by_size(sizes: Mapping[str, int], most_bytes: int) -> dict[str, int]:
+    """The number of a file, from 1, for each of `sizes`, in bytes and in order."""
+    file_of: dict[str, int] = {}
+    number, in_file = 1, 0
+    for name, size in sizes.items():
+        if in_file and in_file + size > most_bytes:
+            number, in_file = number + 1, 0
+        file_of[name], in_file = number, in_file + size
+    return file_of
+
+
+def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """The sizes and dtypes of the whole tensors in a folder that `write_tensors` has written, by name."""
+    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata if folder.is_dir() else {}
+    return {
+        name: (one.size, one.properties.dtype) for name, one in found.items() if isinstance(one, TensorStorageMetadata)
+    }
+
+
+def read_tensors(folder: Path, targets: Mapping[str, Tensor]) -> None:
+    """Read into tensors, each process its parts. Raises on all processes what one of them has raised."""
+    if targets:
+        with _together():
+            load(dict(targets), storage_reader=HuggingFaceStorageReader(str(folder)))
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a run of one process
+        try:
+            yield
+        except CheckpointException as error:  # which is no Exception; on every process, with the error of each
+            rank, (first, _) = next(iter(error.failures.items()))
+            if processes.size() > 1 and isinstance(first, OSError):
+                first = OSError(f"rank {rank}: {first}")
+            raise first from error
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; every process calls it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """This process's part, which shares its memory with the tensor, and where in the whole it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(slice(0, size) for size in tensor.shape)
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+@torch.no_grad()
+def put(tensor: Tensor, values: Any) -> None:
+    """Fill a tensor from the whole: this process's part of it.
+
+    `values`: a tensor, or a slice of safetensors, of which no more is read; it may have fewer rows, and the others
+    stay.
+    """
+    part, place = own_part(tensor)
+    if not place:
+        part.copy_(values)
+        return
+    num_rows = values.shape[0] if isinstance(values, Tensor) else values.get_shape()[0]
+    rows = slice(place[0].start, min(place[0].stop, num_rows))
+    if part.numel() and rows.start < rows.stop:
+        part[: rows.stop - rows.start].copy_(values[(rows, *place[1:])])

@@ -1,0 +1,141 @@
+"""`launch`: a run on as many processes as its configuration asks for, or as a launcher has started.
+
+    outcome = launch(train, config)     # what train(config) returns; on processes that are not the main one, None
+
+`torchrun`, `srun` (its variables are read here) and Ray Train start processes that all run `train(config)`: then this
+process is one of them. Else, where `cluster` asks for more than one process, Ray Train starts them; else this one does
+it alone. An error comes to the user once, from the process that met it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from treeward.errors import ConfigError, LostProcessError, TreewardError
+from treeward.parallel import processes
+from treeward.parallel.mesh import mesh_shape
+from treeward.progress import logs_shown
+
+_T = TypeVar("_T")
+_OF_COLLECTIVES = re.compile(r"gloo|nccl|process ?group|connection (closed|reset|refused)|broken pipe|timed out", re.I)
+
+
+def launch(function: Callable[..., _T], config: Any) -> _T | None:
+    """`function(config, show_progress=...)` on each process of the run; its result on the main one, None elsewhere.
+
+    `config` is that of a run. The function is one that can be imported. Raises what it raises,
+    `ConfigError` where the processes cannot be had, and `LostProcessError` where one of them is lost.
+    """
+    heed_slurm()
+    if "WORLD_SIZE" in os.environ:
+        with processes.joined(timeout=timedelta(minutes=config.cluster.timeout_minutes)):
+            return _tell_once(lambda: run_here(function, config))
+    num_processes = config.training_cluster.num_processes
+    if num_processes == 1:
+        return function(config, show_progress=True)
+    mesh_shape(config.policy.dtensor_cfg, num_processes)  # a mistake is told before Ray starts
+    try:
+        from treeward.parallel import ray_workers
+    except ImportError as error:
+        fix = "pip install 'treeward[ray]', or start the command by torchrun or srun"
+        raise ConfigError("several processes need Ray", field="cluster", got=str(error), fix=fix) from error
+    return ray_workers.run(function, config)
+
+
+def heed_slurm() -> None:
+    """Where `srun` has started this process among others, set what torchrun would: RANK, WORLD_SIZE, MASTER_ADDR, ...
+
+    What is set already stays, and with RAY_ADDRESS it is Ray that starts processes. The variables are those of
+    https://slurm.schedmd.com/srun.html (output environment).
+    """
+    slurm = {key.removeprefix("SLURM_"): value for key, value in os.environ.items() if key.startswith("SLURM_")}
+    if not {"RANK", "RAY_ADDRESS"}.isdisjoint(os.environ) or int(slurm.get("STEP_NUM_TASKS", "1")) == 1:
+        return
+    own = int(slurm.get("JOB_ID", "0")) * 7 + int(slurm.get("STEP_ID", "0"))  # two runs may share a node
+    found = {
+        "RANK": slurm["PROCID"],
+        "WORLD_SIZE": slurm["STEP_NUM_TASKS"],
+        "LOCAL_RANK": slurm["LOCALID"],
+        "MASTER_ADDR": first_host(slurm.get("STEP_NODELIST") or slurm["JOB_NODELIST"]),
+        "MASTER_PORT": str(20000 + own % 12000),
+    }
+    for key, value in found.items():
+        os.environ.setdefault(key, value)
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's list of nodes: node01 of `node[01-04,07],gpu3`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else nodes)
+
+
+def run_here(function: Callable[..., _T], config: Any) -> _T | None:
+    """`function(config)` in this process, one of the run's; the result on the main one, None elsewhere.
+
+    An error of a collective call becomes a `LostProcessError` that says where the processes are.
+    """
+    if processes.size() == 1:
+        return function(config, show_progress=True)
+    minutes, folder = config.cluster.timeout_minutes, config.logger.log_dir
+    with _own_log(Path(folder) / "ranks"):
+        try:
+            result = function(config, show_progress=processes.is_main())
+        except RuntimeError as error:
+            if not _OF_COLLECTIVES.search(str(error)):
+                raise
+            raise LostProcessError(
+                f"rank {processes.rank()} waits in vain for another process",
+                got=f"{processes.whereabouts()} ({str(error).strip().splitlines()[0]})",
+                need=f"all {processes.size()} at the same point within cluster.timeout_minutes={minutes:g}",
+                fix=f"read {folder}/ranks; the same command goes on from the last checkpoint",
+            ) from error
+    return result if processes.is_main() else None
+
+
+def _tell_once(run: Callable[[], _T]) -> _T:
+    """`run()`; of the processes that fail the first one says why, and the others exit without a word."""
+    try:
+        return run()
+    except (TreewardError, OSError) as error:
+        is_first = processes.fails_first()
+        if is_first and processes.is_main():
+            raise
+        if is_first:
+            sys.stderr.write(f"{error}\n")
+        raise SystemExit(2) from error
+
+
+@contextlib.contextmanager
+def _own_log(folder: Path) -> Iterator[None]:
+    """Keep this process's log in `rank_N.log` of a folder, with the error or the fault that ends it. Standard error
+    shows the main process's."""
+    root, ours = logging.getLogger(), logging.getLogger("treeward")
+    folder.mkdir(parents=True, exist_ok=True)
+    with logs_shown() if processes.is_main() else contextlib.nullcontext():
+        for handler in () if processes.is_main() else (*root.handlers, *ours.handlers):
+            handler.setLevel(logging.CRITICAL)
+        file = (folder / f"rank_{processes.rank()}.log").open("a", encoding="utf-8")
+        kept = logging.StreamHandler(file)
+        kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        root.addHandler(kept)
+        ours.setLevel(min(ours.level or logging.INFO, logging.INFO))
+        faulthandler.enable(file)  # NCCL aborts a process that has waited too long
+        try:
+            yield
+        except BaseException:
+            file.write(traceback.format_exc())
+            raise
+        finally:
+            faulthandler.disable()
+            root.removeHandler(kept)
+            file.close()

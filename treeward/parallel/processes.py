@@ -1,0 +1,200 @@
+"""The processes of a run, and what they tell each other; in a run of one process all of this costs nothing.
+
+    with joined():                      # under torchrun, or a worker of Ray Train; else this process is alone
+        if is_main(): ...
+        sizes = gather(len(rows))       # of every process, in the order of their ranks
+        name = broadcast(name)          # that of the main process
+        sums = summed(sums)             # a tensor, over all processes
+    on_main(lambda: write(file))    # its error is raised on each
+
+Every process runs the same code (SPMD), and all of them make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+
+from treeward.errors import LostProcessError
+
+_T = TypeVar("_T")
+_MET_BY_ALL = "met by all processes"
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def size() -> int:
+    """How many processes there are."""
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this is the process that prints, tracks and writes what is written once."""
+    return rank() == 0
+
+
+def device() -> torch.device:
+    """This process's GPU, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # Slurm may show each process only its own GPU.
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+@contextmanager
+def joined(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[None]:
+    """Within it the processes that a launcher has started (RANK, WORLD_SIZE, MASTER_ADDR, ...) are one run.
+
+    A process group that exists already, as in a worker of Ray Train, is used. `timeout`: how long a process waits for
+    the others in a collective call before it ends with an error.
+    """
+    if distributed.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    here = device()
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
+    # both: tensors of the host (checkpoints, Python objects) are exchanged by gloo
+    backend = "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo"
+    try:
+        distributed.init_process_group(backend, timeout=timeout)
+    except RuntimeError as error:
+        raise LostProcessError(
+            f"rank {os.environ.get('RANK')} has not found the other processes",
+            got=str(error).strip().splitlines()[0],
+            need=f"{os.environ['WORLD_SIZE']} processes within {timeout}",
+            fix=f"start all of them; each must reach {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
+        ) from error
+    try:
+        yield
+    except BaseException:
+        # Destroying it may wait for those that wait for this process; leaving it may end the interpreter by SIGABRT.
+        distributed.distributed_c10d._abort_process_group()
+        raise
+    distributed.destroy_process_group()
+
+
+def gather(value: _T, group: ProcessGroup | None = None) -> list[_T]:
+    """The values of all processes, in the order of their ranks; on each of them. They are pickled."""
+    if size() == 1:
+        return [value]
+    values: list[_T | None] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(values, value, group=group)
+    return cast(list[_T], values)
+
+
+def broadcast(value: _T, group: ProcessGroup | None = None) -> _T:
+    """The main process's value, on each process; what the others give is not looked at. It is pickled."""
+    if size() == 1:
+        return value
+    values = [value]
+    distributed.broadcast_object_list(values, src=0, group=group)
+    return values[0]
+
+
+def on_main(function: Callable[[], _T], group: ProcessGroup | None = None) -> _T:
+    """What `function` returns on the main process, which alone calls it; an error there is raised on each."""
+    if size() == 1:
+        return function()
+    result, error = broadcast(_outcome(function) if is_main() else (None, None), group)
+    if error is not None:
+        raise error
+    return cast(_T, result)
+
+
+def together(function: Callable[[], _T], group: ProcessGroup | None = None) -> _T:
+    """What `function` returns here; where it fails on one process, all raise the error of the first such."""
+    if size() == 1:
+        return function()
+    result, failed = _outcome(function)
+    for error in gather(failed, group):
+        if error is not None:
+            raise error
+    return cast(_T, result)
+
+
+def is_met_by_all(error: Exception) -> bool:
+    """Whether all processes have this error, from `on_main` or `together`, and so may go on together."""
+    return size() == 1 or _MET_BY_ALL in vars(error)
+
+
+def _outcome(function: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    """The result or the error; of an error that cannot be pickled the text."""
+    try:
+        return function(), None
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+            found = error
+        except Exception:
+            found = RuntimeError(f"{type(error).__name__}: {error}")
+        vars(found)[_MET_BY_ALL] = True
+        return None, found
+
+
+def side_group(timeout: timedelta | None = None) -> ProcessGroup | None:
+    """All processes in a group of its own, over the host's memory, for a thread beside the main one; every process
+    calls it. None in a run of one process."""
+    return distributed.new_group(timeout=timeout, backend="gloo") if size() > 1 else None
+
+
+def summed(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """The sum over the processes, a new tensor on the same device."""
+    if size() == 1:
+        return tensor
+    total = tensor.detach().clone()
+    distributed.all_reduce(total, group=group)
+    return total
+
+
+@contextmanager
+def patience() -> Iterator[ProcessGroup | None]:
+    """A group of all processes for `on_main`, whose others wait as long as it takes: tokenizing may take hours."""
+    group = side_group(timedelta(days=7))
+    yield group
+    if group is not None:
+        distributed.destroy_process_group(group)
+
+
+def fails_first() -> bool:
+    """Whether no other process has said so before; it works while collective calls hang."""
+    if size() == 1:
+        return True
+    try:
+        return bool(_store().compare_set("treeward/fails_first", "", str(rank())).decode() == str(rank()))
+    except RuntimeError:  # the process that keeps the store is gone
+        return rank() == 1
+
+
+def doing(what: str) -> None:
+    """Note what this process does now, as "step 5", for `whereabouts`."""
+    if size() > 1:
+        _store().set(f"treeward/doing/{rank()}", what)
+
+
+def whereabouts() -> str:
+    """What each process does, as "step 5: ranks 0, 2; step 4: rank 1"; it works while collective calls hang."""
+    store, ranks = _store(), dict[str, list[str]]()
+    try:
+        for number in range(size()):
+            key = f"treeward/doing/{number}"
+            ranks.setdefault(store.get(key).decode() if store.check([key]) else "nothing yet", []).append(str(number))
+    except RuntimeError:  # the process that keeps the store
+        return "the first process is gone"
+    return "; ".join(f"{what}: rank{'s' * (len(of) > 1)} {', '.join(of)}" for what, of in ranks.items())
+
+
+def _store() -> Any:
+    """The key-value store by which the process group was made."""
+    return distributed.distributed_c10d._get_default_store()

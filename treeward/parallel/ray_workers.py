@@ -1,0 +1,204 @@
+"""`run`: the processes of a run as workers of Ray Train, on this machine or on the cluster of `RAY_ADDRESS`.
+
+Ray Train places them, joins them in a process group and starts all again when one is lost: the run goes on from its
+last checkpoint. What a restart would only meet again (a `TreewardError`, a fault of the code) ends the run at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+import torch
+from ray.exceptions import RayError
+from ray.train import (
+    ControllerError,
+    FailureConfig,
+    LoggingConfig,
+    RunConfig,
+    ScalingConfig,
+    UserCallback,
+    WorkerGroupError,
+)
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from treeward.config.cluster import ClusterConfig
+from treeward.errors import ConfigError, LostProcessError, TreewardError
+from treeward.parallel import processes
+from treeward.parallel.launch import run_here
+from treeward.parallel.stopping import StopRequest, stop_with
+from treeward.progress import logs_shown
+from treeward.storage import write_text
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_PASSED_ON = ("HF_", "NCCL_", "TORCH", "TREEWARD_", "WANDB_", "MLFLOW_", "TOKENIZERS_", "CUBLAS_")
+_LASTING = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, torch.OutOfMemoryError)
+_OF_THE_DASHBOARD = ("PlacementGroupCleanerCallback", "ControllerMetricsCallback", "WorkerMetricsCallback")
+_STARTS = 10  # a minute each, in which Ray waits for machines that are not there yet
+
+
+def run(function: Callable[..., _T], config: Any) -> _T | None:
+    """`function(config)` on a worker for each process of `training_cluster`; what the first of them returns.
+
+    SIGTERM and Ctrl-C of this process reach the workers as a request to stop. Raises what a worker raises,
+    `ConfigError` where there are too few machines, and `LostProcessError` after too many restarts.
+    """
+    began, cluster, logs = time.time(), config.training_cluster, Path(config.logger.log_dir).resolve()
+    logs.mkdir(parents=True, exist_ok=True)
+    stop = _StopOfWorkers(logs / f".stop_{began}")
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        _start_ray(config.cluster)
+    try:
+        on_gpu = _has_gpus(cluster)
+        os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # relative paths stay what they are
+        trainer = _Trainer(
+            _work,
+            train_loop_config={"run": (function, config), "folder": os.getcwd(), "began": began, "stop": stop.file},
+            torch_config=TorchConfig(
+                backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout_s=round(cluster.timeout_minutes * 60)
+            ),
+            scaling_config=ScalingConfig(
+                num_workers=cluster.num_processes,
+                use_gpu=on_gpu,
+                placement_strategy="STRICT_PACK" if cluster.num_nodes == 1 else "PACK",
+            ),
+            run_config=RunConfig(
+                name="ray",
+                storage_path=str(logs),
+                failure_config=FailureConfig(cluster.max_restarts, controller_failure_limit=_STARTS),
+                callbacks=[_Restarts(cluster.max_restarts)],
+                worker_runtime_env={"env_vars": {k: v for k, v in os.environ.items() if k.startswith(_PASSED_ON)}},
+                logging_config=LoggingConfig(log_level="CRITICAL"),
+            ),
+        )
+        with stop:  # after Ray has started, which takes SIGTERM for itself
+            result: _T | None = _fit(trainer)
+            return result
+    finally:
+        stop.file.unlink(missing_ok=True)
+        if is_ours:
+            ray.shutdown()
+
+
+class _StopOfWorkers(StopRequest):
+    """Passes the signal on, in a file that the workers look for."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def _receive(self, number: int, frame: object) -> None:
+        super()._receive(number, frame)
+        write_text(self.file, str(number))
+
+
+def _start_ray(cluster: ClusterConfig) -> None:
+    """Join the cluster of RAY_ADDRESS, or start Ray here, with as many processors as there are processes."""
+    address = os.environ.get("RAY_ADDRESS")
+    if address is None and cluster.num_nodes > 1:
+        need, fix = "RAY_ADDRESS of a Ray cluster", "examples/slurm.sub starts one; or start this by torchrun or srun"
+        got = f"{cluster.num_nodes} and no RAY_ADDRESS"
+        raise ConfigError("several nodes need a cluster", field="cluster.num_nodes", got=got, need=need, fix=fix)
+    if address is None:
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # no one takes this machine away
+        num_cpus = max(cluster.num_processes, os.cpu_count() or 1)
+        ray.init("local", num_cpus=num_cpus, include_dashboard=False, logging_level=logging.ERROR)
+    else:
+        ray.init(address, logging_level=logging.ERROR)
+
+
+def _has_gpus(cluster: ClusterConfig) -> bool:
+    """Whether each process gets a GPU. Raises `ConfigError` where this machine has fewer; a cluster may yet grow."""
+    found, need = int(ray.cluster_resources().get("GPU", 0)), cluster.num_processes
+    if cluster.gpus_per_node == 0:
+        return False
+    if found >= need:
+        return True
+    if found and "RAY_ADDRESS" not in os.environ:
+        summary, fix = "this machine has too few GPUs", f"set cluster.gpus_per_node={found}"
+        raise ConfigError(summary, field="cluster.gpus_per_node", got=cluster.gpus_per_node, need=f"{found}", fix=fix)
+    logger.warning("Ray has %d GPUs now for %d processes%s.", found, need, ": it waits" if found else ", on CPUs")
+    return found > 0
+
+
+def _fit(trainer: TorchTrainer) -> Any:
+    try:
+        return trainer.fit().return_value
+    except (ControllerError, RayError) as error:
+        failure = getattr(error, "controller_failure", error)
+        if isinstance(failure, _LASTING):
+            raise failure from None
+        raise LostProcessError("Ray Train could not run the workers", got=_reason(failure)) from error
+    except WorkerGroupError as error:
+        raise LostProcessError(
+            "the run has lost processes too often",
+            got="; ".join(f"rank {rank}: {_reason(one)}" for rank, one in error.worker_failures.items()),
+            need=f"at most {trainer.run_config.failure_config.max_failures} losses (cluster.max_restarts)",
+            fix="the same command goes on from the last checkpoint",
+        ) from error
+
+
+class _Trainer(TorchTrainer):  # type: ignore[misc]
+    """Without the callbacks that ask the dashboard, each second and with a warning where there is none; and Ctrl-C is
+    ours: Ray's own would let nothing be saved."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        return [one for one in super()._create_default_callbacks() if type(one).__name__ not in _OF_THE_DASHBOARD]
+
+    def _register_sigint_handler(self, controller: Any) -> None:
+        pass
+
+
+def _work(settings: Mapping[str, Any]) -> Any:
+    """The run, in a worker: in the folder of the command, and stopped when it is."""
+    logging.getLogger().handlers.clear()  # Ray's: they show all that any library says
+    try:
+        os.chdir(settings["folder"])
+    except OSError as error:
+        need = "a folder that all nodes share: data, checkpoints and logs are files in it"
+        raise ConfigError("this node lacks the folder of the command", got=str(error), need=need) from error
+    stop_with(settings["stop"], seconds_ago=time.time() - settings["began"])
+    try:
+        return run_here(*settings["run"])
+    except Exception as error:
+        if not isinstance(error, TreewardError):  # its traceback is shown where the command runs
+            error.add_note(f"On rank {processes.rank()}:\n{traceback.format_exc()}")
+        raise
+
+
+class _Restarts(UserCallback):  # type: ignore[misc]
+    """Says why the workers start again, in Ray Train's controller; ends the run where that would not help."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._count = most, 0
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        for error in worker_exceptions.values():
+            if isinstance(error, _LASTING) and not isinstance(error, LostProcessError):
+                raise ControllerError(error)  # the one error that Ray Train does not try again
+        self._count += 1
+        if self._count <= self._most:
+            # Those that only wait for the lost one know less.
+            rank, error = min(worker_exceptions.items(), key=lambda one: isinstance(one[1], LostProcessError))
+            with logs_shown():
+                logger.warning(
+                    "Rank %d is lost: %s. Restart %d of %d, from the last checkpoint.",
+                    rank, _reason(error), self._count, self._most,
+                )  # fmt: skip
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line; of a process that has died, how."""
+    text = str(error).strip()
+    detail = re.search(r"exit detail: (.*?)\.? (?:Some|There)", text)
+    return f"its process has died ({detail[1]})" if detail else (text.splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,152 @@
+"""`shard`: a model over the processes of a mesh, by PyTorch's FSDP2.
+
+    shard(model, make_mesh(config.policy.dtensor_cfg), dtype=torch.bfloat16)
+    scores_S = model(batch)                                     # every process, as often as the others
+    norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
+
+A layer's weights are gathered when it is computed and let go after. Each process computes other data, and a gradient is
+the sum over all of them: the loss is divided, once, by a count of all the data. A process without data computes
+something too (`training.prefetch`), for the others wait for its part in every exchange.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from treeward.model.filling import restore_buffers, without_weights
+from treeward.model.lora import has_adapters, is_quantized, plain_weights
+from treeward.model.policy_model import PolicyModel
+from treeward.model.reward_model import RewardModel, head_name
+from treeward.model.shards import own_part, put, whole
+from treeward.model.wrapped import WrappedModel
+from treeward.parallel import processes
+from treeward.parallel.mesh import REPLICATE, SHARD, Mesh
+from treeward.parallel.tensor import cut
+
+_T = TypeVar("_T")
+_CALLED = ("heads", "log_probs", "plain_logits", "within")
+"""Methods of models that compute, beside `forward`."""
+
+
+def shard(model: WrappedModel, mesh: Mesh, *, dtype: torch.dtype, cpu_offload: bool = False) -> None:
+    """Shard the weights of a model, which may lie on the CPU; in a run of one process nothing happens.
+
+    `dtype`: what the model computes in. What is trained is held, and its gradients are summed, in float32, the frozen
+    weights beside adapters as they are; so is the score head, which computes in float32. Frozen weights of four bits
+    stay whole on each process. `cpu_offload`: weights, gradients and the optimiser's states lie in the host's memory.
+    """
+    if mesh.devices is None:
+        return
+    model.compute_device, model.compute_dtype = processes.device(), dtype
+    lower = None if has_adapters(model) else dtype  # adapters compute in float32
+    options: dict[str, Any] = {
+        "mesh": mesh.devices[REPLICATE, SHARD] if mesh.devices[REPLICATE].size() > 1 else mesh.devices[SHARD],
+        # also of the whole model: what a validation gathers would else be used in the next step, after a resumption too
+        "reshard_after_forward": True,
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy(),
+        "ignored_params": {one.weight for one in model.hf.modules() if is_quantized(one)},
+    }
+    own = MixedPrecisionPolicy(cast_forward_inputs=False)
+    low = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=lower and torch.float32, cast_forward_inputs=False)
+    if isinstance(model, RewardModel):
+        head: Any = model.head
+        fully_shard(head, mp_policy=own, **options)
+        if model.layout != "encoder":  # which calls its head; here its weights are read
+            head.values_of = model.head_values
+            register_fsdp_forward_method(head, "values_of")
+            model.head_values = head.values_of  # type: ignore[method-assign]
+    for layer in reversed(model.layers):  # one within another comes first
+        fully_shard(layer, mp_policy=low, **options)
+    fully_shard(model, mp_policy=low, **options)
+    for name in _CALLED:
+        if hasattr(model, name):
+            register_fsdp_forward_method(model, name)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_reduce_scatter_unused_params(True)  # experts that no token of this process has come to
+
+
+@torch.no_grad()
+def plain_copy(
+    model: RewardModel, mesh: Mesh, *, saved: torch.dtype, computed: torch.dtype, device: torch.device | None
+) -> RewardModel:
+    """The model that an export of `model` in the dtype `saved` holds, without adapters, which computes in `computed`.
+
+    On several processes it is sharded as the model is, and every process calls this; in one it lies on `device`.
+    """
+    config = copy.deepcopy(model.hf.config)
+    vars(config).pop("quantization_config", None)
+    made = RewardModel(without_weights(type(model.hf), config), layout=model.layout)
+    if made.last_layer is not None and model.last_layer is not None:
+        made.last_layer.enabled = model.last_layer.enabled
+    made.num_known_tokens = model.num_known_tokens
+    made.cast(computed if mesh.devices is None else saved)
+    cut(made, mesh)
+    offloaded = next(model.parameters()).device.type != model.device.type
+    shard(made, mesh, dtype=computed, cpu_offload=offloaded)
+    made.to_empty(device="cpu" if offloaded else device or made.device)
+    restore_buffers(made)
+    weights, head = made.hf.state_dict(keep_vars=True), head_name(made.hf)
+    for name, _, plain in plain_weights(model):
+        put(weights[name], whole(plain(torch.float32 if name.split(".")[0] == head else saved)))
+    return made
+
+
+def sum_over_copies(model: nn.Module, now: bool) -> None:
+    """Whether the next backward passes sum gradients over the copies of a model too, or only within each: the former
+    is needed once a step, after which no gradient is left out."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(now)
+
+
+def on_whole(policy: PolicyModel, work: Callable[[], _T]) -> _T:
+    """What `work` returns. While it runs each process has the whole policy in memory, or its part of each layer with
+    tensor parallelism, and FSDP exchanges nothing: the processes may compute different amounts. All of them call it."""
+    sharded = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        return policy.within(work)
+    finally:
+        for module in sharded:
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
+    """Scale gradients down to `max_norm` (None: never), and return their norm before; the same on every process.
+
+    Gradients may be sharded, each in its own way.
+    """
+    most = math.inf if max_norm is None else max_norm
+    parameters = list(parameters)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    kinds: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        kind = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+        kinds.setdefault(kind, []).append(grad)
+    if not kinds.keys() - {None}:
+        return float(nn.utils.clip_grad_norm_(parameters, most))
+    norm = math.hypot(*(float(whole(nn.utils.get_total_norm(of_kind))) for of_kind in kinds.values()))
+    if norm > most:
+        torch._foreach_mul_([own_part(grad)[0] for grad in grads], most / (norm + 1e-6))
+    return norm

@@ -1,0 +1,109 @@
+"""`StopRequest`: SIGTERM, Ctrl-C and the deadline ask a run to finish its step, save and leave.
+
+    with StopRequest(deadline_seconds=None) as stop:
+        while not stop.agree(): ...       # "SIGTERM", "SIGINT" or "checkpoint_must_save_by"; the same on all processes
+
+A second signal is not caught: it ends the process at once, as does kill -9, and the last checkpoint stands. A signal
+that the process was started to ignore (a background job of a script ignores Ctrl-C) stays ignored. With several
+processes one that is asked stops all of them, at the same step; signals after the first change nothing there, as a
+terminal and the launcher may both pass on what is one request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from treeward.parallel import processes
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_stop_file: Path | None = None
+_earlier_seconds = 0.0
+
+
+def stop_with(file: Path, *, seconds_ago: float = 0.0) -> None:
+    """Have the run of this process stop with a command that began so long ago, which its deadline counts from: a file
+    with the number of a signal asks as the signal would, also a thread that gets none."""
+    global _stop_file, _earlier_seconds
+    _stop_file, _earlier_seconds = file, seconds_ago
+
+
+class StopRequest:
+    """Whether the run shall stop, and why.
+
+    `deadline_seconds` counts from the construction, or from when `stop_with` says; the deadline asks to stop
+    `reserved_seconds` earlier, the time that the run expects to need until it is saved.
+    """
+
+    def __init__(self, *, deadline_seconds: float | None = None) -> None:
+        begun = time.monotonic() - _earlier_seconds
+        self._deadline = None if deadline_seconds is None else begun + deadline_seconds
+        self.reserved_seconds = 0.0
+        self._signal: int | None = None
+        self._agreed: tuple[str, int | None] | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._receive) for number in heeded}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run shall stop; of several processes only what they have agreed on."""
+        if processes.size() > 1:
+            return None if self._agreed is None else self._agreed[0]
+        return self.own_reason
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number, as a shell reports it; 0 where the deadline was reached."""
+        number = self._own_signal if self._agreed is None else self._agreed[1]
+        return 0 if number is None else 128 + number
+
+    def agree(self) -> str | None:
+        """The reason of any process, on all of them; all call it at the same points. A small collective call."""
+        if processes.size() > 1 and self._agreed is None:
+            asked = processes.gather((self.own_reason, self._own_signal))
+            self._agreed = next(((reason, number) for reason, number in asked if reason is not None), None)
+        return self.reason
+
+    @property
+    def _own_signal(self) -> int | None:
+        if self._signal is None and _stop_file is not None and _stop_file.exists():
+            self._signal = int(_stop_file.read_text(encoding="utf-8"))
+        return self._signal
+
+    @property
+    def own_reason(self) -> str | None:
+        """Why this process shall stop; for work that it does alone."""
+        if self._own_signal is not None:
+            return signal.Signals(self._own_signal).name
+        if self._deadline is not None and time.monotonic() + self.reserved_seconds >= self._deadline:
+            return "checkpoint_must_save_by"
+        return None
+
+    def _receive(self, number: int, frame: object) -> None:
+        if self._signal is not None:
+            return
+        self._signal = number
+        text = f"\n{signal.Signals(number).name}: finishing this step, then leaving; what is done is saved."
+        if processes.size() == 1:
+            self.__exit__()
+            text += " A second one leaves at once."
+        # Not by logging: a handler may run in the middle of another write to standard error.
+        if processes.is_main():
+            with contextlib.suppress(OSError):
+                os.write(2, f"{text}\n".encode())

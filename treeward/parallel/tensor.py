@@ -1,0 +1,178 @@
+"""Tensor parallelism: the processes of the mesh's dimension `tensor` compute each layer together.
+
+    cut(model, mesh, sequence_parallel=True)        # in every process, before FSDP shards the model
+
+Each process has some heads of every attention and some columns of every MLP, and a layer needs one sum over the
+processes after either (Shoeybi et al. 2019, arXiv 1909.08053, section 3). PyTorch's DTensor does this
+(`torch.distributed.tensor.parallel`), by transformers' own plan of the model (`base_model_tp_plan`). The forward pass
+over trees stays as it is: attention sees local heads. A policy's head and embedding are cut by the vocabulary, and its
+log-probabilities need no gathered logits (`model/linear_log_probs.py`); a reward model's head is whole.
+
+With `sequence_parallel` (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) each process has some tokens of what
+lies between attention and MLP, in all layers but the last, whose MLP computes the tokens that are read alone.
+
+Parameters that are whole in each process, but see its heads or tokens alone, are DTensors, whose gradients DTensor
+knows to be parts of a sum: FSDP, clipping and the optimiser add them up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from treeward.errors import ConfigError
+from treeward.model.linear_log_probs import VocabularyShard
+from treeward.model.lora import has_adapters, is_quantized
+from treeward.model.policy_model import PolicyModel
+from treeward.model.wrapped import WrappedModel
+from treeward.parallel.mesh import TENSOR, Mesh
+
+_STYLES: dict[str, Callable[[Placement], ParallelStyle]] = {
+    "colwise": lambda _: ColwiseParallel(),
+    "colwise_gather_output": lambda _: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": lambda tokens: RowwiseParallel(output_layouts=tokens),
+    "rowwise_split_input": lambda tokens: RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+    # the norm of a head: each process has some heads, as a norm between the blocks may have some tokens
+    "replicated_with_grad_allreduce": lambda _: SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+"""PyTorch's styles by transformers' names (`transformers.distributed.tensor_parallel`), for a layout of the tokens
+between attention and MLP: each process has all of them (`Replicate`) or some (`Shard(1)`)."""
+
+
+def cut(model: WrappedModel, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
+    """Leave each process its part of the model, whose weights must be the same in all of them. Nothing is sent.
+
+    Raises `ConfigError` for a model without a plan, with adapters or layers of four bits, and for a size that does not
+    divide its heads and columns.
+    """
+    size = mesh.tensor_size
+    if size == 1:
+        return
+    assert mesh.devices is not None
+    devices = mesh.devices[TENSOR]
+    layers = {
+        name: module
+        for name, module in model.backbone.named_modules()
+        if isinstance(module, GradientCheckpointingLayer)
+    }
+    styles = [_styles(model, name, layer, size) for name, layer in layers.items()]
+    if not styles:
+        raise _refused("this model's layers are not known", type(model.hf).__name__, "a decoder of transformers")
+    num_sharded = len(layers) - 1 if sequence_parallel else 0
+    if num_sharded and 128 % size:
+        raise _refused("sequence_parallel divides rows of multiples of 128 tokens", size, "a power of two")
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    first, *_, last = list(layers.values()) * 2
+    for at, (layer, styles_of_layer) in enumerate(zip(layers.values(), styles, strict=True)):
+        _cut_layer(layer, styles_of_layer, devices, Shard(1) if at < num_sharded else Replicate())
+    if num_sharded:
+        _lay_out(first, devices, Replicate(), Shard(1))
+        _lay_out(last, devices, Shard(1), Replicate())
+    _cut_vocabulary(model, devices)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)  # SequenceParallel has set it
+    model.tensor_size, model.sequence_parallel = size, num_sharded > 0
+
+
+def _refused(summary: str, got: object, need: str) -> ConfigError:
+    field = "policy.dtensor_cfg.tensor_parallel_size"
+    return ConfigError(summary, field=field, got=got, need=need, fix=f"set {field}=1: FSDP alone shards any model")
+
+
+def _styles(model: WrappedModel, name: str, layer: nn.Module, size: int) -> dict[str, str]:
+    """transformers' style for each module of a layer that has one, by its name in the layer."""
+    family = type(model.hf).__name__
+    if any(map(is_quantized, layer.modules())):
+        raise _refused("layers of four bits cannot be cut", "load_in_4bit: true", "load_in_4bit: false")
+    if has_adapters(model):
+        raise _refused("adapters cannot be cut", "lora_cfg.enabled: true", "lora_cfg.enabled: false")
+    plan: dict[str, str] = getattr(model.backbone.config, "base_model_tp_plan", None) or {}
+    parts = dict(layer.named_modules()) | dict(layer.named_parameters())
+    wild = {part: re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{part}") for part in parts}
+    styles = {part: plan[wild[part]] for part in parts if wild[part] in plan}
+    if not styles:
+        raise _refused("transformers has no plan to cut this model", family, "a family with base_model_tp_plan")
+    of_parts = {part.partition(".")[0] for part, style in styles.items() if style in ("colwise", "rowwise")}
+    blocks = {part.partition(".")[0] for part in styles}
+    for part, module in layer.named_modules():
+        # what would get a DTensor, and what would see a part without a word of it in the plan
+        among = blocks if isinstance(module, nn.Linear) else of_parts
+        if any(True for _ in module.parameters(recurse=False)) and part.partition(".")[0] in among:
+            styles.setdefault(part, "none")
+    for part, style in styles.items():
+        if style not in _STYLES:
+            raise _refused(f"{family} cannot be cut", f"{part}: {style}", f"a plan of {', '.join(_STYLES)}")
+        module = parts[part]
+        width = {"colwise": "out_features", "rowwise": "in_features"}.get(style, "")
+        if getattr(module, width, size) % size:
+            raise _refused(
+                "the size does not divide a layer", f"{size} for {part} of {module}", f"a divisor of {width}"
+            )
+    if any(style == "colwise" and "att" in part for part, style in styles.items()):
+        config = model.hf.config.get_text_config()
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(config, key, None)
+            if heads is not None and heads % size:
+                raise _refused(
+                    "the size does not divide the heads", f"{size} for {key}={heads}", f"a divisor of {heads}"
+                )
+    return styles
+
+
+def _cut_layer(layer: nn.Module, styles: dict[str, str], devices: DeviceMesh, tokens: Placement) -> None:
+    for part, style in styles.items():
+        parallelize_module(layer.get_submodule(part), devices, _STYLES[style](tokens), src_data_rank=None)
+    for name, child in layer.named_children():
+        if any(part.startswith(f"{name}.") for part in styles):
+            # a DTensor: the gradients of its projections are added up before they are summed over the processes
+            _lay_out(child, devices, tokens, Replicate(), as_local=False)
+        elif tokens.is_shard() and any(True for _ in child.parameters()):
+            if isinstance(child, nn.Linear) or any(True for _ in child.children()):
+                raise _refused("sequence_parallel does not know this layer", name, "sequence_parallel: false")
+            parallelize_module(child, devices, SequenceParallel(use_local_output=True))
+
+
+def _lay_out(
+    module: nn.Module, devices: DeviceMesh, before: Placement, after: Placement, *, as_local: bool = True
+) -> None:
+    """Change how the hidden states that a module gets are laid out; they are its first argument, or have their name."""
+
+    def lay_out(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        whole: Any = DTensor.from_local(hidden, devices, [before], run_check=False).redistribute(placements=[after])
+        whole = whole.to_local() if as_local else whole
+        return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": whole})
+
+    module.register_forward_pre_hook(lay_out, with_kwargs=True)
+
+
+def _cut_vocabulary(model: WrappedModel, devices: DeviceMesh) -> None:
+    """The embedding and the head of a policy, which may be one tensor; the embedding of a reward model by columns, as
+    the row of its padding token has no gradient."""
+    embedding: Any = model.hf.get_input_embeddings()
+    if not isinstance(model, PolicyModel):
+        parallelize_module(embedding, devices, ColwiseParallel(output_layouts=Replicate()), src_data_rank=None)
+        return
+    head = model.head
+    if type(head) is not nn.Linear:
+        raise _refused("this head cannot be cut", type(head).__name__, "a linear layer")
+    is_tied, num_tokens = head.weight is embedding.weight, len(head.weight)
+    parallelize_module(embedding, devices, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
+    parallelize_module(head, devices, ColwiseParallel(output_layouts=Replicate()), src_data_rank=None)
+    if is_tied:
+        head.weight = embedding.weight
+    first = -(-num_tokens // devices.size()) * devices.get_local_rank()
+    model.vocabulary = VocabularyShard(first, devices.get_group())

@@ -1,0 +1,243 @@
+"""Runs on made-up data: the model, the optimiser and the step of a configuration, without weights and files.
+
+    run = planned_run(config, make_mesh(config.policy.dtensor_cfg), Filling.of(8192, 2, 1024))
+    run.step()
+
+Only what reads files, a tokenizer or weights is left out of what `training.setup` and `rl.setup` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from treeward.config.grpo_policy import GRPOPolicyConfig
+from treeward.config.grpo_run import GRPORunConfig
+from treeward.config.policy import TrainedModelConfig
+from treeward.config.run import RewardModelRunConfig
+from treeward.data.encoding import Comparison
+from treeward.data.prompt_sets import Prompt
+from treeward.model.checks import choose_layout, tree_or_rows
+from treeward.model.loading import classifier_class
+from treeward.model.lora import AdapterReference, has_adapters
+from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
+from treeward.model.pretrained import DTYPES, bare_config, read_config
+from treeward.model.reward_model import RewardModel
+from treeward.model.wrapped import WrappedModel
+from treeward.parallel.mesh import Mesh
+from treeward.rl.experience import CompletionGroup, SampledCompletion
+from treeward.rl.update import PolicyUpdater, Reference
+from treeward.training.heads import Heads
+from treeward.training.optimisation import build_optimizer, build_scheduler
+from treeward.training.order import EpochOrder
+from treeward.training.setup import adapt, make_ready, steps_on_host
+from treeward.training.train import RewardModelRun
+
+RunConfig = RewardModelRunConfig | GRPORunConfig
+
+MICRO_BATCHES = 2
+"""Micro-batches of a step on each device: the second adds to gradients that are there."""
+
+_Model = TypeVar("_Model", RewardModel, PolicyModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """What fills a micro-batch: `number` prompts of `prompt` tokens, each with `group` completions of `completion`."""
+
+    prompt: int
+    completion: int
+    group: int
+    number: int
+
+    @classmethod
+    def of(cls, budget: int, group: int, mean_tokens: int) -> Filling:
+        """Conversations of about `mean_tokens`, a half of them the prompt's, that fill `budget` tokens.
+
+        Of a group that exceeds them, as many completions as a micro-batch holds, two at least.
+        """
+        prompt = max(1, min(mean_tokens, budget) // 2)
+        completion = max(1, mean_tokens - prompt)
+        group = min(group, max(2, (budget - prompt) // completion))
+        number = max(1, budget // (prompt + group * completion))
+        return cls(prompt, max(1, (budget // number - prompt) // group), group, number)
+
+    @property
+    def tokens_of_group(self) -> int:
+        """With the prompt once."""
+        return self.prompt + self.group * self.completion
+
+    @property
+    def tokens(self) -> int:
+        return self.number * self.tokens_of_group
+
+    @property
+    def density(self) -> float:
+        """The share of a micro-batch's pairs of tokens of which one attends to the other."""
+        own = self.completion * (self.prompt + (self.completion + 1) / 2)
+        return self.number * (self.prompt * (self.prompt + 1) / 2 + self.group * own) / self.tokens**2
+
+    def sequences(self, number: int) -> list[list[int]]:
+        """The conversations of one group; groups share no prefix."""
+        prompt = [number % 97, number // 97 % 97, *[0] * self.prompt][: self.prompt]
+        return [[*prompt, *[g % 97] * self.completion] for g in range(self.group)]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """`step`: takes a step of `MICRO_BATCHES` on each device. `frozen`: the reference. Bytes: what is `sampled` with
+    besides, the reward models beside the policy (`rewards`), and by environment on devices of their `own`."""
+
+    model: WrappedModel
+    optimizer: torch.optim.Optimizer
+    step: Callable[[], object]
+    frozen: WrappedModel | None = None
+    sampled: dict[str, int] = field(default_factory=dict)
+    rewards: int = 0
+    own: dict[str, int] = field(default_factory=dict)
+
+
+def planned_run(config: RunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
+    """The run of `treeward train`, or of `treeward grpo` the update and the log-probabilities of its reference."""
+    return _grpo(config, mesh, filling) if isinstance(config, GRPORunConfig) else _reward_model(config, mesh, filling)
+
+
+def _reward_model(config: RewardModelRunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
+    size = filling.number * MICRO_BATCHES * mesh.data_size
+    sizes = {"train_global_batch_size": size, "train_micro_batch_tokens": filling.tokens}
+    policy = config.policy.model_copy(update=sizes)
+    names, shapes = policy.reward_model_cfg.labels, _config_of(policy)
+    heads = Heads(names, *((1.0,) * len(names),) * 3) if names else Heads()
+    hf = _classifier(shapes, policy.trust_remote_code, num_labels=len(heads.weights))
+    model = _trained(RewardModel(hf, layout=choose_layout(hf, policy.attention)), policy, mesh)
+    optimizer = build_optimizer(model, policy.optimizer, cpu_offload=steps_on_host(policy, mesh))
+    setup = SimpleNamespace(
+        config=config.model_copy(update={"policy": policy}),
+        mesh=mesh,
+        model=model,
+        order=EpochOrder([size], seed=0),
+        training_sets={"planned": _Comparisons(filling, size, len(heads.weights))},
+        validation_sets={},
+        optimizer=optimizer,
+        scheduler=build_scheduler(optimizer, policy.scheduler, total_steps=1),
+        total_steps=1,
+        identity={},
+        heads=heads,
+    )
+    run = RewardModelRun(cast(Any, setup))
+    return PlannedRun(model, optimizer, lambda: run.step(1))
+
+
+def _grpo(config: GRPORunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
+    section, reference = config.policy, cast(Reference | None, None)
+    policy = _trained(_policy(section), section, mesh)
+    if config.needs_reference and has_adapters(policy):
+        reference = AdapterReference(policy)
+    elif config.needs_reference:
+        reference = _policy(section)
+        make_ready(reference, section, mesh, role="reference")
+        reference.requires_grad_(False).eval()
+    optimizer = build_optimizer(policy, section.optimizer, cpu_offload=steps_on_host(section, mesh))
+    updater = PolicyUpdater(
+        *(policy, optimizer),
+        reference=reference,
+        loss=config.loss_fn,
+        micro_batch_tokens=filling.tokens,
+        max_grad_norm=section.max_grad_norm,
+        temperature=section.generation.temperature,
+        mesh=mesh,
+    )
+    groups = [_completion_group(filling, i) for i in range(filling.number * MICRO_BATCHES * mesh.data_size)]
+    used_PG = torch.tensor([[True] * filling.group] * len(groups))  # a real tensor, as this constructor makes them
+    rewards, own = _reward_model_bytes(config)
+    return PlannedRun(
+        *(policy, optimizer, lambda: updater.learn(groups, used_PG.float(), used_PG)),
+        *(reference if isinstance(reference, PolicyModel) else None, _bytes_of_sampling(config, policy, mesh)),
+        *(rewards, own),
+    )
+
+
+def _bytes_of_sampling(config: GRPORunConfig, policy: PolicyModel, mesh: Mesh) -> dict[str, int]:
+    """Keys and values of all completions that a process samples at once, each prompt's once, and its whole policy."""
+    section, longest = config.policy.generation, config.policy.max_total_sequence_length
+    if section.url is not None or section.starts_engines:
+        return {}
+    shapes = policy.hf.config.get_text_config()
+    heads = getattr(shapes, "num_key_value_heads", None) or shapes.num_attention_heads
+    size = getattr(shapes, "head_dim", None) or shapes.hidden_size // shapes.num_attention_heads
+    itemsize = DTYPES[config.policy.precision].itemsize
+    rows, new = section.batch_size or config.policy.generation_batch_size, min(config.max_new_tokens, longest)
+    tokens = rows * new + -(-rows // config.grpo.num_generations_per_prompt) * (longest - new)
+    cached = 2 * shapes.num_hidden_layers * heads * size * tokens
+    sizes = {"KV cache": cached} | ({} if mesh.devices is None else {"whole policy": policy.hf.num_parameters()})
+    return {name: number * itemsize // mesh.tensor_size for name, number in sizes.items()}
+
+
+def _reward_model_bytes(config: GRPORunConfig) -> tuple[int, dict[str, int]]:
+    """Weights of the reward models on the policy's device, and by environment on each of their own devices."""
+    here, own = 0, {}
+    for name, section in config.reward_models.items():
+        if section.url or not section.resources.gpus_per_node:
+            continue
+        models = [_classifier(read_config(one, section.trust_remote_code)) for one in section.model_names]
+        size = sum(one.num_parameters() for one in models) * DTYPES[section.precision].itemsize
+        if section.needs_ray or name.split(".")[0] in config.grpo.environments_on_ray:
+            own[f"env.{name}, on its own devices"] = size // section.dtensor_cfg.tensor_parallel_size
+        elif not section.dtensor_cfg.cpu_offload:  # such weights come for the scoring alone
+            here += size
+    return here, own
+
+
+def _policy(policy: GRPOPolicyConfig) -> PolicyModel:
+    hf = AutoModelForCausalLM.from_config(_config_of(policy), dtype=torch.float32, attn_implementation="eager")
+    chunk_tokens = policy.logprob_chunk_size or DEFAULT_CHUNK_TOKENS
+    return PolicyModel(hf, layout=tree_or_rows(hf, policy.attention), chunk_tokens=chunk_tokens)
+
+
+def _classifier(config: PreTrainedConfig, trust_remote_code: bool = False, num_labels: int = 1) -> PreTrainedModel:
+    config.num_labels = num_labels
+    made: Any = classifier_class(config, trust_remote_code)
+    return made._from_config(config, dtype=torch.float32, attn_implementation="eager")  # type: ignore[no-any-return]
+
+
+def _config_of(policy: TrainedModelConfig) -> PreTrainedConfig:
+    if policy.architecture is None:
+        return read_config(str(policy.model_name), policy.trust_remote_code)
+    vocabulary = {} if policy.trained_vocab_size is None else {"vocab_size": policy.trained_vocab_size}
+    return bare_config(vocabulary | dict(policy.architecture))
+
+
+def _trained(model: _Model, policy: TrainedModelConfig, mesh: Mesh) -> _Model:
+    adaptation = partial(adapt, model, policy, seed=0, checkpoint=None)
+    make_ready(model, policy, mesh, role="model", adaptation=adaptation)
+    return model
+
+
+class _Comparisons:
+    """A data set of comparisons of one size."""
+
+    def __init__(self, filling: Filling, number: int, num_heads: int) -> None:
+        self.filling, self.num_heads, self.tree_tokens = filling, num_heads, [filling.tokens_of_group] * number
+        self.shapes = np.array([[filling.group, filling.prompt + filling.completion]] * number)
+
+    def __getitem__(self, row: int) -> Comparison:
+        rows, group = [np.array(one, dtype=np.int32) for one in self.filling.sequences(row)], self.filling.group
+        grades = ((1.0,) * self.num_heads,) * group
+        tokens = self.tree_tokens[row]
+        return Comparison(tuple(rows), self.ranks(row), (1,) * group, "", None, "planned", tokens, grades=grades)
+
+    def ranks(self, row: int) -> tuple[int, ...]:
+        return tuple(range(self.filling.group))
+
+
+def _completion_group(filling: Filling, number: int) -> CompletionGroup:
+    rows, log_probs = filling.sequences(number), (0.0,) * filling.completion
+    texts = [SampledCompletion(tuple(row[filling.prompt :]), "", truncated=False, log_probs=log_probs) for row in rows]
+    return CompletionGroup(Prompt(()), tuple(rows[0][: filling.prompt]), tuple(texts))

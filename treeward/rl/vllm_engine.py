@@ -1,0 +1,95 @@
+"""`VllmEngine`: an engine of vLLM in a Ray actor; the only place that makes and calls one.
+
+    engine = ray.remote(VllmEngine).options(num_gpus=2).remote()
+    ray.get(engine.start.remote(files, "nccl", engine_options(config, max_model_len=1024, dtype="bfloat16")))
+    ray.get(engine.generate.remote([[1, 2, 3]], [sampling_parameters(request, config, [0], log_probs=True)]))
+
+Written from the documentation and code of vLLM 0.29 to 0.32.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from treeward.config.grpo_policy import GenerationConfig
+from treeward.rl.served_generation import Request
+
+
+class VllmEngine:
+    """The Ray actor: `vllm.LLM`, made by `start` rather than at once, so that its errors reach the caller."""
+
+    def __init__(self) -> None:
+        self._llm: Any = None
+        self._folder = tempfile.TemporaryDirectory()
+
+    def start(self, files: Mapping[str, bytes], backend: str, options: Mapping[str, Any]) -> None:
+        """Make the engine. `files`: the model's folder without weights; `backend`: of the weight transfer."""
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of torchrun, where it has started Ray
+        from vllm import LLM
+        from vllm.config import WeightTransferConfig
+
+        for name, data in files.items():
+            (Path(self._folder.name) / name).write_bytes(data)
+        transfer = WeightTransferConfig(backend=backend)
+        self._llm = LLM(model=self._folder.name, weight_transfer_config=transfer, **options)
+
+    def call(self, method: str, *args: Any) -> None:
+        """Call a method of the engine."""
+        getattr(self._llm, method)(*args)
+
+    def generate(self, prompts: Sequence[list[int]], sampling: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+        """For each prompt its completions, by index, in the form of `Served`."""
+        from vllm import SamplingParams
+
+        asked = [{"prompt_token_ids": ids} for ids in prompts]
+        found = self._llm.generate(asked, [SamplingParams(**one) for one in sampling], use_tqdm=False) if asked else []
+        return [[_served(one) for one in sorted(reply.outputs, key=lambda one: one.index)] for reply in found]
+
+
+def _served(completion: Any) -> dict[str, Any]:
+    ids, said = list(completion.token_ids), completion.logprobs
+    log_probs = None if said is None else [step[i].logprob for i, step in zip(ids, said, strict=True)]
+    return {"token_ids": ids, "log_probs": log_probs, "finish_reason": completion.finish_reason}
+
+
+def engine_options(server: GenerationConfig, *, max_model_len: int | None, dtype: str) -> dict[str, Any]:
+    """The arguments of `vllm.LLM` but for the model."""
+    own = server.vllm_cfg
+    return {
+        "tensor_parallel_size": own.tensor_parallel_size,
+        "enable_expert_parallel": own.expert_parallel_size > 1,
+        "distributed_executor_backend": "mp" if own.tensor_parallel_size > 1 else "uni",
+        "dtype": dtype,
+        "kv_cache_dtype": own.kv_cache_dtype,
+        "gpu_memory_utilization": own.gpu_memory_utilization,
+        "max_model_len": max_model_len,
+        "enforce_eager": own.enforce_eager,
+        "enable_sleep_mode": server.colocated.enabled,
+        # Raw ones are at temperature 1, before top-k and top-p; the others at the temperature, and after them.
+        "logprobs_mode": "raw_logprobs" if server.temperature == 1.0 else "processed_logprobs",
+        "load_format": "dummy",
+        "generation_config": "vllm",  # every parameter of the sampling is given
+        "seed": 0,
+    }
+
+
+def sampling_parameters(
+    request: Request, config: GenerationConfig, end_ids: Sequence[int], *, log_probs: bool
+) -> dict[str, Any]:
+    """The arguments of `vllm.SamplingParams`; `logprobs: 0` is that of the sampled token alone."""
+    return {
+        "n": request.num_completions,
+        "seed": request.seed,
+        "max_tokens": request.most,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k or -1,
+        "stop": list(config.stop_strings or ()),
+        "stop_token_ids": list(end_ids),
+        "skip_special_tokens": False,
+        "logprobs": 0 if log_probs else None,
+    }

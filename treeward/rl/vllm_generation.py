@@ -1,0 +1,256 @@
+"""`VllmGenerator`: completions sampled by engines of vLLM that the run starts, each in a Ray actor.
+
+    section = GenerationConfig(backend="vllm", colocated={"enabled": False, "resources": {"gpus_per_node": 4}})
+    generator = VllmGenerator(policy, tokenizer, section, chat_template=template)
+    generator.load_weights(policy, 0)
+    groups = generator.generate(prompts, prompt_ids, num_completions=8, seed=1)
+    generator.close()
+
+An engine starts from the policy's configuration and tokenizer with arbitrary weights, and gets the policy's by vLLM's
+own weight transfer, which has a side in this process: `WeightTransferTrainerFactory` of vLLM 0.29 and later. They
+travel in buckets: to a colocated engine by shared memory of the GPU (CUDA IPC), to others by NCCL. A colocated engine
+sleeps (level 1: its weights go to the host's memory) but from `load_weights` to the end of `generate`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treeward.config.grpo_policy import GenerationConfig
+from treeward.data.prompt_sets import Prompt
+from treeward.environments.actors import Places, first_line, free_port, on_this_node, reserve, start_ray
+from treeward.errors import ConfigError
+from treeward.model.export import export_configuration, exported_weights
+from treeward.model.policy_model import PolicyModel
+from treeward.model.pretrained import DTYPES
+from treeward.parallel import processes
+from treeward.rl.experience import CompletionGroup
+from treeward.rl.generation import GenerationError
+from treeward.rl.served_generation import Request, Served, ServedGenerator
+from treeward.rl.vllm_engine import VllmEngine, engine_options, sampling_parameters
+
+logger = logging.getLogger(__name__)
+
+_START_SECONDS = 1800.0
+_WHERE = "policy.generation"
+
+
+class VllmGenerator(ServedGenerator):
+    """See `Generator`. Every process takes part in vLLM's weight transfer; the main one alone starts engines and calls
+    them.
+
+    Raises `ConfigError` where there is too little for the engines, `GenerationError` where one does not start.
+    """
+
+    def __post_init__(self) -> None:
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+        own, world, self._colocated = self.config.vllm_cfg, processes.size(), self.config.colocated.enabled
+        if self._colocated and world % own.tensor_parallel_size:
+            need, field = f"a divisor of {world}, the processes that train", "vllm_cfg.tensor_parallel_size"
+            got = own.tensor_parallel_size
+            raise ConfigError("colocated engines do not fit the run", where=_WHERE, field=field, got=got, need=need)
+        limits = (self.max_total_tokens, own.max_model_len, self.policy.max_positions)
+        self.max_total_tokens = min(filter(None, limits), default=None)
+        super().__post_init__()
+        self._ray: Any = start_ray() if self._colocated or processes.is_main() else None
+        self._weights = _PolicyWeights(self.policy, DTYPES[own.precision or "bfloat16"])
+        self._engines: list[Any] = []
+        self._places: Places | None = None
+        self._asleep: set[str] = set()
+        self._weights.metadata()  # on all processes: a sharded policy is gathered for it
+        training = processes.gather((on_this_node(self._ray), _own_gpu())) if self._colocated else []
+        try:
+            processes.on_main(lambda: self._start(training))
+            self._transfer = WeightTransferTrainerFactory.trainer_init(
+                init_info=self._transfer_info(), client=_Client(self), source=self._weights
+            )
+            self._sleep()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, training: Sequence[_Place]) -> None:
+        dtype, template = self._weights.dtype, self.chat_template
+        with tempfile.TemporaryDirectory() as folder:
+            export_configuration(self.policy, self.tokenizer, Path(folder), chat_template=template, dtype=dtype)
+            files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        name = str(dtype).removeprefix("torch.")
+        options = engine_options(self.config, max_model_len=self.max_total_tokens, dtype=name)
+        options |= {"trust_remote_code": self.trust_remote_code, **self.config.vllm_kwargs}
+        actor = self._ray.remote(VllmEngine)
+        self._engines = [actor.options(**one).remote() for one in self._place(training)]
+        self._all("start", files, "ipc" if self._colocated else "nccl", options, seconds=_START_SECONDS)
+        size, where = self.config.vllm_cfg.tensor_parallel_size, "beside" if self._colocated else "apart from"
+        logger.info("%d engines of vLLM, %d GPUs each, %s those that train.", len(self._engines), size, where)
+
+    def load_weights(self, policy: PolicyModel, version: int) -> None:
+        """Give the engines the weights and compare. Raises `GenerationError` where they have others afterwards."""
+        self.version, self._weights.policy = version, policy
+        self._wake("weights")
+        self._transfer.send_weights()
+        self._wake("kv_cache")
+        self._tell("reset_prefix_cache")  # it was computed with the weights before
+        if self.config.probe_tolerance is not None:
+            fix = "look at Ray's logs of the engine; a model that vLLM computes otherwise needs probe_tolerance: null"
+            error = self.compare(policy, self.config.probe_tolerance, where="an engine of vLLM", fix=fix)
+            if error is not None:
+                raise error
+
+    def generate(
+        self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_completions: int, seed: int
+    ) -> list[CompletionGroup]:
+        """See `Generator`. The prompts are shared out over the engines."""
+        self._wake("weights", "kv_cache")
+        groups = super().generate(prompts, prompt_ids, num_completions=num_completions, seed=seed)
+        self._sleep()
+        return groups
+
+    def ask(self, requests: Sequence[Request], sampling: GenerationConfig, *, log_probs: bool) -> list[list[Served]]:
+        count, ends = len(self._engines), sorted(self.reader.end_ids)
+        prompts = [one.prompt_ids for one in requests]
+        asked = [sampling_parameters(one, sampling, ends, log_probs=log_probs) for one in requests]
+        seconds = self.config.timeout_seconds * math.ceil(len(requests) / self.config.max_concurrency)
+        shares = [(prompts[e::count], asked[e::count]) for e in range(count)]
+        replies: list[Any] = [None] * len(requests)
+        for e, share in enumerate(self._all("generate", each=shares, seconds=seconds)):
+            replies[e::count] = share
+        try:
+            return [self.checked(reply, one, log_probs=log_probs) for one, reply in zip(requests, replies, strict=True)]
+        except ValueError as error:
+            got = f"{error}; asked for {requests[0].asked}, and others"
+            raise GenerationError("an engine's completions do not fit the request", where=_WHERE, got=got) from None
+
+    def close(self) -> None:
+        """End the engines."""
+        if self._ray is not None and self._ray.is_initialized():
+            for engine in self._engines:
+                self._ray.kill(engine)
+            if self._places is not None:
+                self._places.free()
+        self._engines, self._places, self._transfer = [], None, None
+
+    def _all(
+        self, method: str, *args: Any, each: Sequence[tuple[Any, ...]] | None = None, seconds: float | None = None
+    ) -> list[Any]:
+        """What the method of each engine returns, all at once. `each`: further arguments of its own for each.
+
+        The main process alone calls it.
+        """
+        own = each or [()] * len(self._engines)
+        running = [getattr(engine, method).remote(*args, *one) for engine, one in zip(self._engines, own, strict=True)]
+        try:
+            return list(self._ray.get(running, timeout=seconds or self.config.timeout_seconds))
+        except self._ray.exceptions.RayError as error:
+            got = f"{args[0] if method == 'call' else method}: {first_line(getattr(error, 'cause', error))}"
+            fix = (
+                "look at Ray's logs of the engine, vllm_cfg.gpu_memory_utilization and timeout_seconds; the same "
+                "command goes on from the last checkpoint"
+            )
+            raise GenerationError("an engine of vLLM has failed", where=_WHERE, got=got, fix=fix) from error
+
+    def _tell(self, method: str, *args: Any) -> None:
+        """Call a method of each engine; every process calls this, and meets its error."""
+        processes.on_main(lambda: self._all("call", method, *args))
+
+    def _wake(self, *parts: str) -> None:
+        if tags := [part for part in parts if part in self._asleep]:
+            torch.cuda.empty_cache()
+            processes.gather(None)  # until each has made room on its GPU
+            self._tell("wake_up", tags)
+            self._asleep -= set(tags)
+
+    def _sleep(self) -> None:
+        if self._colocated:
+            self._tell("sleep", 1)
+            self._asleep = {"weights", "kv_cache"}
+
+    def _place(self, training: Sequence[_Place]) -> list[dict[str, Any]]:
+        """Ray's options of each engine: on the GPUs of the processes that train, or on GPUs of its own."""
+        size, count = self.config.vllm_cfg.tensor_parallel_size, self.config.num_engines
+        if self._colocated:
+            return [_beside(training[first : first + size]) for first in range(0, len(training), size)]
+        need: dict[str, Any] = {"count": count, "cpus": 1.0, "gpus": size, "seconds": _START_SECONDS}
+        places = self._places = reserve(**need, what="vLLM", where=_WHERE, field="colocated.resources")
+        return [{"num_cpus": 1, "num_gpus": size * places.on_gpu, **places.options(number)} for number in range(count)]
+
+    def _transfer_info(self) -> Any:
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        if self._colocated:
+            return IPCTrainerInitInfo(rank=processes.rank(), packed=True)
+        host, port = processes.on_main(lambda: (self._ray.util.get_node_ip_address(), free_port()))
+        world = 1 + self.config.vllm_cfg.tensor_parallel_size * self.config.num_engines
+        address = {"master_address": host, "master_port": port, "world_size": world}
+        return NCCLTrainerInitInfo(**address, rank=processes.rank(), packed=True)
+
+
+_Place = tuple[dict[str, Any], str | None]
+"""Of a process that trains: Ray's options for its node, and its GPU."""
+
+
+def _beside(training: Sequence[_Place]) -> dict[str, Any]:
+    """Ray's options of an engine on the GPUs of these processes."""
+    variables = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # handles of shared memory, from the run alone
+    if gpus := [gpu for _, gpu in training if gpu is not None]:
+        variables |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    return {"num_cpus": 0, **training[0][0], "runtime_env": {"env_vars": variables}}
+
+
+def _own_gpu() -> str | None:
+    """The GPU of this process, as CUDA_VISIBLE_DEVICES calls it."""
+    device, visible = processes.device(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if device.type == "cpu":
+        return None
+    return visible.split(",")[device.index] if visible else str(device.index)
+
+
+class _PolicyWeights:
+    """vLLM's `WeightSource`: the weights of the policy, adapters merged, by the names of Hugging Face."""
+
+    def __init__(self, policy: PolicyModel, dtype: torch.dtype) -> None:
+        self.policy, self.dtype = policy, dtype
+        self._metadata: list[Any] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in exported_weights(self.policy, self.dtype):
+            yield name, weight.to(processes.device())  # with cpu_offload they are not there
+
+    def metadata(self) -> list[Any]:
+        from vllm.distributed.weight_transfer import ParamMeta
+
+        if not self._metadata:
+            self._metadata = [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self]
+        return self._metadata
+
+
+class _Client:
+    """vLLM's `VLLMWeightSyncClient`: what its side in this process tells the engines."""
+
+    def __init__(self, generator: VllmGenerator) -> None:
+        self._all, self._count = generator._all, len(generator._engines)
+        self._size = generator.config.vllm_cfg.tensor_parallel_size
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        offsets = [1 + engine * self._size for engine in range(self._count)] if "rank_offset" in init_info else []
+        own = [{**init_info, "rank_offset": offset} for offset in offsets] or [init_info] * self._count
+        self._all("call", "init_weight_transfer_engine", each=[({"init_info": one},) for one in own])
+
+    def start_weight_update(self) -> None:
+        self._all("call", "start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._all("call", "update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._all("call", "finish_weight_update")
