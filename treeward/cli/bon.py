@@ -26,7 +26,14 @@ from typing import Annotated, Any
 
 import typer
 
-from treeward.cli.options import ModelOptions, check_shaping, load_rewards, parse_yaml, with_model_options
+from treeward.cli.options import (
+    ModelOptions,
+    check_shaping,
+    load_rewards,
+    parse_yaml,
+    usage_line,
+    with_model_options,
+)
 from treeward.config.load import load_section
 from treeward.config.server import ServedModelConfig
 from treeward.errors import ConfigError, nearest_name
@@ -134,16 +141,15 @@ def _rater(text: str, option: str, fields: Sequence[str], options: ModelOptions)
 
 def _by_environment(section: Mapping[str, Any], option: str, stack: ExitStack) -> Any:
     from treeward.environments.registry import make_environment
-    from treeward.scoring.score import Score
+    from treeward.environments.scorer import EnvironmentScorer
 
-    environment = make_environment("rules", section, where=option)
-    stack.callback(environment.shutdown)
+    scorer = EnvironmentScorer(make_environment("rules", section, where=option))
+    stack.callback(scorer.environment.shutdown)
+    stack.callback(lambda: logger.info("%s", told) if (told := usage_line(option, scorer.usage())) else None)
 
-    def grade(rows: Sequence[Any]) -> list[list[Score]]:
-        conversations = [conversation for row in rows for conversation in row.conversations]
-        rewards = iter(environment.rewards(conversations, [row.info for row in rows for _ in row.conversations]))
-        scores = (Score(reward.value, error=reward.error) for reward in rewards)
-        return [[next(scores) for _ in row.conversations] for row in rows]
+    def grade(rows: Sequence[Any]) -> Any:
+        infos = [row.info for row in rows]
+        return scorer.score_groups([row.conversations for row in rows], infos=infos, on_error="mask")
 
     return grade
 

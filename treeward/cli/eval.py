@@ -5,8 +5,10 @@ examples:
   treeward eval MODEL --suite llmbar=downloads/llmbar,rmbench --output results/eval --perturbations 100
   treeward eval --checkpoints results/rm --data held_out.jsonl --output results/eval-checkpoints
   treeward eval MODEL OTHER_MODEL --ensemble worst --data held_out.jsonl --output results/eval-ensemble
+  treeward eval MODEL "{type: judge, base_url: http://localhost:8000/v1, model: qwen, mode: tournament}" --suite llmbar
 
 Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or a copy.
+A judge is an environment (docs/rewards.md); what it used is told below the table.
 An example without a score counts as wrong, and the exit code is 1, unless --unscored
 allow is given. Where most have none, there is no accuracy and the code is 1.
 """
@@ -23,7 +25,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from treeward.cli.comparisons import DataOptions, DatasetName, Split, dataset_config
-from treeward.cli.options import Ensemble, ModelOptions, Shaping, checked_models, load_rewards, with_model_options
+from treeward.cli.options import (
+    Ensemble,
+    ModelOptions,
+    Shaping,
+    checked_models,
+    load_rewards,
+    parse_yaml,
+    usage_line,
+    with_model_options,
+)
 from treeward.errors import ConfigError, nearest_path
 from treeward.progress import ShownProgress
 from treeward.tables import Column, results_table
@@ -40,7 +51,10 @@ _COLUMNS = [
 
 @with_model_options
 def run(
-    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Folders or hub names.")] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL", help="Folders, hub names, or an environment as {type: judge, ...}."),
+    ] = None,
     checkpoints: Annotated[str | None, typer.Option(metavar="RUN_DIR", help="The checkpoints of a run.")] = None,
     suite: Annotated[list[str] | None, typer.Option(metavar="NAME[=FOLDER],...", help="Suites to run.")] = None,
     data: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Comparisons, as training reads them.")] = None,
@@ -65,7 +79,11 @@ def run(
         raise ConfigError("there are no comparisons for the option", where="--data-option", got=data_option, need=need)
     suites = _suites(suite or [], data or [], dataset_name, split, data_option, tie_policy)
     training = [dataset_config(path, None, None, data_option) for path in training_data or []]
-    candidates = _candidates(models or [], checkpoints, ensemble, shaping, options)  # errors before suites are read
+    sections = [text for text in models or [] if text.lstrip().startswith("{")]
+    named = [text for text in models or [] if text not in sections]
+    candidates = _judges(sections, bool(perturbations), ensemble, shaping)  # errors before suites are read
+    if named or checkpoints is not None or not candidates:
+        candidates = _candidates(named, checkpoints, ensemble, shaping, options) + candidates
 
     from treeward.evaluation.session import run_evaluation
 
@@ -88,6 +106,9 @@ def run(
             continue
         rows += ({"model": one.model, "suite": one.suite, "part": name} | asdict(part) for name, part in parts.items())
     sys.stdout.write(results_table(rows, _COLUMNS) + "\n")
+    for one in done.summaries:
+        if told := usage_line(f"{one.model} on {one.suite}", one.result.details.get("usage", {})):
+            sys.stdout.write(f"\n{told}\n")
     if done.path is not None:
         sys.stdout.write(f"\nThe report is {done.path}\n")
     failed = [one.result for one in done.summaries if one.result.num_failed]
@@ -159,6 +180,35 @@ def _candidates(
             )
         )
     return candidates
+
+
+def _judges(texts: list[str], perturbs: bool, ensemble: str | None, shaping: str | None) -> list[Candidate]:
+    """Environments in the place of models."""
+    from treeward.environments.registry import check_section
+    from treeward.evaluation.session import Candidate
+
+    candidates = []
+    for text in texts:
+        section = parse_yaml(text, "MODEL")
+        if "type" not in section:
+            need = "a folder or hub name, or an environment as {type: judge, ...}"
+            raise ConfigError("this is no model", where="MODEL", got=text, need=need)
+        if perturbs or ensemble is not None or shaping is not None:
+            need = "reward models"
+            raise ConfigError("an environment's rewards are taken as they are", got=text, need=need,
+                              where="--perturbations, --ensemble, --shaping")  # fmt: skip
+        check_section("judge", section, where="MODEL")
+        parts = [section["type"], section.get("mode"), Path(str(section.get("model", ""))).name]
+        name = "-".join(re.sub(r"[^\w.]+", "-", str(part)) for part in parts if part)
+        candidates.append(Candidate(name, partial(_environment, section), note=f"rewards of {text.strip()}"))
+    return candidates
+
+
+def _environment(section: dict[str, Any]) -> Any:
+    from treeward.environments.registry import make_environment
+    from treeward.environments.scorer import EnvironmentScorer
+
+    return EnvironmentScorer(make_environment("judge", section, where="MODEL")), {"section": section}
 
 
 def _checkpoints(folder: Path) -> dict[str, str]:

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 DETAILS = "reward_details"
 """The key of `EnvironmentReturn.metadata[i]` with the details of the reward of sample i."""
 
+GROUP = "reward_group"
+"""The key of an `env_info` that says which samples belong to one prompt; without it, those of equal prompts."""
+
 WHERE = "env_config"
 """The name of an environment's section in errors; `registry` puts the section's full name in its place."""
 

@@ -40,7 +40,7 @@ from treeward.evaluation.writing import write_results
 from treeward.resumable import resumable_rows
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.rewarding import RewardScorer
-from treeward.scoring.score import ConversationScorer, Score
+from treeward.scoring.score import ConversationScorer, GroupScorer, Score, score_groups
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import completion_length
 from treeward.storage import write_text
@@ -173,6 +173,7 @@ def _evaluate(
         what, own = f"{candidate.name} on {one.suite.name}", {**identity, "examples": one.digest}
         folder = None if output is None else output / candidate.name / one.suite.name
         scored = _score_suite(scorer, one, what, folder, own, on_progress)
+        usage = scorer.usage() if isinstance(scorer, GroupScorer) else {}
         if folder is not None and not mostly_failed(scored):
             files = one.suite.published_files(scored, candidate.published_name or candidate.name)
             for name, content in files.items():
@@ -195,7 +196,12 @@ def _evaluate(
                                one.suite.name)  # fmt: skip
         logger.info("Computing the numbers of %s.", what)
         overlap = overlaps.get(one.suite.name)
-        summaries.append(summarize(one.suite, scored, candidate.name, perturbations=perturbations, overlap=overlap))
+        summary = summarize(one.suite, scored, candidate.name, perturbations=perturbations, overlap=overlap)
+        if usage:  # of the rows that were scored now
+            summary = replace(
+                summary, result=replace(summary.result, details={**summary.result.details, "usage": usage})
+            )
+        summaries.append(summary)
     return summaries
 
 
@@ -340,9 +346,8 @@ def _score_suite(
 
 
 def _score(scorer: ConversationScorer, examples: Sequence[EvalExample]) -> Iterator[ScoredExample]:
-    scores = iter(scorer.score([one for example in examples for one in example.conversations], on_error="mask"))
-    for example in examples:
-        own = [next(scores) for _ in example.completions]
+    groups = score_groups(scorer, [example.conversations for example in examples], on_error="mask")
+    for example, own in zip(examples, groups, strict=True):
         yield ScoredExample(
             example,
             scores=tuple(score.score for score in own),

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import astuple, dataclass, field
+from typing import Literal, Protocol, runtime_checkable
 
 from treeward.data.preference import Message
 
@@ -79,3 +79,41 @@ class ConversationScorer(Protocol):
     def score(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
     ) -> list[Score]: ...
+
+
+@runtime_checkable
+class GroupScorer(ConversationScorer, Protocol):
+    """A scorer whose scores may depend on the other completions of a prompt, as a judge's that compares them."""
+
+    def score_groups(
+        self, groups: Sequence[Sequence[Conversation]], *, on_error: OnError = "raise"
+    ) -> list[list[Score]]: ...
+
+    def usage(self) -> dict[str, float]:
+        """What scoring has used since the last call, as `seconds`, and what it saw of itself, as `position_bias`."""
+
+
+def score_groups(
+    scorer: ConversationScorer, groups: Sequence[Sequence[Conversation]], *, on_error: OnError = "raise"
+) -> list[list[Score]]:
+    """A list of scores for each group, the completions of one prompt."""
+    if isinstance(scorer, GroupScorer):
+        return scorer.score_groups(groups, on_error=on_error)
+    scores = iter(scorer.score([conversation for group in groups for conversation in group], on_error=on_error))
+    return [[next(scores) for _ in group] for group in groups]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a language model has used to judge."""
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))

@@ -28,7 +28,7 @@ from treeward.data.sources import Row, fingerprint, read_rows
 from treeward.data.synthetic.gold import gold_quality
 from treeward.errors import DataError
 from treeward.resumable import resumable_rows
-from treeward.scoring.score import ConversationScorer, Score
+from treeward.scoring.score import ConversationScorer, Score, score_groups
 
 _COMPLETIONS = ("responses", "completions")
 _PROMPTS = ("context", "prompt", "instruction")
@@ -93,13 +93,7 @@ def _conversations(values: Mapping[str, Any], where: str) -> list[list[Message]]
 
 def by_scorer(scorer: ConversationScorer) -> Grader:
     """Scores of a reward model."""
-
-    def grade(rows: Sequence[SampledRow]) -> list[list[Score]]:
-        flat = [conversation for row in rows for conversation in row.conversations]
-        scores = iter(scorer.score(flat, on_error="mask"))
-        return [[next(scores) for _ in row.conversations] for row in rows]
-
-    return grade
+    return lambda rows: score_groups(scorer, [row.conversations for row in rows], on_error="mask")
 
 
 def by_gold_quality(rows: Sequence[SampledRow]) -> list[list[Score]]:

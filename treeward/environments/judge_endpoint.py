@@ -1,0 +1,138 @@
+"""`EndpointJudge`: verdicts by a language model behind an OpenAI-compatible endpoint.
+
+    judge = EndpointJudge(config)
+    judge.ask(questions)           # a `Verdict` for each, or why there is none
+    judge.cost                     # requests, tokens and seconds of all of them
+
+A message without a verdict is asked about once more. With `use_logprobs` the endpoint is asked for log-probabilities,
+and labels count by their expected value; an endpoint that sends none gives its verdicts as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from treeward.config.reward_environments import JudgeEnvironmentConfig
+from treeward.environments.interface import WHERE
+from treeward.environments.verdicts import Question, TokenChoice, Verdict, read, read_tokens, reminder
+from treeward.errors import ModelError
+from treeward.http import ServerError, run_async
+from treeward.openai_client import check_openai, key_from, openai_client, post
+from treeward.scoring.score import Cost
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+_NUM_ALTERNATIVES = 20  # the most that OpenAI's API gives
+
+NO_VERDICT = "the judge gave no verdict, also after a reminder"
+
+
+class EndpointJudge:
+    """Asks an endpoint. Raises `ConfigError` where the package openai or the key is missing."""
+
+    def __init__(self, config: JudgeEnvironmentConfig) -> None:
+        assert config.base_url is not None
+        self.config, self.url = config, config.base_url
+        self.cost = Cost()
+        check_openai()
+        self._key = key_from(config.api_key_env, where=WHERE, field="api_key_env")
+
+    def ask(self, questions: Sequence[Question]) -> list[Verdict | str]:
+        """A verdict for each question, or why there is none. Raises `ModelError` where the endpoint refuses the key,
+        the model, a setting, or every request of several samples."""
+        return run_async(self._ask_all(questions)) if questions else []
+
+    async def _ask_all(self, questions: Sequence[Question]) -> list[Verdict | str]:
+        config = self.config
+        slots = asyncio.Semaphore(config.max_concurrency)
+        async with openai_client(  # a client belongs to an event loop, and `run_async` makes one for each step
+            self.url, api_key=self._key, timeout_seconds=config.timeout_seconds, max_retries=config.max_retries
+        ) as client:
+            tasks = [asyncio.create_task(self._verdict(client, slots, question)) for question in questions]
+            try:
+                await asyncio.wait(tasks, timeout=config.step_timeout_seconds, return_when=asyncio.FIRST_EXCEPTION)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            answers = await asyncio.gather(*tasks, return_exceptions=True)
+        refused = [one for one in answers if isinstance(one, ServerError) and one.status == 400]
+        blamed = [one for one in refused if one.param in self._settings]
+        if blamed or (len(refused) == len(answers) and len({question.about for question in questions}) > 1):
+            raise self._refusal((blamed or refused)[0])
+        return [self._answer(one) for one in answers]
+
+    def _answer(self, answer: Verdict | BaseException | None) -> Verdict | str:
+        if answer is None:
+            return NO_VERDICT
+        if isinstance(answer, asyncio.CancelledError):
+            return f"no verdict within {self.config.step_timeout_seconds} seconds of the step"
+        if isinstance(answer, ServerError):
+            return f"judge: {answer.summary}: {answer.got}"
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    async def _verdict(
+        self, client: AsyncOpenAI, slots: asyncio.Semaphore, question: Question
+    ) -> Verdict | ServerError | None:
+        """None without one; an error of the server is returned unless it is of every request."""
+        messages = [*question.messages]
+        try:
+            for _ in range(2):
+                async with slots:
+                    text, tokens = await self._message(client, messages)
+                verdict = read(text, len(question.order), self.config)
+                if verdict is not None:
+                    return read_tokens(tokens, len(question.order), self.config) or verdict
+                said = [{"role": "assistant", "content": text}] if text else []
+                messages = [*messages, *said, {"role": "user", "content": reminder(self.config, question)}]
+        except ServerError as error:
+            if error.status in (401, 403, 404):
+                raise self._refusal(error) from error
+            return error
+        return None
+
+    async def _message(
+        self, client: AsyncOpenAI, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[TokenChoice]]:
+        """The judge's message, empty if it is truncated or no text, and its tokens, if they were sent."""
+        seconds = self.config.timeout_seconds * (self.config.max_retries + 1)
+        content = await post(
+            client, "/chat/completions", {**self._settings, "messages": messages}, total_seconds=seconds
+        )
+        try:
+            choice = content["choices"][0]
+            text = choice["message"]["content"]
+            usage = content.get("usage") or {}
+            tokens = [_token(one) for one in (choice.get("logprobs") or {}).get("content") or ()]
+        except (LookupError, TypeError, AttributeError) as error:
+            summary = "the server sends no chat completion"
+            raise ServerError(summary, status=200, where=self.url, got=content) from error
+        self.cost += Cost(1, usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+        return (text, tokens) if isinstance(text, str) and choice.get("finish_reason") != "length" else ("", [])
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The fields that every request has."""
+        optional = {"temperature": self.config.temperature, "max_tokens": self.config.max_tokens}
+        given = {key: value for key, value in optional.items() if value is not None}
+        if self.config.use_logprobs:
+            given |= {"logprobs": True, "top_logprobs": _NUM_ALTERNATIVES}
+        return {"model": self.config.model, **given, **self.config.extra_body}
+
+    def _refusal(self, error: ServerError) -> ModelError:
+        return ModelError(
+            "the judge's endpoint refuses the requests",
+            where=self.url,
+            field={401: "api_key_env", 403: "api_key_env", 404: "model"}.get(error.status or 0),
+            got=f"{error.summary}: {error.got}",
+            need="a valid key, one of its models (and /v1 in base_url), and settings that it knows (null: not sent)",
+        )
+
+
+def _token(content: Mapping[str, Any]) -> TokenChoice:
+    others = {one["token"]: float(one["logprob"]) for one in content.get("top_logprobs") or ()}
+    return TokenChoice(content["token"], {content["token"]: float(content["logprob"]), **others})

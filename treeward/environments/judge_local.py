@@ -1,0 +1,117 @@
+"""`LocalJudge`: verdicts by a causal language model in this process.
+
+    judge = LocalJudge(JudgeEnvironmentConfig(model="Qwen/Qwen3-0.6B", mode="pairwise", use_logprobs=True))
+    judge.ask(questions)
+
+With `use_logprobs` the model writes nothing: the probability of each verdict as the whole message is read, all verdicts
+of a question on one tree, and a verdict counts by its expected value. Otherwise it writes its message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from treeward.config.reward_environments import JudgeEnvironmentConfig
+from treeward.data.rendering import Renderer
+from treeward.environments.verdicts import Question, Verdict, labels_of, read
+from treeward.errors import DataError
+from treeward.model.loading import load_policy
+from treeward.model.pretrained import choose_device
+from treeward.scoring.score import Cost
+from treeward.tree.token_tree import common_prefix_length
+
+_QUESTIONS_AT_ONCE = 8
+
+
+class LocalJudge:
+    """Loads the model. Raises `ModelError` for one that cannot be loaded or writes no completions."""
+
+    def __init__(self, config: JudgeEnvironmentConfig) -> None:
+        self.config = config
+        self.cost = Cost()
+        dtype, device = getattr(torch, config.dtype), choose_device(config.device)
+        loaded = load_policy(config.model, dtype=dtype, device=device)
+        self.policy, self.tokenizer = loaded.model, loaded.tokenizer
+        self.renderer = Renderer(self.tokenizer)
+        self._max_tokens = config.max_tokens or 1024
+
+    @torch.no_grad()
+    def ask(self, questions: Sequence[Question]) -> list[Verdict | str]:
+        """A verdict for each question, or why there is none."""
+        found: list[Verdict | str] = []
+        prompts: list[str | DataError] = [self._prompt(question) for question in questions]
+        for start in range(0, len(prompts), _QUESTIONS_AT_ONCE):
+            chunk = prompts[start : start + _QUESTIONS_AT_ONCE]
+            texts = [one for one in chunk if isinstance(one, str)]
+            places = [len(question.order) for question in questions[start : start + _QUESTIONS_AT_ONCE]]
+            if self.config.use_logprobs:
+                answers = iter(self._expected(texts) if texts else [])
+                found += [next(answers) if isinstance(one, str) else one.summary for one in chunk]
+                continue
+            messages = iter(self._messages(texts) if texts else [])
+            for one, num_places in zip(chunk, places, strict=True):
+                if isinstance(one, DataError):
+                    found.append(one.summary)
+                else:
+                    found.append(read(next(messages), num_places, self.config) or "the judge gave no verdict")
+        self.cost += Cost(num_requests=len(questions))
+        return found
+
+    def _prompt(self, question: Question) -> str | DataError:
+        try:
+            return self.renderer.render(question.messages, where="the judge's prompt", generation_prompt=True)
+        except DataError as error:
+            return error
+
+    def _expected(self, prompts: Sequence[str]) -> list[Verdict | str]:
+        """From the probability of each label as the judge's message."""
+        labels = labels_of(self.config)
+        spelt = [text for text, _ in labels.values()]
+        groups = [self.renderer.encode_texts([prompt + text for text in spelt]) for prompt in prompts]
+        shared = [_shared(group) for group in groups]
+        result = self.policy.log_probs(groups, [[start] * len(spelt) for start in shared])
+        self.cost += Cost(num_prompt_tokens=result.num_computed_tokens)
+        verdicts: list[Verdict | str] = []
+        for log_probs in result.values_SL.double().sum(dim=-1).cpu().view(-1, len(spelt)):
+            if not bool(log_probs.isfinite().all()):
+                verdicts.append("the judge's log-probabilities are not finite")
+                continue
+            weights = log_probs.softmax(dim=-1).tolist()
+            per_place = zip(*(values for _, values in labels.values()), strict=True)
+            means = tuple(math.fsum(w * value for w, value in zip(weights, own, strict=True)) for own in per_place)
+            likeliest = [*labels][int(np.argmax(weights))]
+            verdicts.append(Verdict(means, likeliest, mass=math.exp(min(0.0, float(log_probs.logsumexp(-1))))))
+        return verdicts
+
+    def _messages(self, prompts: Sequence[str]) -> list[str]:
+        """What the model writes; empty where it did not end in time."""
+        rows = self.renderer.encode_texts(prompts)
+        longest = max(map(len, rows))
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+        tokens = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=self.policy.device)
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=self.policy.device)
+        temperature = self.config.temperature
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        hf = self.policy.hf
+        written = hf.generate(
+            tokens, attention_mask=mask, max_new_tokens=self._max_tokens, pad_token_id=pad, **sampling
+        )[:, longest:]
+        ends = hf.generation_config.eos_token_id  # type: ignore[union-attr]
+        end_ids = {self.tokenizer.eos_token_id, *([ends] if isinstance(ends, int) else ends or ())}
+        texts = []
+        for row in written.tolist():
+            at = next((i for i, token in enumerate(row) if token in end_ids), None)
+            length = len(row) if at is None else at + 1
+            texts.append("" if at is None else str(self.tokenizer.decode(row[:at], skip_special_tokens=True)))
+            self.cost += Cost(num_completion_tokens=length)
+        self.cost += Cost(num_prompt_tokens=int(mask.sum()))
+        return texts
+
+
+def _shared(rows: Sequence[Sequence[int]]) -> int:
+    first = np.asarray(rows[0])
+    return min(common_prefix_length(first, np.asarray(row)) for row in rows[1:])
