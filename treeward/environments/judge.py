@@ -13,9 +13,9 @@ Rewards are from 0 to 1. By `mode`:
 
 Judges favour a position (Zheng et al. 2023, arXiv 2306.05685, section 3.4). So two texts are compared in both orders,
 and a group in `num_orders`, each turned by as many places: a judge that always says A gives 0.5 to all. What the
-earliest place was worth more than the latest is the component `position_bias`, from -1 to 1; `inconsistent` is the share
-of pairs whose winner changed with the order. With `num_samples` every question is asked so often: verdicts by majority,
-ratings by mean.
+earliest place was worth more than the latest is the component `position_bias`, from -1 to 1; `inconsistent` is the
+share of pairs whose winner changed with the order. With `num_samples` every question is asked so often: verdicts by
+majority, ratings by mean.
 
 A sample of which a question has no verdict has no reward.
 """

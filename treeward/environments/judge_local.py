@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from treeward.scoring.score import Cost
 from treeward.tree.token_tree import common_prefix_length
 
 _QUESTIONS_AT_ONCE = 8
+_ROOM_FOR_A_LABEL = 16
 
 
 class LocalJudge:
@@ -62,10 +64,16 @@ class LocalJudge:
         return found
 
     def _prompt(self, question: Question) -> str | DataError:
+        """As the chat template writes it, or why the model cannot read it."""
         try:
-            return self.renderer.render(question.messages, where="the judge's prompt", generation_prompt=True)
+            text = self.renderer.render(question.messages, where="the judge's prompt", generation_prompt=True)
         except DataError as error:
             return error
+        room = _ROOM_FOR_A_LABEL if self.config.use_logprobs else self._max_tokens
+        length, limit = len(self.renderer.encode_texts([text])[0]) + room, self.policy.max_positions
+        if limit is not None and length > limit:
+            return DataError(f"the judge's prompt and message have {length} tokens, the model reads {limit}")
+        return text
 
     def _expected(self, prompts: Sequence[str]) -> list[Verdict | str]:
         """From the probability of each label as the judge's message."""
@@ -96,11 +104,11 @@ class LocalJudge:
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=self.policy.device)
         temperature = self.config.temperature
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        hf = self.policy.hf
+        hf: Any = self.policy.hf
         written = hf.generate(
             tokens, attention_mask=mask, max_new_tokens=self._max_tokens, pad_token_id=pad, **sampling
         )[:, longest:]
-        ends = hf.generation_config.eos_token_id  # type: ignore[union-attr]
+        ends = hf.generation_config.eos_token_id
         end_ids = {self.tokenizer.eos_token_id, *([ends] if isinstance(ends, int) else ends or ())}
         texts = []
         for row in written.tolist():
