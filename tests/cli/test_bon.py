@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_judge import FakeJudge, completion, places
 from verbs import call
 
 from treeward.cli import bon
@@ -80,6 +81,24 @@ def test_a_rule_sees_the_other_columns(samples: Path, tmp_path: Path) -> None:
     rows = map(json.loads, samples.read_text(encoding="utf-8").splitlines())
     expected = [[float(text in ("4.", "4")) for text in row["responses"]] for row in rows]
     assert scores_of(output, "type-rules") == expected
+
+
+def test_a_judge_rates_all_samples_of_a_prompt_in_one_question(
+    samples: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def answer(request: dict[str, Any]) -> Any:
+        ratings = ", ".join("9" if text.startswith(("4", "Four")) else "2" for text in places(request))
+        return 200, completion(f"Ratings: [[{ratings}]]") | {"usage": {"prompt_tokens": 90, "completion_tokens": 9}}
+
+    judge, output = FakeJudge(answer), tmp_path / "out"
+    section = {"type": "judge", "base_url": judge.url, "model": "m", "api_key_env": None, "mode": "groupwise"}
+    with caplog.at_level("INFO"):
+        assert run("--proxy", "n", "--gold", json.dumps(section), "--data", samples, "--output", output) == 0
+    rows = map(json.loads, samples.read_text(encoding="utf-8").splitlines())
+    expected = [[8 / 9 if text.startswith(("4", "Four")) else 1 / 9 for text in row["responses"]] for row in rows]
+    assert scores_of(output, "type-judge") == [pytest.approx(own) for own in expected]
+    assert len(judge.requests) == 12 * 2 and "24 requests, 2,160 tokens read and 216 written" in caplog.text
+    judge.server.__exit__()
 
 
 def test_what_has_no_score_is_counted_and_never_a_number(

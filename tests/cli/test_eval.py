@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_judge import FakeJudge, completion, places
 
 from treeward.cli.main import main
 from treeward.scoring.scorer import Scorer
@@ -138,3 +139,44 @@ def test_what_cannot_be_is_told_before_a_suite_is_read(
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
     assert "Reading" not in caplog.text and "Loading" not in caplog.text
+
+
+def test_a_judge_is_evaluated_like_a_model_with_its_cost_and_position_bias(
+    model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(request: dict[str, Any]) -> Any:
+        first, _ = places(request)
+        says = "[[A]]" if first.startswith("It is") or "11 + 1" in request["messages"][1]["content"] else "[[B]]"
+        return 200, completion(says) | {"usage": {"prompt_tokens": 50, "completion_tokens": 4}}
+
+    data, output = write_rows("held_out.jsonl", ROWS), tmp_path / "eval"
+    endpoint = FakeJudge(answer)
+    section = {"type": "judge", "base_url": endpoint.url, "model": "org/m", "api_key_env": None, "mode": "tournament"}
+    words = ["eval", json.dumps(section), str(model_folder), "--data", str(data), "--output", str(output)]
+    assert main([*words, "--tie-policy", "half"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "judge-tournament-m on held_out: 60 requests, 3,000 tokens read and 240 written" in printed
+    assert "the first place is worth +0.033, and 3.3% of pairs change their winner with the order" in printed
+    found = {one["model"]: one for one in json.loads((output / "results.json").read_text())["results"]}
+    own = found.pop("judge-tournament-m")
+    assert own["headline"]["value"] == pytest.approx(29.5 / 30)  # of "11 + 1" it prefers a place: a tie
+    usage = own["details"]["usage"]
+    assert usage["num_requests"] == 60 and usage["seconds"] > 0 and usage["position_bias"] == pytest.approx(1 / 30)
+    assert ["usage" in one["details"] for one in found.values()] == [False]
+    assert main(words) == 0 and len(endpoint.requests) == 60  # its rows are kept
+    endpoint.server.__exit__()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{model: x}"], "this is no model"),
+        (["{type: judge, model: x, mode: best}"], "mode"),
+        (["{type: judge, model: x}", "--perturbations", "3"], "taken as they are"),
+    ],
+)
+def test_environments_that_cannot_be_evaluated(
+    words: list[str], message: str, write_rows: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", *words, "--data", str(write_rows("d.jsonl", ROWS[:3]))]) == 2
+    assert message in capsys.readouterr().err
