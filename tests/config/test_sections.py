@@ -240,3 +240,23 @@ def test_what_a_served_model_is_called(tmp_path, monkeypatch):
     assert {model: ServedModelConfig(model=model).served_name for model in names} == names
     section = {"models": ["runs/a/final", "runs/b/final"], "ensemble": {"method": "worst"}}
     assert ServedModelConfig.model_validate(section).served_name == "worst-of-a-b"
+
+
+# the processes that train
+
+
+@pytest.mark.parametrize(
+    ("overrides", "left"),
+    [
+        (["cluster.gpus_per_node=8"], (1, 8)),
+        (["cluster.gpus_per_node=8", "env.reward_model.num_replicas=3"], (1, 5)),
+        (["cluster.gpus_per_node=8", "env.reward_model.resources={gpus_per_node: 4, num_nodes: 1}"], (1, 4)),
+        (["cluster.gpus_per_node=8", "grpo.environments_on_ray=[reward_model]"], (1, 7)),
+        (["cluster.gpus_per_node=8", "env.reward_model={model_name: m, type: reward_model, num_replicas: 2, "
+          "resources: {gpus_per_node: 0}}"], (1, 8)),
+        (["cluster={num_nodes: 3, gpus_per_node: 0}", "env.reward_model.num_replicas=2"], (1, 1)),
+    ],
+)  # fmt: skip
+def test_replicas_of_a_reward_model_leave_the_other_gpus_to_train(load, overrides, left):
+    cluster = load("grpo", *overrides).training_cluster
+    assert (cluster.num_nodes, cluster.num_processes // cluster.num_nodes) == left

@@ -81,11 +81,15 @@ class GRPORunConfig(Strict):
 
         Raises `ConfigError` where none is left.
         """
-        replicated = [one.resources for one in self.reward_models.values() if one.needs_ray]
-        of_replicas = [one.gpus_per_node * one.num_nodes for one in replicated]
+        of_replicas = sum(one.num_gpus for name, one in self.reward_models.items() if self.is_apart(name))
         generation = self.policy.generation
         of_engines = generation.num_engines * generation.vllm_cfg.tensor_parallel_size if self._has_engines_apart else 0
-        return self.cluster.without(sum(of_replicas) + of_engines)
+        return self.cluster.without(of_replicas + of_engines)
+
+    def is_apart(self, reward_model: str) -> bool:
+        """Whether an environment of `reward_models` has workers of its own in Ray."""
+        is_on_ray = reward_model.split(".")[0] in self.grpo.environments_on_ray
+        return is_on_ray or self.reward_models[reward_model].needs_ray
 
     @property
     def reward_models(self) -> dict[str, RewardModelEnvironmentConfig]:

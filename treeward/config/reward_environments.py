@@ -127,6 +127,11 @@ class RewardModelEnvironmentConfig(Strict):
         return max(of_each_node, 1) * self.resources.num_nodes
 
     @property
+    def num_gpus(self) -> int:
+        """GPUs of all replicas, where the machines have any."""
+        return self.num_workers * self.dtensor_cfg.tensor_parallel_size if self.resources.gpus_per_node else 0
+
+    @property
     def needs_ray(self) -> bool:
         """Whether the replicas are more than one process can be."""
         return self.num_workers > 1 or (not self.url and self.dtensor_cfg.tensor_parallel_size > 1)

@@ -188,7 +188,7 @@ def _reward_model_bytes(config: GRPORunConfig) -> tuple[int, dict[str, int]]:
             continue
         models = [_classifier(read_config(one, section.trust_remote_code)) for one in section.model_names]
         size = sum(one.num_parameters() for one in models) * DTYPES[section.precision].itemsize
-        if section.needs_ray or name.split(".")[0] in config.grpo.environments_on_ray:
+        if config.is_apart(name):
             own[f"env.{name}, on its own devices"] = size // section.dtensor_cfg.tensor_parallel_size
         elif not section.dtensor_cfg.cpu_offload:  # such weights come for the scoring alone
             here += size
