@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from treeward.losses import bradley_terry, graded, plackett_luce, ranked_pairs, squared_error
 
 GROUPS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=5)
+MANY = [[i // 2 for i in range(32)], [0], [1, 0]]
 
 
 def plain_loss(
@@ -55,6 +56,7 @@ def plain_loss(
     st.booleans(),
     st.integers(0, 9),
 )
+@example(MANY, "half", 0.1, 0.01, True, 0)
 @settings(deadline=None)
 def test_loss_and_gradient_equal_a_plain_loop(
     ranks: list[list[int]], ties: str, smoothing: float, center: float, with_margins: bool, seed: int
@@ -80,8 +82,8 @@ def test_extreme_differences_stay_finite(difference: float, smoothing: float) ->
     loss.backward()
     wrong = max(-difference, 0.0) * (1 - smoothing) + max(difference, 0.0) * smoothing
     assert float(loss.detach()) == pytest.approx(wrong, abs=1e-5)
-    assert scores.grad is not None and scores.grad.isfinite().all()
-    assert float(scores.grad.sum()) == 0.0
+    slope = smoothing if difference > 0 else smoothing - 1
+    assert scores.grad is not None and scores.grad.tolist() == pytest.approx([slope, -slope], abs=1e-6)
 
 
 def test_ties() -> None:
@@ -146,15 +148,18 @@ def test_models_of_ties(model: str) -> None:
         assert win + tie + TIE_MODELS[model](math.exp(-d / 2), math.exp(d / 2))[0] == pytest.approx(1)
     likely = {r: bradley_terry(torch.zeros(2), tied, ties=model, tie_probability=r) for r in (0.1, 0.6)}  # type: ignore[arg-type]
     assert {r: math.exp(-float(loss)) for r, loss in likely.items()} == pytest.approx({r: r for r in likely})
-    for d in (-1e4, 1e4):
-        scores = torch.tensor([d, 0.0], requires_grad=True)
+    even = {"davidson": (5e3, 0.5), "rao_kupper": (1e4 + math.log(2 / 3), 1.0)}[model]
+    won, lost = (0.0, 0.0), (1e4 + math.log({"davidson": 1, "rao_kupper": 2}[model]), 1.0)
+    for sign, right, wrong in ((1, won, lost), (-1, lost, won)):
+        scores = torch.tensor([sign * 1e4, 0.0], requires_grad=True)
         both = bradley_terry(scores, ordered, ties=model, label_smoothing=0.1) + bradley_terry(scores, tied, ties=model)  # type: ignore[arg-type]
-        (gradient,) = torch.autograd.grad(both, scores)
-        assert both.isfinite() and gradient.isfinite().all() and float(gradient.sum()) == pytest.approx(0, abs=1e-6)
+        value, slope = (0.9 * a + 0.1 * b + c for a, b, c in zip(right, wrong, even, strict=True))
+        assert float(both.detach()) == pytest.approx(value, rel=1e-6)
+        assert torch.autograd.grad(both, scores)[0].tolist() == pytest.approx([sign * slope, -sign * slope], abs=1e-6)
 
 
 def test_strengths() -> None:
-    """HelpSteer's grade, or scores, as a margin, a soft label or a weight; none, or a contradiction, says nothing."""
+    """HelpSteer's grade, or scores, as margin, soft label or weight; none, or scores against ranks, say nothing."""
     scores = torch.tensor([1.0, 0.0, 0.5, 0.0, -0.5])
     ranks, strengths = [(0, 1), (0, 1, 2)], [2.0, (3.0, 1.0, None)]
     win, scale = (lambda d: math.log1p(math.exp(-d))), 0.5
@@ -168,13 +173,20 @@ def test_strengths() -> None:
         pairs = ranked_pairs(ranks, strengths=strengths, strength=kind, strength_scale=scale)  # type: ignore[arg-type]
         assert float(bradley_terry(scores, pairs)) == pytest.approx(want, abs=1e-6), kind
         each = ranked_pairs(ranks, strengths=[-2.0, (0.0, 1.0, None)], strength=kind, weight="pair")  # type: ignore[arg-type]
-        none = {"margin": win(1), "soft_label": (win(1) + win(-1)) / 2, "weight": 0.0}[kind]
+        none = {"margin": win(1), "soft_label": soft(1, -2), "weight": 0.0}[kind]
         other = {"margin": win(0.5), "soft_label": (win(0.5) + win(-0.5)) / 2, "weight": 0.0}[kind]
         assert each.num_units == 4
         assert float(bradley_terry(scores, each)) == pytest.approx(none + other + win(1.0) + win(0.5), abs=1e-6), kind
+    [target] = ranked_pairs([(0, 1)], strengths=[math.log(4)], strength="soft_label").target_P.tolist()
+    assert target == pytest.approx(0.8)  # a judge's probability is itself
+    unlikely = ranked_pairs([(0, 1)], strengths=[math.log(0.25)], strength="soft_label")  # 0.2, smoothed 0.26
+    assert float(bradley_terry(scores, unlikely, label_smoothing=0.1)) == pytest.approx(win(1) + 0.74, abs=1e-6)
+    ends = ranked_pairs([(0, 1)] * 2, strengths=[-1e5, 1e5], strength="soft_label").target_P
+    assert ends.tolist() == [0.0, 1.0]
 
 
 @given(GROUPS, st.sampled_from(["group", "pair"]), st.integers(0, 9))
+@example(MANY, "group", 0)
 @settings(deadline=None)
 def test_plackett_luce_equals_a_plain_loop(ranks: list[list[int]], weight: str, seed: int) -> None:
     """Full and partial rankings: the best of what is left is chosen, and tied completions are never compared."""

@@ -65,10 +65,11 @@ def ranked_pairs(
     """The pairs of G groups whose scores lie one group after another.
 
     `ranks`: for each group the rank of each completion, lower is better. `strengths`: one per group, None for none, or
-    a number for each completion, whose difference is a pair's strength; below 0 it is 0. Times `strength_scale` the
-    strength is the pair's `margin`, its `weight`, or the log-odds of its `soft_label`. `ties`: two completions of equal
-    rank are no pair ("drop"), or a tied one ("half"). `weight`: each group weighs 1, or each pair. `unit`: what shares
-    the weight of a group, its pairs, or the choices of `plackett_luce`.
+    a number for each completion, whose difference is a pair's strength, 0 where it contradicts the ranks. Times
+    `strength_scale` the strength is the pair's `margin`, its `weight`, or the log-odds of its `soft_label`; margin and
+    weight of a strength below 0 are 0. `ties`: two completions of equal rank are no pair ("drop"), or a tied one
+    ("half"). `weight`: each group weighs 1, or each pair. `unit`: what shares the weight of a group, its pairs, or the
+    choices of `plackett_luce`.
     """
     rows: list[tuple[int, int, float, float, float, bool]] = []
     num_units = offset = 0
@@ -85,11 +86,11 @@ def ranked_pairs(
             share, margin, target = 1.0 if weight == "pair" else 1 / units, 0.0, 0.5 if is_tie else 1.0
             found = None if is_tie or strengths is None else _strength(strengths[g], i, j)
             if found is not None and strength == "margin":
-                margin = strength_scale * found
+                margin = strength_scale * max(found, 0.0)
             elif found is not None and strength == "soft_label":
-                target = 1 / (1 + math.exp(-strength_scale * found))
+                target = (1 + math.tanh(strength_scale * found / 2)) / 2
             elif found is not None:
-                share *= strength_scale * found
+                share *= strength_scale * max(found, 0.0)
             rows.append((offset + i, offset + j, share, margin, target, is_tie))
         offset += len(group)
     better, worse, shares, margins, targets, tied = zip(*rows, strict=True) if rows else ((),) * 6
@@ -107,7 +108,7 @@ def ranked_pairs(
 
 def _strength(of_group: float | Sequence[float | None] | None, better: int, worse: int) -> float | None:
     if of_group is None or isinstance(of_group, int | float):
-        return None if of_group is None else max(of_group, 0.0)
+        return of_group
     a, b = (of_group[i] if i < len(of_group) else None for i in (better, worse))
     return None if a is None or b is None else max(a - b, 0.0)
 

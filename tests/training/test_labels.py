@@ -25,11 +25,11 @@ GOOD, BAD = ("sun", "moon", "star", "sky"), ("mud", "rust", "dust", "ash")
 ATTRIBUTES = "{reward_model_type: attributes, attributes: [bright, brief], attribute_weights: %s}"
 
 
-def rows(num: int, *, seed: int, shuffled: bool = False) -> list[Row]:
+def rows(num: int, *, seed: int, shuffled: bool = False, tied: bool = False) -> list[Row]:
     """Four completions of each prompt, of four words: `bright` is how many are good, `brief` nothing but noise."""
     generator, made = random.Random(seed), []
     for n in range(num):
-        counts = generator.sample(range(5), 4)
+        counts = generator.choices(range(5), k=4) if tied else generator.sample(range(5), 4)
         completions = []
         for count in counts:
             words = [generator.choice(GOOD) for _ in range(count)] + [generator.choice(BAD) for _ in range(4 - count)]
@@ -45,8 +45,10 @@ def rows(num: int, *, seed: int, shuffled: bool = False) -> list[Row]:
 def learnt(tiny_run: Callable[..., Any], write_rows: Callable[..., Path]) -> Callable[..., dict[str, float]]:
     """Validation metrics of a run on the planted rule."""
 
-    def run(*overrides: str, shuffled: bool = False, steps: int = 24) -> dict[str, float]:
-        train_path, held_out = write_rows("train.jsonl", rows(96, seed=0, shuffled=shuffled)), rows(24, seed=1)
+    def run(kind: str, *more: str, shuffled: bool = False, steps: int = 24) -> dict[str, float]:
+        overrides, tied = [*KINDS[kind], *more], kind == "ties"
+        train_path = write_rows("train.jsonl", rows(96, seed=0, shuffled=shuffled, tied=tied))
+        held_out = rows(24, seed=1, tied=tied)
         sets = [f"data.train=[{{data_path: {train_path}}}]"]
         sets.append(f"data.validation=[{{data_path: {write_rows('held_out.jsonl', held_out)}, name: held_out}}]")
         optimiser = ["policy.optimizer.kwargs.lr=3.0e-3", "policy.train_global_batch_size=16", "rm.val_period=0"]
@@ -68,8 +70,9 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_planted_rule_is_learnt_and_served(kind: str, learnt: Callable[..., Any], tmp_path: Path) -> None:
     is_graded = kind in ("grades", "attributes")
-    metrics = learnt(*KINDS[kind], f"evaluation.enabled={is_graded}".lower())
-    assert metrics["kendall_tau"] > 0.9 and metrics["best_of_k"] > 0.9 and metrics["group_accuracy"] > 0.6
+    metrics = learnt(kind, f"evaluation.enabled={is_graded}".lower())
+    assert metrics["kendall_tau"] > (0.8 if kind == "ties" else 0.9)  # tau-b of ties and scores that differ is below 1
+    assert metrics["best_of_k"] > 0.9 and metrics["group_accuracy"] > 0.6
     folder = next(tmp_path.rglob("final"))
     contract, scorer = read_contract(folder), Scorer.load(folder)  # which replays the golden scores
     assert contract is not None and contract.read.plain_transformers and contract.golden
@@ -96,12 +99,18 @@ def test_a_planted_rule_is_learnt_and_served(kind: str, learnt: Callable[..., An
         assert one.score == pytest.approx(sum(w * v for w, v in zip(weights, one.heads, strict=True)))
 
 
-CHANCE = {"pairs": math.log(2), "rankings": (math.log(4) + math.log(3) + math.log(2)) / 3, "grades": 1.0}
+CHANCE = {
+    "pairs": math.log(2),
+    "rankings": (math.log(4) + math.log(3) + math.log(2)) / 3,
+    "ties": math.log(3),  # a win, a defeat and a tie are as likely
+    "grades": 1.0,
+    "attributes": (2 + 0.5) / 3,  # a third of the prompts lacks one of both
+}
 
 
 @pytest.mark.parametrize("kind", CHANCE)
 def test_shuffled_labels_are_not_learnt(kind: str, learnt: Callable[..., Any]) -> None:
-    assert learnt(*KINDS[kind], shuffled=True, steps=12)["loss"] > 0.8 * CHANCE[kind]
+    assert learnt(kind, shuffled=True, steps=12)["loss"] > 0.8 * CHANCE[kind]
 
 
 @pytest.mark.parametrize(
