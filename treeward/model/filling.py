@@ -56,10 +56,10 @@ def fill(model: WrappedModel, name: str, load_whole: Callable[[], PreTrainedMode
     weights = {plain: weight for plain, weight, _ in plain_weights(model)}
     embeddings: Any = hf.get_input_embeddings()
     own_part(embeddings.weight)[0].zero_()  # a row for padding may be in no file
-    sources = processes.together(lambda: _sources(hf, name, weights))
+    sources, others = processes.together(lambda: _sources(hf, name, weights))
     read = {id(weights[target]) for target in sources}
     lacking = [plain for plain, weight in weights.items() if id(weight) not in read]
-    lacks_head = bool(lacking) and all(_is_of_head(plain) for plain in lacking)
+    lacks_head = bool(lacking) and all(_is_of_head(plain) and plain not in others for plain in lacking)
     if lacking and not (lacks_head and new_head):
         logger.info("The weights of %s are loaded whole by the main process, which gives the others their parts.", name)
         whole: dict[str, Tensor] = {}  # stays empty on the others
@@ -94,14 +94,16 @@ def restore_buffers(model: WrappedModel) -> None:
             module._buffers[name] = None if buffer is None else buffer.to(model.device)
 
 
-def _sources(hf: PreTrainedModel, name: str, weights: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
-    """For each weight that can be read as it is, its file and its name there."""
+def _sources(
+    hf: PreTrainedModel, name: str, weights: Mapping[str, Tensor]
+) -> tuple[dict[str, tuple[str, str]], set[str]]:
+    """For each weight that can be read as it is, its file and its name there; and those that have another shape."""
     if base_of_adapters(name) is not None:
-        return {}
+        return {}, set()
     conversions = get_model_conversion_mapping(hf)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    found: dict[str, tuple[str, str]] = {}
+    found, others = dict[str, tuple[str, str]](), set[str]()
     try:
         file = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
         files = [file] if file else get_checkpoint_shard_files(name, cached_file(name, SAFE_WEIGHTS_INDEX_NAME))[0]
@@ -114,17 +116,20 @@ def _sources(hf: PreTrainedModel, name: str, weights: Mapping[str, Tensor]) -> d
                     if target not in weights and key in weights:
                         target, converted = key, None
                     shape = tuple(opened.get_slice(key).get_shape())
-                    if converted is None and target in weights and _fits(shape, weights[target]):
-                        found[target] = (str(path), key)
+                    if converted is None and target in weights:
+                        if _fits(shape, weights[target], is_head=_is_of_head(target)):
+                            found[target] = (str(path), key)
+                        else:
+                            others.add(target)
     except (OSError, SafetensorError) as error:
         raise ModelError("the model cannot be loaded", where=name, got=str(error)) from error
-    return found
+    return found, others
 
 
-def _fits(shape: tuple[int, ...], weight: Tensor) -> bool:
+def _fits(shape: tuple[int, ...], weight: Tensor, *, is_head: bool) -> bool:
     """Whether it has the weight's shape, or fewer rows of an embedding, of which one was added for padding."""
     return shape == tuple(weight.shape) or (
-        len(shape) == 2 and shape[1:] == tuple(weight.shape[1:]) and weight.shape[0] - shape[0] == 1
+        not is_head and len(shape) == 2 and shape[1:] == tuple(weight.shape[1:]) and weight.shape[0] - shape[0] == 1
     )
 
 
