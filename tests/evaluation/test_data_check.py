@@ -137,6 +137,31 @@ def test_broken_rows_are_named_and_the_others_are_checked(checked: Callable[...,
     assert results["findings"][0]["fix"] and clean()[0]["chosen"] in page.read_text()
 
 
+def test_grades_are_counted_and_need_no_order(tmp_path: Path, write_rows: Write, tiny_tokenizer: Any) -> None:
+    """HelpSteer2's rows: one completion is enough, two of one grade are no tie; broken rows do not end the check."""
+    rows: list[Any] = [
+        {"prompt": text(i // 2), "response": text(99 + i), "helpfulness": 3, "verbosity": i % 3 or None}
+        for i in range(12)
+    ]
+    rows += [{"prompt": "Alone?", "response": text(7, words=200), "helpfulness": None, "verbosity": 1.0}]
+    rows += [{"prompt": "No grade?", "response": text(8), "helpfulness": None, "verbosity": None}]
+    ungiven = {"prompt": text(2), "helpfulness": 1}
+    rows[5:5] = ["{", ungiven, ungiven | {"response": "a", "helpfulness": "good"}]
+    path = str(write_rows("graded.jsonl", rows))
+    grades = ("helpfulness", "verbosity")
+    config = DatasetConfig(data_path=path, dataset_name="HelpSteer2", attributes=grades)
+    found = check_data(open_sets([config]), Renderer(tiny_tokenizer), tokenizer="", max_lengths=[400])
+    assert names(found)["ungraded"] == (1, 8) and names(found)["broken"] == (3, 11)
+    assert [str(error.where).rpartition(":")[2] for error in found.errors] == ["6", "7", "8"]
+    assert "ties" not in names(found) and found.numbers["grades"] == {"helpfulness": 12, "verbosity": 9}
+    stream = open_sets([config])[0]
+    stream.broken = lambda error: None
+    counts = encode_dataset(stream, Renderer(tiny_tokenizer), attributes=grades, cache_dir=tmp_path).counts
+    assert (found.numbers["tokens"], found.numbers["tree_tokens"]) == (counts.tokens, counts.tree_tokens)
+    [row] = found.lengths
+    assert (row["dropped"], row["too_long"], row["identical_if_cut"]) == (1 / 7, 1 / 7, 0)  # the long one is alone
+
+
 @pytest.mark.parametrize("limit", [1, 60, 90, 110, 130, 400])
 def test_what_a_limit_costs_is_what_training_drops(
     tmp_path: Path, write_rows: Write, tiny_tokenizer: Any, limit: int

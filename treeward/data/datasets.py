@@ -234,20 +234,13 @@ class GradedDataset(UltraFeedback):
 
     def rows(self) -> Iterator[Row]:
         """One row for each prompt, at the place of its first response; a warning says if prompts come back later."""
-        need, seen, again = f"a row of prompt, response and {self.score_key}", set(), 0
-        for prompt, rows in groupby(super().rows(), lambda row: _prompt_of(row, need)):
-            first, completions, key = "", [], hash(str(prompt))
+        seen, again = set[int](), 0
+        for prompt, group in groupby(self._responses(), lambda one: one[0]):
+            responses, key = list(group), hash(str(prompt))
             again += key in seen
             seen.add(key)
-            for row in rows:
-                text_key = "completion" if row.values.get("completion") is not None else "response"
-                response, score = required(row.values, text_key, row.where, need), row.values.get(self.score_key)
-                if not self.config.attributes:
-                    required(row.values, self.score_key, row.where, need)
-                grades = grades_of(row.values, self.config.attributes, row.where)
-                completions.append({**row.values, **grades, "response": response, "score": score})
-                first = first or row.where
-            yield Row({"prompt": turns_of(prompt), "completions": completions}, first)
+            values = {"prompt": turns_of(prompt), "completions": [completion for _, completion, _ in responses]}
+            yield Row(values, responses[0][2])
         if again:
             logger.warning(
                 "%s: %d times a prompt comes back after rows of others. Only rows that follow each other are compared: "
@@ -255,9 +248,25 @@ class GradedDataset(UltraFeedback):
                 *(self.name, again),
             )
 
+    def _responses(self) -> Iterator[tuple[Any, dict[str, Any], str]]:
+        """The prompt of each row, its completion, and where it stands."""
+        for row in super().rows():
+            try:
+                found = self._response(row)
+            except DataError as error:
+                self.broken(error)
+                continue
+            yield found
 
-def _prompt_of(row: Row, need: str) -> Any:
-    return required(row.values, prompt_key(row.values, row.where) or "prompt", row.where, need)
+    def _response(self, row: Row) -> tuple[Any, dict[str, Any], str]:
+        need, values = f"a row of prompt, response and {self.score_key}", row.values
+        prompt = required(values, prompt_key(values, row.where) or "prompt", row.where, need)
+        text_key = "completion" if values.get("completion") is not None else "response"
+        response, score = required(values, text_key, row.where, need), values.get(self.score_key)
+        if not self.config.attributes:
+            required(values, self.score_key, row.where, need)
+        grades = grades_of(values, self.config.attributes, row.where)
+        return prompt, {**values, **grades, "response": response, "score": score}, row.where
 
 
 @register_dataset("HelpSteer2")

@@ -39,7 +39,7 @@ _ADVICE = {
     ),
     "scores_against_ranks": (
         "The rank counts; perhaps a column means the opposite.",
-        "Check which way the scores go; rm.loss.margin=scores gives these no margin.",
+        "Check which way the scores go; rm.loss.strength gives these a strength of 0.",
     ),
     "validation_overlap": (_REMEMBERED, "Split by prompt, not by row; remove them on one side."),
     "benchmark_overlap": (
@@ -58,6 +58,7 @@ _ADVICE = {
         "The score of saying nothing is learnt from few examples, and a policy may find it.",
         "Remove them, unless silence is meant as a completion.",
     ),
+    "ungraded": ("They are left out.", "Grade or remove them; of a row that lacks some grades the others are learnt."),
     "ties": ("By default they are left out.", "data.ties=half trains on them, half a win for each side."),
     "too_long": (
         "data.truncation leaves them out or cuts them, and long conversations are rarely like the others.",
@@ -138,10 +139,12 @@ def numbers_of(data: DataRead) -> dict[str, Any]:
     quantiles = np.quantile(longest, [0.5, 0.99, 1], method="lower").tolist() if len(longest) else [0, 0, 0]
     names = (
         *("rows", "broken", "turns", "completions", "tokens", "tree_tokens", "ties", "tied_pairs"),
-        *("scores_against_ranks", "identical", "identical_texts", "empty", "stops_early"),
+        *("scores_against_ranks", "identical", "identical_texts", "empty", "stops_early", "ungraded"),
     )
     numbers: dict[str, Any] = {name: sums[name] for name in names}
+    graded = {name.removeprefix("graded "): count for name, count in sums.items() if name.startswith("graded ")}
     return numbers | {
+        "grades": graded,
         "pairs": len(data.columns["pair"]),
         "prompts": len(prompts),
         "rows_of_shared_prompts": int(of_prompt[of_prompt > 1].sum()),
@@ -231,6 +234,8 @@ def _of_rows(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
     said = f"have the tokens of another of their comparison, in {numbers['identical_texts']:,} rows the same text."
     yield _finding("identical", numbers["identical"], completions, "completions", said)
     yield _finding("empty", numbers["empty"], completions, "completions", "are empty.")
+    said = f"have no {' and no '.join(numbers['grades'])}."
+    yield _finding("ungraded", numbers["ungraded"], rows, "comparisons", said)
     many: Severity = "warning" if numbers["ties"] > _MUCH * rows else "note"
     yield _finding("ties", numbers["ties"], rows, "comparisons", "have one rank for all completions.", severity=many)
     if (count := numbers["stops_early"]) >= max(_FEWEST_CUT, _SOME * completions):

@@ -58,6 +58,7 @@ def summary_rows(checked: DataCheck) -> list[dict[str, Any]]:
         ("tokens", tokens, None),
         ("tokens of the longest conversation", numbers["tokens_longest"], None),
         ("tokens that a prefix tree saves", tokens - numbers["tree_tokens"], tokens),
+        *((f"completions with a grade {name}", count, completions) for name, count in numbers["grades"].items()),
         ("ties", numbers["ties"], rows),
         ("repeated comparisons", numbers["duplicates"], rows),
         ("contradicted labels", numbers["contradictions"], rows),

@@ -60,10 +60,10 @@ class DataRead:
 
     `sums`: by name. Columns (N,): where a row stands (`where`); `digest`, equal for rows with the same prompt,
     completions and ranks; `prompt`; tokens of the `longest` conversation; the longest that must fit, so that two
-    completions of different rank do (`needed`); tokens that all conversations share (`shared`); these three are 0 in
-    rows that compare nothing. Columns (P,): `pair`, equal for the same two completions of the same prompt;
-    `first_is_better`, 0 or 1; `row`. `errors`: the first ones of broken rows. `noted`: the first rows of findings, by
-    name. `stopped`: sets that could not be read to their end. `ends`: kinds of last tokens.
+    completions of different rank do, or one where grades are learnt (`needed`); tokens that all conversations share
+    (`shared`); these three are 0 in rows that say nothing. Columns (P,): `pair`, equal for the same two completions of
+    the same prompt; `first_is_better`, 0 or 1; `row`. `errors`: the first ones of broken rows. `noted`: the first rows
+    of findings, by name. `stopped`: sets that could not be read to their end. `ends`: kinds of last tokens.
     """
 
     sums: Counter[str] = field(default_factory=Counter)
@@ -99,11 +99,14 @@ def read_data(
     each: Callable[[Preference, str], object] = lambda preference, where: None,
     on_progress: Callable[[int], object] = lambda done: None,
 ) -> DataRead:
-    """Read every row; `each` is called with those that are sound. `renderer`: without a limit of the length."""
-    data = DataRead()
+    """Read every row; `each` is called with those that are sound. `renderer`: without a limit of the length.
+
+    Sets with `attributes` are read as a run that learns these grades reads them.
+    """
+    data, rules = DataRead(), Rules(ties, keep_rest=True, attributes=streams[0].config.attributes if streams else ())
     for rows in portions(rows_of(streams, data)):
-        for (preference, where), record in encoded(rows, renderer, ties, data):
-            _add_row(data, preference, where, record)
+        for (preference, where), record in encoded(rows, renderer, rules, data):
+            _add_row(data, preference, where, record, rules.attributes)
             each(preference, where)
         on_progress(data.sums["rows"])
     return data
@@ -129,19 +132,21 @@ def examples_of(stream: RowDataset, data: DataRead) -> Iterator[EvalExample]:
 
 
 def encoded(
-    rows: Sequence[tuple[Preference, str]], renderer: Renderer, ties: Ties, data: DataRead
+    rows: Sequence[tuple[Preference, str]], renderer: Renderer, rules: Rules, data: DataRead
 ) -> list[tuple[tuple[Preference, str], dict[str, Any]]]:
     """The rows with their records of `encode_rows`; those that the template refuses are broken."""
     try:
-        return list(zip(rows, encode_rows(rows, renderer, Rules(ties, keep_rest=True)), strict=True))
+        return list(zip(rows, encode_rows(rows, renderer, rules), strict=True))
     except DataError as error:
         if len(rows) > 1:
-            return [found for row in rows for found in encoded([row], renderer, ties, data)]
+            return [found for row in rows for found in encoded([row], renderer, rules, data)]
         data.broken(error)
         return []
 
 
-def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping[str, Any]) -> None:
+def _add_row(
+    data: DataRead, preference: Preference, where: str, record: Mapping[str, Any], attributes: Sequence[str]
+) -> None:
     sums, completions = data.sums, preference.completions
     prompt, keys = key_of(preference.context), [key_of(one.messages) for one in completions]
     texts, ranks = [last_text(one.messages) for one in completions], [one.rank for one in completions]
@@ -150,7 +155,8 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
     scored = [(one.rank, one.score) for one in completions if one.score is not None]
     cut = [stops_early(text) for text in texts]
     found = {
-        "ties": best == worst,
+        "ties": best == worst and not attributes,
+        "ungraded": record["outcome"] == "dropped_ungraded",
         "scores_against_ranks": any(a < b and s < t for (a, s), (b, t) in itertools.permutations(scored, 2)),
         "empty": sum(not text.strip() for text in texts),
         "stops_early": sum(cut),
@@ -163,6 +169,7 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
         turns=len(preference.context),
         identical_texts=len(set(keys)) < len(keys),
         **{name: record[name] for name in ("tokens", "tree_tokens", "tied_pairs")},
+        **{f"graded {name}": sum(one.grade(name) is not None for one in completions) for name in attributes},
     )
     for name in (name for name, count in found.items() if count):
         kept = data.noted.setdefault(name, [])
@@ -181,8 +188,8 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
         "digest": digest,
         "prompt": prompt if preference.context else digest,
         "longest": max(sizes, default=0),
-        "needed": _needed(sizes, record["ranks"]),
-        "shared": len(os.path.commonprefix([one.tolist() for one in ids])) if ids else 0,
+        "needed": min(sizes, default=0) if attributes else _needed(sizes, record["ranks"]),
+        "shared": len(os.path.commonprefix([one.tolist() for one in ids])) if len(ids) > 1 else 0,
     }
     for name, value in row.items():
         data.columns[name].append(value)
