@@ -1,6 +1,6 @@
 """Each benchmark runs from its command line, as `make benchmark` and `make soak` call it; here for a few seconds.
 
-One reads real data, where they are; the others the bundled ones, whose tokenizer is trained in a second.
+Some read real data, where they are; the others the bundled ones, whose tokenizer is trained in a second.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ SHORT = {
     "planning.py": "--comparisons 10_000",
     "two_processes.py": "--rounds 1 --steps 3 --hidden-size 64",
     "labels.py": "--size tiny --steps 2 --seeds 1 --rounds 1",
+    "check_data.py": "--rows 300",
     "soak.py": "--minutes 0.1 --clients 8",
     "gpu.py": "--tiny --minutes 9 --box 400",
 }
 IN_CI = ("training_step.py", "planning.py")
+ON_REAL_DATA = ("training_step.py", "labels.py")
 
 
 @pytest.mark.slow
@@ -39,7 +41,7 @@ def test_a_short_run_succeeds(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / name), *SHORT[name].split()]
     if name == "gpu.py":
         command += ["--output", str(tmp_path / "table.md")]
-    environment = dict(os.environ) if name == "training_step.py" else {**os.environ, "TREEWARD_SHARED_DATA": "nowhere"}
+    environment = dict(os.environ) if name in ON_REAL_DATA else {**os.environ, "TREEWARD_SHARED_DATA": "nowhere"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "PROBLEM" not in done.stdout and done.stdout.strip()
