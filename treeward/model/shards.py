@@ -12,6 +12,7 @@ pickle is written or read, unlike by `torch.distributed.checkpoint`'s other writ
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -59,13 +60,22 @@ def write_whole(
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=dict(file_of))
     with _together():
         save(dict(tensors), storage_writer=writer, process_group=group)
-    if max(file_of.values()) == 1:
-        processes.on_main(lambda: _as_one_file(folder), group)
+    processes.on_main(lambda: _as_transformers_has_it(folder), group)
 
 
-def _as_one_file(folder: Path) -> None:
-    (folder / SAFE_WEIGHTS_INDEX_NAME).unlink()
-    (folder / "model-00001-of-00001.safetensors").rename(folder / SAFE_WEIGHTS_NAME)
+def _as_transformers_has_it(folder: Path) -> None:
+    """A single file has its plain name and no index; equal weights are equal files, without the writer's notes on
+    parts, whose order is random."""
+    files = sorted(folder.glob("model-*.safetensors"))
+    for path in files:
+        with path.open("r+b") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = {**json.loads(file.read(size)), "__metadata__": {"format": "pt"}}
+            file.seek(8)
+            file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
+    if len(files) == 1:
+        (folder / SAFE_WEIGHTS_INDEX_NAME).unlink()
+        files[0].rename(folder / SAFE_WEIGHTS_NAME)
 
 
 def files_by_size(sizes: Mapping[str, int], most_bytes: int) -> dict[str, int]:

@@ -130,6 +130,6 @@ def _explained(examples: Sequence[GoldenExample], got: Sequence[float], toleranc
     # A line that is nearly level lies within the tolerance of any scores that hardly differ, and explains nothing.
     is_telling = slope * (max(need) - min(need)) > _TELLING_SPREAD * tolerance
     if is_telling and close(got, [slope * x + offset for x in need], tolerance * max(1.0, slope)):
-        summary = f"the scores are scaled and shifted: {slope:.6g} x score {offset:+.6g}"
+        summary = f"the scores are scaled and shifted: {slope:.4g} x score {offset:+.4g}"
         return Check("activation", "differs", summary, fix=f"{_RAW}: they are normalised or shaped")
     return None
