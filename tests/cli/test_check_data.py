@@ -35,10 +35,12 @@ def test_a_run_is_checked_with_its_own_sets_tokenizer_and_limits(
 def test_formats_are_recognised_and_broken_rows_shown(write_rows: Write, capsys: pytest.CaptureFixture[str]) -> None:
     transcripts = [{side: HUMAN.format(word, end) for side, end in (("chosen", "Rain."), ("rejected", "Snow."))}
                    for word in WORDS]  # fmt: skip
-    files = [str(write_rows("a.jsonl", ["{", *ROWS])), str(write_rows("b.jsonl", transcripts))]
+    broken = {"context": "Half a pair?", "response1": "\ud83d", "response2": "No.", "overall_preference": 1}
+    files = [str(write_rows("a.jsonl", ["{", *ROWS, broken])), str(write_rows("b.jsonl", transcripts))]
     assert main(["check-data", *files, "--max-lengths", "20,30"]) == 1
     shown = capsys.readouterr().out
     assert "a.jsonl:1: the line is not JSON" in shown and "need:  one complete JSON object" in shown
+    assert f"a.jsonl:{len(ROWS) + 2}: the conversation has text that is not valid Unicode" in shown
     assert "28" in shown.partition("comparisons")[2].partition("\n")[0]
 
 

@@ -66,6 +66,7 @@ def test_clean_data_has_no_finding(checked: Callable[..., DataCheck], tmp_path: 
     numbers = found.numbers
     assert (numbers["tokens"], numbers["tree_tokens"]) == (counts.tokens, counts.tree_tokens)
     assert (numbers["rows"], numbers["completions"], numbers["turns"], numbers["prompts"]) == (60, 120, 60, 60)
+    assert repr(checked(rows[:1]).numbers["ties"]) == "0"
     assert numbers["tokens_longest"] == counts.longest and numbers["style"]["longer"].count <= 60
 
 

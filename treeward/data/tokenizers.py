@@ -32,7 +32,8 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    whole = (text.encode(errors="replace").decode() for text in texts)  # rows with lone surrogates are refused later
+    tokenizer.train_from_iterator(whole, trainer)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END, pad_token=_PAD, padding_side="right")
     wrapped.chat_template = DEFAULT_CHAT_TEMPLATE
     return wrapped

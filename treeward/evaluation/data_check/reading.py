@@ -155,19 +155,19 @@ def _add_row(
     scored = [(one.rank, one.score) for one in completions if one.score is not None]
     cut = [stops_early(text) for text in texts]
     found = {
-        "ties": best == worst and not attributes,
-        "ungraded": record["outcome"] == "dropped_ungraded",
-        "scores_against_ranks": any(a < b and s < t for (a, s), (b, t) in itertools.permutations(scored, 2)),
+        "ties": int(best == worst and not attributes),
+        "ungraded": int(record["outcome"] == "dropped_ungraded"),
+        "scores_against_ranks": int(any(a < b and s < t for (a, s), (b, t) in itertools.permutations(scored, 2))),
         "empty": sum(not text.strip() for text in texts),
         "stops_early": sum(cut),
-        "identical": record["deduplicated"] or record["outcome"] == "dropped_identical",
+        "identical": record["deduplicated"] or int(record["outcome"] == "dropped_identical"),
     }
     sums.update(
         found,
         rows=1,
         completions=len(completions),
         turns=len(preference.context),
-        identical_texts=len(set(keys)) < len(keys),
+        identical_texts=int(len(set(keys)) < len(keys)),
         **{name: record[name] for name in ("tokens", "tree_tokens", "tied_pairs")},
         **{f"graded {name}": sum(one.grade(name) is not None for one in completions) for name in attributes},
     )
