@@ -144,3 +144,20 @@ def test_the_log_has_one_handler_and_names_levels(restored_logging: None, capsys
     configure_logging(debug=True)
     ours.debug("seen")
     assert capsys.readouterr().err.endswith("DEBUG seen\n")
+
+
+@pytest.mark.parametrize(
+    ("rank", "shown"), [({"RANK": "0", "SLURM_PROCID": "1"}, 1), ({"RANK": "1"}, 0), ({"SLURM_PROCID": "1"}, 0)]
+)
+def test_of_several_processes_one_shows_its_log(
+    rank: dict[str, str],
+    shown: int,
+    restored_logging: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    configure_logging()
+    logging.getLogger("treeward").warning("once")
+    assert capsys.readouterr().err.count("once") == shown

@@ -261,6 +261,7 @@ def of_stand_in(stand_ins: list[str], key: str) -> str:
     return next(word.partition("=")[2] for word in stand_ins if word.startswith(f"{key}="))
 
 
+@pytest.mark.slow
 def test_colocated_on_two_processes(
     run_processes: Callable[..., list[Any]], words_of: Callable[..., list[str]], stand_ins: list[str],
     tiny_tokenizer: Any, tmp_path: Path,

@@ -69,6 +69,7 @@ def killed_while_busy(process_id: int) -> threading.Thread:
     return thread
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_replicas_and_the_death_of_one(folder: str, scores: list[float], ray: Any) -> None:
     """Without retries, only the chunk of the worker that dies, or takes too long, is masked; then there is another."""

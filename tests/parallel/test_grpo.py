@@ -69,6 +69,7 @@ def case(policy_folder: Path, model_folder: Path) -> Callable[..., list[str]]:
     return named
 
 
+@pytest.mark.slow
 def test_two_processes_run_stop_resume_and_fail_as_one(
     run_processes: Callable[..., list[Any]], file: str, case: Callable[..., list[str]], tmp_path: Path
 ) -> None:

@@ -103,6 +103,7 @@ def test_the_plan_of_a_small_run(planned: Any, capsys: pytest.CaptureFixture[str
     assert again.memory["peak"] < found["memory"]["peak"] and again.operations > found["operations"]
 
 
+@pytest.mark.slow
 def test_what_is_held_by_every_kind_of_training(planned: Any, tmp_path: Path) -> None:
     """By weight, in bytes: what docs/training.md says of layouts."""
     sizes = {key: value for key, value in SMALL.items() if key != "model_type"}
@@ -149,6 +150,7 @@ def test_a_run_of_grpo_has_a_reference_keys_and_values_and_reward_models(planned
     assert sharded.memory["whole policy"] == pytest.approx(4 * found.parameters, rel=0.01)
 
 
+@pytest.mark.slow
 def test_several_devices_share_the_weights_the_work_and_what_is_sent(planned: Any) -> None:
     """DTensor asks operations for the shapes of whole tensors: that is neither memory nor work."""
     planned.write(SMALL | {"num_hidden_layers": 8, "vocab_size": 200}, tokens=16)

@@ -103,12 +103,15 @@ def configure_logging(*, debug: bool = False) -> None:
     """Send log records and Python warnings to standard error, above a progress bar if there is one.
 
     treeward's messages show from INFO on, other libraries' from WARNING on; with `debug` from DEBUG and INFO on. A
-    second call replaces the first; handlers that others have installed stay.
+    second call replaces the first; handlers that others have installed stay. Of the processes of torchrun or srun only
+    the first one shows what all would say.
     """
     root, ours = logging.getLogger(), logging.getLogger("treeward")
     root.handlers = [handler for handler in root.handlers if not isinstance(handler, StandardErrorHandler)]
     handler = StandardErrorHandler()
     handler.setFormatter(_Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
+        handler.setLevel(logging.CRITICAL)
     root.addHandler(handler)
     root.setLevel(logging.INFO if debug else logging.WARNING)
     ours.setLevel(logging.DEBUG if debug else logging.INFO)
