@@ -22,7 +22,7 @@ def write_signed_model(folder: Path, tokenizer: Any, *, seed: int, max_length: i
     return folder
 
 
-def signed(folder: Path, tokenizer: Any, hf: Any, *, dtype: Any = None, **rendering: Any) -> Any:
+def signed(folder: Path, tokenizer: Any, hf: Any, *, dtype: Any = None, heads: Any = None, **rendering: Any) -> Any:
     """Export a Hugging Face classifier and sign the folder: the `RewardModel`, its `Renderer` and the contract.
 
     `rendering`: of the renderer, which has a copy of the tokenizer with a padding token that ends nothing.
@@ -40,4 +40,4 @@ def signed(folder: Path, tokenizer: Any, hf: Any, *, dtype: Any = None, **render
     model = RewardModel(hf, layout="encoder" if hasattr(hf, "classifier") else "tree")
     renderer = Renderer(tokenizer, **rendering)
     export_model(model, tokenizer, folder, rendering=renderer.settings, dtype=dtype or torch.float32)
-    return model, renderer, sign_later(folder, model=model, renderer=renderer)()
+    return model, renderer, sign_later(folder, model=model, renderer=renderer, heads=heads)()

@@ -28,6 +28,7 @@ LAYOUTS = [
     pytest.param(("policy.train_micro_batch_tokens=60",), id="trees in parts"),
     pytest.param(("policy.activation_checkpointing_enabled=true",), id="recomputed"),
     pytest.param(("data.ties=half", "rm.loss.label_smoothing=0.1"), id="ties"),
+    pytest.param(("policy.reward_model_cfg.num_heads=3",), id="heads"),
 ]
 
 

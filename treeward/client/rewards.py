@@ -283,6 +283,7 @@ class _Row(BaseModel):
     truncated: bool
     error: str | None
     heads: list[float] = []
+    spread: float | None = None
     members: list[float] = []
     components: dict[str, float] = {}
 
@@ -304,6 +305,7 @@ def _read(reply: Reply, number: int) -> list[Reward]:
     rewards = []
     for row in rows:
         why = row.error if row.score is None else None
-        score = Score(row.score, row.num_tokens, row.truncated, tuple(row.heads), tuple(row.members), why)
+        values = {"heads": tuple(row.heads), "members": tuple(row.members), "spread": row.spread}
+        score = Score(row.score, row.num_tokens, row.truncated, error=why, **values)
         rewards.append(Reward(row.reward, score, row.components, row.error))
     return rewards

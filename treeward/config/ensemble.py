@@ -25,7 +25,8 @@ class EnsembleConfig(Strict):
     over: Literal["models", "heads"] = "models"
     """The members: several models, or the heads of one model."""
     standardize: bool = True
-    """Bring each member to mean 0 and deviation 1 first, by its calibration (`treeward calibrate`) or as below."""
+    """Bring each member to mean 0 and deviation 1 first, by its calibration (`treeward calibrate`) or as below. Heads
+    that have learnt one score (`num_heads`) have its unit: they are standardized only by `means` and `stds`."""
     means: tuple[float, ...] | None = None
     """The mean of each member's scores, in the members' order. None: those of the models' calibrations."""
     stds: tuple[PositiveFloat, ...] | None = None

@@ -157,11 +157,19 @@ class RewardModelConfig(Strict):
     attribute_weights: dict[str, float] | Literal["mean", "fit"] = "mean"
     """How the heads make one score: a weight for each (0 where it has none), their mean, or weights that fit the order
     of the validation sets (else of the training sets) best, found at the export (`fit`)."""
+    num_heads: PositiveInt = 1
+    """Heads that learn the same score, each from other initial weights and other weights of the comparisons: the score
+    is their mean, and their spread says where they agree. Not for `attributes`."""
 
     @property
     def labels(self) -> tuple[str, ...]:
         """The grades that are learnt, one by each head; none where the data's order is."""
         return ("score",) if self.reward_model_type == "regression" else self.attributes
+
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """The names of the heads; none for a single score without a grade, and for published models, which have own."""
+        return tuple(f"LABEL_{h}" for h in range(self.num_heads)) if self.num_heads > 1 else self.labels
 
 
 class TrainedModelConfig(Strict):
@@ -277,5 +285,8 @@ class PolicyConfig(TrainedModelConfig):
                 summary, field=f"{key}.attribute_weights.{name}", got=name, need=f"one of {', '.join(names)}",
                 fix=f"did you mean {near}?" if near else None,
             )  # fmt: skip
+        is_other, keys = has_many or kind.attribute_weights == "fit", f"{key}.num_heads {key}.reward_model_type"
+        need = "1 for attributes, which have a head each, and for fitted weights: heads of one score are averaged"
+        self.refuse(kind.num_heads > 1 and is_other, keys, need)
         is_idle = bool(weights) and not any(weights.values())
         self.refuse(is_idle, f"{key}.attribute_weights", "a weight that is not zero")

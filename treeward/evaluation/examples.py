@@ -53,7 +53,8 @@ class ScoredExample:
     """An example with a score for each completion, None where there is none and `errors` says why.
 
     `lengths`: characters of each completion's last message. `num_tokens`: of each scored conversation. `heads`: the
-    values of the model's heads by name, for each completion, where the example has grades of such names.
+    values of the model's heads by name, for each completion, where the example has grades of such names, or the heads
+    are estimates of one score.
     """
 
     example: EvalExample

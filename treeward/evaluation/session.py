@@ -354,14 +354,17 @@ def _score(scorer: ConversationScorer, examples: Sequence[EvalExample]) -> Itera
             lengths=tuple(completion_length(one, "characters", None) for one in example.conversations),
             num_tokens=tuple(score.num_tokens for score in own),
             errors=tuple(score.error for score in own),
-            heads=_graded_heads(example, own),
+            heads=_kept_heads(example, own),
         )
 
 
-def _graded_heads(example: EvalExample, scores: Sequence[Score]) -> tuple[dict[str, float], ...]:
-    names = example.suite_data.get("attributes", {})
-    of_heads = [zip(score.head_names, score.heads, strict=False) for score in scores]
-    kept = tuple({name: value for name, value in own if name in names} for own in of_heads)
+def _kept_heads(example: EvalExample, scores: Sequence[Score]) -> tuple[dict[str, float], ...]:
+    grades = example.suite_data.get("attributes", {})
+    kept = tuple(
+        {name: value for name, value in own if name in grades or score.spread is not None}
+        for score in scores
+        for own in [zip(score.head_names, score.heads, strict=False)]
+    )
     return kept if any(kept) else ()
 
 

@@ -34,6 +34,10 @@ SCORE_MEANING = "higher is better; only differences between completions of one p
 """Meaning of the value of a head trained on comparisons."""
 
 
+ESTIMATE_MEANING = "an estimate of the score, which is the mean of all; where they differ it is uncertain"
+"""Meaning of the value of one of several heads that have learnt the same score."""
+
+
 class RenderingContract(Strict):
     """From messages to token ids: the whole conversation is rendered once, without a generation prompt."""
 
@@ -183,6 +187,11 @@ class ScoringContract(Strict):
     """Conversations to replay; empty if the model's template or limit refuses all of them."""
     tolerance: ToleranceContract
     """Largest difference of a replayed score."""
+
+    @property
+    def has_estimates(self) -> bool:
+        """Whether the heads are several estimates of one score, whose spread means something."""
+        return len(self.heads) > 1 and all(head.meaning == ESTIMATE_MEANING for head in self.heads)
 
     @property
     def scores_sha256(self) -> str:

@@ -113,9 +113,10 @@ def _reward_model(config: RewardModelRunConfig, mesh: Mesh, filling: Filling) ->
     size = filling.number * MICRO_BATCHES * mesh.data_size
     sizes = {"train_global_batch_size": size, "train_micro_batch_tokens": filling.tokens}
     policy = config.policy.model_copy(update=sizes)
-    names, shapes = policy.reward_model_cfg.labels, _config_of(policy)
-    heads = Heads(names, *((1.0,) * len(names),) * 3) if names else Heads()
-    hf = _classifier(shapes, policy.trust_remote_code, num_labels=len(heads.weights))
+    section, shapes = policy.reward_model_cfg, _config_of(policy)
+    number = len(section.head_names) or 1
+    heads = Heads(section.labels, *((1.0,) * number,) * 3, are_estimates=section.num_heads > 1)
+    hf = _classifier(shapes, policy.trust_remote_code, num_labels=number)
     model = _trained(RewardModel(hf, layout=choose_layout(hf, policy.attention)), policy, mesh)
     optimizer = build_optimizer(model, policy.optimizer, cpu_offload=steps_on_host(policy, mesh))
     setup = SimpleNamespace(
@@ -123,7 +124,7 @@ def _reward_model(config: RewardModelRunConfig, mesh: Mesh, filling: Filling) ->
         mesh=mesh,
         model=model,
         order=EpochOrder([size], seed=0),
-        training_sets={"planned": _Comparisons(filling, size, len(heads.weights))},
+        training_sets={"planned": _Comparisons(filling, size, len(section.labels))},
         validation_sets={},
         optimizer=optimizer,
         scheduler=build_scheduler(optimizer, policy.scheduler, total_steps=1),
@@ -223,13 +224,13 @@ def _trained(model: _Model, policy: TrainedModelConfig, mesh: Mesh) -> _Model:
 class _Comparisons:
     """A data set of comparisons of one size."""
 
-    def __init__(self, filling: Filling, number: int, num_heads: int) -> None:
-        self.filling, self.num_heads, self.tree_tokens = filling, num_heads, [filling.tokens_of_group] * number
+    def __init__(self, filling: Filling, number: int, num_grades: int) -> None:
+        self.filling, self.num_grades, self.tree_tokens = filling, num_grades, [filling.tokens_of_group] * number
         self.shapes = np.array([[filling.group, filling.prompt + filling.completion]] * number)
 
     def __getitem__(self, row: int) -> Comparison:
         rows, group = [np.array(one, dtype=np.int32) for one in self.filling.sequences(row)], self.filling.group
-        grades = ((1.0,) * self.num_heads,) * group
+        grades = ((1.0,) * self.num_grades,) * group
         tokens = self.tree_tokens[row]
         return Comparison(tuple(rows), self.ranks(row), (1,) * group, "", None, "planned", tokens, grades=grades)
 

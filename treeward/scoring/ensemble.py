@@ -174,7 +174,8 @@ def _constants(
         raise ConfigError("an ensemble has no members", need="at least one model")
     if config.over == "heads" and len(names) > 1:
         raise ConfigError("an ensemble of heads has one model", field="over", got=f"heads of {len(names)} models")
-    if not config.standardize:
+    is_one_score = config.over == "heads" and contracts[0] is not None and contracts[0].has_estimates
+    if not config.standardize or (is_one_score and config.means is None):  # estimates of it have its unit
         return None
     if config.means is not None and config.stds is not None:
         if config.over == "models":

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _Request = tuple[Row, list[list[Message]]]
 
 _ROWS_AT_ONCE = 256
-_OURS = ("score", "scores", "error", "truncated")
+_OURS = ("score", "scores", "spread", "spreads", "error", "truncated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +151,11 @@ def _with_scores(row: Row, rewarded: Sequence[Reward], ours: Sequence[str]) -> S
     # Values of an earlier scoring would be taken for this one's.
     result = {key: value for key, value in row.values.items() if key not in ours}
     single = is_single(row.values, row.where)
-    for key, numbers in (("score", [one.raw for one in rewarded]), ("reward", [one.value for one in rewarded])):
+    numbers = {"score": [one.raw for one in rewarded], "reward": [one.value for one in rewarded]}
+    spreads = [one.score.spread for one in rewarded]
+    for key, own in (numbers if spreads == [None] * len(spreads) else numbers | {"spread": spreads}).items():
         if key in ours:
-            result |= {key: numbers[0]} if single else {f"{key}s": numbers}
+            result |= {key: own[0]} if single else {f"{key}s": own}
     errors = {i: one.error for i, one in enumerate(rewarded) if one.error is not None}
     if errors:
         alone = len(rewarded) == 1

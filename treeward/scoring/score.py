@@ -29,7 +29,8 @@ class Score:
     `score`: float32, or None where there is none; `error` then says why. `num_tokens`: as it was scored, or its full
     length; 0 where it could not be rendered. `truncated`: some of its context was cut to make it fit. `heads`: the
     value of each head, in the model's order, and `head_names` their names; `members`: the score of each model of an
-    ensemble.
+    ensemble. `spread`: where the heads are estimates of one score, their standard deviation (of the population), in
+    units of the score.
     """
 
     score: float | None
@@ -39,11 +40,12 @@ class Score:
     members: tuple[float, ...] = ()
     error: str | None = None
     head_names: tuple[str, ...] = ()
+    spread: float | None = None
 
     @property
     def parts(self) -> dict[str, float]:
-        """The scores of members, and the values of several heads, by name, as `member_0` and `head_helpfulness`; heads
-        whose names are not distinct are numbered."""
+        """The scores of members, the values of several heads and their spread, by name, as `member_0`,
+        `head_helpfulness` and `spread`; heads whose names are not distinct are numbered."""
         parts = {f"member_{i}": value for i, value in enumerate(self.members)}
         if len(self.heads) > 1:
             labels = self.head_names or tuple(map(str, range(len(self.heads))))
@@ -51,7 +53,7 @@ class Score:
             if len(set(keys)) < len(keys):  # as those of "a b" and "a-b"
                 keys = list(map(str, range(len(keys))))
             parts |= {f"head_{key}": value for key, value in zip(keys, self.heads, strict=True)}
-        return parts
+        return parts if self.spread is None else parts | {"spread": self.spread}
 
 
 @dataclass(frozen=True, slots=True)

@@ -355,8 +355,12 @@ class Scorer(PreparedScorer[Prepared]):
             if on_error == "raise":
                 raise
             return Score(None, one.num_tokens, one.truncated, error=_one_line(error))
+        has_estimates = self.contract is not None and self.contract.has_estimates
         return Score(
-            self._combined(values), one.num_tokens, one.truncated, heads=tuple(values), head_names=self.head_names
+            *(self._combined(values), one.num_tokens, one.truncated),
+            heads=tuple(values),
+            head_names=self.head_names,
+            spread=float(np.std(values)) if has_estimates else None,
         )
 
     def _combined(self, values: Sequence[float]) -> float:

@@ -134,7 +134,8 @@ def model_card(setup: RewardModelSetup, step: int, validation: Mapping[str, Mapp
         base_line=f"base_model: {base}\n" if on_hub else "",
         base=base or "a model trained from scratch",
         loss=setup.config.policy.reward_model_cfg.reward_model_type,
-        meaning=_GRADES.format(", ".join(setup.heads.attributes)) if setup.heads.attributes else _ORDER,
+        meaning=(_GRADES.format(", ".join(setup.heads.attributes)) if setup.heads.attributes else _ORDER)
+        + (_ESTIMATES.format(len(setup.heads.weights)) if setup.heads.are_estimates else ""),
         step=step,
         batch_size=policy.train_global_batch_size,
         precision=policy.precision,
@@ -148,6 +149,7 @@ _ORDER = (
     "sigmoid(score(a) - score(b))."
 )
 _GRADES = "It is a weighted sum of predicted grades, as reward_contract.json says: {}."
+_ESTIMATES = " It is the mean of {} heads, trained on different weights of the data; their spread is its uncertainty."
 _CARD = """---
 library_name: transformers
 tags: [reward-model, treeward]

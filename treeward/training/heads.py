@@ -6,10 +6,13 @@
 Grades are learnt as they are: a mean and a scale that were taken out would have to be folded into the head at the
 export, and the heads of decoders in transformers have no bias to hold a mean. The squared errors are in units of the
 training data's standard deviation, so that no attribute counts more for its scale alone.
+
+Several heads of one score (`num_heads`) differ in their initial weights and in the weights of the comparisons.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,8 +23,8 @@ from scipy.optimize import minimize
 from scipy.special import expit
 
 from treeward.config.policy import RewardModelConfig
-from treeward.data.encoding import EncodedDataset
-from treeward.model.contract import HeadContract
+from treeward.data.encoding import Comparison, EncodedDataset
+from treeward.model.contract import ESTIMATE_MEANING, HeadContract
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +36,20 @@ class Heads:
     """Heads with the `attributes` that they learn; none where the score learns an order.
 
     Of each head `weights`: in the score; `means`, `stds`: of its grades in the training data, 0 and 1 without grades.
+    `are_estimates`: all of them learn the one score.
     """
 
     attributes: tuple[str, ...] = ()
     weights: tuple[float, ...] = (1.0,)
     means: tuple[float, ...] = (0.0,)
     stds: tuple[float, ...] = (1.0,)
+    are_estimates: bool = False
 
     def contract(self) -> list[HeadContract] | None:
         """The heads of the scoring contract; None: the model's own."""
+        if self.are_estimates:
+            weights = enumerate(self.weights)
+            return [HeadContract(name=f"LABEL_{h}", meaning=ESTIMATE_MEANING, weight=weight) for h, weight in weights]
         if not self.attributes:
             return None
         return [
@@ -77,11 +85,25 @@ def heads_of(config: RewardModelConfig, training_sets: Iterable[EncodedDataset],
 
     The values of a published model without attributes are parts of its score.
     """
-    names, given = config.labels, config.attribute_weights
+    names, given, times = config.labels, config.attribute_weights, config.num_heads
     if not names:
-        return Heads((), *((constant,) * num_heads for constant in (1.0, 0.0, 1.0)))
+        return Heads((), *((constant,) * num_heads for constant in (1 / times, 0.0, 1.0)), are_estimates=times > 1)
     grades_NH = np.concatenate([dataset.grades for dataset in training_sets])
     stds = np.nanstd(grades_NH, axis=0)
-    weights = [given.get(name, 0.0) if isinstance(given, dict) else 1 / len(names) for name in names]
-    means = tuple(np.nanmean(grades_NH, axis=0).tolist())
-    return Heads(names, tuple(weights), means, tuple(np.where(stds > 0, stds, 1.0).tolist()))
+    weights = [given.get(name, 0.0) if isinstance(given, dict) else 1 / len(names) / times for name in names]
+    means, units = np.nanmean(grades_NH, axis=0).tolist(), np.where(stds > 0, stds, 1.0).tolist()
+    return Heads(names, *(tuple(own * times) for own in (weights, means, units)), are_estimates=times > 1)
+
+
+def bootstrap_weights(comparison: Comparison, num_heads: int, *, seed: int) -> NDArray[np.float64]:
+    """How often a comparison counts for each of H heads, float64 (H,), of mean and variance 1: the Bayesian bootstrap
+    (Rubin 1981), which resamples the data without losing any.
+
+    They are functions of the seed, the comparison's tokens and ranks, and the head.
+    """
+    digest = hashlib.shake_256(repr((seed, comparison.ranks)).encode())
+    for ids in comparison.token_ids:
+        digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())
+    uniform_H = (np.frombuffer(digest.digest(8 * num_heads), dtype="<u8") + 0.5) / 2.0**64
+    weights_H: NDArray[np.float64] = -np.log(uniform_H)
+    return weights_H

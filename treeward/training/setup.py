@@ -395,7 +395,7 @@ def _load_model(
 ) -> RewardModel:
     policy = config.policy
     common: dict[str, Any] = {"attention": policy.attention, "device": where_to_load(policy, mesh)}
-    common |= {"head_std": config.rm.head_init_std, "labels": policy.reward_model_cfg.labels}
+    common |= {"head_std": config.rm.head_init_std, "labels": policy.reward_model_cfg.head_names}
     has_lora = policy.dtensor_cfg.lora_cfg.enabled
     saved = None if checkpoint is None or has_lora else checkpoint.path / "model"  # adapters are merged there
     if saved is None and policy.architecture is not None:
@@ -419,7 +419,7 @@ def _check_model(
     first = [comparison for dataset in datasets for comparison in dataset[:_CHECKED_COMPARISONS]]
     sample = [ids for comparison in first for ids in comparison.token_ids]
     check_positions(model, config.max_sequence_length)
-    num_heads = len(config.policy.reward_model_cfg.labels) or None
+    num_heads = len(config.policy.reward_model_cfg.head_names) or None
     check_before_training(model, sample, tokenizer, num_heads=num_heads, highest_token=highest_token)
 
 

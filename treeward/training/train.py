@@ -32,7 +32,7 @@ from treeward.errors import ConfigError, TreewardError
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.gates import scored_comparison
 from treeward.evaluation.results import Metric
-from treeward.losses import LOSSES
+from treeward.losses import LOSSES, mean_over_heads
 from treeward.metrics import METRIC_NAMES, GradeSums, RewardMetrics, RewardSums
 from treeward.model.export import Rest, export_model, push_folder
 from treeward.model.loading import load_reward_model
@@ -197,13 +197,18 @@ class RewardModelRun(Run):
         sums.add(self._scores(values_SH), here.labels.pairs, loss_sum, here.labels.num_units)
 
     def _loss(self, values_SH: Tensor, labels: Labels) -> Tensor:
-        """The sum of the loss, of the scores or of the values of the heads."""
-        if labels.targets is None:
-            return self._loss_of(self._scores(values_SH), labels.pairs)
-        return self._loss_of(values_SH, labels.targets)
+        """The sum of the loss: of the scores, of the values of the heads, or in training of each estimate of one."""
+        learnt = labels.pairs if labels.targets is None else labels.targets
+        if labels.weights_SH is not None:
+            return mean_over_heads(self._loss_of, values_SH, learnt, labels.weights_SH)
+        return self._loss_of(self._scores(values_SH) if labels.targets is None else self._grades(values_SH), learnt)
 
     def _scores(self, values_SH: Tensor) -> Tensor:
         return (values_SH * self._weights_H).sum(dim=1)
+
+    def _grades(self, values_SH: Tensor) -> Tensor:
+        """The values that are compared with grades, one for each attribute."""
+        return self._scores(values_SH)[:, None] if self.setup.heads.are_estimates else values_SH
 
     def _update_weights(self, number: int, total: RewardMetrics) -> float:
         """Clip, step, and return the gradients' norm before clipping; NaN, and no step, where it or the loss is not
@@ -283,7 +288,7 @@ class RewardModelRun(Run):
             values_SH = values_SH[here.order_S]
         scores_S = self._scores(values_SH)
         if here.labels.targets is not None:
-            grades.add(values_SH, here.labels.targets)
+            grades.add(self._grades(values_SH), here.labels.targets)
         sums.add(scores_S, here.labels.pairs, self._loss(values_SH, here.labels), here.labels.num_units)
         return scores_S
 
@@ -329,7 +334,7 @@ class RewardModelRun(Run):
             model = load_reward_model(
                 best.path / "model",
                 tokenizer=setup.tokenizer,
-                labels=setup.heads.attributes,
+                labels=policy.reward_model_cfg.head_names,
                 dtype=dtype,
                 attention=policy.attention,
                 trust_remote_code=policy.trust_remote_code,

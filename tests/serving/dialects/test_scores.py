@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import pytest
+from families import tiny_model
 from serving.dialects.clients import CLIENTS, Client
 from serving.dialects.conftest import CHATS, KINDS, Served
+from signed import signed
 
+from treeward import RewardClient, RewardModelEnvironment
 from treeward.config.reward_shaping import RewardShapingConfig
+from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper
 from treeward.serving.rendered_text import RenderedText, beginning_of
+from treeward.training.heads import Heads
 
 CLOSE = 1e-5
 
@@ -45,6 +52,20 @@ def test_scores_equal_the_scorers(client: Client, kind: str, shared: Any) -> Non
     served = shared(kind)
     assert scores_through(client, served) == pytest.approx(served.scores, abs=CLOSE)
     assert len({round(score, 3) for score in served.scores}) == len(CHATS)
+
+
+def test_the_spread_of_heads_is_in_our_own_dialect_and_its_client(
+    tiny_tokenizer: Any, tmp_path: Path, make_service: Any, serve_on_loopback: Any
+) -> None:
+    heads = Heads(weights=(1 / 3,) * 3, are_estimates=True).contract()
+    signed(tmp_path, tiny_tokenizer, tiny_model("llama", num_labels=3), heads=heads)
+    url = serve_on_loopback(make_service(models=[{"model": str(tmp_path), "device": "cpu"}]))
+    for score, expected in zip(RewardClient(url).score(CHATS), Scorer.load(tmp_path).score(CHATS), strict=True):
+        assert score.score == pytest.approx(fmean(score.heads), abs=CLOSE) == expected.score
+        assert score.spread == pytest.approx(pstdev(score.heads), abs=CLOSE) == expected.spread
+    environment = RewardModelEnvironment({"model_name": url})
+    [reward] = environment.rewards(CHATS[:1], [{}])
+    assert reward.components["spread"] == pytest.approx(pstdev(reward.score.heads), abs=CLOSE)
 
 
 ASK = [{"role": "user", "content": "2 + 2?"}]

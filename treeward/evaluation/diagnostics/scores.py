@@ -11,7 +11,7 @@ size alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -63,6 +63,7 @@ def statistics_of(
         accuracy_metric((margins == 0).astype(float).tolist(), "ties", prompts, of="pairs"),
         *found.values(),
         *grade_errors(scored).values(),
+        *spread_metric(scored).values(),
         Metric("ece_fitted", after, count=count),
         Metric("temperature", scale, count=count, note=missing),
         Metric("worst_subset", None) if worst is None else replace(worst, name="worst_subset", note=worst.name),
@@ -91,11 +92,11 @@ def statistics_of(
 def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """`mse` and `pearson` of the values of heads and the grades of their names, over all of them and of each, as in
     `metrics.grade_metrics`; empty where no example has both."""
-    names = sorted({name for one in scored for own in one.heads for name in own})
+    names = sorted({name for one in scored for own in one.heads for name in _graded_names(one, own)})
     sums = GradeSums()
     for one in scored:
         grades = one.example.suite_data.get("attributes", {})
-        known = [i for i, own in enumerate(one.heads) if own]
+        known = [i for i, own in enumerate(one.heads) if _graded_names(one, own)]
         rows = [[grades[name][i] for name in names] for i in known]
         targets = graded(
             [[[math.nan if grade is None else grade for grade in row] for row in rows]], (1.0,) * len(names)
@@ -107,6 +108,26 @@ def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
         return {}
     values, count = grade_metrics(sums.sums_6H, names), int(sums.sums_6H[0].sum())
     return {name: Metric(name, value if math.isfinite(value) else None, count=count) for name, value in values.items()}
+
+
+def _graded_names(one: ScoredExample, heads: Iterable[str]) -> list[str]:
+    return [name for name in heads if name in one.example.suite_data.get("attributes", {})]
+
+
+def spread_metric(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
+    """`spread_auroc`: how often the heads differ more about a pair in the wrong order than about one in the right
+    order, by the standard deviation over heads of the difference of the two values; empty where the heads are no
+    estimates of one score."""
+    spreads: tuple[list[float], list[float]] = [], []
+    for one in scored:
+        values_SH = [[own[name] for name in sorted(own.keys() - _graded_names(one, own))] for own in one.heads]
+        for better, worse in one.pairs() if any(values_SH) else ():
+            a, b = one.scores[better], one.scores[worse]
+            if a is not None and b is not None:
+                spreads[a > b].append(float(np.std(np.subtract(values_SH[better], values_SH[worse]))))
+    wrong, right = spreads
+    metric = Metric("spread_auroc", auroc(wrong, right), count=len(wrong) + len(right))
+    return {metric.name: metric} if metric.count else {}
 
 
 def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]:

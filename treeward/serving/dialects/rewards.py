@@ -84,8 +84,8 @@ class RewardsBody(OwnBody):
 
 
 class RewardRow(TypedDict):
-    """`heads`, `members`: of a model with several heads, and of an ensemble, the value of each. `components`: the
-    running statistics that have normalised the reward.
+    """`heads`, `members`: of a model with several heads, and of an ensemble, the value of each. `spread`: of heads that
+    are estimates of one score. `components`: the running statistics that have normalised the reward.
     """
 
     index: int
@@ -95,6 +95,7 @@ class RewardRow(TypedDict):
     truncated: bool
     error: str | None
     heads: NotRequired[list[float]]
+    spread: NotRequired[float]
     members: NotRequired[list[float]]
     components: NotRequired[dict[str, float]]
 
@@ -173,6 +174,8 @@ def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> RewardsResponse:
         )
         if len(score.heads) > 1:
             row["heads"] = list(score.heads)
+        if score.spread is not None:
+            row["spread"] = score.spread
         if score.members:
             row["members"] = list(score.members)
         if reward.components:

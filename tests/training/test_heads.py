@@ -1,0 +1,195 @@
+"""Several heads learn one score, each from its own weights of the comparisons; their spread goes wherever scores go."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from treeward.config.ensemble import EnsembleConfig
+from treeward.data.sources import Row
+from treeward.environments.reward_model import RewardModelEnvironment
+from treeward.errors import ConfigError
+from treeward.losses import bradley_terry, graded, mean_over_heads, ranked_pairs, squared_error
+from treeward.metrics import RewardSums
+from treeward.model.contract import read_contract
+from treeward.scoring.ensemble import EnsembleScorer
+from treeward.scoring.rows import ChunkScorer, chunks_of
+from treeward.scoring.scorer import Scorer
+from treeward.training.heads import bootstrap_weights
+from treeward.training.prefetch import BatchPreparer
+from treeward.training.setup import set_up
+from treeward.training.train import RewardModelRun, train
+
+GOOD, BAD = ("sun", "moon", "star", "sky"), ("mud", "rust", "dust", "ash")
+HEADS = "policy.reward_model_cfg.num_heads=4"
+
+
+def rows(num: int, *, seed: int, shuffled: bool = False, prompt: str = "Say {}.") -> list[dict[str, Any]]:
+    """Four completions of four words: the score is how many are good."""
+    generator, made = random.Random(seed), []
+    for n in range(num):
+        counts = generator.sample(range(5), 4)
+        completions = []
+        for count in counts:
+            words = [generator.choice(GOOD) for _ in range(count)] + [generator.choice(BAD) for _ in range(4 - count)]
+            generator.shuffle(words)
+            score = generator.choice(counts) if shuffled else count
+            completions.append({"completion": " ".join(words), "score": score})
+        made.append({"prompt": prompt.format(n % 7), "completions": completions})
+    return made
+
+
+@pytest.fixture
+def learnt(tiny_run: Callable[..., Any], write_rows: Callable[..., Path]) -> Callable[..., dict[str, float]]:
+    def run(*overrides: str, shuffled: bool = False, steps: int = 24) -> dict[str, float]:
+        train_path, held_out = write_rows("train.jsonl", rows(96, seed=0, shuffled=shuffled)), rows(24, seed=1)
+        sets = [f"data.train=[{{data_path: {train_path}}}]", HEADS]
+        sets.append(f"data.validation=[{{data_path: {write_rows('held_out.jsonl', held_out)}, name: held_out}}]")
+        optimiser = ["policy.optimizer.kwargs.lr=3.0e-3", "policy.train_global_batch_size=16", "rm.val_period=0"]
+        length = [f"rm.max_num_steps={steps}", "rm.max_num_epochs=100", "checkpointing.save_period=null"]
+        return dict(train(tiny_run(*sets, *optimiser, *length, *overrides), show_progress=False).validation["held_out"])
+
+    return run
+
+
+def gradients(run: RewardModelRun) -> list[Tensor]:
+    found = [one.grad.clone() for one in run.model.parameters() if one.grad is not None]
+    run.model.zero_grad(set_to_none=True)
+    return found
+
+
+def test_the_loss_is_the_mean_of_each_heads_weighted_loss() -> None:
+    """Two comparisons, three heads, by hand in float64, forward and backward."""
+    values = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    weights = torch.tensor([[0.5, 2.0, 0.0]] * 2 + [[1.0, 0.25, 3.0]] * 3)
+    pairs, expected = ranked_pairs([(0, 1), (1, 0, 1)]), torch.zeros((), dtype=torch.float64)
+    for h in range(3):
+        expected = expected - weights[0, h] * F.logsigmoid(values[0, h] - values[1, h]) / 3
+        for worse in (2, 4):
+            expected = expected - weights[2, h] * F.logsigmoid(values[3, h] - values[worse, h]) / 2 / 3
+    got = mean_over_heads(bradley_terry, values, pairs, weights)
+    assert float(got) == pytest.approx(float(expected), rel=1e-6)
+    [by_hand], [ours] = torch.autograd.grad(expected, values), torch.autograd.grad(got, values)
+    torch.testing.assert_close(ours, by_hand, atol=1e-6, rtol=1e-5)
+    assert float(ours[:2, 2].abs().sum()) == 0.0 and float(ours[2:, 2].abs().sum()) > 0  # a weight of zero
+    grades = graded([[(1.0,), (math.nan,)], [(0.0,), (2.0,), (4.0,)]], stds=(2.0,))
+    error = sum(
+        weights[s, h] * (values[s, h] - grade) ** 2 / size / 4 / 3
+        for h in range(3)
+        for s, grade, size in ((0, 1.0, 2), (2, 0.0, 3), (3, 2.0, 3), (4, 4.0, 3))
+    )
+    assert float(mean_over_heads(squared_error, values, grades, weights)) == pytest.approx(float(error), rel=1e-6)
+
+
+def test_weights_follow_from_seed_comparison_and_head_alone(tiny_run: Callable[..., Any]) -> None:
+    comparisons = next(iter(set_up(tiny_run()).training_sets.values()))[:200]
+    weights = np.array([bootstrap_weights(one, 8, seed=1) for one in comparisons])
+    again = np.array([bootstrap_weights(one, 4, seed=1) for one in reversed(comparisons)])[::-1]
+    assert np.array_equal(weights[:, :4], again)  # more heads leave the others as they are
+    assert not np.isclose(weights, [bootstrap_weights(one, 8, seed=2) for one in comparisons]).any()
+    assert weights.min() > 0 and (weights.mean(), weights.var()) == pytest.approx((1, 1), abs=0.2)
+    assert np.abs(np.corrcoef(weights.T) - np.eye(8)).max() < 0.25
+
+
+@pytest.mark.parametrize("kind", ["bradley_terry", "plackett_luce"])
+def test_micro_batches_change_no_gradient(kind: str, tiny_run: Callable[..., Any]) -> None:
+    found = []
+    for size in ("512", "60"):  # also in parts
+        kinds = [HEADS, f"policy.reward_model_cfg.reward_model_type={kind}"]
+        setup = set_up(tiny_run(*kinds, f"policy.train_micro_batch_tokens={size}"))
+        run, batches, sums = RewardModelRun(setup), BatchPreparer(setup).step(1), RewardSums()
+        for micro_batch in batches.micro_batches:
+            run.backward(micro_batch, batches.num_units, sums)
+        found.append((len(batches.micro_batches), sums.read().loss_sum, gradients(run)))
+    (few, loss, wanted), (many, other_loss, got) = found
+    assert few < many and loss == pytest.approx(other_loss, rel=1e-5)
+    for a, b in zip(wanted, got, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert len({float(row.norm()) for row in wanted[-1]}) == 4  # no two heads learn alike
+
+
+@pytest.mark.parametrize("kind", ["bradley_terry", "plackett_luce", "regression"])
+def test_a_planted_rule_is_learnt_and_the_spread_is_told(kind: str, learnt: Callable[..., Any], tmp_path: Path) -> None:
+    metrics = learnt(f"policy.reward_model_cfg.reward_model_type={kind}", "evaluation.enabled=true")
+    assert metrics["kendall_tau"] > 0.9 and metrics["best_of_k"] > 0.9
+    folder = next(tmp_path.rglob("final"))
+    contract, scorer = read_contract(folder), Scorer.load(folder)  # which replays the golden scores
+    assert contract is not None and contract.has_estimates and contract.read.plain_transformers
+    assert [(one.name, one.weight) for one in contract.heads] == [(f"LABEL_{h}", 0.25) for h in range(4)]
+    scores = scorer.score_completions("Say 1.", ["sun moon sky mud", "ash"])
+    for one in scores:
+        assert len(set(one.heads)) == 4 and one.score == pytest.approx(fmean(one.heads), abs=1e-6)
+        assert one.spread == pytest.approx(pstdev(one.heads), abs=1e-6) and one.parts["spread"] == one.spread
+    [report] = json.loads(next(tmp_path.rglob("results.json")).read_text(encoding="utf-8"))["results"]
+    told = {one["name"]: one["value"] for one in report["diagnostics"]["statistics"]}
+    assert told["pair_accuracy"] == pytest.approx(metrics["accuracy"]) and 0 <= told["spread_auroc"] <= 1
+    if kind == "regression":
+        assert metrics["mse"] < 0.2 and scores[0].score == pytest.approx(3, abs=1)
+
+
+def test_shuffled_labels_are_not_learnt(learnt: Callable[..., Any]) -> None:
+    assert learnt(shuffled=True, steps=12)["loss"] > 0.8 * math.log(2)
+
+
+def test_spread_is_used_by_environment_and_ensemble(learnt: Callable[..., Any], tmp_path: Path) -> None:
+    learnt(steps=2)
+    folder, log = next(tmp_path.rglob("final")), [{"role": "user", "content": "Say 1."}]
+    log.append({"role": "assistant", "content": "sun moon"})
+    [score] = Scorer.load(folder).score([log])
+    environment = RewardModelEnvironment({"model_name": str(folder), "resources": {"gpus_per_node": 0}}, workers="here")
+    [reward] = environment.rewards([log], [{}])
+    assert reward.value == pytest.approx(score.score) and reward.components["spread"] == pytest.approx(score.spread)
+    assert [reward.components[f"head_{h}"] for h in range(4)] == pytest.approx(list(score.heads))
+    config = EnsembleConfig(over="heads", method="uncertainty", uncertainty_coefficient=0.7)
+    [careful] = EnsembleScorer.load([folder], config=config).score([log])  # without constants: one unit
+    assert careful.score == pytest.approx(fmean(score.heads) - 0.7 * pstdev(score.heads) ** 2, abs=1e-6)
+    assert careful.spread == score.spread and careful.members == score.heads
+    given = [{"messages": log}, {"prompt": "Say 1.", "completions": ["sun moon", "ash"]}]
+    chunks = chunks_of(Row(values, f"in.jsonl:{i}") for i, values in enumerate(given))
+    [scored] = map(ChunkScorer(lambda: (Scorer.load(folder), None, {})).score, chunks)
+    one, two = (row.values for row in scored.rows)
+    assert (one["score"], one["spread"]) == pytest.approx((score.score, score.spread))
+    assert two["spreads"][0] == pytest.approx(score.spread) and len(two["spreads"]) == 2
+
+
+def test_a_run_with_adapters_resumes_with_the_same_weights(
+    tiny_run: Callable[..., Any],
+    learnt: Callable[..., Any],
+    tmp_path: Path,
+    read_weights: Callable[..., Any],
+) -> None:
+    base = tmp_path / "base"
+    learnt(steps=1)
+    next(tmp_path.rglob("final")).rename(base)
+    lora = [HEADS, "policy.dtensor_cfg.lora_cfg.enabled=true", f"policy.model_name={base}", "policy.model_config=null"]
+    lora += ["policy.tokenizer.vocab_size=null", "policy.scheduler=null", "checkpointing.metric_name=null"]
+
+    def run(name: str, *overrides: str) -> Any:
+        places = [f"checkpointing.checkpoint_dir={tmp_path / name}", f"logger.log_dir={tmp_path / name}-logs"]
+        return train(tiny_run(*lora, *places, *overrides), show_progress=False)
+
+    whole = run("whole", "rm.max_num_steps=4")
+    run("parted", "rm.max_num_steps=2")
+    parted = run("parted", "rm.max_num_steps=4")
+    assert whole.model_folder is not None and parted.model_folder is not None
+    weights = [read_weights(folder) for folder in (whole.model_folder, parted.model_folder)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0] | weights[1])
+    assert list(weights[0]["score.weight"].shape) == [4, 32]
+
+
+@pytest.mark.parametrize("kind", ["{reward_model_type: attributes, attributes: [a, b], num_heads: 2}",
+                                  "{reward_model_type: regression, attribute_weights: fit, num_heads: 2}"])  # fmt: skip
+def test_several_heads_are_of_one_score(kind: str, tiny_run: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="num_heads"):
+        tiny_run(f"policy.reward_model_cfg={kind}")
