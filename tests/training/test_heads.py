@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable
@@ -121,7 +120,8 @@ def test_micro_batches_change_no_gradient(kind: str, tiny_run: Callable[..., Any
 
 @pytest.mark.parametrize("kind", ["bradley_terry", "plackett_luce", "regression"])
 def test_a_planted_rule_is_learnt_and_the_spread_is_told(kind: str, learnt: Callable[..., Any], tmp_path: Path) -> None:
-    metrics = learnt(f"policy.reward_model_cfg.reward_model_type={kind}", "evaluation.enabled=true")
+    steps = 40 if kind == "regression" else 24
+    metrics = learnt(f"policy.reward_model_cfg.reward_model_type={kind}", steps=steps)
     assert metrics["kendall_tau"] > 0.9 and metrics["best_of_k"] > 0.9
     folder = next(tmp_path.rglob("final"))
     contract, scorer = read_contract(folder), Scorer.load(folder)  # which replays the golden scores
@@ -131,9 +131,6 @@ def test_a_planted_rule_is_learnt_and_the_spread_is_told(kind: str, learnt: Call
     for one in scores:
         assert len(set(one.heads)) == 4 and one.score == pytest.approx(fmean(one.heads), abs=1e-6)
         assert one.spread == pytest.approx(pstdev(one.heads), abs=1e-6) and one.parts["spread"] == one.spread
-    [report] = json.loads(next(tmp_path.rglob("results.json")).read_text(encoding="utf-8"))["results"]
-    told = {one["name"]: one["value"] for one in report["diagnostics"]["statistics"]}
-    assert told["pair_accuracy"] == pytest.approx(metrics["accuracy"]) and 0 <= told["spread_auroc"] <= 1
     if kind == "regression":
         assert metrics["mse"] < 0.2 and scores[0].score == pytest.approx(3, abs=1)
 
@@ -147,7 +144,7 @@ def test_spread_is_used_by_environment_and_ensemble(learnt: Callable[..., Any], 
     folder, log = next(tmp_path.rglob("final")), [{"role": "user", "content": "Say 1."}]
     log.append({"role": "assistant", "content": "sun moon"})
     [score] = Scorer.load(folder).score([log])
-    environment = RewardModelEnvironment({"model_name": str(folder), "resources": {"gpus_per_node": 0}}, workers="here")
+    environment = RewardModelEnvironment({"model_name": str(folder), "precision": "float32"}, workers="here")
     [reward] = environment.rewards([log], [{}])
     assert reward.value == pytest.approx(score.score) and reward.components["spread"] == pytest.approx(score.spread)
     assert [reward.components[f"head_{h}"] for h in range(4)] == pytest.approx(list(score.heads))
@@ -163,17 +160,13 @@ def test_spread_is_used_by_environment_and_ensemble(learnt: Callable[..., Any], 
     assert two["spreads"][0] == pytest.approx(score.spread) and len(two["spreads"]) == 2
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_resumes_with_the_same_weights(
-    tiny_run: Callable[..., Any],
-    learnt: Callable[..., Any],
-    tmp_path: Path,
-    read_weights: Callable[..., Any],
+    tiny_run: Callable[..., Any], policy_folder: Path, tmp_path: Path, read_weights: Callable[..., Any]
 ) -> None:
-    base = tmp_path / "base"
-    learnt(steps=1)
-    next(tmp_path.rglob("final")).rename(base)
-    lora = [HEADS, "policy.dtensor_cfg.lora_cfg.enabled=true", f"policy.model_name={base}", "policy.model_config=null"]
-    lora += ["policy.tokenizer.vocab_size=null", "policy.scheduler=null", "checkpointing.metric_name=null"]
+    lora = [HEADS, "policy.dtensor_cfg.lora_cfg.enabled=true", f"policy.model_name={policy_folder}"]
+    lora += ["policy.model_config=null", "policy.tokenizer.vocab_size=null", "policy.scheduler=null"]
+    lora += ["policy.max_total_sequence_length=256", "data.validation=[]", "checkpointing.metric_name=null"]
 
     def run(name: str, *overrides: str) -> Any:
         places = [f"checkpointing.checkpoint_dir={tmp_path / name}", f"logger.log_dir={tmp_path / name}-logs"]

@@ -305,7 +305,7 @@ def _read(reply: Reply, number: int) -> list[Reward]:
     rewards = []
     for row in rows:
         why = row.error if row.score is None else None
-        values = {"heads": tuple(row.heads), "members": tuple(row.members), "spread": row.spread}
-        score = Score(row.score, row.num_tokens, row.truncated, error=why, **values)
+        heads, members = tuple(row.heads), tuple(row.members)
+        score = Score(row.score, row.num_tokens, row.truncated, heads, members, why, spread=row.spread)
         rewards.append(Reward(row.reward, score, row.components, row.error))
     return rewards

@@ -87,12 +87,14 @@ def heads_of(config: RewardModelConfig, training_sets: Iterable[EncodedDataset],
     """
     names, given, times = config.labels, config.attribute_weights, config.num_heads
     if not names:
-        return Heads((), *((constant,) * num_heads for constant in (1 / times, 0.0, 1.0)), are_estimates=times > 1)
+        weights_H, zeros_H, ones_H = ((constant,) * num_heads for constant in (1 / times, 0.0, 1.0))
+        return Heads((), weights_H, zeros_H, ones_H, are_estimates=times > 1)
     grades_NH = np.concatenate([dataset.grades for dataset in training_sets])
     stds = np.nanstd(grades_NH, axis=0)
     weights = [given.get(name, 0.0) if isinstance(given, dict) else 1 / len(names) / times for name in names]
     means, units = np.nanmean(grades_NH, axis=0).tolist(), np.where(stds > 0, stds, 1.0).tolist()
-    return Heads(names, *(tuple(own * times) for own in (weights, means, units)), are_estimates=times > 1)
+    weights_H, means_H, units_H = (tuple(own * times) for own in (weights, means, units))
+    return Heads(names, weights_H, means_H, units_H, are_estimates=times > 1)
 
 
 def bootstrap_weights(comparison: Comparison, num_heads: int, *, seed: int) -> NDArray[np.float64]:

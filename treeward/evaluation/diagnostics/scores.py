@@ -126,7 +126,8 @@ def spread_metric(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
             if a is not None and b is not None:
                 spreads[a > b].append(float(np.std(np.subtract(values_SH[better], values_SH[worse]))))
     wrong, right = spreads
-    metric = Metric("spread_auroc", auroc(wrong, right), count=len(wrong) + len(right))
+    note = None if wrong and right else "It needs pairs in the right order and in the wrong one."
+    metric = Metric("spread_auroc", auroc(wrong, right), count=len(wrong) + len(right), note=note)
     return {metric.name: metric} if metric.count else {}
 
 
