@@ -71,6 +71,8 @@ SECTIONS = [
     (PolicyConfig, "model_config: {model_type: llama}, load_in_4bit: true, dtensor_cfg: {lora_cfg: {enabled: true}}",
      "load_in_4bit"),
     (PolicyConfig, "model_name: m, lora_cfg: {enabled: true}", "lora_cfg.enabled"),
+    (PolicyConfig, "model_name: m, reward_model_cfg: {freeze_backbone: true}, dtensor_cfg: {lora_cfg: {enabled: true}}",
+     "reward_model_cfg.freeze_backbone"),
     (PolicyConfig, "model_name: m, megatron_cfg: {enabled: true, anything: 1}", "megatron_cfg.enabled"),
     (PolicyConfig, "model_name: m, reward_model_cfg: {enabled: false}", "reward_model_cfg.enabled"),
     (PolicyConfig, f"model_name: m, scheduler: [{LINEAR}, {LINEAR}]", "scheduler.milestones"),

@@ -27,6 +27,7 @@ from treeward.model.export import export_model
 from treeward.model.loading import load_reward_model
 from treeward.model.pretrained import load_tokenizer
 from treeward.model.published import ARMORM, HELPSTEER2
+from treeward.model.reward_model import FeatureBatch
 from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
 from treeward.training.train import train
@@ -264,6 +265,9 @@ def test_scores_are_those_of_the_authors_arithmetic(name: str, loaded: Any, save
     together = model.score_tokens([*SEQUENCES, SEQUENCES[0]]).sum(dim=1)
     assert score_error(alone, want) < 1e-5
     assert score_error(together[:-1], want) < 1e-5 and together[0] == together[-1]
+    features = model.features(model.make_batch([SEQUENCES]))
+    assert features.shape == (3, *model.feature_shape) == (3, 2 if model.gate_pattern else 1, SIZE)
+    assert score_error(model.heads(FeatureBatch(features)).sum(dim=1), want) < 1e-5
 
 
 @pytest.mark.parametrize("name", MODELS)

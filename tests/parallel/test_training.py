@@ -48,6 +48,7 @@ CASES: dict[str, list[str]] = {
         *("policy.dtensor_cfg.activation_checkpointing=selective", "policy.train_micro_batch_size=1"),
         *("policy.reward_model_cfg.reward_model_type=plackett_luce", "rm.loss.weight=pair"),
     ],
+    "head alone": ["policy.reward_model_cfg.freeze_backbone=true", "policy.train_micro_batch_tokens=80"],
 }
 BEGUN = {"cut": "parts/checkpoints/step_4", "sharded again": "cut/checkpoints/step_8"}
 """Runs of several processes that go on from a checkpoint of another layout; one process goes on from the first."""
@@ -78,7 +79,7 @@ SLOW = [pytest.mark.slow, pytest.mark.long]
     ("num_processes", "cases", "layout"),
     [
         pytest.param(2, ["rows"], {}, id="two", marks=pytest.mark.slow),
-        pytest.param(2, ["trees", "parts", "encoder", "recomputed"], {}, id="two, all kinds", marks=SLOW),
+        pytest.param(2, ["trees", "parts", "encoder", "recomputed", "head alone"], {}, id="two, all kinds", marks=SLOW),
         pytest.param(4, list(CASES), {}, id="four", marks=SLOW),
         pytest.param(4, ["parts"], {"dp_replicate_size": 2}, id="two copies", marks=SLOW),
         pytest.param(4, ["trees"], {"tensor_parallel_size": 2}, id="cut in two", marks=SLOW),

@@ -160,6 +160,9 @@ class RewardModelConfig(Strict):
     num_heads: PositiveInt = 1
     """Heads that learn the same score, each from other initial weights and other weights of the comparisons: the score
     is their mean, and their spread says where they agree. Not for `attributes`."""
+    freeze_backbone: bool = False
+    """Train the head alone. The backbone reads the data once, before the first step; the hidden states that the head
+    reads are kept in `data.cache_dir`, also for later runs."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -228,6 +231,11 @@ class TrainedModelConfig(Strict):
         return _MICRO_BATCH_TOKENS if is_unset else self.train_micro_batch_tokens
 
     @property
+    def trains_backbone(self) -> bool:
+        """Whether the weights that are loaded change, other than those of a score head."""
+        return not self.dtensor_cfg.lora_cfg.enabled
+
+    @property
     def trained_vocab_size(self) -> int | None:
         """The size of the tokenizer that is to be trained; None if a ready one is loaded."""
         if self.architecture is None or self.tokenizer.name is not None:
@@ -269,8 +277,15 @@ class PolicyConfig(TrainedModelConfig):
     """Comparisons per optimiser step."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
 
+    @property
+    def trains_backbone(self) -> bool:
+        return super().trains_backbone and not self.reward_model_cfg.freeze_backbone
+
     def check(self) -> None:
         super().check()
+        is_both = self.reward_model_cfg.freeze_backbone and self.dtensor_cfg.lora_cfg.enabled
+        keys, fix = "reward_model_cfg.freeze_backbone dtensor_cfg.lora_cfg.enabled", "set one of them to false"
+        self.refuse(is_both, keys, "the head alone, or adapters with the head", fix)
         kind, names = self.reward_model_cfg, self.reward_model_cfg.attributes
         key, has_many = "reward_model_cfg", kind.reward_model_type == "attributes"
         keys, need = (

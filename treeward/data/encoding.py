@@ -270,6 +270,18 @@ class EncodedDataset(Sequence[Comparison]):
         values = self._column("digest")[kept[0] : kept[-1] + 1].to_numpy()
         return values[kept - kept[0]]  # type: ignore[no-any-return]
 
+    def tokens_sha256(self, end: int) -> str:
+        """SHA-256 of the conversations of the first `end` comparisons, whatever their labels are."""
+        digests = [hashlib.sha256() for _ in range(3)]
+        for start, batch in zip(self._starts, self._batches, strict=False):
+            first, last = np.searchsorted(self._kept[:end], [start, start + batch.num_rows])
+            nested = batch["token_ids"].take(pa.array(self._kept[first:last] - start))
+            flat = nested.flatten()
+            lengths = [pa.compute.list_value_length(one) for one in (nested, flat)]
+            for digest, values in zip(digests, [*lengths, flat.flatten()], strict=True):
+                digest.update(values.to_numpy().tobytes())
+        return hashlib.sha256(b"".join(digest.digest() for digest in digests)).hexdigest()
+
     @cached_property
     def highest_token(self) -> int:
         """The largest token id, for comparison with a model's vocabulary."""

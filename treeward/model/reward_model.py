@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 from treeward.errors import ModelError
 from treeward.model.prefix_cache import MIN_PREFIX_TOKENS, PrefixCache
 from treeward.model.wrapped import Layout, WrappedModel
-from treeward.tree.batch import Batch, TreeBatch, plan_sequences
+from treeward.tree.batch import Batch, Movable, RowBatch, TreeBatch, plan_sequences
 from treeward.tree.parts import order_of_parts, split_group
 from treeward.tree.prefix import Prefix
 from treeward.tree.token_tree import TokenIds
@@ -34,6 +35,14 @@ DEFAULT_BATCH_TOKENS = 4096
 
 HEAD_NAMES = ("score", "classifier", "classification_head", "vqa_classifier", "sequence_summary")
 """Names that sequence classifiers of transformers give their head."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureBatch(Movable):
+    """Instead of the tokens of S sequences, what the head reads of them: `features_SRD` of `RewardModel.features`."""
+
+    features_SRD: Tensor
+    num_computed_tokens: ClassVar[int] = 0
 
 
 class RewardModel(WrappedModel):
@@ -108,28 +117,70 @@ class RewardModel(WrappedModel):
         assert self.num_heads == 1, f"{self.num_heads} heads make no score: `heads` has their values"
         return self._heads(batch)[:, 0].clone()  # no view: FSDP puts a hook on it
 
-    def heads(self, batch: Batch) -> Tensor:
+    def heads(self, batch: Batch | FeatureBatch) -> Tensor:
         """The value of each of the H heads, float32 (S, H), one row per sequence in the order of the batch's groups."""
         return self._heads(batch)
 
-    def _heads(self, batch: Batch) -> Tensor:
-        if isinstance(batch, TreeBatch):
-            values_NH, at_S = self.head_values(self.tree_hidden(batch, batch.reads_N)), batch.read_of_S
-        elif self.layout == "encoder":
-            logits: Tensor = self.hf(input_ids=batch.tokens_SL, attention_mask=batch.mask_SL).logits
-            return logits.float()
-        else:
-            rows = torch.arange(len(batch.lengths_S), device=self.device)
-            at = [batch.lengths_S - 1] if batch.also_S is None else [batch.lengths_S - 1, batch.also_S]
-            hidden_SLD = self.row_hidden(batch)
-            values_NH = self.head_values(torch.cat([hidden_SLD[rows, positions] for positions in at]))
-            at_S = rows
-        values_SH = values_NH.index_select(0, at_S)
+    def features(self, batch: Batch | FeatureBatch) -> Tensor:
+        """What the head reads of each sequence, (S, *feature_shape): R hidden states, the second one for a gate."""
+        hidden_ND, places = self._read(batch)
+        return torch.stack([hidden_ND.index_select(0, at_S) for at_S in places], dim=1)
+
+    @property
+    def feature_shape(self) -> tuple[int, int]:
+        """(R, D) of `features`."""
+        size = self.hf.config.get_text_config().hidden_size
+        head = self.head
+        return 1 if self.gate_pattern is None else 2, head.in_features if isinstance(head, nn.Linear) else size
+
+    def _heads(self, batch: Batch | FeatureBatch) -> Tensor:
+        if self.layout == "encoder" and isinstance(batch, RowBatch):
+            return self._encoder_logits(batch)
+        hidden_ND, places = self._read(batch)
+        values_NH = self.head_values(hidden_ND)
+        values_SH = values_NH.index_select(0, places[0])
         if self.gate_pattern is None:
             return values_SH
-        also_S = batch.also_S if isinstance(batch, TreeBatch) else at_S + len(at_S)
-        assert also_S is not None, "the batch was not made by `pack`"
-        return values_SH[:, : self.num_heads] * values_NH.index_select(0, also_S)[:, self.num_heads :]
+        assert len(places) == 2, "the batch was not made by `pack`"
+        return values_SH[:, : self.num_heads] * values_NH.index_select(0, places[1])[:, self.num_heads :]
+
+    def _read(self, batch: Batch | FeatureBatch) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states (N, D), and where among them are those that the head reads of each sequence: R times (S,)."""
+        if isinstance(batch, TreeBatch):
+            places = [batch.read_of_S] if batch.also_S is None else [batch.read_of_S, batch.also_S]
+            return self.tree_hidden(batch, batch.reads_N), places
+        if isinstance(batch, FeatureBatch):
+            size, reads, _ = batch.features_SRD.shape
+            hidden_ND = batch.features_SRD.transpose(0, 1).flatten(0, 1)
+        elif self.layout == "encoder":
+            hidden_ND, size, reads = self._encoder_hidden(batch), len(batch.lengths_S), 1
+        else:
+            at = [batch.lengths_S - 1] if batch.also_S is None else [batch.lengths_S - 1, batch.also_S]
+            hidden_SLD, size, reads = self.row_hidden(batch), len(batch.lengths_S), len(at)
+            rows = torch.arange(size, device=self.device)
+            hidden_ND = torch.cat([hidden_SLD[rows, positions] for positions in at])
+        return hidden_ND, list(torch.arange(reads * size, device=self.device).view(reads, size))
+
+    def _encoder_logits(self, batch: RowBatch) -> Tensor:
+        logits: Tensor = self.hf(input_ids=batch.tokens_SL, attention_mask=batch.mask_SL).logits
+        return logits.float()
+
+    def _encoder_hidden(self, batch: RowBatch) -> Tensor:
+        """What an encoder's own code gives its head, (S, D): the pooled state, or that of the first token.
+
+        Raises `ModelError` for a head that reads more.
+        """
+        seen: list[Tensor] = []
+        hook = self.head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        try:
+            values_SH = self._encoder_logits(batch)
+        finally:
+            hook.remove()
+        hidden_SD = seen[0] if seen[0].dim() == 2 else seen[0][:, 0]
+        if not torch.allclose(self.head_values(hidden_SD), values_SH, rtol=1e-3, atol=1e-4):
+            summary, got = "this encoder's head reads more than one hidden state", type(self.head).__name__
+            raise ModelError(summary, got=got, fix="set policy.reward_model_cfg.freeze_backbone=false")
+        return hidden_SD
 
     def score_tokens(
         self,
@@ -247,9 +298,12 @@ class RewardModel(WrappedModel):
     def head_values(self, hidden_SD: Tensor) -> Tensor:
         """The values (S, H) of last hidden states (S, D)."""
         head, hidden_SD = self.head, hidden_SD.float()
+        if self.layout == "encoder":
+            values: Tensor = head(hidden_SD if isinstance(head, nn.Linear) else hidden_SD[:, None])
+            return values
         if not isinstance(head, nn.Linear):
             with torch.autocast(hidden_SD.device.type, enabled=False):
-                values: Tensor = head.forward(hidden_SD)  # not its hooks: FSDP has gathered it already
+                values = head.forward(hidden_SD)  # not its hooks: FSDP has gathered it already
             return values
         # Not a matrix product: it may round two rows differently, and identical completions must tie exactly.
         values_SH = torch.stack([(hidden_SD * weight_D).sum(dim=-1) for weight_D in head.weight.float()], dim=1)

@@ -39,7 +39,7 @@ from treeward.parallel.mesh import REPLICATE, SHARD, Mesh
 from treeward.parallel.tensor import cut
 
 _T = TypeVar("_T")
-_CALLED = ("heads", "log_probs", "plain_logits", "within")
+_CALLED = ("heads", "features", "log_probs", "plain_logits", "within")
 """Methods of models that compute, beside `forward`."""
 
 

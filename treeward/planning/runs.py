@@ -131,6 +131,7 @@ def _reward_model(config: RewardModelRunConfig, mesh: Mesh, filling: Filling) ->
         total_steps=1,
         identity={},
         heads=heads,
+        features={},
     )
     run = RewardModelRun(cast(Any, setup))
     return PlannedRun(model, optimizer, lambda: run.step(1))

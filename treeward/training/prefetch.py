@@ -24,12 +24,16 @@ from torch import Tensor
 
 from treeward.data.encoding import Comparison, EncodedDataset
 from treeward.losses import Pairs, Targets, graded, ranked_pairs
+from treeward.model.reward_model import FeatureBatch
 from treeward.training.heads import bootstrap_weights
 from treeward.training.setup import RewardModelSetup
 from treeward.tree.batch import Batch, Movable, plan_micro_batches, plan_padded
 from treeward.tree.parts import split_group
 
 _T = TypeVar("_T")
+
+_MOST_FEATURES = 4096
+"""Completions whose features are in one micro-batch, at most: 64 MB of float32 at a hidden size of 4096."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class MicroBatch(Movable):
     `order_S`: where the score of each sequence is among those of the batches (`tree.parts.order_of_parts`).
     """
 
-    batches: tuple[Batch, ...]
+    batches: tuple[Batch | FeatureBatch, ...]
     order_S: Tensor | None
     labels: Labels
 
@@ -114,6 +118,9 @@ class BatchPreparer:
         for start in range(0, len(plan), num_ranks):
             at_once = plan[start : start + num_ranks]
             own = {i: dataset[row] for i in at_once[self.mesh.data_rank] for dataset, row in [rows[i]]}
+            if self.setup.features:
+                yield Share(own, self._of_features(own, rows, validation=validation))
+                continue
             num_passes = max(self._num_passes([rows[i] for i in some]) for some in at_once)
             yield Share(own, self.micro_batch(list(own.values()), num_passes=num_passes, validation=validation))
 
@@ -127,6 +134,9 @@ class BatchPreparer:
             max_groups = self.config.rm.val_micro_batch_size or max_groups
         limits = {"max_tokens": policy.micro_batch_tokens, "max_groups": max_groups}
         num_ranks = self.mesh.data_size
+        if self.setup.features:
+            sizes = [int(dataset.shapes[row][0]) for dataset, row in rows]
+            return plan_micro_batches(sizes, max_tokens=_MOST_FEATURES, num_ranks=num_ranks)
         if self.model.layout == "tree":
             sizes = [int(dataset.tree_tokens[row]) for dataset, row in rows]
             return plan_micro_batches(sizes, **limits, num_ranks=num_ranks)
@@ -147,7 +157,16 @@ class BatchPreparer:
         if len(batches) < num_passes:
             order_S = torch.arange(sum(len(one.ranks) for one in comparisons)) if order_S is None else order_S
             batches += [self.model.pack([[[0]]])] * (num_passes - len(batches))
-        packed = MicroBatch(tuple(batches), order_S, self._labels(comparisons, validation=validation))
+        return self._pinned(MicroBatch(tuple(batches), order_S, self._labels(comparisons, validation=validation)))
+
+    def _of_features(
+        self, own: dict[int, Comparison], rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool
+    ) -> MicroBatch:
+        features = [self.setup.features[dataset.path](row) for i in own for dataset, row in [rows[i]]]
+        batch = FeatureBatch(torch.cat(features or [torch.empty(0, *self.model.feature_shape)]))
+        return self._pinned(MicroBatch((batch,), None, self._labels(list(own.values()), validation=validation)))
+
+    def _pinned(self, packed: MicroBatch) -> MicroBatch:
         return packed.pin() if self.model.device.type == "cuda" else packed
 
     def _num_passes(self, rows: Sequence[tuple[EncodedDataset, int]]) -> int:

@@ -9,13 +9,14 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
@@ -64,7 +65,8 @@ class RewardModelSetup:
     many of them are in the training data too; `perturbed`: those whose completions are rewritten to measure
     `robust_accuracy`. `num_ranked`: how many checkpoints will have the metric that chooses the exported model when the
     run is done; the best of several has been lucky as well as good. `mesh`: how the model and the data are shared out
-    over the processes of the run, each of which has such a setup. `heads`: what they learn.
+    over the processes of the run, each of which has such a setup. `heads`: what they learn. `features`: by the file of
+    a data set, what gives those of a comparison (`training.features`); empty where the backbone computes in each step.
     """
 
     config: RewardModelRunConfig
@@ -84,6 +86,7 @@ class RewardModelSetup:
     num_trained_on: Mapping[str, int]
     num_ranked: int
     heads: Heads
+    features: Mapping[Path, Callable[[int], Tensor]] = field(default_factory=dict)
 
     def caveat(self, name: str, means: Mapping[str, float]) -> str | None:
         """Why the numbers `means` of a validation set may differ from those of new data."""
@@ -304,7 +307,7 @@ def make_ready(
     """
     if mesh.devices is None:
         prepare_for_training(model, policy, role=role)
-    elif adaptation is None or policy.dtensor_cfg.lora_cfg.enabled:
+    elif adaptation is None or not policy.trains_backbone:
         model.cast(DTYPES[policy.precision])  # what is trained is held in float32
     if adaptation is not None:
         adaptation()
@@ -348,7 +351,7 @@ def prepare_for_training(
 def how_to_load(policy: TrainedModelConfig, mesh: Mesh) -> dict[str, Any]:
     """Arguments of `load_reward_model` and `load_policy`: the model whole on each process; on several without weights,
     until it is sharded, where nothing needs them."""
-    holds_masters = mesh.devices is not None and not policy.dtensor_cfg.lora_cfg.enabled
+    holds_masters = mesh.devices is not None and policy.trains_backbone
     return {
         "dtype": DTYPES["float32" if holds_masters else policy.precision],
         "trust_remote_code": policy.trust_remote_code,
@@ -371,11 +374,15 @@ def steps_on_host(policy: TrainedModelConfig, mesh: Mesh) -> bool:
 def adapt(
     model: RewardModel | PolicyModel, policy: TrainedModelConfig, *, seed: int, checkpoint: Checkpoint | None
 ) -> None:
-    """Put the adapters beside the model that are configured, as the checkpoint has them, if there is one."""
+    """Put the adapters beside the model that are configured, as the checkpoint has them, if there is one; or freeze
+    all weights but the head's."""
     if (lora := policy.dtensor_cfg.lora_cfg).enabled:
         add_adapters(model, lora, seed=seed)
         if checkpoint is not None:
             load_adapters(model, checkpoint.path / _ADAPTER_FOLDER)
+    elif not policy.trains_backbone:
+        for weight in model.weights():
+            weight.requires_grad_(False)
 
 
 def save_adapted(model: RewardModel | PolicyModel, folder: Path) -> None:

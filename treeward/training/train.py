@@ -44,6 +44,7 @@ from treeward.parallel.stopping import StopRequest
 from treeward.scoring.golden import sign_later
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.export import export_final
+from treeward.training.features import with_features
 from treeward.training.learning import LearningWatch
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.optimisation import SkippedSteps, advance
@@ -91,7 +92,7 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
     outcome = start(
         config,
         config.rm,
-        lambda checkpoint, shown: RewardModelRun(set_up(config, checkpoint, shown)),
+        lambda checkpoint, shown: RewardModelRun(with_features(set_up(config, checkpoint, shown), shown)),
         ranked_by=ranked_by,
         show_progress=show_progress,
     )

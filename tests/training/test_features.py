@@ -1,0 +1,315 @@
+"""Head-only training: with kept features a run is the same run, and the backbone is not asked again."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import WORDS
+from families import ENCODERS, tiny_model
+from killed_run import assert_same_run
+from no_syncs import NoSyncs
+
+from treeward.cli.main import main
+from treeward.errors import ConfigError, ModelError
+from treeward.metrics import RewardSums
+from treeward.model.reward_model import FeatureBatch, RewardModel
+from treeward.scoring.scorer import Scorer
+from treeward.training import features as features_module
+from treeward.training import train as train_module
+from treeward.training.features import with_features
+from treeward.training.prefetch import BatchPreparer
+from treeward.training.setup import set_up
+from treeward.training.tracking import read_metrics
+from treeward.training.train import RewardModelRun, train
+
+FROZEN = "+policy.reward_model_cfg.freeze_backbone=true"
+BERT = (
+    "policy.model_config=null",
+    "policy.model_config={model_type: bert, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
+    "num_attention_heads: 4, max_position_embeddings: 512}",
+    "rm.loss.center_rewards_coefficient=0.01",  # else the bias has no gradient but rounding, which Adam makes large
+)
+GRADES = "policy.reward_model_cfg={reward_model_type: attributes, attributes: [score, terse], freeze_backbone: true}"
+KINDS = {
+    "trees": (FROZEN,),
+    "rows": (FROZEN, "policy.attention=rows", "policy.reward_model_cfg.reward_model_type=plackett_luce"),
+    "parts": (FROZEN, "policy.train_micro_batch_tokens=60", "data.ties=half"),
+    "encoder": (FROZEN, *BERT),
+    "two heads": (GRADES,),
+}
+
+
+class Killed(BaseException):
+    """As near as a test in one process comes to kill -9: nothing that handles exceptions handles it."""
+
+
+@pytest.fixture
+def options(write_rows: Callable[..., Path], tmp_path: Path) -> tuple[str, ...]:
+    """24 training comparisons of three completions, 10 for validation, and a cache of the test's own."""
+    rows = []
+    for n in range(34):
+        texts = [f"{WORDS[n % 14]} {WORDS[(n + k) % 13]} {'sun' if k == 0 else 'rain'}." for k in range(3)]
+        graded = [{"completion": text, "score": 2 - k, "terse": (n + k) % 3} for k, text in enumerate(texts)]
+        rows.append({"prompt": f"Name number {n}.", "completions": graded})
+    paths = write_rows("train.jsonl", rows[:24]), write_rows("held_out.jsonl", rows[24:])
+    return (
+        f"data.train={{dataset_name: auto, data_path: {paths[0]}, split: null}}",
+        f"data.validation=[{{dataset_name: auto, data_path: {paths[1]}, split: null, name: held_out}}]",
+        f"data.cache_dir={tmp_path}/cache",
+        "rm={max_num_steps: 4, max_num_epochs: 9, val_period: 2, val_at_start: true, seed: 7}",
+        "checkpointing.save_period=2",
+        "checkpointing.metric_name=null",
+        "policy.optimizer.kwargs.lr=0.01",
+    )
+
+
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sequences each forward pass of the backbone has read from now on."""
+    counts: list[int] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(RewardModel, name)
+
+        def call(self: RewardModel, batch: Any, *rest: Any) -> Any:
+            counts.append(sum(batch.group_sizes))
+            return original(self, batch, *rest)
+
+        return call
+
+    for name in ("tree_hidden", "row_hidden", "_encoder_logits"):
+        monkeypatch.setattr(RewardModel, name, counted(name))
+    return counts
+
+
+def files(tmp_path: Path) -> set[Path]:
+    return set((tmp_path / "cache" / "features").glob("*/*"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_the_same_with_features_and_without(
+    kind: str,
+    options: tuple[str, ...],
+    tiny_runs: Callable[[Path], Callable[..., Any]],
+    read_weights: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines, weights = [], []
+    for name in ("kept", "computed"):
+        (tmp_path / name).mkdir()
+        if name == "computed":
+            monkeypatch.setattr(train_module, "with_features", lambda setup, shown: setup)
+        config = tiny_runs(tmp_path / name)(*options, *KINDS[kind])
+        outcome = train(config, show_progress=False)
+        lines.append(read_metrics(tmp_path / name / "logs" / "metrics.jsonl"))
+        weights.append(read_weights(outcome.model_folder))
+        begun = set_up(config).model.hf.state_dict()
+        changed = {name for name, weight in weights[-1].items() if not torch.equal(weight, begun[name])}
+        assert changed == ({"classifier.weight", "classifier.bias"} if kind == "encoder" else {"score.weight"})
+    left_out = ("time", "timing/", "train/rm/computed_tokens")
+    for one, other in zip(*lines, strict=True):
+        values = [{k: v for k, v in line.items() if not k.startswith(left_out)} for line in (one, other)]
+        assert values[0] == pytest.approx(values[1], abs=1e-6, rel=1e-6, nan_ok=True)
+    for name, weight in weights[0].items():
+        assert float((weight - weights[1][name]).abs().max()) < 1e-6, name
+    assert [line["train/rm/computed_tokens"] for line in lines[0] if "train/rm/loss" in line] == [0] * 4
+    assert all(line["train/rm/computed_tokens"] > 0 for line in lines[1] if "train/rm/loss" in line)
+
+
+@pytest.mark.parametrize("kind", ["trees", "rows", "encoder"])
+def test_the_backbone_reads_everything_once_and_never_again(
+    kind: str, options: tuple[str, ...], tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run(*options, *KINDS[kind], "rm.val_batches=1")
+    setup = set_up(config)
+    counts = asked(monkeypatch)
+    setup = with_features(setup)
+    assert sum(counts) == 3 * (24 + 8), "the whole training set, and what is validated"
+    counts.clear()
+    run = RewardModelRun(setup)
+    for step in range(1, 7):  # two epochs
+        run.step(step)
+    run.validate(6, lambda: None)
+    run.close()
+    found = files(tmp_path)
+    assert counts == [] and len(found) == 2 and {path.name for path in found} == {"features.bin"}
+    # another seed, learning rate, loss and length
+    other = ("rm.seed=7", "policy.optimizer.kwargs.lr=0.5", "rm.loss.weight=pair", "policy.train_global_batch_size=5")
+    again = set_up(tiny_run(*options, *KINDS[kind], *other, "rm.val_batches=2", "rm.val_global_batch_size=4"))
+    counts.clear()
+    with_features(again)
+    assert counts == [] and files(tmp_path) == found
+
+
+def test_other_weights_tokens_numbers_or_rows_are_read_again(
+    options: tuple[str, ...], tiny_run: Callable[..., Any], tmp_path: Path, policy_folder: Path
+) -> None:
+    changed = shutil.copytree(policy_folder, tmp_path / "changed")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(changed)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-3
+    model.save_pretrained(changed)
+    stretched = shutil.copytree(policy_folder, tmp_path / "stretched")
+    text = (stretched / "config.json").read_text()
+    assert '"rms_norm_eps": 1e-06' in text
+    (stretched / "config.json").write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+
+    def add(name: Path, *more: str) -> int:
+        own = ("policy.model_config=null", "policy.tokenizer.vocab_size=null", f"policy.model_name={name}")
+        before = files(tmp_path)
+        config = tiny_run(*options, "policy.max_total_sequence_length=128", *own, FROZEN, *more)
+        setup = with_features(set_up(config))
+        states = setup.features[next(iter(setup.training_sets.values())).path](3)
+        assert states.shape == (3, 1, 32)
+        assert states.dtype == (torch.bfloat16 if "policy.precision=bfloat16" in more else torch.float32)
+        return len(files(tmp_path) - before)
+
+    assert add(policy_folder) == 2
+    assert add(shutil.copytree(policy_folder, tmp_path / "elsewhere")) == 0
+    assert add(policy_folder, "rm.seed=8", "rm.head_init_std=0.5") == 0, "the head is not of the backbone"
+    assert add(policy_folder, "data.ties=half") == 0, "the same tokens, in another file"
+    assert add(policy_folder, "policy.precision=bfloat16") == 2
+    assert add(policy_folder, "policy.attention=rows") == 2
+    assert (
+        add(policy_folder, "policy.tokenizer.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'") == 2
+    )
+    assert add(changed) == 2
+    assert add(stretched) == 2
+
+
+def test_a_killed_run_goes_on_exactly_and_its_features_stand(
+    options: tuple[str, ...],
+    tiny_runs: Callable[[Path], Callable[..., Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(name: str) -> Any:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return train(tiny_runs(tmp_path / name)(*options, FROZEN), show_progress=False)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        step = RewardModelRun.step
+
+        def die_at_four(self: RewardModelRun, number: int) -> Any:
+            if number == 4:
+                raise Killed
+            return step(self, number)
+
+        patch.setattr(RewardModelRun, "step", die_at_four)
+        run("killed")
+    written = files(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(features_module, "_states", lambda *_: pytest.fail("the features were there"))
+        run("killed")
+        run("whole")
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    assert files(tmp_path) == written
+
+
+def test_features_that_were_cut_short_are_completed_and_never_read_before(
+    options: tuple[str, ...], tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features_module, "_COMPARISONS_AT_ONCE", 5)
+    setup, states, asked_for = set_up(tiny_run(*options, FROZEN)), features_module._states, list[range]()
+
+    def some(setup: Any, dataset: Any, places: range) -> Any:
+        if len(asked_for) == 5:  # the ten of validation, and fifteen of 24
+            raise Killed
+        asked_for.append(places)
+        return states(setup, dataset, places)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(features_module, "_states", some)
+        with_features(setup)
+    [part] = [path for path in files(tmp_path) if path.name == "features.partial"]
+    assert part.stat().st_size == 15 * 3 * 32 * 4 and not (part.parent / "features.bin").exists()
+    with part.open("ab") as stream:
+        stream.write(b"torn")
+    monkeypatch.setattr(features_module, "_states", lambda *of: (asked_for.append(of[2]), states(*of))[1])
+    asked_for.clear()
+    with_features(setup)
+    assert asked_for == [range(15, 20), range(20, 24)]
+    whole = (part.parent / "features.bin").read_bytes()
+    assert {path.name for path in files(tmp_path)} == {"features.bin"}
+    shutil.rmtree(part.parent)
+    with_features(setup)
+    assert (part.parent / "features.bin").read_bytes() == whole
+
+
+def test_a_planted_rule_is_learnt_and_the_export_scores_as_validation_did(
+    policy_folder: Path, write_rows: Callable[..., Path], tiny_run: Callable[..., Any]
+) -> None:
+    rows = [
+        {"prompt": f"Name the {a}.", "chosen": f"A {b} sun.", "rejected": f"A {b} rain."} for a in WORDS for b in WORDS
+    ]
+    read = "dataset_name: BinaryPreferenceDataset, split: null, data_path"
+    outcome = train(
+        tiny_run(
+            *(FROZEN, "policy.model_config=null", "policy.tokenizer.vocab_size=null", "policy.scheduler=null"),
+            *(f"policy.model_name={policy_folder}", "policy.max_total_sequence_length=128"),
+            *("policy.optimizer.kwargs.lr=0.1", "checkpointing.metric_name=null", "checkpointing.save_period=null"),
+            f"data.train={{{read}: {write_rows('train.jsonl', rows[::2])}}}",
+            f"data.validation=[{{{read}: {write_rows('held_out.jsonl', rows[1::2])}, name: held_out}}]",
+            "rm={max_num_steps: 40, max_num_epochs: 9, val_period: null, val_batches: null, seed: 7}",
+        ),
+        show_progress=False,
+    )
+    measured = outcome.validation["held_out"]
+    assert measured["accuracy"] > 0.95 and main(["verify", str(outcome.model_folder)]) == 0
+    scorer = Scorer.load(outcome.model_folder)
+    for key in ("chosen", "rejected"):
+        chats = [
+            [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[key]}]
+            for row in rows[1::2]
+        ]
+        mean = math.fsum(one.score for one in scorer.score(chats)) / len(chats)
+        assert mean == pytest.approx(measured[f"{key}_rewards"], abs=1e-5)
+
+
+def test_the_host_waits_for_nothing_within_a_micro_batch(
+    options: tuple[str, ...], tiny_run: Callable[..., Any]
+) -> None:
+    setup = with_features(set_up(tiny_run(*options, FROZEN)))
+    run, batches, sums = RewardModelRun(setup), BatchPreparer(setup).step(1), RewardSums()
+    with NoSyncs(excused=()):
+        for micro_batch in batches.micro_batches:
+            run.backward(micro_batch, batches.num_units, sums)
+    trained = {name for name, weight in setup.model.named_parameters() if weight.grad is not None}
+    assert trained == {"hf.score.weight"} == {n for n, w in setup.model.named_parameters() if w.requires_grad}
+
+
+def test_a_disk_that_is_full_is_said_before_the_backbone_reads(
+    options: tuple[str, ...], tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    counts, setup = asked(monkeypatch), set_up(tiny_run(*options, FROZEN))
+    counts.clear()
+    with pytest.raises(ConfigError, match=r"held_out need 3,840 bytes, 100 are free(?s:.*)data\.cache_dir"):
+        with_features(setup)
+    assert counts == []
+    monkeypatch.undo()
+    ordinary = set_up(tiny_run(*options))
+    assert with_features(ordinary) is ordinary and not replace(ordinary).features
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_an_encoders_head_reads_the_features_alone_or_is_refused(family: str) -> None:
+    model = RewardModel(tiny_model(family), layout="encoder")
+    batch = model.make_batch([[[5, 6, 7, 8], [5, 9]], [[20, 21, 22]]])
+    features = model.features(batch)
+    assert features.shape == (3, *model.feature_shape) == (3, 1, 32)
+    assert torch.equal(model.heads(FeatureBatch(features)), model.heads(batch))
+    if family == "roberta":  # as it is, it reads the first token
+        model.head.forward = lambda hidden: hidden.mean(dim=1)[:, :1]
+        with pytest.raises(ModelError, match=r"more than one hidden state(?s:.*)freeze_backbone=false"):
+            model.features(batch)

@@ -1,0 +1,166 @@
+"""Head-only training: the backbone is frozen, and reads the data once.
+
+    setup = with_features(set_up(config))      # for `policy.reward_model_cfg.freeze_backbone`
+    setup.features[dataset.path](7)            # what the head reads of the completions of comparison 7, (K, R, D)
+
+The hidden states lie in `data.cache_dir`, one file for the tokens of a data set, and are read by index: memory does not
+grow with the data. The file is named by a hash of all that they follow from: the backbone's weights and architecture,
+the tokens, the precision and the layout. So runs with another loss, seed or learning rate find it. It has its name when
+it is complete; what a run that was killed has written is gone on from.
+
+Shapes: K completions of a comparison, N of a data set, R and D as in `RewardModel.feature_shape`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from treeward.data.encoding import EncodedDataset
+from treeward.errors import ConfigError
+from treeward.model.reward_model import head_name
+from treeward.model.shards import whole
+from treeward.model.stored import architecture_of
+from treeward.parallel import processes
+from treeward.progress import ShownProgress
+from treeward.storage import folder_lock, sync_folder
+from treeward.training.prefetch import BatchPreparer
+from treeward.training.setup import RewardModelSetup
+
+logger = logging.getLogger(__name__)
+
+_FORMAT_VERSION = 1  # raise it when a model computes other hidden states, or the layout of the file changes
+_COMPARISONS_AT_ONCE = 256  # planned together, and written together
+
+
+def with_features(setup: RewardModelSetup, show_progress: bool = False) -> RewardModelSetup:
+    """The setup with the features of its training and validation sets, if its backbone is frozen; every process calls
+    it.
+
+    What no earlier run has computed is computed here. Raises `ConfigError` if `data.cache_dir` cannot be written, and
+    `ModelError` for an encoder whose head reads more than one hidden state.
+    """
+    if not setup.config.policy.reward_model_cfg.freeze_backbone:
+        return setup
+    sizes = {one.path: (one, setup.validation_sizes[name]) for name, one in setup.validation_sets.items()}
+    sizes |= {one.path: (one, len(one)) for one in setup.training_sets.values()}
+    backbone, features = _backbone(setup), dict[Path, Callable[[int], Tensor]]()
+    for path, (dataset, size) in sizes.items():
+        tokens = processes.on_main(partial(dataset.tokens_sha256, size))
+        key = hashlib.sha256(f"{backbone} {tokens}".encode()).hexdigest()[:32]
+        file = Path(setup.config.data.cache_dir or ".treeward_cache") / "features" / key / "features.bin"
+        _complete(file, setup, dataset, size, show_progress)
+        features[path] = _reader(file, setup, dataset, size)
+    return replace(setup, features=features)
+
+
+def _backbone(setup: RewardModelSetup) -> str:
+    """What the hidden states of tokens follow from, as JSON."""
+    model, digest = setup.model, hashlib.sha256()
+    head = f"{head_name(model.hf)}."
+    for name, weight in sorted(model.hf.state_dict().items()):
+        if not name.startswith(head):
+            digest.update(json.dumps([name, str(weight.dtype), weight.shape]).encode())
+            digest.update(_bytes(whole(weight)))
+    config = architecture_of(model.hf.config.to_dict()) | {"architectures": None}
+    how = [model.layout, str(_dtype(setup)), setup.config.policy.matmul_precision, model.gate_pattern]
+    return json.dumps([_FORMAT_VERSION, digest.hexdigest(), config, how], sort_keys=True, default=str)
+
+
+def _reader(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, size: int) -> Callable[[int], Tensor]:
+    counts, shape = dataset.shapes[:size, 0], setup.model.feature_shape
+    ends, num = counts.cumsum(), int(counts.sum())
+    mapped = torch.from_file(str(file), size=num * math.prod(shape), dtype=_dtype(setup))
+    features_NRD = mapped.view(num, *shape)
+    return lambda index: features_NRD[ends[index] - counts[index] : ends[index]]
+
+
+def _complete(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, size: int, show_progress: bool) -> None:
+    """Compute what the file lacks. A run that computes the same is waited for."""
+    shape, part = setup.model.feature_shape, file.with_suffix(".partial")
+    ends = [*range(_COMPARISONS_AT_ONCE, size, _COMPARISONS_AT_ONCE), size]
+    num_bytes = dataset.shapes[:size, 0].cumsum() * (math.prod(shape) * _dtype(setup).itemsize)
+    bytes_at = {0: 0, **{end: int(num_bytes[end - 1]) for end in ends}}
+
+    def begin() -> int:
+        """How many comparisons are done."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        held.enter_context(folder_lock(file.parent, wait=True))
+        if file.exists():
+            logger.info("%s: the backbone has read it before, reusing %s", dataset.name, file)
+            return size
+        written = part.stat().st_size if part.exists() else 0
+        missing, free = bytes_at[size] - written, shutil.disk_usage(file.parent).free
+        if missing > free:
+            raise OSError(errno.ENOSPC, f"the features of {dataset.name} need {missing:,} bytes, {free:,} are free")
+        done: int = max(end for end in bytes_at if bytes_at[end] <= written)
+        with part.open("ab") as stream:
+            stream.truncate(bytes_at[done])
+        return done
+
+    def write(states: Sequence[Tensor]) -> None:
+        with part.open("ab") as stream:
+            for state in states:
+                stream.write(_bytes(state))
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def finish() -> None:
+        if not file.exists():
+            os.replace(part, file)
+            sync_folder(file.parent)
+
+    with contextlib.ExitStack() as held, processes.patience() as group:
+        try:
+            done = processes.on_main(begin, group)
+            shown = held.enter_context(ShownProgress(unit="comparisons", enabled=show_progress and done < size))
+            for end in (end for end in ends if end > done):
+                shown.show(f"reading {dataset.name} with the backbone", done, size)
+                states = _states(setup, dataset, range(done, end))
+                assert states[0].shape[1:] == shape and states[0].dtype == _dtype(setup)
+                processes.on_main(partial(write, states))
+                done = end
+            shown.show(f"reading {dataset.name} with the backbone", done, size)
+            processes.on_main(finish)
+        except OSError as error:
+            summary = f"the features cannot be kept: {error.strerror or error}"
+            need = "a folder with room that can be written"
+            raise ConfigError(summary, where=str(file.parent), field="data.cache_dir", need=need) from error
+
+
+@torch.no_grad()
+def _states(setup: RewardModelSetup, dataset: EncodedDataset, places: range) -> list[Tensor]:
+    """Of each of these comparisons, what the head reads, (K, R, D) on the CPU."""
+    model, own = setup.model, dict[int, Tensor]()
+    model.eval()
+    for share in BatchPreparer(setup).shares([(dataset, i) for i in places], validation=True):
+        here = share.micro_batch.to(model.device, non_blocking=True)
+        states_SRD = torch.cat([model.features(batch) for batch in here.batches])
+        if here.order_S is not None:
+            states_SRD = states_SRD[here.order_S]
+        sizes = [len(one.ranks) for one in share.comparisons.values()]
+        own |= dict(zip(share.comparisons, states_SRD.cpu().split(sizes), strict=True))
+    model.train()
+    of_all = {i: one for share in processes.gather(own, setup.mesh.data_group) for i, one in share.items()}
+    return [of_all[i] for i in range(len(places))]
+
+
+def _dtype(setup: RewardModelSetup) -> torch.dtype:
+    return setup.model.compute_dtype or setup.model.hf.dtype
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
