@@ -38,7 +38,6 @@ BERT = (
 )
 GRADES = "policy.reward_model_cfg={reward_model_type: attributes, attributes: [score, terse], freeze_backbone: true}"
 KINDS = {
-    "trees": (FROZEN,),
     "rows": (FROZEN, "policy.attention=rows", "policy.reward_model_cfg.reward_model_type=plackett_luce"),
     "parts": (FROZEN, "policy.train_micro_batch_tokens=60", "data.ties=half"),
     "encoder": (FROZEN, *BERT),
@@ -123,7 +122,7 @@ def test_a_run_is_the_same_with_features_and_without(
     assert all(line["train/rm/computed_tokens"] > 0 for line in lines[1] if "train/rm/loss" in line)
 
 
-@pytest.mark.parametrize("kind", ["trees", "rows", "encoder"])
+@pytest.mark.parametrize("kind", ["parts", "encoder"])
 def test_the_backbone_reads_everything_once_and_never_again(
     kind: str, options: tuple[str, ...], tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,7 +293,7 @@ def test_a_disk_that_is_full_is_said_before_the_backbone_reads(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     counts, setup = asked(monkeypatch), set_up(tiny_run(*options, FROZEN))
     counts.clear()
-    with pytest.raises(ConfigError, match=r"held_out need 3,840 bytes, 100 are free(?s:.*)data\.cache_dir"):
+    with pytest.raises(ConfigError, match=r"held_out.jsonl need 3,840 bytes, 100 are free(?s:.*)data\.cache_dir"):
         with_features(setup)
     assert counts == []
     monkeypatch.undo()

@@ -118,11 +118,12 @@ class BatchPreparer:
         for start in range(0, len(plan), num_ranks):
             at_once = plan[start : start + num_ranks]
             own = {i: dataset[row] for i in at_once[self.mesh.data_rank] for dataset, row in [rows[i]]}
-            if self.setup.features:
-                yield Share(own, self._of_features(own, rows, validation=validation))
-                continue
             num_passes = max(self._num_passes([rows[i] for i in some]) for some in at_once)
-            yield Share(own, self.micro_batch(list(own.values()), num_passes=num_passes, validation=validation))
+            features = self._features([rows[i] for i in own])
+            packed = self.micro_batch(
+                list(own.values()), num_passes=num_passes, features=features, validation=validation
+            )
+            yield Share(own, packed)
 
     def plan(self, rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool = False) -> list[list[int]]:
         """Which comparisons share a forward pass: as many as the configured tokens and comparisons allow.
@@ -144,35 +145,43 @@ class BatchPreparer:
         return plan_padded(shapes, **limits, num_ranks=num_ranks)
 
     def micro_batch(
-        self, comparisons: Sequence[Comparison], *, num_passes: int = 1, validation: bool = False
+        self,
+        comparisons: Sequence[Comparison],
+        *,
+        num_passes: int = 1,
+        features: FeatureBatch | None = None,
+        validation: bool = False,
     ) -> MicroBatch:
         """The comparisons packed; page-locked where the model is on a GPU.
 
-        A process with fewer forward passes than `num_passes` computes a token whose score is not looked at.
+        A process with fewer forward passes than `num_passes` computes a token whose score is not looked at. `features`:
+        what is computed instead of the tokens.
         """
-        batches, order_S = list[Batch](), None
-        if comparisons:
+        batches: list[Batch | FeatureBatch] = []
+        order_S: Tensor | None = None
+        if features is not None:
+            batches.append(features)
+        elif comparisons:
             groups = [one.token_ids for one in comparisons]
-            batches, order_S = self.model.pack_parts(groups, max_tokens=self.config.policy.micro_batch_tokens)
+            parts, order_S = self.model.pack_parts(groups, max_tokens=self.config.policy.micro_batch_tokens)
+            batches.extend(parts)
         if len(batches) < num_passes:
             order_S = torch.arange(sum(len(one.ranks) for one in comparisons)) if order_S is None else order_S
             batches += [self.model.pack([[[0]]])] * (num_passes - len(batches))
-        return self._pinned(MicroBatch(tuple(batches), order_S, self._labels(comparisons, validation=validation)))
-
-    def _of_features(
-        self, own: dict[int, Comparison], rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool
-    ) -> MicroBatch:
-        features = [self.setup.features[dataset.path](row) for i in own for dataset, row in [rows[i]]]
-        batch = FeatureBatch(torch.cat(features or [torch.empty(0, *self.model.feature_shape)]))
-        return self._pinned(MicroBatch((batch,), None, self._labels(list(own.values()), validation=validation)))
-
-    def _pinned(self, packed: MicroBatch) -> MicroBatch:
+        packed = MicroBatch(tuple(batches), order_S, self._labels(comparisons, validation=validation))
         return packed.pin() if self.model.device.type == "cuda" else packed
+
+    def _features(self, rows: Sequence[tuple[EncodedDataset, int]]) -> FeatureBatch | None:
+        """What the head reads of rows of data sets, of none too; None where the backbone computes it."""
+        if not self.setup.features:
+            return None
+        own = [self.setup.features[dataset.path](row) for dataset, row in rows]
+        return FeatureBatch(torch.cat(own or [torch.empty(0, *self.model.feature_shape)]))
 
     def _num_passes(self, rows: Sequence[tuple[EncodedDataset, int]]) -> int:
         """The forward passes of a micro-batch: one, unless a single comparison exceeds the budget."""
         most, share = self.config.policy.micro_batch_tokens, self.model.layout == "tree"
-        if self.mesh.data_size == 1 or most is None or len(rows) != 1:
+        if self.mesh.data_size == 1 or most is None or len(rows) != 1 or self.setup.features:
             return 1
         dataset, row = rows[0]
         if (dataset.tree_tokens[row] if share else dataset.shapes[row].prod()) <= most:
