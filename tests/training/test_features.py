@@ -42,6 +42,7 @@ KINDS = {
     "parts": (FROZEN, "policy.train_micro_batch_tokens=60", "data.ties=half"),
     "encoder": (FROZEN, *BERT),
     "two heads": (GRADES,),
+    "three estimates": (FROZEN, "+policy.reward_model_cfg.num_heads=3"),
 }
 
 
