@@ -18,10 +18,12 @@ from signed import signed
 
 from treeward.config.ensemble import EnsembleConfig
 from treeward.config.reward_shaping import NormalizationConstants, RewardCalibration
+from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
-from treeward.model.contract import write_contract
+from treeward.model.contract import HeadContract, write_contract
 from treeward.model.reward_model import RewardModel
+from treeward.scoring.calibration import calibrate
 from treeward.scoring.ensemble import EnsembleScorer, combine
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
@@ -174,6 +176,30 @@ def test_heads_of_one_model(method: Any, scorer: Callable[..., Scorer]) -> None:
     assert values(got[:5]) == pytest.approx(by_hand(z, method, 0.5), abs=1e-9)
     assert [s.members for s in got[:5]] == [s.heads for s in plain] and len(plain[0].heads) == 3
     assert got[5].score is None and got[5].members == ()
+
+
+def test_heads_are_standardized_by_the_calibration_of_their_model(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    hf = tiny_model("llama", num_labels=3)
+    hf.config.id2label = dict(enumerate(["helpful", "brief", "polite"]))
+    heads = [HeadContract(name=name, weight=w) for name, w in (("helpful", 0.7), ("brief", 0.0), ("polite", -0.2))]
+    _, _, contract = signed(tmp_path, tiny_tokenizer, hf, heads=heads, max_length=200)
+    scorer = Scorer.load(tmp_path, device="cpu")
+    answers = [Completion(rank, ({"role": "assistant", "content": text},)) for rank, text in enumerate(("4", "Five."))]
+    asked = [Preference(tuple(one[:-1]), tuple(answers)) for one in CHATS]
+    found = calibrate(scorer, asked, name="held_out.jsonl")
+    values_NH = np.array(
+        [one.heads for p in asked for one in scorer.score([[*p.context, *c.messages] for c in p.completions])]
+    )
+    assert [*found.heads] == ["helpful", "brief", "polite"]
+    for h, own in enumerate(found.heads.values()):
+        assert (own.mean, own.std) == pytest.approx((values_NH[:, h].mean(), values_NH[:, h].std()), abs=1e-6)
+    write_contract(contract.model_copy(update={"calibration": found}), tmp_path)
+    ensemble = EnsembleScorer.load([tmp_path], config=EnsembleConfig(method="worst", over="heads"), device="cpu")
+    z = [
+        [(v - one.mean) / one.std for v, one in zip(p.heads, found.heads.values(), strict=True)]
+        for p in scorer.score(CHATS)
+    ]
+    assert values(ensemble.score(CHATS)) == pytest.approx(by_hand(z, "worst", 0.5), abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,8 @@ class RewardCalibration(Strict):
     """The constants that `treeward calibrate` has fitted for one model; None where a fit was not possible."""
 
     normalization: NormalizationConstants | None = None
+    heads: dict[str, NormalizationConstants] = {}
+    """Of the values of each head, by its name; empty for a model with one."""
     length_curve: LengthCurve | None = None
     temperature: CalibratedTemperature | None = None
     provenance: CalibrationProvenance | None = None

@@ -53,8 +53,8 @@ _ROBUST_ROUNDS = 3
 _EXACT_UP_TO = 1000  # points; above that, local regressions are skipped within a hundredth of the range
 
 
-_Scored = tuple[int, float, int]
-"""Rank, score and length of a completion."""
+_Scored = tuple[int, float, int, dict[str, float]]
+"""Rank, score and length of a completion, and the values of several heads by name."""
 
 
 def calibrate(
@@ -80,7 +80,10 @@ def calibrate(
     _check(found, errors, name)
     flat = [one for group in found for one in group]
     logger.info("Fitting the constants to %d scores.", len(flat))
-    ranks, scores, lengths = (np.array(column, dtype=np.float64) for column in zip(*flat, strict=True))
+    ranks, scores, lengths = (
+        np.array(column, dtype=np.float64) for column in zip(*(one[:3] for one in flat), strict=True)
+    )
+    values_H = {head: np.array([one[3][head] for one in flat]) for head in flat[0][3]}
     starts = np.cumsum([0, *map(len, found)])
     pairs = [pair for start, end in pairwise(starts.tolist()) for pair in combinations(range(start, end), 2)]
     ordered = [(i, j) if ranks[i] < ranks[j] else (j, i) for i, j in pairs if ranks[i] != ranks[j]]
@@ -93,6 +96,11 @@ def calibrate(
         curve = curve.model_copy(update={"residual_temperature": of_rest})
     return RewardCalibration(
         normalization=NormalizationConstants(mean=float(scores.mean()), std=float(scores.std())),
+        heads={
+            head: NormalizationConstants(mean=float(values.mean()), std=float(values.std()))
+            for head, values in values_H.items()
+            if values.std() > 0
+        },
         length_curve=curve,
         temperature=temperature,
         provenance=CalibrationProvenance(
@@ -191,12 +199,13 @@ def _scored(
             if result.score is None:
                 errors.append(result.error or "there is no score")
             else:
-                group.append((completion.rank, result.score, length_of(conversation)))
+                several = zip(result.head_names, result.heads, strict=False) if len(result.heads) > 1 else ()
+                group.append((completion.rank, result.score, length_of(conversation), dict(several)))
         yield group
 
 
 def _check(found: Sequence[Sequence[_Scored]], errors: Sequence[str], name: str) -> None:
-    usable, scores = sum(len(group) > 1 for group in found), [score for group in found for _, score, _ in group]
+    usable, scores = sum(len(group) > 1 for group in found), [one[1] for group in found for one in group]
     if usable < 2:
         reason = f"; the first failure: {errors[0]}" if errors else ""
         raise DataError(

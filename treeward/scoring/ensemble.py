@@ -181,6 +181,11 @@ def _constants(
         if config.over == "models":
             _check_number(config.means, len(names), "models")
         return config.means, config.stds
+    if config.over == "heads" and contracts[0] is not None and contracts[0].calibration is not None:
+        of_heads = contracts[0].calibration.heads
+        if of_heads and all(head.name in of_heads for head in contracts[0].heads):
+            own = [of_heads[head.name] for head in contracts[0].heads]
+            return tuple(one.mean for one in own), tuple(one.std for one in own)
     calibrations = [None if contract is None else contract.calibration for contract in contracts]
     known = [one.normalization for one in calibrations if one is not None and one.normalization is not None]
     data = {one.provenance.fingerprint for one in calibrations if one is not None and one.provenance}
@@ -190,7 +195,7 @@ def _constants(
         "the members cannot be standardized",
         where=names[0],
         field="means, stds",
-        got=f"{len(known)} of {len(names)} models with a calibration, on {len(data)} data sets (heads have none)",
+        got=f"{len(known)} of {len(names)} models with a calibration, on {len(data)} data sets",
         fix="treeward calibrate MODEL --data FILE for each; or give means and stds, or set standardize=false",
     )
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treeward.config.reward_shaping import RewardCalibration
 from treeward.data.formats import as_conversations
 from treeward.data.preference import check_messages
 from treeward.data.rendering import Renderer, Truncation
@@ -228,7 +229,8 @@ class Scorer(PreparedScorer[Prepared]):
         if contract is not None and head_weights is None and [head.weight for head in contract.heads] != [1.0]:
             head_weights = [head.weight for head in contract.heads]
         elif contract is not None and head_weights is not None:  # the constants are of another score
-            contract = contract.model_copy(update={"calibration": None})
+            of_heads = contract.calibration and RewardCalibration(heads=contract.calibration.heads)
+            contract = contract.model_copy(update={"calibration": of_heads})
         scorer = cls(
             loaded.model,
             renderer,
