@@ -166,3 +166,15 @@ def test_rewards_beside_the_scores_and_reasons_where_there_are_none(
     assert code == 1 and long["score"] is None and long["reward"] is None and "too long" in long["error"]
     assert one["reward"] == one["score"]  # "4." is short enough
     assert both["rewards"] == pytest.approx([both["scores"][0], both["scores"][1] - 0.001 * (19 - 3)])
+
+
+def test_a_missing_folder_is_told_before_ray_is_started(
+    write_rows: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def started() -> None:
+        raise AssertionError("Ray is started")
+
+    monkeypatch.setattr("treeward.environments.actors.start_ray", started)
+    data = write_rows("in.jsonl", [SHAPES["messages"]])
+    assert main(["score", str(tmp_path / "nowhere"), "--workers", "2", "--data", str(data)]) == 2
+    assert "there is no such folder" in capsys.readouterr().err

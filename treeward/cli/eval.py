@@ -141,7 +141,6 @@ def _candidates(
 ) -> list[Candidate]:
     """The checkpoints in order, then the models; with an ensemble of models they are one."""
     from treeward.evaluation.session import Candidate, folder_names
-    from treeward.model.pretrained import check_local
 
     checkpoints = {} if run_dir is None else _checkpoints(Path(run_dir))
     if run_dir is not None and not checkpoints:
@@ -151,8 +150,6 @@ def _candidates(
     if not models and not checkpoints:
         need = "a model, or --checkpoints RUN_DIR"
         raise ConfigError("there is no model to evaluate", where="MODEL", got="none", need=need)
-    for model in [*checkpoints, *models]:
-        check_local(model)  # the last one too, before hours of the first
     names = folder_names(models) | checkpoints
     ordered = [*checkpoints, *(model for model in models if model not in checkpoints)]
     candidates = []

@@ -103,12 +103,14 @@ def reward_models(
 def checked_models(
     models: Sequence[str], ensemble: str | None, shaping: str | None, options: ModelOptions, *, alone: bool = False
 ) -> list[ServedModelConfig]:
-    """As `reward_models`; a device or a shaping that cannot be is an error before any weights are loaded."""
+    """As `reward_models`; a folder, a device or a shaping that cannot be is an error before any weights are loaded."""
     sections = reward_models(models, ensemble, shaping, options.keys)
-    from treeward.model.pretrained import check_device  # it imports torch: seconds
+    from treeward.model.pretrained import check_device, check_local  # it imports torch: seconds
 
     check_device(options.device, where="--device")
     for section in sections:
+        for name in section.members:
+            check_local(name)  # the last one too, before hours of the first
         check_shaping(section, alone=alone)
     return sections
 

@@ -31,6 +31,7 @@ from ray.serve.exceptions import RayServeException
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.environments.actors import equal_shares, start_ray
 from treeward.errors import ModelError
+from treeward.model.pretrained import check_local
 from treeward.scoring.score import Conversation, Score
 from treeward.serving import logs
 from treeward.serving.api_error import APIError
@@ -212,6 +213,8 @@ def started(config: ServerConfig, name: str) -> Iterator[Service]:
 
     Raises `ConfigError` for more GPUs than this machine has, and `ModelError` for replicas that do not start.
     """
+    for model in (name for section in config.models if section.reward_class is None for name in section.members):
+        check_local(model)
     ray, devices, given = start_ray(), [section.device for section in config.models], config.ray_actor_options
     num_gpus = given.get("num_gpus", max(map(len, devices)) if {*chain(*devices)} != {"cpu"} else 0)
     resources = equal_shares(
