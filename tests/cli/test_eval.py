@@ -164,6 +164,9 @@ def test_a_judge_is_evaluated_like_a_model_with_its_cost_and_position_bias(
     assert usage["num_requests"] == 60 and usage["seconds"] > 0 and usage["position_bias"] == pytest.approx(1 / 30)
     assert ["usage" in one["details"] for one in found.values()] == [False]
     assert main(words) == 0 and len(endpoint.requests) == 60  # its rows are kept
+    capsys.readouterr()
+    assert main(["eval", *(json.dumps(section | {"name": name}) for name in ("a", "b")), "--data", str(data)]) == 0
+    assert "a on held_out: 60 requests" in (printed := capsys.readouterr().out) and "b on held_out: 60" in printed
     endpoint.server.__exit__()
 
 

@@ -419,11 +419,16 @@ def test_a_model_in_the_process_gives_the_probability_of_each_label(policy_folde
     section = {"model": str(policy_folder), "mode": "pairwise", "use_logprobs": True, "template": template, **SHORT}
     environment = JudgeEnvironment(section)
     result = environment.step([chat("four"), chat("4")], [{"reference_answers": "five"}] * 2)
+    renderer, num_tree_tokens = Renderer(AutoTokenizer.from_pretrained(policy_folder)), 0
     for i, own in enumerate(("four", "4")):
         outcomes = []
         for first, second in ((own, "five"), ("five", own)):
             question = make_question(environment.config, "user: 2 + 2?", [first, second], (0, 1), 0)
-            p = by_hand(policy_folder, question.messages[1]["content"], ["[[A]]", "[[B]]", "[[C]]"])
+            labels = ["[[A]]", "[[B]]", "[[C]]"]
+            p = by_hand(policy_folder, question.messages[1]["content"], labels)
+            prompt = renderer.render(question.messages, generation_prompt=True)
+            rows = renderer.encode_texts([prompt + label for label in labels])
+            num_tree_tokens += len({tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)})
             outcomes.append(p[0] + p[2] / 2)
         reward = (outcomes[0] + 1 - outcomes[1]) / 2
         assert result.rewards[i].item() == pytest.approx(reward, abs=1e-5)
@@ -431,7 +436,7 @@ def test_a_model_in_the_process_gives_the_probability_of_each_label(policy_folde
         assert found["position_bias"] == pytest.approx(outcomes[0] - (1 - outcomes[1]), abs=1e-5)
     cost = environment.cost
     assert cost.num_requests == 4 and cost.num_completion_tokens == 0
-    assert cost.num_prompt_tokens < 4 * 256  # the labels of a question share its prompt
+    assert cost.num_prompt_tokens == num_tree_tokens  # the labels of a question share its prompt
 
 
 def test_a_model_in_the_process_rates_by_expectation(policy_folder: Path) -> None:

@@ -194,9 +194,10 @@ def _judges(texts: list[str], perturbs: bool, ensemble: str | None, shaping: str
             need = "reward models"
             raise ConfigError("an environment's rewards are taken as they are", got=text, need=need,
                               where="--perturbations, --ensemble, --shaping")  # fmt: skip
+        given = section.pop("name", None)
         check_section("judge", section, where="MODEL")
         parts = [section["type"], section.get("mode"), Path(str(section.get("model", ""))).name]
-        name = "-".join(re.sub(r"[^\w.]+", "-", str(part)) for part in parts if part)
+        name = given or "-".join(re.sub(r"[^\w.]+", "-", str(part)) for part in parts if part)
         candidates.append(Candidate(name, partial(_environment, section), note=f"rewards of {text.strip()}"))
     return candidates
 

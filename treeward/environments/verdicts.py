@@ -212,8 +212,6 @@ def read_tokens(tokens: Sequence[TokenChoice], num_places: int, config: JudgeEnv
 
 def labels_of(config: JudgeEnvironmentConfig) -> dict[str, tuple[str, tuple[float, ...]]]:
     """The labels that a judge may write of one or two completions: how its verdict is spelt, and its values."""
-    if config.mode == "groupwise":
-        raise ValueError("a verdict of a group has many labels")
     before = "Rating: " if config.mode == "rating" else ""
     return {
         label: (f"{before}[[{label}]]", _of_places([_value(label, config)], config)) for label in _all_labels(config)

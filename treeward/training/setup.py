@@ -151,14 +151,8 @@ def set_up(
     if limit is not None:
         limit *= config.rm.val_global_batch_size or config.policy.train_global_batch_size
     validation_sizes = {name: min(limit or len(one), len(one)) for name, one in validation_sets.items()}
-    num_trained_on = {}
-    for name, size in validation_sizes.items():
-        num_trained_on[name] = num_shared(validation_sets[name], training_sets.values(), limit=size)
-        if num_trained_on[name]:
-            logger.warning(
-                "%d of %d comparisons of the validation set %s are in the training data too, word for word: its "
-                "numbers say how well they are remembered, and little of new data.", num_trained_on[name], size, name,
-            )  # fmt: skip
+
+    num_trained_on = _num_trained_on(training_sets.values(), validation_sets, validation_sizes)
 
     def perturb() -> dict[str, list[EvalExample]]:
         return {
@@ -190,6 +184,20 @@ def set_up(
         num_ranked=_num_ranked(config, total_steps),
         heads=heads_of(config.policy.reward_model_cfg, training_sets.values(), model.num_heads),
     )
+
+
+def _num_trained_on(
+    training_sets: Iterable[EncodedDataset], validation_sets: Mapping[str, EncodedDataset], sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """How many of the first comparisons of each validation set are trained on, with a warning where there are some."""
+    found = {name: num_shared(validation_sets[name], training_sets, limit=size) for name, size in sizes.items()}
+    for name, number in found.items():
+        if number:
+            logger.warning(
+                "%d of %d comparisons of the validation set %s are in the training data too, word for word: its "
+                "numbers say how well they are remembered, and little of new data.", number, sizes[name], name,
+            )  # fmt: skip
+    return found
 
 
 def _num_ranked(config: RewardModelRunConfig, total_steps: int) -> int:
