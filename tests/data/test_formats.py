@@ -14,7 +14,9 @@ from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.formats import conversations_of
 from treeward.data.preference import Preference
+from treeward.data.sources import read_rows
 from treeward.errors import DataError
+from treeward.scoring.rows import chunks_of
 
 ASK, FOUR, FIVE = user("2 + 2?"), assistant("4"), assistant("5")
 PAIR = {"context": [ASK], "ranked": [(0, [FOUR]), (1, [FIVE])]}
@@ -186,6 +188,26 @@ def test_two_texts_need_no_prompt_unless_a_key_may_be_one(write_rows: Write) -> 
     assert read(write_rows, row | {"question": "What colour?"}, prompt_key="question").context == (
         user("What colour?"),
     )
+
+
+@pytest.mark.parametrize(
+    "lost", [{}, {"prompt": None}, {"prompt": " "}, {"prompt": [{"role": "system", "content": "Be"}]}]
+)
+def test_a_row_without_its_prompt_deviates_from_the_first(lost: dict[str, Any], write_rows: Write) -> None:
+    """In training and in scoring; a file without any prompt is read as one."""
+    row = {"chosen": "4", "rejected": "5"}
+    path = str(write_rows("rows.jsonl", [{"prompt": "2 + 2?", **row}, row | lost, {"prompt": "2 + 2?", **row}]))
+    stream = open_dataset(DatasetConfig(data_path=path))
+    with pytest.raises(DataError, match=r"rows\.jsonl:2(?s:.*)no prompt, and the first row has one(?s:.*)in every row"):
+        list(stream)
+    errors: list[DataError] = []
+    stream.broken = errors.append
+    assert [where for _, where in stream] == [f"{path}:1", f"{path}:3"] and len(errors) == 1
+    (chunk,) = chunks_of(read_rows(path))
+    assert len(chunk.requests) == 1 and chunk.error is not None and chunk.error.where == f"{path}:2"
+    path = str(write_rows("rows.jsonl", [row, row, {"prompt": "2 + 2?", **row}]))
+    with pytest.raises(DataError, match=r"rows\.jsonl:3(?s:.*)only later rows(?s:.*)mend the first row"):
+        list(open_dataset(DatasetConfig(data_path=path)))
 
 
 def test_completions_that_hold_the_prompt_are_whole_conversations(write_rows: Write) -> None:

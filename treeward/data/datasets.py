@@ -37,6 +37,7 @@ from treeward.data.formats import recognise
 from treeward.data.preference import (
     Message,
     Preference,
+    check_prompted,
     from_binary_row,
     from_helpsteer3_row,
     from_transcripts,
@@ -162,10 +163,14 @@ class RowDataset(RowSource):
 
     def _completed(self) -> Iterator[tuple[Preference, str]]:
         total, others, first, alone = 0, 0, "", 0
+        is_prompted: bool | None = None
         for total, row in enumerate(self.rows(), 1):  # noqa: B007
             try:
                 preference = self.to_preference(row)
-                context = () if preference is None else self.files.complete(preference.context, row.where)
+                if preference is not None:
+                    messages = (*preference.context, *preference.completions[0].messages)
+                    is_prompted = check_prompted(messages, is_prompted, row.where)
+                    preference = replace(preference, context=self.files.complete(preference.context, row.where))
             except DataError as error:
                 self.broken(error)
                 continue
@@ -174,7 +179,7 @@ class RowDataset(RowSource):
                 continue
             if any(completion.messages[-1]["role"] != "assistant" for completion in preference.completions):
                 others, first = others + 1, first or row.where
-            yield replace(preference, context=context), row.where
+            yield preference, row.where
         if alone:
             logger.warning("%s: %d of %d prompts have fewer than two completions: left out", self.name, alone, total)
         if others:

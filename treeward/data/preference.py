@@ -136,6 +136,21 @@ def last_text(messages: Sequence[Message]) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
+def check_prompted(messages: Iterable[Message], first: bool | None, where: str | None) -> bool:
+    """Whether a conversation has anything beside instructions and completions.
+
+    `first`: whether it does in the first row of the data, None for that row itself. Raises `DataError` for a row that
+    deviates: its prompt, or that of all others, was lost.
+    """
+    asked = [one.get("content") for one in messages if one["role"] not in ("assistant", "system", "developer")]
+    is_prompted = any(content.strip() if isinstance(content, str) else content for content in asked)
+    if first is None or is_prompted == first:
+        return is_prompted
+    summary = "the row has no prompt, and the first row has one" if first else "only later rows have a prompt"
+    need, fix = "a prompt in every row, or in none", "mend or remove the row" if first else "mend the first row"
+    raise DataError(summary, where=where, field="prompt", got=asked or "none", need=need, fix=fix)
+
+
 # --- the rank format -------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from treeward.data.formats import conversations_of, is_single
-from treeward.data.preference import Message
+from treeward.data.preference import Message, check_prompted
 from treeward.data.sources import Row
 from treeward.errors import DataError, TreewardError
 from treeward.scoring.score import Reward
@@ -54,9 +54,11 @@ class Chunk:
 def chunks_of(rows: Iterable[Row]) -> Iterator[Chunk]:
     """The rows in chunks of 256, or up to twice as many where the next ones continue the last one's prompt."""
     chunk: list[_Request] = []
+    is_prompted: bool | None = None
     try:
         for row in rows:
             conversations = conversations_of(row.values, row.where)
+            is_prompted = check_prompted(conversations[0], is_prompted, row.where)
             is_full = len(chunk) >= _ROWS_AT_ONCE
             if is_full and (len(chunk) == 2 * _ROWS_AT_ONCE or _prompt(conversations) != _prompt(chunk[-1][1])):
                 yield Chunk(chunk)
