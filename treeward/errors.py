@@ -83,7 +83,10 @@ class LostProcessError(TreewardError):
 
 def shown(value: Any) -> str:
     """A value in one line of at most about 200 characters; in quotes where nobody would see that it is there."""
-    text = value if isinstance(value, str) and value.strip() and "\n" not in value else repr(value)
+    try:
+        text = value if isinstance(value, str) and value.strip() and "\n" not in value else repr(value)
+    except RecursionError:
+        return "a value that is nested too deep to be shown"
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text)} characters)"
 
 

@@ -104,6 +104,38 @@ def test_a_conversation_that_cannot_be_scored_is_refused_or_masked(client: Any) 
     assert masked[0]["score"] is not None and masked[1]["score"] is None and masked[1]["num_tokens"] > 1000
 
 
+def nested(depth: int) -> bytes:
+    return b'{"a":' * depth + b"1" + b"}" * depth
+
+
+@pytest.mark.parametrize("depth", [300, 990, 1010])
+def test_what_is_nested_too_deep_is_refused_or_masked(client: Any, depth: int) -> None:
+    """orjson reads 1024 levels; what walks them in Python may fail before."""
+    chat, verdict = json.dumps(CHAT).encode(), b'{"responses_create_params":{"input":"a"},"response":{"output":%s}%s}'
+    deep = chat.replace(b'"content": "4"', b'"content": "4", "metadata": ' + nested(depth))
+    calls = b'[{"role":"assistant","content":"b","tool_calls":[{"function":{"name":"g","arguments":%s}}]}]'
+    bodies = [
+        ("/v1/rewards", b'{"conversations": [%s, %s]}' % (chat, deep)),
+        ("/v1/rewards", b'{"context": [], "completions": ["4", {"completion": %s}]}' % nested(depth)),
+        ("/v1/rewards", b'{"conversations": [%s], "%s": %s}' % (chat, b"unknown", nested(depth))),
+        ("/v1/rewards/trace", b'{"context": [], "completion": %s}' % deep),
+        ("/classify", b'{"messages": %s}' % deep),
+        ("/classify", b'{"input": %s}' % nested(depth)),
+        ("/slime", b'{"prompt": %s, "response": "b"}' % deep),
+        ("/verify", verdict % (calls % nested(depth), b"")),
+        ("/verify", verdict % (b"[]", b', "metadata": %s, "reward": 1.0' % nested(depth))),
+        ("/seed_session", b'{"resources_session_id": %s}' % nested(depth)),
+    ]
+    for route, content in bodies:
+        got = client.post(route, content=content)
+        assert got.status_code in ((400, 422) if route != "/verify" else (200, 400, 422)), (route, got.text)
+        assert "server failed" not in got.text, (route, got.text)
+    masked = client.post("/v1/rewards", content=bodies[0][1][:-1] + b', "on_error": "mask"}')
+    if depth < 1000:  # a whole body of 1024 levels is no JSON to orjson
+        good, bad = masked.json()["data"]
+        assert good["score"] is not None and bad["score"] is None and "254 levels" in bad["error"]
+
+
 @pytest.mark.parametrize("part", ["{{ 1 / 0 }}", "{{ range(1000000000000) | list }}"])
 def test_a_template_that_fails_is_a_clear_error(
     loaded_model: ServedModel, make_service: Callable[..., Service], asgi_client: Callable[..., Any], part: str

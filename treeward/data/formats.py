@@ -150,5 +150,5 @@ def as_conversations(context: Any, completions: Any) -> list[list[Message]]:
 def literally(value: Any, role: str) -> Any:
     """Text, also within an object, as one message of the role, whatever it looks like: a policy may have written it."""
     if isinstance(value, dict):
-        return {name: literally(one, role) for name, one in value.items()}
+        return {name: one if isinstance(one, dict) else literally(one, role) for name, one in value.items()}
     return [{"role": role, "content": value}] if isinstance(value, str) else value

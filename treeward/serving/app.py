@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from treeward.errors import nearest_name
+from treeward.errors import nearest_name, shown
 from treeward.serving import dialects
 from treeward.serving.api_error import ERRORS, APIError
 from treeward.serving.dialects import nemo_gym
@@ -131,5 +131,5 @@ async def _invalid(request: Request, error: Exception) -> Response:
         message = f"the body is no JSON: {first['ctx']['error']}"
         return await _api_error(request, APIError(status, "invalid_json", message))
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][1:]).lstrip(".")[:100]
-    message = f"{field or 'the body'}: {first['msg']}; got {first['input']!r:.200}"
+    message = f"{field or 'the body'}: {first['msg']}; got {shown(first['input'])}"
     return await _api_error(request, APIError(422, "invalid_request", message, param=field or None))

@@ -28,7 +28,7 @@ from treeward.errors import TreewardError
 from treeward.scoring.score import Conversation, Score
 from treeward.serving.api_error import APIError, in_words
 from treeward.serving.metrics import ServerMetrics
-from treeward.serving.models import Item, ServedModel, check_length
+from treeward.serving.models import Item, ServedModel
 from treeward.serving.rendered_text import RenderedText
 
 logger = logging.getLogger(__name__)
@@ -172,13 +172,10 @@ class Batcher:
             self._lock.wait_for(lambda: self._ready_tokens < 2 * self._most_ready_tokens or request.is_over)
         if request.is_over:
             return
-        errors = [check_length(one, self.config.max_conversation_characters) for one in part]
-        short = [one for one, error in zip(part, errors, strict=True) if error is None]
-        prepared = iter(_isolated(request.model.prepare, short) if short else [])
+        prepared = _isolated(request.model.prepare, list(part))
         failed: list[tuple[_Request, int, Score]] = []
         with self._lock:
-            for i, error in enumerate(errors, start):
-                item = next(prepared) if error is None else Item(None, 0, error=error)
+            for i, item in enumerate(prepared, start):
                 if isinstance(item, Score):
                     failed.append((request, i, item))
                 elif item.error is not None:

@@ -26,7 +26,7 @@ from treeward.scoring.score import Conversation, Reward, Score
 from treeward.serving.api_error import APIError, in_words
 from treeward.serving.batcher import Batcher, FailedScore
 from treeward.serving.metrics import ServerMetrics
-from treeward.serving.models import ServedModel
+from treeward.serving.models import ServedModel, check_length
 from treeward.serving.rendered_text import RenderedText
 
 
@@ -114,7 +114,7 @@ class Service:
             message = f"{number} conversations in one request, with their references; at most {limit}"
             raise APIError(413, "too_many_conversations", message)
         if model.shaper is None or not shaped:
-            scores = await self.batcher.score(model, asked, deadline=deadline)
+            scores = await self._scores(model, asked, deadline)
             rewards = [Reward(score.score, score, error=score.error) for score in scores]
         else:
             rewards = await self._shaped(model, asked, reference_answers, deadline)
@@ -129,6 +129,16 @@ class Service:
         """Stop the threads."""
         self.batcher.close()
         self._shaping.shutdown(wait=False, cancel_futures=True)
+
+    async def _scores(
+        self, model: ServedModel, asked: Sequence[Conversation | RenderedText], deadline: float
+    ) -> list[Score]:
+        """The batcher's scores; it is not asked for those of what is too long or nested too deep."""
+        errors = [check_length(one, self.config.max_conversation_characters) for one in asked]
+        short = [one for one, error in zip(asked, errors, strict=True) if error is None]
+        self.metrics.failures.labels(model.name, "request").inc(len(asked) - len(short))
+        scores = iter(await self.batcher.score(model, short, deadline=deadline))
+        return [next(scores) if error is None else Score(None, error=error) for error in errors]
 
     async def _shaped(
         self,
@@ -147,7 +157,7 @@ class Service:
             )
             raise APIError(422, "unknown_completion", message)
         plan = rewarder.plan([chat or [] for chat in conversations], reference_answers)
-        scores = await self.batcher.score(model, [*asked, *plan.to_score[len(asked) :]], deadline=deadline)
+        scores = await self._scores(model, [*asked, *plan.to_score[len(asked) :]], deadline)
         # It makes tokens of completions, and may keep statistics: in a thread, and always the same.
         loop = asyncio.get_running_loop()
         keys = [_key(*pair) for pair in zip(asked, plan.references, strict=True)]
@@ -160,7 +170,10 @@ class Service:
 
 def _key(asked: Conversation | RenderedText, references: Any) -> str:
     """What a reward depends on, hashed."""
-    text = repr((asked.text if isinstance(asked, RenderedText) else asked, references))
+    try:
+        text = repr((asked.text if isinstance(asked, RenderedText) else asked, references))
+    except RecursionError:  # it has no score
+        text = ""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 

@@ -161,7 +161,10 @@ def with_verdict(content: bytes, given: Mapping[str, Any], added: Mapping[str, A
     """
     stale = (VERDICT_KEYS | added.keys()) & given.keys()
     if stale:
-        kept = {key: value for key, value in json.loads(content).items() if key not in stale}
+        try:
+            kept = {key: value for key, value in json.loads(content).items() if key not in stale}
+        except RecursionError as error:
+            raise APIError(422, "invalid_request", "the body is nested too deep to be written anew") from error
         content = json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
     comma = b"" if given.keys() <= stale else b","
     return content.rstrip(b" \t\r\n")[:-1] + comma + orjson.dumps(added)[1:]
