@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.exceptions import RequestValidationError
 from prometheus_client.parser import text_string_to_metric_families
 
 from treeward.config.server import ServedModelConfig
@@ -102,6 +103,47 @@ def test_a_conversation_that_cannot_be_scored_is_refused_or_masked(client: Any) 
     assert response.json()["error"]["param"] == "[1]" and "at most 160" in response.text
     masked = ask(client, conversations=[CHAT, long], on_error="mask").json()["data"]
     assert masked[0]["score"] is not None and masked[1]["score"] is None and masked[1]["num_tokens"] > 1000
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/rewards", {"conversations": [1] * 500}),
+        ("/v1/rewards", {"context": [], "completions": [1] * 500}),
+        ("/v1/rewards", {"conversations": [CHAT], "reference_answers": [1] * 500}),
+        ("/v1/rewards", {"messages": [{"role": "assistant", "content": [1] * 500}]}),
+        ("/rerank", {"query": "a", "documents": [1] * 500}),
+        ("/verify", {"responses_create_params": {"input": [1] * 500}, "response": {"output": [1] * 500}}),
+        ("/aggregate_metrics", {"verify_responses": [1] * 500}),
+    ],
+)
+def test_of_many_mistakes_only_the_first_is_made_an_error(
+    client: Any, route: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million errors, of which one is told, took seconds of the server."""
+    counts: list[int] = []
+    make = RequestValidationError.__init__
+
+    def count_and_make(self: RequestValidationError, errors: Any, **options: Any) -> None:
+        counts.append(len(errors))
+        make(self, errors, **options)
+
+    monkeypatch.setattr(RequestValidationError, "__init__", count_and_make)
+    assert client.post(route, json=body).status_code == 422
+    assert 1 <= counts[0] <= 4  # one for each form that an item may have
+
+
+def test_conversations_are_counted_before_they_are_read(
+    make_service: Callable[..., Service], asgi_client: Callable[..., Any]
+) -> None:
+    client = asgi_client(make_service(max_conversations=3))
+    many = {"completions": [""] * 4, "conversations": [[], 1, 1, 1], "documents": ["", 1, 1, 1]}
+    for key, values in many.items():
+        response = client.post("/rerank" if key == "documents" else "/v1/rewards", json={key: values})
+        assert error(response) == (413, "too_many_conversations") and f"{key}: 4 " in response.text
+    assert error(client.post("/v1/rewards", json=dict.fromkeys("abcd"))) == (413, "too_many_conversations")
+    ids = client.post("/classify", json={"input": [5, 6, 7, 8]})
+    assert ids.status_code == 200, ids.text
 
 
 def nested(depth: int) -> bytes:

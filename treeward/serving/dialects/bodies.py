@@ -15,7 +15,8 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Annotated, Any, NotRequired
+from contextlib import suppress
+from typing import Annotated, Any, NotRequired, TypeVar
 
 import numpy as np
 import orjson
@@ -28,6 +29,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from treeward.scoring.score import Conversation, Reward
+from treeward.serving.api_error import APIError
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
@@ -42,7 +44,10 @@ class JSONRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
-            return await handle(_Request(request.scope, request.receive))
+            request = _Request(request.scope, request.receive)
+            with suppress(orjson.JSONDecodeError):  # FastAPI says why
+                _check_counts(await request.json(), request)
+            return await handle(request)
 
         return handle_json
 
@@ -52,6 +57,27 @@ class _Request(Request):
         if not hasattr(self, "_json"):
             self._json = orjson.loads(await self.body())
         return self._json
+
+
+_COUNTED = frozenset(
+    {
+        *("conversations", "completions", "responses", "reference_answers", "input", "text", "input_ids", "text_1"),
+        *("text_2", "queries", "documents", "query", "prompts", "inputs"),
+    }
+)
+"""Keys of lists that have something for each conversation."""
+
+
+def _check_counts(body: Any, request: Request) -> None:
+    """Raise `APIError` 413 for more conversations, or keys, than the server takes, before each costs time."""
+    service: Service | None = getattr(request.app.state, "service", None)  # a resources server of one's own has none
+    if not isinstance(body, dict) or service is None:
+        return
+    lists = {key: body[key] for key in _COUNTED & body.keys() if isinstance(body[key], list)}
+    counts = {key: len(items) for key, items in lists.items() if items and not isinstance(items[0], int)}
+    for what, number in {"the keys": len(body), **counts}.items():
+        if number > (limit := service.config.max_conversations):
+            raise APIError(413, "too_many_conversations", f"{what}: {number} in one request; at most {limit}")
 
 
 class _Server:
@@ -99,12 +125,18 @@ class OwnBody(Body):
     model_config = ConfigDict(extra="forbid")
 
 
+_Item = TypeVar("_Item")
+
+List = Annotated[list[_Item], Field(fail_fast=True)]
+"""A list whose first mistake is the only one that is told: a million errors take seconds, and a gigabyte."""
+
+
 class MessageBody(TypedDict):
     """A message; what else it has (tool calls, names) reaches the chat template."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     role: str
-    content: NotRequired[str | list[dict[str, Any]] | None]
+    content: NotRequired[str | List[dict[str, Any]] | None]
 
 
 def described(words: str) -> WrapValidator:
@@ -119,12 +151,12 @@ def described(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-_FAST, _NOT_EMPTY = Field(fail_fast=True), Field(min_length=1, fail_fast=True)
+_NOT_EMPTY = Field(min_length=1, fail_fast=True)
 
-Chat = Annotated[list[MessageBody], _FAST]
+Chat = List[MessageBody]
 """A conversation, or a part of one."""
 
-Strings = Annotated[str | Annotated[list[str], _FAST], described("a text or a list of texts")]
+Strings = Annotated[str | List[str], described("a text or a list of texts")]
 """A text, or a list of texts."""
 
 _Ids = Annotated[list[int], _NOT_EMPTY]

@@ -34,7 +34,7 @@ from treeward.errors import DataError, TreewardError
 from treeward.scoring.prefixes import CompletionPrefixes, completion_prefixes
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError, in_words
-from treeward.serving.dialects.bodies import Chat, JSONRoute, ModelName, OwnBody, Server
+from treeward.serving.dialects.bodies import Chat, JSONRoute, List, ModelName, OwnBody, Server
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel, check_length
 from treeward.serving.rendered_text import RenderedText
@@ -53,7 +53,7 @@ class RewardsBody(OwnBody):
 
     model: ModelName = None
     """Which of the served models; the first where none is named."""
-    conversations: list[Chat] | None = None
+    conversations: List[Chat] | None = None
     """Conversations that end with an assistant's message."""
     context: Chat | str | None = None
     """What the completions continue; [] for completions that continue nothing."""
@@ -61,9 +61,9 @@ class RewardsBody(OwnBody):
     """Another name of `context`."""
     instruction: Chat | str | None = None
     """Another name of `context`."""
-    completions: list[_End] | None = Field(default=None, min_length=1)
+    completions: List[_End] | None = Field(default=None, min_length=1)
     """Messages, the text of an assistant's message, or an object with either as its `completion` or `response`."""
-    responses: list[_End] | None = Field(default=None, min_length=1)
+    responses: List[_End] | None = Field(default=None, min_length=1)
     """Another name of `completions`."""
     chosen: Chat | str | None = None
     """A completion, or a whole conversation, with `rejected`."""
@@ -75,7 +75,7 @@ class RewardsBody(OwnBody):
     """Another name of `completion`."""
     messages: Chat | None = None
     """One whole conversation."""
-    reference_answers: list[str | list[Any] | None] | None = None
+    reference_answers: List[str | list[Any] | None] | None = None
     """For shaping with references: a text, or a list of texts and message lists, for each conversation."""
     shaped: bool = True
     """Whether `reward` is what the model's shaping makes of the score, where it is served with shaping."""

@@ -23,7 +23,7 @@ from pydantic import Field
 from treeward.data.formats import as_conversations
 from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError
-from treeward.serving.dialects.bodies import JSONRoute, Server, Strings, as_list
+from treeward.serving.dialects.bodies import JSONRoute, List, Server, Strings, as_list
 from treeward.serving.dialects.vllm_sglang import ListResponse, VllmOptions, list_response, values_of
 from treeward.serving.limits import JSON
 
@@ -43,7 +43,7 @@ class RerankBody(VllmOptions):
     """A prompt and its completions."""
 
     query: str
-    documents: Annotated[list[str], Field(min_length=1)]
+    documents: Annotated[List[str], Field(min_length=1)]
     top_n: int = Field(default=0, ge=0)
     """How many of the best are given. 0: all of them."""
 
