@@ -315,6 +315,50 @@ def test_bodies_are_held_within_their_limit(make_service: Callable[..., Service]
     assert counted(service, "refused_requests_total", code="memory_full") == 800
 
 
+def test_unfinished_bodies_are_held_too(make_service: Callable[..., Service]) -> None:
+    """Of 50 uploads that stall after 1 KB the server holds 20; they leave nothing, and one larger body may come alone."""
+    service = make_service(max_queued_bytes=20 * 1024, max_body_bytes=100 * 1024, access_log=False)
+    app, statuses, leave = create_app(service), [], asyncio.Event()
+    large = json.dumps({"conversations": [CHAT]}).encode().ljust(50 * 1024)
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    async def stalled() -> None:
+        parts = [{"type": "http.request", "body": b" " * 1024, "more_body": True}]
+
+        async def receive() -> Any:
+            if not parts:
+                await leave.wait()
+                return {"type": "http.disconnect"}
+            return parts.pop()
+
+        await app(scope_of(large), receive, send)
+
+    async def alone() -> None:
+        starts = range(0, len(large), 1024)
+        parts = [{"body": large[i : i + 1024], "more_body": i != starts[-1]} for i in reversed(starts)]
+
+        async def receive() -> Any:
+            return {"type": "http.request", **parts.pop()} if parts else await asyncio.Event().wait()
+
+        await app(scope_of(large), receive, send)
+
+    async def story() -> None:
+        tasks = [asyncio.create_task(stalled()) for _ in range(50)]
+        while len(statuses) < 30:
+            await asyncio.sleep(0.001)
+        assert statuses == [429] * 30 and counted(service, "held_bytes") == 20 * 1024
+        leave.set()
+        await asyncio.gather(*tasks)
+        assert counted(service, "held_bytes") == 0
+        await alone()
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+    assert statuses[-1] == 200 and counted(service, "held_bytes") == 0
+
+
 def test_a_client_that_leaves_is_forgotten_and_no_other(
     service: Service, serve_on_loopback: Any, held_model: threading.Event
 ) -> None:

@@ -73,10 +73,11 @@ class RequestLimits:
         headers, started = Headers(scope=scope), time.monotonic()
         given = headers.get("x-request-id", "")
         request_id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else secrets.token_hex(8)
-        scope["state"] = state = {"request_id": request_id, "deadline": started + self.config.deadline_seconds}
+        deadline = started + self.config.deadline_seconds
+        scope["state"] = state = {"request_id": request_id, "deadline": deadline, "num_bytes": 0}
         if scope["method"] == "HEAD":  # the connection leaves out the body of the response
             scope = {**scope, "method": "GET"}
-        status, body = 499, b""  # the client has gone, unless there is a response
+        status = 499  # the client has gone, unless there is a response
 
         async def respond(message: Message) -> None:
             nonlocal status
@@ -88,7 +89,7 @@ class RequestLimits:
         try:
             self._check_headers(scope, headers)
             if scope["method"] == "POST":
-                body = await self._read(receive)
+                body = await self._read(receive, state)
                 # `curl -d` calls everything a form; every body here is JSON.
                 MutableHeaders(scope=scope)["content-type"] = "application/json"
                 await self._work(scope, body, receive, respond)
@@ -100,9 +101,9 @@ class RequestLimits:
             status = 500
             raise
         finally:
-            self._held_bytes -= len(body)
+            self._held_bytes -= state["num_bytes"]
             if self.config.access_log:
-                facts = {"request_id": request_id, "bytes": len(body), "error": state.get("error")}
+                facts = {"request_id": request_id, "bytes": state["num_bytes"], "error": state.get("error")}
                 shown = {key: value for key, value in facts.items() if value is not None}
                 milliseconds = 1000 * (time.monotonic() - started)
                 words = "%s %s %s %.1f ms"
@@ -128,9 +129,12 @@ class RequestLimits:
         if num_bytes > (most := self.config.max_body_bytes):
             raise APIError(413, "body_too_large", f"the body is too large: at most {most} bytes")
 
-    async def _read(self, receive: Receive) -> bytes:
-        """The body, which counts as held from now on. Raises `APIError`: 408 too slow, 413 too large, 429 too many."""
-        body, is_whole, seconds = bytearray(), False, self.config.body_seconds
+    async def _read(self, receive: Receive, state: dict[str, Any]) -> bytes:
+        """The body, each part of which counts as held once it is there.
+
+        Raises `APIError`: 408 too slow, 413 too large, 429 too many.
+        """
+        body, is_whole, seconds, limit = bytearray(), False, self.config.body_seconds, self.config.max_queued_bytes
         try:
             async with asyncio.timeout(seconds):
                 while not is_whole:
@@ -139,14 +143,14 @@ class RequestLimits:
                         raise APIError(499, "client_disconnected", "the client went away")
                     body += message.get("body", b"")
                     is_whole = not message.get("more_body", False)
+                    self._held_bytes += len(body) - state["num_bytes"]
+                    state["num_bytes"] = len(body)
                     self._check_size(len(body))
+                    if limit < self._held_bytes > len(body):  # a body that is alone may be larger
+                        held = f"{self._held_bytes} bytes of requests would be held, and at most {limit} may be"
+                        raise APIError(429, "memory_full", held, retry_after=self.service.batcher.seconds_of_queue)
         except TimeoutError as error:
             raise APIError(408, "body_timeout", f"the body did not arrive within {seconds:g} seconds") from error
-        limit = self.config.max_queued_bytes
-        if self._held_bytes and self._held_bytes + len(body) > limit:
-            held = f"{self._held_bytes} bytes of requests are held, and at most {limit} may be"
-            raise APIError(429, "memory_full", held, retry_after=self.service.batcher.seconds_of_queue)
-        self._held_bytes += len(body)
         return bytes(body)
 
     async def _work(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
