@@ -316,7 +316,7 @@ def test_bodies_are_held_within_their_limit(make_service: Callable[..., Service]
 
 
 def test_unfinished_bodies_are_held_too(make_service: Callable[..., Service]) -> None:
-    """Of 50 uploads that stall after 1 KB the server holds 20; they leave nothing, and one larger body may come alone."""
+    """Of 50 uploads that stall after 1 KB the server holds 20; they leave nothing, and a larger body may come alone."""
     service = make_service(max_queued_bytes=20 * 1024, max_body_bytes=100 * 1024, access_log=False)
     app, statuses, leave = create_app(service), [], asyncio.Event()
     large = json.dumps({"conversations": [CHAT]}).encode().ljust(50 * 1024)

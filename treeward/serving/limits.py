@@ -74,7 +74,8 @@ class RequestLimits:
         given = headers.get("x-request-id", "")
         request_id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else secrets.token_hex(8)
         deadline = started + self.config.deadline_seconds
-        scope["state"] = state = {"request_id": request_id, "deadline": deadline, "num_bytes": 0}
+        state: dict[str, Any] = {"request_id": request_id, "deadline": deadline, "num_bytes": 0}
+        scope["state"] = state
         if scope["method"] == "HEAD":  # the connection leaves out the body of the response
             scope = {**scope, "method": "GET"}
         status = 499  # the client has gone, unless there is a response
