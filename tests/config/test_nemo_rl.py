@@ -1,5 +1,6 @@
 """Configurations of NeMo RL, with the keys and values that its files have had, load unchanged."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -20,6 +21,61 @@ def test_it_loads_and_survives_saving(name, tmp_path):
     config = load_grpo_config(FILES / f"{name}.yaml")
     save_config(config, tmp_path / "resolved.yaml")
     assert load_grpo_config(tmp_path / "resolved.yaml") == config
+
+
+@pytest.mark.parametrize("name", ["grpo_math_1B", "grpo_rm_1B", "rm"])
+def test_the_keys_of_its_files_of_august_2026_are_known(name, caplog):
+    (load_config if name == "rm" else load_grpo_config)(FILES / "2026-08" / f"{name}.yaml")
+    assert "unknown keys" not in caplog.text
+
+
+NEWER = {
+    "policy.generation": {"use_streams": True, "wholly_new": {"inside": 1}},
+    "cluster": {"fabric": None},
+    "grpo": {"zigzag": 2},
+}
+
+
+def newer_file(tmp_path, **more):
+    """One that a later version of NeMo RL may have."""
+    text = f"defaults: {FILES}/2026-08/grpo_rm_1B.yaml\n"
+    tree = {"policy": {"generation": NEWER["policy.generation"]}, "cluster": NEWER["cluster"], "grpo": NEWER["grpo"]}
+    (tmp_path / "newer.yaml").write_text(text + json.dumps(tree | more)[1:-1].replace('}, "', '}\n"'), encoding="utf-8")
+    return tmp_path / "newer.yaml"
+
+
+def test_keys_that_are_newer_are_a_warning_with_their_list(tmp_path, caplog):
+    path = newer_file(tmp_path)
+    assert load_grpo_config(path) == load_grpo_config(FILES / "2026-08" / "grpo_rm_1B.yaml")
+    (warning,) = [record.message for record in caplog.records if "unknown keys" in record.message]
+    for section, keys in NEWER.items():
+        assert all(f"{section}.{key} ({path})" in warning for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("more", "override", "field"),
+    [
+        ({"grpo": {"num_promts_per_step": 4}}, None, "grpo.num_promts_per_step"),  # a misspelt key of ours
+        ({"grpo": {"watch": {"zigzag": 1}}}, None, "grpo.watch.zigzag"),  # a section of ours
+        ({"grpo": {"beta": 0.1}}, None, "grpo.beta"),  # TRL's name of a key
+        ({}, "+policy.zigzag=1", "policy.zigzag"),  # typed for this run
+    ],
+)
+def test_other_unknown_keys_stay_errors(more, override, field, tmp_path):
+    with pytest.raises(ConfigError, match=rf"field: {field}"):
+        load_grpo_config(newer_file(tmp_path, **more), [override] if override else [])
+
+
+def test_a_file_without_keys_of_nemo_rl_is_ours(tmp_path):
+    text = "policy: {model_name: m, zigzag: 1, nought: 2}\ncluster: {fabric: 1}\ndata: {train_data_path: t.jsonl}\n"
+    (tmp_path / "base.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "run.yaml").write_text("defaults: base.yaml\nrm: {seed: 1}\nlogger: {fabric: 1}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="4 mistakes") as caught:
+        load_config(tmp_path / "run.yaml")
+    text = str(caught.value)
+    for key, file in {"policy.zigzag": "base", "cluster.fabric": "base", "logger.fabric": "run"}.items():
+        assert f"{tmp_path}/{file}.yaml: there is no such key\n    field: {key}\n" in text, "the file that has it"
+    assert text.count("one of model_name, ") == 1, "the names of a section's keys once"
 
 
 def test_the_reward_model_example_means_what_it_meant(tmp_path, caplog):

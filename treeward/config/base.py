@@ -15,6 +15,7 @@ appears in `docs/config.md` and in error messages:
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -76,9 +77,18 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
 
     @classmethod
     def foreign_keys(cls) -> dict[str, str | None]:
-        """Keys of NeMo RL that are accepted: in any state (None), or while they are off, each with the remedy."""
+        """Keys of NeMo RL that are accepted: in any state (None), or while they are off, each with the remedy.
+
+        A key may be a pattern, as `refit_*`.
+        """
         entries = [FOREIGN_KEYS.get(base.__name__, {}).items() for base in reversed(cls.__mro__)]
         return {key: fix for each in entries for key, fix in each if key not in cls.model_fields}
+
+    @classmethod
+    def foreign_key(cls, key: str) -> str | None:
+        """The one of `foreign_keys` that a key is; None for a key of this section, and for an unknown one."""
+        fits = (pattern for pattern in cls.foreign_keys() if fnmatch.fnmatchcase(str(key), pattern))
+        return None if key in cls.model_fields else next(fits, None)
 
     @model_validator(mode="before")
     @classmethod
@@ -86,8 +96,10 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
         if not isinstance(raw, Mapping):
             return raw
         given = dict(raw)
-        for key, fix in cls.foreign_keys().items():
-            value = given.pop(key, None)
+        for key in raw:
+            if (foreign := cls.foreign_key(key)) is None:
+                continue
+            value, fix = given.pop(key), cls.foreign_keys()[foreign]
             if fix is None or _is_off(value):
                 continue
             is_section, need = isinstance(value, Mapping) and "enabled" in value, "null, false or no such key"
@@ -165,21 +177,43 @@ def config_error(
     `origin` says where the value at a key comes from, if that is not always `where`.
     """
     problems = []
+    needs = set[str | None]()
     for details in error.errors(include_url=False):
         if details["type"] == "too_short" and details["input"]:
             continue  # its elements are wrong, and are reported themselves
-        # Tags of a union, in angle brackets, are not part of the key.
-        location = tuple(str(part) for part in details["loc"] if not str(part).startswith("<"))
+        location = _location(details)
         problem = details.get("ctx", {}).get("error")
         if not isinstance(problem, ConfigError):
             problem = _problem(details, location, root)
         elif problem.field:
             location = (*location, *problem.field.replace("[", ".").replace("]", "").split("."))
-        problems.append(problem.but(field=_joined(location) or None, where=origin(location) if origin else where))
+        problem = problem.but(field=_joined(location) or None, where=origin(location) if origin else where)
+        # The names of a section's keys are said once, at its first unknown one.
+        problems.append(problem.but(need=None) if problem.need in needs else problem)
+        needs |= {problem.need} if details["type"] == "extra_forbidden" else set()
     if len(problems) == 1:
         return problems[0]
     listed = "\n".join(f"  {line}" for problem in problems for line in str(problem).splitlines())
     return ConfigError(f"the configuration has {len(problems)} mistakes\n{listed}", where=where)
+
+
+def unlike_ours(error: ValidationError, root: type[Strict]) -> list[Location]:
+    """The unknown keys in sections that NeMo RL has too which cannot be misspelt names of keys of this run."""
+    keys = dict(_keys(root))
+    locations = [_location(details) for details in error.errors() if details["type"] == "extra_forbidden"]
+    return [at for at in locations if _is_nemo_rl_section(root, at[:-1]) and not _unknown_key(at, root, keys, None).fix]
+
+
+def _is_nemo_rl_section(section: type[Strict], path: Location) -> bool:
+    for part in without_numbers(path):
+        fields = {field.alias or name: field.annotation for name, field in section.model_fields.items()}
+        section = next(sections(fields.get(part)), Strict)
+    return bool(section.foreign_keys())
+
+
+def _location(details: ErrorDetails) -> Location:
+    # Tags of a union, in angle brackets, are not part of the key.
+    return tuple(str(part) for part in details["loc"] if not str(part).startswith("<"))
 
 
 def _problem(details: ErrorDetails, location: Location, root: type[Strict]) -> ConfigError:

@@ -18,10 +18,12 @@ def _unread(keys: str) -> dict[str, str | None]:
 
 
 FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
-    "BatchingConfig": _unread("algorithm fuse_loss logprob_mb_tokens max_sequences_per_bin sequence_length_round"),
+    "BatchingConfig": _unread(
+        "algorithm fuse_loss logprob_mb_tokens max_sequences_per_bin microbatch_order sequence_length_round"
+    ),
     "CheckpointingConfig": _unread("save_consolidated model_cache_dir model_repo_id is_async"),
     "GRPOCheckpointingConfig": _unread("save_data_plane load_replay_buffer"),
-    "ClusterConfig": _unread("master_port_range segment_size"),
+    "ClusterConfig": _unread("master_port_range* segment_size"),
     "DataConfig": _unread("processor env_name num_workers"),
     "DatasetConfig": _unread("processor env_name"),
     "GRPOConfig": _unread("calculate_advantages_on_gpu deduplicate_multimodal_data debug_payload_metrics")
@@ -50,7 +52,9 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "telemetry": "remove the section; logger says where metrics go",
         "token_capture": "remove the section; grpo.num_logged_samples keeps completions for the report",
     },
-    "GenerationConfig": _unread("sglang_cfg sglang_kwargs mcore_generation_config val_temperature"),
+    "GenerationConfig": _unread(
+        "sglang_* mcore_generation_config port_range_* real_quant_* refit_* val_temperature val_top_?"
+    ),
     "LoggerConfig": _unread("num_val_samples_to_print monitor_gpus gpu_monitoring swanlab")
     | {"swanlab_enabled": "set it to false; enable tensorboard, wandb or mlflow, metrics.jsonl is always written"},
     "LoraConfig": _unread("use_triton dropout_position"),
@@ -81,7 +85,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "lora_cfg": "set lora_cfg.enabled=false; merge adapters into their model with peft's merge_and_unload, and "
         "give that folder as model_name"
     },
-    "ShardingConfig": _unread("_v2 clear_cache_every_n_steps env_vars"),
+    "ShardingConfig": _unread("_v2 automodel_kwargs clear_cache_every_n_steps env_vars"),
     "TrainedModelConfig": _unread(
         "logprob_batch_size offload_optimizer_for_logprob make_sequence_length_divisible_by refit_buffer_size_gb"
     )
@@ -89,15 +93,16 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "lora_cfg": "move the section to policy.dtensor_cfg.lora_cfg",
         "megatron_cfg": "set policy.megatron_cfg.enabled=false: the model runs on PyTorch",
     },
+    "TokenizerConfig": _unread("use_fast*"),
     "VllmConfig": _unread(
         "async_engine cap_max_tokens_to_context enable_vllm_metrics_logger expose_http_server load_format "
         "logprobs_mode num_first_layers_in_bf16 num_last_layers_in_bf16 skip_tokenizer_init use_deep_gemm use_tqdm "
-        "vllm_metrics_logger_interval"
+        "vllm_metrics_logger_interval *_refit_* reset_*_after_weight_update"
     ),
 }
-"""Section -> keys that it accepts and does not have. None: in any state, because what the key sets is always so here,
-or changes no result. A text, the remedy: only while the key is off (null, false, 0, -1, empty, or a section in which
-nothing is on)."""
+"""Section -> keys, or patterns of keys, that it accepts and does not have. None: in any state, because what the key
+sets is always so here, or changes no result. A text, the remedy: only while the key is off (null, false, 0, -1, empty,
+or a section in which nothing is on)."""
 
 _TABLE = """
 beta kl_coef kl_loss_coef: loss_fn.reference_policy_kl_penalty

@@ -10,6 +10,7 @@ OmegaConf reads the file, lays it over those that its `defaults:` names, applies
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from treeward.config.base import Location, Strict, config_error, sections, without_numbers
+from treeward.config.base import Location, Strict, config_error, sections, unlike_ours, without_numbers
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import ENVIRONMENT_SECTIONS, environment_sections
 from treeward.config.run import RewardModelRunConfig
@@ -56,7 +57,7 @@ def load_grpo_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -
 
 def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RewardModelRunConfig | GRPORunConfig:
     """A run of either kind, without remarks: one with environments is a run of GRPO."""
-    if "env" in _read_with_defaults(Path(path), ()):
+    if any("env" in tree for _, tree in _layers(Path(path), ())):
         return load_file(GRPORunConfig, path, overrides)
     return load_file(RewardModelRunConfig, path, overrides)
 
@@ -80,7 +81,8 @@ def load_file(
     command's own options. Raises `ConfigError`.
     """
     where = "command line" if path is None else str(path)
-    config = OmegaConf.create({} if path is None else _read_with_defaults(Path(path), ()))
+    layers = [] if path is None else _layers(Path(path), ())
+    config = OmegaConf.create(functools.reduce(_laid_over, (tree for _, tree in layers), dict[str, Any]()))
     config.merge_with(values or {})
     given = {_apply_override(config, text): text for text in overrides}
 
@@ -89,6 +91,11 @@ def load_file(
             for key, text in reversed(given.items()):
                 if at[: len(key)] == key[: len(at)]:
                     return f"command line, {text}"
+        # A missing key, and one of another form of `data`, are in no file: the section is.
+        for end in range(len(location), 0, -1):
+            for file, tree in reversed(layers):
+                if _value(OmegaConf.create(tree), ".".join(location[:end])) is not _ABSENT:
+                    return str(file)
         return where
 
     return _checked(section, config, where, origin)
@@ -143,7 +150,7 @@ def _apply_override(config: DictConfig, text: str) -> Location:
             del parent[int(path[-1]) if isinstance(parent, ListConfig) else path[-1]]
             return path
         # What the key refers to need not exist: it is replaced.
-        old = OmegaConf.select(config, key, default=_ABSENT, throw_on_resolution_failure=False)
+        old = _value(config, key)
         if sign == "+" and old is not _ABSENT:
             summary, fix = "+ adds a key, and it is there already", f"write {text[1:]}"
             raise ConfigError(summary, where="command line", got=text, fix=fix)
@@ -158,9 +165,14 @@ def _apply_override(config: DictConfig, text: str) -> Location:
     return path
 
 
-def _read_with_defaults(file: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
-    """The file's tree over those of the files that it names; `readers` are the files that led to this one."""
-    tree, base, chain = read_yaml(file), dict[str, Any](), (*readers, file.resolve())
+def _value(tree: DictConfig, key: str) -> Any:
+    return OmegaConf.select(tree, key, default=_ABSENT, throw_on_resolution_failure=False)
+
+
+def _layers(file: Path, readers: tuple[Path, ...]) -> list[tuple[Path, dict[str, Any]]]:
+    """The trees of the files that a file names, and its own, laid over theirs; `readers` have led to this file."""
+    tree, chain = read_yaml(file), (*readers, file.resolve())
+    layers: list[tuple[Path, dict[str, Any]]] = []
     names = tree.pop("defaults", None) or []
     for name in names if isinstance(names, list) else [names]:
         parent = file.parent / str(name)
@@ -168,11 +180,11 @@ def _read_with_defaults(file: Path, readers: tuple[Path, ...]) -> dict[str, Any]
             summary = "a file of defaults does not exist" if not parent.is_file() else "defaults go round in a circle"
             need = "a file, or a list of files, relative to the folder of this one"
             raise ConfigError(summary, where=str(file), field="defaults", got=name, need=need)
-        base = _laid_over(base, _read_with_defaults(parent, chain))
-    return _laid_over(base, tree)
+        layers += _layers(parent, chain)
+    return [*layers, (file, tree)]
 
 
-def _laid_over(base: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+def _laid_over(base: dict[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
     """Mappings are merged; lists, and sections with NeMo RL's `_override_: true`, replace those of `base`."""
     merged = dict(base)
     for key, value in tree.items():
@@ -200,9 +212,30 @@ def _checked(section: type[_Section], config: DictConfig, where: str, origin: Ca
     try:
         checked = section.model_validate(resolved)
     except ValidationError as error:
-        raise config_error(error, section, where=where, origin=origin) from None
+        known = _without_strangers(section, resolved, error, origin)
+        if known is None:
+            raise config_error(error, section, where=where, origin=origin) from None
+        checked = known
     if ignored := list(_without_effect(section, resolved, "")):
         logger.info("keys that have no effect here: %s", ", ".join(ignored))
+    return checked
+
+
+def _without_strangers(
+    section: type[_Section], tree: dict[str, Any], error: ValidationError, origin: Callable[[Location], str]
+) -> _Section | None:
+    """The section without the unknown keys of NeMo RL's, if its file has keys that only NeMo RL has; else None."""
+    strangers = [at for at in unlike_ours(error, section) if not origin(at).startswith("command line")]
+    for *parents, key in strangers:
+        functools.reduce(lambda inner, part: inner.get(part, {}), parents, tree).pop(key, None)
+    try:
+        checked = section.model_validate(tree)
+    except ValidationError:
+        return None
+    if not any(_without_effect(section, tree, "")):
+        return None
+    words = "unknown keys in sections of NeMo RL, which have no effect: %s"
+    logger.warning(words, ", ".join(f"{'.'.join(at)} ({origin(at)})" for at in strangers))
     return checked
 
 
@@ -210,8 +243,8 @@ def _without_effect(section: type[Strict], raw: Mapping[str, Any], path: str) ->
     """The full names of the keys of a valid section that have no effect."""
     fields = {field.alias or name: field.annotation for name, field in section.model_fields.items()}
     for key, value in raw.items():
-        if key in section.foreign_keys():
-            yield from [f"{path}{key}"] if section.foreign_keys()[key] is None else []
+        if (foreign := section.foreign_key(key)) is not None:
+            yield from [f"{path}{key}"] if section.foreign_keys()[foreign] is None else []
         elif key == "env" and "env" in fields:
             for name, kind, keys in environment_sections(value):
                 yield from _without_effect(ENVIRONMENT_SECTIONS.get(kind, Strict), keys, f"{path}env.{name}.")
