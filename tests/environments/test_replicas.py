@@ -76,8 +76,6 @@ def test_replicas_and_the_death_of_one(folder: str, scores: list[float], ray: An
     environment = make(folder, num_replicas=2, max_retries=0)
     before = process_ids(environment)
     assert len(set(before)) == 2
-    with pytest.raises(ConfigError, match="needs the model in this process"):
-        environment.preprocess_data(LOGS)
     for few in ([], LOGS[:1], LOGS[:7]):
         got = environment.step(few, [{}] * len(few)).rewards.tolist()
         assert got == pytest.approx(scores[: len(few)], abs=CLOSE)
@@ -121,6 +119,30 @@ def test_the_death_of_one_of_two_processes(make_folder: Any, ray: Any) -> None:
     accident.join()
     assert set(before).isdisjoint(process_ids(environment))
     environment.shutdown()
+
+
+@pytest.mark.slow
+def test_nemo_rls_own_test_of_the_environment(folder: str, scores: list[float], ray: Any) -> None:
+    """The assertions of its `test_reward_model_environment.py`, of the Ray actor that its fixture makes."""
+    sections = {
+        "enabled": True, "tokenizer": {"name": folder}, "precision": "float32", "offload_optimizer_for_logprob": False,
+        "batch_size": 32, "checkpoint_path": None, "max_model_len": 1024, "max_grad_norm": None,
+        "resources": {"gpus_per_node": 0, "num_nodes": 1},
+        "reward_model_cfg": {"enabled": True, "reward_model_type": "bradley_terry"},
+        "dtensor_cfg": {"_v2": True, "enabled": True, "tensor_parallel_size": 1, "custom_parallel_plan": None},
+        "dynamic_batching": {"enabled": False}, "sequence_packing": {"enabled": False},
+    }  # fmt: skip
+    variables = {"runtime_env": {"env_vars": dict(os.environ)}}
+    environment = RewardModelEnvironment.options(**variables).remote({"model_name": folder, **sections})
+    for batch_size in (1, 2, 4, 8):
+        logs = [chat("What is the capital of France?", f"It is Paris ({i}).") for i in range(batch_size)]
+        data = ray.get(environment.preprocess_data.remote(logs))
+        (length,) = set(data["input_lengths"].tolist())
+        assert data["input_ids"].shape == (batch_size, length) and data["input_lengths"].shape == (batch_size,)
+    output = ray.get(environment.step.remote(LOGS[:2], []))
+    assert output.rewards.dtype == torch.float32 and output.rewards.tolist() == pytest.approx(scores[:2], abs=CLOSE)
+    assert [one["content"] for one in output.observations] == [f"Environment: {r}" for r in output.rewards.tolist()]
+    assert ray.get(environment.shutdown.remote())
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@
 | `nemo_rl.environments.reward_model_environment` | `RewardModelEnvironment` |
 | `nemo_rl.environments.interfaces` | `EnvironmentReturn` |
 | `nemo_rl.data.interfaces` | `TaskDataSpec`, `DatumSpec`, `LLMMessageLogType` |
-| `nemo_rl.data.datasets.preference_datasets` | the four dataset classes |
+| `nemo_rl.data.datasets.preference_datasets` | the four dataset classes, `load_preference_dataset` |
 
 These are treeward's own classes, with the arguments and fields that such scripts use; NeMo RL need not be installed. In
 NeMo RL's own loop use `treeward.environments.nemo_rl`.
@@ -15,6 +15,7 @@ NeMo RL's own loop use `treeward.environments.nemo_rl`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, NotRequired, TypedDict
 
 import torch
@@ -58,10 +59,12 @@ def datum_spec(encoded: EncodedPrompt, idx: int) -> DatumSpec:
 
 class _PreferenceSets:
     """The attributes of NeMo RL's dataset classes: `task_spec`, and `formatted_ds` of "train" and "validation", each a
-    `datasets.Dataset` of rows with `context` and ranked `completions`; None without validation data.
+    `datasets.Dataset` of rows with `context` and ranked `completions`, None without validation data; and `dataset`, the
+    first of them, with `task_name`, as its newer classes have it.
 
-    The arguments are those of NeMo RL in its order, and keys of the section `data`. Raises `ConfigError` for what they
-    cannot mean, `DataError` for a row that is wrong. A configuration does not hold all rows in memory.
+    The arguments are those of NeMo RL's first classes in their order, those of its newer ones by name (`data_path`,
+    `split`), and further keys of the section `data`. Raises `ConfigError` for what they cannot mean, `DataError` for a
+    row that is wrong. A configuration does not hold all rows in memory.
     """
 
     dataset_name: ClassVar[str]
@@ -75,13 +78,27 @@ class _PreferenceSets:
         rejected_key: str | None = None,
         train_split: str | None = None,
         val_split: str | None = None,
+        **keys: Any,
     ) -> None:
         given = {key: value for key, value in locals().items() if isinstance(value, str)}
-        section = {"dataset_name": self.dataset_name, **given}
+        newer = {"data_path": "train_data_path", "split": "train_split"}
+        section = {"dataset_name": self.dataset_name, **given, **{newer.get(key, key): keys[key] for key in keys}}
         data = load_section(DataConfig, section, where=type(self).__name__)
         train, *validation = (open_dataset(one) for one in (*data.train, *data.validation))
-        self.formatted_ds = {"train": _rows(train), "validation": _rows(validation[0]) if validation else None}
+        held_out = _rows(validation[0]) if validation else None
+        self.formatted_ds: dict[str, Dataset] = {"train": _rows(train), "validation": held_out}
         self.task_spec: TaskDataSpec = train.task_spec
+        self.task_name = self.task_spec.task_name
+        self.dataset = self.formatted_ds["train"].select_columns(["context", "completions", "task_name"])
+        self.prompt_key = train.config.prompt_key
+        self.chosen_key = train.config.chosen_key
+        self.rejected_key = train.config.rejected_key
+
+
+def load_preference_dataset(data_config: Mapping[str, Any]) -> _PreferenceSets:
+    """The set that NeMo RL's section of one dataset describes. Raises as the classes do."""
+    classes = {cls.dataset_name: cls for cls in _PreferenceSets.__subclasses__()}
+    return classes.get(data_config.get("dataset_name", ""), PreferenceDataset)(**data_config)
 
 
 def _rows(dataset: RowDataset) -> Dataset:

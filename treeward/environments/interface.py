@@ -70,7 +70,7 @@ AnyInfos = Sequence[Mapping[str, Any] | None]
 class EnvironmentReturn(NamedTuple):
     """The result of a step for B samples; the fields and their order are NeMo RL's.
 
-    `observations`: an empty message each: nothing is added to the conversation. `metadata`: the sample's `env_info`
+    `observations`: a message with the reward each, which treeward's own loop does not add. `metadata`: the `env_info`
     and, under `reward_details`, `raw`, `components` and `error`. `rewards`: float32 (B,), NaN where there is none.
     `terminateds`: bool (B,), all true. `answers`: the text that was scored.
     """
@@ -105,7 +105,8 @@ class Environment(RayActor, abc.ABC):
 
         Messages keep every key that a chat template may read; the loop's own keys (`token_ids`, tensors) are left out.
         A log that is no list of messages has no reward. `update`: False in validation: its samples do not count in
-        running statistics. Raises `DataError` where there is not one `env_info`, or None, for each log.
+        running statistics. Raises `DataError` where there is not one `env_info`, or None, for each log, unless there is none
+        at all.
         """
         return self._rewarded(self._samples(message_logs, env_infos), update)
 
@@ -115,7 +116,7 @@ class Environment(RayActor, abc.ABC):
         rewards = self._rewarded(samples, update)
         details = [{"raw": one.raw, "components": dict(one.components), "error": one.error} for one in rewards]
         return EnvironmentReturn(
-            observations=[{"role": "environment", "content": ""} for _ in rewards],
+            observations=[{"role": "environment", "content": f"Environment: {one.value}"} for one in rewards],
             metadata=[one.info | {DETAILS: detail} for one, detail in zip(samples, details, strict=True)],
             next_stop_strings=[None] * len(rewards),
             rewards=torch.tensor([math.nan if r.value is None else r.value for r in rewards], dtype=torch.float32),
@@ -167,6 +168,7 @@ class Environment(RayActor, abc.ABC):
         return True
 
     def _samples(self, message_logs: Sequence[Any], env_infos: Sequence[Any]) -> list[Sample]:
+        env_infos = env_infos or [None] * len(message_logs)  # of NeMo RL's reward models, which read none
         if len(message_logs) != len(env_infos):
             got = f"{len(message_logs)} message logs and {len(env_infos)} env_infos"
             raise DataError("there is not one env_info for each message log", where=self.name, got=got)

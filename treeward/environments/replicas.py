@@ -24,12 +24,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from treeward.config.policy import ShardingConfig
 from treeward.config.reward_environments import RewardModelEnvironmentConfig
 from treeward.environments.actors import Places, first_line, free_port, reserve, start_ray
 from treeward.environments.interface import WHERE
-from treeward.errors import ConfigError, ModelError, TreewardError
+from treeward.errors import ConfigError, DataError, ModelError, TreewardError
 from treeward.model.pretrained import DTYPES
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS
 from treeward.parallel.mesh import make_mesh
@@ -109,6 +110,20 @@ class ScoringWorker:
                 member.model.to("cpu")
             torch.cuda.empty_cache()
 
+    def preprocess(self, conversations: Sequence[Conversation]) -> dict[str, Tensor]:
+        """See `RewardModelEnvironment.preprocess_data`."""
+        scorer = self.scorer.members[0]
+        rows = []
+        for one in scorer.prepare(conversations):
+            if one.ids is None:
+                raise DataError("the conversation cannot be tokenized", where=one.name, got=one.error)
+            rows.append(one.ids)
+        lengths_B = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        ids_BL = torch.full((len(rows), max(map(len, rows), default=0)), scorer.renderer.tokenizer.pad_token_id or 0)
+        for i, row in enumerate(rows):
+            ids_BL[i, : len(row)] = torch.tensor(row)
+        return {"input_ids": ids_BL, "input_lengths": lengths_B}
+
     def shutdown(self) -> None:
         """Free the model."""
         self._scorer = None
@@ -160,6 +175,10 @@ class ReplicaPool:
         scores = {i: score for chunk, of in zip(chunks, found, strict=True) for i, score in zip(chunk, of, strict=True)}
         return [scores[i] for i in range(len(conversations))]
 
+    def preprocess(self, conversations: Sequence[Conversation]) -> dict[str, Tensor]:
+        """By the first replica; see `RewardModelEnvironment.preprocess_data`."""
+        return self._replicas[0].preprocess(conversations)
+
     def shutdown(self) -> None:
         """End the workers; a step in another thread raises. Safe to repeat."""
         for replica in self._replicas:
@@ -210,6 +229,11 @@ class _Replica:
             except _Death as death:
                 reason = f"tried {attempts} times: its worker died: {death}"
         return [Score(None, error=reason)] * len(conversations)
+
+    def preprocess(self, conversations: Sequence[Conversation]) -> dict[str, Tensor]:
+        self.load()
+        data: dict[str, Tensor] = self._all("preprocess", conversations, seconds=self._config.worker_timeout_seconds)[0]
+        return data
 
     def close(self) -> None:
         """End the workers for good."""

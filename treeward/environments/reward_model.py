@@ -43,7 +43,7 @@ from treeward.environments.interface import (
 )
 from treeward.environments.replicas import ReplicaPool, ScoringWorker
 from treeward.environments.reward_server import RewardServer
-from treeward.errors import CheckpointError, ConfigError, DataError, ModelError
+from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.rewarding import Rewarder, load_shaper
@@ -127,20 +127,12 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
     def preprocess_data(self, message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
         """The model's input: `{"input_ids": int64 (B, L), "input_lengths": int64 (B,)}`, right-padded.
 
-        Only where the model runs in this process. Raises `DataError` for a conversation that has no completion, cannot
-        be rendered or is too long.
+        Raises `DataError` for a conversation that has no completion, cannot be rendered or is too long, and
+        `ConfigError` where a server has the model.
         """
-        scorer = self._here("preprocess_data").scorer.members[0]
-        rows = []
-        for one in scorer.prepare([conversation_of(log) for log in message_logs]):
-            if one.ids is None:
-                raise DataError("the conversation cannot be tokenized", where=one.name, got=one.error)
-            rows.append(one.ids)
-        lengths_B = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        ids_BL = torch.full((len(rows), max(map(len, rows), default=0)), scorer.renderer.tokenizer.pad_token_id or 0)
-        for i, row in enumerate(rows):
-            ids_BL[i, : len(row)] = torch.tensor(row)
-        return {"input_ids": ids_BL, "input_lengths": lengths_B}
+        workers = self._running()
+        preparing = self._here("preprocess_data") if isinstance(workers, RewardServer) else workers
+        return preparing.preprocess([conversation_of(log) for log in message_logs])
 
     @property
     def reward_model_policy(self) -> RewardModel:
