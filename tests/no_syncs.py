@@ -20,12 +20,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import treeward
+
+OURS = f"{Path(treeward.__file__).parent}/"  # not any path with our name in it: a clone has it, and its .venv too
 ATTENTION = ("treeward/tree/attention.py", "treeward/tree/mask.py")
 
 _READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__"}
@@ -74,7 +78,7 @@ class _Functions(TorchFunctionMode):
             name == "to"
             and _has_device(args[1:], kwargs)
             and not kwargs.get("non_blocking")
-            and "treeward" in _caller()
+            and _caller().startswith(OURS)
         ):
             _refuse("Tensor.to(device) without non_blocking=True", self.excused)
         return func(*args, **kwargs)

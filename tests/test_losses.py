@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from treeward.losses import bradley_terry, graded, plackett_luce, ranked_pairs, squared_error
+from treeward.config.loss import LabelConfig, LossConfig, readers
+from treeward.losses import LOSSES, bradley_terry, graded, plackett_luce, ranked_pairs, squared_error
 
 GROUPS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=5)
 MANY = [[i // 2 for i in range(32)], [0], [1, 0]]
@@ -234,3 +236,20 @@ def test_squared_error_skips_what_has_no_grade() -> None:
     gradient = torch.autograd.grad(loss, values)[0]
     assert gradient.tolist() == [[-0.125, 0], [0, -1.0], [0, 0], [0.5, -1e4]]
     assert graded([], stds=(1.0, 1.0)).values_SH.shape == (0, 2)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_option_of_a_loss_is_a_key_and_reaches_it(name: str) -> None:
+    parameters = inspect.signature(LOSSES[name]).parameters.values()
+    options = {
+        parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    options.pop("ties", None)  # `data.ties` chooses the model of ties
+    assert LossConfig().arguments(name) == options
+
+
+def test_every_loss_of_the_configuration_is_there() -> None:
+    named = {loss for option in LossConfig.model_fields.values() for loss in readers(option)}
+    assert (
+        named <= LOSSES.keys() and LabelConfig.model_fields.keys() <= inspect.signature(ranked_pairs).parameters.keys()
+    )

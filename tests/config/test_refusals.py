@@ -1,5 +1,7 @@
 """What each section and each kind of run refuses: the error is at the key, and says what is needed."""
 
+from typing import get_args
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -9,6 +11,7 @@ from treeward.config.ensemble import EnsembleConfig
 from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.load import load_section
+from treeward.config.loss import LabelConfig, LossConfig, RewardModelType, readers
 from treeward.config.nemo_gym import NemoGymConfig
 from treeward.config.optimisation import OptimizerConfig
 from treeward.config.policy import PolicyConfig
@@ -314,3 +317,17 @@ def test_what_fits_loads(load, overrides):
 def test_a_loss_that_does_not_fit_is_refused(mistake, overrides, field, said):
     error = mistake("rm", *overrides)
     assert error.field == field and said in f"{error.need} {error.fix}"
+
+
+@pytest.mark.parametrize("loss", get_args(RewardModelType))
+@pytest.mark.parametrize(("option", "value"), [("weight", "pair"), ("strength_scale", 2.0), ("label_smoothing", 0.1),
+                                               ("center_rewards_coefficient", 0.2), ("tie_probability", 0.2)])  # fmt: skip
+def test_an_option_reaches_its_losses_and_is_refused_with_others(load, mistake, loss, option, value):
+    model = "policy.reward_model_cfg={reward_model_type: %s, attributes: %s}"
+    overrides = (model % (loss, "[help]" if loss == "attributes" else "[]"), f"rm.loss.{option}={value}")
+    if loss not in readers(LossConfig.model_fields[option]):
+        assert mistake("rm", *overrides).field == f"rm.loss.{option}"
+        return
+    config = load("rm", *overrides)
+    assert getattr(config.rm.loss, option) == value
+    assert option in LabelConfig.model_fields or config.loss_options[option] == value

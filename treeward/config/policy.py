@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from treeward.config.base import Strict
+from treeward.config.loss import RewardModelType
 from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
 from treeward.errors import ConfigError, nearest_name
 
@@ -21,7 +22,6 @@ _VOCAB_SIZE = 4096
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _short_names = BeforeValidator(lambda name: _PRECISIONS.get(name, name) if isinstance(name, str) else name)
 
-RewardModelType = Literal["bradley_terry", "plackett_luce", "regression", "attributes"]
 Precision = Annotated[Literal["float32", "bfloat16"], _short_names]
 """Of a model that is trained."""
 ScoringDtype = Literal["float32", "bfloat16", "float16"]

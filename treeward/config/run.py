@@ -10,18 +10,18 @@ is a whole configuration: every other key has a default, written once, on its fi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from treeward.config.base import Limit, OneIsAList, Period, Strict
 from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKey, parse_metric_name
 from treeward.config.cluster import ClusterConfig
 from treeward.config.data import DataConfig, DatasetConfig, Ties
 from treeward.config.logger import LoggerConfig
-from treeward.config.policy import PolicyConfig, RewardModelType
+from treeward.config.loss import LossConfig, readers
+from treeward.config.policy import PolicyConfig
 from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.errors import ConfigError, nearest_name
 
@@ -29,40 +29,6 @@ _PERTURBATIONS = 100  # the docstring of rm.val_perturbations says so
 
 SuiteName = Annotated[str, Field(pattern=r"^\s*[^\s=,][^=,]*(=.*\S.*)?$")]
 """A name, or a name and a folder, as llmbar=downloads/llmbar."""
-
-
-class LossConfig(Strict):
-    """Options of the loss, which `policy.reward_model_cfg.reward_model_type` chooses."""
-
-    weight: Literal["group", "pair"] = "group"
-    """What weighs the same: comparisons, however many pairs they have, or pairs (`plackett_luce`: choices)."""
-    strength: Literal["margin", "soft_label", "weight"] | None = None
-    """What becomes of by how much a completion is better (the keys are in docs/data.md): a margin that the difference
-    of the scores should exceed, the log-odds of a soft label, or the weight of the pair. None: it is not used."""
-    strength_scale: PositiveFloat = 1.0
-    """Strengths are multiplied by it."""
-    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
-    """The assumed probability that a label is wrong."""
-    center_rewards_coefficient: NonNegativeFloat = 0.0
-    """Weight of the mean square of score(chosen) + score(rejected), which keeps scores near zero. 0: off."""
-    tie_probability: float = Field(default=1 / 3, gt=0.0, lt=1.0)
-    """The probability of a tie of two completions with equal scores, where `data.ties` is a model of ties."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_not_the_name(cls, raw: Any) -> Any:
-        given = {"name": raw} if isinstance(raw, str) else raw
-        for key in ("name", "type"):
-            if isinstance(given, Mapping) and key in given:
-                need = (
-                    f"policy.reward_model_cfg.reward_model_type, which is one of {', '.join(get_args(RewardModelType))}"
-                )
-                raise ConfigError("the type of the reward model chooses the loss", field=key, got=given[key], need=need)
-        return raw
-
-
-_OPTIONS = {"bradley_terry": set(LossConfig.model_fields), "plackett_luce": {"weight"}}
-"""The keys of `rm.loss` that a type of reward model reads; the others read none."""
 
 
 class ScheduleConfig(Strict):
@@ -178,13 +144,8 @@ class RewardModelRunConfig(Strict):
     @property
     def loss_options(self) -> dict[str, Any]:
         """The arguments of the loss beside what it compares."""
-        if self.policy.reward_model_cfg.reward_model_type != "bradley_terry":
-            return {}
-        keys = ["label_smoothing", "center_rewards_coefficient"]
-        options = {key: getattr(self.rm.loss, key) for key in keys}
-        if self.data.ties != self.known_ties:
-            options |= {"ties": self.data.ties, "tie_probability": self.rm.loss.tie_probability}
-        return options
+        options = self.rm.loss.arguments(self.policy.reward_model_cfg.reward_model_type)
+        return options | ({"ties": self.data.ties} if self.data.ties != self.known_ties else {})
 
     @property
     def training_cluster(self) -> ClusterConfig:
@@ -255,9 +216,8 @@ class RewardModelRunConfig(Strict):
         """Whether the type of the reward model reads the options of the loss, and the data has what it learns from."""
         kind, key = self.policy.reward_model_cfg.reward_model_type, "policy.reward_model_cfg.reward_model_type"
         for name, option in LossConfig.model_fields.items():
-            is_idle = name not in _OPTIONS.get(kind, ()) and getattr(self.rm.loss, name) != option.default
-            readers = " or ".join(reader for reader, keys in _OPTIONS.items() if name in keys)
-            self.refuse(is_idle, f"rm.loss.{name} {key}", f"no such key, or the type {readers}")
+            is_idle = kind not in readers(option) and getattr(self.rm.loss, name) != option.default
+            self.refuse(is_idle, f"rm.loss.{name} {key}", f"no such key, or the type {' or '.join(readers(option))}")
         allowed = {"bradley_terry": get_args(Ties), "plackett_luce": ("drop", "error")}.get(kind, ("drop",))
         need = f"{' or '.join(allowed)}, or the type bradley_terry: its pairs alone may be tied"
         self.refuse(self.data.ties not in allowed, f"data.ties {key}", need)

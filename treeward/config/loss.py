@@ -1,0 +1,72 @@
+"""`rm.loss`: the options of a reward model's loss, each with the losses that read it.
+
+    margin: Annotated[PositiveFloat, ReadBy("hinge")] = 1.0
+    '''By how much the better score should exceed the other.'''
+
+makes `rm.loss.margin` an argument of `losses.hinge`, and an error with every other loss. `policy.reward_model_cfg.
+reward_model_type` names the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic.fields import FieldInfo
+
+from treeward.config.base import Strict
+from treeward.errors import ConfigError
+
+RewardModelType = Literal["bradley_terry", "plackett_luce", "regression", "attributes"]
+
+
+class ReadBy:
+    """The losses that read an option, by their names in `losses.LOSSES`."""
+
+    def __init__(self, *losses: RewardModelType) -> None:
+        self.losses = losses
+
+
+class LabelConfig(Strict):
+    """What becomes of the labels before the loss reads them: arguments of `losses.ranked_pairs`."""
+
+    weight: Annotated[Literal["group", "pair"], ReadBy("bradley_terry", "plackett_luce")] = "group"
+    """What weighs the same: comparisons, however many pairs they have, or pairs (`plackett_luce`: choices)."""
+    strength: Annotated[Literal["margin", "soft_label", "weight"] | None, ReadBy("bradley_terry")] = None
+    """What becomes of by how much a completion is better (the keys are in docs/data.md): a margin that the difference
+    of the scores should exceed, the log-odds of a soft label, or the weight of the pair. None: it is not used."""
+    strength_scale: Annotated[PositiveFloat, ReadBy("bradley_terry")] = 1.0
+    """Strengths are multiplied by it."""
+
+
+class LossConfig(LabelConfig):
+    """Options of the loss, which `policy.reward_model_cfg.reward_model_type` chooses."""
+
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5), ReadBy("bradley_terry")] = 0.0
+    """The assumed probability that a label is wrong."""
+    center_rewards_coefficient: Annotated[NonNegativeFloat, ReadBy("bradley_terry")] = 0.0
+    """Weight of the mean square of score(chosen) + score(rejected), which keeps scores near zero. 0: off."""
+    tie_probability: Annotated[float, Field(gt=0.0, lt=1.0), ReadBy("bradley_terry")] = 1 / 3
+    """The probability of a tie of two completions with equal scores, where `data.ties` is a model of ties."""
+
+    def arguments(self, loss: RewardModelType) -> dict[str, Any]:
+        """The options that the function of this loss gets, by name."""
+        names = LossConfig.model_fields.keys() - LabelConfig.model_fields.keys()
+        return {name: getattr(self, name) for name in names if loss in readers(LossConfig.model_fields[name])}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_not_the_name(cls, raw: Any) -> Any:
+        keys = {"name": raw} if isinstance(raw, str) else raw
+        for key in ("name", "type"):
+            if isinstance(keys, Mapping) and key in keys:
+                names = ", ".join(get_args(RewardModelType))
+                need = f"policy.reward_model_cfg.reward_model_type, which is one of {names}"
+                raise ConfigError("the type of the reward model chooses the loss", field=key, got=keys[key], need=need)
+        return raw
+
+
+def readers(option: FieldInfo) -> tuple[RewardModelType, ...]:
+    """The losses that read an option of `LossConfig`."""
+    return next(mark.losses for mark in option.metadata if isinstance(mark, ReadBy))
