@@ -10,6 +10,7 @@ import importlib.resources
 import importlib.util
 import re
 
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -26,6 +27,9 @@ TEMPLATES = (
            if p.name.endswith(".jinja"))
     if importlib.util.find_spec("trl") else []
 )  # fmt: skip
+# One of each structure: a preamble, BOS and turns, channels, headers, role tags, ChatML that drops earlier thoughts.
+STRUCTURES = ("cohere", "gemma3", "gptoss", "llama3", "phi3", "qwen3")
+CASES = [pytest.param(name, marks=[] if name in STRUCTURES else pytest.mark.slow) for name in TEMPLATES]
 # What each family's tokenizer calls its BOS and EOS, and whether it adds BOS by itself.
 FAMILIES: dict[str, tuple[str | None, str, bool]] = {
     "cohere": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", True),

@@ -55,6 +55,11 @@ class Block(NamedTuple):
     code: str
 
     @property
+    def is_run(self) -> bool:
+        """Whether it is executed; what is only read needs no model."""
+        return self.language in ("python", "bash")
+
+    @property
     def uses_ray(self) -> bool:
         """Its processes take long to start."""
         return "import ray\n" in self.code or "--workers" in self.code
@@ -76,8 +81,8 @@ DONE: set[Block] = set()
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reader's folder: the examples, comparisons under the names that the guides use, and a trained quickstart."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reader's folder: the examples, and comparisons under the names that the guides use."""
     folder = tmp_path_factory.mktemp("reader")
     configs = folder / "examples" / "configs"
     configs.mkdir(parents=True)
@@ -94,6 +99,12 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     for name in ("train", "val", "hard", "conversations"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reader(folder: Path) -> Path:
+    """The reader's folder with a trained quickstart."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert main(["train", "--config", "examples/configs/quickstart.yaml"]) == 0
@@ -158,11 +169,16 @@ def servers() -> Iterator[Servers]:
 
 
 @pytest.mark.parametrize(
+    "block", [pytest.param(block, id=f"{block.file}:{block.line}") for block in BLOCKS if not block.is_run]
+)
+def test_block_that_is_read(block: Block, folder: Path) -> None:
+    check_block(block, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "block",
-    [
-        pytest.param(block, id=f"{block.file}:{block.line}", marks=[pytest.mark.slow] if block.uses_ray else [])
-        for block in BLOCKS
-    ],
+    [pytest.param(block, id=f"{block.file}:{block.line}") for block in BLOCKS if block.is_run],
 )
 def test_code_block(
     block: Block, reader: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
@@ -191,8 +207,14 @@ def run_block(block: Block, reader: Path, servers: Servers) -> None:
                     servers.start(command.removesuffix("&").strip(), block.file)
                 else:
                     run_command(servers.on_its_port(command, block.file))
+        case _:
+            check_block(block, reader)
+
+
+def check_block(block: Block, folder: Path) -> None:
+    match block.language:
         case "yaml":
-            check_yaml(block.code, reader)
+            check_yaml(block.code, folder)
         case "json":
             preference_from_dict(json.loads(block.code))
         case "text":
@@ -256,6 +278,7 @@ def test_every_key_of_the_server_is_in_its_guide() -> None:
     assert set(ServerConfig.model_fields) | set(ServedModelConfig.model_fields) <= named
 
 
+@pytest.mark.slow
 def test_every_metric_of_a_run_is_in_its_guide(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(reader)
     (first,) = (block for block in BLOCKS if block.code.startswith("# first.yaml"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from families import assert_tree_equals_rows, tiny_model
-from templates import TEMPLATES, family_renderer
+from templates import CASES, TEMPLATES, family_renderer
 
 from treeward.model.reward_model import RewardModel
 from treeward.tree.batch import TreeBatch
@@ -19,7 +19,7 @@ def model() -> RewardModel:
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="trl, which carries the templates, is not installed")
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", CASES)
 def test_trees_equal_rows_under_every_template(name: str, model: RewardModel, real_chats: list[Any]) -> None:
     renderer = family_renderer(name)
     chats = [p for p in real_chats if all(m["role"] != "system" for m in p.context)]  # not every template takes one

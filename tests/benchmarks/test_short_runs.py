@@ -27,14 +27,11 @@ SHORT = {
     "soak.py": "--minutes 0.1 --clients 8",
     "gpu.py": "--tiny --minutes 9 --box 400",
 }
-IN_CI = ("training_step.py", "planning.py")
 ON_REAL_DATA = ("training_step.py", "labels.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.long) for name in SHORT]
-)
+@pytest.mark.parametrize("name", SHORT)
 def test_a_short_run_succeeds(name: str, tmp_path: Path) -> None:
     if name in ("policy_update.py", "trl_dropin.py", "gpu.py"):
         pytest.importorskip("trl")

@@ -47,6 +47,7 @@ def models(tmp_path: Path) -> tuple[Path, Path]:
     return write(tmp_path / "mine" / "suite", mine), write(tmp_path / "other" / "suite", other)
 
 
+@pytest.mark.slow
 def test_table(models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*models, "--disagreements", "3") == 0
     lines = capsys.readouterr().out.splitlines()

@@ -154,6 +154,7 @@ def test_what_does_not_pass_is_in_the_failures_and_tried_on_resume(collect: Coll
     assert len(collect.read()) == 3 and collect.read("_failures") == []
 
 
+@pytest.mark.slow
 def test_a_slow_reward_model_is_waited_for(
     collect: Collector, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

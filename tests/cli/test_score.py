@@ -97,6 +97,7 @@ def test_a_malformed_line_is_named_and_what_was_written_stays(
     assert 256 <= len(rows) <= 300 and all("score" in row for row in rows)
 
 
+@pytest.mark.slow
 def test_an_interrupted_scoring_has_no_file_under_the_final_name_and_goes_on(
     score: Callable[..., Any], write_rows: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def assert_fewer_tokens(trainer: Any, most: float) -> None:
         assert 0 < tree.num_computed_tokens < most * tree.num_row_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "options", "adapters"),
     [
@@ -131,6 +132,7 @@ def test_the_saved_model_is_a_plain_one(tiny_tokenizer: Any, tmp_path: Path) -> 
     assert trainer.trees[0].num_computed_tokens == computed
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_near_as_rounding(tiny_tokenizer: Any, tmp_path: Path) -> None:
     ours, theirs = (
         train_rewards(kind, tiny_tokenizer, tmp_path, max_steps=4, bf16=True, gradient_checkpointing=True)
@@ -141,6 +143,7 @@ def test_bfloat16_is_as_near_as_rounding(tiny_tokenizer: Any, tmp_path: Path) ->
     assert first == pytest.approx(other, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
@@ -215,6 +218,7 @@ def train_policy(
     return trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "adapters"),
     [
@@ -245,6 +249,7 @@ def test_grpo_trainer(options: dict[str, Any], adapters: str | None, tiny_tokeni
     assert ours.model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow
 def test_completions_of_a_prompt_share_a_micro_batch_where_the_loss_allows(tiny_tokenizer: Any, tmp_path: Path) -> None:
     """TRL shuffles those of 12 prompts over 6 micro-batches; losses of an optimiser's step do not depend on its 3."""
     options = {"gradient_accumulation_steps": 3, "steps_per_generation": 6, "max_steps": 4, "beta": 0.05}
@@ -275,6 +280,7 @@ def test_a_completion_that_is_masked_trains_nothing(tiny_tokenizer: Any, tmp_pat
     assert [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] == [0.0] * 5
 
 
+@pytest.mark.slow
 def test_positions_that_count_the_padding_are_not_shared(tiny_tokenizer: Any, tmp_path: Path) -> None:
     ours, theirs = (
         train_policy(kind, tiny_tokenizer, tmp_path, family="gpt2", disable_dropout=True, num_iterations=2, max_steps=4)
@@ -286,7 +292,6 @@ def test_positions_that_count_the_padding_are_not_shared(tiny_tokenizer: Any, tm
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.long
 @pytest.mark.parametrize("how", ["ddp", "fsdp1", "fsdp2"])
 def test_two_processes(how: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
     """`accelerate launch` with gloo; accelerate has no FSDP on a CPU, so there the forward runs in PyTorch's own."""

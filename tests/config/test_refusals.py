@@ -320,8 +320,16 @@ def test_a_loss_that_does_not_fit_is_refused(mistake, overrides, field, said):
 
 
 @pytest.mark.parametrize("loss", get_args(RewardModelType))
-@pytest.mark.parametrize(("option", "value"), [("weight", "pair"), ("strength_scale", 2.0), ("label_smoothing", 0.1),
-                                               ("center_rewards_coefficient", 0.2), ("tie_probability", 0.2)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("weight", "pair"),
+        ("strength_scale", 2.0),
+        ("label_smoothing", 0.1),
+        ("center_rewards_coefficient", 0.2),
+        ("tie_probability", 0.2),
+    ],
+)
 def test_an_option_reaches_its_losses_and_is_refused_with_others(load, mistake, loss, option, value):
     model = "policy.reward_model_cfg={reward_model_type: %s, attributes: %s}"
     overrides = (model % (loss, "[help]" if loss == "attributes" else "[]"), f"rm.loss.{option}={value}")

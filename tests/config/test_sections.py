@@ -72,6 +72,7 @@ def test_lists_of_torch_schedulers():
 # validation and its metrics
 
 
+@pytest.mark.slow
 @given(
     st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,12}", fullmatch=True),
     st.sampled_from(sorted(METRICS)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from messages import assistant, user
-from templates import TEMPLATES, byte_bpe, family_renderer
+from templates import CASES, byte_bpe, family_renderer
 
 from treeward.data.prompt_encoding import EncodedPrompts, encode_prompts
 from treeward.data.prompt_sets import Prompt, PromptCounts, PromptSet
@@ -31,7 +31,7 @@ CHATS = [
 ]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_prompt_is_how_an_answered_one_begins(name: str) -> None:
     renderer = family_renderer(name)
     for chat in CHATS:

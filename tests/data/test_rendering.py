@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import assistant, user
-from templates import SENTENCES, TEMPLATES, byte_bpe, family_renderer, template_source
+from templates import CASES, SENTENCES, TEMPLATES, byte_bpe, family_renderer, template_source
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -56,7 +56,7 @@ def bert_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="trl, which carries the templates, is not installed")
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", CASES)
 def test_real_templates(name: str) -> None:
     """One BOS, shared prefixes, the end of turn that is known; and the ids are those of plain transformers."""
     renderer = family_renderer(name)

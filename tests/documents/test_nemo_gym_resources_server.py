@@ -237,6 +237,7 @@ def test_the_hugging_face_class(app_of: Callable[..., TestClient], model_path: s
     assert got["reward"] == pytest.approx(expected, abs=0.02)  # float16
 
 
+@pytest.mark.slow
 def test_as_gym_starts_it(tmp_path: Path, model_path: str) -> None:
     (tmp_path / "app.py").write_text(IMPORTS + QUICK_START + START, encoding="utf-8")
     with socket.socket() as free:
@@ -529,6 +530,7 @@ def test_running_statistics_are_the_pages_formula_and_fixed_for_who_asks_again(
     assert row["reward"] == 0.0 and row["components"]["running_count"] == 1
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_line_and_a_file_of_other_rewards(
     model_path: str, tmp_path: Any, make_client: Any
 ) -> None:

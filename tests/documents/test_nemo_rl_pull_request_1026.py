@@ -277,7 +277,6 @@ def test_colocated_on_two_processes(
     check_weights(tmp_path, of_stand_in(stand_ins, "policy.model_name"), [served.loaded])
 
 
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "half", "num_replicas", "engines"),

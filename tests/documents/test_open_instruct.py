@@ -99,11 +99,13 @@ def run_script(script: str, folder: Path, *overrides: str) -> list[dict[str, Any
     return list(read_metrics(folder / "logs" / "metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_the_debug_script(tmp_path: Path) -> None:
     lines = run_script("scripts/train/debug/reward_modeling.sh", tmp_path, "rm.max_num_steps=2", "rm.val_batches=1")
     assert [line["episode"] for line in lines if "episode" in line] == [32, 64]
 
 
+@pytest.mark.slow
 def test_the_script_of_tulu_3_on_something_small(policy_folder: Path, tmp_path: Path) -> None:
     rows = [
         [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": text}]

@@ -99,7 +99,6 @@ def user(model: Path, tmp_path: Path) -> Iterator[User]:
     user.close()
 
 
-@pytest.mark.long
 def test_killed_at_each_moment_it_ends_as_if_it_had_not_been(user: User, uninterrupted: Path) -> None:
     for moment in re.findall(r'^    "(.*)":', MOMENTS, re.MULTILINE):
         user.kill_at(moment)
@@ -110,7 +109,6 @@ def test_killed_at_each_moment_it_ends_as_if_it_had_not_been(user: User, uninter
     assert state["rewards"]["reward_model"]["reward_shaping"]["running"]["count"] > 100
 
 
-@pytest.mark.long
 def test_killed_wherever_it_happens_to_be_and_stopped_by_sigterm(user: User, uninterrupted: Path) -> None:
     error = user.terminate_after(1)
     assert "SIGTERM: finishing this step" in error and "Saved. The same command goes on from here." in error

@@ -57,6 +57,7 @@ def uninterrupted(user: User, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_killed_in_a_save_and_left_by_two_ctrl_c_it_ends_as_if_nothing_had_been(
     user: User, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -78,7 +79,6 @@ def test_killed_in_a_save_and_left_by_two_ctrl_c_it_ends_as_if_nothing_had_been(
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_killed_at_each_moment_it_ends_as_if_it_had_not_been(
     user: User, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

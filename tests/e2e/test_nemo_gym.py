@@ -24,7 +24,7 @@ from signed import write_signed_model
 
 REPOSITORY = Path(__file__).parent.parent.parent
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.e2e]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 GYM = "nemo-gym==0.7.0"
 NEEDS = [
@@ -98,7 +98,6 @@ def policy() -> Iterator[FakePolicy]:
         yield running
 
 
-@pytest.mark.long
 def test_the_real_collector_gets_the_rewards_of_the_scorer(
     gym: Path, workplace: Path, policy: FakePolicy, served_model: Path
 ) -> None:

@@ -59,6 +59,7 @@ def trained(request: Any, tiny_run: Callable[..., Any], tmp_path: Path) -> tuple
     return outcome.model_folder, [measured["chosen_rewards"], measured["rejected_rewards"]]
 
 
+@pytest.mark.slow
 def test_one_conversation_has_one_score(
     trained: tuple[Path, list[float]], crowd: list[Any], ray: Any, tmp_path: Path
 ) -> None:

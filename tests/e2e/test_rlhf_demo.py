@@ -10,7 +10,6 @@ import pytest
 DEMO = Path(__file__).parents[2] / "examples" / "rlhf_demo.py"
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_the_demo_makes_everything_it_needs_and_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -453,6 +453,7 @@ def test_a_model_in_the_process_rates_by_expectation(policy_folder: Path) -> Non
     assert "the model reads 256" in str(errors(long)[0])
 
 
+@pytest.mark.slow
 def test_a_model_in_the_process_writes_its_verdict(policy_folder: Path, tmp_path: Path) -> None:
     hf = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(policy_folder)

@@ -45,6 +45,7 @@ DIFFERENT = [
 ]
 
 
+@pytest.mark.slow
 def test_equal_and_different(checker: MathChecker) -> None:
     verdicts = checker.check([((gold,), reply) for gold, reply in EQUAL + DIFFERENT])
     assert [v.correct for v in verdicts] == [True] * len(EQUAL) + [False] * len(DIFFERENT)
@@ -58,6 +59,7 @@ def test_no_answer_is_wrong_and_no_ground_truth_is_undecided(checker: MathChecke
     assert other_gold.correct is True
 
 
+@pytest.mark.slow
 def test_what_takes_for_ever_is_given_up_and_the_rest_is_compared() -> None:
     with closing(MathChecker(workers=1, timeout_seconds=1.0)) as hurried:
         verdicts = hurried.check([(("7",), r"\boxed{(10^9)!}"), (("7",), "7"), (("(" * 3000 + "7" + ")" * 3000,), "7")])
@@ -69,6 +71,7 @@ def test_what_takes_for_ever_is_given_up_and_the_rest_is_compared() -> None:
         )
 
 
+@pytest.mark.slow
 def test_processes_that_die_are_replaced_and_those_that_are_closed_end(checker: MathChecker) -> None:
     checker.check([(("1",), "1")])
     (process,) = workers()
@@ -91,6 +94,7 @@ def test_processes_that_die_are_replaced_and_those_that_are_closed_end(checker: 
     assert workers() == [] and checker.check([]) == []
 
 
+@pytest.mark.slow
 def test_a_process_does_not_outlive_its_parent() -> None:
     script = """
 import os, threading

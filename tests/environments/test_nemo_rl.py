@@ -115,6 +115,7 @@ def leave_one_out_advantages(prompts: Sequence[str], rewards: Tensor, *, leave_o
     return advantages
 
 
+@pytest.mark.slow
 def test_nemo_rl_makes_it_and_calls_it(ray: Any, nemo: SimpleNamespace) -> None:
     nemo_rl.register()
     assert nemo.environments["reward_model"]["default_processor"] == "p"

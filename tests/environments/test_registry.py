@@ -71,6 +71,7 @@ def test_the_env_section_of_a_file() -> None:
     assert environments["other"].global_post_process_and_metrics(batch)[1]["other_env/mean_reward"] == 1
 
 
+@pytest.mark.slow
 def test_as_a_ray_actor(ray: Any) -> None:
     with pytest.raises(ConfigError, match="maths"):
         RuleEnvironment.remote({"rule": "maths"})

@@ -69,7 +69,6 @@ def killed_while_busy(process_id: int) -> threading.Thread:
     return thread
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_replicas_and_the_death_of_one(folder: str, scores: list[float], ray: Any) -> None:
     """Without retries, only the chunk of the worker that dies, or takes too long, is masked; then there is another."""
@@ -106,7 +105,6 @@ def test_a_replica_of_two_processes(folder: str, scores: list[float], ray: Any) 
     environment.shutdown()
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_the_death_of_one_of_two_processes(make_folder: Any, ray: Any) -> None:
     """Both are started again. The model cannot be cut, and is sharded."""

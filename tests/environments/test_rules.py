@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
+
 from treeward.environments.interface import DETAILS, EnvironmentReturn
 from treeward.environments.rules import RuleEnvironment
 
@@ -101,6 +103,7 @@ def test_a_pattern_that_backtracks_for_ever_is_given_up() -> None:
     assert rewards(extracting, ("a" * 60 + "b", truth("a"))) == [None]
 
 
+@pytest.mark.slow
 def test_math() -> None:
     samples = [
         (r"So it is \boxed{0.5}.", truth("1/2")),

@@ -183,6 +183,7 @@ def test_a_client_of_coroutines_is_refused_at_once() -> None:
         TrlReward(AsyncRewardClient("http://127.0.0.1:1"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["here", "server"])
 def test_trl_trains_on_the_rewards_of_the_model(
     where: str, signed_folder: Path, served: str, policy_tokenizer: Any, tmp_path: Path

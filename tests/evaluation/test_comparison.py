@@ -121,6 +121,7 @@ def test_examples_of_one_prompt_are_one_draw() -> None:
     assert "4 prompts" in " ".join(found.notes)
 
 
+@pytest.mark.slow
 def test_subsets_are_corrected_for_their_number() -> None:
     wins = {"easy": (9, 0), "hard": (6, 0), "odd": (1, 1)}
     first, second = [], []

@@ -231,6 +231,7 @@ def test_what_is_cut_short(said: str, is_cut: bool) -> None:
     assert stops_early(said) is is_cut
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "rows"), [("hh_harmless", 1700), ("alpaca_eval", 320)])
 def test_real_data(shared_data: Path, part: str, rows: int, write_rows: Write, tiny_tokenizer: Any) -> None:
     path = shared_data / part / "train.jsonl.gz"

@@ -47,6 +47,7 @@ def test_the_headline_is_the_change_of_the_order_not_a_common_shift() -> None:
     assert first.final_is is None and "final" not in text
 
 
+@pytest.mark.slow
 def test_final_is_compared_with_the_checkpoint_that_it_is(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with caplog.at_level(logging.INFO):
         summaries = run(**STEPS, final=perfect)

@@ -89,6 +89,7 @@ def candidate(name: str, model: Model | None = None, **fields: Any) -> Candidate
     return Candidate(name, lambda: (model or Model(), {"model": name}), **fields)
 
 
+@pytest.mark.slow
 def test_the_suites_are_read_once_and_one_model_is_in_memory_at_a_time(tmp_path: Path) -> None:
     suites = [Questions("a"), Questions("b")]
     living: list[weakref.ref[Model]] = []
@@ -109,6 +110,7 @@ def test_the_suites_are_read_once_and_one_model_is_in_memory_at_a_time(tmp_path:
     assert limited.path is None and limited.summaries[0].result.num_examples == 7
 
 
+@pytest.mark.slow
 def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(tmp_path: Path) -> None:
     def run(model: Model, output: Path, perturbations: int = 60) -> Any:
         suites = [(Questions(), None)]

@@ -311,6 +311,7 @@ def test_training_goes_on_and_the_export_scores_the_same(name: str, save: Save, 
     assert (scorer.head_names == HELPSTEER2) == (name == "URM")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_gated_model_in_parts_of_its_groups(save: Save, tiny_run: Any) -> None:
     """A step has groups larger than the budget, a checkpoint is resumed, and the export keeps the heads' names."""
     own = [f"policy.model_name={save('ArmoRM')}", "~policy.model_config", "~policy.tokenizer"]

@@ -34,6 +34,7 @@ def outputs_of(kind: str, family: str, mode: str) -> tuple[torch.Tensor, dict[st
     return outputs.detach(), gradients(model.hf, outputs), held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "family"), [("reward", "qwen3"), ("reward", "gemma2"), ("policy", "gpt_neox")])
 def test_gradients_are_the_same_bits_and_less_is_held(kind: str, family: str) -> None:
     everything, selective, full = (outputs_of(kind, family, mode) for mode in ("none", "selective", "full"))
@@ -44,6 +45,7 @@ def test_gradients_are_the_same_bits_and_less_is_held(kind: str, family: str) ->
     assert everything[2] > 1.5 * selective[2] and selective[2] > 1.5 * full[2]
 
 
+@pytest.mark.slow
 def test_compiled_layers_with_flex_attention_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU compiles, cut into forward and backward as there, and run by PyTorch's own operations."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)  # which refuses gradients on a CPU

@@ -213,7 +213,7 @@ def assert_exported(folder: Path) -> None:
     "runs",
     [
         pytest.param({2: [1]}, marks=pytest.mark.slow, id="2"),
-        pytest.param({2: [1], 4: [1, 2]}, marks=[pytest.mark.slow, pytest.mark.long], id="4"),
+        pytest.param({2: [1], 4: [1, 2]}, marks=[pytest.mark.slow], id="4"),
     ],
 )
 def test_any_number_of_processes_goes_on_from_what_any_other_has_saved(

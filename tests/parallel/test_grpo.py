@@ -110,7 +110,6 @@ def test_two_processes_run_stop_resume_and_fail_as_one(
     ],
 )
 @pytest.mark.slow
-@pytest.mark.long
 def test_any_number_of_processes_runs_the_same(
     run_processes: Callable[..., list[Any]],
     file: str,
@@ -127,7 +126,6 @@ def test_any_number_of_processes_runs_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_two_processes_hand_over_their_weights_as_one_does(
     run_processes: Callable[..., list[Any]], file: str, tiny_tokenizer: Any, tmp_path: Path, vllm: None
 ) -> None:

@@ -140,7 +140,6 @@ def test_the_main_process_is_killed(started: Callable[..., list[subprocess.Popen
     assert codes == [-signal.SIGKILL, 2] and "the first process is gone" in errors[1]
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_ray_starts_again_what_is_lost_and_passes_a_stop_on(
     tmp_path: Path, tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

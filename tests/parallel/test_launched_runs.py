@@ -15,7 +15,7 @@ from killed_run import PATIENCE_SECONDS, User, assert_same_run
 from training_runs import assert_same_files
 
 REPOSITORY = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow]
 
 
 def command(folder: Path, *overrides: str) -> list[str]:

@@ -15,7 +15,6 @@ from treeward.planning.plan import plan
 BUDGET, MEAN = 512, 170  # two comparisons of 255 tokens in a micro-batch
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_two_processes_send_what_is_planned(run_processes: Callable[..., list[Any]], tmp_path: Path) -> None:
     """By the shapes of real tensors; tests/planning counts by hand."""

@@ -55,6 +55,7 @@ def everything() -> list[dict[str, Any]]:
     return [tell(), share()]
 
 
+@pytest.mark.slow
 def test_together(run_processes: Callable[..., list[Any]]) -> None:
     for rank, (told, shares) in enumerate(run_processes("test_processes:everything", 4)):
         assert told == {
@@ -67,6 +68,7 @@ def test_together(run_processes: Callable[..., list[Any]]) -> None:
         assert shares == {"plain": [rank, 4, 1, 6.0], "replicated": [rank, 4, 1, 6.0]}
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in variables.items():

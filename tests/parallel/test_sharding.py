@@ -22,7 +22,6 @@ def test_sharded_models_equal_whole_ones(run_processes: Callable[..., list[Any]]
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_over_four_processes_and_in_copies(run_processes: Callable[..., list[Any]], replicate: int) -> None:
     kinds = ["reward model", "tied policy", "adapted policy"]

@@ -123,7 +123,6 @@ def compare(num_tensor: int) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_values_and_gradients_with_fsdp(run_processes: Callable[..., list[Any]]) -> None:
     for errors in run_processes("test_tensor:compare", 4, 2, timeout=400):
         assert {name: of for name, of in errors.items() if not max(of) <= TOLERANCE} == {}

@@ -72,7 +72,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-SLOW = [pytest.mark.slow, pytest.mark.long]
+SLOW = [pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

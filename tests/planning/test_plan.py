@@ -78,7 +78,7 @@ print(resident("VmHWM") - before)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
-    [(), pytest.param(("policy.dtensor_cfg.activation_checkpointing=true",), marks=pytest.mark.long)],
+    [(), ("policy.dtensor_cfg.activation_checkpointing=true",)],
 )
 def test_the_peak_is_that_of_the_same_steps_on_real_tensors(overrides: tuple[str, ...], planned: Any) -> None:
     planned.write(SMALL)
@@ -88,6 +88,7 @@ def test_the_peak_is_that_of_the_same_steps_on_real_tensors(overrides: tuple[str
     assert planned(*overrides, gpu="cpu").memory["peak"] == pytest.approx(int(done.stdout), rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_small_run(planned: Any, capsys: pytest.CaptureFixture[str]) -> None:
     planned.write(SMALL)
     words = ["plan", "--config", str(planned.file), "--gpu", "a100", BFLOAT16]
@@ -129,6 +130,7 @@ def test_what_is_held_by_every_kind_of_training(planned: Any, tmp_path: Path) ->
         planned(BFLOAT16, *LORA, "policy.load_in_4bit=true", "cluster.gpus_per_node=2")
 
 
+@pytest.mark.slow
 def test_a_run_of_grpo_has_a_reference_keys_and_values_and_reward_models(planned: Any, tmp_path: Path) -> None:
     LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4).save_pretrained(tmp_path / "rm")
     grpo = {"num_prompts_per_step": 8, "num_generations_per_prompt": 4}
@@ -174,6 +176,7 @@ def test_several_devices_share_the_weights_the_work_and_what_is_sent(planned: An
     assert hybrid.sent["to others"] == pytest.approx(hybrid.memory["gradients"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_smallest_layout_that_fits_is_found(planned: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """One layer and a large vocabulary: cheap to plan, and too large for AdamW on one device."""
     planned.write(SMALL | {"hidden_size": 8192, "num_hidden_layers": 1, "vocab_size": 600_000}, tokens=256)
@@ -187,7 +190,6 @@ def test_the_smallest_layout_that_fits_is_found(planned: Any, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_the_tables_of_the_guide_are_what_is_planned() -> None:
     path = Path(__file__).parent.parent.parent / "docs" / "scaling_tables.py"
     spec = importlib.util.spec_from_file_location("scaling_tables", path)

@@ -70,6 +70,7 @@ def nodes(groups: list[CompletionGroup]) -> int:
     return sum(len({tuple(s[: n + 1]) for s in group.sequences for n in range(len(s))}) for group in groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "passes"),
     [
@@ -91,6 +92,7 @@ def test_prompts_are_computed_once(
         assert ("train/kl" in line) == (passes > 1) and ("train/kl_penalty" in line) == ("kl_in_reward" in str(options))
 
 
+@pytest.mark.slow
 def test_the_metrics_of_a_step(tiny_grpo: Make, tmp_path: Path, sampled: list[Rollouts]) -> None:
     run(tiny_grpo(*SHORT, "env.gold={type: custom, function: planted.length}", "grpo.gold_environment=gold",
                   "grpo.environments=[planted]", "grpo.updates_per_batch=2"))  # fmt: skip
@@ -114,6 +116,7 @@ def test_the_metrics_of_a_step(tiny_grpo: Make, tmp_path: Path, sampled: list[Ro
         assert line["train/kl"] == pytest.approx(per_token * tokens, rel=1e-5) and per_token > 0
 
 
+@pytest.mark.slow
 def test_completions_of_which_nothing_is_used_and_samples(tiny_grpo: Make, tmp_path: Path) -> None:
     """All are cut off, and so masked: there is nothing to learn from, and the run goes on."""
     options = ("policy.generation.max_new_tokens=1", "grpo.truncated=mask", "grpo.seed=3", "grpo.max_num_steps=5",
@@ -146,6 +149,7 @@ HACK = (
 )
 
 
+@pytest.mark.slow
 def test_a_planted_hack_stops_the_run(tiny_grpo: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Gold is what the reward is paid for not to be: it falls while the proxy rises."""
     outcome = run(tiny_grpo(*HACK))
@@ -183,6 +187,7 @@ def test_a_step_that_fails_late_is_not_saved(tiny_grpo: Make, tmp_path: Path, ca
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_2"]
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_ends_with_the_epochs(
     tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

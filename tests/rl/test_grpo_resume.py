@@ -146,6 +146,7 @@ MOMENTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_at_each_of_many_moments_goes_on_exactly(trial: Trial) -> None:
     for moment in MOMENTS.values():
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
@@ -157,6 +158,7 @@ def test_a_run_that_dies_at_each_of_many_moments_goes_on_exactly(trial: Trial) -
     assert len(lines) == 6 and "'train/prompts_drawn': 36" in lines[-1]  # it has left groups out
 
 
+@pytest.mark.slow
 def test_failures_and_signals_leave_a_saved_state(trial: Trial, caplog: pytest.LogCaptureFixture) -> None:
     trial.order(after=60, fail=0.8)  # in the middle of a step's draws
     for _ in range(2):  # the second time it was not mended
@@ -188,6 +190,7 @@ def test_failures_and_signals_leave_a_saved_state(trial: Trial, caplog: pytest.L
     assert trial.is_as_uninterrupted()
 
 
+@pytest.mark.slow
 def test_masters_of_bfloat16_weights_and_skipped_steps_go_on_exactly(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +214,7 @@ def test_masters_of_bfloat16_weights_and_skipped_steps_go_on_exactly(
     assert [line["train/skipped_steps"] for line in lines if "train/skipped_steps" in line] == [0, 4, 4, 4, 4, 4]
 
 
+@pytest.mark.slow
 def test_adapters_go_on_exactly_and_the_frozen_model_is_the_reference(trial: Trial) -> None:
     lora = ("policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4, alpha: 8}", "policy.optimizer.kwargs.lr=0.03",
             "grpo.val_at_start=true")  # fmt: skip
@@ -235,6 +239,7 @@ class Dying(ServedPolicy):
         return None if self.dies_at is not None and self.asked >= self.dies_at else super().__call__(asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "count", "saved"),
     [

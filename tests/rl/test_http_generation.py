@@ -107,6 +107,7 @@ ANYTHING = st.sampled_from([None, True, "text", -1, 10**9, 1.5, 0.5, [], [None],
 RESPONSES: dict[str, Any] = {}
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(backend=st.sampled_from(["vllm", "sglang"]), number=st.integers(0, 999), value=ANYTHING)
 def test_whatever_a_server_says_is_a_well_formed_completion_or_an_error(

@@ -131,6 +131,7 @@ def test_models_are_known_by_their_weights_wherever_they_lie(
         assert identity_now(tiny_grpo(*copied)) != first
 
 
+@pytest.mark.slow
 def test_a_reward_model_at_a_server_is_known_by_its_contract(
     tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:

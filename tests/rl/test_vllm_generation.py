@@ -46,6 +46,7 @@ def sampled(generator: VllmGenerator, seed: int = 1) -> list[CompletionGroup]:
     return generator.generate(PROMPTS, IDS, num_completions=4, seed=seed)
 
 
+@pytest.mark.slow
 def test_a_colocated_engine_samples_from_the_weights_that_it_was_handed(make: Make, policy: PolicyModel) -> None:
     """Also those of adapters, merged; and no longer than it can."""
     adapted = copy.deepcopy(policy)
@@ -77,7 +78,6 @@ def test_engines_of_their_own(make: Make, policy: PolicyModel, ray: Any) -> None
         sampled(generator)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_what_goes_wrong_is_said(
     make: Make, policy: PolicyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

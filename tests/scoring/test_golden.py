@@ -90,6 +90,7 @@ def test_a_frame_and_its_mistakes(tiny_tokenizer: Any, tmp_path: Path) -> None:
         assert got == pytest.approx(want, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_the_tolerances_hold_for_every_way_to_compute(family: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
     """float32: packed, alone, as dense trees. bfloat16: weights and arithmetic. The rounded weights are the signed."""

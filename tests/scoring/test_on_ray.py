@@ -40,6 +40,7 @@ def write(path: Path, *lines: Any) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_two_workers_go_on_where_one_process_stopped(
     score: Any, signed_model: Any, ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +64,6 @@ def test_two_workers_go_on_where_one_process_stopped(
     assert not (tmp_path / "scores.partial.jsonl").exists()
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_worker_that_is_killed_loses_nothing(
     score: Any, signed_model: Any, ray: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from templates import TEMPLATES, byte_bpe, family_renderer
+from templates import CASES, byte_bpe, family_renderer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -42,7 +42,7 @@ def check(renderer: Renderer, completion: str = COMPLETION) -> None:
     assert compared >= 5
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", CASES)
 def test_prefixes_are_the_conversations_that_end_there(name: str) -> None:
     renderer = family_renderer(name)
     try:

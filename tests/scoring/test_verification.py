@@ -277,6 +277,7 @@ def test_the_same_weights_with_other_scores(folder: Path) -> None:
     assert coarse.part == "precision"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "dtype"), [("bert", torch.float32), ("gemma2", torch.bfloat16)])
 def test_exports_of_families_are_equal(family: str, dtype: torch.dtype, tiny_tokenizer: Any, tmp_path: Path) -> None:
     folder = export(tmp_path / "model", tiny_tokenizer, family, dtype=dtype)

@@ -208,6 +208,7 @@ def test_routes_and_methods_that_are_not_there(own_client: Any, service: Service
     assert counted(service, "http_requests_total", **labels) == 1
 
 
+@pytest.mark.slow
 def test_a_server_on_loopback_is_called_by_loopbacks_names(
     make_service: Callable[..., Service], serve_on_loopback: Callable[..., str]
 ) -> None:

@@ -197,6 +197,7 @@ def test_a_stream_of_small_requests_does_not_hold_up_a_large_conversation(
     assert next(i for i, batch in enumerate(model.batches) if large in batch) <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 4_000], ids=["many requests", "one request"])
 def test_tokens_are_made_only_some_batches_ahead(run: Any, model: FakeModel, score: Any, size: int) -> None:
     async def story(batcher: Batcher) -> None:

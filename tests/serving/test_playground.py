@@ -18,6 +18,8 @@ from treeward.config.reward_shaping import CalibratedTemperature, RewardCalibrat
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.serving.models import ServedModel
 
+pytestmark = pytest.mark.slow  # a browser
+
 TOKEN = "open-sesame"
 HOSTILE = "<img src=x onerror='window.injected=1'><script>window.injected=1</script>\u202e & \"quotes\""
 

@@ -37,7 +37,7 @@ SECONDS = 240.0
 
 def starts_ray(test: Any) -> Any:
     """Ray, Serve and two replicas take half a minute on two cores that do nothing else."""
-    return pytest.mark.slow(pytest.mark.long(test))
+    return pytest.mark.slow(test)
 
 
 def wait_until(condition: Callable[[], Any]) -> Any:
@@ -211,6 +211,7 @@ def test_as_an_application_of_ray_serve(serve_app: str, served_folder: Path) -> 
     assert httpx.get(f"{serve_app}/ready").status_code == 200 and "playground" in httpx.get(serve_app).text
 
 
+@pytest.mark.slow
 def test_the_order_of_replicas() -> None:
     names = ["a", "b", "c", "d"]
     keys = [str(key) for key in range(400)]

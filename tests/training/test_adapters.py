@@ -60,6 +60,7 @@ def options(policy_folder: Path, write_rows: Callable[..., Path]) -> tuple[str, 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_learns_goes_on_exactly_and_exports_what_it_has_trained(
     layout: str,

@@ -38,6 +38,7 @@ def evaluated(outcome: TrainingOutcome, config: DatasetConfig, perturbations: in
     return found | {"accuracy": found["pair_accuracy"]}
 
 
+@pytest.mark.slow
 def test_validation_says_what_an_evaluation_of_the_exported_model_says(
     tiny_run: Callable[..., Any], write_rows: Callable[..., Path]
 ) -> None:
@@ -58,6 +59,7 @@ def test_validation_says_what_an_evaluation_of_the_exported_model_says(
     assert abs(measured["kendall_tau"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_checkpoint_with_the_best_diagnostic_is_exported_and_said_to_be_chosen(
     tiny_run: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -96,6 +98,7 @@ def test_the_checkpoints_that_are_compared_are_counted(
     assert ("the best of" in (setup.caveat("held_out", {"length_controlled_accuracy": 0.5}) or "")) == (num > 1)
 
 
+@pytest.mark.slow
 def test_validation_data_that_is_trained_on_is_said_before_the_first_step(
     tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, write_rows: Callable[..., Path]
 ) -> None:

@@ -25,6 +25,7 @@ CHATS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_contract_of_a_run_carries_its_shaping(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
     """Fitted on scores in float32 also where the run was in bfloat16, as `treeward calibrate` does."""
     options = (SHAPING, "rm.max_num_steps=2", "rm.val_batches=null", "policy.precision=bfloat16")

@@ -118,6 +118,7 @@ def test_micro_batches_change_no_gradient(kind: str, tiny_run: Callable[..., Any
     assert len({float(row.norm()) for row in wanted[-1]}) == 4  # no two heads learn alike
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bradley_terry", "plackett_luce", "regression"])
 def test_a_planted_rule_is_learnt_and_the_spread_is_told(kind: str, learnt: Callable[..., Any], tmp_path: Path) -> None:
     steps = 40 if kind == "regression" else 24

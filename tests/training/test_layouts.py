@@ -43,6 +43,7 @@ def bytes_of_four_bits() -> float:
     return num_bytes(layer.weight.data, state.absmax, state.state2.absmax) / WIDTH**2
 
 
+@pytest.mark.slow
 def test_the_table_says_what_the_layouts_hold() -> None:
     config = LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,

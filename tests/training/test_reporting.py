@@ -45,6 +45,7 @@ def uneven_rows() -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_the_report_has_the_accuracies_that_training_printed(
     tiny_run: Callable[..., Any], tmp_path: Path, write_rows: Callable[..., Path]
 ) -> None:
@@ -68,6 +69,7 @@ def test_the_report_has_the_accuracies_that_training_printed(
         assert found[name]["headline"]["value"] == pytest.approx(means["accuracy"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_report_that_is_missing_is_written_and_one_that_is_there_is_left(
     tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +92,7 @@ def test_a_report_that_is_missing_is_written_and_one_that_is_there_is_left(
     assert outcome.report.exists() and results(outcome.report.parent) == numbers
 
 
+@pytest.mark.slow
 def test_a_suite_that_the_hub_does_not_give_is_all_that_the_report_lacks(
     tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +119,7 @@ def test_a_suite_that_the_hub_does_not_give_is_all_that_the_report_lacks(
     assert results(again.report.parent) == found
 
 
+@pytest.mark.slow
 def test_a_signal_stops_the_evaluation_and_the_same_command_goes_on(
     tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

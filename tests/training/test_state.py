@@ -149,8 +149,7 @@ def test_a_run_with_its_states_in_the_memory_of_the_host(
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
-@pytest.mark.slow
-@pytest.mark.long  # PyTorch compiles their step
+@pytest.mark.slow  # PyTorch compiles their step
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_torchao_goes_on_bit_for_bit(tmp_path: Path, stochastic: bool) -> None:
     """Eight-bit states, and bfloat16 rounded stochastically by PyTorch's generator; otherwise with masters."""

@@ -167,6 +167,7 @@ def test_the_trajectory_is_that_of_a_plain_loop(plain: tuple[Any, Lines], tiny_r
     assert losses(plain[1]) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("export", ["", "float32"])
 def test_bfloat16_stays_near_and_is_exported_as_it_was_validated(
     trained: Trained, plain: tuple[Any, Lines], read_weights: Callable[..., Any], export: str

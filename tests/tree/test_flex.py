@@ -108,7 +108,7 @@ def _touched(seen: torch.Tensor) -> set[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_the_compiled_kernel_visits_the_right_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of one length: with lengths left open, PyTorch 2.13 writes C++ that does not compile for a window's mask.
     monkeypatch.setattr(flex, "_compiled", lambda: torch.compile(torch_flex.flex_attention, dynamic=False))
@@ -119,6 +119,7 @@ def test_the_compiled_kernel_visits_the_right_blocks(family: str, monkeypatch: p
     assert score_error(got, plain_scores(model.hf, [row for group in groups for row in group])) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_prefixes_are_keys_behind_the_row(family: str, eager_flex: None) -> None:
     model = flex_model(family)
@@ -152,6 +153,7 @@ def test_padding_changes_nothing(eager_flex: None) -> None:
     torch.testing.assert_close(model(batch.padded()), model(batch), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_have_few_lengths() -> None:
     lengths = {len(TreeBatch.from_groups([[[1] * n]]).padded().tokens_T) for n in range(1, 4097)}
     assert len(lengths) == 8 + 8 + 8 and all(length % 128 == 0 for length in lengths)
@@ -222,6 +224,7 @@ def test_gathered_paths_equal_rows(family: str, cpu_varlen: list[tuple[int, int]
     assert bool(cpu_varlen) != only_windows, "layers with a window run by FlexAttention"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager_flex", "cpu_varlen")
 def test_what_is_faster_is_measured_and_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = TreeBatch.from_groups(forest()).padded().layout
@@ -272,6 +275,7 @@ def test_gathered_keys_are_those_of_the_paths() -> None:
     assert plan.query_starts.tolist() == [0, 2, 3, 4, 5, 128]
 
 
+@pytest.mark.slow
 def test_every_shape_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models in training and scoring are more cases than PyTorch compiles of one function, in each thread."""
     counter = CompileCounterWithBackend("eager")
@@ -293,6 +297,7 @@ def test_every_shape_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -
     assert counter.frame_count == 11
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_prompts_compiles_nothing_anew(eager_flex: None) -> None:
     """As sampling reads prompts by compiled layers: their number and lengths are other ones in each step."""
     plain, model = (make("llama", num_hidden_layers=4) for make in (tiny_model, flex_model))

@@ -84,10 +84,12 @@ def assert_no_worse(dtype: torch.dtype, device: str, families: Sequence[str] = F
         assert trees <= MOST * rows, f"{what}: rows {rows:.2e}, trees {trees:.2e}"
 
 
+@pytest.mark.slow
 def test_trees_are_off_by_no_more_than_rows() -> None:
     assert_no_worse(torch.bfloat16, "cpu")
 
 
+@pytest.mark.slow
 def test_attention_that_loses_two_bits_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = attention._tree_attention
 

@@ -74,6 +74,7 @@ def rollout(answer: str, **row: Any) -> dict[str, Any]:
     return {"responses_create_params": params, "response": {"output": [message]}, "expected_answer": "1/2", **row}
 
 
+@pytest.mark.slow
 def test_the_rule_first_and_the_judge_for_the_rest(client: Callable[..., TestClient]) -> None:
     server = client()
     right = server.post("/verify", json=rollout(r"So it is \boxed{0.5}.", note=[1])).json()
@@ -95,6 +96,7 @@ def test_the_rule_first_and_the_judge_for_the_rest(client: Callable[..., TestCli
     assert metrics["key_metrics"]["mean/library_reward"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.slow
 def test_without_a_judge(client: Callable[..., TestClient]) -> None:
     got = client(should_use_judge=False).post("/verify", json=rollout("It is one half.")).json()
     assert (got["reward"], got["judge_reward"], Judge.asked) == (0.0, None, [])
@@ -106,6 +108,7 @@ def test_without_a_judge(client: Callable[..., TestClient]) -> None:
         client(shoud_use_judge=False)
 
 
+@pytest.mark.slow
 def test_the_examples_are_right_by_their_own_answers(client: Callable[..., TestClient]) -> None:
     server = client(should_use_judge=False)
     for line in (FOLDER / "data" / "example.jsonl").read_text(encoding="utf-8").splitlines():

@@ -105,6 +105,7 @@ def test_accuracy_with_and_without_the_flagged(make_example: Any, score_with: An
     assert "None of 40 examples has a duplicate" in bars["note"]
 
 
+@pytest.mark.slow
 def test_the_held_out_bundled_data_is_held_out(bundled: Any) -> None:
     training = open_dataset(DatasetConfig(dataset_name="Bundled", split="train"))
     taught = list(preference for preference, _ in training)

@@ -21,6 +21,8 @@ from report_sample import (
 from treeward.evaluation.report.blocks import format_number
 from treeward.evaluation.report.build import write_report
 
+pytestmark = pytest.mark.slow  # a browser
+
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)")
 expect = sync_api.expect
 Visit = Callable[..., Any]

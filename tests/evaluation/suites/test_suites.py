@@ -105,6 +105,7 @@ def test_the_interval_of_many_parts_that_are_nearly_all_right_covers(accuracy: f
     assert held / 400 > 0.935
 
 
+@pytest.mark.slow
 def test_the_interval_of_parts_with_shared_prompts_covers_the_truth() -> None:
     rng, covered = np.random.default_rng(3), {"shared": 0, "independent": 0}
     num_runs, num_prompts = 200, 80

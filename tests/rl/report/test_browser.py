@@ -12,6 +12,8 @@ from rl_report_sample import sample_runs
 
 from treeward.rl.report.build import write_rl_report
 
+pytestmark = pytest.mark.slow  # a browser
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
