@@ -169,7 +169,7 @@ def test_it_does_not_ask_again_for_what_is_wrong(status: int, serve: Callable[..
 
 def test_a_server_that_does_not_answer_in_time(serve: Callable[..., Loopback]) -> None:
     let_go = threading.Event()
-    server = serve(lambda asked: let_go.wait(30) and None)
+    server = serve(lambda asked: let_go.wait(600) and None)
     with pytest.raises(RewardServerError, match="has not responded in time") as caught:
         RewardClient(server.url, timeout_seconds=0.4).score([chat(1)])
     assert caught.value.status is None and len(server.requests) == 1
@@ -282,7 +282,7 @@ def test_asynchronously_and_in_more_than_one_loop(serve: Callable[..., Loopback]
 
 def test_a_caller_that_is_cancelled_leaves_nothing_behind(serve: Callable[..., Loopback]) -> None:
     let_go = threading.Event()
-    server = serve(lambda asked: let_go.wait(30) and None)
+    server = serve(lambda asked: let_go.wait(600) and None)
 
     async def cancelled() -> int:
         client = AsyncRewardClient(server.url, max_conversations=1)

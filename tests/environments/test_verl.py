@@ -134,7 +134,7 @@ class Gate(Environment):
         self.steps.append([str(c[-1]["content"]) for c in conversations])
         self.infos += env_infos
         self.entered.set()
-        assert self.open.wait(30)
+        assert self.open.wait(600)
         if any("explode" in completion for completion in self.steps[-1]):
             raise ConfigError("this environment is broken")
         if any("exit" in completion for completion in self.steps[-1]):
@@ -152,10 +152,10 @@ def test_what_is_asked_during_a_step_is_the_next_step() -> None:
     environment = Gate()
     asked = RewardSource(environment)
     first = ask(asked, "a")
-    assert environment.entered.wait(30)
+    assert environment.entered.wait(600)
     later = ask(asked, "bb", "ccc", "dddd")
     environment.open.set()
-    assert [future.result(30).value for future in first + later] == [1.0, 2.0, 3.0, 4.0]
+    assert [future.result(600).value for future in first + later] == [1.0, 2.0, 3.0, 4.0]
     assert environment.steps == [["a"], ["bb", "ccc", "dddd"]]
 
 

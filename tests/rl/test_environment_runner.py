@@ -174,7 +174,7 @@ def test_mixtures(missing: Any, last: float | None) -> None:
 
 
 def test_each_prompt_may_choose_and_environments_are_asked_side_by_side() -> None:
-    meeting = threading.Barrier(2, timeout=30)
+    meeting = threading.Barrier(2, timeout=600)
 
     def meet(text: str) -> float:
         meeting.wait()

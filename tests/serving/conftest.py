@@ -124,7 +124,7 @@ def held_model(loaded_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> It
     score = loaded_model.score
 
     def wait_and_score(items: Any) -> list[Score]:
-        assert gate.wait(30)
+        assert gate.wait(600)
         return score(items)
 
     monkeypatch.setattr(loaded_model, "score", wait_and_score)

@@ -56,7 +56,7 @@ class FakeModel:
 
     def score(self, items: Sequence[Item]) -> list[Score]:
         self.started.release()
-        assert self.gate.wait(30)
+        assert self.gate.wait(600)
         values = [item.prepared[1] for item in items]
         self.batches.append(values)
         scores = []
@@ -118,7 +118,7 @@ def conversations(numbers: Sequence[int], prompt: Any = None) -> list[Any]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < end, "it never came"
         await asyncio.sleep(0.002)

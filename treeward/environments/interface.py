@@ -105,8 +105,8 @@ class Environment(RayActor, abc.ABC):
 
         Messages keep every key that a chat template may read; the loop's own keys (`token_ids`, tensors) are left out.
         A log that is no list of messages has no reward. `update`: False in validation: its samples do not count in
-        running statistics. Raises `DataError` where there is not one `env_info`, or None, for each log, unless there is none
-        at all.
+        running statistics. Raises `DataError` where there is not one `env_info`, or None, for each log, unless there
+        is none at all.
         """
         return self._rewarded(self._samples(message_logs, env_infos), update)
 
