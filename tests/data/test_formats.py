@@ -117,6 +117,32 @@ FORMATS: dict[str, tuple[list[dict[str, Any]], str, list[tuple[int, Any]]]] = {
         "HelpSteer3",
         [(0, "4"), (1, "5")],
     ),
+    "RMB, a pair": (
+        [
+            {
+                "pair_uid": "1",
+                "conversation_input": [ASK],
+                "chosen": {"llm_name": "a", "answer": "4"},
+                "reject": {"llm_name": "b", "answer": "5"},
+                "category_path": "Pairwise_set/Chat",
+            }
+        ],
+        "RMB",
+        [(0, "4"), (1, "5")],
+    ),
+    "RMB, the best of several": (
+        [
+            {
+                "bon_uid": "1",
+                "conversation_input": [ASK],
+                "bon_best": {"llm_name": "a", "answer": "4"},
+                "loser_list": [{"llm_name": name, "answer": name} for name in ("5", "6")],
+                "category_path": "BoN_set/Chat",
+            }
+        ],
+        "RMB",
+        [(0, "4"), (1, "5"), (1, "6")],
+    ),
     "HelpSteer3": (
         [{"context": [ASK], "response1": "4", "response2": "5", "overall_preference": 3}],
         "HelpSteer3",
@@ -133,10 +159,13 @@ def test_a_file_is_taken_for_its_format(
     path = str(write_rows("rows.jsonl", rows))
     ((auto, where),) = open_dataset(DatasetConfig(data_path=path))
     ((named, _),) = open_dataset(DatasetConfig(data_path=path, dataset_name=name, prompt_key=key_of(rows[0])))
-    assert f"(dataset_name: {name})" in caplog.text and auto == named and auto.task_name == name
+    assert f"(dataset_name: {name})" in caplog.text and auto == named
+    assert auto.task_name == rows[0].get("category_path", name)
     assert list(auto.context) == [ASK] and where.startswith(f"{path}:")
     assert [(c.rank, c.messages[0]["content"]) for c in auto.completions] == want
     assert ("fewer than two completions" in caplog.text) == (len(rows) > 1 and name != "HelpSteer2" or len(rows) == 3)
+    if name == "RMB":
+        return  # nothing but comparisons
     scored = [one for row in rows if row.get("completions") != [] for one in conversations_of(row, "x:1")]
     assert [[*auto.context, *c.messages] for c in sorted(auto.completions, key=lambda c: c.messages[0]["content"])] == (
         scored[:2]

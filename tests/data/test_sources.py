@@ -167,6 +167,15 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
     assert "no data" in str(refused(tmp_path / "empty"))
 
 
+def test_the_split_of_a_file_may_say_what_it_is_for(tmp_path: Path) -> None:
+    """As in NeMo RL's rm.yaml, whose paths alone are replaced; the training data is no validation set."""
+    for name in ("mine.jsonl", "train.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    assert values(tmp_path / "mine.jsonl", split="train") == values(tmp_path / "mine.jsonl", split="validation") == ROWS
+    assert "no split 'validation'" in str(refused(tmp_path / "train.jsonl", split="validation"))
+    assert "no split 'test'" in str(refused(tmp_path / "mine.jsonl", split="test"))
+
+
 def test_saved_dataset(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": str(i)}], "score": i / 2} for i in range(4)]
     datasets.Dataset.from_list(rows).select([2, 0]).with_format("numpy").save_to_disk(tmp_path / "one")

@@ -129,10 +129,10 @@ def test_the_script_of_tulu_3_on_something_small(policy_folder: Path, tmp_path: 
 # --- The page for those who come from elsewhere ----------------------------------------------------------------------
 
 PAGE = (REPOSITORY / "docs" / "coming-from.md").read_text(encoding="utf-8")
-BASE = """
-policy: {model_name: some/model, optimizer: {kwargs: {lr: 1.0e-5}}}
-data: {train: {data_path: train.jsonl}, validation: {data_path: val.jsonl}}
-"""
+BASE = f"""
+defaults: {REPOSITORY / "examples" / "configs" / "rm.yaml"}
+data: {{_override_: true, train: {{data_path: train.jsonl}}, validation: {{data_path: val.jsonl}}}}
+"""  # the file of the page's commands
 # Of the authors' own scripts/train/tulu3/reward_modeling_8b.sh, and of their debug script.
 FLAGS = """
 --exp_name --model_name_or_path --model_revision --tokenizer_name --tokenizer_revision --use_slow_tokenizer

@@ -31,6 +31,7 @@ _NEEDS_A_PATH = (
     "PreferenceDataset",
     "BinaryPreferenceDataset",
     "GradedDataset",
+    "RMB",
     "ResponseDataset",
     "PromptDataset",
 )

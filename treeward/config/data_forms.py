@@ -35,7 +35,7 @@ COMPARISON_SETS: Mapping[str, Splits] = {
     "auto": {},
     "PreferenceDataset": {},
     "BinaryPreferenceDataset": {},
-    "GradedDataset": {},
+    **dict.fromkeys(("GradedDataset", "RMB"), {}),
     **dict.fromkeys(("HelpSteer3", "HelpSteer3Dataset"), {None: "train", "default": "validation"}),
     "HelpSteer2": {None: "train", "default": "validation"},
     "UltraFeedback": {None: "train"},

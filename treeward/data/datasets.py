@@ -281,6 +281,21 @@ class HelpSteer2(GradedDataset):
     hub_path, score_key = "nvidia/HelpSteer2", "helpfulness"
 
 
+@register_dataset("RMB")
+class RMB(PreferenceDataset):
+    """Files of RMB (Zhou et al. 2025, arXiv 2410.09893): a pair, or a best completion and a list of worse ones."""
+
+    def to_preference(self, row: Row) -> Preference | None:
+        values, need = row.values, "the best and the worse ones, as chosen and reject or bon_best and loser_list"
+        is_pair = values.get("bon_best") is None
+        best = required(values, "chosen" if is_pair else "bon_best", row.where, need)
+        worse = required(values, "reject" if is_pair else "loser_list", row.where, need)
+        ranked = [{"rank": 0, **best}, *({"rank": 1, **one} for one in ([worse] if is_pair else worse))]
+        context = required(values, "conversation_input", row.where, need)
+        about = {"context": context, "completions": ranked, "task_name": values.get("category_path")}
+        return super().to_preference(Row(about, row.where))
+
+
 @register_dataset("Tulu3Preference", "Tulu3PreferenceDataset")
 class Tulu3Preference(RowDataset):
     """The preference mixture of Tulu 3 8B, or a copy of it: chosen and rejected are whole conversations."""

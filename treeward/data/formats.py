@@ -45,6 +45,8 @@ FORMATS = (
     Format("HelpSteer2", ("prompt", "response", "helpfulness"), "HelpSteer2's ratings, rows of one prompt together"),
     Format("GradedDataset", ("prompt", "response", "score"), "graded responses, rows of one prompt together"),
     Format("GradedDataset", ("prompt", "completion", "score"), "graded completions, rows of one prompt together"),
+    Format("RMB", ("conversation_input", "chosen", "reject"), "pairs of RMB"),
+    Format("RMB", ("conversation_input", "bon_best", "loser_list"), "RMB: a best completion and worse ones"),
     Format("HHTranscripts", ("chosen", "rejected"), "chosen and rejected transcripts of Human and Assistant"),
     Format("BinaryPreferenceDataset", ("chosen", "rejected"), "chosen and rejected completions"),
     Format("UltraFeedback", ("instruction", "completions"), "UltraFeedback: completions with scores"),

@@ -37,7 +37,7 @@ Messages = tuple[Message, ...]
 
 _RANK_FORMAT = '{"context": [messages], "completions": [{"rank": 0, "completion": [messages]}, ...]}'
 _RECOGNISED = "data.dataset_name=auto tells the format by the keys of the first row; docs/data.md has the keys of each"
-_TEXT_KEYS, _SCORE_KEYS = ("completion", "response"), ("score", "overall_score", "probability")
+_TEXT_KEYS, _SCORE_KEYS = ("completion", "response", "answer"), ("score", "overall_score", "probability")
 _STRENGTH_KEYS = ("strength", "margin", "probability")
 _SURE = 1e-7  # a judge's 0 and 1 are taken for this much and its complement, whose log-odds are finite
 _SIDE_SCORES = ("score_{}", "{}_score", "{}_rating", "{}-rating")
@@ -180,8 +180,8 @@ def completions_of(
 ) -> tuple[Messages, list[tuple[Messages, Mapping[str, Any]]]]:
     """The context of the row's `completions` or `responses`, the messages of each, and what else the row says of it.
 
-    A completion is text, messages, or an object with either as its `completion` or `response`. The context is empty
-    where the row has no prompt, and where all completions hold the prompt: they are whole conversations.
+    A completion is text, messages, or an object with either as its `completion`, `response` or `answer`. The context is
+    empty where the row has no prompt, and where all completions hold the prompt: they are whole conversations.
     """
     key, prompt = "completions" if values.get("completions") is not None else "responses", prompt_key(values, where)
     given = parse_json_list(values.get(key), key, where)

@@ -63,9 +63,9 @@ def read_rows(
 ) -> Iterator[Row]:
     """The rows of a file, a folder, a glob, a saved dataset or a hub dataset (`org/name`), in order.
 
-    A file is a single split: `split` may be None, "train" (what `datasets` calls any lone file) or a part of its name,
-    as in `validation.jsonl`. In a folder `split` selects the files so named. `subset` is the configuration name of a
-    hub dataset. The path is looked up at once, the rows are read as they are asked for.
+    A file is a single split: `split` may be None, "train" (what `datasets` calls any lone file), "validation" where its
+    name does not say "train", or a part of its name. In a folder `split` selects the files so named. `subset` is the
+    configuration name of a hub dataset. The path is looked up at once, the rows are read as they are asked for.
 
     Raises `DataError` naming the file and line for a missing or empty file, an ambiguous or unknown split, text that
     is not UTF-8, malformed JSON, CSV or Arrow data, a truncated gzip, and rows that are not objects. Where one line or
@@ -150,8 +150,10 @@ def _locate(path: str, split: str | None, subset: str | None) -> tuple[list[str]
     if subset is not None:
         fix = "remove subset"
         raise DataError("a file has no subset", where=path, field="subset", got=subset, need="null", fix=fix)
-    if split not in (None, "train") and not all(str(split) in os.path.basename(file) for file in files):
-        need = "no split: a file is one split, whatever it is for"
+    names = [os.path.basename(file) for file in files]
+    is_role = split in (None, "train") or (split == "validation" and not any("train" in name for name in names))
+    if not is_role and not all(str(split) in name for name in names):
+        need = "no split, or the one of its name: a file is one split, whatever it is for"
         raise DataError(f"a file has no split {split!r}", where=path, field="split", got=split, need=need)
     return files, None, path
 

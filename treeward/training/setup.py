@@ -112,7 +112,9 @@ def set_up(
     """
     mesh = make_mesh(config.policy.dtensor_cfg)
     streams: list[RowDataset] = []  # of the main process, which alone reads rows
+    held_out: list[RowDataset] = []
     processes.on_main(lambda: streams.extend(map(open_dataset, config.training_sets)))
+    processes.on_main(lambda: held_out.extend(map(open_dataset, config.validation_sets)))
     tokenizer = find_tokenizer(config.policy, texts_of(streams), checkpoint)
     renderer = Renderer(
         tokenizer,
@@ -138,7 +140,7 @@ def set_up(
         for i, label in enumerate(config.policy.reward_model_cfg.labels):
             if not any(np.isfinite(one.grades[:, i]).any() for one in training_sets.values()):
                 raise missing_grade(streams[0], label)
-        return training_sets, {str(one.name): encode(open_dataset(one)) for one in config.validation_sets}
+        return training_sets, {str(stream.config.name): encode(stream) for stream in held_out}
 
     with processes.patience() as group:  # the others open the files that the main process has made
         training_sets, validation_sets = processes.on_main(encode_all, group)
