@@ -44,6 +44,17 @@ def test_formats_are_recognised_and_broken_rows_shown(write_rows: Write, capsys:
     assert "28" in shown.partition("comparisons")[2].partition("\n")[0]
 
 
+def test_data_without_a_sound_row_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "own.csv"
+    data.write_text("question,good,bad\n" + "2 + 2?,4,5\n" * 12, encoding="utf-8")
+    assert main(["check-data", str(data), "--data-option", "prompt_key=question"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("has no chosen") == 1 and "--data-option prompt_key=" in shown.err
+    options = [word for key in ("prompt_key=question", "chosen_key=good", "rejected_key=bad")
+               for word in ("--data-option", key)]  # fmt: skip
+    assert main(["check-data", str(data), *options]) == 0
+
+
 def test_mistakes_are_errors(write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = str(write_rows("a.jsonl", ROWS))
     for words, said in (

@@ -32,8 +32,8 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"treeward {__version__}\n"
     assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(re.search(rf"^  {verb} +{summary[:30]}", text, re.MULTILINE) for verb, summary in VERBS.items())
+    words = " ".join(capsys.readouterr().out.split())
+    assert all(f" {verb} {summary}" in words for verb, summary in VERBS.items()), "whole"
 
 
 @pytest.mark.parametrize("verb", VERBS)

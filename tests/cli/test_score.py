@@ -72,6 +72,19 @@ def test_every_shape_of_row_is_scored_in_order_as_transformers_does(
     assert rows == list(SHAPES.values())  # each row is written as it came
 
 
+def test_columns_of_ones_own_are_named(
+    score: Callable[..., Any], model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "own.csv"
+    data.write_text("question,answer\n2 + 2?,Four.\n", encoding="utf-8")
+    code, (row,) = score(data, "--data-option", "prompt_key=question", "--data-option", "response_key=answer")
+    asked = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "Four."}]
+    assert code == 0 and row.pop("score") == pytest.approx(plain_scores(model_folder, [asked])[0], abs=1e-5)
+    assert row == {"question": "2 + 2?", "answer": "Four."}, "the row stays as it is"
+    for option, said in (("prompt_key=questoin", "is it question?"), ("promt_key=question", "one of chosen_key")):
+        assert score(data, "--data-option", option)[0] == 2 and said in capsys.readouterr().err
+
+
 def test_standard_streams_are_utf_8(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = json.dumps(SHAPES["responses"]) + "\n\n" + json.dumps({"messages": [USER, ANSWER], "note": "é"}) + "\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))

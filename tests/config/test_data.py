@@ -136,3 +136,25 @@ def test_held_out_rows_are_one_set_each_and_only_once():
     ]
     assert [d.part for d in config.train] == ["train", None, "train"]
     assert PromptDataConfig.model_validate(config.model_dump()) == config
+
+
+def test_comparisons_may_be_held_out() -> None:
+    """In both forms; the held-out rows are the unnamed validation set, if there is no other."""
+    flat = {
+        "train_data_path": "own.csv",
+        "prompt_key": "question",
+        "split_validation_size": 0.1,
+        "non_contextual_answer": True,
+    }
+    blocks = {"train": {"data_path": "own.csv", "prompt_key": "question", "split_validation_size": 0.1}}
+    for config in (DataConfig(**flat), DataConfig(**blocks)):
+        (train,), (held_out,) = config.train, config.validation
+        assert (train.part, held_out.part, held_out.name) == ("train", "validation", "default")
+        assert (held_out.data_path, held_out.prompt_key, held_out.non_contextual_answer) == (
+            "own.csv",
+            "question",
+            False,
+        )
+        assert DataConfig(**config.model_dump()) == config, "it is saved and read again"
+    both = DataConfig(**blocks, validation={"data_path": "val.csv"})
+    assert [one.name for one in both.validation] == ["default", "held_out"]

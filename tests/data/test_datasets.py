@@ -279,6 +279,28 @@ def test_bad_templates(tmp_path: Path, text: str) -> None:
         parse(tmp_path, "PreferenceDataset", rank_row(), system_prompt_file=str(tmp_path / "none.txt"))
 
 
+def test_a_share_of_the_prompts_is_held_out(tmp_path: Path) -> None:
+    """All rows of a prompt are in one part, which depends on the prompt and the seed, and not on the other rows."""
+    rows = [{"prompt": f"{i % 60} + 2?", "chosen": "Yes.", "rejected": f"No {i}."} for i in range(180)]
+    paths = [write_jsonl(tmp_path / f"{name}.jsonl", *some) for name, some in (("all", rows), ("few", rows[100:40:-1]))]
+
+    def prompts(path: str, **more: Any) -> list[str]:
+        config = DatasetConfig(data_path=path, split_validation_size=0.25, **more)
+        return [preference.context[0]["content"] for preference, _ in open_dataset(config)]
+
+    train, held_out = prompts(paths[0], part="train"), prompts(paths[0], part="validation")
+    assert not {*train} & {*held_out} and len(train) + len(held_out) == 180
+    assert 6 <= len({*held_out}) <= 24 and len(held_out) == 3 * len({*held_out})
+    assert {*prompts(paths[1], part="validation")} == {*held_out} & {row["prompt"] for row in rows[41:101]}
+    assert {*prompts(paths[0], part="validation", seed=1)} != {*held_out}
+    unprompted = write_jsonl(tmp_path / "x.jsonl", *({"chosen": f"{i}.", "rejected": "No."} for i in range(60)))
+    (tmp_path / "system.txt").write_text("Be brief.")
+    config = DatasetConfig(
+        data_path=unprompted, split_validation_size=0.5, system_prompt_file=str(tmp_path / "system.txt")
+    )
+    assert 10 < len(list(open_dataset(config))) < 50
+
+
 def test_classes_offer_the_contract(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", rank_row(), rank_row("vier"))
     dataset = PreferenceDataset(DatasetConfig(data_path=path))

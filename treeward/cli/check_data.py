@@ -79,6 +79,9 @@ def run(
             cross_validation=cross_validate,
             on_progress=lambda what, done: progress.show(what, done, 0),
         )
+    if checked.errors and not checked.numbers["rows"]:
+        fix = "name its columns, as --data-option prompt_key=question; the others are chosen_key and rejected_key"
+        raise checked.errors[0].but(summary=f"no row can be read; the first: {checked.errors[0].summary}", fix=fix)
     _tell(checked)
     if out is not None:
         sys.stdout.write(f"\nThe page is {write_check(Path(out), checked)}\n")

@@ -18,8 +18,10 @@ from treeward.config.load import load_section
 from treeward.errors import ConfigError
 
 DatasetName = Annotated[str | None, typer.Option(metavar="NAME", help="Format of the data; default: seen in them.")]
-Split = Annotated[str | None, typer.Option(help="Split of --data, or of a dataset that brings its own.")]
-DataOptions = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Keys of a dataset (docs/config.md).")]
+Split = Annotated[str | None, typer.Option(help="Split of the data.")]
+DataOptions = Annotated[
+    list[str] | None, typer.Option(metavar="KEY=VALUE", help="Keys of a dataset, as prompt_key=question.")
+]
 
 
 def dataset_config(

@@ -48,7 +48,7 @@ class _Verbs(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = {verb: TyperCommand(verb, help=summary) for verb, summary in VERBS.items()}
+        self.commands = {verb: TyperCommand(verb, short_help=summary) for verb, summary in VERBS.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)

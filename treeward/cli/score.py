@@ -4,6 +4,7 @@ examples:
   treeward score results/quickstart/final --data conversations.jsonl --output scores.jsonl
   echo '{"prompt": "What is 7 plus 5?", "responses": ["12", "13"]}' | treeward score MODEL --data -
   treeward score MODEL --data conversations.jsonl --shaping "{length_penalty: {coefficient: 0.001}}"
+  treeward score MODEL --data own.csv --data-option prompt_key=question --data-option response_key=answer
   treeward score MODEL OTHER_MODEL --data conversations.jsonl --ensemble worst
   treeward score MODEL --data conversations.jsonl --output scores.jsonl --workers 8
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -31,11 +32,14 @@ from treeward.resumable import ResumableRows, num_rows, resumable_rows
 
 if TYPE_CHECKING:
     from treeward.config.server import ServedModelConfig
-    from treeward.scoring.rows import Load, ScoredChunk
+    from treeward.data.sources import Row
+    from treeward.scoring.rows import Chunk, Load, ScoredChunk
     from treeward.scoring.scorer import PreparedScorer
     from treeward.scoring.shaping import Shaper
 
 logger = logging.getLogger(__name__)
+
+Columns = Annotated[list[str] | None, typer.Option(metavar="KEY=NAME", help="A column, as prompt_key=question.")]
 
 
 @with_model_options
@@ -43,6 +47,7 @@ def run(
     models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")],
     data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, parquet or arrow; - is stdin.")],
     output: Annotated[str, typer.Option(metavar="FILE", help="Where rows go as JSON lines; - is stdout.")] = "-",
+    data_option: Columns = None,
     shaping: Shaping = None,
     ensemble: Ensemble = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of Ray Data, each with a GPU if any.")] = None,
@@ -58,13 +63,15 @@ def run(
     partial_file = Path(output).with_name(f"{Path(output).stem}.partial{Path(output).suffix}")
     if output != "-" and data == "-":  # which cannot be read again, so a part of it is not resumed
         partial_file.unlink(missing_ok=True)
+    columns = dict(map(_column, data_option or ()))
     load_model = partial(_load, section, options.batch_tokens, models[0])
     before = 0 if output == "-" else num_rows(partial_file)
-    with closing(_scored(load_model, data, workers, options.device or "auto", skip=before)) as chunks:
+    with closing(_scored(load_model, data, workers, options.device or "auto", columns, skip=before)) as chunks:
         first = next(chunks)
         if first.error is not None and first.identity is None:
             raise first.error
         identity = {**(first.identity or {}), "data": fingerprint(data) if data != "-" and output != "-" else None}
+        identity |= {"columns": columns} if columns else {}
         opened: AbstractContextManager[ResumableRows[bool]] = nullcontext(ResumableRows([], sys.stdout))
         if output != "-":  # the file gets its name when it is complete
             opened = resumable_rows(partial_file, identity, lambda row, _: "error" in row)
@@ -101,18 +108,31 @@ def _write(chunks: Iterator[ScoredChunk], kept: ResumableRows[bool]) -> tuple[in
     return failed, first_error
 
 
-def _scored(load_model: Load, data: str, workers: int | None, device: str, *, skip: int) -> Generator[ScoredChunk]:
+def _column(option: str) -> tuple[str, str]:
+    """A key of the rows that are scored, and the column that holds it: `prompt_key=question`."""
+    from treeward.data.formats import CONVERSATION_KEYS
+
+    key, _, name = option.partition("_key=")
+    if key in CONVERSATION_KEYS and name:
+        return key, name
+    need = f"as prompt_key=question; one of {', '.join(f'{key}_key' for key in sorted(CONVERSATION_KEYS))}"
+    raise ConfigError("this names no column", where="--data-option", got=option, need=need)
+
+
+def _scored(
+    load_model: Load, data: str, workers: int | None, device: str, columns: Mapping[str, str], *, skip: int
+) -> Generator[ScoredChunk]:
     """The rows after the first `skip`, in chunks that are scored as they are asked for, here or by workers.
 
     Raises `DataError` for a missing file and a first line that is not JSON, before any model is loaded.
     """
     from treeward.data.sources import read_jsonl_stream, read_rows
-    from treeward.scoring.rows import ChunkScorer, chunks_of
+    from treeward.scoring.rows import ChunkScorer
 
     if workers is None:
         rows = read_jsonl_stream(sys.stdin.buffer, "<stdin>") if data == "-" else read_rows(data)
         rows = itertools.chain(list(itertools.islice(rows, 1)), rows)
-        yield from map(ChunkScorer(load_model).score, chunks_of(itertools.islice(rows, skip, None)))
+        yield from map(ChunkScorer(load_model).score, _chunks(lambda: rows, columns, skip))
         return
     if data == "-":
         raise ConfigError("workers cannot read standard input", where="--workers", need="--data FILE")
@@ -124,7 +144,14 @@ def _scored(load_model: Load, data: str, workers: int | None, device: str, *, sk
 
     required = device.startswith("cuda")
     shares = equal_shares(ray, workers, num_gpus=float(device != "cpu"), required=required, where="--workers")
-    yield from scored_on_ray(load_model, partial(read_rows, data), num_workers=workers, resources=shares, skip=skip)
+    chunks = partial(_chunks, partial(read_rows, data), columns, skip)
+    yield from scored_on_ray(load_model, chunks, num_workers=workers, resources=shares)
+
+
+def _chunks(read: Callable[[], Iterator[Row]], columns: Mapping[str, str], skip: int) -> Iterator[Chunk]:
+    from treeward.scoring.rows import chunks_of
+
+    return chunks_of(itertools.islice(read(), skip, None), columns)
 
 
 def _load(

@@ -63,6 +63,12 @@ class SetConfig(Strict):
     """A text file whose content becomes the system message of conversations that have none."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments for the constructor of a class that is given by its dotted path."""
+    split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the prompts, drawn with `seed`, whose rows are held out and become a validation set. 0: none."""
+    part: Literal["train", "validation"] | None = None
+    """Rows of `split_validation_size`: held out (`validation`) or not (`train`). None: as the set is used."""
+    seed: NonNegativeInt = 42
+    """Determines which prompts `split_validation_size` holds out."""
 
     def check(self) -> None:
         is_missing = self.data_path is None and self.dataset_name in _NEEDS_A_PATH
@@ -70,6 +76,8 @@ class SetConfig(Strict):
         self.refuse(is_missing, "data_path dataset_name", "a file, a folder or a hub name", fix)
         is_ours = self.dataset_name in (*COMPARISON_SETS, *PROMPT_SETS)
         self.refuse(self.kwargs and is_ours, "kwargs dataset_name", "no kwargs, or the dotted path of a class")
+        is_useless = self.part is not None and self.split_validation_size == 0.0
+        self.refuse(is_useless, "part split_validation_size", "split_validation_size above 0, or no part")
 
 
 class DatasetConfig(SetConfig):
@@ -137,7 +145,11 @@ class DataConfig(_Sets[DatasetConfig]):
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, raw: Any) -> Any:
-        return normalise_data(raw, _keys_of(DatasetConfig)) if isinstance(raw, Mapping) else raw
+        if not isinstance(raw, Mapping):
+            return raw
+        data = normalise_data(raw, _keys_of(DatasetConfig))
+        _add_held_out(data, DatasetConfig, "held_out" if data["validation"] else "default")
+        return data
 
 
 class PromptSetConfig(SetConfig):
@@ -155,17 +167,6 @@ class PromptSetConfig(SetConfig):
     """Environment of rows that name none, or several with weights, as `{math: 1.0}`. None: see `grpo.environments`."""
     max_samples: PositiveInt | None = None
     """Read only this number of rows, the first ones. None: all."""
-    split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the rows, drawn with `seed`, that is held out and becomes a validation set. 0: none."""
-    part: Literal["train", "validation"] | None = None
-    """Rows of `split_validation_size`: held out (`validation`) or not (`train`). None: as the set is used."""
-    seed: NonNegativeInt = 42
-    """Determines which rows `split_validation_size` holds out."""
-
-    def check(self) -> None:
-        super().check()
-        is_useless = self.part is not None and self.split_validation_size == 0.0
-        self.refuse(is_useless, "part split_validation_size", "split_validation_size above 0, or no part")
 
     @property
     def environment_names(self) -> tuple[str, ...]:
@@ -194,7 +195,7 @@ class PromptDataConfig(_Sets[PromptSetConfig]):
                 elif block.get("dataset_name") == "DeepScaler":
                     shared = {key: value for key, value in block.items() if key not in ("data_path", "split")}
                     data["validation"] = [{**shared, "dataset_name": "AIME2024", "name": "default"}]
-        _add_held_out(data)
+        _add_held_out(data, PromptSetConfig, "held_out")
         return data
 
 
@@ -203,7 +204,7 @@ def _keys_of(section: type[SetConfig]) -> tuple[str, ...]:
     return (*section.model_fields, *section.foreign_keys())
 
 
-def _add_held_out(data: dict[str, Any]) -> None:
+def _add_held_out(data: dict[str, Any], section: type[SetConfig], name: str) -> None:
     """Make the rows that training sets hold out validation sets, unless they are ones already."""
     for block in data["validation"]:
         if block.get("split_validation_size"):
@@ -211,10 +212,10 @@ def _add_held_out(data: dict[str, Any]) -> None:
     for i, block in enumerate(data["train"]):
         if block.get("split_validation_size") and block.get("part") is None:
             try:
-                PromptSetConfig.model_validate(block)
+                section.model_validate(block)
             except ValidationError:
                 continue  # the training set reports its own mistake
             block["part"] = "train"
-            # Validation sets have no weight, and several sets may hold rows out under names of their own.
-            shared = {key: value for key, value in block.items() if key not in ("weight", "name")}
-            data["validation"].append({**shared, "part": "validation", "name": f"held_out_{i}" if i else "held_out"})
+            # These are not for validation, and several sets may hold rows out under names of their own.
+            shared = {key: block[key] for key in block.keys() - {"weight", "name", "non_contextual_answer"}}
+            data["validation"].append({**shared, "part": "validation", "name": f"{name}_{i}" if i else name})

@@ -25,7 +25,7 @@ _FLAT_KEYS = (
     *("input_key", "output_key", "processor", "env_name", "max_samples"),
 )
 """Keys of a block that may stand beside the blocks, for all of them."""
-_TRAINING_KEY = "non_contextual_answer"  # a flat key for the training sets alone
+_TRAINING_KEYS = ("non_contextual_answer", "split_validation_size")  # flat keys for the training sets alone
 _PATH_KEYS = ("train_data_path", "train_split", "val_data_path", "val_data_paths", "val_split", "default")
 _DATASET_TYPES = {"rank": "PreferenceDataset", "binary": "BinaryPreferenceDataset"}
 
@@ -55,7 +55,7 @@ PROMPT_SETS: Mapping[str, Splits] = {
 
 def keys_of_forms(block_keys: Sequence[str]) -> tuple[str, ...]:
     """The keys of `data` that only these forms have, for sets whose blocks have `block_keys`."""
-    older = ("dataset_type", _TRAINING_KEY) if "chosen_key" in block_keys else ()
+    older = ("dataset_type", *_TRAINING_KEYS) if "chosen_key" in block_keys else ()
     return (*(key for key in _FLAT_KEYS if key in block_keys), *older, *_PATH_KEYS)
 
 
@@ -86,7 +86,7 @@ def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[st
     if val_split is not None and not validation:
         need = "data.val_data_path too, or no val_split"
         raise ConfigError("val_split is given, but there is no validation set", field="val_split", need=need)
-    for_training = {_TRAINING_KEY: given[_TRAINING_KEY]} if _TRAINING_KEY in given else {}
+    for_training = {key: given[key] for key in _TRAINING_KEYS if key in given}
     train = [{**for_training, **_with_own_split(block, own_splits, is_train=True)} for block in train]
     validation = [_with_own_split(block, own_splits, is_train=False) for block in validation]
     rest = {key: value for key, value in raw.items() if key not in names}

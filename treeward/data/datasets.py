@@ -155,11 +155,23 @@ class RowDataset(RowSource):
             *(self.content(), cls.__module__, cls.__qualname__, _source_of(cls), self.task_name, repr(self.files)),
             *(config.prompt_key, config.chosen_key, config.rejected_key, config.kwargs, config.non_contextual_answer),
             *config.attributes,
+            *((config.split_validation_size, config.part, config.seed) if config.split_validation_size else ()),
         ]
         return hashlib.blake2b(json.dumps(parts, default=repr).encode(), digest_size=16).hexdigest()
 
     def __iter__(self) -> Iterator[tuple[Preference, str]]:
         return _with_non_contextual(self._completed()) if self.config.non_contextual_answer else self._completed()
+
+    def _is_of_other_part(self, preference: Preference) -> bool:
+        """By the prompt alone, so that no prompt is in both parts, and none moves when the data grows."""
+        share, prompt = (
+            float(self.config.split_validation_size),
+            preference.context or preference.completions[0].messages,
+        )
+        text = json.dumps([self.config.seed, prompt], sort_keys=True, default=repr)
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        is_held_out = int.from_bytes(digest) < share * 2**64
+        return share > 0 and is_held_out != (self.config.part == "validation")
 
     def _completed(self) -> Iterator[tuple[Preference, str]]:
         total, others, first, alone = 0, 0, "", 0
@@ -170,6 +182,8 @@ class RowDataset(RowSource):
                 if preference is not None:
                     messages = (*preference.context, *preference.completions[0].messages)
                     is_prompted = check_prompted(messages, is_prompted, row.where)
+                    if self._is_of_other_part(preference):
+                        continue
                     preference = replace(preference, context=self.files.complete(preference.context, row.where))
             except DataError as error:
                 self.broken(error)

@@ -345,7 +345,7 @@ def encode_dataset(
     if not dataset and attributes and dataset.counts.dropped_ungraded:
         raise missing_grade(stream, attributes[0])
     if not dataset:
-        fix = "check the file; see data.max_input_seq_length, data.truncation and data.ties"
+        fix = "check the file; see data.max_input_seq_length, truncation, ties and split_validation_size"
         raise DataError("no comparison is left to learn from", where=stream.name, got=summary, fix=fix)
     if dataset.counts.much_dropped:
         logger.warning("%s: %s", stream.name, dataset.counts.much_dropped)
