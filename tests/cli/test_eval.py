@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ def test_from_a_file_to_the_report(
     assert main([*words, "--training-data", str(data)]) == 0
     printed = capsys.readouterr().out
     assert "held_out" in printed and "length-controlled" in printed and "report.html" in printed
+    assert re.search(r"on held_out: accuracy .*% \(.* to .*\); (no better|better|worse) than chance", printed)
     (folder,) = output.glob("*/held_out")
     rows = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
     scorer = Scorer.load(model_folder, device="cpu")

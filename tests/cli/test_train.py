@@ -29,7 +29,7 @@ def test_a_run_ends_with_its_results_and_what_to_do_next(
     assert command() == 0
     out = capsys.readouterr().out
     final = tmp_path / "checkpoints" / "final"
-    assert "held_out" in out and "accuracy" in out
+    assert "\nheld_out: accuracy " in out and "chance, 0.5; the loss, " in out
     assert f"The model of step 2 of 2 is in {final}" in out
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "2 + 2?", "responses": ["4", "5"]}) + "\n")

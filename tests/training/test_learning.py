@@ -12,7 +12,7 @@ import pytest
 
 from treeward.cli.main import main
 from treeward.metrics import RewardMetrics
-from treeward.training.learning import LearningWatch
+from treeward.training.learning import LearningWatch, learnt
 
 STEPS = ["rm.max_num_steps=50", "rm.max_num_epochs=9", "rm.val_period=null", "rm.val_at_end=false",
          "checkpointing.metric_name=null", "checkpointing.save_period=50"]  # fmt: skip
@@ -107,3 +107,27 @@ def test_a_collapse_late_in_a_long_run_is_seen_within_ten_steps(caplog: pytest.L
             assert caplog.messages == []
             watch.see(step, metrics(np.full(8, 1.0 if step <= 400 else 1e-6)), 8 * math.log(2))
     assert "have collapsed" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "size", "loss", "trained", "said"),
+    [
+        (
+            32 / 60,
+            60,
+            0.72,
+            0.27,
+            ["(0.409 to 0.654) is not told from chance", "0.720, has parted from that of training, 0.270"],
+        ),
+        (0.84, 200, 0.41, 0.39, ["is better than chance", "0.410, has not parted from that of training, 0.390"]),
+        (0.1, 50, 1.2, 0.69, ["is worse than chance", "has parted"]),
+        (0.84, 200, 0.41, None, ["is better than chance, 0.5."]),  # of a run that was complete already
+        (math.nan, 200, 0.41, 0.39, None),  # graded comparisons, all tied
+    ],
+)
+def test_a_run_says_what_its_held_out_data_tell(
+    accuracy: float, size: int, loss: float, trained: float | None, said: list[str] | None
+) -> None:
+    losses = [] if trained is None else [0.69] * 60 + [trained] * 20
+    told = learnt({"accuracy": accuracy, "loss": loss}, size, losses)
+    assert told is None if said is None else told is not None and all(part in told for part in said)

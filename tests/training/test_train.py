@@ -311,7 +311,7 @@ def test_a_file_alone_is_trained_on_and_what_is_left_out_is_said_at_the_end(
     assert "mine.jsonl: taken for completions with ranks or scores (dataset_name: PreferenceDataset)" in caplog.text
     said = "12 of 72 completions of kept comparisons (17%: too long) were left out."
     assert said in caplog.text and said in outcome.caveats["training data, mine.jsonl"]
-    assert "chance" not in caplog.text + str(outcome)  # margins make the loss of equal scores larger
+    assert outcome.warning is None and "chance" not in caplog.text  # margins make the loss of equal scores larger
     with pytest.raises(CheckpointError, match="another run(?s:.*)training data"):
         train(tiny_run(*sets, "data.truncation=drop_comparison"), show_progress=False)
     assert "12 of 24 comparisons (50%: 12 too long) were left out." in caplog.text

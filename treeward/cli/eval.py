@@ -85,6 +85,7 @@ def run(
     if named or checkpoints is not None or not candidates:
         candidates = _candidates(named, checkpoints, ensemble, shaping, options) + candidates
 
+    from treeward.evaluation.findings import verdict
     from treeward.evaluation.session import run_evaluation
 
     with ShownProgress() as progress:
@@ -106,6 +107,8 @@ def run(
             continue
         rows += ({"model": one.model, "suite": one.suite, "part": name} | asdict(part) for name, part in parts.items())
     sys.stdout.write(results_table(rows, _COLUMNS) + "\n")
+    for one in done.summaries:
+        sys.stdout.write("\n" + verdict(one).replace("**", "", 2) + "\n")
     for one in done.summaries:
         if told := usage_line(f"{one.model} on {one.suite}", one.result.details.get("usage", {})):
             sys.stdout.write(f"\n{told}\n")

@@ -44,7 +44,8 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
         sys.stdout.write(
             results_table(result_rows(outcome.validation_sizes, outcome.validation), result_columns(loaded)) + "\n"
         )
-    lines, caveats = [], [f"{name}: {caveat}" for name, caveat in outcome.caveats.items()]
+    lines = [f"\n{name}: {said}" for name, said in outcome.learnt.items()]
+    caveats = [f"{name}: {caveat}" for name, caveat in outcome.caveats.items()]
     if outcome.model_folder is not None:
         folder = shlex.quote(str(outcome.model_folder))
         lines += [f"\nThe model of step {outcome.model_step} of {outcome.total_steps} is in {folder}", *caveats]

@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
+from treeward.evaluation.statistics import wilson
 from treeward.metrics import RewardMetrics
 
 logger = logging.getLogger(__name__)
@@ -19,6 +21,7 @@ logger = logging.getLogger(__name__)
 _MIN_STEPS, _FEW_STEPS = 10, 50
 _AT_CHANCE, _WORSE = 0.98, 1.1  # shares of chance
 _HIGH_RATE = 1e-3  # ten times this is no rate for a pretrained model
+_PARTED = 0.1  # between the loss of held-out data and that of training, in nats
 _COLLAPSED = 1e-4  # mean difference within a pair, relative to the scores; a fresh head has 1e-2
 
 
@@ -80,3 +83,21 @@ class LearningWatch:
             f"last {_MIN_STEPS} steps. Start anew in another checkpointing.checkpoint_dir with a warm-up and a "
             f"tenth of policy.optimizer.kwargs.lr, which is {self.learning_rate:g}."
         )
+
+
+def learnt(means: Mapping[str, float], size: int, training_losses: Sequence[float]) -> str | None:
+    """One sentence on a validation set of `size` comparisons: is its accuracy chance, and has its loss parted from that
+    of training, by its latest quarter? None for metrics without an accuracy."""
+    accuracy, loss = means.get("accuracy", math.nan), means.get("loss", math.nan)
+    if not math.isfinite(accuracy):
+        return None
+    low, high = wilson(accuracy * size, size)
+    standing = "better than" if low > 0.5 else "worse than" if high < 0.5 else "not told from"
+    said = f"accuracy {accuracy:.3f} ({low:.3f} to {high:.3f}) is {standing} chance, 0.5"
+    if not training_losses:
+        return f"{said}."
+    trained = fmean(training_losses[-max(len(training_losses) // 4, _MIN_STEPS) :])
+    if not loss - trained > _PARTED:
+        return f"{said}; the loss, {loss:.3f}, has not parted from that of training, {trained:.3f}."
+    advice = "more data or fewer epochs may help"
+    return f"{said}; the loss, {loss:.3f}, has parted from that of training, {trained:.3f}: {advice}."

@@ -45,14 +45,14 @@ from treeward.scoring.golden import sign_later
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.export import export_final
 from treeward.training.features import with_features
-from treeward.training.learning import LearningWatch
+from treeward.training.learning import LearningWatch, learnt
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.optimisation import SkippedSteps, advance
 from treeward.training.prefetch import Ahead, BatchPreparer, Labels, MicroBatch
 from treeward.training.reporting import ReportPlan, check_report, plan_report
 from treeward.training.setup import RewardModelSetup, save_adapted, set_up
 from treeward.training.state import RunState
-from treeward.training.tracking import TrackerGroup
+from treeward.training.tracking import METRICS_FILE, TrackerGroup, read_metrics
 from treeward.training.validation import SetValidation, pooled, robust_accuracy, values_of
 from treeward.tree.parts import backward_in_parts
 
@@ -67,7 +67,7 @@ class TrainingOutcome(Outcome):
 
     `caveats`: by set, why its metrics may be better than those of new data. `report_error`: why a report is missing or
     lacks a suite; `upload_error`: why the model is not on the hub. The exit code is 1 then. `warning`: what to try
-    with a model that has not learnt.
+    with a model that has not learnt. `learnt`: by set, whether it is better than chance there.
     """
 
     validation_sizes: Mapping[str, int] = field(default_factory=dict)
@@ -75,6 +75,7 @@ class TrainingOutcome(Outcome):
     report_error: str | None = None
     upload_error: str | None = None
     warning: str | None = None
+    learnt: Mapping[str, str] = field(default_factory=dict)
 
 
 def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> TrainingOutcome:
@@ -363,9 +364,15 @@ class RewardModelRun(Run):
         caveats = {name: setup.caveat(name, validation.get(name, {})) for name in setup.validation_sets}
         for name, dataset in setup.training_sets.items():
             caveats[f"training data, {name}"] = dataset.counts.much_dropped
+        sizes = setup.validation_sizes
+        file = Path(self.config.logger.log_dir) / METRICS_FILE
+        lines = read_metrics(file) if processes.is_main() and file.exists() else []
+        losses = [line["train/rm/loss"] for line in lines if "train/rm/loss" in line]
+        said = {name: learnt(means, sizes[name], losses) for name, means in validation.items()}
         ended = TrainingOutcome(
             **{**vars(outcome), "validation": validation},
-            validation_sizes=setup.validation_sizes,
+            validation_sizes=sizes,
+            learnt={name: sentence for name, sentence in said.items() if sentence is not None},
             caveats={name: caveat for name, caveat in caveats.items() if caveat is not None},
             warning=self._watch.verdict(),
         )
