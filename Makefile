@@ -1,5 +1,5 @@
-# make quickstart   train a small reward model on the bundled data and score with it (half a minute on two cores)
-# make rlhf-demo    a small policy against that reward model: kept close, hacked, cured (five minutes on two cores)
+# make quickstart   train a small reward model on the bundled data and score with it
+# make rlhf-demo    a small policy against that reward model: kept close, hacked, cured
 # make test         the tests (a few minutes on two cores); make test-slow: the slow ones, some in Chromium; make check: style, types, layers
 # make benchmark    the side-by-side measurements; make benchmark-gpu: those of a GPU, in nine minutes
 # make soak         the server under ten minutes of mixed traffic

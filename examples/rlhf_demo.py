@@ -1,4 +1,4 @@
-"""RLHF in seven minutes on two cores: a policy is fine-tuned, then optimised against the quickstart's reward model.
+"""RLHF on two cores: a policy is fine-tuned, then optimised against the quickstart's reward model.
 
 python examples/rlhf_demo.py
 

@@ -32,7 +32,18 @@ def test_it_learns_the_data_and_its_bias_and_may_be_repeated(
     plain, controlled = (last[f"validation-{name}/accuracy"] for name in ("plain", "length_controlled"))
     assert plain >= 0.90
     assert controlled <= plain - 0.05, "the planted length bias is not seen"
-    assert "Put the answer in square brackets" in first and "Next" in first
+    assert "Put the answer in square brackets" in first
+    learnt, _, following = first.partition("\nNext, ")
+    assert "What it has learnt: " in learnt and following.count("treeward score") == 1, (
+        "what was learnt, and one command"
+    )
+    command = following.partition("\n")[2].strip()
+    scored = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    right, wrong = json.loads(scored)["scores"]
+    assert right > wrong, "what a newcomer sees first is ranked sensibly"
+    page = (REPOSITORY / "treeward/serving/playground/conversation.js").read_text(encoding="utf-8")
+    row = json.loads(command.split("'")[1])
+    assert all(json.dumps(text) in page for text in (row["prompt"], *row["responses"])), "the playground has it too"
     check_report(tmp_path / REPORT, {"plain": plain, "length_controlled": controlled}, first)
     written = (tmp_path / REPORT / "report.html").stat().st_mtime_ns
     request = json.loads(re.findall(r"-d '(.*?)'", str(serve.__doc__), re.DOTALL)[0])

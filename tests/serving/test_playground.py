@@ -90,6 +90,17 @@ def test_scores_are_those_of_the_server(visit: Visits, url: str) -> None:
     expect(page.locator("#status")).to_contain_text("completion 1 ")
 
 
+def test_it_opens_with_something_to_score(visit: Visits, url: str) -> None:
+    page = visit()
+    texts = [box.input_value() for box in page.locator("textarea").all()]
+    assert texts == ["What is 7 plus 5?", "7 plus 5 is 12.", "7 plus 5 is 13."]
+    score(page)
+    assert len(shown(page)) == 2
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Clear").click()
+    assert [box.input_value() for box in page.locator("textarea").all()] == ["", "", ""]
+
+
 def test_the_model_is_chosen_and_its_temperature_is_used(visit: Visits, url: str) -> None:
     completions = [COMPLETIONS[0], COMPLETIONS[2]]  # their scores differ enough
     page = visit()

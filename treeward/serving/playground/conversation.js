@@ -5,6 +5,8 @@ import { Trouble } from "./elements.js";
 
 export const completionOf = (content) => ({ role: "assistant", content });
 export const empty = () => ({ model: null, context: [{ role: "user", content: "" }], completions: [completionOf(""), completionOf("")] });
+export const example = () => ({ ...empty(), context: [{ role: "user", content: "What is 7 plus 5?" }],
+  completions: ["7 plus 5 is 12.", "7 plus 5 is 13."].map(completionOf) });
 const isPlain = (message) => Object.keys(message).every((key) => key === "role" || key === "content");
 export const isEmpty = (message) => !message.content && isPlain(message);
 

@@ -1,11 +1,11 @@
 // The page: a person writes, and what they wrote is scored, shared and kept in the tab.
-import { asBody, completionOf, empty, fromFragment, fromText, isEmpty, toFragment } from "./conversation.js";
+import { asBody, completionOf, empty, example, fromFragment, fromText, isEmpty, toFragment } from "./conversation.js";
 import { Trouble, ask, byId, colourOf, formatNumber, h, isNumber, nameOf, plural } from "./elements.js";
 import { showScores } from "./results.js";
 import { showTraces } from "./trace.js";
 
 const ROLES = ["system", "user", "assistant", "tool", "developer"];
-const state = empty();
+const state = example();
 let served = [];
 let scored = null; // the last scores: {body, data}
 let running = null;
