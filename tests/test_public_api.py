@@ -32,6 +32,24 @@ def test_importing_loads_nothing_heavy() -> None:
     )
 
 
+LOADING = """
+import sys
+from treeward import Scorer
+Scorer.load(sys.argv[1], device="cpu")
+from transformers.utils import logging
+assert logging.get_verbosity() == logging.WARNING and logging.is_progress_bar_enabled()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_loads_a_model_has_no_log_of_others_and_keeps_its_own(model_folder: Path) -> None:
+    """A report of missing weights, warnings of torchao's kernels and bars are of treeward's calls, not the script's."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LOADING, str(model_folder)], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout + ended.stderr == ""
+
+
 def test_the_extra_all_is_every_extra_that_a_run_may_need() -> None:
     extras = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "optional-dependencies"

@@ -116,8 +116,7 @@ def configure_logging(*, debug: bool = False) -> None:
     root.setLevel(logging.INFO if debug else logging.WARNING)
     ours.setLevel(logging.DEBUG if debug else logging.INFO)
     logging.captureWarnings(True)
-    for name in ("torchao", "torch.utils._pytree"):  # on import, of kernels that this machine has no use for
-        logging.getLogger(name).setLevel(logging.INFO if debug else logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info" if debug else "error")  # also of the run's workers
 
 
 class _Formatter(logging.Formatter):

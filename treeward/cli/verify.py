@@ -111,14 +111,13 @@ def _show(result: Verification | ServerVerification, name: str, *, as_json: bool
 
 def _write(folder: Path, weights: str | None, force: bool, device: str | None, trust_remote_code: bool) -> None:
     from treeward.model.contract import CONTRACT_FILE, read_contract
-    from treeward.model.pretrained import choose_device, quiet_transformers
+    from treeward.model.pretrained import choose_device
     from treeward.scoring.golden import head_labels, sign_folder, weighted_heads
 
     path, heads, before = folder / CONTRACT_FILE, None, None
     if path.exists() and not force:
         fix = "verify it (without --write); --force replaces it, and with it any record of what the scores were"
         raise ConfigError("there is a contract already", where=str(path), need="a folder without one", fix=fix)
-    quiet_transformers()
     if weights is not None:
         heads = weighted_heads(head_labels(folder, trust_remote_code=trust_remote_code), parse_head_weights(weights))
     try:

@@ -22,7 +22,7 @@ from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
 from treeward.http import Connection, RewardServerError, run_async
 from treeward.model.contract import CONTRACT_FILE, Dtype, GoldenExample, ScoringContract, read_contract
-from treeward.model.pretrained import load_tokenizer, quiet_transformers
+from treeward.model.pretrained import load_tokenizer
 from treeward.scoring.diagnosis import PARTS, Check, Part, diagnose
 from treeward.scoring.golden import combined_heads
 from treeward.scoring.verification import Verification
@@ -73,7 +73,6 @@ def verify_server(
     if form is not None and form not in forms:
         need = f"one of {', '.join(forms)}"
         raise ConfigError(f"the dialect {dialect} is not sent {form}", field="form", got=form, need=need)
-    quiet_transformers()
     contract, renderer = _contract_and_renderer(name, trust_remote_code)
     examples, conversations = _rendered(str(name), contract, renderer)
     own = forms[0] if renderer.kind == "decoder" or "bare" not in forms else "bare"

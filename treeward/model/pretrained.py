@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,25 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _DAMAGED = (LookupError, TypeError, AttributeError, StrictDataclassError)  # of JSON of another form, as a list
 
 
-def quiet_transformers() -> None:
-    """No advice and no progress bars from transformers: they are about calls that treeward makes, not its user."""
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No advice and no progress bars from transformers for a while: they are about treeward's calls, not its user's."""
+    hub = logging.getLogger("huggingface_hub")  # its retries; what came of them is reported
+    verbosity, level = transformers_logging.get_verbosity(), hub.level
+    had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what came of them is reported
+    hub.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        hub.setLevel(level)
+        if had_bars:
+            transformers_logging.enable_progress_bar()
 
 
+@quiet_transformers()
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub name, padding on the right. Raises `ModelError` where there is none."""
     base = base_of_adapters(name)
@@ -71,6 +83,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     return tokenizer
 
 
+@quiet_transformers()
 def read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     """The configuration of a folder or hub name; for adapters, that of their base. Raises `ModelError`."""
     if (base := base_of_adapters(name)) is not None:
@@ -157,6 +170,7 @@ def load_weights(
     return hf, new_head
 
 
+@quiet_transformers()
 def _read_weights(
     model_class: Any, name: str, *, config: PreTrainedConfig, **settings: Any
 ) -> tuple[PreTrainedModel, set[str]]:

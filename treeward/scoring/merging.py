@@ -30,7 +30,7 @@ from torch import Tensor
 
 from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import CONTRACT_FILE, read_contract
-from treeward.model.pretrained import check_local, load_tokenizer, quiet_transformers, read_config
+from treeward.model.pretrained import check_local, load_tokenizer, read_config
 from treeward.model.reward_model import HEAD_NAMES
 from treeward.model.stored import dtype_of, raw_config, read_stored
 from treeward.scoring.golden import sign_folder, tokenizer_sha256
@@ -70,7 +70,6 @@ def merge_models(
     Raises `ConfigError` for wrong shares and an `output` that exists, `ModelError` for members that cannot be averaged;
     it names the first difference.
     """
-    quiet_transformers()
     output = Path(output).expanduser()
     if output.exists():
         raise ConfigError("the output exists already", where=str(output), need="a new folder")

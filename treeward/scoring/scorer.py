@@ -35,7 +35,7 @@ from treeward.errors import DataError, ModelError, TreewardError, shown
 from treeward.model import loading
 from treeward.model.contract import CONTRACT_FILE, ScoringContract, read_contract
 from treeward.model.prefix_cache import PrefixCache, RecentTokens
-from treeward.model.pretrained import choose_device, load_tokenizer, quiet_transformers
+from treeward.model.pretrained import choose_device, load_tokenizer
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
 from treeward.scoring.diagnosis import Check, diagnose
 from treeward.scoring.golden import weighted_heads
@@ -207,7 +207,6 @@ class Scorer(PreparedScorer[Prepared]):
         without `head_weights`, and for a model that does not reproduce the tokens and scores of its contract's golden
         conversations; `check_contract=False` skips this check.
         """
-        quiet_transformers()
         loaded = loading.load_reward_model(
             model,
             tokenizer=None if tokenizer is None else load_tokenizer(tokenizer, trust_remote_code=trust_remote_code),

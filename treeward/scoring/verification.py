@@ -28,7 +28,7 @@ from treeward.errors import DataError, ModelError, TreewardError
 from treeward.model.contract import CONTRACT_FILE, Dtype, ScoringContract, read_contract, text_sha256
 from treeward.model.export import HTTP_ERROR
 from treeward.model.loading import load_reward_model
-from treeward.model.pretrained import check_local, choose_device, load_tokenizer, quiet_transformers
+from treeward.model.pretrained import check_local, choose_device, load_tokenizer
 from treeward.model.reward_model import RewardModel, stored_heads
 from treeward.model.stored import (
     StoredTensor,
@@ -95,7 +95,6 @@ def verify(
     the contract's tolerance for bfloat16. `quick`: of the weights on the disk only the head is hashed. What is wrong
     with the model is in the result; `ModelError` is raised where there is no model at all.
     """
-    quiet_transformers()
     folder = local_folder(name, trust_remote_code=trust_remote_code)
     try:
         contract = read_contract(folder)

@@ -175,9 +175,8 @@ def start(
             raise ConfigError(summary, field="cluster", got=f"{num_processes} processes", fix=fix)
         _check_gpu(config.policy)
         processes.on_main(lambda: check_log_folder(config.logger))
-        with open_store(config.checkpointing, metric_of) as store:
+        with open_store(config.checkpointing, metric_of) as store, quiet_transformers():
             checkpoint = None if store is None else store.to_resume()
-            quiet_transformers()
             torch.set_float32_matmul_precision(config.policy.matmul_precision)
             if config.policy.deterministic:
                 be_deterministic()
