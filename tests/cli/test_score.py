@@ -81,7 +81,11 @@ def test_columns_of_ones_own_are_named(
     asked = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "Four."}]
     assert code == 0 and row.pop("score") == pytest.approx(plain_scores(model_folder, [asked])[0], abs=1e-5)
     assert row == {"question": "2 + 2?", "answer": "Four."}, "the row stays as it is"
-    for option, said in (("prompt_key=questoin", "is it question?"), ("promt_key=question", "one of chosen_key")):
+    for option, said in (
+        ("prompt_key=questoin", "is it question?"),
+        ("promt_key=question", "nothing to score"),
+        ("prompt", "names no column"),
+    ):
         assert score(data, "--data-option", option)[0] == 2 and said in capsys.readouterr().err
 
 

@@ -19,9 +19,7 @@ from treeward.errors import ConfigError
 
 DatasetName = Annotated[str | None, typer.Option(metavar="NAME", help="Format of the data; default: seen in them.")]
 Split = Annotated[str | None, typer.Option(help="Split of the data.")]
-DataOptions = Annotated[
-    list[str] | None, typer.Option(metavar="KEY=VALUE", help="Keys of a dataset, as prompt_key=question.")
-]
+DataOptions = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Its keys, as prompt_key=question.")]
 
 
 def dataset_config(

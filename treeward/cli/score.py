@@ -26,20 +26,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treeward.cli.options import Ensemble, ModelOptions, Shaping, load, one_model, with_model_options
-from treeward.errors import CheckpointError, ConfigError
+from treeward.errors import CheckpointError, ConfigError, DataError
 from treeward.progress import ShownProgress
 from treeward.resumable import ResumableRows, num_rows, resumable_rows
 
 if TYPE_CHECKING:
     from treeward.config.server import ServedModelConfig
     from treeward.data.sources import Row
-    from treeward.scoring.rows import Chunk, Load, ScoredChunk
+    from treeward.scoring.rows import Load, ScoredChunk
     from treeward.scoring.scorer import PreparedScorer
     from treeward.scoring.shaping import Shaper
 
 logger = logging.getLogger(__name__)
-
-Columns = Annotated[list[str] | None, typer.Option(metavar="KEY=NAME", help="A column, as prompt_key=question.")]
 
 
 @with_model_options
@@ -47,7 +45,9 @@ def run(
     models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")],
     data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, parquet or arrow; - is stdin.")],
     output: Annotated[str, typer.Option(metavar="FILE", help="Where rows go as JSON lines; - is stdout.")] = "-",
-    data_option: Columns = None,
+    data_option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=NAME", help="A column, as prompt_key=question.")
+    ] = None,
     shaping: Shaping = None,
     ensemble: Ensemble = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of Ray Data, each with a GPU if any.")] = None,
@@ -58,6 +58,8 @@ def run(
 
     from treeward.data.sources import fingerprint
 
+    if data == "-" and workers is not None:
+        raise ConfigError("workers cannot read standard input", where="--workers", need="--data FILE")
     if output != "-" and Path(output).exists() and Path(data).exists() and Path(output).samefile(data):
         raise ConfigError("the output is the input", where="--output", got=output, need="another file than --data")
     partial_file = Path(output).with_name(f"{Path(output).stem}.partial{Path(output).suffix}")
@@ -66,7 +68,8 @@ def run(
     columns = dict(map(_column, data_option or ()))
     load_model = partial(_load, section, options.batch_tokens, models[0])
     before = 0 if output == "-" else num_rows(partial_file)
-    with closing(_scored(load_model, data, workers, options.device or "auto", columns, skip=before)) as chunks:
+    read = partial(_rows, data, columns)
+    with closing(_scored(load_model, read, workers, options.device or "auto", skip=before)) as chunks:
         first = next(chunks)
         if first.error is not None and first.identity is None:
             raise first.error
@@ -78,7 +81,7 @@ def run(
         with opened as kept:
             if len(kept.kept) != before:
                 raise CheckpointError("another process has written these rows", where=str(partial_file))
-            failed, first_error = _write(itertools.chain([first], chunks), kept)
+            failed, first_error = _write(itertools.chain([first], chunks), kept, columns)
             if output != "-":
                 kept.finish(Path(output))
     if failed:
@@ -87,7 +90,9 @@ def run(
     return 1 if failed else 0
 
 
-def _write(chunks: Iterator[ScoredChunk], kept: ResumableRows[bool]) -> tuple[int, str | None]:
+def _write(
+    chunks: Iterator[ScoredChunk], kept: ResumableRows[bool], columns: Mapping[str, str]
+) -> tuple[int, str | None]:
     """How many rows have failed, those kept before among them, and why the first one did."""
     done, failed, computed, plain = len(kept.kept), sum(kept.kept), 0, 0
     first_error: str | None = None
@@ -96,7 +101,7 @@ def _write(chunks: Iterator[ScoredChunk], kept: ResumableRows[bool]) -> tuple[in
     with ShownProgress(unit="rows") as progress:
         for chunk in chunks:
             for row in chunk.rows:
-                kept.add(row.values)
+                kept.add({key: value for key, value in row.values.items() if key not in columns})
                 done += 1
                 failed += row.num_failed > 0
                 first_error = first_error or row.values.get("error")
@@ -110,33 +115,41 @@ def _write(chunks: Iterator[ScoredChunk], kept: ResumableRows[bool]) -> tuple[in
 
 def _column(option: str) -> tuple[str, str]:
     """A key of the rows that are scored, and the column that holds it: `prompt_key=question`."""
-    from treeward.data.formats import CONVERSATION_KEYS
-
     key, _, name = option.partition("_key=")
-    if key in CONVERSATION_KEYS and name:
-        return key, name
-    need = f"as prompt_key=question; one of {', '.join(f'{key}_key' for key in sorted(CONVERSATION_KEYS))}"
-    raise ConfigError("this names no column", where="--data-option", got=option, need=need)
+    if not name or not key:
+        need = "as prompt_key=question, or another key of docs/data.md with _key"
+        raise ConfigError("this names no column", where="--data-option", got=option, need=need)
+    return key, name
+
+
+def _rows(data: str, columns: Mapping[str, str]) -> Iterator[Row]:
+    """The rows of a file or of standard input, with the named columns under the keys that are read too."""
+    from treeward.data.preference import required
+    from treeward.data.sources import Row, read_jsonl_stream, read_rows
+
+    for row in read_jsonl_stream(sys.stdin.buffer, "<stdin>") if data == "-" else read_rows(data):
+        if taken := next((key for key in columns if key in row.values), None):
+            summary, got = "a named column stands for one that the row has", f"{taken}_key={columns[taken]}"
+            raise DataError(summary, where=row.where, field=taken, got=got, fix=f"rename the column {taken}")
+        named = {key: required(row.values, name, row.where, "a column") for key, name in columns.items()}
+        yield Row(row.values | named, row.where)
 
 
 def _scored(
-    load_model: Load, data: str, workers: int | None, device: str, columns: Mapping[str, str], *, skip: int
+    load_model: Load, read: Callable[[], Iterator[Row]], workers: int | None, device: str, *, skip: int
 ) -> Generator[ScoredChunk]:
     """The rows after the first `skip`, in chunks that are scored as they are asked for, here or by workers.
 
     Raises `DataError` for a missing file and a first line that is not JSON, before any model is loaded.
     """
-    from treeward.data.sources import read_jsonl_stream, read_rows
-    from treeward.scoring.rows import ChunkScorer
+    from treeward.scoring.rows import ChunkScorer, chunks_of
 
     if workers is None:
-        rows = read_jsonl_stream(sys.stdin.buffer, "<stdin>") if data == "-" else read_rows(data)
+        rows = read()
         rows = itertools.chain(list(itertools.islice(rows, 1)), rows)
-        yield from map(ChunkScorer(load_model).score, _chunks(lambda: rows, columns, skip))
+        yield from map(ChunkScorer(load_model).score, chunks_of(itertools.islice(rows, skip, None)))
         return
-    if data == "-":
-        raise ConfigError("workers cannot read standard input", where="--workers", need="--data FILE")
-    next(iter(read_rows(data)), None)
+    next(read(), None)
     from treeward.environments.actors import equal_shares, start_ray
 
     ray = start_ray()
@@ -144,14 +157,7 @@ def _scored(
 
     required = device.startswith("cuda")
     shares = equal_shares(ray, workers, num_gpus=float(device != "cpu"), required=required, where="--workers")
-    chunks = partial(_chunks, partial(read_rows, data), columns, skip)
-    yield from scored_on_ray(load_model, chunks, num_workers=workers, resources=shares)
-
-
-def _chunks(read: Callable[[], Iterator[Row]], columns: Mapping[str, str], skip: int) -> Iterator[Chunk]:
-    from treeward.scoring.rows import chunks_of
-
-    return chunks_of(itertools.islice(read(), skip, None), columns)
+    yield from scored_on_ray(load_model, read, num_workers=workers, resources=shares, skip=skip)
 
 
 def _load(

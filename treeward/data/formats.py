@@ -62,8 +62,6 @@ _OF_CONVERSATIONS = (
 """The keys that hold what is scored: those of a row must be one of these. The last five count where none of the others
 is there, for many files have columns of these names."""
 _ALWAYS_READ = frozenset().union(*_OF_CONVERSATIONS[:4])
-CONVERSATION_KEYS = frozenset({"prompt", *set().union(*_OF_CONVERSATIONS)})
-"""The keys whose columns may be named for scoring."""
 
 
 def recognise(values: Mapping[str, Any], where: str) -> Format:

@@ -1,7 +1,7 @@
 """`scored_on_ray`: the rows of a file scored by workers of Ray Data, in order.
 
-    chunks = lambda: chunks_of(read_rows("in.jsonl"))
-    for scored in scored_on_ray(load, chunks, num_workers=8, resources={"num_gpus": 1}):    # a ScoredChunk each
+    read = partial(read_rows, "in.jsonl")
+    for scored in scored_on_ray(load, read, num_workers=8, resources={"num_gpus": 1}):    # a ScoredChunk each
 
 One task reads the rows on this node, in the chunks of `treeward.scoring.rows`; memory does not grow with them. A chunk
 is the unit of everything: its rows share their prompts, any worker gives it the same scores, and it is scored again
@@ -16,23 +16,25 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
+from itertools import islice
 from typing import Any, cast
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext
 from ray.util.annotations import RayDeprecationWarning
 
+from treeward.data.sources import Row
 from treeward.errors import ModelError
-from treeward.scoring.rows import Chunk, ChunkScorer, Load, ScoredChunk
+from treeward.scoring.rows import ChunkScorer, Load, ScoredChunk, chunks_of
 
 _RETRIES = 3
 """How often a chunk is scored again whose worker has died."""
 
 
 def scored_on_ray(
-    load: Load, chunks: Callable[[], Iterator[Chunk]], *, num_workers: int, resources: Mapping[str, Any]
+    load: Load, read: Callable[[], Iterator[Row]], *, num_workers: int, resources: Mapping[str, Any], skip: int = 0
 ) -> Generator[ScoredChunk]:
-    """The chunks in order; one without rows if there are none.
+    """The chunks of the rows of `read()` after the first `skip`, in order; one without rows if there are none.
 
     `resources`: Ray's options of each worker. Ray is running. Raises `ModelError` where workers die of one chunk again
     and again.
@@ -48,7 +50,7 @@ def scored_on_ray(
 
     def read_chunks(_: Any) -> Iterator[dict[str, bytes]]:
         _enter(folder)
-        for chunk in chunks():
+        for chunk in chunks_of(islice(read(), skip, None)):
             yield {"chunk": pickle.dumps(chunk)}
 
     with DataContext.current(context), warnings.catch_warnings():

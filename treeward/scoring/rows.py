@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from treeward.data.formats import conversations_of, is_single
-from treeward.data.preference import Message, check_prompted, required
+from treeward.data.preference import Message, check_prompted
 from treeward.data.sources import Row
 from treeward.errors import DataError, TreewardError
 from treeward.scoring.score import Reward
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_Request = tuple[Row, list[list[Message]], bool]
-"""A row, its conversations, and whether it holds one and not a list."""
+_Request = tuple[Row, list[list[Message]]]
 
 _ROWS_AT_ONCE = 256
 _OURS = ("score", "scores", "spread", "spreads", "error", "truncated")
@@ -52,24 +51,19 @@ class Chunk:
     error: DataError | None = None
 
 
-def chunks_of(rows: Iterable[Row], columns: Mapping[str, str] | None = None) -> Iterator[Chunk]:
-    """The rows in chunks of 256, or up to twice as many where the next ones continue the last one's prompt.
-
-    `columns`: names of columns by the keys that are read from them, as `{"prompt": "question"}`.
-    """
+def chunks_of(rows: Iterable[Row]) -> Iterator[Chunk]:
+    """The rows in chunks of 256, or up to twice as many where the next ones continue the last one's prompt."""
     chunk: list[_Request] = []
     is_prompted: bool | None = None
     try:
         for row in rows:
-            named = {key: required(row.values, name, row.where, "a column") for key, name in (columns or {}).items()}
-            values = row.values | named
-            conversations = conversations_of(values, row.where)
+            conversations = conversations_of(row.values, row.where)
             is_prompted = check_prompted(conversations[0], is_prompted, row.where)
             is_full = len(chunk) >= _ROWS_AT_ONCE
             if is_full and (len(chunk) == 2 * _ROWS_AT_ONCE or _prompt(conversations) != _prompt(chunk[-1][1])):
                 yield Chunk(chunk)
                 chunk = []
-            chunk.append((row, conversations, is_single(values, row.where)))
+            chunk.append((row, conversations))
     except DataError as error:
         yield Chunk(chunk, error)
     else:
@@ -111,7 +105,7 @@ class ChunkScorer:
         except TreewardError as error:
             return ScoredChunk([], error)
         ours = _OURS if rewarder.shaper is None else (*_OURS, "reward", "rewards")
-        taken = sorted({key for row, _, _ in chunk.requests for key in ours if key in row.values})
+        taken = sorted({key for row, _ in chunk.requests for key in ours if key in row.values})
         if taken and not self._warned:
             logger.warning("The rows already have %s, which this scoring replaces.", ", ".join(taken))
             self._warned = True
@@ -139,12 +133,10 @@ def _prompt(conversations: Sequence[list[Message]]) -> list[list[Message]]:
 
 
 def _score_chunk(rewarder: Rewarder, chunk: Sequence[_Request], ours: Sequence[str]) -> Iterator[ScoredRow]:
-    flat = [conversation for _, conversations, _ in chunk for conversation in conversations]
-    where = [row.where for row, conversations, _ in chunk for _ in conversations]
+    flat = [conversation for _, conversations in chunk for conversation in conversations]
+    where = [row.where for row, conversations in chunk for _ in conversations]
     key = rewarder.reference_key
-    references = (
-        None if key is None else [row.values.get(key) for row, conversations, _ in chunk for _ in conversations]
-    )
+    references = None if key is None else [row.values.get(key) for row, conversations in chunk for _ in conversations]
     try:
         rewarded = iter(rewarder.rewards(flat, references, where=where))
     except DataError:
@@ -153,13 +145,14 @@ def _score_chunk(rewarder: Rewarder, chunk: Sequence[_Request], ours: Sequence[s
         for request in chunk:  # up to the row that is wrong
             yield from _score_chunk(rewarder, [request], ours)
         return
-    for row, conversations, single in chunk:
-        yield _with_scores(row, single, [next(rewarded) for _ in conversations], ours)
+    for row, conversations in chunk:
+        yield _with_scores(row, [next(rewarded) for _ in conversations], ours)
 
 
-def _with_scores(row: Row, single: bool, rewarded: Sequence[Reward], ours: Sequence[str]) -> ScoredRow:
+def _with_scores(row: Row, rewarded: Sequence[Reward], ours: Sequence[str]) -> ScoredRow:
     # Values of an earlier scoring would be taken for this one's.
     result = {key: value for key, value in row.values.items() if key not in ours}
+    single = is_single(row.values, row.where)
     numbers = {"score": [one.raw for one in rewarded], "reward": [one.value for one in rewarded]}
     spreads = [one.score.spread for one in rewarded]
     for key, own in (numbers if spreads == [None] * len(spreads) else numbers | {"spread": spreads}).items():
