@@ -84,7 +84,7 @@ def test_columns_of_ones_own_are_named(
     for option, said in (
         ("prompt_key=questoin", "is it question?"),
         ("promt_key=question", "nothing to score"),
-        ("prompt", "names no column"),
+        ("prompt", "this is no KEY=VALUE"),
     ):
         assert score(data, "--data-option", option)[0] == 2 and said in capsys.readouterr().err
 

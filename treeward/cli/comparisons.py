@@ -22,6 +22,13 @@ Split = Annotated[str | None, typer.Option(help="Split of the data.")]
 DataOptions = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Its keys, as prompt_key=question.")]
 
 
+def data_options(options: Sequence[str] | None) -> dict[str, str]:
+    """The values of `--data-option KEY=VALUE`. Raises `ConfigError`."""
+    if wrong := [text for text in options or () if "=" not in text]:
+        raise ConfigError("this is no KEY=VALUE", where="--data-option", got=wrong[0], need="as prompt_key=question")
+    return dict(text.split("=", 1) for text in options or ())
+
+
 def dataset_config(
     data: str | None,
     dataset_name: str | None,
@@ -36,11 +43,9 @@ def dataset_config(
     Raises `ConfigError` where neither is given and for options that are not those of a dataset, and `DataError` for
     rows of no known format.
     """
-    if wrong := [text for text in options or () if "=" not in text]:
-        raise ConfigError("this is no KEY=VALUE", where="--data-option", got=wrong[0], need="as prompt_key=question")
-    pairs = [text.partition("=") for text in options or ()]
-    keys: Any = {key: value for key, _, value in pairs if "." not in key}  # text as it is: a column may be called yes
-    keys |= OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={value}" for key, _, value in pairs if "." in key]))
+    pairs = data_options(options)
+    keys: Any = {key: pairs[key] for key in pairs if "." not in key}  # text as it is: a column may be called yes
+    keys |= OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={pairs[key]}" for key in pairs if "." in key]))
     if dataset_name is None and data is None:
         raise ConfigError("there are no comparisons", where="--data", need="--data FILE, or --dataset-name NAME")
     values = {"dataset_name": dataset_name or "auto", "data_path": data, "split": split, **keys}

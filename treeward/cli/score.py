@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from treeward.cli.comparisons import DataOptions, data_options
 from treeward.cli.options import Ensemble, ModelOptions, Shaping, load, one_model, with_model_options
 from treeward.errors import CheckpointError, ConfigError, DataError
 from treeward.progress import ShownProgress
@@ -45,9 +46,7 @@ def run(
     models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")],
     data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, parquet or arrow; - is stdin.")],
     output: Annotated[str, typer.Option(metavar="FILE", help="Where rows go as JSON lines; - is stdout.")] = "-",
-    data_option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=NAME", help="A column, as prompt_key=question.")
-    ] = None,
+    data_option: DataOptions = None,
     shaping: Shaping = None,
     ensemble: Ensemble = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of Ray Data, each with a GPU if any.")] = None,
@@ -65,7 +64,7 @@ def run(
     partial_file = Path(output).with_name(f"{Path(output).stem}.partial{Path(output).suffix}")
     if output != "-" and data == "-":  # which cannot be read again, so a part of it is not resumed
         partial_file.unlink(missing_ok=True)
-    columns = dict(map(_column, data_option or ()))
+    columns = {key.removesuffix("_key"): name for key, name in data_options(data_option).items()}
     load_model = partial(_load, section, options.batch_tokens, models[0])
     before = 0 if output == "-" else num_rows(partial_file)
     read = partial(_rows, data, columns)
@@ -111,15 +110,6 @@ def _write(
                 raise chunk.error
     logger.info("Scored %d rows; %d tokens computed for %d tokens of plain rows.", done, computed, plain)
     return failed, first_error
-
-
-def _column(option: str) -> tuple[str, str]:
-    """A key of the rows that are scored, and the column that holds it: `prompt_key=question`."""
-    key, _, name = option.partition("_key=")
-    if not name or not key:
-        need = "as prompt_key=question, or another key of docs/data.md with _key"
-        raise ConfigError("this names no column", where="--data-option", got=option, need=need)
-    return key, name
 
 
 def _rows(data: str, columns: Mapping[str, str]) -> Iterator[Row]:

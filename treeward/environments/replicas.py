@@ -177,7 +177,9 @@ class ReplicaPool:
 
     def preprocess(self, conversations: Sequence[Conversation]) -> dict[str, Tensor]:
         """By the first replica; see `RewardModelEnvironment.preprocess_data`."""
-        return self._replicas[0].preprocess(conversations)
+        self._replicas[0].load()
+        data: dict[str, Tensor] = self._replicas[0].ask("preprocess", conversations)
+        return data
 
     def shutdown(self) -> None:
         """End the workers; a step in another thread raises. Safe to repeat."""
@@ -224,16 +226,14 @@ class _Replica:
         for _ in range(attempts):
             try:
                 self.load()
-                scores: list[Score] = self._all("score", conversations, seconds=self._config.worker_timeout_seconds)[0]
+                scores: list[Score] = self.ask("score", conversations)
                 return scores
             except _Death as death:
                 reason = f"tried {attempts} times: its worker died: {death}"
         return [Score(None, error=reason)] * len(conversations)
 
-    def preprocess(self, conversations: Sequence[Conversation]) -> dict[str, Tensor]:
-        self.load()
-        data: dict[str, Tensor] = self._all("preprocess", conversations, seconds=self._config.worker_timeout_seconds)[0]
-        return data
+    def ask(self, method: str, conversations: Sequence[Conversation]) -> Any:
+        return self._all(method, conversations, seconds=self._config.worker_timeout_seconds)[0]
 
     def close(self) -> None:
         """End the workers for good."""

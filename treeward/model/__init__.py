@@ -7,7 +7,6 @@ import logging
 
 _disabled = logging.root.manager.disable
 logging.disable(logging.WARNING)
-try:
-    import transformers.modeling_utils  # noqa: F401
-finally:
-    logging.disable(_disabled)
+import transformers.modeling_utils  # noqa: E402, F401
+
+logging.disable(_disabled)
