@@ -25,7 +25,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from treeward.errors import ModelError
 from treeward.model.lora import plain_weights
-from treeward.model.pretrained import base_of_adapters
+from treeward.model.pretrained import base_of_adapters, check_used
 from treeward.model.reward_model import HEAD_NAMES
 from treeward.model.shards import own_part, put
 from treeward.model.wrapped import WrappedModel
@@ -103,7 +103,7 @@ def _sources(
     conversions = get_model_conversion_mapping(hf)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    found, others = dict[str, tuple[str, str]](), set[str]()
+    found, others, unused = dict[str, tuple[str, str]](), set[str](), set[str]()
     try:
         file = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
         files = [file] if file else get_checkpoint_shard_files(name, cached_file(name, SAFE_WEIGHTS_INDEX_NAME))[0]
@@ -121,8 +121,11 @@ def _sources(
                             found[target] = (str(path), key)
                         else:
                             others.add(target)
+                    elif converted is None:
+                        unused.add(target)
     except (OSError, SafetensorError) as error:
         raise ModelError("the model cannot be loaded", where=name, got=str(error)) from error
+    check_used(hf, unused, name)
     return found, others
 
 

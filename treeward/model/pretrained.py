@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
@@ -136,8 +138,8 @@ def load_weights(
     """A model of transformers' `model_class`, and the weights of its head that the checkpoint does not have.
 
     `load_in_4bit`: linear layers but the heads as nf4 (QLoRA, Dettmers et al. 2023), which compute in `dtype`.
-    Raises `ModelError` for a checkpoint that is missing, damaged or of another shape, or that lacks other weights, and
-    for weights that are not finite: some attention kernels swallow NaN and give numbers.
+    Raises `ModelError` for a checkpoint that is missing, damaged or of another shape, that lacks other weights or has
+    some more, and for weights that are not finite: some attention kernels swallow NaN and give numbers.
     """
     settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if load_in_4bit:
@@ -197,7 +199,36 @@ def _read_weights(
         )
     except (OSError, RuntimeError, ValueError, ImportError, SafetensorError) as error:  # ImportError: of a quantiser
         raise _loading_error(name, "model", error) from error
+    check_used(hf, info["unexpected_keys"], name)
     return hf, set(info["missing_keys"])
+
+
+def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
+    """Raise `ModelError` for `unused` tensors of the checkpoint `name`: the head of a reward model may be among them.
+
+    What a language model of this configuration has, or the checkpoint's own class of transformers, may be left.
+    """
+    config, unknown = hf.config, set(unused)
+    patterns = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]  # old buffers, as transformers has them
+    classes = [getattr(transformers, text, None) for text in config.architectures or ()]
+    classes = [one for one in classes if getattr(one, "config_class", None) is type(config)]
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        classes.append(AutoModelForCausalLM._model_mapping[type(config)])
+    for model_class in (None, *classes) if unknown else ():
+        with torch.device("meta"):
+            model = hf if model_class is None else model_class._from_config(config)
+        patterns += model._keys_to_ignore_on_load_unexpected or ()
+        unknown -= {key for key, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    if left := sorted(key for key in unknown if not re.search("|".join(patterns), key)):
+        heads = [key for key in left if re.search("head|score|reward|value|regress|classif", key)]
+        known = "docs/reward_models.md has the heads that are known; to train a new one, save the model without this"
+        raise ModelError(
+            "the checkpoint has tensors that this model does not use",
+            where=name,
+            got=", ".join((heads or left)[:4]) + (", which look like a head" if heads else ""),
+            need=f"those of {type(hf).__name__}",
+            fix=known if heads else "mend config.json, or save the model without them",
+        )
 
 
 def _is_of_head(key: str) -> bool:
