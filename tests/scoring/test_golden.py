@@ -154,7 +154,8 @@ def test_golden_scores_do_not_depend_on_settings_of_products_nor_the_model_in_me
 def test_padding_that_plain_transformers_would_read_is_known(
     where: str, model_folder: Path, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    """A model of the hub that pads with its end of text: its contract does not promise what is not so."""
+    """A model of the hub that pads with its end of text: its contract does not promise what is not so, where its
+    tokenizer pads with another token."""
     folder, end = Path(shutil.copytree(model_folder, tmp_path / "model")), tiny_tokenizer.eos_token_id
     edits: dict[str, dict[str, Any]] = {"config.json": {"pad_token_id": end}}
     if where == "tokenizer":
@@ -163,7 +164,7 @@ def test_padding_that_plain_transformers_would_read_is_known(
         content = json.loads((folder / file).read_text(encoding="utf-8"))
         (folder / file).write_text(json.dumps(content | values), encoding="utf-8")
     contract = sign_folder(folder)
-    assert not contract.read.plain_transformers
+    assert contract.read.plain_transformers == (where == "tokenizer") and contract.read.position == "before padding"
     assert contract.rendering.pad_token_id == end
 
 

@@ -20,6 +20,7 @@ from treeward.data.encoding import encode_dataset
 from treeward.data.preference import Completion, Preference, preference_to_dict
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError, TreewardError
+from treeward.model.loading import load_reward_model
 from treeward.model.prefix_cache import PrefixCache
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.score import Score
@@ -289,7 +290,8 @@ def test_a_row_that_was_made_up_for_padding_is_never_scored(tiny_tokenizer: Any,
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.add_tokens(["<|new|>"], special_tokens=True)
     tokenizer.save_pretrained(tmp_path)
-    scorer = Scorer.load(tmp_path, device="cpu")
+    loaded = load_reward_model(tmp_path)
+    scorer = Scorer(loaded.model, Renderer(loaded.tokenizer))
     assert scorer.score([CHATS[0]])[0].score is not None and scorer.model.num_embeddings == 601
     with pytest.raises(ModelError, match="(?s)cannot read this sequence.*token 600"):
         scorer.score([[user("Hi"), assistant("<|new|>")]])

@@ -61,7 +61,8 @@ class RenderingContract(Strict):
     eos_token_id: int | None = None
     """The tokenizer's end-of-text token."""
     pad_token_id: int | None = None
-    """The padding token, which ends no conversation: transformers reads the score before it."""
+    """The padding token: transformers reads the score before it. It ends no conversation of a model that treeward has
+    trained."""
     tokenizer_sha256: str
     """SHA-256 of the tokenizer's vocabulary, merges and special tokens."""
 
@@ -69,8 +70,10 @@ class RenderingContract(Strict):
 class ReadContract(Strict):
     """Where in a conversation its score is read."""
 
-    position: Literal["last token", "pooled"] = "last token"
-    """"last token": by length, whatever the token is. "pooled": as the encoder's own class does it."""
+    position: Literal["last token", "before padding", "pooled"] = "last token"
+    """"last token": by length, whatever the token is. "before padding": at the last token that is not
+    `rendering.pad_token_id`, as plain transformers reads a classifier that treeward has not trained. "pooled": as the
+    encoder's own class does it."""
     plain_transformers: bool = True
     """Whether transformers alone, given padded rows, reads the same scores from this folder."""
     token: Literal["eos", "newline", "other"] | None = None
@@ -123,9 +126,10 @@ class WeightsContract(Strict):
     """The keys of config.json that describe the architecture."""
 
 
-Mistake = Literal["read_before_end", "two_bos", "no_bos"]
+Mistake = Literal["read_before_end", "read_at_padding", "two_bos", "no_bos"]
 """A mistake that changes the score: to read it at the token before the last (padding and end are one token, or no end
-was added), to put two BOS in front (the template's and the tokenizer's), or to put none."""
+was added), to read it at an end that is padding to this model, to put two BOS in front (the template's and the
+tokenizer's), or to put none."""
 
 
 class GoldenExample(Strict):
@@ -231,6 +235,11 @@ def read_contract(name: str | Path) -> ScoringContract | None:
         need=str(CONTRACT_VERSION),
         fix="if you trust the folder as it is: treeward verify MODEL --write --force",
     )
+
+
+def keeps_padding(contract: ScoringContract | None) -> bool:
+    """Whether a model with this contract, or none, is read before its own padding token, as plain transformers does."""
+    return contract is None or contract.read.position == "before padding"
 
 
 def write_contract(contract: ScoringContract, folder: str | Path) -> Path:

@@ -73,6 +73,7 @@ def load_reward_model(
     load_in_4bit: bool = False,
     trust_remote_code: bool = False,
     on_meta: bool = False,
+    keep_padding: bool = False,
 ) -> Loaded[RewardModel]:
     """Load a checkpoint from a folder or the hub.
 
@@ -81,8 +82,10 @@ def load_reward_model(
     determines the new one; None demands a trained head, as published models (`published.py`) always do.
     `several_heads`: a classifier may have any number of labels instead of one; `labels`: their names, one for each
     head. `load_in_4bit`: the backbone's linear layers as nf4, for adapters. `on_meta`: a float32 model without weights,
-    to be cast and sharded before its `fill` reads them; its layout follows from its configuration. Raises `ModelError`
-    for a missing or unusable checkpoint.
+    to be cast and sharded before its `fill` reads them; its layout follows from its configuration. `keep_padding`: a
+    decoder's score is read where plain transformers reads it, at the last token that is not the padding token of its
+    config.json; else padding becomes another token than every end, and the score is read at the last token. Raises
+    `ModelError` for a missing or unusable checkpoint.
     """
     config = read_config(str(name), trust_remote_code)
     published = find(config.to_dict(), config.name_or_path)
@@ -132,7 +135,11 @@ def load_reward_model(
     if published is not None:
         published.settle(hf)
     num_known_tokens = RewardModel(hf).num_embeddings
-    model = _ready(hf, tokenizer, attention, device)
+    pad = config.get_text_config().pad_token_id
+    model = _ready(hf, tokenizer, attention, device, keep_padding=keep_padding and published is None)
+    if is_classifier and not new_head and pad not in (None, tokenizer.pad_token_id) and not keep_padding:
+        logger.warning("Plain transformers reads this classifier before its padding token, %r. Here it is read at the "
+                       "last token of conversations, and so will be its export.", tokenizer.decode([pad]))  # fmt: skip
     model.num_known_tokens = num_known_tokens
     return Loaded(model, tokenizer)
 
@@ -197,10 +204,15 @@ def _ready(
     tokenizer: PreTrainedTokenizerBase,
     attention: Literal["tree", "rows"],
     device: torch.device | str,
+    keep_padding: bool = False,
 ) -> RewardModel:
-    ensure_pad_token(hf, tokenizer)
+    if not keep_padding:
+        ensure_pad_token(hf, tokenizer)
     hf.to(device)  # type: ignore[arg-type]
-    return RewardModel(hf, layout=choose_layout(hf, attention))
+    model = RewardModel(hf, layout=choose_layout(hf, attention))
+    if keep_padding and model.layout != "encoder":
+        model.padding_token = hf.config.get_text_config().pad_token_id
+    return model
 
 
 def load_policy(

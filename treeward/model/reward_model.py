@@ -7,7 +7,8 @@
 It wraps a Hugging Face `...ForSequenceClassification`, and its weights are that model's weights, so an export loads
 anywhere. Only the call differs: a `TreeBatch` computes each shared prefix once, and the score is read at the *last real
 token* by length. Hugging Face reads at the last token that is not the padding token, which is the wrong one if padding
-and end of text share an id (transformers issue #35352).
+and end of text share an id (transformers issue #35352); a classifier from elsewhere has learnt so, and `padding_token`
+has it read there.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class RewardModel(WrappedModel):
         """By `score_tokens` so far: tokens that were computed, and tokens of the plain rows."""
         self.num_known_tokens = self.num_embeddings
         """Tokens whose embeddings come from the checkpoint; a row added for padding is never scored."""
+        self.padding_token: int | None = None
+        """Of a decoder that is read as plain transformers reads it: the token that is left off the end of sequences."""
         if layout == "encoder":
             _compute_in_float32(self.head)
 
@@ -91,7 +94,15 @@ class RewardModel(WrappedModel):
         pattern: tuple[int, ...] | None = getattr(self.head, "gate_pattern", None)
         return pattern
 
+    def until_padding(self, ids: TokenIds) -> TokenIds:
+        """A sequence up to the token at which its score is read."""
+        end = len(ids)
+        while end > 1 and ids[end - 1] == self.padding_token:
+            end -= 1
+        return ids[:end]
+
     def pack(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
+        groups = [[self.until_padding(ids) for ids in group] for group in groups]
         packed = super().pack(groups)
         if self.gate_pattern is None:
             return packed
@@ -200,6 +211,7 @@ class RewardModel(WrappedModel):
         or has unknown tokens.
         """
         self._check_sequences(sequences)
+        sequences = [self.until_padding(ids) for ids in sequences]
         # what FSDP gathers here is used in training as well, which tensors of the inference mode cannot be
         is_sharded = self.compute_device is not None
         with torch.no_grad() if is_sharded else torch.inference_mode():

@@ -27,6 +27,10 @@ _MISTAKES: tuple[tuple[Mistake, Part, str, str], ...] = (
         "the end of turn is missing, or it is taken for padding: keep it, and pad with another token",
     ),
     (
+        "read_at_padding", "read position", "every score is read at the last token, which is padding to this model",
+        "read at the last token that is not the padding token of config.json, as plain transformers does",
+    ),
+    (
         "two_bos", "tokens", "every conversation begins with two BOS tokens",
         "the template writes one already: tokenize with add_special_tokens=False",
     ),

@@ -39,6 +39,7 @@ from treeward.model.contract import (
     ScoringContract,
     ToleranceContract,
     WeightsContract,
+    keeps_padding,
     text_sha256,
     write_contract,
 )
@@ -118,16 +119,22 @@ def sign_folder(
 ) -> ScoringContract:
     """Make the contract of a model folder, which is loaded in float32 onto `device`, write it there, and return it.
 
-    `like`: a contract whose rendering, heads and shaping hold for this model too; None: the tokenizer's own template
-    and the model's own limit. `heads`: how a model with several labels makes its score; None: as in `like`. Raises
-    `ConfigError` for several labels without `heads`, `ModelError` for weights that give no finite score.
+    `like`: a contract whose rendering, read position, heads and shaping hold for this model too; None: the tokenizer's
+    own template, the model's own limit, and the position at which plain transformers reads. `heads`: how a model with
+    several labels makes its score; None: as in `like`. Raises `ConfigError` for several labels without `heads`,
+    `ModelError` for weights that give no finite score.
     """
     read_stored(folder)  # says so where these are adapters, or no model
     tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
     pad = raw_pad_token_id(raw_config(folder))
-    may_be_plain = pad == tokenizer.pad_token_id  # loading the model mends it in memory
+    may_be_plain = pad == tokenizer.pad_token_id  # loading the model may mend it in memory
     model = load_reward_model(
-        folder, tokenizer=tokenizer, device=device, several_heads=True, trust_remote_code=trust_remote_code
+        folder,
+        tokenizer=tokenizer,
+        device=device,
+        several_heads=True,
+        trust_remote_code=trust_remote_code,
+        keep_padding=keeps_padding(like),
     ).model
     kept = {"chat_template_kwargs", "max_length", "truncation"}
     renderer = Renderer(tokenizer, **(like.rendering.model_dump(include=kept) if like else {}))
@@ -238,7 +245,11 @@ def _signed(
         treeward_version=VERSION,
         rendering=_rendering(renderer, folder, raw_pad_token_id(config), measured.golden),
         read=ReadContract(
-            position="pooled" if model.layout == "encoder" else "last token",
+            position="pooled"
+            if model.layout == "encoder"
+            else "last token"
+            if model.padding_token is None
+            else "before padding",
             plain_transformers=measured.is_plain,
             token=renderer.read_token,
         ),
@@ -427,7 +438,9 @@ def _golden(
     bos = None if model.layout == "encoder" else model.hf.config.get_text_config().bos_token_id
     mistaken = [dict(_mistaken(ids, bos, model)) for ids in rendered.values()]
     right: list[list[float]] = model.score_tokens(list(rendered.values())).tolist()
+    padding, model.padding_token = model.padding_token, None  # a mistake reads whatever comes last
     wrong = iter(model.score_tokens([ids for rows in mistaken for ids in rows.values()]).tolist())
+    model.padding_token = padding
     examples, num_broken = [], 0
     for (name, ids), rows, values in zip(rendered.items(), mistaken, right, strict=True):
         mistakes = {mistake: combined_heads(next(wrong), heads) for mistake in rows}
@@ -454,7 +467,9 @@ def _golden(
 def _mistaken(ids: list[int], bos: int | None, model: RewardModel) -> Iterator[tuple[Mistake, list[int]]]:
     if model.layout == "encoder" or len(ids) < 3:
         return
-    yield "read_before_end", ids[:-1]
+    end = list(model.until_padding(ids))
+    yield ("read_before_end", ids[:-1]) if end == ids else ("read_at_padding", ids)
+    ids = end
     if bos is not None and ids[0] == bos:
         yield "no_bos", ids[1:]
         if model.max_positions is None or len(ids) < model.max_positions:

@@ -33,7 +33,7 @@ from treeward.data.rendering import Renderer, Truncation
 from treeward.data.responses_items import as_conversation
 from treeward.errors import DataError, ModelError, TreewardError, shown
 from treeward.model import loading
-from treeward.model.contract import CONTRACT_FILE, ScoringContract, read_contract
+from treeward.model.contract import CONTRACT_FILE, ScoringContract, keeps_padding, read_contract
 from treeward.model.prefix_cache import PrefixCache, RecentTokens
 from treeward.model.pretrained import choose_device, load_tokenizer
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
@@ -207,6 +207,7 @@ class Scorer(PreparedScorer[Prepared]):
         without `head_weights`, and for a model that does not reproduce the tokens and scores of its contract's golden
         conversations; `check_contract=False` skips this check.
         """
+        contract = read_contract(model)
         loaded = loading.load_reward_model(
             model,
             tokenizer=None if tokenizer is None else load_tokenizer(tokenizer, trust_remote_code=trust_remote_code),
@@ -214,8 +215,8 @@ class Scorer(PreparedScorer[Prepared]):
             device=choose_device(device),
             several_heads=True,
             trust_remote_code=trust_remote_code,
+            keep_padding=keeps_padding(contract),
         )
-        contract = read_contract(model)
         own = None if contract is None else contract.rendering
         limits = [max_length or (own.max_length if own else None), loaded.model.max_positions]
         renderer = Renderer(

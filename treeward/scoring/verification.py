@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError, ModelError, TreewardError
-from treeward.model.contract import CONTRACT_FILE, Dtype, ScoringContract, read_contract, text_sha256
+from treeward.model.contract import CONTRACT_FILE, Dtype, ScoringContract, keeps_padding, read_contract, text_sha256
 from treeward.model.export import HTTP_ERROR
 from treeward.model.loading import load_reward_model
 from treeward.model.pretrained import check_local, choose_device, load_tokenizer
@@ -279,16 +279,20 @@ class _Replay:
             device=self.device,
             several_heads=True,
             trust_remote_code=self.trust_remote_code,
+            keep_padding=keeps_padding(self.contract),
         ).model
         with exact_scoring(self.model):
             self.values = self.model.score_tokens([example.token_ids for example in self.contract.golden]).tolist()
 
     def read_position(self) -> str:
-        contract, pad = self.contract, raw_pad_token_id(self.config)
-        if contract.read.plain_transformers:
-            summary = "{} pads with another token: transformers may read the score elsewhere"
-            for file, own in (("config.json", pad), ("tokenizer_config.json", self.tokenizer.pad_token_id)):
-                need = contract.rendering.pad_token_id
+        contract, need = self.contract, self.contract.rendering.pad_token_id
+        is_plain = contract.read.plain_transformers
+        summary = "{} pads with another token: transformers may read the score elsewhere"
+        for file, own, matters in (
+            ("config.json", raw_pad_token_id(self.config), is_plain or keeps_padding(contract)),
+            ("tokenizer_config.json", self.tokenizer.pad_token_id, is_plain),
+        ):
+            if matters:
                 self.compare("read position", "pad_token_id", own, need, file, summary.format(file))
         return f"{contract.read.position}, {contract.read.token or 'whatever it is'}"
 
