@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,7 +64,7 @@ def opened(folder: Path, metrics: dict[int, float | None] | None = None, **optio
 def writer(text: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         (folder / "model").mkdir()
-        (folder / "model" / "weights").write_text(text * 100)
+        (folder / "model" / "weights.safetensors").write_text(text * 100)
         (folder / "state.json").write_text(text)
 
     return write
@@ -131,7 +132,7 @@ def test_the_best_stay_and_the_latest(
 
 
 def content(folder: Path) -> str:
-    (text,) = {(folder / "state.json").read_text(), (folder / "model" / "weights").read_text()[:3]}
+    (text,) = {(folder / "state.json").read_text(), (folder / "model" / "weights.safetensors").read_text()[:3]}
     return text
 
 
@@ -176,3 +177,34 @@ def test_a_full_disk_is_told_and_what_was_there_stands(tmp_path: Path) -> None:
             assert "cannot be saved" in str(caught.value) and "make room" in str(caught.value)
         assert steps(store) == [1] and leftovers(tmp_path) == [] and content(tmp_path / "final") == "old"
         assert content(store.save(2, writer("new")).path) == "new"
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_a_damaged_file_of_tensors_is_named_with_what_remains(damage: str, tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        writer("x")(folder)
+        (folder / "optimizer").mkdir()
+        (folder / "optimizer" / "shard-1.safetensors").write_bytes(bytes(1000))
+        (folder / "optimizer.pt").write_bytes(bytes(1000))
+
+    with opened(tmp_path, keep_top_k=None) as store:
+        for step in (10, 20, 30):
+            store.save(step, write)
+        store.write_folder("final", write)  # which its contract describes
+        assert not (tmp_path / "final" / "SHA256SUMS").exists()
+        (tmp_path / "step_30" / "state.json").write_text("of a later validation")
+        assert store.to_resume().step == 30
+        subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "step_30", check=True)
+        for file in ("model/weights.safetensors", "optimizer/shard-1.safetensors", "optimizer.pt"):
+            path = tmp_path / "step_30" / file
+            before = path.read_bytes()
+            path.write_bytes(before[:50] + b"!" + before[51:] if damage == "flipped" else before[:50])
+            if damage == "gone":
+                path.unlink()
+            got = "no file that can be read" if damage == "gone" else "other bytes than were saved"
+            with pytest.raises(CheckpointError, match=rf"step_30/{file}(?s:.*)is damaged(?s:.*){got}") as raised:
+                store.to_resume()
+            assert "step_30: what remains is step_10, step_20" in str(raised.value)
+            path.write_bytes(before)
+        (tmp_path / "step_30" / "SHA256SUMS").unlink()  # as earlier versions have saved it
+        assert store.to_resume().step == 30

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -230,6 +231,25 @@ def test_a_run_that_is_stopped_in_its_last_validation_chooses_when_it_is_made_up
     assert (stopped.step, stopped.exit_code, stopped.model_folder) == (6, 143, None)
     train(tiny_run(), show_progress=False)
     assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_damaged_checkpoint_is_neither_resumed_nor_exported(
+    tiny_run: Callable[..., Any], tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(uninterrupted / "checkpoints", tmp_path / "checkpoints"))
+    exported = (folder / "final" / "model.safetensors").read_bytes()
+    (folder / loop._EXPORTED).unlink()  # so that it is exported again
+    monkeypatch.setattr(CheckpointStore, "best", lambda self: self.all()[0])  # as when it is ranked by another metric
+    for checkpoint in CheckpointStore(folder, tiny_run().checkpointing, None).all():
+        path = checkpoint.path / "model" / "model.safetensors"
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-64] + bytes(64))
+        with pytest.raises(
+            CheckpointError, match=f"{checkpoint.path.name}/model/model.safetensors: the checkpoint is damaged"
+        ):
+            train(tiny_run(), show_progress=False)
+        path.write_bytes(whole)
+        assert (folder / "final" / "model.safetensors").read_bytes() == exported
 
 
 def test_another_run_is_not_continued(tiny_run: Callable[..., Any]) -> None:

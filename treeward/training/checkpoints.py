@@ -6,7 +6,7 @@
 
 A checkpoint is written into a folder whose name begins with a dot, flushed to the disk, and renamed: one rename makes
 it exist, and no step is written twice. The best `keep_top_k` by the metric stay, and the latest always; checkpoints
-without the metric rank last.
+without the metric rank last. The SHA-256 of every file of tensors is in the checkpoint, and compared before it is used.
 
 Every process of a run makes the same calls. The main process makes, renames and removes folders, which all nodes must
 share; a failure of one process is raised on all of them. In the background a thread of each process writes copies.
@@ -14,13 +14,14 @@ share; a failure of one process is raised on all of them. In the background a th
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _FINISHED = re.compile(r"step_(\d+)")
 _PARTIAL, _REMOVING = ".saving_", ".removing_"
+_DIGESTS = "SHA256SUMS"  # as `sha256sum --check` reads it
 _PATIENCE_SECONDS = 30
 _LEASE_SECONDS = 100  # NFS frees the locks of a node that is gone after 90
 
@@ -181,7 +183,15 @@ class CheckpointStore:
         """Flush what `_begin` began, and give it its name."""
         final, partial = self.folder / name, self.folder / f"{_PARTIAL}{name}"
 
+        def tensors() -> list[str]:
+            paths = partial.rglob("*") if _FINISHED.fullmatch(name) else ()
+            return sorted(str(one.relative_to(partial)) for one in paths if one.suffix in (".safetensors", ".pt"))
+
+        digests = _digests(partial, processes.on_main(tensors, group), group)
+
         def end() -> None:
+            if digests:
+                (partial / _DIGESTS).write_text("".join(f"{one}  {file}\n" for file, one in digests.items()))
             readable = partial.stat().st_mode & 0o666
             for path in [*partial.rglob("*"), partial]:
                 if path.is_file():
@@ -221,12 +231,34 @@ class CheckpointStore:
         return processes.on_main(lambda: next(iter(self._ranked()), None))
 
     def to_resume(self) -> Checkpoint | None:
-        """The latest; None in a new run. Raises `ConfigError` where there is one and `resume` is false."""
+        """The latest; None in a new run. Raises `ConfigError` where there is one and `resume` is false, and as `check`
+        does."""
         latest = self.latest()
         if latest is not None and not self.config.resume:
             summary = "there are checkpoints of an earlier run, and checkpointing.resume is false"
             raise ConfigError(summary, where=str(latest.path), fix="set another checkpointing.checkpoint_dir")
+        if latest is not None:
+            self.check(latest)
         return latest
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raise `CheckpointError` for a file of tensors that is not the one that was saved; every process calls it."""
+        path, others = checkpoint.path, [one.path.name for one in self.all() if one.step != checkpoint.step]
+
+        def saved() -> dict[str, str]:
+            lines = (path / _DIGESTS).read_text(errors="replace").splitlines() if (path / _DIGESTS).is_file() else []
+            return {file: digest for digest, _, file in (line.partition("  ") for line in lines)}
+
+        need = processes.on_main(saved)
+        got = _digests(path, list(need))
+        if damaged := [file for file in need if got[file] != need[file]]:
+            raise CheckpointError(
+                "the checkpoint is damaged",
+                where=str(path / damaged[0]),
+                got="no file that can be read" if got[damaged[0]] is None else "other bytes than were saved",
+                need=f"SHA-256 {need[damaged[0]]}, as in {_DIGESTS}",
+                fix=f"restore the file, or remove {path}: what remains is {', '.join(others) or 'nothing, a new run'}",
+            )
 
     def _checkpoint(self, path: Path) -> Checkpoint:
         step = int(path.name.removeprefix("step_"))
@@ -253,3 +285,18 @@ class CheckpointStore:
         doomed = folder.with_name(f"{_REMOVING}{folder.name}")
         os.rename(folder, doomed)
         shutil.rmtree(doomed)
+
+
+def _digests(folder: Path, files: Sequence[str], group: ProcessGroup | None = None) -> dict[str, str | None]:
+    """The SHA-256 of files, of which each process reads its share; None for one that cannot be read."""
+
+    def digest(file: str) -> str | None:
+        try:
+            with (folder / file).open("rb") as stream:
+                return hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError:
+            return None
+
+    share = {file: digest(file) for file in files[processes.rank() :: processes.size()]}
+    of_all = {file: one for shares in processes.gather(share, group) for file, one in shares.items()}
+    return {file: of_all[file] for file in files}

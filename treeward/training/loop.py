@@ -423,6 +423,8 @@ class Loop:
             return was_done and final.is_dir() and mark.exists() and mark.read_text(encoding="utf-8") == name
 
         if not processes.on_main(is_exported):
+            if not is_current:
+                self.store.check(best)
             processes.on_main(lambda: mark.unlink(missing_ok=True))
             self.run.export(best, state, self.store, is_current=is_current)
             processes.on_main(lambda: write_text(mark, name))
