@@ -139,7 +139,7 @@ def test_a_server_without_a_mistake(served: Served, serve: Any, verify: Verify) 
 
 
 def rounded(served: Served) -> RewardModel:
-    """A model that computes in bfloat16, as vLLM and SGLang do by default."""
+    """A model that computes in bfloat16; vLLM computes an export in float16 unless it is told otherwise."""
     model = copy.deepcopy(served.model)
     model.cast(torch.bfloat16)
     return model
@@ -148,7 +148,7 @@ def rounded(served: Served) -> RewardModel:
 MISTAKES: dict[str, tuple[Callable[[Served], dict[str, Any]], str, str]] = {
     "sigmoid": (lambda s: {"activation": sigmoid}, "activation", "a sigmoid is applied to the score"),
     "softmax": (lambda s: {"activation": lambda x: 1.0}, "activation", "softmax over one label"),
-    "bfloat16": (lambda s: {"model": rounded(s)}, "precision", "a coarser number format"),
+    "bfloat16": (lambda s: {"model": rounded(s)}, "precision", "(vLLM, SGLang, TEI: --dtype float32)"),
     "two BOS": (
         lambda s: {"tokenize": lambda text: s.renderer.tokenizer(text)["input_ids"]},
         "tokens",

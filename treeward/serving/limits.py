@@ -28,8 +28,11 @@ from treeward.serving.service import Service
 
 logger = logging.getLogger("treeward.requests")
 
-_OPEN_PATHS = {"/health", "/ready"} | playground.OPEN_PATHS
+_OPEN_PATHS = {"/health", "/ready", "/ping"} | playground.OPEN_PATHS
 """Paths that need no token."""
+_VLLM_PATHS = ("/classify", "/pooling", "/tokenize", "/score", "/rerank")
+"""How the paths end whose errors are in vLLM's form."""
+_VLLM_KINDS = {400: "BadRequestError", 404: "NotFoundError"}
 _TEI_KINDS = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Overloaded"}
 
 
@@ -42,7 +45,7 @@ class JSON(JSONResponse):
 
 
 def error_response(error: APIError, scope: Scope, service: Service) -> JSON:
-    """The response to a request that gets no scores, which is counted: as OpenAI's clients read it, or TEI's."""
+    """The response to a request that gets no scores, which is counted: as OpenAI's clients read it, vLLM's or TEI's."""
     service.metrics.errors.labels(error.code).inc()
     state = scope["state"]
     state["error"] = error.code
@@ -51,10 +54,15 @@ def error_response(error: APIError, scope: Scope, service: Service) -> JSON:
     body: dict[str, Any] = {"error": {"message": error.message, "type": kind, **facts}}
     if scope["path"] == "/predict":
         body = {"error": error.message, "error_type": _TEI_KINDS.get(error.status, "Validation"), **facts}
+    status = error.status
+    if scope["path"].endswith(_VLLM_PATHS):
+        status = 400 if status == 422 else status
+        kind = _VLLM_KINDS.get(status, "InternalServerError")
+        body = {"error": {"message": error.message, "type": kind, **facts, "code": status}}
     headers = {"X-Request-ID": state["request_id"]} | ({"WWW-Authenticate": "Bearer"} if error.status == 401 else {})
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after)))
-    return JSON(body, error.status, headers)
+    return JSON(body, status, headers)
 
 
 class RequestLimits:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import math
 from typing import Any
 
 import httpx
@@ -15,6 +14,7 @@ from serving.dialects.conftest import CHATS
 
 from treeward.scoring.score import Score
 from treeward.serving.app import create_app
+from treeward.version import VERSION
 
 TEXT_ROUTES = {
     "/classify": {"input": "text"},
@@ -28,9 +28,22 @@ TEXT_ROUTES = {
 }
 
 
+VLLM_ROUTES = ("/classify", "/pooling", "/score", "/rerank", "/tokenize")
+
+
 def message_of(got: Any) -> str:
     error = got["error"]
     return str(error if isinstance(error, str) else error["message"])
+
+
+def check_refused(route: str, refused: Any, what: str) -> None:
+    """vLLM refuses with 400, and its `code` is that number."""
+    error = refused.json()["error"]
+    assert what in message_of(refused.json())
+    if route in VLLM_ROUTES:
+        assert (refused.status_code, error["type"], error["code"]) == (400, "BadRequestError", 400)
+    else:
+        assert refused.status_code == 422
 
 
 def test_vllms_response_has_all_that_its_clients_read(shared: Any) -> None:
@@ -43,7 +56,35 @@ def test_vllms_response_has_all_that_its_clients_read(shared: Any) -> None:
     tokens = sum(map(len, served.ids[:2]))
     assert got["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
     pooled = served.client.post("/pooling", json={"input": served.ids[0]}).json()
-    assert pooled["id"].startswith("pool-") and pooled["data"][0]["object"] == "pooling"
+    assert pooled["id"].startswith("pooling-") and pooled["data"][0]["object"] == "pooling"
+
+
+def test_what_vllm_has_beside_its_scores(shared: Any) -> None:
+    """As vLLM 0.32 was seen to respond with an export."""
+    served = shared("chatml")
+    bodies = {"/classify": {"input": "a"}, "/pooling": {"input": "a"}, "/v1/score": {"text_1": "a", "text_2": "b"}}
+    bodies["/rerank"] = {"query": "a", "documents": ["b"]}
+    for (route, body), kind in zip(bodies.items(), ("classify", "pooling", "score", "score"), strict=True):
+        ids = [served.client.post(route, json=body | {"request_id": "mine"}).json()["id"]]
+        ids += [served.client.post(route, json=body, headers={"X-Request-Id": "header"}).json()["id"]]
+        assert ids == [f"{kind}-mine", f"{kind}-header"]
+    unknown = served.client.post("/classify", json={"model": "none", "input": "a"})
+    assert unknown.status_code == unknown.json()["error"]["code"] == 404
+    assert unknown.json()["error"]["type"] == "NotFoundError"
+    for method in ("GET", "POST"):
+        assert served.client.request(method, "/ping").status_code == 200
+    assert served.client.get("/load").json() == {"server_load": 0}
+    assert served.client.get("/version").json() == {"version": VERSION}
+
+
+def test_tokens_are_those_that_are_scored(shared: Any) -> None:
+    served = shared("bos_added")
+    whole = {"messages": CHATS[0], "add_generation_prompt": False}
+    for body in (whole, {"prompt": served.texts[0]}):
+        got = served.client.post("/tokenize", json=body).json()
+        assert got == {"count": len(served.ids[0]), "max_model_len": 300, "tokens": served.ids[0], "token_strs": None}
+    prompt = served.client.post("/tokenize", json={"messages": CHATS[0][:1]}).json()["tokens"]
+    assert prompt == served.scorer.renderer.encode_prompt(CHATS[0][:1])
 
 
 def test_pairs_of_one_prompt_are_scored_and_ranked(serve: Any) -> None:
@@ -59,13 +100,13 @@ def test_pairs_of_one_prompt_are_scored_and_ranked(serve: Any) -> None:
     assert [row["score"] for row in got["data"]] == pytest.approx(want, abs=1e-5)
     empty, same = (served.client.post("/score", json={"text_1": "", "text_2": one}).json() for one in ("", [""]))
     assert empty["data"] == same["data"]
-    body = {"query": prompt, "documents": completions, "use_activation": True}
+    body = {"query": prompt, "documents": completions}
     order = sorted(range(4), key=lambda i: -want[i])
     for more, number in (({}, 4), ({"top_n": 2}, 2)):
         ranked = served.client.post("/v1/rerank", json=body | more).json()
         assert [row["index"] for row in ranked["results"]] == order[:number]
         assert [row["document"]["text"] for row in ranked["results"]] == [completions[i] for i in order[:number]]
-        assert ranked["results"][0]["relevance_score"] == pytest.approx(1 / (1 + math.exp(-max(want))), abs=1e-5)
+        assert ranked["results"][0]["relevance_score"] == pytest.approx(max(want), abs=1e-5)
         assert ranked["usage"]["total_tokens"] == got["usage"]["total_tokens"]
 
 
@@ -109,9 +150,10 @@ def test_the_openai_client_reads_embeddings(encoding: Any, shared: Any) -> None:
         ({"input": [[3, -1]]}, "ids from 0"),
         ({"input": ["a", ""]}, "no token"),
         ({"input": "word " * 400}, "too long to score"),
-        ({"input": "a", "use_activation": "yes"}, "use_activation"),
+        ({"input": "a", "normalize": True}, "normalize"),
         ({"input": "a b c d e f g", "truncate_prompt_tokens": 3}, "would change its score"),
         ({"input": "a", "truncate_prompt_tokens": -2}, "greater than or equal to -1"),
+        ({"input": "a", "truncate_prompt_tokens": 301}, "need at most 300"),
         ({"messages": []}, "messages"),
         ({"messages": CHATS[0][:1]}, "there is no completion to score"),
         ({"messages": CHATS[0], "add_generation_prompt": True}, "add_generation_prompt"),
@@ -121,14 +163,16 @@ def test_the_openai_client_reads_embeddings(encoding: Any, shared: Any) -> None:
 )
 def test_classify_refuses_what_it_cannot_score_as_asked(body: Any, what: str, shared: Any) -> None:
     refused = shared("chatml").client.post("/classify", json=body)
-    assert refused.status_code == 422
-    assert what in message_of(refused.json())
+    check_refused("/classify", refused, what)
 
 
 @pytest.mark.parametrize(
     ("route", "body", "what"),
     [
         ("/pooling", {"input": "a", "task": "embed"}, "task"),
+        ("/pooling", {"input": "a", "dimensions": 1}, "dimensions"),
+        ("/tokenize", {}, "either prompt or messages"),
+        ("/tokenize", {"prompt": ""}, "no token"),
         ("/pooling", {"input": "a", "encoding_format": "bytes"}, "encoding_format"),
         ("/get_reward", {"query": ["a", "b"], "prompts": ["a"]}, "1 of them for 2 queries"),
         ("/get_reward", {"query": ["a", ""]}, "no token"),
@@ -147,16 +191,14 @@ def test_classify_refuses_what_it_cannot_score_as_asked(body: Any, what: str, sh
     ],
 )
 def test_the_other_routes_refuse_too(route: str, body: Any, what: str, shared: Any) -> None:
-    refused = shared("chatml").client.post(route, json=body)
-    assert refused.status_code == 422
-    assert what in message_of(refused.json())
+    check_refused(route, shared("chatml").client.post(route, json=body), what)
 
 
 def test_what_is_no_json_is_told_in_the_form_of_the_dialect(shared: Any) -> None:
     for route in TEXT_ROUTES:
         refused = shared("chatml").client.post(route, content=b'{"input": NaN}')
         error = refused.json() if route == "/predict" else refused.json()["error"]
-        assert (refused.status_code, error["code"]) == (400, "invalid_json")
+        assert (refused.status_code, error["code"]) == (400, 400 if route in VLLM_ROUTES else "invalid_json")
 
 
 def test_a_missing_score_is_never_a_number(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,7 @@ class _Server:
     def __init__(self, request: Request) -> None:
         self.service: Service = request.app.state.service
         self.deadline: float = request.state.deadline
+        self.request_id: str = request.state.request_id
         self.model = self.service.model
 
     async def rewards(

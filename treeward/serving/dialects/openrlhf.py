@@ -12,7 +12,7 @@ completion, by which shaping measures length. Where shaping makes other rewards 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NotRequired
+from typing import NotRequired
 
 from fastapi import APIRouter
 from typing_extensions import TypedDict
@@ -34,8 +34,6 @@ class RewardBody(Body):
     """Each prompt with its response, as the policy's tokenizer decodes them with special tokens."""
     prompts: Strings | None = None
     """The prompts, with which the queries begin."""
-    labels: Any = None
-    """Reference answers, which are not read."""
 
 
 class RewardResponse(TypedDict):

@@ -29,8 +29,6 @@ class SampleBody(Body):
     """Text as the chat template renders it, with its generation prompt; or messages."""
     response: str
     """What the policy wrote, with its end of turn."""
-    label: Any = None
-    """The reference answer, which is not read."""
 
 
 @router.post("/slime", summary="slime: the reward of a sample", response_model=float)

@@ -48,8 +48,6 @@ class PredictBody(Body):
     """False: the sigmoid of the score; otherwise the score itself."""
     parameters: Parameters | None = None
     """Its `function_to_apply` goes before `raw_scores`."""
-    truncate: bool | None = None
-    """Changes nothing: a text that is too long is refused."""
 
 
 class Prediction(TypedDict):

@@ -5,11 +5,11 @@ assistant's completion of it, rendered by the model's own template.
 -> {"id": "score-3f...", "object": "list", "created": 1, "model": "rm",
     "data": [{"index": 0, "object": "score", "score": 1.5}, ...], "usage": {"prompt_tokens": 42, ...}}
 {"query": "2 + 2?", "documents": ["5", "4"], "top_n": 1}            -> /rerank
--> {"id": "rerank-3f...", "model": "rm", "usage": {"prompt_tokens": 42, ...},
+-> {"id": "score-3f...", "model": "rm", "usage": {"prompt_tokens": 42, ...},
     "results": [{"index": 1, "document": {"text": "4"}, "relevance_score": 1.5}]}
 
 Also as /v1/score, /v1/rerank and /v2/rerank. One prompt goes with every document; lists of one length go pairwise.
-Scores are raw unless `use_activation` asks for sigmoids, as on `/classify`.
+vLLM itself joins the two texts without a template: for an export its own `/score` means nothing.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ async def score(body: ScoreBody, server: Server) -> JSON:
     model = server.model(body.model)
 
     def to_json(rewards: Sequence[Reward]) -> ListResponse:
-        rows = [{"object": "score", "score": value} for value in values_of(body, rewards)]
-        return list_response("score", model, rewards, rows)
+        rows = [{"object": "score", "score": value} for value in values_of(body, model, rewards)]
+        return list_response(server, "score", model, rewards, rows, body.request_id)
 
     return await server.respond(model, parse(body), to_json)
 
@@ -67,9 +67,9 @@ async def rerank(body: RerankBody, server: Server) -> JSON:
     model = server.model(body.model)
 
     def to_json(rewards: Sequence[Reward]) -> dict[str, Any]:
-        texts = zip(body.documents, values_of(body, rewards), strict=True)
+        texts = zip(body.documents, values_of(body, model, rewards), strict=True)
         rows = [{"document": {"text": text}, "relevance_score": value} for text, value in texts]
-        found = list_response("rerank", model, rewards, rows)
+        found = list_response(server, "score", model, rewards, rows, body.request_id)
         ranked = sorted(found["data"], key=lambda row: -row["relevance_score"])[: body.top_n or None]
         return {"id": found["id"], "model": model.name, "usage": found["usage"], "results": ranked}
 

@@ -1,36 +1,35 @@
 """vLLM's and SGLang's dialects, which verl and others call: `POST /classify` of both, vLLM's `/pooling`, and SGLang's
-`/v1/embeddings`.
+`/v1/embeddings`; and vLLM's `/tokenize`.
 
-{"model": "rm", "input": "rendered text", "use_activation": false}          -> /classify, vLLM
+{"model": "rm", "input": "rendered text"}                                   -> /classify, vLLM
 -> {"id": "classify-3f...", "object": "list", "created": 1, "model": "rm",
     "data": [{"index": 0, "label": "LABEL_0", "probs": [1.5], "num_classes": 1}], "usage": {"prompt_tokens": 21, ...}}
 {"text": ["rendered text"]}                                                 -> /classify, SGLang
 -> [{"embedding": [1.5], "meta_info": {"id": "3f...", "prompt_tokens": 21}}]
 
-Bodies of vLLM have `input` or `messages`, SGLang's `text` or `input_ids`. Scores are raw unless a request in vLLM's
-form says `use_activation: true` (or `activation` or `softmax`, as older versions call it): then they are sigmoids,
-which are vLLM's own default for a classifier with one label. Nothing is cut: `truncate_prompt_tokens` is the most
-tokens that are accepted. SGLang ignores `model`; so does a server of one model here, while a server of several responds
-with 404 to a name that is none of theirs.
+Bodies of vLLM have `input` or `messages`, SGLang's `text` or `input_ids`. Scores are raw whatever `use_activation`
+says, as vLLM gives them for an export, whose `problem_type` is regression. Nothing is cut: `truncate_prompt_tokens` is
+the most tokens that are accepted. SGLang ignores `model`; so does a server of one model here, while a server of several
+responds with 404 to a name that is none of theirs.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
-from uuid import uuid4
+from typing import Any, Literal, cast
 
 from fastapi import APIRouter
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from treeward.errors import TreewardError
 from treeward.scoring.score import Conversation, Reward
-from treeward.serving.api_error import APIError
+from treeward.serving.api_error import APIError, in_words
 from treeward.serving.dialects import bodies
 from treeward.serving.dialects.bodies import Body, Chat, JSONRoute, ModelName, Server, Texts, as_list, as_numbers
 from treeward.serving.limits import JSON
-from treeward.serving.models import ServedModel
+from treeward.serving.models import ServedModel, check_length
 from treeward.serving.rendered_text import RenderedText
 
 router = APIRouter(route_class=JSONRoute)
@@ -41,14 +40,12 @@ class VllmOptions(Body):
 
     model: ModelName = None
     """Which of the served models, by its name or by the folder that it was loaded from."""
-    use_activation: bool | None = None
-    """True: the sigmoid of the score; otherwise the score itself."""
-    activation: bool | None = None
-    """An older name of `use_activation`."""
-    softmax: bool | None = None
-    """A still older name of `use_activation`."""
+    request_id: str | None = None
+    """What the `id` of the response ends with; None: the id of the request."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     """Most tokens; a longer conversation is refused, as cutting it would change its score. -1: the model's limit."""
+    normalize: None = None
+    """Must be absent: vLLM has removed it."""
 
 
 class VllmBody(VllmOptions):
@@ -74,6 +71,8 @@ class PoolingBody(VllmBody):
 
     task: Literal["classify"] | None = None
     """A reward model pools whole conversations."""
+    dimensions: None = None
+    """Must be absent: there is one."""
     encoding_format: Literal["float", "base64"] = "float"
     """Numbers, or base64 of their float32 values."""
     embed_dtype: Literal["float32"] = "float32"
@@ -124,7 +123,7 @@ class ListResponse(TypedDict):
 async def pooling(body: PoolingBody, server: Server) -> JSON:
     order = ">" if body.endianness == "big" else "<"
     return await _vllm(
-        body, server, "pool", lambda x: {"object": "pooling", "data": as_numbers(x, body.encoding_format, order)}
+        body, server, "pooling", lambda x: {"object": "pooling", "data": as_numbers(x, body.encoding_format, order)}
     )
 
 
@@ -142,7 +141,7 @@ async def classify(body: ClassifyBody, server: Server) -> JSON:
     if given[0] in ("input", "messages"):
         return await _vllm(body, server, "classify", lambda x: {"label": "LABEL_0", "probs": [x], "num_classes": 1})
     texts: Any = getattr(body, given[0])
-    name = uuid4().hex
+    name = server.request_id
 
     def to_json(rewards: Sequence[Reward]) -> Any:
         """A list for a list of texts, one object for one text."""
@@ -164,7 +163,8 @@ async def embeddings(body: EmbeddingsBody, server: Server) -> JSON:
 
     def to_json(rewards: Sequence[Reward]) -> ListResponse:
         numbers = [as_numbers(reward.value, body.encoding_format) for reward in rewards]
-        return list_response("embd", model, rewards, [{"object": "embedding", "embedding": one} for one in numbers])
+        rows = [{"object": "embedding", "embedding": one} for one in numbers]
+        return list_response(server, "embd", model, rewards, rows)
 
     return await server.respond(model, [RenderedText(text) for text in as_list(body.input)], to_json)
 
@@ -180,7 +180,8 @@ async def _vllm(body: VllmBody, server: Server, kind: str, row: Callable[[float]
     model = server.model(body.model)
 
     def to_json(rewards: Sequence[Reward]) -> ListResponse:
-        return list_response(kind, model, rewards, [row(value) for value in values_of(body, rewards)])
+        rows = [row(value) for value in values_of(body, model, rewards)]
+        return list_response(server, kind, model, rewards, rows, body.request_id)
 
     return await server.respond(model, parse(body, model), to_json)
 
@@ -204,21 +205,55 @@ def parse(body: VllmBody, model: ServedModel) -> list[Conversation | RenderedTex
     return [conversation]
 
 
-def values_of(body: VllmOptions, rewards: Sequence[Reward]) -> list[float]:
-    """Scores, or their sigmoids. Raises `APIError` 422 for a conversation beyond the body's own limit."""
-    most = body.truncate_prompt_tokens
+def values_of(body: VllmOptions, model: ServedModel, rewards: Sequence[Reward]) -> list[float]:
+    """The rewards. Raises `APIError` 422 for a conversation beyond the body's limit, or a limit beyond the model's."""
+    most, limit = body.truncate_prompt_tokens, None if model.renderer is None else model.renderer.max_length
+    if most is not None and limit is not None and most > limit:
+        message = f"truncate_prompt_tokens: got {most}, need at most {limit}, which is the model's limit"
+        raise APIError(422, "invalid_request", message, param="truncate_prompt_tokens")
     for i, reward in enumerate(rewards):
         if most is not None and 0 <= most < reward.score.num_tokens:
             why = f"{reward.score.num_tokens} tokens, and cutting it to truncate_prompt_tokens would change its score"
             raise APIError(422, "cannot_be_scored", f"conversation {i}: {why}", param="truncate_prompt_tokens")
-    values = [reward.value for reward in rewards if reward.value is not None]
-    asked = (body.use_activation, body.activation, body.softmax)
-    is_sigmoid = next((one for one in asked if one is not None), False)
-    return [bodies.sigmoid(value) for value in values] if is_sigmoid else values
+    return [reward.value for reward in rewards if reward.value is not None]
 
 
-def list_response(kind: str, model: ServedModel, rewards: Sequence[Reward], rows: list[dict[str, Any]]) -> ListResponse:
+def list_response(
+    server: Server, kind: str, model: ServedModel, rewards: Sequence[Reward], rows: Any, request_id: str | None = None
+) -> ListResponse:
+    """The response with these rows. `request_id`: the client's own."""
     tokens = sum(reward.score.num_tokens for reward in rewards)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
-    name, now, data = f"{kind}-{uuid4().hex}", int(time.time()), [{"index": i} | row for i, row in enumerate(rows)]
+    name, now = f"{kind}-{request_id or server.request_id}", int(time.time())
+    data = [{"index": i} | row for i, row in enumerate(rows)]
     return ListResponse(id=name, object="list", created=now, model=model.name, data=data, usage=usage)
+
+
+class TokenizeBody(Body):
+    """A text or messages."""
+
+    model: ModelName = None
+    """Which of the served models."""
+    prompt: str | None = None
+    """A text, whose BOS (or CLS and SEP) is neither doubled nor missing."""
+    messages: Chat | None = Field(default=None, min_length=1)
+    """A conversation."""
+    add_generation_prompt: bool = True
+    """Whether the beginning of a completion follows the messages. A conversation that is scored has none."""
+
+
+@router.post("/tokenize", summary="vLLM: tokens", tags=["vllm"], response_model=dict[str, Any])
+def tokenize(body: TokenizeBody, server: Server) -> JSON:  # no coroutine: it takes long, in a thread
+    renderer, messages = server.model(body.model).renderer, cast("list[Any]", body.messages or [])
+    if renderer is None or (body.prompt is None) == (body.messages is None):
+        raise APIError(422, "invalid_request", "give either prompt or messages, and a model that reads tokens")
+    text, most = body.prompt, server.service.config.max_conversation_characters
+    if too_long := check_length(messages if text is None else RenderedText(text), most):
+        raise APIError(422, "cannot_be_scored", too_long)
+    try:
+        if text is None:
+            text = renderer.render(messages, generation_prompt=body.add_generation_prompt)
+        tokens = renderer.encode_texts([text])[0]
+    except TreewardError as error:
+        raise APIError(422, "cannot_be_scored", in_words(error)) from error
+    return JSON({"count": len(tokens), "max_model_len": renderer.max_length, "tokens": tokens, "token_strs": None})
