@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from treeward.errors import CheckpointError, DataError
 from treeward.resumable import resumable_rows
+from treeward.storage import write_text
 
 IDENTITY = {"model": "a" * 64, "truncation": "drop", "seed": 0}
 
@@ -60,6 +61,17 @@ def test_rows_of_another_identity_are_refused_and_left_alone(change: dict[str, A
     (tmp_path / "rows.identity.json").unlink()
     with pytest.raises(CheckpointError, match="missing or damaged"):
         run(path, 3)
+
+
+def test_a_lone_surrogate_is_written_as_json_escapes_it(tmp_path: Path) -> None:
+    """A row of data may have one, whose example `eval` keeps without a score."""
+    texts: list[str] = []
+    for _ in range(2):
+        with resumable_rows(tmp_path / "rows.jsonl", IDENTITY, lambda row, where: str(row["text"])) as rows:
+            texts += rows.kept
+            rows.add({"text": "one \ud800 half"})
+    write_text(tmp_path / "whole.json", json.dumps(texts, ensure_ascii=False))
+    assert texts == json.loads((tmp_path / "whole.json").read_text(encoding="utf-8")) == ["one \ud800 half"]
 
 
 def test_one_process_writes_at_a_time(tmp_path: Path) -> None:

@@ -25,9 +25,10 @@ _PARTIAL = ".partial"
 def atomic_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """A file to write; it replaces `path` when the block ends, and is removed if the block fails.
 
-    `mode` is "w" (UTF-8, line feeds) or "wb". Raises `OSError` where the folder cannot be written.
+    `mode` is "w" (UTF-8, line feeds, lone surrogates as JSON escapes them) or "wb". Raises `OSError` where the folder
+    cannot be written.
     """
-    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
+    text = {} if "b" in mode else {"encoding": "utf-8", "errors": "backslashreplace", "newline": "\n"}
     # Readable for all: temporary files are their owner's alone, and a model is read by servers and colleagues.
     permissions = path.stat().st_mode & 0o777 if path.exists() else 0o644
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PARTIAL)

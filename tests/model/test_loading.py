@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
 from treeward.model.export import export_model
-from treeward.model.loading import build_reward_model, load_reward_model
+from treeward.model.loading import build_reward_model, load_policy, load_reward_model
 from treeward.model.reward_model import head_name
 
 LLAMA = {
@@ -218,11 +218,22 @@ def test_a_bare_configuration_is_determined_by_its_seed(tiny_tokenizer: Any) -> 
         ({**LLAMA, "vocab_size": 10}, "follows from the tokenizer(?s:.*)vocab_size"),
         ({**LLAMA, "hidden_size": "wide"}, "no model can be built(?s:.*)expected int, got str"),
         ({**LLAMA, "num_attention_heads": 5}, "no model can be built(?s:.*)not a multiple"),
+        ({**LLAMA, "num_attention_heads": 0}, "no model can be built(?s:.*)ZeroDivisionError"),
+        ({**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 3}, "no model can be built(?s:.*)heads divide"),
+        ({**LLAMA, "intermediate_size": -3}, "no model can be built(?s:.*)negative dimension"),
+        ({**LLAMA, "num_hidden_layers": 0}, "no model can be built(?s:.*)0 layers"),
+        ({**LLAMA, "torch_dtype": "wide"}, "no model can be built(?s:.*)no attribute 'wide'"),
     ],
 )
 def test_wrong_configurations(fields: dict[str, Any], message: str, tiny_tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=message):
         build_reward_model(fields, tiny_tokenizer, seed=0)
+
+
+@pytest.mark.parametrize("fields", [{"vocab_size": "text"}, {"num_hidden_layers": 0}, {"num_attention_heads": 0}])
+def test_wrong_overrides(fields: dict[str, Any], policy_folder: Path) -> None:
+    with pytest.raises((ConfigError, ModelError), match="no model can be built|the model cannot be loaded"):
+        load_policy(policy_folder, config_overrides=fields)
 
 
 def test_remote_code_is_not_run(save: Callable[..., Path], tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_torch_schedulers_follow_one_another() -> None:
     [
         ("nowhere.Adam", {"lr": 1e-3}, "has no|cannot be imported"),
         ("torch.optim.AdamW", {"lr": 1e-3, "momentum": 0.9}, "momentum"),
+        ("torch.optim.AdamW", {"lr": 1e-3, "betas": [0.9]}, "does not take these arguments"),
         ("collections.OrderedDict", {"lr": 1.0}, "OrderedDict"),
         ("torch.optim.LBFGS", {"lr": 1.0}, "needs no closure"),
     ],

@@ -36,7 +36,7 @@ from treeward.errors import ModelError
 from treeward.model.checks import choose_layout, tree_or_rows
 from treeward.model.filling import fill, without_weights
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
-from treeward.model.pretrained import bare_model, check_fields, load_tokenizer, load_weights, read_config
+from treeward.model.pretrained import bare_model, load_tokenizer, load_weights, override_fields, read_config
 from treeward.model.published import Adapter, end_template, find
 from treeward.model.reward_model import RewardModel, head_name
 from treeward.model.shards import put
@@ -242,9 +242,7 @@ def load_policy(
             where=str(name),
             got=", ".join(config.architectures or ()),
         )
-    check_fields(config, config_overrides or {}, "policy.hf_config_overrides")
-    for field, value in (config_overrides or {}).items():
-        setattr(config, field, value)
+    override_fields(config, config_overrides or {}, "policy.hf_config_overrides")
     tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
     if on_meta:
         hf = without_weights(AutoModelForCausalLM, config, trust_remote_code=trust_remote_code)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -197,7 +196,7 @@ def _read_weights(
             use_safetensors=True,
             **settings,
         )
-    except (OSError, RuntimeError, ValueError, ImportError, SafetensorError) as error:  # ImportError: of a quantiser
+    except Exception as error:  # of a quantiser, of damaged files, of a config.json whose sizes make no sense
         raise _loading_error(name, "model", error) from error
     check_used(hf, info["unexpected_keys"], name)
     return hf, set(info["missing_keys"])
@@ -305,12 +304,12 @@ def bare_model(
             "this field follows from the tokenizer", where="policy.model_config", field=name, fix="remove it"
         )
     config = bare_config(fields, **settings)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return make(config, dtype=torch.float32, attn_implementation="eager")
-    except (ValueError, TypeError, KeyError) as error:
-        raise _no_bare_model(error) from error
+    with _config_errors("policy.model_config"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = make(config, dtype=torch.float32, attn_implementation="eager")
+        with torch.no_grad():
+            model.base_model(torch.zeros(1, 1, dtype=torch.long))  # sizes that do not fit each other fail only here
+    return model
 
 
 def bare_config(fields: Mapping[str, Any], **settings: Any) -> PreTrainedConfig:
@@ -327,16 +326,35 @@ def bare_config(fields: Mapping[str, Any], **settings: Any) -> PreTrainedConfig:
             fix=f"did you mean {near}?" if near else None,
         )
     check_fields(AutoConfig.for_model(model_type), fields, "policy.model_config")
-    try:
+    with _config_errors("policy.model_config"):
         config: PreTrainedConfig = AutoConfig.for_model(**fields, **settings)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise _no_bare_model(error) from error
+        _check_layers(config)
     return config
 
 
-def _no_bare_model(error: Exception) -> ConfigError:
-    got = str(error.__cause__ or error)
-    return ConfigError("no model can be built from this configuration", where="policy.model_config", got=got)
+def override_fields(config: PreTrainedConfig, fields: Mapping[str, Any], where: str) -> None:
+    """Set fields of a configuration. Raises `ConfigError` for one that it does not have, and for a value it refuses."""
+    check_fields(config, fields, where)
+    with _config_errors(where):
+        for field, value in fields.items():
+            setattr(config, field, value)
+        _check_layers(config)
+
+
+def _check_layers(config: PreTrainedConfig) -> None:
+    if (number := getattr(config, "num_hidden_layers", 1)) < 1:  # which transformers builds
+        raise ValueError(f"{number} layers (num_hidden_layers)")
+
+
+@contextlib.contextmanager
+def _config_errors(where: str) -> Iterator[None]:
+    """Raise `ConfigError` for whatever transformers raises of fields that are the user's, as a ZeroDivisionError."""
+    try:
+        yield
+    except Exception as error:
+        got = f"{type(error).__name__}: {error.__cause__ or error}"
+        need = "sizes that fit: heads divide the hidden size, heads of keys the heads, and none is below 1"
+        raise ConfigError("no model can be built from these fields", where=where, got=got, need=need) from error
 
 
 def choose_device(device: torch.device | str | None) -> torch.device:

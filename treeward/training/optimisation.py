@@ -99,7 +99,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig, *
 def _made(name: str, kwargs: Mapping[str, Any], of: Any, *, where: str) -> Any:
     try:
         return import_object(name, where=where, field="name")(of, **kwargs)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # a constructor raises what it likes, as an IndexError for betas: [0.9]
         if isinstance(error, ConfigError):
             raise
         got = f"{dict(kwargs)}: {error}"
