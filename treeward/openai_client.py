@@ -91,18 +91,6 @@ async def post(client: AsyncOpenAI, path: str, body: Mapping[str, Any], *, total
         raise ServerError("the response is not JSON", status=200, where=url, got=f"{text[:150]!r}") from error
 
 
-async def check_listens(client: AsyncOpenAI) -> None:
-    """Raises `ServerError` where nobody listens at the client's address; any response, even a late one, will do."""
-    import openai
-
-    try:
-        await client.with_options(max_retries=0, timeout=10.0).get("/models", cast_to=str)
-    except (openai.APIStatusError, openai.APITimeoutError):
-        pass
-    except openai.APIConnectionError as error:
-        raise _unreachable(str(client.base_url), error) from error
-
-
 def _unreachable(url: str, error: BaseException) -> ServerError:
     while error.__cause__ is not None:
         error = error.__cause__

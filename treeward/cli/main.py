@@ -36,7 +36,6 @@ VERBS = {
     "bon": "Draw best-of-n curves of a reward model against a gold reward.",
     "grpo": "Optimise a policy against a reward model, and watch for its exploitation.",
     "serve": "Serve reward models over HTTP, in the dialects that RL frameworks speak.",
-    "rollouts": "Collect completions of a language model, with their rewards.",
     "verify": "Replay a model's scoring contract and name what differs.",
     "calibrate": "Fit a reward model's normalisation, length curve and temperature.",
     "merge": "Average the weights of reward models.",

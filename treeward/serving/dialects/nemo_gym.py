@@ -34,7 +34,7 @@ from treeward.serving.api_error import APIError, in_words
 from treeward.serving.dialects.bodies import Body, JSONRoute, List, Server
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
-from treeward.serving.rollouts.statistics import aggregate_metrics
+from treeward.serving.rollout_statistics import aggregate_metrics
 
 PATHS = ("/verify", "/seed_session", "/close_session", "/aggregate_metrics")
 """How the addresses of its bodies end."""

@@ -1,7 +1,6 @@
 """Statistics of rollouts, of all and of each prompt, under the names that NeMo Gym gives them.
 
     aggregate_metrics(rows)["key_metrics"]["mean/reward"]
-    reward_profiles(rows)[0]["rewards"]              # of the first prompt
 
 Every top-level number of a row is taken, and those of `response.usage`; True is 1. Keys that begin with `_` are not
 measurements, and rows with `mask_sample` have none: they are counted and left out.
@@ -35,20 +34,6 @@ def aggregate_metrics(rows: Sequence[Row]) -> dict[str, Any]:
         "agent_metrics": metrics | coverage,
         "key_metrics": {name: value for name, value in metrics.items() if name.startswith("mean/")} | coverage,
     }
-
-
-def reward_profiles(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """For each prompt, in order: what was asked, its rewards in the order of the rollouts, and their statistics."""
-    return [
-        {
-            TASK_INDEX: task,
-            "input": (group[0].get("responses_create_params") or {}).get("input"),
-            "num_rollouts": len(group),
-            "rewards": [row.get("reward") for row in group],
-        }
-        | _describe(group)
-        for task, group in _by_task(rows).items()
-    ]
 
 
 def _by_task(rows: Iterable[Row]) -> dict[int, list[Row]]:

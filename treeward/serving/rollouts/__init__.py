@@ -1,1 +1,0 @@
-"""Rollouts of a policy behind an OpenAI-compatible address, with the rewards of a reward model; `treeward rollouts`."""
