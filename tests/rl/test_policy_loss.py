@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from treeward.config.grpo import PolicyLossConfig
-from treeward.rl.policy_loss import kl_coefficient, policy_loss
+from treeward.rl.policy_loss import KLEstimator, kl_coefficient, policy_loss
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
 ADVANTAGES = torch.tensor([1.5, -2.0, 3.0, -0.25])
@@ -52,9 +52,9 @@ def written_out(new: Any, old: Any, reference: Any, said: Any, settings: PolicyL
                 gain *= min(correction, settings.truncated_importance_sampling_ratio or math.inf)
             x = clamped(float(new[s, t] - reference[s, t]), settings.kl_input_clamp_value)
             kl = {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[settings.reference_policy_kl_type]
-            kl = clamped(kl, settings.kl_output_clamp_value)
             if settings.use_on_policy_kl_approximation:
                 kl *= math.exp(float(new[s, t] - said[s, t]))
+            kl = clamped(kl, settings.kl_output_clamp_value)
             total += weight * (-gain + kl_coefficient(settings) * kl)
     return total
 
@@ -79,6 +79,13 @@ OPTIONS = [
         {**PENALTY, **CORRECTED},
         {**NO_PENALTY, **CORRECTED, "truncated_importance_sampling_ratio": 1.2, "token_level_loss": False},
         {**PENALTY, "use_on_policy_kl_approximation": True},
+        {
+            **PENALTY,
+            "use_on_policy_kl_approximation": True,
+            "kl_input_clamp_value": 0.3,
+            "reference_policy_kl_type": "k1",
+        },
+        {**PENALTY, "use_on_policy_kl_approximation": True, "kl_input_clamp_value": 0.6, "kl_output_clamp_value": 0.1},
         {**PENALTY, **BY_COMPLETION},
         {**NO_PENALTY, **BY_COMPLETION, "ratio_clip_min": 0.05, "ratio_clip_max": 0.01, "ratio_clip_c": 1.02},
         {**NO_PENALTY, **BY_COMPLETION, **CORRECTED, "truncated_importance_sampling_ratio": 1.5},
@@ -103,7 +110,7 @@ def test_it_is_the_formula(settings: PolicyLossConfig, dtype: torch.dtype, toler
 
 @pytest.mark.parametrize("settings", OPTIONS)
 def test_gradients_are_the_slopes_of_the_formula(settings: PolicyLossConfig) -> None:
-    """Those of the weights that are constants are not in them: these are kept while a token is moved."""
+    """That of the weight of a clamped KL is not in them: it is kept while such a token is moved."""
     new, old, reference, said = batch(1)
     new.requires_grad_(True)
     policy_loss(new, old, reference, ADVANTAGES, MASK, settings, generated_SL=said)[0].backward()
@@ -113,7 +120,7 @@ def test_gradients_are_the_slopes_of_the_formula(settings: PolicyLossConfig) -> 
         for sign in (1, -1):
             moved, fixed = new.detach().clone(), said.clone()
             moved[s, t] += sign * 1e-6
-            if settings.use_on_policy_kl_approximation:
+            if abs(float(new[s, t] - reference[s, t])) > (settings.kl_input_clamp_value or math.inf):
                 fixed[s, t] += sign * 1e-6  # exp(new - generator's) stays
             ends.append(written_out(moved, old, reference, fixed, settings))
         slope = (ends[0] - ends[1]) / 2e-6
@@ -124,6 +131,53 @@ def test_gradients_are_the_slopes_of_the_formula(settings: PolicyLossConfig) -> 
                 gain *= math.exp(float(old[s, t] - said[s, t]))
             slope -= weight * gain
         assert float(new.grad[s, t]) == pytest.approx(slope, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "is_weighted", "of"),
+    [
+        ("k1", True, "reverse"), ("k3", True, "reverse"), ("k2", True, "mean square"),
+        ("k2", False, "reverse"), ("k3", False, "forward"),
+    ],
+)  # fmt: skip
+def test_the_expected_gradient_of_the_penalty(estimator: KLEstimator, is_weighted: bool, of: str) -> None:
+    """Over a whole vocabulary, each token as often as it was sampled: by the policy, and weighted by a generator."""
+    generator = torch.Generator().manual_seed(3)
+    logits_V, reference_V, sampled_V = torch.randn(3, 50, generator=generator, dtype=torch.float64).log_softmax(-1)
+    logits_V.requires_grad_(True)
+    settings = PolicyLossConfig(
+        **PENALTY | {"reference_policy_kl_penalty": 1.0},
+        reference_policy_kl_type=estimator, use_on_policy_kl_approximation=is_weighted,
+    )  # fmt: skip
+    for sampling_V in (logits_V.detach(), sampled_V) if is_weighted else (logits_V.detach(),):
+        own_1V = logits_V.log_softmax(-1)[None]
+        arguments = own_1V, own_1V.detach(), reference_V[None], torch.zeros(1), torch.ones(1, 50).bool()
+        losses = [  # of one token each: the loss of a batch is their sum
+            policy_loss(*(one[:, i : i + 1] for one in arguments[:3]), arguments[3], arguments[4][:, :1], settings,
+                        generated_SL=sampling_V[None, i : i + 1])[0]
+            for i in range(50)
+        ]  # fmt: skip
+        [got_V] = torch.autograd.grad(torch.dot(sampling_V.exp(), torch.stack(losses).double()), logits_V)
+        own_V = logits_V.log_softmax(-1)
+        x_V = own_V - reference_V
+        quantity = {
+            "reverse": (own_V.exp() * x_V).sum(),
+            "forward": (reference_V.exp() * -x_V).sum(),
+            "mean square": (own_V.exp() * x_V.square() / 2).sum(),
+        }[of]
+        [want_V] = torch.autograd.grad(quantity, logits_V)
+        assert float((got_V - want_V).norm() / want_V.norm()) < 1e-6
+
+
+def test_weights_of_the_penalty_that_are_not_finite_give_no_gradient() -> None:
+    new, old, reference, said = batch(1)
+    said[0, 1], said[3, 2] = -torch.inf, torch.nan
+    settings = PolicyLossConfig(**PENALTY, use_on_policy_kl_approximation=True)
+    new.requires_grad_(True)
+    total, _ = policy_loss(new, old, reference, 0 * ADVANTAGES, MASK, settings, generated_SL=said)
+    total.backward()
+    assert new.grad is not None and new.grad.isfinite().all()
+    assert new.grad[0, 1] == new.grad[3, 2] == 0 != new.grad[0, 0]
 
 
 def test_weights_that_are_not_finite_count_as_zero() -> None:

@@ -53,13 +53,15 @@ class PolicyLossConfig(Strict):
     truncated_importance_sampling_type: Literal["tis"] | None = None
     """NeMo RL's name of what is always done: larger weights are cut. Its other types are not supported."""
     use_on_policy_kl_approximation: bool = False
-    """Weight the estimated KL of a token by its new probability over its probability when it was sampled."""
+    """Weight the estimated KL of a token by its new probability over its probability when it was sampled, with the
+    gradient of this weight."""
     force_on_policy_ratio: bool = False
     """Set the ratio to 1 and keep its gradient; needs one update per batch."""
 
     def check(self) -> None:
-        is_k1 = self.reference_policy_kl_type == "k1" and not self.kl_in_reward
-        need = "k3 or k2 in the loss, or k1 in the reward: as a loss k1 has an expected gradient of zero"
+        is_unweighted = not (self.kl_in_reward or self.use_on_policy_kl_approximation)
+        is_k1 = self.reference_policy_kl_type == "k1" and is_unweighted
+        need = "k3 or k2 in the loss, or k1 in the reward: as an unweighted loss k1 has an expected gradient of zero"
         fix = "set loss_fn.kl_in_reward=true, or loss_fn.reference_policy_kl_type=k3"
         self.refuse(is_k1 and self.reference_policy_kl_penalty > 0, "reference_policy_kl_type kl_in_reward", need, fix)
         keys = "sequence_level_importance_ratios token_level_loss"

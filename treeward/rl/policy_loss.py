@@ -102,23 +102,28 @@ def kl_estimate(
     log_probs: Tensor,
     reference: Tensor,
     estimator: KLEstimator,
-    *,
     input_clamp: float | None = None,
     output_clamp: float | None = None,
+    *,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """An estimate of KL(policy || reference) from tokens that the policy sampled, per token, with gradients.
 
     With x = log pi - log ref: k1 = x, unbiased, may be negative; k2 = x^2 / 2, biased, whose gradient is that of the
-    true KL; k3 = exp(-x) - 1 + x, unbiased, never negative. Schulman 2020, "Approximating KL divergence". Of k1 the
-    expected gradient as a loss is zero: it belongs into the reward.
+    true KL; k3 = exp(-x) - 1 + x, unbiased, never negative. Schulman 2020, "Approximating KL divergence". As a loss k1
+    has an expected gradient of zero, and k3 that of KL(reference || policy).
 
-    `input_clamp`, `output_clamp`: c > 0; x, and then the estimate, are limited to [-c, c], beyond which there is no
-    gradient (NeMo RL, `calculate_kl`).
+    `weights`: policy over sampling probability, which multiply the estimate. With their gradients the expected gradient
+    is that of the estimated quantity, also where the policy has sampled: KL(policy || reference) by k1 and k3 (Tang and
+    Munos 2025, arXiv 2506.09477). `input_clamp`, `output_clamp`: c > 0; x, and then the weighted estimate, are limited
+    to [-c, c], beyond which there is no gradient (NeMo RL, `calculate_kl`).
     """
     x = log_probs - reference
     if input_clamp is not None:
-        x = x.clamp(-input_clamp, input_clamp)
+        free, x = x, x.clamp(-input_clamp, input_clamp)
+        weights = None if weights is None else torch.where(x == free, weights, weights.detach())
     estimate = {"k1": lambda: x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(-x) + x}[estimator]()
+    estimate = estimate if weights is None else weights * estimate
     return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
 
 
@@ -147,7 +152,7 @@ def policy_loss(
     - `use_importance_sampling_correction`: c_t = exp(old_t - gen_t), with sequence-level ratios exp(sum over the
       completion of old_t - gen_t), and min(c_t, limit) with `truncated_importance_sampling_ratio` (Yao et al. 2025,
       "Your efficient RL framework secretly brings you off-policy RL training"). It does not weight the penalty.
-    - `use_on_policy_kl_approximation`: k_t = exp(log pi - gen_t), without a gradient of its own.
+    - `use_on_policy_kl_approximation`: k_t = exp(log pi - gen_t), with its gradient.
 
     As in NeMo RL's `ClippedPGLossFn`, a weight that is not finite counts as 0. `old_SL`, `reference_SL`,
     `generated_SL`: float (S, L) without gradients; `reference_SL` None where there is no penalty, `generated_SL` where
@@ -172,11 +177,12 @@ def policy_loss(
     if reference_SL is not None:
         reference = torch.where(mask, reference_SL, 0.0)
         if beta := kl_coefficient(config):
-            clamps = {"input_clamp": config.kl_input_clamp_value, "output_clamp": config.kl_output_clamp_value}
-            kl = kl_estimate(log_probs, reference, config.reference_policy_kl_type, **clamps)
+            kl_weights = None
             if config.use_on_policy_kl_approximation:
                 assert generated is not None
-                kl = kl * _finite(torch.exp(log_probs.detach() - generated))
+                kl_weights = _finite_exp(log_probs - generated)
+            clamps = config.kl_input_clamp_value, config.kl_output_clamp_value
+            kl = kl_estimate(log_probs, reference, config.reference_policy_kl_type, *clamps, weights=kl_weights)
             terms = terms + beta * kl
         sums.kl_sum = (kl_estimate(log_probs.detach(), reference, "k3") * mask).sum(dtype=torch.float64)
     sums.old_kl_sum = (kl_estimate(old, log_probs.detach(), "k3") * mask).sum(dtype=torch.float64)
@@ -210,9 +216,11 @@ def _correction(old: Tensor, generated: Tensor | None, config: PolicyLossConfig)
     difference = old - generated
     if config.sequence_level_importance_ratios:
         difference = difference.sum(dim=1, keepdim=True).expand_as(difference)
-    weights, limit = _finite(torch.exp(difference)), config.truncated_importance_sampling_ratio
+    weights, limit = _finite_exp(difference), config.truncated_importance_sampling_ratio
     return weights if limit is None else weights.clamp_max(limit)
 
 
-def _finite(weights: Tensor) -> Tensor:
-    return torch.where(weights.isfinite(), weights, 0.0)
+def _finite_exp(difference: Tensor) -> Tensor:
+    """0, without a gradient, where it is not finite."""
+    finite = torch.exp(difference.detach()).isfinite()
+    return torch.where(finite, torch.exp(torch.where(finite, difference, 0.0)), 0.0)
