@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from treeward.model.filling import restore_buffers, without_weights
 from treeward.model.lora import has_adapters, is_quantized, plain_weights
 from treeward.model.policy_model import PolicyModel
-from treeward.model.reward_model import RewardModel, head_name
+from treeward.model.reward_model import HEAD_NAMES, RewardModel
 from treeward.model.shards import own_part, put, whole
 from treeward.model.wrapped import WrappedModel
 from treeward.parallel import processes
@@ -39,6 +39,7 @@ from treeward.parallel.mesh import REPLICATE, SHARD, Mesh
 from treeward.parallel.tensor import cut
 
 _T = TypeVar("_T")
+_Model = TypeVar("_Model", bound=WrappedModel)
 _CALLED = ("heads", "features", "log_probs", "plain_logits", "within")
 """Methods of models that compute, beside `forward`."""
 
@@ -85,27 +86,28 @@ def shard(model: WrappedModel, mesh: Mesh, *, dtype: torch.dtype, cpu_offload: b
 
 @torch.no_grad()
 def plain_copy(
-    model: RewardModel, mesh: Mesh, *, saved: torch.dtype, computed: torch.dtype, device: torch.device | None
-) -> RewardModel:
+    model: _Model, mesh: Mesh, *, saved: torch.dtype, computed: torch.dtype, device: torch.device | None
+) -> _Model:
     """The model that an export of `model` in the dtype `saved` holds, without adapters, which computes in `computed`.
 
     On several processes it is sharded as the model is, and every process calls this; in one it lies on `device`.
     """
     config = copy.deepcopy(model.hf.config)
     vars(config).pop("quantization_config", None)
-    made = RewardModel(without_weights(type(model.hf), config), layout=model.layout)
+    made = type(model)(without_weights(type(model.hf), config), layout=model.layout)
     if made.last_layer is not None and model.last_layer is not None:
         made.last_layer.enabled = model.last_layer.enabled
-    made.num_known_tokens = model.num_known_tokens
+    if isinstance(model, RewardModel) and isinstance(made, RewardModel):
+        made.num_known_tokens, made.padding_token = model.num_known_tokens, model.padding_token
     made.cast(computed if mesh.devices is None else saved)
     cut(made, mesh)
     offloaded = next(model.parameters()).device.type != model.device.type
     shard(made, mesh, dtype=computed, cpu_offload=offloaded)
     made.to_empty(device="cpu" if offloaded else device or made.device)
     restore_buffers(made)
-    weights, head = made.hf.state_dict(keep_vars=True), head_name(made.hf)
+    weights = made.hf.state_dict(keep_vars=True)
     for name, _, plain in plain_weights(model):
-        put(weights[name], whole(plain(torch.float32 if name.split(".")[0] == head else saved)))
+        put(weights[name], whole(plain(torch.float32 if name.split(".")[0] in HEAD_NAMES else saved)))
     return made
 
 

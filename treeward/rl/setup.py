@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
@@ -31,6 +32,7 @@ from treeward.model.lora import AdapterReference, has_adapters
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
 from treeward.parallel import processes
 from treeward.parallel.mesh import Mesh, make_mesh
+from treeward.parallel.sharding import plain_copy
 from treeward.rl.environment_runner import EnvironmentRunner, make_environment_runner
 from treeward.rl.generation import Generator, LocalGenerator, end_ids_of, template_end_ids
 from treeward.rl.http_generation import HttpGenerator
@@ -211,7 +213,9 @@ def _make_policy(
 
     def check() -> None:
         check_positions(policy, config.policy.max_total_sequence_length)
-        check_policy(policy, first)
+        is_exact = mesh.devices is None or config.policy.precision == "float32"
+        float32: dict[str, Any] = {"saved": torch.float32, "computed": torch.float32, "device": None}
+        check_policy(policy, first, exact=None if is_exact else plain_copy(policy, mesh, **float32))
 
     adaptation = partial(adapt, policy, config.policy, seed=config.grpo.seed, checkpoint=checkpoint)
     make_ready(policy, config.policy, mesh, role="policy", adaptation=adaptation, check=check)
