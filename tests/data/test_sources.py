@@ -107,6 +107,8 @@ def test_layouts_of_json(tmp_path: Path, text: str) -> None:
     [
         ("a.jsonl", b'{"a": 1}\n{"a": \n', ":2", ["not JSON", "column"]),
         ("a.jsonl", b'{"a": 1}\n\n[{"a": 1}]\n', ":3", ["not an object", ".json"]),
+        ("a.jsonl", b'{"a": 1}\n{"a": 1, "b": 2, "a": 3}\n', ":2", ["the key 'a' is there twice"]),
+        ("a.json", b'[{"a": 1}, {"b": {"c": 1, "c": 1}}]', "", ["the key 'c' is there twice"]),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', ":2", ["UTF-8", "0xff at position 8"]),
         ("a.jsonl", gzip.compress(b'{"a": 1}', mtime=0), ":1", ["ends in .gz"]),
         ("a.jsonl", b"\n \n", "", ["no rows"]),

@@ -124,6 +124,9 @@ def test_whatever_is_sent_gets_a_documented_response(route: str, client: Any) ->
 
 def test_every_route_is_tried_and_documented(app: Any) -> None:
     document = app.openapi()["paths"]
+    for path in document:  # a path's parameter is documented, or the path is not
+        assert "{" not in path or any(one["in"] == "path" for one in document[path]["post"]["parameters"])
+    assert document["/metrics"]["get"]["responses"]["200"]["content"].keys() == {"text/plain"}
     assert {path for path, routes in document.items() if "post" in routes and "{" not in path} == set(ROUTES)
     pages = [Path(__file__).parents[2] / "docs" / name for name in ("serving.md", "nemo-gym.md")]
     text = "".join(page.read_text(encoding="utf-8") for page in pages)

@@ -252,11 +252,21 @@ def _jsonl_row(line: bytes | str, where: str) -> Row | None:
     if not text:
         return None
     try:
-        value = json.loads(text)  # NaN and Infinity become floats, which the formats refuse
+        # NaN and Infinity become floats, which the formats refuse.
+        value = json.loads(text, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits, brackets too deep
         need, fix = "one complete JSON object", "mend or remove the line"
         raise DataError(f"the line is not JSON: {error}", where=where, got=text, need=need, fix=fix) from error
     return _row(value, where)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object. Raises `ValueError` for a key that is there twice: `json` would keep its last value, silently."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {max(names, key=names.count)!r} is there twice")
+    return values
 
 
 def _lines(path: str) -> Iterator[bytes]:
@@ -288,7 +298,7 @@ def _decode(raw: bytes, where: str) -> str:
 def _json_rows(path: str, broken: Broken) -> Iterator[Row]:
     text = "".join(_texts(path))
     try:
-        value = json.loads(text) if text.strip() else []
+        value = json.loads(text, object_pairs_hook=_distinct) if text.strip() else []
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":  # an object per line
             yield from read_jsonl_stream(_lines(path), path, broken)

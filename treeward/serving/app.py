@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
 from treeward.errors import nearest_name, shown
@@ -73,7 +73,8 @@ def create_app(service: Service, *, token: str | None = None, allowed_hosts: Col
             expose_headers=["retry-after", "x-request-id"],
         )
     counters = Instrumentator(should_group_status_codes=False, registry=service.metrics.registry)
-    counters.instrument(app, metric_namespace="treeward").expose(app, tags=["operations"])
+    counters.instrument(app, metric_namespace="treeward")
+    counters.expose(app, tags=["operations"], response_class=PlainTextResponse)
     return app
 
 

@@ -27,7 +27,7 @@ from treeward.evaluation.examples import EvalExample
 
 _LENGTHS = (512, 1024, 2048, 4096, 8192)
 
-_TEXTS_FOR_TOKENIZER, _VOCABULARY = 6000, 8192
+_TEXTS_FOR_TOKENIZER, _CHARACTERS_FOR_TOKENIZER, _VOCABULARY = 6000, 10_000, 8192
 
 
 def open_sets(configs: Sequence[DatasetConfig]) -> tuple[RowDataset, ...]:
@@ -42,7 +42,8 @@ def own_renderer(streams: Sequence[RowDataset], **template: Any) -> Renderer:
     """
     for stream in streams:
         stream.broken = lambda error: None
-    tokenizer = train_tokenizer(islice(texts_of(streams), _TEXTS_FOR_TOKENIZER), vocab_size=_VOCABULARY)
+    texts = (text[:_CHARACTERS_FOR_TOKENIZER] for text in islice(texts_of(streams), _TEXTS_FOR_TOKENIZER))
+    tokenizer = train_tokenizer(texts, vocab_size=_VOCABULARY)
     return Renderer(tokenizer, **template)
 
 

@@ -18,7 +18,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from treeward.data.datasets import RowDataset
 from treeward.data.encoding import Rules, Ties, encode_rows, portions
-from treeward.data.preference import Message, Preference, last_text
+from treeward.data.preference import Message, Messages, Preference, last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 from treeward.evaluation.diagnostics.biases import markdown_density
@@ -34,6 +34,8 @@ from treeward.evaluation.examples import EvalExample
 
 MOST_KEPT = 1000
 """Errors of broken rows, and rows of a finding, that are kept; all are counted."""
+_MOST_CHARACTERS = 2**20
+"""A longer text is read as far as this: it is beyond all limits, and to count the tokens of 50 MB took a minute."""
 
 _REFUSAL = re.compile(
     r"\b(?:sorry|apologi[sz]e|unable to|I (?:can(?:'|’)?t|cannot|won(?:'|’)t)|as an AI)\b", re.IGNORECASE
@@ -118,10 +120,17 @@ def rows_of(streams: Iterable[RowDataset], data: DataRead | None = None) -> Iter
     for stream in streams:
         stream.broken = data.broken
         try:
-            yield from stream
+            for preference, where in stream:
+                ends = tuple(replace(one, messages=_shortened(one.messages)) for one in preference.completions)
+                yield replace(preference, context=_shortened(preference.context), completions=ends), where
         except DataError as error:  # of the file, not of one row
             data.broken(error)
             data.stopped.append(stream.name)
+
+
+def _shortened(messages: Messages) -> Messages:
+    most = _MOST_CHARACTERS
+    return tuple(m | {"content": m["content"][:most]} if len(m.get("content") or "") > most else m for m in messages)
 
 
 def examples_of(stream: RowDataset, data: DataRead) -> Iterator[EvalExample]:

@@ -97,7 +97,7 @@ async def verify(body: VerifyBody, request: Request, server: Server) -> Response
 
 
 @sessions.post("/seed_session", summary="Begin a session", response_model=dict[str, str])
-@sessions.post(ROLLOUT_PREFIX + "/seed_session", response_model=dict[str, str])
+@sessions.post(ROLLOUT_PREFIX + "/seed_session", include_in_schema=False)
 async def seed_session(
     resources_session_id: Annotated[str | None, Field(min_length=1), FromBody(embed=True)] = None,
 ) -> JSON:
@@ -129,7 +129,7 @@ async def reverify_mode() -> JSON:
 
 router.include_router(sessions)
 router.include_router(_verify)
-router.include_router(_verify, prefix=ROLLOUT_PREFIX)
+router.include_router(_verify, prefix=ROLLOUT_PREFIX, include_in_schema=False)
 
 
 def parse(given: Mapping[str, Any], model: ServedModel) -> Conversation:
