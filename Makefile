@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# pip takes the build of torch that this machine has; the rest is a matter of seconds with uv.
+INSTALL := $(PIP) torch uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 # An environment that `uv run` has made has no pip.
 MAKE_VENV := test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); $(BIN)/python -m ensurepip --default-pip > /dev/null
 # One thread for each of two test processes: tiny models gain nothing from more.
@@ -21,12 +23,12 @@ env-dev: $(VENV)/.ready-dev
 
 $(VENV)/.ready: constraints.txt pyproject.toml
 	$(MAKE_VENV)
-	$(PIP) --editable '.[math]'
+	$(INSTALL) --editable '.[math]'
 	touch $@
 
 $(VENV)/.ready-dev: constraints.txt pyproject.toml
 	$(MAKE_VENV)
-	$(PIP) --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	touch $@ $(VENV)/.ready
 
 quickstart: env

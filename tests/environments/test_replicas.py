@@ -152,6 +152,7 @@ def test_errors_reach_the_caller(ray: Any, tmp_path: Any) -> None:
     assert ray.get(unfit.shutdown.remote())
 
 
+@pytest.mark.slow
 def test_places_in_a_cluster(ray: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     need: dict[str, Any] = {"gpus": 2, "what": "the model", "where": "env", "field": "resources", "seconds": 0.1}
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 3.0})

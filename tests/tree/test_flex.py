@@ -69,7 +69,7 @@ MASKS = {"causal": causal_mask_function, "window": sliding_window_causal_mask_fu
 
 
 @pytest.mark.parametrize("function", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))])
 def test_blocks_and_rule_are_the_mask(seed: int, function: Callable[..., Any]) -> None:
     """What the kernel computes: full blocks without the rule, partial ones with it, and nothing elsewhere."""
     batch = TreeBatch.from_groups(random_forest(seed)).padded()
@@ -162,9 +162,8 @@ def test_rows_have_few_lengths() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt_oss", "gpt2"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2"])
 def test_a_decoder_layer_is_one_graph(family: str, eager_flex: None) -> None:
     """Forward and backward without a break; all layers of a kind share it, and rows of every length."""
     plain, model = tiny_model(family), flex_model(family)
