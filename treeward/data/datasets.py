@@ -164,10 +164,8 @@ class RowDataset(RowSource):
 
     def _is_of_other_part(self, preference: Preference) -> bool:
         """By the prompt alone, so that no prompt is in both parts, and none moves when the data grows."""
-        share, prompt = (
-            float(self.config.split_validation_size),
-            preference.context or preference.completions[0].messages,
-        )
+        share: float = self.config.split_validation_size
+        prompt = preference.context or preference.completions[0].messages
         text = json.dumps([self.config.seed, prompt], sort_keys=True, default=repr)
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         is_held_out = int.from_bytes(digest) < share * 2**64

@@ -122,14 +122,7 @@ def load_reward_model(
         if name_of_child != head_name(hf) and any(kept in name_of_child for kept in _HEADS):
             child.to(dtype)  # transformers matches parts of names: pre_classifier as well
     if new_head and head_seed is None:
-        architecture = ", ".join(config.architectures or ["an unknown architecture"])
-        lost = new_head if published is None else [published.stored_name(config, one) for one in new_head]
-        raise ModelError(
-            "this checkpoint has no reward head: its scores would be random",
-            where=str(name),
-            got=f"{architecture}, without {', '.join(lost[:3])}",
-            fix=f"train one: treeward train --config FILE policy.model_name={name}" if published is None else None,
-        )
+        raise _no_head_error(str(name), config, new_head, published)
     if new_head:
         initialise_head(hf, seed=head_seed or 0, std=head_std)
     if published is not None:
@@ -142,6 +135,19 @@ def load_reward_model(
                        "last token of conversations, and so will be its export.", tokenizer.decode([pad]))  # fmt: skip
     model.num_known_tokens = num_known_tokens
     return Loaded(model, tokenizer)
+
+
+def _no_head_error(
+    name: str, config: PreTrainedConfig, missing: Sequence[str], published: Adapter | None
+) -> ModelError:
+    architecture = ", ".join(config.architectures or ["an unknown architecture"])
+    lost = missing if published is None else [published.stored_name(config, one) for one in missing]
+    return ModelError(
+        "this checkpoint has no reward head: its scores would be random",
+        where=name,
+        got=f"{architecture}, without {', '.join(lost[:3])}",
+        fix=f"train one: treeward train --config FILE policy.model_name={name}" if published is None else None,
+    )
 
 
 def _to_be_filled(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -93,6 +93,13 @@ class RewardModel(WrappedModel):
         """Tokens at whose last occurrence the head reads too; None for a head that reads at the last token alone."""
         pattern: tuple[int, ...] | None = getattr(self.head, "gate_pattern", None)
         return pattern
+
+    @property
+    def read_position(self) -> Literal["last token", "before padding", "pooled"]:
+        """Where in a conversation the score is read, as `ReadContract.position` says it."""
+        if self.layout == "encoder":
+            return "pooled"
+        return "last token" if self.padding_token is None else "before padding"
 
     def until_padding(self, ids: TokenIds) -> TokenIds:
         """A sequence up to the token at which its score is read."""

@@ -245,11 +245,7 @@ def _signed(
         treeward_version=VERSION,
         rendering=_rendering(renderer, folder, raw_pad_token_id(config), measured.golden),
         read=ReadContract(
-            position="pooled"
-            if model.layout == "encoder"
-            else "last token"
-            if model.padding_token is None
-            else "before padding",
+            position=model.read_position,
             plain_transformers=measured.is_plain,
             token=renderer.read_token,
         ),

@@ -133,9 +133,8 @@ def set_up(
         progress=show_progress,
     )
 
-    names = _training_names(config.data.train)
-
     def encode_all() -> tuple[dict[str, EncodedDataset], dict[str, EncodedDataset]]:
+        names = _training_names(config.data.train)
         training_sets = {name: encode(stream) for name, stream in zip(names, streams, strict=True)}
         for i, label in enumerate(config.policy.reward_model_cfg.labels):
             if not any(np.isfinite(one.grades[:, i]).any() for one in training_sets.values()):
