@@ -250,6 +250,8 @@ def test_a_pasted_conversation_is_read_and_other_text_is_not(visit: Visits) -> N
 
 def test_completions_without_a_score_or_text(visit: Visits, url: str) -> None:
     page = visit()
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Clear").click()
     page.get_by_role("button", name="Score").click()
     expect(page.locator("#trouble")).to_have_text("There is no completion to score: write one.")
     expect(page.locator("#results")).to_be_hidden()
