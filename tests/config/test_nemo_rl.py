@@ -29,6 +29,23 @@ def test_the_keys_of_its_files_of_august_2026_are_known(name, caplog):
     assert "unknown keys" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "policy.generation.temperature=0.6",  # the file's validation samples with ${.temperature}
+        "policy.generation.top_k=50",
+        "checkpointing.model_save_format=null",
+        "++policy.dtensor_cfg.expert_parallel_size=8",
+        "++policy.dtensor_cfg.moe_parallelizer={ignore_router_for_ac: true}",
+        "++policy.generation.vllm_cfg.enable_expert_parallel=true",
+        "policy.dtensor_cfg.lora_cfg={enabled: true, match_all_linear: false, exclude_modules: ['*out_proj*']}",
+    ],
+)
+def test_what_its_recipes_change_is_known(override, caplog):
+    load_grpo_config(FILES / "2026-08" / "grpo_math_1B.yaml", [override])
+    assert "unknown keys" not in caplog.text
+
+
 NEWER = {
     "policy.generation": {"use_streams": True, "wholly_new": {"inside": 1}},
     "cluster": {"fabric": None},
@@ -133,11 +150,12 @@ def test_newer_names_mean_ours():
     assert config.grpo.num_val_generations == 4
 
 
-def test_a_section_may_replace_that_of_the_defaults(tmp_path):
+def test_a_section_may_replace_that_of_the_defaults(tmp_path, caplog):
     config = load_grpo_config(FILES / "multiple.yaml")
+    assert "unknown keys" not in caplog.text
     assert parts(config.data.train) == [("OpenMathInstruct-2", "train", 0.05), ("DeepScaler", None, 0.0)]
-    assert [one.name for one in config.data.validation] == ["default", "held_out"]
-    assert [one.dataset_name for one in config.data.validation] == ["AIME2024", "OpenMathInstruct-2"]
+    assert [one.name for one in config.data.validation] == ["AIME2024", "DAPOMathAIME2024", "held_out"]
+    assert [one.dataset_name for one in config.data.validation[1:]] == ["DAPOMathAIME2024", "OpenMathInstruct-2"]
     text = f"defaults: {FILES}/grpo_math_1B.yaml\ngrpo: {{environments: math}}\n"
     text += "data: {train: {data_path: t}, validation: {data_path: v}, _override_: true}\n"
     (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
@@ -160,6 +178,10 @@ def test_a_section_may_replace_that_of_the_defaults(tmp_path):
         ("policy.reward_model_cfg.enabled=true", "policy.reward_model_cfg.enabled"),
         ("reward_penalties.penalize_unwanted_tokens=true", "reward_penalties"),
         ("data_plane.enabled=true", "data_plane.enabled"),
+        ("++data.use_multiple_dataloader=true", "data.use_multiple_dataloader"),
+        ("++policy.generation.val_temperature=0.6", "policy.generation.val_temperature"),
+        ("++policy.generation.val_top_p=0.95", "policy.generation.val_top_p"),
+        ("++policy.generation.val_top_k=50", "policy.generation.val_top_k"),
     ],
 )
 def test_what_cannot_be_done_is_refused_where_it_is_switched_on(override, field):

@@ -90,7 +90,10 @@ BRIEF = tuple({"role": "system", "content": text} for text in ("Be brief.", "In 
             for key in ("prompt", "context")
             for prompt in ("2 + 3?", [*SUM])
         ),
-        ("PromptDataset", VERL, SUM, {**OF_VERL, "ground_truth": "5", "split": "train", "index": 7}),
+        *(
+            (name, VERL, SUM, {**OF_VERL, "ground_truth": "5", "split": "train", "index": 7})
+            for name in ("PromptDataset", "DAPOMath17K", "DAPOMathAIME2024")
+        ),
         ("PromptDataset", GYM, (*BRIEF, *SUM), OF_GYM),
     ],
 )

@@ -153,6 +153,7 @@ def test_which_layers_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
     assert names(**only, target_modules=("*.0.mlp.*", "v_proj")) == {
         name for name in attention | dense if "0.mlp" in name or "v_proj" in name
     }
+    assert names(**only, exclude_modules=("*.mlp.*",)) == attention
     assert names(**only, target_modules=("lm_head",)) == {"lm_head"}
     deep = names("deepseek_v3")  # what has the names of experts is left out
     assert deep and not any("mlp" in name for name in deep)

@@ -48,7 +48,8 @@ class SetConfig(Strict):
     dataset_name: str
     """Name of a format, or the dotted path of a class."""
     name: Annotated[str | None, Field(pattern=r"^[^\s/]+$")] = None
-    """Name of a validation set, for its metrics `validation-<name>/...`. The only unnamed one is called `default`."""
+    """Name of a validation set, for its metrics `validation-<name>/...`. The only unnamed one is called `default`,
+    several are called by their `dataset_name`."""
     data_path: str | None = None
     """A file (jsonl, json, csv or tsv, also gzipped; parquet, arrow), a `save_to_disk` folder, or a hub name."""
     split: str | None = None

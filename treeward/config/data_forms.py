@@ -48,7 +48,7 @@ PROMPT_SETS: Mapping[str, Splits] = {
     "ResponseDataset": {},
     **dict.fromkeys(("OpenMathInstruct-2", "OpenMathInstruct2"), {None: None}),
     "DeepScaler": {None: None},
-    "AIME2024": {None: "train", "default": "train"},
+    **dict.fromkeys(("AIME2024", "DAPOMathAIME2024", "DAPOMath17K"), {None: "train", "default": "train"}),
     "Bundled": {None: "train", "default": "validation"},
 }
 
@@ -147,11 +147,13 @@ def _with_own_split(block: Block, own_splits: Mapping[str, Splits], *, is_train:
 
 
 def _with_names(validation: list[Block]) -> list[Block]:
+    """A set without a name is called `default`; several are called by their datasets."""
     unnamed = [i for i, block in enumerate(validation) if block.get("name") is None]
-    if len(unnamed) > 1:
-        field, need = f"validation[{unnamed[1]}].name", "a name for each; only one may have none, and is called default"
+    names = {i: validation[i].get("dataset_name") or "default" for i in unnamed} if unnamed[1:] else {}
+    if len(set(names.values())) < len(names):
+        field, need = f"validation[{unnamed[1]}].name", "a name for each of those with the same dataset_name"
         raise ConfigError("several validation sets have no name", field=field, got="no name", need=need)
-    return [{**block, "name": "default"} if i in unnamed else block for i, block in enumerate(validation)]
+    return [{**block, "name": names.get(i, "default")} if i in unnamed else block for i, block in enumerate(validation)]
 
 
 def _mapping(value: Any, field: str, need: str) -> Mapping[str, Any]:

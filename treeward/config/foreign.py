@@ -53,7 +53,8 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "token_capture": "remove the section; grpo.num_logged_samples keeps completions for the report",
     },
     "GenerationConfig": _unread(
-        "sglang_* mcore_generation_config port_range_* real_quant_* refit_* val_temperature val_top_?"
+        "sglang_* mcore_generation_config port_range_* real_quant_* refit_* use_async_rollouts "
+        "val_temperature val_top_?"
     ),
     "LoggerConfig": _unread("num_val_samples_to_print monitor_gpus gpu_monitoring swanlab")
     | {"swanlab_enabled": "set it to false; enable tensorboard, wandb or mlflow, metrics.jsonl is always written"},
@@ -71,7 +72,8 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "positive_example_nll_weight": "set it to 0, and fine-tune the policy on examples first",
         "truncated_importance_sampling_ratio_min": "set it to null: only large weights are cut, as tis does",
     },
-    "PromptDataConfig": _unread("num_workers use_multiple_dataloader"),
+    "PromptDataConfig": _unread("num_workers num_prompts_per_dataloader custom_dataloader")
+    | {"use_multiple_dataloader": "set it to false; data.train[i].weight says how often each set comes"},
     "PromptSetConfig": _unread("repeat download_dir"),
     "RewardModelEnvironmentConfig": _unread(
         "logprob_batch_size logprob_chunk_size offload_optimizer_for_logprob generation max_grad_norm "
@@ -85,7 +87,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "lora_cfg": "set lora_cfg.enabled=false; merge adapters into their model with peft's merge_and_unload, and "
         "give that folder as model_name"
     },
-    "ShardingConfig": _unread("_v2 automodel_kwargs clear_cache_every_n_steps env_vars"),
+    "ShardingConfig": _unread("_v2 automodel_kwargs clear_cache_every_n_steps env_vars expert_parallel_size moe_*"),
     "TrainedModelConfig": _unread(
         "logprob_batch_size offload_optimizer_for_logprob make_sequence_length_divisible_by refit_buffer_size_gb"
     )
@@ -95,7 +97,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
     },
     "TokenizerConfig": _unread("use_fast*"),
     "VllmConfig": _unread(
-        "async_engine cap_max_tokens_to_context enable_vllm_metrics_logger expose_http_server load_format "
+        "async_engine cap_max_tokens_to_context enable_* env_vars expose_http_server http_server_* load_format "
         "logprobs_mode num_first_layers_in_bf16 num_last_layers_in_bf16 skip_tokenizer_init use_deep_gemm use_tqdm "
         "vllm_metrics_logger_interval *_refit_* reset_*_after_weight_update"
     ),

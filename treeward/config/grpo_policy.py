@@ -9,12 +9,14 @@ With `backend: vllm`, `sglang` or `openai` and a `url`, a server samples, and ge
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from treeward.config.base import Period, Strict, TextOrTexts
 from treeward.config.policy import TrainedModelConfig
+from treeward.errors import ConfigError
 
 
 class EngineResourcesConfig(Strict):
@@ -105,6 +107,19 @@ class GenerationConfig(Strict):
     vllm_kwargs: dict[str, Any] = {}
     """Further arguments of `vllm.LLM`, passed on as they are."""
     colocated: ColocatedConfig = ColocatedConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _samples_alike(cls, raw: Any) -> Any:
+        """Accept NeMo RL's settings of the validation's sampling where they are those of the training's."""
+        for key in ("temperature", "top_p", "top_k") if isinstance(raw, Mapping) else ():
+            value = raw.get(key, cls.model_fields[key].default)
+            if (other := raw.get(f"val_{key}", value)) != value:
+                need, fix = f"{key}, as in training", f"set policy.generation.val_{key} to {key}, or remove it"
+                raise ConfigError(
+                    "validation cannot sample in another way", field=f"val_{key}", got=other, need=need, fix=fix
+                )
+        return raw
 
     @property
     def weight_sync_method(self) -> str:

@@ -73,7 +73,8 @@ class LoraConfig(Strict):
     match_all_linear: bool = True
     """Adapt every linear layer but the output layer and those of `exclude_modules`."""
     target_modules: tuple[str, ...] = ()
-    """With `match_all_linear: false`: the layers, by the last part of a name (`q_proj`) or patterns (`*.mlp.*`)."""
+    """With `match_all_linear: false`: the layers, by the last part of a name (`q_proj`) or patterns (`*.mlp.*`). Empty:
+    all but those of `exclude_modules`."""
     exclude_modules: tuple[str, ...] = ()
     """Layers that are not adapted, in the same form."""
     lora_A_init: Literal["xavier", "uniform"] = "xavier"
@@ -83,8 +84,9 @@ class LoraConfig(Strict):
 
     def check(self) -> None:
         self.refuse(self.enabled and self.dropout, "dropout", "0: nothing is random in a forward pass here")
-        is_wrong = self.enabled and self.match_all_linear == bool(self.target_modules)
-        need = "match_all_linear: true, or false with layers in target_modules, as [q_proj, v_proj]"
+        names_layers = self.target_modules or (self.exclude_modules and not self.match_all_linear)
+        is_wrong = self.enabled and self.match_all_linear == bool(names_layers)
+        need = "match_all_linear: true, or false with layers in target_modules, as [q_proj, v_proj], or exclude_modules"
         self.refuse(is_wrong, "target_modules match_all_linear", need)
 
 

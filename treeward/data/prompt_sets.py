@@ -193,6 +193,20 @@ class Aime2024(DeepScaler):
     hub_path = "HuggingFaceH4/aime_2024"
 
 
+@register_prompt_dataset("DAPOMath17K")
+class DapoMath17K(PromptDataset):
+    """BytedTsinghua-SIA/DAPO-Math-17k, or a copy of it: verl's rows."""
+
+    hub_path = "BytedTsinghua-SIA/DAPO-Math-17k"
+
+
+@register_prompt_dataset("DAPOMathAIME2024")
+class DapoMathAime2024(DapoMath17K):
+    """BytedTsinghua-SIA/AIME-2024, or a copy of it: AIME's problems in DAPO's words, each 32 times."""
+
+    hub_path = "BytedTsinghua-SIA/AIME-2024"
+
+
 @register_prompt_dataset("Bundled")
 class BundledPrompts(RowPrompts):
     """The prompts of the data that comes with treeward: `train`, `validation` or `length_controlled`, each once.

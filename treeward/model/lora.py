@@ -322,7 +322,7 @@ def _chosen_layers(model: WrappedModel, config: LoraConfig) -> dict[str, nn.Modu
     convert_peft_config_for_transformers(known, model=model.hf, conversions=None)
     tied = {name for name, layer in linear.items() if layer.weight is model.hf.get_input_embeddings().weight}
     fit = {name for name in set(known.target_modules or ()) - tied if whole.isdisjoint(name.split("."))}
-    if config.match_all_linear:
+    if not config.target_modules:
         head = model.head if isinstance(model, PolicyModel) else None
         wanted = {name for name in fit & linear.keys() if linear[name] is not head}
     else:
