@@ -1,6 +1,6 @@
 """Time and memory of `treeward check-data` on generated comparisons.
 
-    python benchmarks/check_data.py [--rows 10_000 100_000 1_000_000] [--cross-validate]
+    python benchmarks/check_data.py [--rows 10_000 100_000 1_000_000]
 
 The rows are those of the bundled data, over and over with a number in each prompt, so that no two are the same: 2.4
 completions of 43 tokens on average. Each file is checked by a process of its own, whose peak memory is
@@ -26,16 +26,14 @@ from treeward.tables import Column, results_table
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="ascending")
-    parser.add_argument("--cross-validate", action="store_true")
     arguments = parser.parse_args()
-    more = ["--cross-validate"] if arguments.cross_validate else []
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         for count in arguments.rows:
             path = Path(folder) / f"{count}.jsonl"
             write_rows(path, count)
             start = time.perf_counter()
-            command = [sys.executable, "-m", "treeward", "check-data", str(path), "--out", folder, *more]
+            command = [sys.executable, "-m", "treeward", "check-data", str(path), "--out", folder]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             seconds = time.perf_counter() - start
             peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6  # of the largest of them so far

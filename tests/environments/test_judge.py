@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from treeward.data.rendering import Renderer
 from treeward.environments.interface import DETAILS, EnvironmentReturn
 from treeward.environments.judge import JudgeEnvironment
-from treeward.environments.verdicts import TokenChoice, Verdict, make_question, read, read_tokens
+from treeward.environments.verdicts import TokenChoice, make_question, read, read_tokens
 from treeward.errors import ConfigError, ModelError
 
 
@@ -94,38 +94,27 @@ def test_a_completion_cannot_forge_the_verdict(endpoint: FakeJudge) -> None:
     assert len({tag for (tag,) in tags}) == 2  # no tag can be known beforehand
 
 
-def value(verdict: Verdict | None) -> float | None:
-    return None if verdict is None else verdict.values[0]
-
-
 def test_verdicts_are_read_strictly() -> None:
     config = JudgeEnvironment({"base_url": "http://127.0.0.1:1/v1", "model": "m", "api_key_env": None}).config
-    readings = {
-        "Rating: [[7]]": 7,
-        "Rating: [[7.5]]\n": 7.5,
-        "Rating: [[3]] no, Rating: [[4]]": 4,
-        "Rating: [[11]]": None,
-        "Rating: [[0]]": None,
-        "Rating: [[5]] or rather Rating: [[-1]]": None,
-        "Rating: 7": None,
-        "[[7]]": None,
-        "I would say seven": None,
-        "": None,
+    of_modes: dict[str, dict[str, float | None]] = {
+        "rating": {
+            "Rating: [[7]]": 7,
+            "Rating: [[7.5]]\n": 7.5,
+            "Rating: [[3]] no, Rating: [[4]]": 4,
+            "Rating: [[11]]": None,
+            "Rating: [[0]]": None,
+            "Rating: [[5]] or rather Rating: [[-1]]": None,
+            "Rating: 7": None,
+            "[[7]]": None,
+            "I would say seven": None,
+            "": None,
+        },
+        "pairwise": {"[[A]]": 1, "[[B]]": 0, "[[C]]": 0.5, "[[A]] ... [[B]]": 0, "A": None, "[[D]]": None, "[A]": None},
+        "equivalence": {"[[A=B]]": 1, "[[A!=B]]": 0, "[[A]]": None},
     }
-    assert {text: value(read(text, 1, config)) for text in readings} == readings
-    pairwise = config.model_copy(update={"mode": "pairwise"})
-    readings = {"[[A]]": 1, "[[B]]": 0, "[[C]]": 0.5, "[[A]] ... [[B]]": 0, "A": None, "[[D]]": None, "[A]": None}
-    assert {text: value(read(text, 2, pairwise)) for text in readings} == readings
-    groupwise = config.model_copy(update={"mode": "groupwise"})
-    readings = {
-        "Ratings: [[7, 1, 10]]": (7, 1, 10),
-        "Ratings: [[7,1,10]] Ratings: [[1, 2, 3]]": (1, 2, 3),
-        "Ratings: [[7, 1]]": None,
-        "Ratings: [[7, 1, 10, 3]]": None,
-        "Ratings: [[7, 0, 10]]": None,
-        "Ratings: 7, 1, 10": None,
-    }
-    assert {text: (found := read(text, 3, groupwise)) and found.values for text in readings} == readings
+    for mode, readings in of_modes.items():
+        verdicts = {text: read(text, config.model_copy(update={"mode": mode})) for text in readings}
+        assert {text: verdict and verdict.value for text, verdict in verdicts.items()} == readings
 
 
 def test_garbage_is_asked_about_once_more_and_then_no_reward(endpoint: FakeJudge) -> None:
@@ -233,56 +222,34 @@ def components(result: EnvironmentReturn) -> list[dict[str, float]]:
     return [one[DETAILS]["components"] for one in result.metadata]
 
 
-def test_a_tournament_cancels_what_a_position_is_worth(endpoint: FakeJudge) -> None:
+def test_neighbours_are_compared_in_both_orders_and_the_worth_of_a_position_cancels(endpoint: FakeJudge) -> None:
     qualities = {"a": 3.0, "b": 2.0, "c": 1.0, "d": 2.0}
     logs, infos = [chat(text) for text in qualities], [{}] * 4
     endpoint.answer = biased(qualities, 0.0)
-    fair = judge(endpoint, mode="tournament").step(logs, infos)
+    fair = judge(endpoint, mode="pairwise").step(logs, infos)
     assert fair.rewards.tolist() == pytest.approx([1, 0.5, 0, 0.5])
-    assert len(endpoint.requests) == 4 * 3
+    circle = ["ab", "bc", "cd", "da"]
+    shown = sorted("".join(places(request)) for request in endpoint.requests)
+    assert shown == sorted([*circle, *(pair[::-1] for pair in circle)])
     assert [one["position_bias"] for one in components(fair)] == [0] * 4
-    endpoint.answer = biased(qualities, 1.5)  # more than a difference of one, less than one of two
-    favoured = judge(endpoint, mode="tournament").step(logs, infos)
-    # b against a, c and d: first 1, last 0 in each; a wins both orders against c
-    assert favoured.rewards.tolist() == pytest.approx([4 / 6, 0.5, 2 / 6, 0.5])
-    assert [one["position_bias"] for one in components(favoured)] == pytest.approx([2 / 3, 1, 2 / 3, 1])
-    assert [one["inconsistent"] for one in components(favoured)] == pytest.approx([2 / 3, 1, 2 / 3, 1])
+    endpoint.answer = biased(qualities, 1.5)  # more than the difference of any neighbours
+    favoured = judge(endpoint, mode="pairwise").step(logs, infos)
+    assert favoured.rewards.tolist() == [0.5] * 4
+    assert [one["position_bias"] for one in components(favoured)] == [1] * 4
+    assert [one["inconsistent"] for one in components(favoured)] == [1] * 4
 
 
 def test_groups_are_of_one_prompt_or_as_the_loop_says(endpoint: FakeJudge) -> None:
-    endpoint.answer = biased({"a": 1.0, "b": 0.0}, 0.0)
-    environment = judge(endpoint, mode="tournament")
+    endpoint.answer = biased({"a": 1.0, "b": 0.0, "five": 0.5}, 0.0)
+    environment = judge(endpoint, mode="pairwise")
     logs = [chat("a"), chat("a", "3 + 3?"), chat("b"), chat("b", "3 + 3?"), chat("a", "alone"), chat(None)]
     result = environment.step(logs, [{}] * 6)
     assert result.rewards.tolist()[:4] == [1, 1, 0, 0] and len(endpoint.requests) == 4
     assert "the only one of its prompt" in str(errors(result)[4]) and errors(result)[5] is not None
     apart = environment.step([chat("a"), chat("b")] * 2, [{"reward_group": i} for i in ("x", "x", "y", "y")])
     assert apart.rewards.tolist() == [1, 0, 1, 0] and len(endpoint.requests) == 8
-
-
-def test_a_group_is_rated_in_one_question_and_turned(endpoint: FakeJudge) -> None:
-    qualities = {"a": 9, "b": 5, "c": 3, "d": 1}
-
-    def answer(request: dict[str, Any]) -> str:
-        shown = places(request)
-        return f"Ratings: [[{', '.join(str(qualities[text] + (i == 0)) for i, text in enumerate(shown))}]]"
-
-    endpoint.answer = answer
-    logs = [chat(text) for text in qualities]
-    result = judge(endpoint, mode="groupwise", num_orders=4).step(logs, [{}] * 4)
-    assert sorted(tuple(places(request)) for request in endpoint.requests) == [
-        tuple("abcd"),
-        tuple("bcda"),
-        tuple("cdab"),
-        tuple("dabc"),
-    ]
-    ratings = [quality + 1 / 4 for quality in qualities.values()]
-    assert [one["rating"] for one in components(result)] == ratings
-    assert result.rewards.tolist() == pytest.approx([(rating - 1) / 9 for rating in ratings])
-    assert [one["position_bias"] for one in components(result)] == pytest.approx([1 / 9] * 4)
-    twice = judge(endpoint, mode="groupwise").step([*logs, chat("a", "alone")], [{}] * 5)
-    assert [tuple(places(request)) for request in endpoint.requests[4:]].count(tuple("cdab")) == 1
-    assert len(endpoint.requests) == 4 + 2 + 1 and twice.rewards[4].item() == pytest.approx(1.0)
+    mixed = environment.step([chat("a"), chat("b"), chat("b")], [{"reference_answers": "five"}, {}, {}])
+    assert mixed.rewards.tolist() == [1, 0.5, 0.5] and len(endpoint.requests) == 12
 
 
 def test_the_majority_of_several_samples(endpoint: FakeJudge) -> None:
@@ -325,42 +292,36 @@ def with_tokens(*written: Any) -> tuple[int, dict[str, Any]]:
     return 200, body
 
 
-def test_log_probabilities_make_expected_values(endpoint: FakeJudge) -> None:
-    verdict = with_tokens("It is [[B]], no: ", "[[", {"A": 0.6, "B": 0.2, "C": 0.1, "Hm": 0.1}, "]]")
+def test_log_probabilities_make_expected_ratings(endpoint: FakeJudge) -> None:
+    verdict = with_tokens("Rating: [[3]], no: ", "Rating: [[", {"7": 0.6, "9": 0.2, "0": 0.1, "Hm": 0.1}, "]]")
     endpoint.answer = lambda request: verdict
-    environment = judge(endpoint, mode="pairwise", use_logprobs=True)
-    result = environment.step([chat("four")], [{"reference_answers": "five"}])
-    first = (0.6 + 0.05) / 0.9
-    assert result.rewards.tolist() == pytest.approx([0.5])  # it prefers the first place, whoever stands there
-    found = components(result)[0]
-    assert (found["forward"], found["swapped"]) == pytest.approx((first, 1 - first))
-    assert found["label_mass"] == pytest.approx(0.9) and found["inconsistent"] == 1
+    environment = judge(endpoint, use_logprobs=True, highest_rating=9)
+    result = environment.step([chat("four")], [{}])
+    rating = (0.6 * 7 + 0.2 * 9) / 0.8  # 0 is not on the scale
+    assert result.rewards.tolist() == pytest.approx([(rating - 1) / 8])
+    assert components(result)[0] == pytest.approx({"rating": rating, "label_mass": 0.8})
     assert (endpoint.requests[0]["logprobs"], endpoint.requests[0]["top_logprobs"]) == (True, 20)
-    endpoint.answer = lambda request: "[[A]]"  # an endpoint that sends none
-    result = environment.step([chat("four")], [{"reference_answers": "five"}])
-    assert components(result)[0]["forward"] == 1 and "label_mass" not in components(result)[0]
+    endpoint.answer = lambda request: "Rating: [[5]]"  # an endpoint that sends none
+    assert components(environment.step([chat("four")], [{}]))[0] == {"rating": 5}
 
 
-def test_labels_are_found_however_the_tokenizer_cuts_them() -> None:
-    def means(mode: str, num_places: int, *written: Any) -> tuple[float, ...] | None:
-        section = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "api_key_env": None, "highest_rating": 9}
-        config = JudgeEnvironment({**section, "mode": mode, "use_logprobs": True}).config
+def test_ratings_are_found_however_the_tokenizer_cuts_them() -> None:
+    section = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "api_key_env": None, "highest_rating": 9}
+    config = JudgeEnvironment({**section, "use_logprobs": True}).config
+
+    def mean(*written: Any) -> float | None:
         choices = [
             TokenChoice(one["token"], {top["token"]: top["logprob"] for top in one["top_logprobs"]})
             for one in tokens(*written)
         ]
-        found = read_tokens(choices, num_places, config)
-        return None if found is None else found.values
+        verdict = read_tokens(choices, config)
+        return verdict and verdict.value
 
-    assert means("pairwise", 2, {" [[A": 0.75, " [[B": 0.25, "A": 1e-9}, "]]") == pytest.approx((0.75, 0.25))
-    assert means("pairwise", 2, "[[", {"B]]": 0.5, "A]]": 0.25, "AB": 0.25}) == pytest.approx((1 / 3, 2 / 3))
-    same = means("equivalence", 2, "[[A", {"!=": 0.7, "=B": 0.2, "=": 0.1}, "B]]")
-    assert same == pytest.approx((0.3, 0.3))
-    assert means("rating", 1, "Rating: [[", {"7": 0.5, "9": 0.5}, "]]") == pytest.approx((8.0,))
-    ratings = means("groupwise", 2, "Ratings", ": [[", {"7": 0.5, "9": 0.5}, ",", {" 2": 0.9, " 4": 0.1}, "]]")
-    assert ratings == pytest.approx((8.0, 2.2))
-    assert means("rating", 1, "Rating: [[", "7", ".5", "]]") is None
-    assert means("rating", 1, "Rating: [[", {"x": 0.5}, "]]") is None
+    assert mean("Rating: [[", {"7": 0.5, "9": 0.5}, "]]") == pytest.approx(8)
+    assert mean("Rating:", {" [[7": 0.75, " [[3": 0.25, "7": 1e-9}, "]]") == pytest.approx(6)
+    assert mean("Rating: [[", {"7]]": 0.5, "9]]": 0.25, "75": 0.25}) == pytest.approx((0.5 * 7 + 0.25 * 9) / 0.75)
+    assert mean("Rating: [[", "7", ".5", "]]") is None
+    assert mean("Rating: [[", {"x": 0.5}, "]]") is None
 
 
 @pytest.mark.parametrize(
@@ -368,9 +329,8 @@ def test_labels_are_found_however_the_tokenizer_cuts_them() -> None:
     [
         ({"num_samples": 3}, "num_samples"),
         ({"use_logprobs": True}, "highest_rating"),
-        ({"base_url": None, "mode": "groupwise", "use_logprobs": True, "highest_rating": 5}, "mode"),
-        ({"mode": "groupwise", "template": "{completion_a}"}, "template"),
-        ({"num_orders": 0}, "num_orders"),
+        ({"mode": "pairwise", "use_logprobs": True, "highest_rating": 5}, "mode"),
+        ({"mode": "pairwise", "template": "{completion_a}"}, "template"),
     ],
 )
 def test_settings_that_cannot_be(section: dict[str, Any], field: str) -> None:
@@ -414,37 +374,18 @@ def by_hand(folder: Path, question: str, labels: list[str]) -> list[float]:
     return torch.stack(found).softmax(0).tolist()
 
 
-def test_a_model_in_the_process_gives_the_probability_of_each_label(policy_folder: Path) -> None:
-    template = "{completion_a} or {completion_b}?"
-    section = {"model": str(policy_folder), "mode": "pairwise", "use_logprobs": True, "template": template, **SHORT}
-    environment = JudgeEnvironment(section)
-    result = environment.step([chat("four"), chat("4")], [{"reference_answers": "five"}] * 2)
-    renderer, num_tree_tokens = Renderer(AutoTokenizer.from_pretrained(policy_folder)), 0
-    for i, own in enumerate(("four", "4")):
-        outcomes = []
-        for first, second in ((own, "five"), ("five", own)):
-            question = make_question(environment.config, "user: 2 + 2?", [first, second], (0, 1), 0)
-            labels = ["[[A]]", "[[B]]", "[[C]]"]
-            p = by_hand(policy_folder, question.messages[1]["content"], labels)
-            prompt = renderer.render(question.messages, generation_prompt=True)
-            rows = renderer.encode_texts([prompt + label for label in labels])
-            num_tree_tokens += len({tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)})
-            outcomes.append(p[0] + p[2] / 2)
-        reward = (outcomes[0] + 1 - outcomes[1]) / 2
-        assert result.rewards[i].item() == pytest.approx(reward, abs=1e-5)
-        found = components(result)[i]
-        assert found["position_bias"] == pytest.approx(outcomes[0] - (1 - outcomes[1]), abs=1e-5)
-    cost = environment.cost
-    assert cost.num_requests == 4 and cost.num_completion_tokens == 0
-    assert cost.num_prompt_tokens == num_tree_tokens  # the labels of a question share its prompt
-
-
 def test_a_model_in_the_process_rates_by_expectation(policy_folder: Path) -> None:
     section = {"model": str(policy_folder), "use_logprobs": True, "template": "{completion}", "highest_rating": 5}
     environment = JudgeEnvironment({**section, **SHORT})
     result = environment.step([chat("four")], [{}])
-    question = make_question(environment.config, "user: 2 + 2?", ["four"], (0,), 0)
+    question = make_question(environment.config, "user: 2 + 2?", ["four"], 0)
     labels = [f"Rating: [[{i}]]" for i in range(1, 6)]
+    renderer = Renderer(AutoTokenizer.from_pretrained(policy_folder))
+    prompt = renderer.render(question.messages, generation_prompt=True)
+    rows = renderer.encode_texts([prompt + label for label in labels])
+    num_tree_tokens = len({tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)})
+    cost = environment.cost  # the ratings of a question share its prompt, and nothing is written
+    assert (cost.num_requests, cost.num_prompt_tokens, cost.num_completion_tokens) == (1, num_tree_tokens, 0)
     p = by_hand(policy_folder, question.messages[1]["content"], labels)
     rating = sum(i * one for i, one in enumerate(p, 1))
     assert components(result)[0]["rating"] == pytest.approx(rating, abs=1e-5)
@@ -465,7 +406,7 @@ def test_a_model_in_the_process_writes_its_verdict(policy_folder: Path, tmp_path
     rows = []
     for own, reference in (("four", "five"), ("five", "four"), ("4", "five"), ("five", "4")):
         text = "I prefer [[B]]" if reference == "five" else "Well, [[A]]"  # always the reference
-        question = make_question(untaught.config, "user: 2 + 2?", [own, reference], (0, 1), 0)
+        question = make_question(untaught.config, "user: 2 + 2?", [own, reference], 0)
         prompt = Renderer(tokenizer).render(question.messages, generation_prompt=True)
         rows.append(Renderer(tokenizer).encode_texts([prompt + text + tokenizer.eos_token])[0])
     optimizer = torch.optim.AdamW(hf.parameters(), lr=3e-3)

@@ -18,7 +18,7 @@ from treeward.data.synthetic import bundled_path
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.best_of_n.analysis import SampledPrompt, analyse, analyse_several, judge
 from treeward.evaluation.best_of_n.blocks import blocks, legend, sentences, table, to_json
-from treeward.evaluation.best_of_n.laws import curve_sizes, expected_best_of, fit_gao, kl_of_best_of, selection_weights
+from treeward.evaluation.best_of_n.expectation import curve_sizes, expected_best_of, kl_of_best_of, selection_weights
 from treeward.evaluation.best_of_n.samples import SampledRow, by_field, by_gold_quality, sampled_rows
 from treeward.evaluation.report.build import build_report
 from treeward.evaluation.results import Metric
@@ -85,22 +85,6 @@ def test_kl_and_the_sizes_of_curves() -> None:
     sizes = curve_sizes(4096)
     assert sizes[:64] == tuple(range(1, 65)) and sizes[-1] == 4096 and len(sizes) == 64 + 16 * 6
     assert {128, 256, 512, 1024, 2048} <= set(sizes)
-
-
-# --- the law of Gao et al. -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("alpha", "beta"), [(1.2, 0.4), (0.3, -0.1), (0.9, 0.5)])
-def test_a_planted_law_is_found_wherever_the_points_lie(alpha: float, beta: float) -> None:
-    even, uneven = np.linspace(0.2, 3.0, 40), np.concatenate([np.linspace(0.01, 1, 30), np.linspace(1.001, 3, 600)])
-    for d in (even, uneven):
-        rl, bon = fit_gao(d, d * (alpha - beta * np.log(d)), "rl"), fit_gao(d, d * (alpha - beta * d), "bon")
-        assert rl[1:] == pytest.approx((alpha, beta, 1.0), abs=1e-9) == bon[1:]
-    # A curve that is no law: its fit is that of the curve, not of the places where it was looked at.
-    dense = np.linspace(0.01, 3, 300)
-    assert fit_gao(dense, np.sin(dense), "rl")[1:3] == pytest.approx(
-        fit_gao(uneven, np.sin(uneven), "rl")[1:3], abs=3e-3
-    )
 
 
 # --- the analysis ----------------------------------------------------------------------------------------------------
@@ -295,8 +279,6 @@ def test_the_report_of_one_proxy() -> None:
     content = json.loads(json.dumps(to_json(found["length"]), allow_nan=False))
     assert content["n"] == list(range(1, 13)) and len(content["curves"]["gold"]["mean"]) == 12
     assert content["verdict"]["peak"] == 5
-    assert content["law"]["beta"] > 0 and content["law"]["peak"] == 3 and "law of Gao et al." in said
-    assert analyse([SampledPrompt([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])]).law is None
 
 
 # --- real completions ------------------------------------------------------------------------------------------------

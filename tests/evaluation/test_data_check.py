@@ -15,12 +15,10 @@ from conftest import WORDS
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.encoding import encode_dataset
-from treeward.data.preference import preference_from_dict
 from treeward.data.rendering import Renderer
 from treeward.data.sources import read_rows
 from treeward.evaluation.data_check import reading
 from treeward.evaluation.data_check.check import check_data, open_sets
-from treeward.evaluation.data_check.label_noise import Sample, cross_validate
 from treeward.evaluation.data_check.page import DataCheck, write_check
 from treeward.evaluation.data_check.reading import stops_early
 
@@ -60,7 +58,7 @@ def names(found: DataCheck) -> dict[str, tuple[int, int]]:
 
 def test_clean_data_has_no_finding(checked: Callable[..., DataCheck], tmp_path: Path, tiny_tokenizer: Any) -> None:
     rows = clean()
-    found = checked(rows, clean(80)[60:], max_length=400, cross_validation=True)
+    found = checked(rows, clean(80)[60:], max_length=400)
     assert names(found) == {}
     stream = open_dataset(DatasetConfig(data_path=str(tmp_path / "train.jsonl")))
     counts = encode_dataset(stream, Renderer(tiny_tokenizer), cache_dir=tmp_path).counts
@@ -201,25 +199,6 @@ def test_what_a_limit_costs_is_what_training_drops(
     if kept:
         strict = encode_dataset(open_dataset(config), Renderer(tiny_tokenizer, max_length=limit), cache_dir=tmp_path)
         assert strict.counts.kept == len(kept)
-
-
-def test_a_small_model_finds_flipped_labels_and_nothing_in_shuffled_ones() -> None:
-    generator = random.Random(0)
-
-    def sampled(flip: Callable[[int], bool]) -> Sample:
-        sample = Sample()
-        for i in range(400):
-            said = [f"{' '.join(generator.choices(WORDS, k=12))} {word}" for word in ("please", "whatever")]
-            ranks = (1, 0) if flip(i) else (0, 1)
-            completions = [{"completion": one, "rank": rank} for one, rank in zip(said, ranks, strict=True)]
-            sample.add(preference_from_dict({"prompt": str(i), "completions": completions}), f"f:{i}")
-        return sample
-
-    noise = cross_validate(sampled(lambda i: i % 80 == 0))
-    assert noise is not None and noise.agreement.low > 0.9
-    assert {where for where, _ in noise.disagreements} == {f"f:{i}" for i in range(0, 400, 80)}
-    shuffled = cross_validate(sampled(lambda i: generator.random() < 0.5))
-    assert shuffled is not None and shuffled.agreement.low < 0.5 and len(shuffled.disagreements) < 10
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ examples:
   treeward check-data train.jsonl
   treeward check-data train.jsonl --tokenizer Qwen/Qwen3-0.6B --max-lengths 1024,2048 --out results/data
   treeward check-data train.jsonl --validation val.jsonl --benchmark llmbar=downloads/llmbar
-  treeward check-data --config run.yaml --cross-validate --out results/data
+  treeward check-data --config run.yaml --out results/data
 
 Findings come with the number, why it matters and what to do, the gravest first. The exit
 code is 1 where rows are broken. --out keeps a page, every number and the rows concerned.
@@ -47,7 +47,6 @@ def run(
     benchmark: Annotated[_Files, typer.Option(metavar="NAME[=FOLDER]|FILE", help="Likewise, a suite of eval.")] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="NAME", help="Whose tokens count; else of its own.")] = None,
     max_lengths: Annotated[str | None, typer.Option(metavar="N,...", help="Limits to say the cost of.")] = None,
-    cross_validate: Annotated[bool, typer.Option("--cross-validate", help="Look for wrong labels.")] = False,
     out: Annotated[str | None, typer.Option("--out", "--output", metavar="DIR", help="Where the page goes.")] = None,
 ) -> int:
     loaded = None if config is None else load_config(config, [])
@@ -76,7 +75,6 @@ def run(
             max_length=loaded.max_sequence_length if loaded else None,
             truncation=loaded.data.truncation if loaded else "drop",
             max_lengths=lengths,
-            cross_validation=cross_validate,
             on_progress=lambda what, done: progress.show(what, done, 0),
         )
     if checked.errors and not checked.numbers["rows"]:

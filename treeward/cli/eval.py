@@ -5,7 +5,7 @@ examples:
   treeward eval MODEL --suite llmbar=downloads/llmbar,rmbench --output results/eval --perturbations 100
   treeward eval --checkpoints results/rm --data held_out.jsonl --output results/eval-checkpoints
   treeward eval MODEL OTHER_MODEL --ensemble worst --data held_out.jsonl --output results/eval-ensemble
-  treeward eval MODEL "{type: judge, base_url: http://localhost:8000/v1, model: qwen, mode: tournament}" --suite llmbar
+  treeward eval MODEL "{type: judge, base_url: http://localhost:8000/v1, model: qwen, mode: pairwise}" --suite llmbar
 
 Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or a copy.
 A judge is an environment (docs/rewards.md); what it used is told below the table.
@@ -176,7 +176,6 @@ def _candidates(
                 partial(load_rewards, section, options.batch_tokens),
                 published_name=first if not notes and not Path(first).exists() else None,
                 note="; ".join(notes) or None,
-                is_checkpoint=first in checkpoints,
             )
         )
     return candidates

@@ -236,24 +236,21 @@ class JudgeEnvironmentConfig(Strict):
     """Number format of a model in the process."""
     api_key_env: str | None = "OPENAI_API_KEY"
     """The environment variable that holds the key; the key itself never stands in a configuration. None: no key."""
-    mode: Literal["rating", "pairwise", "equivalence", "tournament", "groupwise"] = "rating"
-    """`rating`: a number, scaled to 0 to 1. `pairwise`: against a reference, in both orders; win 1, tie 0.5, loss 0.
-    `equivalence`: 1 where the judge finds the final answer that of a reference in both orders, else 0. `tournament`:
-    the mean outcome against every other completion of the prompt, in both orders. `groupwise`: the judge rates all
-    completions of the prompt in one message, in `num_orders` orders."""
-    num_orders: PositiveInt = 2
-    """Orders of a group; as many as completions: each stands in every place once."""
+    mode: Literal["rating", "pairwise", "equivalence"] = "rating"
+    """`rating`: a number, scaled to 0 to 1. `pairwise`: against references, or without any against the neighbours
+    among the completions of the prompt, in both orders; win 1, tie 0.5, loss 0. `equivalence`: 1 where the judge finds
+    the final answer that of a reference in both orders, else 0."""
     num_samples: PositiveInt = 1
     """How often each question is asked, at a temperature: the majority of verdicts, the mean of ratings."""
     use_logprobs: bool = False
-    """A verdict counts by its expected value: from the endpoint's log-probabilities, where it gives them; in the
-    process from the probability of each verdict as the whole message, so that nothing is written."""
+    """A rating counts by its expected value: from the endpoint's log-probabilities, where it gives them; in the
+    process from the probability of each rating as the whole message, so that nothing is written."""
     reference_key: str = "reference_answers"
     """The key of `env_infos` with the reference completion, or with a list of them: `pairwise` averages, and for
     `equivalence` one is enough."""
     template: str | None = None
     """The prompt of the judge, with the placeholders `{conversation}` and `{completion}`, or `{completion_a}` and
-    `{completion_b}`, or `{completions}`. Each text is put between tags with a number that is not known beforehand.
+    `{completion_b}`. Each text is put between tags with a number that is not known beforehand.
     None: the built-in prompt."""
     system_prompt: str | None = None
     """The system prompt of the judge. None: the built-in one, which forbids to obey the text between the tags."""
@@ -279,9 +276,7 @@ class JudgeEnvironmentConfig(Strict):
     """Time limit of a step; samples without a verdict by then have no reward. None: no limit."""
 
     def check(self) -> None:
-        places = {"rating": ("{completion}",), "groupwise": ("{completions}",)}.get(
-            self.mode, ("{completion_a}", "{completion_b}")
-        )
+        places = ("{completion}",) if self.mode == "rating" else ("{completion_a}", "{completion_b}")
         lacks_one = self.template is not None and any(place not in self.template for place in places)
         self.refuse(lacks_one, "template mode", f"{' and '.join(places)} in the template, where the texts to judge go")
         need = "lowest_rating below highest_rating"
@@ -291,21 +286,10 @@ class JudgeEnvironmentConfig(Strict):
         in_process = self.base_url is None and self.use_logprobs
         need = "one sample: nothing is drawn where the model in the process is asked for probabilities"
         self.refuse(in_process and self.num_samples > 1, "num_samples use_logprobs", need)
-        need = "another mode, or use_logprobs: false: a group's verdict has too many forms to ask for each"
-        self.refuse(in_process and self.mode == "groupwise", "mode use_logprobs", need)
+        self.refuse(self.use_logprobs and self.mode != "rating", "mode use_logprobs", "mode: rating")
         one_digit = self.lowest_rating >= 0 and self.highest_rating <= 9
         need = "ratings of one digit, as lowest_rating: 1 and highest_rating: 9: probabilities are those of one token"
-        self.refuse(self.use_logprobs and self.rates and not one_digit, "highest_rating use_logprobs", need)
-
-    @property
-    def rates(self) -> bool:
-        """Whether verdicts are ratings."""
-        return self.mode in ("rating", "groupwise")
-
-    @property
-    def compares_group(self) -> bool:
-        """Whether a reward depends on the other completions of a prompt."""
-        return self.mode in ("tournament", "groupwise")
+        self.refuse(self.use_logprobs and not one_digit, "highest_rating use_logprobs", need)
 
 
 class CustomEnvironmentConfig(Strict):

@@ -1,33 +1,31 @@
 """`JudgeEnvironment`: a language model says how good completions are, behind an endpoint or in this process.
 
     JudgeEnvironment({"base_url": "http://127.0.0.1:8000/v1", "model": "some-model", "api_key_env": None})
-    JudgeEnvironment({"model": "Qwen/Qwen3-0.6B", "mode": "tournament", "use_logprobs": True})
+    JudgeEnvironment({"model": "Qwen/Qwen3-0.6B", "mode": "pairwise"})
 
 Rewards are from 0 to 1. By `mode`:
 
 - `rating`: each completion alone, as `Rating: [[7]]`.
-- `pairwise`: against reference completions (`[[A]]`, `[[B]]`, `[[C]]` for a tie): win 1, tie 0.5, loss 0.
+- `pairwise`: which of two is better (`[[A]]`, `[[B]]`, `[[C]]` for a tie): win 1, tie 0.5, loss 0. A sample with
+  reference completions is compared with each of them; samples without are compared with their neighbours among the
+  completions of their prompt, in a circle.
 - `equivalence`: whether the final answer is that of a reference (`[[A=B]]`, `[[A!=B]]`).
-- `tournament`: every two completions of a prompt against each other; the mean outcome.
-- `groupwise`: all completions of a prompt in one question, which rates each.
 
-Judges favour a position (Zheng et al. 2023, arXiv 2306.05685, section 3.4). So two texts are compared in both orders,
-and a group in `num_orders`, each turned by as many places: a judge that always says A gives 0.5 to all. What the
-earliest place was worth more than the latest is the component `position_bias`, from -1 to 1; `inconsistent` is the
-share of pairs whose winner changed with the order. With `num_samples` every question is asked so often: verdicts by
-majority, ratings by mean.
+Judges favour a position (Zheng et al. 2023, arXiv 2306.05685, section 3.4). So two texts are compared in both orders: a
+judge that always says A gives 0.5 to all. What the first place was worth more than the second is the component
+`position_bias`, from -1 to 1; `inconsistent` is the share of pairs whose winner changed with the order. With
+`num_samples` every question is asked so often: verdicts by majority, ratings by mean.
 
 A sample of which a question has no verdict has no reward.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
@@ -37,8 +35,6 @@ from treeward.environments.judge_endpoint import EndpointJudge
 from treeward.environments.judge_local import LocalJudge
 from treeward.environments.verdicts import Question, Verdict, make_question
 from treeward.scoring.score import Cost
-
-_OWN, _REFERENCE = 0, 1
 
 
 class Judge(Protocol):
@@ -52,8 +48,7 @@ class Judge(Protocol):
 class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
     """A language model as judge; `JudgeEnvironmentConfig` has the keys.
 
-    Completions of one prompt are a group for `tournament` and `groupwise`, unless the key `GROUP` of `env_infos` says
-    which are.
+    Which completions belong to one prompt, the key `GROUP` of `env_infos` may say; otherwise the messages before them.
     Raises `ConfigError` where the package openai or the key is missing, `ModelError` for a model that cannot be loaded,
     and in a step where the endpoint refuses the key, the model, or every request.
     """
@@ -71,75 +66,63 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         return self._judge.cost
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        texts = [completion_text(conversation) for conversation in conversations]
-        errors = {i: NO_COMPLETION for i, text in enumerate(texts) if text is None}
-        asked: list[_Asked] = []
-        for members in self._groups(conversations, env_infos, errors):
-            first = members[0]
-            matches, own = self._matches([texts[i] or "" for i in members], env_infos[first])
-            if not matches:
-                errors |= dict.fromkeys(members, self._nobody_to_compare_with)
-            for order in matches:
-                question = make_question(self.config, transcript(conversations[first][:-1]), own, order, first)
-                if question.num_characters > self.config.max_characters:
-                    limit = self.config.max_characters
-                    why = f"the prompt of the judge has {question.num_characters} characters, max_characters is {limit}"
-                    errors |= dict.fromkeys((members[i] for i in order if i < len(members)), why)
-                else:
-                    asked.append(_Asked(question, members))
+        texts = {i: text for i, one in enumerate(conversations) if (text := completion_text(one)) is not None}
+        errors = {i: NO_COMPLETION for i in range(len(conversations)) if i not in texts}
+        matches = list(self._matches(conversations, env_infos, texts))
+        compared = {i for match in matches for i in match.samples}
+        errors |= {i: self._nothing_to_compare_with for i in texts if i not in compared}
+        asked: list[tuple[Question, _Match]] = []
+        for match in matches:
+            about = match.samples[0]
+            question = make_question(self.config, transcript(conversations[about][:-1]), match.texts, about)
+            if question.num_characters > self.config.max_characters:
+                limit = self.config.max_characters
+                why = f"the prompt of the judge has {question.num_characters} characters, max_characters is {limit}"
+                errors |= dict.fromkeys(match.samples, why)
+            else:
+                asked.append((question, match))
         # A sample that has no reward anyway is not asked about alone.
-        asked = [one for one in asked if any(i not in errors for i in one.samples)]
-        places: dict[int, list[_Place]] = defaultdict(list)
-        for one, verdict in zip(asked, self._answers([one.question for one in asked]), strict=True):
-            for place, i in enumerate(one.question.order):
-                if i >= len(one.members):
+        asked = [(question, match) for question, match in asked if any(i not in errors for i in match.samples)]
+        outcomes: dict[int, list[_Outcome]] = defaultdict(list)
+        for (_, match), answer in zip(asked, self._answers([question for question, _ in asked]), strict=True):
+            for place, i in enumerate(match.places):
+                if i is None:
                     continue
-                if isinstance(verdict, str):
-                    errors.setdefault(one.members[i], verdict)
+                if isinstance(answer, str):
+                    errors.setdefault(i, answer)
                 else:
-                    others = tuple(sorted(one.question.order))
-                    places[one.members[i]].append(
-                        _Place(place, others, self._scaled(verdict[0].values[place]), *verdict)
-                    )
+                    verdict, agreement = answer
+                    value = self._value_at(place, verdict)
+                    outcomes[i].append(_Outcome(match.pair, place, value, verdict, agreement))
         return [
-            Reward(None, error=errors[i]) if i in errors else self._reward(places[i]) for i in range(len(conversations))
+            Reward(None, error=errors[i]) if i in errors else self._reward(outcomes[i])
+            for i in range(len(conversations))
         ]
 
-    def _groups(
-        self, conversations: Conversations, env_infos: Infos, without: Mapping[int, str]
-    ) -> list[tuple[int, ...]]:
-        """The samples that are judged together, in order."""
-        found: dict[Any, list[int]] = defaultdict(list)
-        for i, (conversation, info) in enumerate(zip(conversations, env_infos, strict=True)):
-            if i in without:
-                continue
-            key: Any = i
-            if self.config.compares_group:
-                key = info.get(GROUP) or json.dumps(conversation[:-1], sort_keys=True, default=str)
-            found[key].append(i)
-        return [tuple(members) for members in found.values()]
-
-    def _matches(self, texts: list[str], info: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], list[str]]:
-        """In which orders the texts are shown, and the texts, which references follow."""
-        count, mode = len(texts), self.config.mode
-        if mode == "rating":
-            return [(0,)], texts
-        if mode == "groupwise":
-            turns = sorted({count * turn // self.config.num_orders for turn in range(self.config.num_orders)})
-            return [tuple((turn + i) % count for i in range(count)) for turn in turns], texts
-        if mode == "tournament":
-            pairs = list(itertools.combinations(range(count), 2))
-        else:
-            references = _references(info.get(self.config.reference_key))
-            pairs = [(_OWN, _REFERENCE + r) for r in range(len(references))]
-            texts = [*texts, *references]
-        return [order for a, b in pairs for order in ((a, b), (b, a))], texts
+    def _matches(self, conversations: Conversations, env_infos: Infos, texts: Mapping[int, str]) -> Iterator[_Match]:
+        """What the judge is asked: each sample alone, or each pair in both orders."""
+        if self.config.mode == "rating":
+            yield from (_Match(i, (i,), (text,)) for i, text in texts.items())
+            return
+        pairs: list[tuple[tuple[int, str], tuple[int | None, str]]] = []
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for i, text in texts.items():
+            references = _references(env_infos[i].get(self.config.reference_key))
+            pairs += [((i, text), (None, reference)) for reference in references]
+            if not references and self.config.mode == "pairwise":
+                prompt = json.dumps(conversations[i][:-1], sort_keys=True, default=str)
+                groups[env_infos[i].get(GROUP) or prompt].append(i)
+        for members in groups.values():
+            neighbours = zip(members, members[1:] + members[:1], strict=True)
+            pairs += [((i, texts[i]), (j, texts[j])) for i, j in [*neighbours][: None if len(members) > 2 else -1]]
+        for number, (first, second) in enumerate(pairs):
+            for ordered in ((first, second), (second, first)):
+                yield _Match(number, *zip(*ordered, strict=True))
 
     @property
-    def _nobody_to_compare_with(self) -> str:
-        if self.config.mode == "tournament":
-            return "the completion is the only one of its prompt: a tournament needs two"
-        return f"the sample has no reference completion: no text in {self.config.reference_key}"
+    def _nothing_to_compare_with(self) -> str:
+        alone = ", and it is the only one of its prompt" if self.config.mode == "pairwise" else ""
+        return f"the sample has no reference completion: no text in {self.config.reference_key}{alone}"
 
     def _answers(self, questions: Sequence[Question]) -> list[tuple[Verdict, float] | str]:
         """The verdict of each question, over all samples, with their agreement; or why there is none."""
@@ -154,60 +137,60 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             return str(answers[0])
         most = statistics.multimode(one.label for one in verdicts)
         agreement = sum(one.label == most[0] for one in verdicts) / len(verdicts)
-        if not (self.config.rates or self.config.use_logprobs):
+        if self.config.mode != "rating":
             verdicts = [next(one for one in verdicts if one.label == label) for label in most]  # of a draw, the mean
         masses = [one.mass for one in verdicts if one.mass is not None]
-        values = tuple(statistics.fmean(own) for own in zip(*(one.values for one in verdicts), strict=True))
-        return Verdict(values, most[0], statistics.fmean(masses) if masses else None), agreement
+        value = statistics.fmean(one.value for one in verdicts)
+        return Verdict(value, most[0], statistics.fmean(masses) if masses else None), agreement
 
-    def _scaled(self, value: float) -> float:
-        low, high = self.config.lowest_rating, self.config.highest_rating
-        return (value - low) / (high - low) if self.config.rates else value
+    def _value_at(self, place: int, verdict: Verdict) -> float:
+        """What a verdict is worth, from 0 to 1, for the text at a place."""
+        if self.config.mode == "rating":
+            low, high = self.config.lowest_rating, self.config.highest_rating
+            return (verdict.value - low) / (high - low)
+        return 1.0 - verdict.value if place == 1 and self.config.mode == "pairwise" else verdict.value
 
-    def _reward(self, places: Sequence[_Place]) -> Reward:
-        """Of a sample from all the places in which it stood."""
+    def _reward(self, outcomes: Sequence[_Outcome]) -> Reward:
+        """The reward of a sample from all its outcomes."""
         components: dict[str, float] = {}
         if self.config.num_samples > 1:
-            components["agreement"] = statistics.fmean(one.agreement for one in places)
-        if masses := [one.verdict.mass for one in places if one.verdict.mass is not None]:
+            components["agreement"] = statistics.fmean(one.agreement for one in outcomes)
+        if masses := [one.verdict.mass for one in outcomes if one.verdict.mass is not None]:
             components["label_mass"] = statistics.fmean(masses)
-        reward = statistics.fmean(one.value for one in places)
-        if self.config.rates:
-            components["rating"] = statistics.fmean(one.verdict.values[one.place] for one in places)
-        earliest, latest = min(one.place for one in places), max(one.place for one in places)
-        if earliest == latest:
+        reward = statistics.fmean(one.value for one in outcomes)
+        if self.config.mode == "rating":
+            components["rating"] = statistics.fmean(one.verdict.value for one in outcomes)
             return Reward(reward, components=components)
-        components["forward"] = statistics.fmean(one.value for one in places if one.place == earliest)
-        components["swapped"] = statistics.fmean(one.value for one in places if one.place == latest)
+        for place, name in enumerate(("forward", "swapped")):
+            components[name] = statistics.fmean(one.value for one in outcomes if one.place == place)
         components["position_bias"] = components["forward"] - components["swapped"]
-        if self.config.mode == "groupwise":
-            return Reward(reward, components=components)
-        by_pair: dict[tuple[int, ...], list[float]] = defaultdict(list)
-        for one in places:
-            by_pair[one.texts].append(one.value)
-        changed = [_winner(pair[0]) != _winner(pair[1]) for pair in by_pair.values()]
+        by_pair: dict[int, list[float]] = defaultdict(list)
+        for one in outcomes:
+            by_pair[one.pair].append(one.value)
+        changed = [_winner(first) != _winner(second) for first, second in by_pair.values()]
         components["inconsistent"] = sum(changed) / len(changed)
         if self.config.mode == "equivalence":
             reward = max(map(min, by_pair.values()))
         return Reward(reward, components=components)
 
 
-class _Asked(NamedTuple):
-    """A question, and the samples of its group: text i is of `members[i]`, and further texts are references."""
+class _Match(NamedTuple):
+    """One question about a pair: which sample stands at each place, None for a reference, and the texts there."""
 
-    question: Question
-    members: tuple[int, ...]
+    pair: int
+    places: tuple[int | None, ...]
+    texts: tuple[str, ...]
 
     @property
     def samples(self) -> list[int]:
-        return [self.members[i] for i in self.question.order if i < len(self.members)]
+        return [i for i in self.places if i is not None]
 
 
-class _Place(NamedTuple):
-    """A sample in one question: where it stood, beside which texts, and what that gave it."""
+class _Outcome(NamedTuple):
+    """What a question gave a sample, which stood at `place` of the pair."""
 
+    pair: int
     place: int
-    texts: tuple[int, ...]
     value: float
     verdict: Verdict
     agreement: float

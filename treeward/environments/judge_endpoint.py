@@ -5,7 +5,7 @@
     judge.cost                     # requests, tokens and seconds of all of them
 
 A message without a verdict is asked about once more. With `use_logprobs` the endpoint is asked for log-probabilities,
-and labels count by their expected value; an endpoint that sends none gives its verdicts as they are.
+and ratings count by their expected value; an endpoint that sends none gives its ratings as they are.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class EndpointJudge:
             for _ in range(2):
                 async with slots:
                     text, tokens = await self._message(client, messages)
-                verdict = read(text, len(question.order), self.config)
+                verdict = read(text, self.config)
                 if verdict is not None:
-                    return read_tokens(tokens, len(question.order), self.config) or verdict
+                    return read_tokens(tokens, self.config) or verdict
                 said = [{"role": "assistant", "content": text}] if text else []
-                messages = [*messages, *said, {"role": "user", "content": reminder(self.config, question)}]
+                messages = [*messages, *said, {"role": "user", "content": reminder(self.config)}]
         except ServerError as error:
             if error.status in (401, 403, 404):
                 raise self._refusal(error) from error

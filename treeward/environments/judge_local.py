@@ -1,10 +1,10 @@
 """`LocalJudge`: verdicts by a causal language model in this process.
 
-    judge = LocalJudge(JudgeEnvironmentConfig(model="Qwen/Qwen3-0.6B", mode="pairwise", use_logprobs=True))
+    judge = LocalJudge(JudgeEnvironmentConfig(model="Qwen/Qwen3-0.6B", use_logprobs=True, highest_rating=9))
     judge.ask(questions)
 
-With `use_logprobs` the model writes nothing: the probability of each verdict as the whole message is read, all verdicts
-of a question on one tree, and a verdict counts by its expected value. Otherwise it writes its message.
+With `use_logprobs` the model writes nothing: the probability of each rating as the whole message is read, those of a
+question on one tree, and the value is their expectation. Otherwise it writes its message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
 from treeward.data.rendering import Renderer
-from treeward.environments.verdicts import Question, Verdict, labels_of, read
+from treeward.environments.verdicts import Question, Verdict, ratings, read
 from treeward.errors import DataError
 from treeward.model.loading import load_policy
 from treeward.model.pretrained import choose_device
@@ -49,17 +49,8 @@ class LocalJudge:
         for start in range(0, len(prompts), _QUESTIONS_AT_ONCE):
             chunk = prompts[start : start + _QUESTIONS_AT_ONCE]
             texts = [one for one in chunk if isinstance(one, str)]
-            places = [len(question.order) for question in questions[start : start + _QUESTIONS_AT_ONCE]]
-            if self.config.use_logprobs:
-                answers = iter(self._expected(texts) if texts else [])
-                found += [next(answers) if isinstance(one, str) else one.summary for one in chunk]
-                continue
-            messages = iter(self._messages(texts) if texts else [])
-            for one, num_places in zip(chunk, places, strict=True):
-                if isinstance(one, DataError):
-                    found.append(one.summary)
-                else:
-                    found.append(read(next(messages), num_places, self.config) or "the judge gave no verdict")
+            answers = iter(self._answers(texts) if texts else [])
+            found += [next(answers) if isinstance(one, str) else one.summary for one in chunk]
         self.cost += Cost(num_requests=len(questions))
         return found
 
@@ -75,24 +66,26 @@ class LocalJudge:
             return DataError(f"the judge's prompt and message have {length} tokens, the model reads {limit}")
         return text
 
+    def _answers(self, prompts: Sequence[str]) -> list[Verdict | str]:
+        if self.config.use_logprobs:
+            return self._expected(prompts)
+        return [read(message, self.config) or "the judge gave no verdict" for message in self._messages(prompts)]
+
     def _expected(self, prompts: Sequence[str]) -> list[Verdict | str]:
-        """From the probability of each label as the judge's message."""
-        labels = labels_of(self.config)
-        spelt = [text for text, _ in labels.values()]
-        groups = [self.renderer.encode_texts([prompt + text for text in spelt]) for prompt in prompts]
-        shared = [_shared(group) for group in groups]
-        result = self.policy.log_probs(groups, [[start] * len(spelt) for start in shared])
+        """From the probability of each rating as the judge's message."""
+        scale = ratings(self.config)
+        groups = [self.renderer.encode_texts([f"{prompt}Rating: [[{one}]]" for one in scale]) for prompt in prompts]
+        result = self.policy.log_probs(groups, [[_shared(group)] * len(scale) for group in groups])
         self.cost += Cost(num_prompt_tokens=result.num_computed_tokens)
         verdicts: list[Verdict | str] = []
-        for log_probs in result.values_SL.double().sum(dim=-1).cpu().view(-1, len(spelt)):
+        for log_probs in result.values_SL.double().sum(dim=-1).cpu().view(-1, len(scale)):
             if not bool(log_probs.isfinite().all()):
                 verdicts.append("the judge's log-probabilities are not finite")
                 continue
             weights = log_probs.softmax(dim=-1).tolist()
-            per_place = zip(*(values for _, values in labels.values()), strict=True)
-            means = tuple(math.fsum(w * value for w, value in zip(weights, own, strict=True)) for own in per_place)
-            likeliest = [*labels][int(np.argmax(weights))]
-            verdicts.append(Verdict(means, likeliest, mass=math.exp(min(0.0, float(log_probs.logsumexp(-1))))))
+            mean = math.fsum(weight * int(one) for weight, one in zip(weights, scale, strict=True))
+            mass = math.exp(min(0.0, float(log_probs.logsumexp(-1))))
+            verdicts.append(Verdict(mean, scale[int(np.argmax(weights))], mass=mass))
         return verdicts
 
     def _messages(self, prompts: Sequence[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """`EnvironmentScorer`: an environment in the place of a reward model, for `eval` and `bon`.
 
-scorer = EnvironmentScorer(make_environment("judge", {"base_url": url, "model": "m", "mode": "tournament"}))
+scorer = EnvironmentScorer(make_environment("judge", {"base_url": url, "model": "m", "mode": "pairwise"}))
 scorer.score_groups([[conversation, other], ...], on_error="mask")         # its rewards, as scores
 scorer.usage()                     # {"num_requests": 120, ..., "seconds": 31.0, "position_bias": 0.12}, of a judge
 """

@@ -23,8 +23,8 @@ from treeward.evaluation.summary import Summary
 _MOST_CARDS = 6  # more than these are a table
 
 
-def opening(summaries: Sequence[Summary], further: str | None = None) -> list[Block]:
-    """The first screen: findings or, of several, a verdict each and `further` words; then headline numbers."""
+def opening(summaries: Sequence[Summary]) -> list[Block]:
+    """The first screen: findings or, of several, a verdict each; then headline numbers."""
     names = {summary.result.headline.name for summary in summaries}
     name = names.pop().capitalize() if len(names) == 1 else "Headline"
     if len(summaries) == 1:
@@ -32,8 +32,7 @@ def opening(summaries: Sequence[Summary], further: str | None = None) -> list[Bl
         return [{"kind": "text", "markdown": findings(only)}, {"kind": "headline", "items": _cards(only, name)}]
     suites = list(dict.fromkeys(one.suite for one in summaries))
     summaries = sorted(summaries, key=lambda one: suites.index(one.suite))
-    said = [*map(verdict, summaries), *([] if further is None else [further])]
-    blocks: list[Block] = [{"kind": "text", "markdown": "\n".join(f"- {one}" for one in said)}]
+    blocks: list[Block] = [{"kind": "text", "markdown": "\n".join(f"- {verdict(one)}" for one in summaries)}]
     if len(summaries) <= _MOST_CARDS:
         items = [_cards(one, f"{one.title}: {one.model}")[0] for one in summaries]
         blocks.append({"kind": "headline", "items": items})

@@ -32,7 +32,6 @@ from treeward.data.datasets import open_dataset
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.diagnostics.overlap import Overlap, find_overlap
 from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations
-from treeward.evaluation.drift import SuiteDrift, find_drift
 from treeward.evaluation.examples import EvalExample, ScoredExample, mostly_failed, scored_from_row, to_row
 from treeward.evaluation.suites.interface import Suite
 from treeward.evaluation.summary import Summary, summarize
@@ -61,15 +60,13 @@ class Candidate:
     `name`: its folder of rows and its name in the report. `load`: returns the scorer and its identity, everything that
     a kept row depends on besides the example (`scorer_identity`); called when its turn comes, so that one model is in
     memory at a time. `published_name`: the name in published result files; None is `name`. `note`: what a reader of the
-    report must know of its scores, such as a shaping. `is_checkpoint`: of the run whose checkpoints are compared
-    with each other, in the order of the candidates.
+    report must know of its scores, such as a shaping.
     """
 
     name: str
     load: Callable[[], tuple[ConversationScorer, Identity]]
     published_name: str | None = None
     note: str | None = None
-    is_checkpoint: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +82,11 @@ class _LoadedSuite:
 class Evaluated:
     """The results of an evaluation: for each model in turn a summary of each suite, and the file to look at.
 
-    `path`: of the report; None where nothing is written. `drift`: between checkpoints, suite by suite. `unread`: suites
-    that could not be read, and why.
+    `path`: of the report; None where nothing is written. `unread`: suites that could not be read, and why.
     """
 
     summaries: list[Summary]
     path: Path | None = None
-    drift: list[SuiteDrift] = field(default_factory=list)
     unread: dict[str, str] = field(default_factory=dict)
 
 
@@ -137,11 +132,11 @@ def run_evaluation(
     notes = [f"{one.name}: {one.note}" for one in candidates if one.note]
     notes += [f"{name} is missing, it could not be read: {why}" for name, why in unread.items()]
 
-    def write(notes: list[str], found: Sequence[SuiteDrift] = ()) -> Path | None:
+    def write(notes: list[str]) -> Path | None:
         if output is None:
             return None
         logger.info("Writing the report.")
-        return write_results(output, summaries, drift=found, subtitle="; ".join(notes))
+        return write_results(output, summaries, subtitle="; ".join(notes))
 
     summaries: list[Summary] = []
     for number, candidate in enumerate(candidates):
@@ -152,9 +147,7 @@ def run_evaluation(
             if summaries and (path := write([*notes, f"missing, after an error: {missing}"])):
                 logger.warning("%s holds the complete results; it lacks %s.", path, missing)
             raise
-    checkpoints = {candidate.name for candidate in candidates if candidate.is_checkpoint}
-    found = find_drift([one for one in summaries if one.model in checkpoints])
-    return Evaluated(summaries, write(notes, found), found, unread)
+    return Evaluated(summaries, write(notes), unread)
 
 
 def _evaluate(

@@ -17,7 +17,6 @@ from typing import Any
 
 from treeward.errors import DataError
 from treeward.evaluation.chapters import chapter, opening
-from treeward.evaluation.drift import SuiteDrift
 from treeward.evaluation.examples import to_row
 from treeward.evaluation.findings import standing, verdict
 from treeward.evaluation.report.build import write_report
@@ -27,13 +26,10 @@ from treeward.storage import write_text
 from treeward.version import VERSION
 
 
-def write_results(
-    output: Path, summaries: Sequence[Summary], *, drift: Sequence[SuiteDrift] = (), subtitle: str = ""
-) -> Path:
+def write_results(output: Path, summaries: Sequence[Summary], *, subtitle: str = "") -> Path:
     """Write results.json and the report; returns the path of the report.
 
-    `drift`: of checkpoints, suite by suite. `subtitle`: what a reader must know of the scores, below the title.
-    Raises `DataError` where they cannot be written.
+    `subtitle`: what a reader must know of the scores, below the title. Raises `DataError` where they cannot be written.
     """
     content: dict[str, Any] = {
         "treeward_version": VERSION,
@@ -41,21 +37,19 @@ def write_results(
         "results": [_plain(summary) for summary in summaries],
     }
     content |= {"notes": subtitle} if subtitle else {}
-    content |= {"drift": list(map(dataclasses.asdict, drift))} if drift else {}
     try:
         output.mkdir(parents=True, exist_ok=True)
         write_text(output / "results.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         title = "Evaluation of " + ", ".join(dict.fromkeys(summary.model for summary in summaries))
-        return write_report(output, title, report_blocks(summaries, drift), _rows(summaries), subtitle=subtitle)
+        return write_report(output, title, report_blocks(summaries), _rows(summaries), subtitle=subtitle)
     except OSError as error:
         raise DataError("the results cannot be written", where=str(output), got=str(error)) from error
 
 
-def report_blocks(summaries: Sequence[Summary], drift: Sequence[SuiteDrift] = ()) -> list[Block]:
-    """The report: the findings first, then the changes between checkpoints, then each suite in turn."""
+def report_blocks(summaries: Sequence[Summary]) -> list[Block]:
+    """The report: the findings first, then each suite in turn."""
     suites = list(dict.fromkeys(summary.suite for summary in summaries))
-    blocks = opening(summaries, drift[0].export() if drift else None)
-    blocks += [block for one in drift for block in one.blocks()]
+    blocks = opening(summaries)
     for suite in suites:
         blocks += chapter([one for one in summaries if one.suite == suite], only=len(summaries) == 1)
     return blocks

@@ -111,16 +111,14 @@ def test_where_the_proxy_fell_too_the_policy_broke() -> None:
     assert not any("broke" in one for gold in (0.4, -0.4) for one in sum_up(measured(4.0, gold)).advice())
 
 
-def test_the_planted_law_over_the_root_of_kl(runs: list[RLRun], blocks: dict[str, dict[str, Any]]) -> None:
+def test_gold_and_proxy_over_the_root_of_kl(runs: list[RLRun], blocks: dict[str, dict[str, Any]]) -> None:
     figure = blocks["Gold over the distance moved"]
     of = {series["name"]: series for series in [*figure["series"], *blocks["Proxy over the distance moved"]["series"]]}
-    gold, proxy, law = (of[f"no KL: {what}"] for what in ("gold", "proxy", "gold, fitted law"))
+    gold, proxy = (of[f"no KL: {what}"] for what in ("gold", "proxy"))
     assert gold["x"][-1] == pytest.approx(7.5) and gold["x"][0] == 0.0 and gold["y"][0] == 0.0
     logged = list(runs[1].curve("validation/gold_reward").values())
     assert gold["y"][-1] == pytest.approx(logged[-1] - logged[0])
-    assert gold["colour"] == proxy["colour"] == law["colour"] == 1 != of["clean: gold"]["colour"]
-    planted = 7.5 * (HACKED.alpha - HACKED.beta * math.log(7.5))
-    assert law["y"][-1] == pytest.approx(planted, abs=0.3) and "highest at 2." in figure["note"]
+    assert gold["colour"] == proxy["colour"] == 1 != of["clean: gold"]["colour"]
     assert figure["lines"] == [{"x": gold["x"][12], "label": "no KL: alarm", "colour": 1}]
 
 
@@ -131,24 +129,6 @@ def validations(golds: list[float], *, kls: list[float] | None = None, name: str
         rows[10 * n] = {"validation/proxy": n, "validation/reward": n, "validation/gold_reward": gold}
         rows[10 * n]["validation/kl"] = kl
     return RLRun(name, rows)
-
-
-LAW = [0.0] + [d * (1.0 - 0.4 * math.log(d)) for d in range(1, 8)]
-
-
-@pytest.mark.parametrize(
-    ("golds", "kls", "expected"),
-    [
-        (LAW, None, True),
-        (LAW[:5], None, False),  # four points
-        (LAW[1:], [float(n * n) for n in range(1, 8)], False),  # no validation at the start
-        ([0.0, 1, -1, 1, -1, 1, -1, 1], None, False),  # no law describes this
-        (LAW, [0.0, 1, 1, 1, 1, 1, 1, -1.0], False),  # all points at one distance
-    ],
-)
-def test_a_law_is_fitted_only_where_it_can_be(golds: list[float], kls: list[float] | None, expected: bool) -> None:
-    figure = by_title([validations(golds, kls=kls)])["Gold over the distance moved"]
-    assert ("gold, fitted law" in [one["name"] for one in figure["series"]]) is expected
 
 
 def test_a_kl_that_went_much_further_does_not_hide_the_others() -> None:

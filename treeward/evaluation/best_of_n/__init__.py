@@ -2,6 +2,6 @@
 
     result = analyse([SampledPrompt(proxy=scores_of_a_model, gold=scores_of_a_better_one), ...])
 
-`laws` is the mathematics of choosing and the law of Gao et al., `analysis` makes curves and the verdict whether
+`expectation` is the mathematics of choosing, `analysis` makes curves and the verdict whether
 gold falls again, `samples` reads and scores the samples of a file, and `blocks` shows the result.
 """

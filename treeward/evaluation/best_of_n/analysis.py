@@ -25,12 +25,11 @@ import numpy as np
 from scipy import stats
 
 from treeward.errors import ConfigError, DataError
-from treeward.evaluation.best_of_n.laws import Floats, curve_sizes, expected_best_of, fit_gao, kl_of_best_of
+from treeward.evaluation.best_of_n.expectation import Floats, curve_sizes, expected_best_of, kl_of_best_of
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import expanded_tail, resampled
 
 _SHARE_OF_PROMPTS = 0.95
-_FEWEST_SIZES = 4  # of fewer, n = 1 among them, any law fits
 _FEWEST_PROMPTS = 10  # with fewer, nothing is said of certainty
 _ROUNDING = 1e-12  # relative to what they were computed from, smaller differences are none
 _CURVES = ("gold", "proxy", "best", "regret", "normalised_regret", "gold_gain", "proxy_gain", "best_gain")
@@ -85,9 +84,7 @@ class BestOfN:
     worse than that. `gold_gain`, `proxy_gain`, `best_gain`: over n = 1, in standard deviations within a prompt.
     `correlation`: of proxy and gold within prompts, without an interval for fewer than
     10 of them. `counts`: rows (`num_prompts`), prompts (`num_clusters`), samples, and what is left out. `difference`:
-    of several proxies, gold of what this one chooses among the largest n less that of what the first chooses. `law`: of
-    Gao et al., fitted to gold over n = 1 (`alpha`, `beta`, `r_squared`); `peak`: of `sizes` that where it is highest.
-    None for fewer than 4 n.
+    of several proxies, gold of what this one chooses among the largest n less that of what the first chooses.
     """
 
     sizes: tuple[int, ...]
@@ -97,7 +94,6 @@ class BestOfN:
     verdict: Verdict
     counts: Mapping[str, int]
     difference: Metric | None = None
-    law: Mapping[str, float] | None = None
 
     @property
     def max_n(self) -> int:
@@ -195,18 +191,7 @@ def _summarize(
         verdict=judge(sizes, table_CK[:, : len(sizes)], metric("rise")),
         counts=counts,
         difference=None if beyond_first is None else metric("difference"),
-        law=_law(sizes, point["gold"]),
     )
-
-
-def _law(sizes: Sequence[int], gold: Floats) -> dict[str, float] | None:
-    """The law of best-of-n, d (alpha - beta d) with d = sqrt(KL), fitted to gold (G,) less gold at n = 1."""
-    if len(sizes) < _FEWEST_SIZES:
-        return None
-    d = np.sqrt(kl_of_best_of(sizes))
-    law = fit_gao(d[1:], gold[1:] - gold[0], "bon")
-    peak = sizes[int(np.argmax(law.gain(d)))]
-    return {"alpha": law.alpha, "beta": law.beta, "r_squared": law.r_squared, "peak": peak}
 
 
 def _both_known(prompt: SampledPrompt) -> tuple[Floats, Floats]:

@@ -144,16 +144,7 @@ def _introduction(results: Results, gold: str) -> str:
     counts = result.counts
     left_out = ", ".join(f"{counts[key]:,} {what}" for key, what in missing.items() if counts[key])
     samples = f"Samples: {counts['num_samples']:,}, of {counts['num_prompts']:,} prompts; gold is `{gold}`."
-    laws = [_of_law(name, one.law) for name, one in results.items() if one.law]
-    return "\n\n".join([*sentences(results), *laws, samples + (f" Left out: {left_out}." if left_out else "")])
-
-
-def _of_law(name: str, law: Mapping[str, float]) -> str:
-    return (
-        "The law of Gao et al., d (alpha - beta d) with d the square root of KL, fitted to the gold that "
-        f"{name} gains, has alpha = {law['alpha']:.3g} and beta = {law['beta']:.3g} (R squared {law['r_squared']:.2f}) "
-        f"and is highest at n = {law['peak']}."
-    )
+    return "\n\n".join([*sentences(results), samples + (f" Left out: {left_out}." if left_out else "")])
 
 
 def _headline(results: Results) -> list[Block]:

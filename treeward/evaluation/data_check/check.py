@@ -19,7 +19,6 @@ from treeward.data.encoding import Ties
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.evaluation.data_check.findings import Overlap, findings_of, losses_at, numbers_of
-from treeward.evaluation.data_check.label_noise import Sample, cross_validate
 from treeward.evaluation.data_check.page import DataCheck
 from treeward.evaluation.data_check.reading import examples_of, read_data, rows_of
 from treeward.evaluation.diagnostics.overlap import find_overlap
@@ -58,20 +57,14 @@ def check_data(
     max_length: int | None = None,
     truncation: str = "drop",
     max_lengths: Sequence[int] | None = None,
-    cross_validation: bool = False,
     on_progress: Callable[[str, int], None] = lambda what, done: None,
 ) -> DataCheck:
     """Check training data, alone and against validation sets and benchmarks.
 
     `renderer`: without a limit of the length. `tokenizer`: its name, for the reader. `max_length`, `truncation`: of the
-    run that is to train on the data; `max_lengths`: limits to say the cost of. `cross_validation`: look for labels that
-    a small model is sure to be wrong.
+    run that is to train on the data; `max_lengths`: limits to say the cost of.
     """
-    sample = Sample()
-    data = read_data(
-        streams, renderer, ties=ties, each=sample.add if cross_validation else lambda preference, where: None,
-        on_progress=lambda done: on_progress("reading", done),
-    )  # fmt: skip
+    data = read_data(streams, renderer, ties=ties, on_progress=lambda done: on_progress("reading", done))
     sets = [(stream.name.rpartition("/")[2], list(examples_of(stream, data)), False) for stream in validation]
     sets += [(name, list(examples), True) for name, examples in (benchmarks or {}).items()]
     overlaps = []
@@ -81,15 +74,14 @@ def check_data(
         found = find_overlap(examples, training, on_progress=lambda done, _: on_progress("looking for overlap", done))
         flags = iter(found.flags)
         overlaps = [Overlap(name, tuple(islice(flags, len(own))), is_one) for name, own, is_one in sets]
-    noise = cross_validate(sample) if cross_validation else None
     numbers = numbers_of(data)
     limits = sorted({*(max_lengths or _LENGTHS), *([] if max_length is None else [max_length])})
     if max_lengths is None:  # one that keeps all is enough
         limits = [
             limit for below, limit in zip([0, *limits], limits, strict=False) if below < numbers["tokens_longest"]
         ]
-    findings = findings_of(data, numbers, max_length=max_length, truncation=truncation, overlaps=overlaps, noise=noise)
+    findings = findings_of(data, numbers, max_length=max_length, truncation=truncation, overlaps=overlaps)
     return DataCheck(
         tuple(stream.name for stream in streams), tokenizer, numbers, losses_at(data, limits), findings, data.errors,
-        overlaps, noise, tuple(streams),
+        overlaps, tuple(streams),
     )  # fmt: skip

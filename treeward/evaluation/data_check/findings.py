@@ -16,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from treeward.evaluation.data_check.label_noise import LabelNoise
 from treeward.evaluation.data_check.reading import MOST_KEPT, TRAITS, DataRead
 from treeward.evaluation.diagnostics.overlap import NUM_WORDS, OverlapFlag
 from treeward.evaluation.results import Metric
@@ -85,10 +84,6 @@ _ADVICE = {
         _LEARNT,
         "Add comparisons in which the better completion does not; treeward eval says what a model made of it "
         "(style_controlled_accuracy, --perturbations).",
-    ),
-    "label_noise": (
-        "Mistakes in labels are among them, and so are pairs that words alone cannot tell.",
-        "Read them, the surest first; mend or remove wrong ones.",
     ),
 }
 """Of each finding why it matters, and what to do."""
@@ -178,7 +173,6 @@ def findings_of(
     max_length: int | None = None,
     truncation: str = "drop",
     overlaps: Sequence[Overlap] = (),
-    noise: LabelNoise | None = None,
 ) -> list[Finding]:
     """The findings, the gravest first. `max_length`, `truncation`: of the run that is to train on the data."""
     found = [*_of_labels(data, numbers), *(_of_overlap(one) for one in overlaps if one.flagged)]
@@ -186,7 +180,6 @@ def findings_of(
         *_of_rows(data, numbers),
         *_of_length(data, max_length, truncation),
         *_of_style(numbers),
-        *_of_noise(noise),
     ]
     found = [replace(one, rows=one.rows or tuple(data.noted.get(one.name, ()))) for one in found if one.count]
     return sorted(found, key=lambda one: _SEVERITIES.index(one.severity))
@@ -280,16 +273,6 @@ def _more(name: str, metric: Metric) -> str:
 def _imbalance(metric: Metric) -> float:
     """The end nearer to a half of the interval, taken on the side of the more frequent; below a half if it is in it."""
     return 0.0 if metric.low is None or metric.high is None else max(metric.low, 1 - metric.high)
-
-
-def _of_noise(noise: LabelNoise | None) -> Iterator[Finding]:
-    if noise is None or (noise.agreement.low or 0.0) <= 0.5:
-        return
-    used, seen = noise.pairs
-    agreed = f"{noise.agreement.value:.1%} of them{'' if used == seen else f', drawn of {seen:,}'}"
-    said = f"are wrong to a small model of words that was trained on the others; it agrees with {agreed}."
-    places = [where for where, _ in noise.disagreements[:MOST_KEPT]]
-    yield _finding("label_noise", len(noise.disagreements), used, "labels", said, places, "note")
 
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------

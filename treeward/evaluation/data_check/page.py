@@ -17,7 +17,6 @@ from treeward.data.datasets import RowDataset
 from treeward.data.preference import last_text
 from treeward.errors import DataError
 from treeward.evaluation.data_check.findings import Finding, Overlap
-from treeward.evaluation.data_check.label_noise import LabelNoise
 from treeward.evaluation.data_check.reading import TRAITS, rows_of
 from treeward.evaluation.report.blocks import bar_item, bars_block, table_block
 from treeward.evaluation.report.build import write_report
@@ -41,7 +40,6 @@ class DataCheck:
     findings: list[Finding]
     errors: list[DataError]
     overlaps: list[Overlap]
-    noise: LabelNoise | None
     streams: tuple[RowDataset, ...]
 
 
@@ -66,9 +64,6 @@ def summary_rows(checked: DataCheck) -> list[dict[str, Any]]:
         ("pairs in which the better completion is longer", _counted(longer), longer.count),
         *((f"examples of {one.name} in the data", len(one.flagged), len(one.flags)) for one in checked.overlaps),
     ]
-    if checked.noise is not None:
-        agreement = checked.noise.agreement
-        listed.append(("labels that a small model gives too", _counted(agreement), agreement.count))
     return [{"what": what, "number": number, "share": None if of is None else number / max(1, of)}
             for what, number, of in listed]  # fmt: skip
 
@@ -87,7 +82,6 @@ def write_check(folder: Path, checked: DataCheck) -> Path:
         "lengths": checked.lengths,
         "findings": [dataclasses.asdict(one) | {"why": one.why, "fix": one.fix} for one in checked.findings],
         "overlap": [{"set": one.name} | dataclasses.asdict(flag) for one in checked.overlaps for flag in one.flagged],
-        "label_noise": None if checked.noise is None else dataclasses.asdict(checked.noise),
         "broken": list(map(_error, checked.errors)),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,15 +119,10 @@ def _row_tables(checked: DataCheck) -> Iterator[Block]:
     """The first rows of each finding that names rows of the data, with their texts."""
     of_rows = [one for one in checked.findings if one.rows and one.name != "broken" and "overlap" not in one.name]
     texts = _excerpts(checked.streams, {where for one in of_rows for where in one.rows[:_MOST_SHOWN]})
-    probabilities = dict(checked.noise.disagreements if checked.noise else ())
     names = {"where": "Row", "prompt": "Prompt", "better": "Better", "worse": "Worse"}
     for one in of_rows:
         columns = {name: (label, "text") for name, label in names.items()}
-        rows: list[Block] = []
-        for where in one.rows[:_MOST_SHOWN]:
-            row: Block = {"where": where.rpartition("/")[2], "probability": probabilities.get(where)}
-            rows.append(row | texts.get(where, {}))
-        columns |= {"probability": ("Probability", "percent")} if one.name == "label_noise" else {}
+        rows = [{"where": where.rpartition("/")[2], **texts.get(where, {})} for where in one.rows[:_MOST_SHOWN]]
         yield table_block(one.name.replace("_", " ").capitalize(), columns, rows, one.text, most=10)
 
 

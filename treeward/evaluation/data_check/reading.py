@@ -98,10 +98,9 @@ def read_data(
     renderer: Renderer,
     *,
     ties: Ties = "drop",
-    each: Callable[[Preference, str], object] = lambda preference, where: None,
     on_progress: Callable[[int], object] = lambda done: None,
 ) -> DataRead:
-    """Read every row; `each` is called with those that are sound. `renderer`: without a limit of the length.
+    """Read every row. `renderer`: without a limit of the length.
 
     Sets with `attributes` are read as a run that learns these grades reads them.
     """
@@ -109,7 +108,6 @@ def read_data(
     for rows in portions(rows_of(streams, data)):
         for (preference, where), record in encoded(rows, renderer, rules, data):
             _add_row(data, preference, where, record, rules.attributes)
-            each(preference, where)
         on_progress(data.sums["rows"])
     return data
 

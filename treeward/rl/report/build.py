@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from treeward.errors import ConfigError
-from treeward.evaluation.best_of_n.laws import fit_gao
 from treeward.evaluation.report.blocks import bar_item, format_number, table_block
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Block
@@ -28,9 +27,6 @@ from treeward.rl.report.reading import Z95, Curve, RLRun, RunSummary, opening, s
 
 _MOST_POINTS = 60
 _MOST_PROMPTS = 12
-_FEWEST_FOR_A_LAW = 5
-_LEAST_R_SQUARED = 0.8
-_NEAR_THE_START = 0.1
 _MUCH_HIGHER = 5.0
 _SOLID, _DOTTED = 0, 2  # dashes of charts
 
@@ -116,9 +112,9 @@ def _numbers(summaries: Sequence[RunSummary]) -> Block:
 
 
 def _over_distance(summaries: Sequence[RunSummary]) -> list[Block]:
-    """Gold, with its law, and the proxy, over sqrt(KL): gains over the first validation."""
+    """Gold and the proxy over sqrt(KL): gains over the first validation."""
     curves: dict[str, list[Block]] = {"gold": [], "proxy": []}
-    laws, lines, fitted = [], [], []
+    lines: list[Block] = []
     for colour, one in enumerate(summaries):
         run, prefix = one.run, f"{one.run.name}: " if len(summaries) > 1 else ""
         found = {"gold": run.curve("validation/gold_reward"), "proxy": run.proxy("validation")}
@@ -136,13 +132,9 @@ def _over_distance(summaries: Sequence[RunSummary]) -> list[Block]:
                 look = {"name": f"{prefix}{name}", "colour": colour, "dash": _SOLID, "dots": True}
                 labels = [f"step {step:,}, distance {format_number(distances[step])}" for step in steps]
                 curves[name].append(look | {"x": [distances[step] for step in steps], "y": gains, "labels": labels})
-                if name == "gold" and (law := _law(curves[name][-1], f"{prefix}gold, fitted law")):
-                    fitted.append(law[0])
-                    laws.append(f"{prefix}{law[1]}")
         if run.alarm_step in distances:
             lines.append({"x": distances[run.alarm_step], "label": f"{prefix}alarm", "colour": colour})
-    dotted = f" Dotted: d (alpha - beta ln d) fitted to gold, with d the distance. {'; '.join(laws)}." if laws else ""
-    notes = {"gold": f"How much was gained for the distance that the policy has moved.{dotted}"}
+    notes = {"gold": "How much was gained for the distance that the policy has moved."}
     return [
         {
             "kind": "curves",
@@ -150,35 +142,12 @@ def _over_distance(summaries: Sequence[RunSummary]) -> list[Block]:
             "note": notes.get(name, "In its own units. What it is worth only gold can tell."),
             "x_label": "square root of KL to the reference, KL in nats",
             "y_label": "gain over the first validation",
-            "series": [*curves[name], *(fitted if name == "gold" else ())],
+            "series": curves[name],
             "lines": lines,
         }
         for name in curves
         if curves[name]
     ]
-
-
-def _law(gold: Block, name: str) -> tuple[Block, str] | None:
-    """The law of RL, gold(d) - gold(0) = d (alpha - beta ln d), as a curve and in words; None where it does not fit.
-
-    Source: Gao, Schulman, Hilton 2022, arXiv 2210.10760, section 3.1. It goes through 0 at d = 0, so the first
-    validation must be near the start; too few points fit any law.
-    """
-    points = {d: gain for d, gain in zip(gold["x"], gold["y"], strict=True) if d > 0.0}
-    if len(points) < _FEWEST_FOR_A_LAW or gold["x"][0] > _NEAR_THE_START * max(points):
-        return None
-    d, gains = np.array(sorted(points.items())).T
-    law = fit_gao(d, gains, "rl")
-    if law.r_squared < _LEAST_R_SQUARED:
-        return None
-    x = np.linspace(0.0, d[-1], _MOST_POINTS)
-    peak = int(np.argmax(law.gain(x)))
-    top = "still rising at the end" if peak == _MOST_POINTS - 1 else f"highest at {format_number(x[peak])}"
-    words = (
-        f"alpha = {format_number(law.alpha)}, beta = {format_number(law.beta)} (R squared {law.r_squared:.2f}), {top}"
-    )
-    look = {"name": name, "colour": gold["colour"], "dash": _DOTTED, "dots": False}
-    return look | {"x": x.tolist(), "y": law.gain(x).tolist()}, words
 
 
 def _over_steps(runs: Sequence[RLRun], title: str, key: str, y_label: str, note: str, format: str) -> Block | None:

@@ -1,28 +1,23 @@
-"""The mathematics of choosing the best of n: exact expectations from N samples, the distance in KL, Gao's law.
+"""The mathematics of choosing the best of n: exact expectations from N samples, and the distance in KL.
 
     expected_best_of(proxy, gold, [1, 2, 4])     # the gold of what the proxy chooses among 1, 2 and 4 samples
     kl_of_best_of(4)                             # 0.636 nats: how far that is from plain sampling
-    law = fit_gao(distances, gains, "bon")       # gain(d) = d (alpha - beta d), d = sqrt(KL)
-    law.alpha, law.beta, law.r_squared, law.gain(distances)
 
 Of N samples sorted by a score, the i-th from below is the best of n drawn without replacement with the probability
 w_i(n) = C(i-1, n-1) / C(N, n). So sum_i w_i(n) gold_(i) is the mean over all subsets of n, an unbiased estimate from
-all samples at once (Nakano et al. 2021, arXiv 2112.09332, appendix I). The laws of how gold first rises and then falls
-with the distance are those of Gao, Schulman, Hilton 2022, arXiv 2210.10760, section 3.1. Array suffixes: N samples, G
-values of n or points of a curve.
+all samples at once (Nakano et al. 2021, arXiv 2112.09332, appendix I). Array suffixes: N samples, G values of n.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Floats: TypeAlias = NDArray[np.float64]
-GaoForm: TypeAlias = Literal["bon", "rl"]
 
 _ALL_SIZES_TO, _SIZES_PER_DOUBLING = 64, 16
 
@@ -70,41 +65,3 @@ def kl_of_best_of(sizes: ArrayLike) -> Floats:
     """
     n = np.asarray(sizes, dtype=np.float64)
     return np.asarray(np.log(n) - (n - 1.0) / n, dtype=np.float64)
-
-
-class GaoLaw(NamedTuple):
-    """gain(d) = d (alpha - beta d) of best-of-n (`bon`), d (alpha - beta ln d) of RL (`rl`); d = sqrt(KL), nats.
-
-    `r_squared`: how much of the gains' variance it explains; 0 where there is none.
-    """
-
-    form: GaoForm
-    alpha: float
-    beta: float
-    r_squared: float = 0.0
-
-    def gain(self, distances: ArrayLike) -> Floats:
-        """The gold above that at d = 0."""
-        design = _design(np.asarray(distances, dtype=np.float64), self.form)
-        gains: Floats = design @ np.array([self.alpha, self.beta])
-        return gains
-
-
-def fit_gao(distances: ArrayLike, gains: ArrayLike, form: GaoForm) -> GaoLaw:
-    """Fit a law to gains over d = 0, by least squares through the origin.
-
-    `distances` (G,): d = sqrt(KL) > 0, ascending, 3 or more; `gains` (G,): gold less the gold at d = 0. A point weighs
-    as much of the d axis as it stands for, so that it does not matter which were measured.
-    """
-    d, gain = np.asarray(distances, dtype=np.float64), np.asarray(gains, dtype=np.float64)
-    root = np.sqrt(np.diff(np.concatenate([[0.0], (d[1:] + d[:-1]) / 2.0, d[-1:]])))
-    alpha, beta = np.linalg.lstsq(_design(d, form) * root[:, None], gain * root, rcond=None)[0].tolist()
-    law = GaoLaw(form, alpha, beta)
-    spread = float(np.sum((gain - gain.mean()) ** 2))
-    return law._replace(r_squared=1.0 - float(np.sum((gain - law.gain(d)) ** 2)) / spread if spread > 0.0 else 0.0)
-
-
-def _design(distances: Floats, form: GaoForm) -> Floats:
-    """(..., 2): what alpha and beta are multiplied by."""
-    bent = distances if form == "bon" else np.log(np.where(distances > 0.0, distances, 1.0))
-    return np.stack([distances, -distances * bent], axis=-1)
