@@ -164,11 +164,9 @@ def test_a_file_is_taken_for_its_format(
     assert list(auto.context) == [ASK] and where.startswith(f"{path}:")
     assert [(c.rank, c.messages[0]["content"]) for c in auto.completions] == want
     assert ("fewer than two completions" in caplog.text) == (len(rows) > 1 and name != "HelpSteer2" or len(rows) == 3)
-    if name == "RMB":
-        return  # nothing but comparisons
     scored = [one for row in rows if row.get("completions") != [] for one in conversations_of(row, "x:1")]
     assert [[*auto.context, *c.messages] for c in sorted(auto.completions, key=lambda c: c.messages[0]["content"])] == (
-        scored[:2]
+        scored[: len(auto.completions)]
     )
 
 
@@ -277,3 +275,19 @@ def test_an_unknown_format_names_the_ways_out(write_rows: Write) -> None:
         read(write_rows, {"good": "4"})
     with pytest.raises(DataError, match=r"no rank and no score(?s:.*)completions\[0\](?s:.*)or a score for each"):
         read(write_rows, {"prompt": "2 + 2?", "completions": ["4", "5"]})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"chosen": 3}, r"completions\[0\]"),
+        ({"reject": {"llm_name": "b"}}, r"completions\[1\]"),
+        ({"bon_best": {"answer": "4"}, "loser_list": []}, "two or more completions"),
+        ({"bon_best": {"answer": "4"}, "loser_list": [None]}, r"completions\[1\]"),
+    ],
+)
+def test_a_wrong_row_of_rmb_is_an_error(wrong: dict[str, Any], error: str, write_rows: Write) -> None:
+    row = {"conversation_input": [ASK], "chosen": "4", "reject": "5"}
+    assert [one.messages for one in read(write_rows, row).completions] == [(FOUR,), (FIVE,)]
+    with pytest.raises(DataError, match=error):
+        read(write_rows, row | wrong)

@@ -46,6 +46,7 @@ from treeward.data.preference import (
     preference_from_dict,
     preference_to_dict,
     prompt_key,
+    ranked_row_of_rmb,
     required,
     turns_of,
 )
@@ -298,14 +299,7 @@ class RMB(PreferenceDataset):
     """Files of RMB (Zhou et al. 2025, arXiv 2410.09893): a pair, or a best completion and a list of worse ones."""
 
     def to_preference(self, row: Row) -> Preference | None:
-        values, need = row.values, "the best and the worse ones, as chosen and reject or bon_best and loser_list"
-        is_pair = values.get("bon_best") is None
-        best = required(values, "chosen" if is_pair else "bon_best", row.where, need)
-        worse = required(values, "reject" if is_pair else "loser_list", row.where, need)
-        ranked = [{"rank": 0, **best}, *({"rank": 1, **one} for one in ([worse] if is_pair else worse))]
-        context = required(values, "conversation_input", row.where, need)
-        about = {"context": context, "completions": ranked, "task_name": values.get("category_path")}
-        return super().to_preference(Row(about, row.where))
+        return super().to_preference(Row(ranked_row_of_rmb(row.values, row.where), row.where))
 
 
 @register_dataset("Tulu3Preference", "Tulu3PreferenceDataset")

@@ -10,7 +10,7 @@ A prompt is called `context`, `prompt` or `instruction`. The parsers are in `pre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from treeward.data.preference import (
     is_transcript,
     parse_json_list,
     prompt_key,
+    ranked_row_of_rmb,
     turns_of,
 )
 from treeward.errors import DataError
@@ -86,9 +87,15 @@ def _are_transcripts(values: Mapping[str, Any]) -> bool:
     return all(map(is_transcript, sides)) and (not has_prompt or all(side.startswith("\n\nHuman:") for side in sides))
 
 
+def _is_of_rmb(keys: Set[str]) -> bool:
+    return any(keys >= set(one.keys) for one in FORMATS if one.dataset == "RMB")
+
+
 def scored_keys(values: Mapping[str, Any], where: str) -> frozenset[str]:
     """The keys that hold what is scored. Raises `DataError` where there is nothing, or where there are two things."""
     given = {key for key, value in values.items() if value is not None}
+    if _is_of_rmb(given):
+        return frozenset({"completions"})
     found = given & _ALWAYS_READ or given & set().union(*_OF_CONVERSATIONS)
     if found >= {"chosen", "rejected"}:
         found -= {"messages"}  # a column like others: UltraFeedback's binarized form repeats the chosen ones there
@@ -115,6 +122,7 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message
     """
     keys = scored_keys(values, where)
     row = {key: value for key, value in values.items() if value is not None}
+    row = ranked_row_of_rmb(row, where) if _is_of_rmb(row.keys()) else row
     if keys == {"messages"}:
         return [list(check_messages(parse_json_list(row["messages"], "messages", where), "messages", where))]
     if keys == {"conversations"}:

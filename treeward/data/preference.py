@@ -415,6 +415,21 @@ def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str
     return _preference(about, where, context, completions, task_name)
 
 
+def ranked_row_of_rmb(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The row of a file of RMB in the rank format. Raises `DataError` for a missing key."""
+    need = "the best and the worse ones, as chosen and reject or bon_best and loser_list"
+    keys = ("chosen", "reject") if values.get("bon_best") is None else ("bon_best", "loser_list")
+    best, worse = (parse_json_list(required(values, key, where, need), key, where) for key in keys)
+    ranked = [(0, best), *((1, one) for one in (worse if _is_list(worse) else [worse]))]
+    return {
+        "context": required(values, "conversation_input", where, need),
+        "completions": [
+            {"rank": rank, **(one if isinstance(one, Mapping) else {"completion": one})} for rank, one in ranked
+        ],
+        "task_name": values.get("category_path"),
+    }
+
+
 def turns_of(prompt: Any) -> Any:
     r"""The messages of a prompt with `"\n<extra_id_1>Assistant\n"`, as HelpSteer2 writes turns; another as it is."""
     if not isinstance(prompt, str) or not _HELPSTEER_TURN.search(prompt):
