@@ -20,9 +20,11 @@ ENDS = list(range(3, 120))  # so many that completions end soon
 
 
 def policy_of(family: str) -> PolicyModel:
+    # Gemma scales its embeddings: behind a tied head it would repeat the last token, whatever attention does.
+    config = config_of(family, **({"tie_word_embeddings": False} if family == "gemma2" else {}))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        hf = AutoModelForCausalLM.from_config(config_of(family), attn_implementation="eager", dtype=torch.float32)
+        hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     return PolicyModel(randomise(hf.eval()), layout="rows" if family in ROW_FAMILIES else "tree")
 
 

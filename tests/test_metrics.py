@@ -45,7 +45,7 @@ def test_worked_by_hand() -> None:
     metrics = measure(torch.tensor([2.0, 1.0, 0.0, 0.0, 5.0, 4.0, 9.0]), [[0, 1], [0, 1], [0, 1, 1]], "half")
     assert (metrics.num_units, metrics.num_pairs, metrics.num_correct) == (3, 4, 2)
     means = metrics.means()
-    assert means["accuracy"] == 0.5
+    assert means["accuracy"] == 0.5 and metrics.gap_sum == 1 + 0 + 1 + 4
     assert means["chosen_rewards"] == (2 + 0 + 5 + 5) / 4 and means["rejected_rewards"] == (1 + 0 + 4 + 9) / 4
     assert means["reward_margin"] == means["chosen_rewards"] - means["rejected_rewards"]
 
@@ -59,16 +59,17 @@ def test_nothing_is_nan_not_zero() -> None:
 
 def test_errors_and_correlations_of_grades_are_those_of_numpy_however_they_are_batched() -> None:
     generator = np.random.default_rng(0)
-    grades, values = generator.integers(0, 5, (30, 2)).astype(float), generator.normal(size=(30, 2))
-    grades[generator.random((30, 2)) < 0.3] = np.nan
+    grades, values = generator.integers(0, 5, (30, 3)).astype(float), generator.normal(size=(30, 3))
+    grades[generator.random((30, 3)) < 0.3] = np.nan
     grades[:, 1] = np.where(np.isnan(grades[:, 1]), np.nan, 3.0)  # no correlation with a constant
+    grades[:, 2] = np.nan
     sums = GradeSums()
     for rows in (slice(0, 7), slice(7, 7), slice(7, 30)):
-        sums.add(torch.tensor(values[rows]), graded([grades[rows].tolist()], stds=(1.0, 1.0)))
+        sums.add(torch.tensor(values[rows]), graded([grades[rows].tolist()], stds=(1.0,) * 3))
     assert sums.sums_6H is not None
-    found, known = grade_metrics(sums.sums_6H, ["a", "b"]), ~np.isnan(grades)
+    found, known = grade_metrics(sums.sums_6H, ["a", "b", "c"]), ~np.isnan(grades)
     x, y = values[known[:, 0], 0], grades[known[:, 0], 0]
     wrong = [float(np.mean((values[known[:, i], i] - grades[known[:, i], i]) ** 2)) for i in (0, 1)]
     assert (found["mse_a"], found["mse_b"], found["mse"]) == pytest.approx((*wrong, sum(wrong) / 2))
     assert found["pearson_a"] == found["pearson"] == pytest.approx(np.corrcoef(x, y)[0, 1])
-    assert math.isnan(found["pearson_b"])
+    assert math.isnan(found["pearson_b"]) and math.isnan(found["mse_c"])

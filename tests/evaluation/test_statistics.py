@@ -12,6 +12,7 @@ from treeward.evaluation.statistics import (
     accuracy_metric,
     brier,
     cluster_bootstrap,
+    expanded_tail,
     expected_calibration_error,
     kendall_tau_b,
     pair_confidences,
@@ -47,6 +48,11 @@ def test_intervals_by_hand() -> None:
     twice = cluster_bootstrap(outcomes[:, None], clusters, statistic=lambda means: 2 * means[:, 0])
     low, high = cluster_bootstrap(outcomes, clusters)
     assert twice == pytest.approx((2 * (low or 0), 2 * (high or 0)))
+    # One example in a cluster and three in another: drawn twice, once each, or not at all.
+    drawn = set[float]()
+    cluster_bootstrap([1, 0, 0, 0], "abbb", statistic=lambda means: (drawn.update(means[:, 0]), means[:, 0])[1])
+    assert drawn == {1.0, 0.25, 0.0}
+    assert expanded_tail(5) == pytest.approx(stats.norm.cdf(-math.sqrt(5 / 4) * stats.t.ppf(0.975, 4)))
 
 
 def test_bootstrap_over_prompts_covers_where_wilson_does_not() -> None:
@@ -187,6 +193,8 @@ def test_calibration_by_hand() -> None:
     assert [bin["frequency"] for bin in bins] == [0.0, 0.5, 0.0, 1.0]
     assert bins[1]["mean_probability"] == pytest.approx(0.135)
     assert bins[1]["interval"] == wilson(1, 2)
+    # Edges belong to the bin below them, and 0 to the first.
+    assert [bin["count"] for bin in reliability_curve([0.0, 0.1, 0.11, 0.5, 0.51, 1.0], [0] * 6)] == [2, 1, 1, 1, 1]
     assert expected_calibration_error([], []) is None and brier([], []) is None and reliability_curve([], []) == []
 
 

@@ -42,6 +42,9 @@ def test_a_reward_model(family: str, checkpointing: bool) -> None:
     assert scores_S[0] == scores_S[2]
     scores_S.sum().backward()
     assert sorted(counts[2:]) == ([3, 11] if checkpointing else [])
+    counts.clear()
+    blocks[-1].mlp(torch.zeros(1, 20, 32))  # by itself it computes all that it gets
+    assert counts == [20]
     with model.plain_attention():  # all tokens, as transformers would
         counts.clear()
         hf(input_ids=torch.tensor([GROUPS[0][0]]))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
 from families import causal_model
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from treeward.model.linear_log_probs import linear_log_probs
+from treeward.model.linear_log_probs import VocabularyShard, linear_log_probs
 from treeward.model.policy_model import PolicyModel
 
 N, D, V = 23, 16, 41
@@ -96,3 +100,30 @@ def test_a_head_that_is_more_than_a_product_gives_the_same(family: str) -> None:
         assert grads.keys() == general_grads.keys()
         for name, grad in grads.items():
             torch.testing.assert_close(grad, general_grads[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("entropies", [False, True])
+def test_a_vocabulary_that_two_processes_share_gives_the_same(entropies: bool) -> None:
+    """Threads stand for the processes: each has a process group of its own, and not as many tokens as the other."""
+    *whole, targets, coefficients = tensors(bias=True)
+    store, parts = distributed.HashStore(), (slice(0, 15), slice(15, V))
+
+    def part(rank: int) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        group: Any = distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+        leaves = [x.detach().clone().requires_grad_() for x in (whole[0], *(x[parts[rank]] for x in whole[1:]))]
+        options: dict[str, Any] = {"chunk_tokens": 7, "scale": 0.5, "temperature": 0.7, "entropies": entropies}
+        shard = VocabularyShard(parts[rank].start, group)
+        values, of_each = linear_log_probs(*leaves, targets, shard=shard, **options)
+        return values, of_each, torch.autograd.grad(values @ coefficients, leaves)
+
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(part, range(2)))
+    want, want_entropies = written_out(*(x.requires_grad_() for x in whole), targets, scale=0.5, temperature=0.7)
+    hidden, weight, bias = torch.autograd.grad(want @ coefficients.double(), whole)
+    for (values, of_each, grads), own in zip(results, parts, strict=True):
+        torch.testing.assert_close(values.double(), want, atol=1e-5, rtol=1e-5)
+        assert (of_each is not None) == entropies
+        if of_each is not None:
+            torch.testing.assert_close(of_each.double(), want_entropies, atol=1e-5, rtol=1e-5)
+        for got, wanted in zip(grads, (hidden, weight[own], bias[own]), strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)

@@ -67,6 +67,8 @@ def test_it_is_the_formula(config: GRPOConfig, given_rewards: Tensor) -> None:
         for g in range(4):
             want = written_out(p, g, config) if KNOWN[p][g] else 0.0
             assert float(got[p, g]) == pytest.approx(want, abs=1e-6)
+    infinite = given_rewards.nan_to_num(nan=torch.inf)
+    assert torch.equal(advantages(infinite, config), got) and torch.equal(advantages(-infinite, config), -got)
     apart = advantages(given_rewards.double() + 2**20, config) - got  # an offset does not swallow the differences
     assert float(apart.abs().max()) < 1e-6
 

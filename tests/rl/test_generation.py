@@ -102,7 +102,7 @@ def test_shared_prompts_give_the_completions_of_plain_rows(
     as_on_a_gpu = sampled()
     policy.layout = "rows"
     rows = sampled()
-    assert family == "gemma2" or len({len(completion.token_ids) for completion in rows}) > 2
+    assert len({len(completion.token_ids) for completion in rows}) > 2
     for found in (shared, as_on_a_gpu):
         assert [one.token_ids for one in found] == [one.token_ids for one in rows]
         for one, want in zip(found, rows, strict=True):

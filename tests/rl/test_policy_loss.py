@@ -29,9 +29,9 @@ def clamped(value: float, limit: float | None) -> float:
     return value if limit is None else min(max(value, -limit), limit)
 
 
-def written_out(new: Any, old: Any, reference: Any, said: Any, settings: PolicyLossConfig) -> float:
-    """One token after the other, in Python's own numbers."""
-    total = 0.0
+def written_out(new: Any, old: Any, reference: Any, said: Any, settings: PolicyLossConfig) -> dict[str, float]:
+    """The loss and the sums to report, one token after the other, in Python's own numbers."""
+    sums = dict.fromkeys(("loss", "policy_sum", "kl_sum", "old_kl_sum", "clipped", "correction_sum"), 0.0)
     for s in range(4):
         tokens = [t for t in range(4) if MASK[s, t]]
         a = float(ADVANTAGES[s])
@@ -45,18 +45,26 @@ def written_out(new: Any, old: Any, reference: Any, said: Any, settings: PolicyL
                 correction = math.exp(sum(float(old[s, u] - said[s, u]) for u in tokens))
             gain = min(ratio * a, min(max(ratio, 1 - settings.ratio_clip_min), 1 + settings.ratio_clip_max) * a)
             if settings.force_on_policy_ratio:
-                gain = a
+                ratio, gain = 1.0, a
+            sums["clipped"] += ratio * a != gain
             if settings.ratio_clip_c is not None and a < 0:
                 gain = max(gain, settings.ratio_clip_c * a)
             if settings.use_importance_sampling_correction:
-                gain *= min(correction, settings.truncated_importance_sampling_ratio or math.inf)
+                correction = min(correction, settings.truncated_importance_sampling_ratio or math.inf)
+            else:
+                correction = 1.0
+            gain *= correction
+            sums["correction_sum"] += correction
+            sums["policy_sum"] -= gain
+            for name, y in (("kl_sum", new[s, t] - reference[s, t]), ("old_kl_sum", old[s, t] - new[s, t])):
+                sums[name] += math.exp(-float(y)) - 1 + float(y)  # k3, whatever the penalty is
             x = clamped(float(new[s, t] - reference[s, t]), settings.kl_input_clamp_value)
             kl = {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[settings.reference_policy_kl_type]
             if settings.use_on_policy_kl_approximation:
                 kl *= math.exp(float(new[s, t] - said[s, t]))
             kl = clamped(kl, settings.kl_output_clamp_value)
-            total += weight * (-gain + kl_coefficient(settings) * kl)
-    return total
+            sums["loss"] += weight * (-gain + kl_coefficient(settings) * kl)
+    return sums
 
 
 NO_PENALTY: dict[str, Any] = {"reference_policy_kl_penalty": 0.0}
@@ -104,7 +112,9 @@ def test_it_is_the_formula(settings: PolicyLossConfig, dtype: torch.dtype, toler
         new, old, reference, said = (tensor.to(dtype) for tensor in given)
         total, sums = policy_loss(new, old, reference, ADVANTAGES, MASK, settings, generated_SL=said)
         # the weights are float32
-        assert float(total) == pytest.approx(want, abs=max(tolerance, 1e-6 if not settings.token_level_loss else 0))
+        at_most = max(tolerance, 1e-6 if not settings.token_level_loss else 0)
+        assert float(total) == pytest.approx(want.pop("loss"), abs=at_most)
+        assert {name: float(getattr(sums, name)) for name in want} == pytest.approx(want, rel=1e-5)
         assert sums.tokens == 8
 
 
@@ -122,7 +132,7 @@ def test_gradients_are_the_slopes_of_the_formula(settings: PolicyLossConfig) -> 
             moved[s, t] += sign * 1e-6
             if abs(float(new[s, t] - reference[s, t])) > (settings.kl_input_clamp_value or math.inf):
                 fixed[s, t] += sign * 1e-6  # exp(new - generator's) stays
-            ends.append(written_out(moved, old, reference, fixed, settings))
+            ends.append(written_out(moved, old, reference, fixed, settings)["loss"])
         slope = (ends[0] - ends[1]) / 2e-6
         if settings.force_on_policy_ratio:  # whose slope is that of the log-probability
             weight = 1.0 if settings.token_level_loss else 1.0 / int(MASK[s].sum())
