@@ -16,7 +16,7 @@ from treeward.environments.interface import Environment, Reward
 from treeward.errors import ConfigError
 from treeward.scoring.score import Score
 
-__all__ = ["Counting", "Troubled", "Unmakeable", "consonants", "fails", "length", "vowels"]
+__all__ = ["Scaled", "Troubled", "Unmakeable", "consonants", "fails", "length", "vowels"]
 
 Conversation = Sequence[Message]
 
@@ -41,51 +41,36 @@ def length(prompt: str, response: str) -> float:
     return len(response) / 100
 
 
-class Counting(Environment):
-    """Rewards vowels, less the mean of all rewards before, which it remembers: rewards depend on those before."""
+class Scaled(Environment):
+    """Ten times the vowels, with the vowels as the score."""
 
-    name = "counting_env"
+    name = "scaled_env"
 
     def __init__(self, section: Mapping[str, Any]) -> None:
-        self.state: dict[str, Any] = {"count": 0, "total": 0.0}
+        assert section is not None
 
     def rewards(self, conversations: Sequence[Conversation], env_infos: Sequence[Mapping[str, Any]]) -> list[Reward]:
         raw = [vowels("", str(conversation[-1]["content"])) for conversation in conversations]
-        self.state = {"count": self.state["count"] + len(raw), "total": self.state["total"] + sum(raw)}
-        return self._shaped(raw)
-
-    def evaluation_rewards(
-        self, conversations: Sequence[Conversation], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        return self._shaped([vowels("", str(conversation[-1]["content"])) for conversation in conversations])
-
-    def _shaped(self, raw: list[float]) -> list[Reward]:
-        mean = self.state["total"] / max(self.state["count"], 1)
-        return [Reward(10 * (value - mean), Score(value)) for value in raw]
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.state)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.state = dict(state)
+        return [Reward(10 * value, Score(value)) for value in raw]
 
 
-class Troubled(Counting):
-    """`Counting` that does what the JSON file `orders` says, read at every step.
+class Troubled(Scaled):
+    """`Scaled` that does what the JSON file `orders` says, read at every step.
 
     {"fail": share of the samples} raises for the whole step at 1, else gives no reward; {"nan": share}, {"hang":
-    seconds}; {"after": n} obeys only when n samples were rewarded.
+    seconds}; {"after": n} obeys only when this object has rewarded n samples.
     """
 
     name = "troubled_env"
 
     def __init__(self, section: Mapping[str, Any]) -> None:
         super().__init__(section)
-        self.orders = Path(section["orders"])
+        self.orders, self.count = Path(section["orders"]), 0
 
     def rewards(self, conversations: Sequence[Conversation], env_infos: Sequence[Mapping[str, Any]]) -> list[Reward]:
         orders = json.loads(self.orders.read_text(encoding="utf-8"))
-        if self.state["count"] < orders.get("after", 0):
+        self.count += len(conversations)
+        if self.count <= orders.get("after", 0):
             orders = {}
         found = super().rewards(conversations, env_infos)
         time.sleep(orders.get("hang", 0.0))
@@ -97,7 +82,7 @@ class Troubled(Counting):
         return found
 
 
-class Unmakeable(Counting):
+class Unmakeable(Scaled):
     """Is refused when it is made."""
 
     def __init__(self, section: Mapping[str, Any]) -> None:

@@ -118,7 +118,6 @@ def _training(
 def _validation(d: float, proxy: float, gold: float, length: float, scenario: Scenario) -> dict[str, Any]:
     row = {
         "validation/reward": proxy,
-        "validation/proxy": proxy,
         "validation/raw_reward": proxy / 0.8 if scenario.shaped else proxy,
         "validation/kl": d * d,
         "validation/mean_gen_tokens_per_sample": length,

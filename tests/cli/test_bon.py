@@ -128,7 +128,6 @@ def test_what_has_no_score_is_counted_and_never_a_number(
     [
         ("{modle: M}", "n", "did you mean model"),
         ("{model: M, ensemble: wurst}", "n", "worst"),
-        ("{model: M, shaping: {normalize_rewards: true, running: true}}", "n", "order of the rows"),
         ("n", "n", "proxies and gold are the same"),
         ("gold_score", "math", "did you mean gold_scores"),
         ("n", "{type: rules", "is no section"),

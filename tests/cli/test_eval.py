@@ -107,7 +107,6 @@ def test_other_data_into_a_folder_with_results_is_refused(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["MODEL", "--shaping", "{normalize_rewards: true, running: true}"], "order of the rows"),
         (["MODEL", "--shaping", "{reference: par}"], "reference completions, and there are none"),
         (["MODEL", "--ensemble", "mean"], "one model is no ensemble"),
         (["MODEL", "--checkpoints", "nowhere"], "the folder has no checkpoints"),

@@ -154,8 +154,6 @@ SECTIONS = [
     (RewardModelEnvironmentConfig, "model_name: []", "model_name"),
     (RewardModelEnvironmentConfig, "model_name: m, reward_shaping: contracts", "reward_shaping"),
     (RewardShapingConfig, "reward_mean: 1.0", "reward_std"),
-    (RewardShapingConfig, "running: true", "running"),
-    (RewardShapingConfig, "normalize_rewards: true, running: true, reward_mean: 0, reward_std: 1", "running"),
     (RewardShapingConfig, "normalize_rewards: true, reference: par", "normalize_rewards"),
     (RewardShapingConfig, "temperature: fitted", "temperature"),
     *((LengthCurve, f"{CURVE}, {knots}", "lengths") for knots in
@@ -179,7 +177,8 @@ SECTIONS = [
     (ServerConfig, "models: [{model: a}], tls_key: k", "tls_certificate"),
     (ServerConfig, "models: [{model: a}], tls_certificate: c", "tls_key"),
     (NemoGymConfig, "model_path: m, server: {port: 1}", "server.port"),
-    (NemoGymConfig, "model_path: m, statistics_size: 1", "statistics_size"),
+    (NemoGymConfig, "model_path: m, running: {size: 1}", "running.size"),
+    (NemoGymConfig, "model_path: m, running: true, normalize_rewards: true", "running"),
 ]  # fmt: skip
 
 

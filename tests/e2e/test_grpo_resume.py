@@ -12,8 +12,6 @@ import pytest
 from killed_run import User, assert_same_run
 from signed import write_signed_model
 
-from treeward.training.state import read_state
-
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 STEPS = 10
@@ -42,7 +40,7 @@ env:
     model_name: {model}
     precision: float32
     resources: {{gpus_per_node: 0, num_nodes: 1}}
-    reward_shaping: {{normalize_rewards: true, running: true}}
+    reward_shaping: {{length_penalty: {{threshold: 4}}}}
   gold: {{type: custom, function: planted.length}}
 checkpointing: {{checkpoint_dir: {folder}/checkpoints, save_period: 2, keep_top_k: 2, metric_name: "val:raw_reward"}}
 logger: {{log_dir: {folder}/logs}}
@@ -105,8 +103,6 @@ def test_killed_at_each_moment_it_ends_as_if_it_had_not_been(user: User, uninter
     out = user.finish()
     assert "The policy of step" in out and str(user.folder / "checkpoints" / "final") in out
     assert_same_run(user.folder, uninterrupted)
-    state = read_state(user.folder / "checkpoints" / f"step_{STEPS}").run
-    assert state["rewards"]["reward_model"]["reward_shaping"]["running"]["count"] > 100
 
 
 def test_killed_wherever_it_happens_to_be_and_stopped_by_sigterm(user: User, uninterrupted: Path) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from treeward.data.preference import Message
 from treeward.environments.hybrid import HybridEnvironment
-from treeward.environments.interface import DETAILS, Environment, EnvironmentReturn, Reward
-from treeward.errors import CheckpointError, ConfigError
+from treeward.environments.interface import DETAILS, EnvironmentReturn
 
 FUNCTIONS = """
 asked = []
@@ -109,67 +106,3 @@ def test_fallback(functions: str, fallback_on: list[str], want: list[Any], asked
     assert values(result) == want
     assert sys.modules["treeward_custom_members"].asked == asked
     assert result.metadata[0][DETAILS]["components"]["check"] == 1
-
-
-RULES = {"rule": "exact_match"}
-
-
-class Counting(Environment):
-    """Rewards by how many samples it has rewarded, from 1."""
-
-    def __init__(self, section: Mapping[str, Any]) -> None:
-        self.count = 0
-
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        self.count += len(conversations)
-        return self.evaluation_rewards(conversations, env_infos)
-
-    def evaluation_rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        return [Reward(float(self.count), components={"correct": 0.0}) for _ in conversations]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count = state["count"]
-
-
-class Broken(Environment):
-    """Raises for a completion that says so."""
-
-    def __init__(self, section: Mapping[str, Any]) -> None:
-        pass
-
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        if any("explode" in str(conversation[-1]["content"]) for conversation in conversations):
-            raise ConfigError("this environment is broken")
-        return [Reward(0.5) for _ in conversations]
-
-
-COUNTING, BROKEN = {"type": f"{__name__}.Counting"}, {"type": f"{__name__}.Broken"}
-
-
-@pytest.mark.parametrize("mode", ["weighted", "fallback"])
-def test_the_state_is_the_members_and_a_failed_step_leaves_it(mode: str) -> None:
-    config = {"mode": mode, "members": {"counting": COUNTING, "broken": BROKEN}}
-    environment = HybridEnvironment(config)
-    assert environment.is_stateful
-    environment.step([chat("4")] * 2, [{}] * 2)
-    with pytest.raises(ConfigError, match="is broken"):
-        environment.step([chat("explode")] * 3, [{}] * 3)
-    assert environment.state_dict() == {"counting": {"count": 2}, "broken": {}}
-    evaluated = environment.step([chat("4")], [{}], update=False)
-    assert evaluated.metadata[0][DETAILS]["components"]["counting"] == 2
-    resumed = HybridEnvironment({"members": {"inner": {"type": "hybrid", **config}}})
-    resumed.load_state_dict({"inner": environment.state_dict()})
-    result = resumed.step([chat("4")], [{}])
-    assert result.metadata[0][DETAILS]["components"]["inner/counting"] == 3
-    with pytest.raises(CheckpointError, match="not the state of this hybrid"):
-        resumed.load_state_dict(environment.state_dict())
-    assert not HybridEnvironment({"members": {"rules": RULES, "broken": BROKEN}}).is_stateful

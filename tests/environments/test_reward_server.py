@@ -117,18 +117,6 @@ def test_at_the_start_the_server_must_be_there_and_ours(served: str, monkeypatch
         RewardModelEnvironment(section(served))
 
 
-def test_running_statistics_here_are_those_of_a_model_here(served: str, signed_folder: Path) -> None:
-    keys = {"reward_shaping": {"normalize_rewards": True, "running": True}}
-    local = RewardModelEnvironment({"model_name": str(signed_folder), "precision": "float32", **keys})
-    first, resumed = (RewardModelEnvironment(section(served, **keys)) for _ in range(2))
-    for environment, logs, update in ((first, LOGS, True), (resumed, LOGS[:2], False), (resumed, LOGS[1:], True)):
-        found, want = (one.reward(logs, INFOS[: len(logs)], update=update) for one in (environment, local))
-        assert [one.value for one in found] == pytest.approx([one.value for one in want], abs=1e-4)
-        assert found[0].components == pytest.approx(want[0].components, abs=1e-5)
-        resumed.load_state_dict(environment.state_dict())
-    assert found[0].components["running_count"] == 5
-
-
 class FakeServer(Loopback):
     """Everyone's reward is 1; `status` and `model` are those of the next response, `later` is the model after it."""
 
@@ -136,7 +124,6 @@ class FakeServer(Loopback):
         super().__init__(self.respond)
         self.status, self.later = 200, {}
         self.model = {"id": "rm", "identity": "one", "reference_key": None, "heads": ["good", "brief"]}
-        self.model |= {"running_statistics": None}
 
     def respond(self, asked: Asked) -> Any:
         if asked.path == "/v1/models":
@@ -165,18 +152,6 @@ def test_a_server_that_fails_gives_reasons_and_no_numbers() -> None:
         with pytest.raises(ModelError, match="another model than before"):
             environment.step(LOGS, INFOS)
         assert environment.shutdown()
-
-
-def test_statistics_of_the_server_count_once_they_are_fixed() -> None:
-    """Before that, validation would change them, and a resumed run could not have the same ones."""
-    with FakeServer() as server:
-        server.model["running_statistics"] = {"mean": 1.0, "std": 1.0, "count": 5, "fixed": False}
-        with pytest.raises(ConfigError, match="not fixed yet"):
-            as_trl(server.url)
-        here = as_trl(server.url, reward_shaping={"length_penalty": {"threshold": 0}})
-        assert here([PROMPT], ["No."]) == pytest.approx([1.0 - 0.003])
-        server.model["running_statistics"]["fixed"] = True
-        assert as_trl(server.url)([PROMPT], ["No."]) == [1.0]
 
 
 @pytest.mark.parametrize(

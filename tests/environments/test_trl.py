@@ -90,43 +90,6 @@ def test_what_has_no_reward_is_none_and_counted(caplog: pytest.LogCaptureFixture
     ]
 
 
-class Counting(Lengths):
-    """Has a state: how many completions it has rewarded but for evaluation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        self.count += len(conversations)
-        return super().rewards(conversations, env_infos)
-
-    def evaluation_rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        return super().rewards(conversations, env_infos)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count = state["count"]
-
-
-def test_several_processes_share_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    made_before = Counting().as_trl()
-    assert made_before(["a"], ["four"]) == [4.0]
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"each training process would have its own(?s:.)*get_actor"):
-        Counting().as_trl()
-    with pytest.raises(ConfigError, match="each training process"):
-        made_before(["a"], ["four"])
-    assert Lengths().as_trl()(["a"], ["four"]) == [4.0]
-
-
 class Recorder:
     """A second reward function, which rewards nothing and notes what the trainer generated."""
 
@@ -207,9 +170,9 @@ def test_trl_trains_on_the_rewards_of_the_model(
     assert logged(trainer, "reward_model_env/raw_mean") == pytest.approx(means, abs=1e-6)  # TRL's are of float32
 
 
-def test_what_trl_evaluates_is_not_counted(policy_tokenizer: Any, tmp_path: Path) -> None:
-    environment = Counting()
+def test_trl_evaluates_with_it(policy_tokenizer: Any, tmp_path: Path) -> None:
+    environment = Lengths()
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     trainer, _ = train_with_grpo(environment.as_trl(), policy_tokenizer, tmp_path, **options)
     assert len(logged(trainer, "eval_rewards/lengths/mean")) == 2
-    assert len(environment.seen) == 16 and environment.count == 8  # two training steps and two evaluations, of four
+    assert len(environment.seen) == 16  # two training steps and two evaluations, of four

@@ -174,28 +174,6 @@ class Remembers(Environment):
         return [Reward(2.0, Score(1.0)) for _ in conversations]
 
 
-class Counts(Remembers):
-    """Has a state, and says when it is shut down."""
-
-    shut_down = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": 0}
-
-    def shutdown(self) -> bool:
-        Counts.shut_down += 1
-        return True
-
-
-def test_running_statistics_are_those_of_a_whole_run(kwargs: dict[str, Any]) -> None:
-    running = {"reward_shaping": {"normalize_rewards": True, "running": True}}
-    with pytest.raises(ConfigError, match=r"each reward worker would have its own(?s:.)*name it as actor"):
-        verl.compute_score(**sample("Paris.", prompt=PROMPT), environment=kwargs["environment"] | running)
-    with pytest.raises(ConfigError, match="each reward worker"):
-        verl.compute_score(**sample("Paris.", prompt=PROMPT), environment={"type": f"{__name__}.Counts"})
-    assert Counts.shut_down == 1
-
-
 @pytest.mark.slow
 def test_a_run_can_share_an_actor(ray: Any) -> None:
     actor = RuleEnvironment.options(name="rewards").remote({"rule": "exact_match"})

@@ -15,7 +15,7 @@ from torch import Tensor
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.data.preference import Message
 from treeward.environments.interface import Environment, Reward
-from treeward.errors import CheckpointError, ConfigError, DataError, ModelError
+from treeward.errors import ConfigError, DataError, ModelError
 from treeward.rl import environment_runner
 from treeward.rl.environment_runner import EnvironmentRunner, GroupRewards, environment_metrics, make_environment_runner
 from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
@@ -80,16 +80,7 @@ class Counting(Environment):
         if "wait" in texts:
             assert self.go.wait(NEVER)
         self.at_once -= 1
-        return self.evaluation_rewards(conversations, env_infos)
-
-    def evaluation_rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         return [Reward(float(self.count)) for _ in conversations]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count = state["count"]
 
 
 @pytest.fixture
@@ -189,8 +180,8 @@ def test_each_prompt_may_choose_and_environments_are_asked_side_by_side() -> Non
     assert len(b.steps) == 1 and not c.steps  # what no prompt of the step chose is not asked
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, ConfigError, ModelError, CheckpointError])
-def test_an_environment_that_raises_leaves_the_state(kind: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, ConfigError, ModelError])
+def test_an_environment_that_raises(kind: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
     """One that is wrong itself stops the run; any other error counts for once."""
 
     def broken(text: str) -> float:
@@ -211,39 +202,30 @@ def test_an_environment_that_raises_leaves_the_state(kind: type[Exception], capl
     else:
         with pytest.raises(kind, match="out of luck"):
             runner.reward([*both, group("c", "d")])
-    assert runner.state_dict() == {"counting": {"count": 2}, "toy": {}}
-    assert rows(runner.reward([group("a", "b")])) == [[4, 4]]
+    assert rows(runner.reward([group("a", "b", environment="toy")])) == [[0, 0]]  # it goes on
 
 
-def test_validation_and_gold_leave_the_state_and_a_run_goes_on_from_it() -> None:
-    counting, gold = Counting(), Counting()
-    runner = EnvironmentRunner({"counting": counting, "toy": Toy(lambda _: 0.0)}, {"counting": 1.0}, gold=gold)
-    groups = [group("a", "b"), group("c", "d")]
-    runner.reward(groups)
-    assert rows(runner.reward(groups, update=False)) == [[4, 4], [4, 4]]
-    assert rows(runner.gold(groups)) == [[0, 0], [0, 0]] and gold.count == 0
-    state = runner.state_dict()
-    assert state == {"counting": {"count": 4}, "toy": {}}
-    second = EnvironmentRunner({"counting": Counting(), "toy": Toy(lambda _: 0.0)}, {"counting": 1.0})
-    second.load_state_dict(state)
-    assert rows(second.reward([group("a", "b")])) == [[6, 6]] and state["counting"] == {"count": 4}
-    second.shutdown()
-    second.shutdown()
+def test_gold_is_asked_apart() -> None:
+    toy, gold = Toy(length), Toy(lambda _: 7.0)
+    runner = EnvironmentRunner({"toy": toy}, {"toy": 1.0}, gold=gold)
+    groups = [group("a", "bb"), group("c", "d")]
+    assert rows(runner.reward(groups)) == [[1, 2], [1, 1]] and not gold.steps
+    assert rows(runner.gold(groups)) == [[7, 7], [7, 7]] and len(toy.steps) == 1
+    runner.shutdown()
+    runner.shutdown()
 
 
-def test_late_completions_are_dropped_and_undone(hanging: Counting, caplog: pytest.LogCaptureFixture) -> None:
+def test_late_completions_are_dropped(hanging: Counting, caplog: pytest.LogCaptureFixture) -> None:
     runner = EnvironmentRunner({"hanging": hanging}, {"hanging": 1.0}, timeout_seconds=NEVER)
     assert rows(runner.reward([group("a", "b")])) == [[2, 2]]
     runner.timeout_seconds = SOON
     assert rows(runner.reward([group("wait", "b", "c")])) == [[None, None, None]]
     assert "no rewards within 0.05 seconds" in caplog.text
     assert hanging.begun.wait(NEVER) and hanging.count == 5
-    assert runner.state_dict() == {"hanging": {"count": 2}}  # at once, whatever it does
     hanging.go.set()
     runner.timeout_seconds = NEVER
-    assert rows(runner.reward([group("d")])) == [[3]]  # after the late one, of which nothing is left
+    assert rows(runner.reward([group("d")])) == [[6]]  # after the late one
     assert hanging.calls == 3 and hanging.most_at_once == 1
-    assert runner.state_dict() == {"hanging": {"count": 3}} == {"hanging": hanging.state_dict()}
 
 
 def test_an_environment_that_does_not_shut_down_keeps_nobody(

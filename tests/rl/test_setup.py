@@ -40,23 +40,6 @@ def test_validation_prompts_are_spread_over_the_sets(tiny_grpo: Make, write_prom
         assert len(run.validation) == 40
 
 
-@pytest.mark.parametrize(
-    ("section", "moves"),
-    [
-        ("{planted: {type: planted.Counting}}", True),
-        ("{reward_model: {OWN, reward_shaping: {length_penalty: {threshold: 1}}}}", False),
-        ("{reward_model: {OWN, reward_shaping: {normalize_rewards: true, running: true}}}", True),
-    ],
-)
-def test_whether_rewards_move(tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path, section: str, moves: bool) -> None:
-    """Only running statistics move it, not a shaping that stays."""
-    own = f"model_name: {tmp_path / 'model'}, precision: float32, resources: {{gpus_per_node: 0}}"
-    write_signed_model(tmp_path / "model", tiny_tokenizer, seed=3, max_length=256)
-    run = set_up(tiny_grpo(f"env={section.replace('OWN', own)}"))
-    run.close()
-    assert run.rewards_move is moves
-
-
 def test_which_keys_of_an_environment_are_of_the_run() -> None:
     def same(one: dict[str, Any], **changes: Any) -> bool:
         return rl_setup._section("own", one) == rl_setup._section("own", {**one, **changes})

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from treeward.config.reward_shaping import (
@@ -21,7 +21,6 @@ from treeward.errors import ConfigError
 from treeward.scoring.score import Reward, Score
 from treeward.scoring.shaping import (
     Reference,
-    RunningStatistics,
     Shaper,
     relative_reward,
 )
@@ -34,7 +33,6 @@ CALIBRATION = RewardCalibration(
     length_curve=CURVE,
     temperature=CalibratedTemperature(value=2.0, nll_before=0.5, nll_after=0.4, num_pairs=100),
 )
-RUNNING = {"normalize_rewards": True, "running": True}
 SCORES = st.floats(-100, 100)
 
 
@@ -144,9 +142,6 @@ def test_a_missing_score_stays_missing() -> None:
         assert one.value is not None and one.raw == 5.0 and one.error is None
         assert [each.value for each in missing] == [None] * 3
         assert [each.error for each in missing] == ["there is no score", "the score is not finite: nan", "too long"]
-    running = shaper(**RUNNING)
-    running.shape([Score(1.0), Score(None), Score(3.0), Score(math.inf)], [chat("x")] * 4)
-    assert (running.statistics.count, running.statistics.mean) == (2, 2.0)
 
 
 def test_a_sample_without_its_references_has_no_reward() -> None:
@@ -159,45 +154,6 @@ def test_a_sample_without_its_references_has_no_reward() -> None:
         assert "reference_answers" in (one.error or "")
     assert shaper(reference="par").shape([Score(1.0)], [chat("x")])[0].value is None
     assert shape(shaper(), [1.0], references=[None]) == [1.0]  # not read
-
-
-# --- running statistics
-
-
-@given(st.lists(st.lists(SCORES, max_size=6), max_size=6), st.randoms())
-@settings(max_examples=50)
-def test_running_statistics(batches: list[list[float]], random: Any) -> None:
-    seen = [value for batch in batches for value in batch]
-    ordered, shuffled = RunningStatistics(), RunningStatistics()
-    for batch in batches:
-        ordered.update(batch)
-        shuffled.update(random.sample(batch, len(batch)))
-    for statistics in (ordered, shuffled):
-        assert statistics.count == len(seen)
-        if seen:
-            assert statistics.mean == pytest.approx(np.mean(seen), abs=1e-10)
-            assert statistics.std == pytest.approx(np.std(seen), abs=1e-6)
-    far = RunningStatistics()
-    for i in range(1000):  # a small spread of large numbers
-        far.update([1e6 + i / 1000])
-    assert far.std == pytest.approx(np.std(np.arange(1000) / 1000), rel=1e-6)
-
-
-def test_running_normalisation_includes_its_batch_and_all_before() -> None:
-    running = shaper(**RUNNING)
-    early = running.shape([Score(1.0)], [chat("x")], update=False)[0]
-    assert early.value is None and early.raw == 1.0 and "no running statistics yet" in (early.error or "")
-    first, second = [1.0, 2.0, 6.0], [0.0, 11.0]
-    assert shape(running, first) == pytest.approx((np.array(first) - np.mean(first)) / np.std(first))
-    seen = np.array(first + second)
-    want = (np.array(second) - seen.mean()) / seen.std()
-    assert shape(running, second) == pytest.approx(want)
-    assert shape(running, second, update=False) == pytest.approx(want)
-    assert running.statistics.count == 5
-    assert shape(shaper(**RUNNING), [3.0]) == [0.0]
-    adjusted = shaper(CALIBRATION, length_calibration=True, temperature=2.0, **RUNNING)
-    adjusted.shape([Score(7.0)], [chat("x" * 30)])
-    assert adjusted.statistics.mean == pytest.approx((7.0 - 1.5) / 2.0)
 
 
 # --- reference completions of the data

@@ -525,6 +525,6 @@ def test_a_face_is_its_model_without_weights(
     (model,) = make_service(models=[section]).models.values()
     face = pickle.loads(pickle.dumps(model.face()))
     assert face.shaper is None and (model.shaper is None) == (kind in ("model", "ensemble"))
-    face.shape_by(section)
+    face.shaper = face.make_shaper(section)
     assert face.described(1) == model.described(1) and face.ending == model.ending
     assert (face.reads_text, bool(face.scorers)) == (model.reads_text, bool(model.scorers))

@@ -149,14 +149,15 @@ def load_rewards(section: ServedModelConfig, batch_tokens: int | None) -> tuple[
 
 
 def check_shaping(section: ServedModelConfig, *, alone: bool = False) -> None:
-    """Raise `ConfigError` for rewards that depend on those before them, and with `alone` on reference completions."""
+    """Raise `ConfigError` for constants that are missing, and with `alone` for a shaping with reference completions."""
     if section.shaping is not None:
-        from treeward.scoring.rewarding import check_fixed, load_shaper
+        from treeward.scoring.rewarding import load_shaper, refuse_references
 
         trusted, other = section.trust_remote_code, section.ensemble is not None or section.head_weights is not None
         shaper = load_shaper(section.shaping, section.members[0], of_other_score=other, trust_remote_code=trusted)
         assert shaper is not None
-        check_fixed(shaper.config, "--shaping", alone=alone)
+        if alone:
+            refuse_references(shaper.config, "--shaping")
 
 
 def parse_head_weights(text: str) -> dict[str, float] | list[float]:

@@ -32,7 +32,7 @@ read as either.
 """
 
 GRPO_METRICS: Mapping[str, bool | None] = {
-    **dict.fromkeys(("reward", "raw_reward", "proxy", "gold_reward"), True),
+    **dict.fromkeys(("reward", "raw_reward", "gold_reward"), True),
     **dict.fromkeys(("kl", "truncation_rate"), False),
     **dict.fromkeys(("entropy", "mean_gen_tokens_per_sample")),
 }
@@ -169,8 +169,8 @@ class GRPOCheckpointingConfig(CheckpointingConfig):
     save_period: PositiveInt | None = 10
     """Steps from one save to the next. None: only at the end, on a signal, and at the deadline."""
     metric_name: str | None = None
-    """The validation metric that ranks checkpoints: `reward` (also `accuracy`), `raw_reward`, `proxy` (of fixed scale),
-    `gold_reward`, `kl`, `truncation_rate`, `entropy` or `mean_gen_tokens_per_sample`. None: the latest stay."""
+    """The validation metric that ranks checkpoints: `reward` (also `accuracy`), `raw_reward`, `gold_reward`, `kl`,
+    `truncation_rate`, `entropy` or `mean_gen_tokens_per_sample`. None: the latest stay."""
 
     @classmethod
     def _direction(cls, name: str) -> bool | None:

@@ -59,11 +59,9 @@ class RewardShapingConfig(Strict):
     normalize_rewards: bool = False
     """Subtract a mean and divide by a standard deviation, as the last step."""
     reward_mean: float | None = None
-    """The mean to subtract. None: from the model's contract, unless `running`."""
+    """The mean to subtract. None: from the model's contract."""
     reward_std: PositiveFloat | None = None
-    """The standard deviation to divide by. None: from the model's contract, unless `running`."""
-    running: bool = False
-    """Normalise by the mean and standard deviation of all rewards so far, this batch included."""
+    """The standard deviation to divide by. None: from the model's contract."""
     missing_constants: Literal["refuse", "ignore"] = "refuse"
     """Without constants, here or in the contract, `normalize_rewards` is an error, or changes nothing and warns."""
     reward_clip: PositiveFloat | None = 5.0
@@ -72,7 +70,7 @@ class RewardShapingConfig(Strict):
     @property
     def uses_contract_constants(self) -> bool:
         """Whether the mean and standard deviation are those of the model's contract."""
-        return self.normalize_rewards and not self.running and self.reward_mean is None
+        return self.normalize_rewards and self.reward_mean is None
 
     @property
     def uses_calibration(self) -> bool:
@@ -81,14 +79,11 @@ class RewardShapingConfig(Strict):
 
     def check(self) -> None:
         self.check_pair("reward_mean", "reward_std", need="both of them, or neither for those of the model's contract")
-        is_wrong = self.running and (not self.normalize_rewards or self.reward_mean is not None)
-        need = "normalize_rewards: true, without reward_mean and reward_std"
-        self.refuse(is_wrong, "running normalize_rewards reward_mean", need)
         is_wrong = self.preference_score and (self.normalize_rewards or self.reference == "log_sigmoid")
         need = "rewards in [0, 1] as they are, or with reference: par"
         self.refuse(is_wrong, "preference_score normalize_rewards reference", need)
         is_wrong = self.reference is not None and self.uses_contract_constants
-        need = "constants of the relative rewards, or running: true; the contract's constants describe scores"
+        need = "constants of the relative rewards; the contract's constants describe scores"
         fix = "set normalize_rewards to false: relative rewards are bounded from above already"
         self.refuse(is_wrong, "normalize_rewards reference", need, fix)
 

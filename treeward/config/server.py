@@ -52,12 +52,19 @@ class HostedModelConfig(Strict):
     """Run Python code that the model's repository brings."""
     check_contract: bool = True
     """Refuse to serve a model that does not reproduce the tokens and scores of its contract's golden conversations."""
-    statistics_file: str | None = None
-    """File of the statistics of `shaping.running`, which replicas of the server share. None: in memory."""
-    statistics_size: Annotated[int, Field(ge=2)] = 1000
-    """Conversations whose rewards the statistics of `shaping.running` are made of; then they are fixed."""
     reward_class: str | None = None
     """A class of your own, as `my_module:MyReward`, made with the path of the model. None: it is a reward model."""
+
+
+class RunningStatisticsConfig(Strict):
+    """Rewards of NeMo Gym's `/verify` are normalised by the mean and standard deviation of all rewards so far."""
+
+    file: str | None = None
+    """File of the rewards, which several servers can share and a restarted one reads. None: in memory."""
+    size: Annotated[int, Field(ge=2)] = 1000
+    """Conversations whose rewards the statistics are made of; then they are fixed."""
+    reward_clip: PositiveFloat | None = 5.0
+    """Normalised rewards are clipped to +- this many standard deviations. None: no limit."""
 
 
 class ServedModelConfig(HostedModelConfig):
@@ -102,6 +109,8 @@ class ServerConfig(Strict):
     """The address to listen on; 0.0.0.0 for every network."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """The port to listen on; 0 for a free one, which the log names."""
+    running: RunningStatisticsConfig | None = None
+    """Running statistics, for NeMo Gym's `/verify` alone. None: rewards are the same at every address."""
     replicas: PositiveInt = 1
     """Processes that each hold every model, in Ray Serve behind one address. 1: this process, without Ray."""
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)

@@ -12,9 +12,7 @@ member's reward by its name, and its own components as `member/component`.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,10 +26,8 @@ from treeward.environments.interface import (
     Environment,
     Infos,
     Reward,
-    undone_on_failure,
 )
 from treeward.environments.registry import check_section, make_environment
-from treeward.errors import CheckpointError
 
 
 class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
@@ -50,10 +46,6 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         except BaseException:
             self.shutdown()
             raise
-        # With a state, steps of several threads take turns: undoing one must not undo another.
-        self._turn: contextlib.AbstractContextManager[Any] = (
-            threading.Lock() if self.is_stateful else contextlib.nullcontext()
-        )
 
     @classmethod
     def check_remote(cls, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -63,38 +55,15 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         return (config,), kwargs
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        return self._combined(conversations, env_infos, update=True)
-
-    def evaluation_rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        return self._combined(conversations, env_infos, update=False)
-
-    @property
-    def is_stateful(self) -> bool:
-        return any(member.is_stateful for member in self.members.values())
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of each member by its name."""
-        return {name: member.state_dict() for name, member in self.members.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.keys() != self.members.keys():
-            need = f"members {', '.join(self.members)}, as when the run was started"
-            raise CheckpointError("this is not the state of this hybrid", got=sorted(state), need=need)
-        for name, member in self.members.items():
-            member.load_state_dict(state[name])
+        combine = self._weighted if self.config.mode == "weighted" else self._fallback
+        return combine(conversations, env_infos)
 
     def shutdown(self) -> bool:
         return all([member.shutdown() for member in self.members.values()])
 
-    def _combined(self, conversations: Conversations, env_infos: Infos, *, update: bool) -> list[Reward]:
-        combine = self._weighted if self.config.mode == "weighted" else self._fallback
-        # Where one member fails, another may have counted the step already.
-        with self._turn, undone_on_failure(self):
-            return combine(conversations, env_infos, update)
-
-    def _weighted(self, conversations: Conversations, env_infos: Infos, update: bool) -> list[Reward]:
+    def _weighted(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         def ask(member: Environment) -> list[Reward]:
-            return _ask(member, conversations, env_infos, update)
+            return member.rewards(conversations, env_infos)
 
         with ThreadPoolExecutor(len(self.members)) as threads:
             found = dict(zip(self.members, threads.map(ask, self.members.values()), strict=True))
@@ -104,13 +73,13 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
             for i in range(len(conversations))
         ]
 
-    def _fallback(self, conversations: Conversations, env_infos: Infos, update: bool) -> list[Reward]:
+    def _fallback(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         found: list[dict[str, Reward]] = [{} for _ in conversations]
         rest = list(range(len(conversations)))
         for name, member in self.members.items():
             if not rest:
                 break
-            rewards = _ask(member, [conversations[i] for i in rest], [env_infos[i] for i in rest], update)
+            rewards = member.rewards([conversations[i] for i in rest], [env_infos[i] for i in rest])
             for i, reward in zip(rest, rewards, strict=True):
                 found[i][name] = reward
             rest = [i for i in rest if self._falls_back(found[i][name])]
@@ -138,10 +107,6 @@ def weighted_sum(
     if not math.isfinite(total):
         return Reward(None, components=components, error="the weighted sum is not finite")
     return Reward(total, components=components)
-
-
-def _ask(member: Environment, conversations: Conversations, env_infos: Infos, update: bool) -> list[Reward]:
-    return (member.rewards if update else member.evaluation_rewards)(conversations, env_infos)
 
 
 def _last(parts: Mapping[str, Reward]) -> Reward:

@@ -14,17 +14,16 @@
 A missing reward is NaN in `EnvironmentReturn.rewards`, with the reason in `metadata`, and
 `global_post_process_and_metrics` takes its sample out of the loss: it is never a number that trains.
 
-Rewards may depend on earlier ones, as with running statistics. Then `state_dict` is the state that a run must save, a
-step that fails does not change it, and neither does `step(..., update=False)`, for validation.
+A reward depends on its conversation and its `env_info`, and of a judge on the other completions of the prompt; never on
+earlier steps. So there is no state to save, and a step may be repeated.
 """
 
 from __future__ import annotations
 
 import abc
-import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -35,7 +34,7 @@ from treeward.config.base import Strict
 from treeward.config.load import load_section
 from treeward.data.preference import Message
 from treeward.environments.actors import RayActor
-from treeward.errors import CheckpointError, DataError
+from treeward.errors import DataError
 from treeward.scoring.score import Reward as Reward
 
 if TYPE_CHECKING:
@@ -96,24 +95,19 @@ class Environment(RayActor, abc.ABC):
         A conversation that cannot be rewarded has the value None; a fault of the environment itself raises.
         """
 
-    def evaluation_rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        """`rewards` without a change of the state; an environment with a state implements it."""
-        return self.rewards(conversations, env_infos)
-
-    def reward(self, message_logs: Logs, env_infos: AnyInfos, *, update: bool = True) -> list[Reward]:
+    def reward(self, message_logs: Logs, env_infos: AnyInfos) -> list[Reward]:
         """One `Reward` per message log of a loop, in order; a batch may have any size.
 
         Messages keep every key that a chat template may read; the loop's own keys (`token_ids`, tensors) are left out.
-        A log that is no list of messages has no reward. `update`: False in validation: its samples do not count in
-        running statistics. Raises `DataError` where there is not one `env_info`, or None, for each log, unless there
-        is none at all.
+        A log that is no list of messages has no reward. Raises `DataError` where there is not one `env_info`, or None,
+        for each log, unless there is none at all.
         """
-        return self._rewarded(self._samples(message_logs, env_infos), update)
+        return self._rewarded(self._samples(message_logs, env_infos))
 
-    def step(self, message_logs: Logs, env_infos: AnyInfos, *, update: bool = True) -> EnvironmentReturn:
+    def step(self, message_logs: Logs, env_infos: AnyInfos) -> EnvironmentReturn:
         """`reward`, in the form of NeMo RL."""
         samples = self._samples(message_logs, env_infos)
-        rewards = self._rewarded(samples, update)
+        rewards = self._rewarded(samples)
         details = [{"raw": one.raw, "components": dict(one.components), "error": one.error} for one in rewards]
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": f"Environment: {one.value}"} for one in rewards],
@@ -149,20 +143,6 @@ class Environment(RayActor, abc.ABC):
 
         return TrlReward(self, name=name, columns=columns)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state that an exact resume needs, for JSON: empty where no reward depends on earlier ones."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Raises `CheckpointError` for the state of another configuration."""
-        if state:
-            raise CheckpointError(f"{self.name} has no state", got=sorted(state))
-
-    @property
-    def is_stateful(self) -> bool:
-        """Whether rewards depend on earlier ones, as with running statistics: a run then has one such object only."""
-        return bool(self.state_dict())
-
     def shutdown(self) -> bool:
         """Free models, workers and connections. Safe to repeat."""
         return True
@@ -183,10 +163,9 @@ class Environment(RayActor, abc.ABC):
                 samples[-1] = Sample([], known, f"the env_info is not a mapping (got: {str(info)[:100]!r})")
         return samples
 
-    def _rewarded(self, samples: Sequence[Sample], update: bool) -> list[Reward]:
+    def _rewarded(self, samples: Sequence[Sample]) -> list[Reward]:
         valid = [sample for sample in samples if sample.error is None]
-        method = self.rewards if update else self.evaluation_rewards
-        rewards = method([sample.conversation for sample in valid], [dict(sample.info) for sample in valid])
+        rewards = self.rewards([sample.conversation for sample in valid], [dict(sample.info) for sample in valid])
         assert len(rewards) == len(valid), f"{self.name} gives {len(rewards)} rewards for {len(valid)} conversations"
         found = iter(rewards)
         rewards = [next(found) if one.error is None else Reward(None, error=one.error) for one in samples]
@@ -259,17 +238,6 @@ def rewards_of(batch: Any) -> Any:
     if found is None:
         raise DataError("the batch has no rewards", got=f"keys {sorted(batch)}", need="rewards or total_reward")
     return found
-
-
-@contextlib.contextmanager
-def undone_on_failure(environment: Environment) -> Iterator[None]:
-    """Restore the environment's state after an exception, so that a step that is repeated counts once."""
-    before = environment.state_dict()
-    try:
-        yield
-    except BaseException:
-        environment.load_state_dict(before)
-        raise
 
 
 class Sample(NamedTuple):

@@ -31,7 +31,6 @@ from treeward.environments.interface import (
     Logs,
     Reward,
     conversation_of,
-    undone_on_failure,
 )
 from treeward.environments.registry import check_section, make_environment
 from treeward.errors import ConfigError, DataError, ModelError
@@ -75,34 +74,16 @@ class NemoRLEnvironment(Environment):
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         return self.environment.rewards(conversations, env_infos)
 
-    def evaluation_rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        return self.environment.evaluation_rewards(conversations, env_infos)
-
-    def step(
-        self, message_logs: Logs, env_infos: AnyInfos, return_extracted_answer: bool = False, *, update: bool = True
-    ) -> EnvironmentReturn:
+    def step(self, message_logs: Logs, env_infos: AnyInfos, return_extracted_answer: bool = False) -> EnvironmentReturn:
         """The environment's step, every reward finite. Raises `ModelError` for a missing reward without a substitute.
 
         `return_extracted_answer`: an argument of NeMo RL's evaluation; `answers` are always there.
         """
-        with undone_on_failure(self):
-            result = self.environment.step(message_logs, env_infos, update=update)
-            rewards = self._filled(result, message_logs)
+        result = self.environment.step(message_logs, env_infos)
         return result._replace(
-            rewards=rewards,
+            rewards=self._filled(result, message_logs),
             observations=[observation | {"content": self.config.observation} for observation in result.observations],
         )
-
-    @property
-    def is_stateful(self) -> bool:
-        return self.environment.is_stateful
-
-    def state_dict(self) -> dict[str, Any]:
-        """The environment's own."""
-        return self.environment.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.environment.load_state_dict(state)
 
     def shutdown(self) -> bool:
         return self.environment.shutdown()

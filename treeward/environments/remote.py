@@ -6,7 +6,6 @@ RemoteEnvironment("rewards_env", ray.get_actor("rewards")).as_trl()
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from treeward.environments.interface import Conversations, Environment, Infos, Reward
@@ -25,15 +24,6 @@ class RemoteEnvironment(Environment):
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         return list(self._call("rewards", conversations, env_infos))
-
-    def evaluation_rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        return list(self._call("evaluation_rewards", conversations, env_infos))
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._call("state_dict"))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._call("load_state_dict", state)
 
     def shutdown(self) -> bool:
         """Free models and workers; an actor that does not answer is killed."""

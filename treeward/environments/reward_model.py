@@ -13,7 +13,7 @@ change no reward.
 Where `model_name` is the address of a `treeward serve`, the server scores (`RewardServer`).
 
 Several replicas of the model are always Ray actors. A worker that dies is restarted, and its chunk of the step is
-repeated; running statistics live in this object, not in the workers.
+repeated.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ from treeward.environments.interface import (
     Reward,
     Sample,
     conversation_of,
-    undone_on_failure,
 )
 from treeward.environments.replicas import ReplicaPool, ScoringWorker
 from treeward.environments.reward_server import RewardServer
-from treeward.errors import CheckpointError, ConfigError, ModelError
+from treeward.errors import ConfigError, ModelError
 from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.rewarding import Rewarder, load_shaper
@@ -85,28 +84,22 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
     @classmethod
     def check_remote(cls, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = super().check_remote(*args, **kwargs)
-        return args, {"workers": "ray"} | kwargs  # so that a model that dies does not take the statistics with it
+        return args, {"workers": "ray"} | kwargs
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        return self._shaped(conversations, env_infos, update=True)
-
-    def evaluation_rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        return self._shaped(conversations, env_infos, update=False)
-
-    def _shaped(self, conversations: Conversations, env_infos: Infos, *, update: bool) -> list[Reward]:
-        with self._lock, undone_on_failure(self):
-            found = self._found(conversations, env_infos, update=update)
-            rewards = [replace(reward, components={**reward.components, **reward.score.parts}) for reward in found]
-            self._refuse_failures([None if one.value is not None else str(one.error) for one in rewards])
+        with self._lock:
+            rewards = self._shaped(conversations, env_infos)
+        rewards = [replace(one, components={**one.components, **one.score.parts}) for one in rewards]
+        self._refuse_failures([None if one.value is not None else str(one.error) for one in rewards])
         return rewards
 
-    def _found(self, conversations: Conversations, env_infos: Infos, *, update: bool) -> list[Reward]:
+    def _shaped(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         workers = self._running()
         if isinstance(workers, RewardServer) and workers.shaped:
             return workers.rewards(conversations, env_infos)
         key = self._rewarder.reference_key
         references = None if key is None else [plain(info.get(key)) for info in env_infos]
-        return self._rewarder.rewards(conversations, references, update=update)
+        return self._rewarder.rewards(conversations, references)
 
     def _samples(self, message_logs: Logs, env_infos: AnyInfos) -> list[Sample]:
         samples = super()._samples(message_logs, env_infos)
@@ -144,24 +137,6 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         if len(members) > 1:
             raise ConfigError("an ensemble has no one model", field="model_name", got=list(self.config.model_names))
         return members[0].model
-
-    @property
-    def is_stateful(self) -> bool:
-        shaper = self._rewarder.shaper
-        return shaper is not None and shaper.config.running
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that an exact resume needs: running statistics, if any. JSON."""
-        shaper = self._rewarder.shaper
-        return {"reward_shaping": shaper.state_dict() if shaper else {}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        shaper, of_shaper = self._rewarder.shaper, state.get("reward_shaping")
-        if shaper is not None and of_shaper is not None:
-            shaper.load_state_dict(of_shaper)
-        elif shaper is not None or of_shaper != {}:
-            need = "the configuration that the run was started with"
-            raise CheckpointError("this is not the state of this environment", got=sorted(state), need=need)
 
     def shutdown(self) -> bool:
         """Free the model and end the workers. Safe to repeat; a later step is an error."""

@@ -27,8 +27,7 @@ from treeward.scoring.score import Conversation, Reward, Score
 class RewardServer:
     """The model of a client. `shaped`: its rewards are those of the shaping that it is served with.
 
-    Raises `RewardServerError` for a server that is not there, and `ConfigError` for one that does not have the model,
-    or shapes by running statistics that are not fixed yet: validation would change them, and no run could save them.
+    Raises `RewardServerError` for a server that is not there, and `ConfigError` for one that does not have the model.
     """
 
     def __init__(self, client: RewardClient, *, shaped: bool = True) -> None:
@@ -80,8 +79,4 @@ class RewardServer:
             got, need = ", ".join(one["id"] for one in listed), f"a `treeward serve` with {name or 'a model'}"
             summary, fix = "the server does not have this reward model", "name one of its models as served_model"
             raise ConfigError(summary, where=self.client.url, got=f"models {got}", need=need, fix=fix)
-        running = found["running_statistics"]
-        if self.shaped and running is not None and not running["fixed"]:
-            summary, fix = "the server's running statistics are not fixed yet", "give reward_shaping here"
-            raise ConfigError(summary, where=self.client.url, got=running, need="constants", fix=fix)
         return {key: found[key] for key in ("id", "identity", "reference_key", "heads")}

@@ -57,7 +57,7 @@ class EnvironmentScorer:
         given: Sequence[Mapping[str, Any]] = infos or [{}] * len(groups)
         flat = [conversation for group in groups for conversation in group]
         own = [{**info, GROUP: f"group {g}"} for g, info in enumerate(given) for _ in groups[g]]
-        rewards = self.environment.reward(flat, own, update=False)
+        rewards = self.environment.reward(flat, own)
         names = [name for g, name in enumerate(where or map(str, range(len(groups)))) for _ in groups[g]]
         for reward, name in zip(rewards, names, strict=True):
             if reward.value is None and on_error == "raise":

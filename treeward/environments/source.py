@@ -114,20 +114,12 @@ def reward_source(settings: Mapping[str, Any]) -> tuple[RewardSource, RewardSour
 
 
 def _environment(config: RewardSourceConfig) -> Environment:
-    fix = 'start RewardModelEnvironment.options(name="...", lifetime="detached").remote(config), and name it as actor'
     if config.actor is not None:
         try:
             return RemoteEnvironment(config.actor, start_ray().get_actor(config.actor, namespace=config.namespace))
         except ValueError:
+            fix = 'start RewardModelEnvironment.options(name="...", lifetime="detached").remote(config)'
             summary, need = "there is no Ray actor of this name", "a living actor in this cluster and namespace"
             raise ConfigError(summary, where=_WHERE, field="actor", got=config.actor, need=need, fix=fix) from None
     section = {"model_name": config.model} if config.environment is None else config.environment
-    environment = make_environment("reward_model", section, where=f"{_WHERE}.environment")
-    if environment.is_stateful:
-        environment.shutdown()
-        raise ConfigError(
-            "running statistics must cover the whole run, and each reward worker would have its own",
-            where=_WHERE,
-            fix=fix,
-        )
-    return environment
+    return make_environment("reward_model", section, where=f"{_WHERE}.environment")

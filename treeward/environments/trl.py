@@ -4,18 +4,16 @@
     reward = RewardModelEnvironment({"model_name": "results/rm/final"}).as_trl()
 
 TRL calls it with prompts, completions and the columns of the dataset, each a list with an entry per completion. A
-completion without a reward gives None, which TRL keeps out of the group's baseline and gives the advantage 0. TRL's
-evaluation gets rewards too, and does not change running statistics.
+completion without a reward gives None, which TRL keeps out of the group's baseline and gives the advantage 0.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from treeward.client.rewards import AsyncRewardClient, RewardClient
-from treeward.environments.remote import RemoteEnvironment, as_environment
+from treeward.environments.remote import as_environment
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError
 
@@ -42,8 +40,7 @@ class TrlReward:
     other column keeps its name, and an empty cell is left out.
 
     It can be pickled with a Ray actor, and with an environment that can be pickled: not one with a loaded reward model.
-    Raises `ConfigError` for an `AsyncRewardClient`, and for an environment with running statistics in one of several
-    processes (`WORLD_SIZE`): each process would normalise by its own.
+    Raises `ConfigError` for an `AsyncRewardClient`.
 
     Into TRL's own metrics it logs `<name>/failed`, the share of completions without a reward, and `<name>/raw_mean`,
     the mean reward before shaping.
@@ -56,25 +53,22 @@ class TrlReward:
         if isinstance(environment, RewardClient):
             environment = RewardModelEnvironment({"model_name": environment.url}, client=environment)
         self.environment = as_environment(environment)
-        self._check_shared()
         self.__name__ = name or self.environment.name
         self.columns = dict(columns or {})
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """The rewards of B completions; None where there is none.
 
-        `prompts`, `completions`: B lists of messages, or B texts. In TRL's evaluation, which shows in its bound
-        `log_metric`, running statistics do not change; before the first training step they give no reward. Raises
-        `ConfigError` for a column of `columns` that the dataset does not have.
+        `prompts`, `completions`: B lists of messages, or B texts. Raises `ConfigError` for a column of `columns` that
+        the dataset does not have.
         """
-        self._check_shared()  # a notebook may have made it before the processes started
         logs = [
             _messages(prompt, "user") + _messages(completion, "assistant")
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         log_metric = columns.get("log_metric")
         infos = self._env_infos(columns, len(logs))
-        rewards = self.environment.reward(logs, infos, update=not _evaluates(log_metric))
+        rewards = self.environment.reward(logs, infos)
         if log_metric is not None and rewards:
             log_metric(f"{self.__name__}/failed", sum(reward.value is None for reward in rewards) / len(rewards))
             raw = [reward.raw for reward in rewards if reward.raw is not None]
@@ -91,22 +85,6 @@ class TrlReward:
         values = {name: cells for name, cells in given.items() if name not in renamed}
         values |= {key: given[column] for key, column in self.columns.items()}
         return [{name: cells[i] for name, cells in values.items() if cells[i] is not None} for i in range(num_samples)]
-
-    def _check_shared(self) -> None:
-        processes = os.environ.get("WORLD_SIZE", "1")
-        is_shared = isinstance(self.environment, RemoteEnvironment)
-        if processes in ("", "1") or is_shared or not self.environment.is_stateful:
-            return
-        raise ConfigError(
-            "running statistics must cover the whole run, and each training process would have its own",
-            fix='RewardModelEnvironment.options(name="rewards").remote(config) once; ray.get_actor("rewards") in each',
-        )
-
-
-def _evaluates(log_metric: Any) -> bool:
-    """Whether the calling trainer is evaluating: TRL itself goes by its model's mode."""
-    model = getattr(getattr(log_metric, "__self__", None), "model", None)
-    return getattr(model, "training", True) is False
 
 
 def _messages(value: Any, role: str) -> list[dict[str, Any]]:

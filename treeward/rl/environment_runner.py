@@ -9,7 +9,7 @@ the weighted sum. An environment gets raw messages and, as `env_infos`, copies o
 
 A completion without a reward is NaN and listed with the reason; it is never a number that trains. An environment that
 takes too long, or raises, gives no rewards in this step; one that is wrong itself (`ConfigError`, `ModelError`) stops
-the run. Each step starts from the states after the last step that succeeded, so a step is retried as a whole.
+the run.
 
 Of several processes the main one has the environments; all call the runner, and get the same.
 
@@ -37,7 +37,7 @@ from treeward.data.prompt_sets import Prompt
 from treeward.environments.hybrid import weighted_sum
 from treeward.environments.interface import Environment, Reward, reward_metrics
 from treeward.environments.registry import make_named, sections_of
-from treeward.errors import CheckpointError, ConfigError, DataError, ModelError
+from treeward.errors import ConfigError, DataError, ModelError
 from treeward.parallel import processes
 from treeward.rl.experience import CompletionGroup, batch_shape
 
@@ -67,7 +67,7 @@ class GroupRewards:
 
 
 class EnvironmentRunner:
-    """Runs `environments`, by name; they are its own: nobody else calls them or changes their state.
+    """Runs `environments`, by name; they are its own: nobody else calls them.
 
     `weights`: for prompts that choose none; may be empty where every prompt does. `gold`: for watching alone, another.
     `missing`: the reward of a completion that one of several environments could not reward: none (`mask`), or the sum
@@ -87,26 +87,23 @@ class EnvironmentRunner:
         self.environments, self._default = dict(environments), dict(weights)
         if gold is not None:
             self.environments[_GOLD] = gold
-        # After the last step that counts; gold has none, as its rewards are those of an evaluation.
-        self._states = {name: copy.deepcopy(one.state_dict()) for name, one in environments.items()}
         self._last: dict[str, Future[Any]] = {}
         names = Counter(environment.name for environment in environments.values())
         self._labels = {n: one.name if names[one.name] == 1 else f"{n}_env" for n, one in environments.items()}
 
-    def reward(self, groups: Sequence[CompletionGroup], *, update: bool = True) -> GroupRewards:
+    def reward(self, groups: Sequence[CompletionGroup]) -> GroupRewards:
         """Rewards of every completion of every group.
 
-        `update`: off in validation, whose completions then count in no running statistics. Raises `ConfigError`,
-        `ModelError` or `CheckpointError` for an environment that is wrong itself; the states are then as before.
+        Raises `ConfigError` or `ModelError` for an environment that is wrong itself.
         """
-        return processes.on_main(lambda: self._reward(groups, update))
+        return processes.on_main(lambda: self._reward(groups))
 
-    def _reward(self, groups: Sequence[CompletionGroup], update: bool) -> GroupRewards:
+    def _reward(self, groups: Sequence[CompletionGroup]) -> GroupRewards:
         shape = batch_shape(groups)
         weights = [_choice(group.prompt) or self._default for group in groups for _ in group.completions]
         names = dict.fromkeys(name for chosen in weights for name in chosen)
         asked = {name: [i for i, chosen in enumerate(weights) if name in chosen] for name in names}
-        found = self._ask(asked, groups, update=update)
+        found = self._ask(asked, groups)
         parts: list[dict[str, Reward]] = [{} for _ in weights]
         for name, indices in asked.items():
             for i, reward in zip(indices, found[name], strict=True):
@@ -127,7 +124,7 @@ class EnvironmentRunner:
         return GroupRewards(_tensor(total).reshape(shape), _tensor(raw).reshape(shape), by_environment, failures)
 
     def gold(self, groups: Sequence[CompletionGroup]) -> Tensor:
-        """Rewards of the gold environment, float32 (P, G), NaN where it gives none; its state does not change.
+        """Rewards of the gold environment, float32 (P, G), NaN where it gives none.
 
         Raises what `reward` raises.
         """
@@ -135,19 +132,10 @@ class EnvironmentRunner:
 
     def _gold(self, groups: Sequence[CompletionGroup]) -> Tensor:
         shape = batch_shape(groups)
-        found = self._ask({_GOLD: range(shape[0] * shape[1])}, groups, update=False)[_GOLD]
+        found = self._ask({_GOLD: range(shape[0] * shape[1])}, groups)[_GOLD]
         if missing := [reward.error for reward in found if reward.value is None]:
             logger.warning("%d of %d completions have no gold reward: %s", len(missing), len(found), missing[0])
         return _tensor([reward.value for reward in found]).reshape(shape)
-
-    def state_dict(self) -> dict[str, Any]:
-        """By name, the state of each environment after the last step that succeeded."""
-        return processes.on_main(lambda: copy.deepcopy(self._states))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`: each step begins by loading it. `state` has the same environments: a run of others
-        is another run."""
-        self._states = {name: copy.deepcopy(dict(state[name])) for name in self._states}
 
     def shutdown(self) -> None:
         """Free the models, workers and connections of the environments. Safe to repeat."""
@@ -157,53 +145,42 @@ class EnvironmentRunner:
             if not future.done() or future.exception() is not None:
                 logger.warning("%s did not shut down: %s", name, future.exception() if future.done() else "it hangs")
 
-    def _ask(
-        self, asked: Mapping[str, Sequence[int]], groups: Sequence[CompletionGroup], *, update: bool
-    ) -> dict[str, list[Reward]]:
+    def _ask(self, asked: Mapping[str, Sequence[int]], groups: Sequence[CompletionGroup]) -> dict[str, list[Reward]]:
         """By environment, a reward for each of the completions, which are counted through all groups."""
-        futures = {name: self._start(name, indices, groups, update=update) for name, indices in asked.items()}
+        futures = {name: self._start(name, indices, groups) for name, indices in asked.items()}
         in_time = wait(futures.values(), timeout=self.timeout_seconds).done
         found: dict[str, list[Reward]] = {}
-        states: dict[str, dict[str, Any]] = {}
         for name, future in futures.items():
             count, error = len(asked[name]), future.exception() if future in in_time else None
-            if isinstance(error, ConfigError | ModelError | CheckpointError):
+            if isinstance(error, ConfigError | ModelError):
                 raise error
             if future in in_time and error is None:
-                rewards, states[name] = future.result()
-                found[name] = [_finite(reward) for reward in rewards]
+                found[name] = [_finite(reward) for reward in future.result()]
                 continue
             future.cancel()
             reason = f"it raised {type(error).__name__}: {error}"
             reason = f"no rewards within {self.timeout_seconds:g} seconds" if error is None else reason
             logger.warning("%s has no rewards in this step: %s", name, reason, exc_info=error)
             found[name] = [Reward(None, error=reason)] * count
-        if update:
-            self._states |= states
         return found
 
-    def _start(
-        self, name: str, indices: Sequence[int], groups: Sequence[CompletionGroup], *, update: bool
-    ) -> Future[tuple[list[Reward], dict[str, Any]]]:
-        """Reward completions in a thread, from the state that counts; gives the rewards and the state after them.
+    def _start(self, name: str, indices: Sequence[int], groups: Sequence[CompletionGroup]) -> Future[list[Reward]]:
+        """Reward completions in a thread.
 
         A step that took too long still runs in its thread: the next one waits for it, within its own time.
         """
-        environment, state = self.environments[name], copy.deepcopy(self._states.get(name))
+        environment = self.environments[name]
         conversations = [one for group in groups for one in group.conversations]
         infos = [{**one.prompt.info, "truncated": each.truncated} for one in groups for each in one.completions]
         # Copies, which an environment may change.
         samples = copy.deepcopy([(conversations[i], infos[i]) for i in indices])
 
-        def step() -> tuple[list[Reward], dict[str, Any]]:
-            if state:
-                environment.load_state_dict(state)
-            reward = environment.rewards if update else environment.evaluation_rewards
-            rewards = reward([one[0] for one in samples], [one[1] for one in samples])
+        def step() -> list[Reward]:
+            rewards = environment.rewards([one[0] for one in samples], [one[1] for one in samples])
             if len(rewards) != len(samples):
                 summary = f"the environment gives {len(rewards)} rewards for {len(samples)} samples"
                 raise ConfigError(summary, where=name)
-            return rewards, copy.deepcopy(environment.state_dict())
+            return rewards
 
         self._last[name] = _in_thread(step, after=self._last.get(name))
         return self._last[name]

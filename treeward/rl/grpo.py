@@ -97,7 +97,7 @@ class GRPORun(Run):
         self._samples: StepFile | None = None
         self._log_dir = Path(setup.config.logger.log_dir)
         self._version_given: int | None = None
-        self._remember()
+        self._steps_begun = setup.updater.steps_begun
 
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
         """Also: open the file of samples, and heed an alarm that has ended the run, unless it no longer stops."""
@@ -105,7 +105,6 @@ class GRPORun(Run):
             self.prompts_drawn, self.version = state.run["prompts_drawn"], state.run["version"]
             self.since = state.run["since_validation"]
             self.stopped_by = state.run["stopped_by"]
-            self.setup.rewards.load_state_dict(state.run["rewards"])
             self.setup.watch.load_state_dict(state.run["watch"])
             self.setup.updater.skipped = SkippedSteps(**state.run.get("skipped_steps", {}))
         # Samples are of validations: one that is made up for writes its own again.
@@ -126,7 +125,6 @@ class GRPORun(Run):
             "version": self.version,
             "since_validation": self.since,
             "stopped_by": self.stopped_by,
-            "rewards": self.setup.rewards.state_dict(),
             "watch": self.setup.watch.state_dict(),
             "skipped_steps": asdict(self.setup.updater.skipped),
         }
@@ -138,14 +136,8 @@ class GRPORun(Run):
     def _is_through(self, step: int, prompts_drawn: int) -> bool:
         return step >= self.total_steps or prompts_drawn >= self.setup.prompt_limit
 
-    def _remember(self) -> None:
-        self._rewards_before, self._steps_begun = self.setup.rewards.state_dict(), self.setup.updater.steps_begun
-
     def weights_changed(self) -> bool:
-        if self.setup.updater.steps_begun != self._steps_begun:
-            return True
-        self.setup.rewards.load_state_dict(self._rewards_before)
-        return False
+        return self.setup.updater.steps_begun != self._steps_begun
 
     def close(self) -> None:
         self.setup.close()
@@ -154,7 +146,7 @@ class GRPORun(Run):
 
     def step(self, number: int) -> StepMetrics:
         setup, loss_fn = self.setup, self.config.loss_fn
-        self._remember()
+        self._steps_begun = setup.updater.steps_begun
         started = time.monotonic()
         self._give_weights()
         given = time.monotonic()
@@ -206,7 +198,7 @@ class GRPORun(Run):
 
     def validate(self, step: int, should_stop: Callable[[], str | None]) -> Validation | None:
         """Also: show the watch what was measured, heed its alarms, and write samples."""
-        self._remember()
+        self._steps_begun = self.setup.updater.steps_begun
         self._give_weights()
         found = validate(self.setup, should_stop=should_stop)
         if found is None:

@@ -183,7 +183,7 @@ def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: 
             seed=sampling_seed(grpo.seed, 0, number, validation=True),
         )
         groups += batch
-        rewards, (kl_PG, entropy_PG) = run.rewards.reward(batch, update=False), run.updater.measure(batch)
+        rewards, (kl_PG, entropy_PG) = run.rewards.reward(batch), run.updater.measure(batch)
         found["reward"].append(shaped_rewards(run.config, batch, rewards.rewards_PG))
         found["raw_reward"].append(rewards.raw_PG)
         found["entropy"].append(entropy_PG)
@@ -196,9 +196,8 @@ def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: 
 
 def _summary(run: GRPOSetup, groups: Sequence[CompletionGroup], values: Mapping[str, Tensor]) -> Validation:
     """`values`: by name one number for each completion, (P, G)."""
-    lengths_PG, proxy_PG = completion_lengths(groups), values["raw_reward" if run.rewards_move else "reward"]
+    lengths_PG = completion_lengths(groups)
     means = {name: _mean(values_PG) for name, values_PG in values.items()} | {
-        "proxy": _mean(proxy_PG),
         "entropy": _mean(values["entropy"], lengths_PG),
         "mean_gen_tokens_per_sample": float(lengths_PG.float().mean()),
         "truncation_rate": float(truncated_completions(groups).float().mean()),
@@ -212,7 +211,7 @@ def _summary(run: GRPOSetup, groups: Sequence[CompletionGroup], values: Mapping[
             if key in values and (mean := _mean(values[key][chosen])) is not None:
                 metrics[f"validation-{name}/{key}"] = mean
     watched = {
-        "proxy_by_prompt": proxy_PG.nanmean(dim=1).numpy(),
+        "proxy_by_prompt": values["reward"].nanmean(dim=1).numpy(),
         "gold_by_prompt": values["gold_reward"].nanmean(dim=1).numpy() if "gold_reward" in values else None,
         "length": means["mean_gen_tokens_per_sample"],
         "length_correlation": length_correlation(values["reward"], lengths_PG),

@@ -102,11 +102,6 @@ class GRPOSetup:
     total_steps: int
     prompt_limit: int
 
-    @property
-    def rewards_move(self) -> bool:
-        """Whether rewards depend on those before, by running statistics: their scale changes over the run."""
-        return _holds_values(self.rewards.state_dict())
-
     def save_model(self, folder: Path, *, staged: bool) -> Rest | None:
         """The policy as a Hugging Face folder; `staged` as `export_policy` has it."""
         template = self.renderer.chat_template
@@ -284,11 +279,6 @@ def _log_prompts(prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> No
             "%d of %d validation prompts are trained on too: what is measured on them says little of new prompts.",
             shared, len(held_out),
         )  # fmt: skip
-
-
-def _holds_values(state: Mapping[str, Any]) -> bool:
-    """Whether there is anything in a state but empty sections, which stateless environments have."""
-    return any(_holds_values(value) if isinstance(value, Mapping) else True for value in state.values())
 
 
 def _identity(

@@ -67,17 +67,16 @@ class Rewarder:
         reference_completions: Sequence[Any] | None = None,
         *,
         where: Sequence[str] | None = None,
-        update: bool = True,
     ) -> list[Reward]:
         """One reward per conversation, in order.
 
         `reference_completions`: for each sample a text, a list of texts and message lists, or None. They are read where
         the shaping compares with them; a sample whose references cannot be read gets no reward. `where` names each
-        sample. `update`: running statistics take this batch in.
+        sample.
         """
         assert self._score is not None, "without a score there are only plan and finish"
         plan = self.plan(conversations, reference_completions, where=where)
-        return self.finish(plan, self._score(plan.to_score, plan.names), update=update)
+        return self.finish(plan, self._score(plan.to_score, plan.names))
 
     def plan(
         self,
@@ -102,10 +101,8 @@ class Rewarder:
             plan.names.extend(f"{name}, {key}[{m}]" for m in range(len(found)))
         return plan
 
-    def finish(
-        self, plan: RewardPlan, scores: Sequence[Score], *, update: bool = True, keys: Sequence[str] | None = None
-    ) -> list[Reward]:
-        """The rewards of a plan from the scores of `plan.to_score`, in order. `keys`: as `Shaper.shape`."""
+    def finish(self, plan: RewardPlan, scores: Sequence[Score]) -> list[Reward]:
+        """The rewards of a plan from the scores of `plan.to_score`, in order."""
         own, of_references = scores[: len(plan.conversations)], iter(scores[len(plan.conversations) :])
         if self.shaper is None:
             return [Reward(score.score, score, error=score.error) for score in own]
@@ -113,7 +110,7 @@ class Rewarder:
             None if isinstance(one, str) else [(next(of_references), conversation) for conversation in one]
             for one in plan.references
         ]
-        rewards = self.shaper.shape(own, plan.conversations, references, update=update, keys=keys)
+        rewards = self.shaper.shape(own, plan.conversations, references)
         return [
             replace(reward, value=None, error=one) if isinstance(one, str) else reward
             for reward, one in zip(rewards, plan.references, strict=True)
@@ -123,12 +120,11 @@ class Rewarder:
 class RewardScorer:
     """Rewards as scores: a `ConversationScorer` whose `Score.score` is the reward of the conversation.
 
-    Raises `ConfigError` for a shaping with running statistics or reference completions: the reward would depend on more
-    than the conversation.
+    Raises `ConfigError` for a shaping with reference completions, on which a reward would depend too.
     """
 
     def __init__(self, scorer: ConversationScorer, shaper: Shaper, *, where: str = "reward_shaping") -> None:
-        check_fixed(shaper.config, where, alone=True)
+        refuse_references(shaper.config, where)
         self.scorer, self.shaper = scorer, shaper
 
     def score(
@@ -148,19 +144,9 @@ class RewardScorer:
         return [replace(one.score, score=one.value, error=one.error) for one in rewards]
 
 
-def check_fixed(shaping: RewardShapingConfig, where: str, *, alone: bool = False) -> None:
-    """Raise `ConfigError` for running statistics: a reward would depend on the rewards before it.
-
-    With `alone` also for reference completions: a reward would depend on more than its conversation.
-    """
-    if shaping.running:
-        raise ConfigError(
-            "with running statistics a reward would depend on the order of the rows",
-            where=where,
-            field="running",
-            need="constants: reward_mean and reward_std, or those that treeward calibrate fits",
-        )
-    if alone and shaping.reference is not None:
+def refuse_references(shaping: RewardShapingConfig, where: str) -> None:
+    """Raise `ConfigError` for a shaping with reference completions: a reward depends on more than its conversation."""
+    if shaping.reference is not None:
         raise ConfigError(
             "the shaping compares with reference completions, and there are none", where=where, field="reference"
         )

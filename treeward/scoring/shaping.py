@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -29,8 +29,7 @@ from scipy.special import expit, log_expit
 
 from treeward.config.reward_shaping import LengthCurve, LengthUnit, RewardCalibration, RewardShapingConfig
 from treeward.data.preference import Message, check_messages, last_text
-from treeward.errors import CheckpointError, ConfigError, DataError
-from treeward.scoring.running import RewardLog, RunningStatistics
+from treeward.errors import ConfigError, DataError
 from treeward.scoring.score import Conversation, Reward, Score
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ Reference = tuple[Score, Conversation]
 
 logger = logging.getLogger(__name__)
 
-_EPSILON = 1e-8
 _WHERE = "reward_shaping"
 _T = TypeVar("_T")
 
@@ -66,6 +64,12 @@ def relative_reward(score: float, references: Sequence[float], kind: Literal["lo
     return float((log_expit(differences) if kind == "log_sigmoid" else expit(differences)).mean())
 
 
+def normalize(reward: float, mean: float, std: float, clip: float | None) -> float:
+    """max(-c, min(c, (r - mean) / std)), with the clip c; None: without it."""
+    normalized = (reward - mean) / std
+    return normalized if clip is None else max(-clip, min(clip, normalized))
+
+
 def completion_length(conversation: Conversation, unit: LengthUnit, tokenizer: PreTrainedTokenizerBase | None) -> int:
     """Length of the last message's text, in characters or in tokens of `tokenizer` without special ones.
 
@@ -83,8 +87,7 @@ class Shaper:
     """Turns scores into rewards by a `RewardShapingConfig`.
 
     `calibration`: the fitted constants, as `Scorer.contract.calibration`. `tokenizer`: the reward model's own, where
-    lengths are in tokens. `log`: a server's; running statistics are then those of the log, and a conversation that
-    comes again has the reward that it had. Raises `ConfigError` where constants or a tokenizer are needed and missing.
+    lengths are in tokens. Raises `ConfigError` where constants or a tokenizer are needed and missing.
     The contract's constants are adapted to the steps before the normalisation: after length calibration they are those
     of the calibrated scores, and a temperature divides them too.
     """
@@ -97,8 +100,6 @@ class Shaper:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.config = config
-        self.statistics = RunningStatistics()
-        self.log: RewardLog | None = None
         self._tokenizer = tokenizer
         known = calibration or RewardCalibration()
         self._curve: LengthCurve | None = None
@@ -148,44 +149,15 @@ class Shaper:
         scores: Sequence[Score],
         conversations: Sequence[Conversation],
         references: Sequence[Sequence[Reference] | None] | None = None,
-        *,
-        update: bool = True,
-        keys: Sequence[str] | None = None,
     ) -> list[Reward]:
         """One reward for each score, in order; B scores, B conversations.
 
         `references`: the reference completions of each sample, read where the configuration asks for them; a sample
-        without references, or with a reference that has no score, gets no reward. `update`: running statistics take
-        this batch in before it is normalised; in validation they stay unchanged, and before the first update there is
-        no reward. `keys`: what a `log` knows each sample by.
+        without references, or with a reference that has no score, gets no reward.
         """
         given = [None] * len(scores) if references is None else references
         shaped = [self._relative(*item) for item in zip(scores, conversations, given, strict=True)]
-        if self.log is not None and keys is not None:
-            known = self.log.add(
-                {key: one.value for key, one in zip(keys, shaped, strict=True) if one.value is not None}
-            )
-            pairs = zip(keys, shaped, strict=True)
-            return [one if one.value is None else self._normalized(one, *known[key]) for key, one in pairs]
-        if self.config.running and update:
-            self.statistics.update(one.value for one in shaped if one.value is not None)
-        return [one if one.value is None else self._normalized(one, one.value, self.statistics) for one in shaped]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that an exact resume needs: the running statistics, if any. JSON."""
-        return {"running": asdict(self.statistics)} if self.config.running else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Raises `CheckpointError` for the state of another configuration."""
-        if ("running" in state) != self.config.running:
-            raise CheckpointError(
-                "the reward shaping of the checkpoint is another one",
-                field="running",
-                got=sorted(state),
-                fix="resume with the configuration that the run was started with",
-            )
-        if self.config.running:
-            self.statistics = RunningStatistics(**state["running"])
+        return [one if one.value is None else self._normalized(one, one.value) for one in shaped]
 
     def _relative(self, score: Score, conversation: Conversation, references: Sequence[Reference] | None) -> Reward:
         """All steps before the normalisation."""
@@ -219,21 +191,10 @@ class Shaper:
             score -= penalty.coefficient * max(0.0, length - penalty.threshold)
         return score / self._temperature
 
-    def _normalized(self, shaped: Reward, value: float, running: RunningStatistics) -> Reward:
-        """max(-c, min(c, (r - mean) / std)), with the clip c."""
-        if self.config.running:
-            if running.count == 0:
-                return replace(shaped, value=None, error="there are no running statistics yet")
-            mean, std = running.mean, running.std + _EPSILON
-            parts = {"running_mean": mean, "running_std": running.std, "running_count": float(running.count)}
-            shaped = replace(shaped, components=parts)
-        elif self._constants is not None:
-            mean, std = self._constants
-        else:
+    def _normalized(self, shaped: Reward, value: float) -> Reward:
+        if self._constants is None:
             return shaped
-        normalized, clip = (value - mean) / std, self.config.reward_clip
-        if clip is not None:
-            normalized = max(-clip, min(clip, normalized))
+        normalized = normalize(value, *self._constants, self.config.reward_clip)
         if not math.isfinite(normalized):
             return replace(shaped, value=None, error=f"the normalised reward is not finite: {normalized}")
         return replace(shaped, value=normalized)

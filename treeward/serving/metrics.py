@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 
-from treeward.scoring.running import RunningStatistics
+from treeward.serving.running import RunningStatistics
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _FILL = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 2.0)

@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,6 @@ from treeward.model.contract import ScoringContract, read_contract
 from treeward.model.pretrained import DTYPES, check_device
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.rewarding import load_shaper
-from treeward.scoring.running import RewardLog
 from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Prepared, Scorer
 from treeward.scoring.shaping import Shaper
@@ -122,29 +120,9 @@ class ServedModel:
         # Nobody knows whether a model that was not checked keeps its contract; other weights make another score.
         found = contracts if config.check_contract and config.head_weights is None else []
         served = cls(config.served_name, replicas[0], contracts=found, members=members, replicas=replicas)
-        served.shape_by(config)
+        served.shaper = served.make_shaper(config)
         _ = served.identity  # it may read all weights: now, not while requests wait
         return served
-
-    def shape_by(self, config: ServedModelConfig) -> None:
-        """Shape scores as the section says, and with running statistics keep a log of rewards.
-
-        Raises `ConfigError` for constants that are missing, and for a file of statistics that is none of this model's,
-        or that nothing would read.
-        """
-        self.shaper = self._shaper(config)
-        path = config.statistics_file and Path(config.statistics_file).expanduser()
-        if self.shaper is not None and self.shaper.config.running:
-            of_class = config.reward_class and [config.reward_class, *config.members]  # `identity` knows models alone
-            identity = {"model": self.identity, "class": of_class}
-            try:
-                self.shaper.log = RewardLog(size=config.statistics_size, path=path or None, identity=identity)
-            except OSError as error:
-                raise ConfigError("the statistics cannot be kept", field="statistics_file", got=str(error)) from error
-            if not path:
-                logger.warning("%s: no statistics_file, so running statistics are this process's alone.", self.name)
-        else:
-            config.refuse(path, "statistics_file", "shaping: {normalize_rewards: true, running: true}")
 
     def face(self) -> ServedModel:
         """The model without its weights and its shaping, for another process: it reads requests and describes itself,
@@ -219,7 +197,6 @@ class ServedModel:
         """The model as /v1/models lists it. `created`: seconds of the epoch."""
         calibration = self.contracts[0].calibration if self.contracts and isinstance(self.scorer, Scorer) else None
         temperature = None if calibration is None or calibration.temperature is None else calibration.temperature.value
-        log = None if self.shaper is None else self.shaper.log
         scorers = () if self.scorer is None else self.scorer.members
         return {
             "id": self.name,
@@ -235,7 +212,6 @@ class ServedModel:
             "shaped": self.shaper is not None,
             "shaping_sha256": self.shaping_sha256,
             "identity": self.identity,
-            "running_statistics": None if log is None else log.described(),
             "reference_key": self.reference_key,
             "developer_role": self.developer_role,
         }
@@ -287,7 +263,8 @@ class ServedModel:
         """Tokens that went through the models so far, after sharing."""
         return sum(scorer.num_computed_tokens for scorer in self.scorers)
 
-    def _shaper(self, config: ServedModelConfig) -> Shaper | None:
+    def make_shaper(self, config: ServedModelConfig) -> Shaper | None:
+        """What shapes its scores as the section says. Raises `ConfigError` for constants that are missing."""
         assert self.renderer is not None
         other = config.ensemble is not None or config.head_weights is not None
         options: dict[str, Any] = {"of_other_score": other, "tokenizer": self.renderer.tokenizer}
@@ -311,9 +288,9 @@ class CustomModel(ServedModel):
     scorers = ()
     contract_sha256 = None
 
-    def __init__(self, name: str, environment: CustomEnvironment, *, shaper: Shaper | None = None) -> None:
-        self.name, self.environment, self.shaper = name, environment, shaper
-        self.contracts, self.members = (), ()
+    def __init__(self, name: str, environment: CustomEnvironment, *, members: Sequence[str] = ()) -> None:
+        self.name, self.environment, self.shaper = name, environment, None
+        self.contracts, self.members = (), tuple(members)
         self.scorer, self.replicas = None, (None,)  # type: ignore[assignment]
 
     @classmethod
@@ -326,8 +303,8 @@ class CustomModel(ServedModel):
             environment = CustomEnvironment({"function": config.reward_class, "kwargs": kwargs})
         except ConfigError as error:
             raise error.but(where=None, field="reward_class", got=config.reward_class) from error
-        served = cls(config.served_name, environment)
-        served.shape_by(config)
+        served = cls(config.served_name, environment, members=(str(config.reward_class), *config.members))
+        served.shaper = served.make_shaper(config)
         return served
 
     def prepare(self, asked: Sequence[Conversation | RenderedText]) -> list[Item]:
@@ -339,7 +316,7 @@ class CustomModel(ServedModel):
             raise ModelError(str(rewards[0].error))  # a batch that fails is tried apart
         return [Score(reward.value, error=reward.error) for reward in rewards]
 
-    def _shaper(self, config: ServedModelConfig) -> Shaper | None:
+    def make_shaper(self, config: ServedModelConfig) -> Shaper | None:
         if isinstance(config.shaping, str):
             at = {"field": "reward_class", "got": config.reward_class}
             raise ConfigError("a reward class has no scoring contract", **at, need="shaping: a reward_shaping section")

@@ -183,7 +183,9 @@ class _AllMetrics(CollectorRegistry):
 
 def application(config: ServerConfig, resources: Mapping[str, Any]) -> serve.Application:
     """The deployment of the replicas. `resources`: Ray's options of each, beside those that are configured."""
-    alone = config.model_copy(update={"models": tuple(map(_unshaped, config.models)), "max_queued": 2**62})
+    alone = config.model_copy(
+        update={"models": tuple(map(_unshaped, config.models)), "max_queued": 2**62, "running": None}
+    )
     deploy = serve.deployment(
         name="Replica",
         num_replicas=config.replicas,
@@ -201,8 +203,8 @@ def application(config: ServerConfig, resources: Mapping[str, Any]) -> serve.App
 def front(handle: Any, config: ServerConfig, faces: Sequence[ServedModel]) -> Service:
     """The service of a front. `handle`: of the replicas; `faces`: what one of them gave."""
     for face, section in zip(faces, config.models, strict=True):
-        face.members = section.members if face.members else ()
-        face.shape_by(section)
+        of_class = () if section.reward_class is None else (section.reward_class,)
+        face.members, face.shaper = (*of_class, *section.members), face.make_shaper(section)
     metrics = ServerMetrics(batch_tokens=config.batch_tokens, registry=_AllMetrics(handle))
     return Service(faces, config, metrics=metrics, batcher=ReplicaBatcher(handle, config))
 
@@ -238,4 +240,4 @@ def _unshaped(section: ServedModelConfig) -> ServedModelConfig:
     """A model as replicas load it, which may run in another folder: scores alone, as the front shapes them."""
     members = [str(Path(one).resolve()) if Path(one).exists() else one for one in section.members]
     given = {"models": tuple(members)} if section.models is not None else {"model": members[0]}
-    return section.model_copy(update={**given, "name": section.served_name, "shaping": None, "statistics_file": None})
+    return section.model_copy(update={**given, "name": section.served_name, "shaping": None})

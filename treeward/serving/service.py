@@ -11,23 +11,22 @@ one score whichever way it came.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from operator import attrgetter
 from typing import Any, Literal, Protocol
 
-from treeward.config.server import ServerConfig
+from treeward.config.server import RunningStatisticsConfig, ServerConfig
 from treeward.errors import ConfigError
 from treeward.scoring.rewarding import Rewarder
 from treeward.scoring.score import Conversation, Reward, Score
-from treeward.serving.api_error import APIError, in_words
+from treeward.serving.api_error import APIError
 from treeward.serving.batcher import Batcher, FailedScore
 from treeward.serving.metrics import ServerMetrics
 from treeward.serving.models import ServedModel, check_length
 from treeward.serving.rendered_text import RenderedText
+from treeward.serving.running import RewardLog
 
 
 class ConversationBatcher(Protocol):
@@ -63,6 +62,7 @@ class Service:
         self.batcher: ConversationBatcher = batcher or Batcher(config, self.metrics)
         self.started = time.time()
         self._shaping = ThreadPoolExecutor(1, thread_name_prefix="treeward-shaping")
+        self.reward_log = None if config.running is None else _reward_log(config.running, next(iter(models)))
         watch = self.metrics.watch
         watch("queued_conversations", "Conversations that wait for a score.", lambda: self.batcher.num_queued)
         for model in models:
@@ -72,10 +72,6 @@ class Service:
                 watch("prefix_cache_bytes", "Keys and values of prompts.", size, model=model.name)
                 what = "Tokens that were found and not computed again."
                 watch("prefix_cache_reused", what, reused, model=model.name)
-            if (log := None if model.shaper is None else model.shaper.log) is not None:
-                for name, what in (("mean", "Mean"), ("std", "Standard deviation"), ("count", "Number")):
-                    value = partial(attrgetter(f"statistics.{name}"), log)
-                    watch(f"running_{name}", f"{what} of the rewards that normalise.", value, model=model.name)
 
     def model(self, name: str | None) -> ServedModel:
         """The model of this name, or that was loaded from this folder or hub name; the first for None.
@@ -158,23 +154,15 @@ class Service:
             raise APIError(422, "unknown_completion", message)
         plan = rewarder.plan([chat or [] for chat in conversations], reference_answers)
         scores = await self._scores(model, [*asked, *plan.to_score[len(asked) :]], deadline)
-        # It makes tokens of completions, and may keep statistics: in a thread, and always the same.
-        loop = asyncio.get_running_loop()
-        keys = [_key(*pair) for pair in zip(asked, plan.references, strict=True)]
-        try:
-            return await loop.run_in_executor(self._shaping, partial(rewarder.finish, plan, scores, keys=keys))
-        except (OSError, ConfigError) as error:
-            reason = in_words(error) if isinstance(error, ConfigError) else error
-            raise APIError(500, "statistics_failed", f"the running statistics cannot be kept: {reason}") from error
+        # It makes tokens of completions: in a thread, and always the same, as tokenizers are not made for several.
+        return await asyncio.get_running_loop().run_in_executor(self._shaping, partial(rewarder.finish, plan, scores))
 
 
-def _key(asked: Conversation | RenderedText, references: Any) -> str:
-    """What a reward depends on, hashed."""
+def _reward_log(config: RunningStatisticsConfig, model: ServedModel) -> RewardLog:
     try:
-        text = repr((asked.text if isinstance(asked, RenderedText) else asked, references))
-    except RecursionError:  # it has no score
-        text = ""
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+        return RewardLog(config, identity=model.identity)
+    except OSError as error:
+        raise ConfigError("the statistics cannot be kept", field="running.file", got=str(error)) from error
 
 
 def _sum(caches: Sequence[Any], name: str) -> float:

@@ -68,7 +68,7 @@ def measured(proxy: float, gold: float | None = None, *, error: float | None = 0
     changes = {"proxy": proxy} if gold is None else {"proxy": proxy, "gold": gold}
     rows: dict[int, dict[str, float]] = {}
     for step, share in ((0, 0.0), (10, 1.0)):
-        rows[step] = {"validation/reward": share * proxy, "validation/proxy": share * proxy}
+        rows[step] = {"validation/reward": share * proxy}
         rows[step] |= {"validation/kl": share * 9.0} if gold is None else {"validation/gold_reward": share * gold}
         for name, change in changes.items() if error is not None else ():
             rows[step] |= {f"watch/{name}_change": share * change, f"watch/{name}_change_error": error or 0.0}
@@ -126,7 +126,7 @@ def validations(golds: list[float], *, kls: list[float] | None = None, name: str
     kls = kls or [float(n * n) for n in range(len(golds))]
     rows: dict[int, dict[str, float]] = {}
     for n, (gold, kl) in enumerate(zip(golds, kls, strict=True)):
-        rows[10 * n] = {"validation/proxy": n, "validation/reward": n, "validation/gold_reward": gold}
+        rows[10 * n] = {"validation/reward": n, "validation/gold_reward": gold}
         rows[10 * n]["validation/kl"] = kl
     return RLRun(name, rows)
 
@@ -136,22 +136,6 @@ def test_a_kl_that_went_much_further_does_not_hide_the_others() -> None:
     assert by_title([near, far])["KL to the reference"]["y_scale"] == "symlog"
     assert by_title([near, replace(near, name="b")])["KL to the reference"]["y_scale"] == "linear"
     assert by_title([far])["KL to the reference"]["y_scale"] == "linear"
-
-
-def test_rewards_that_move_are_shown_on_a_scale_that_stays() -> None:
-    """The shaped reward stays near 0 while the raw one rises from 1 to 3; the watch has seen the raw one."""
-    rows = {}
-    for n in range(3):
-        rows[10 * n] = {"validation/proxy": 1.0 + n, "validation/reward": 0.1 * n, "validation/kl": float(n)}
-        rows[10 * n] |= {"train/reward": 0.2, "train/raw_reward": 1.5 + n, "watch/proxy_error": 0.2}
-        rows[10 * n] |= {"watch/proxy_change": float(n), "watch/proxy_change_error": 0.1}
-    run = RLRun("r", rows)
-    assert "the proxy rose from 1.000 to 3.000" in sum_up(run).sentence()
-    found = by_title([run])
-    assert found["Proxy over the distance moved"]["series"][0]["y"] == [0.0, 1.0, 2.0]
-    validation, training = found["Proxy"]["series"]
-    assert validation["y"] == [1.0, 2.0, 3.0] and training["y"] == [1.5, 2.5, 3.5]
-    assert validation["high"] == pytest.approx([y + 0.392 for y in validation["y"]], abs=1e-4)
 
 
 def test_samples_are_first_best_and_last_of_the_same_prompt(blocks: dict[str, dict[str, Any]]) -> None:

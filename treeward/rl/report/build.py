@@ -32,7 +32,7 @@ _SOLID, _DOTTED = 0, 2  # dashes of charts
 
 _FIGURES: tuple[tuple[str, str, str, str, str], ...] = (
     ("Gold reward", "gold_reward", "gold", "", "number"),
-    ("Proxy", "proxy", "reward", "What is optimised, on a scale that stays the same over the run.", "number"),
+    ("Proxy", "reward", "reward", "What is optimised.", "number"),
     ("KL to the reference", "kl", "nats", "How far the policy has moved.", "number"),
     ("Length of the completions", "mean_gen_tokens_per_sample", "tokens", "", "number"),
     ("Entropy of the policy", "entropy", "nats", "Near 0 it says the same every time and learns no more.", "number"),
@@ -50,7 +50,7 @@ _FIGURES: tuple[tuple[str, str, str, str, str], ...] = (
 """Metrics over the steps: title, name after `train/` and `validation/`, unit, how to read it, format."""
 
 _FOLDED = ("loss", "grad_norm", "lr", "clip_fraction", "token_mult_prob_error")
-_WITH_ALARM = ("gold_reward", "proxy", "kl", "mean_gen_tokens_per_sample")
+_WITH_ALARM = ("gold_reward", "reward", "kl", "mean_gen_tokens_per_sample")
 
 
 def write_rl_report(runs: Sequence[RLRun], path: Path, *, title: str) -> Path:
@@ -117,7 +117,7 @@ def _over_distance(summaries: Sequence[RunSummary]) -> list[Block]:
     lines: list[Block] = []
     for colour, one in enumerate(summaries):
         run, prefix = one.run, f"{one.run.name}: " if len(summaries) > 1 else ""
-        found = {"gold": run.curve("validation/gold_reward"), "proxy": run.proxy("validation")}
+        found = {"gold": run.curve("validation/gold_reward"), "proxy": run.curve("validation/reward")}
         distances = {
             step: math.sqrt(max(kl, 0.0))
             for step, kl in run.curve("validation/kl").items()
@@ -156,11 +156,11 @@ def _over_steps(runs: Sequence[RLRun], title: str, key: str, y_label: str, note:
     for colour, run in enumerate(runs):
         prefix = f"{run.name}: " if len(runs) > 1 else ""
         look = {"colour": colour, "dots": False}
-        if curve := run.proxy("validation") if key == "proxy" else run.curve(f"validation/{key}"):
-            error = run.curve({"gold_reward": "watch/gold_error", "proxy": "watch/proxy_error"}.get(key, ""))
+        if curve := run.curve(f"validation/{key}"):
+            error = run.curve({"gold_reward": "watch/gold_error", "reward": "watch/proxy_error"}.get(key, ""))
             look["dots"] = len(curve) <= _MOST_POINTS // 2
             series.append(look | {"name": f"{prefix}validation", "dash": _SOLID} | _thinned(curve, error))
-        if curve := run.proxy("train") if key == "proxy" else run.curve(f"train/{key}"):
+        if curve := run.curve(f"train/{key}"):
             series.append(look | {"name": f"{prefix}training", "dash": _DOTTED, "dots": False} | _thinned(curve))
     if not series:
         return None

@@ -108,14 +108,6 @@ class RLRun:
         """The finite values of a metric."""
         return {step: row[key] for step, row in self.steps.items() if math.isfinite(row.get(key, math.nan))}
 
-    def proxy(self, source: Source) -> Curve:
-        """What is optimised, on a scale that stays the same over the run."""
-        if source == "validation":
-            return self.curve("validation/proxy")
-        # Running statistics move the scale of the shaped reward; the proxy is then the one before shaping.
-        moves = self.curve("validation/proxy") != self.curve("validation/reward")
-        return self.curve("train/raw_reward" if moves else "train/reward")
-
     def settings(self) -> dict[str, str]:
         """Every value of the resolved configuration as text, by its dotted path."""
         return {
@@ -218,7 +210,7 @@ class RunSummary:
 
 def sum_up(run: RLRun) -> RunSummary:
     """The numbers of one run; of training batches where it has no two validations."""
-    source: Source = "validation" if len(run.proxy("validation")) > 1 else "train"
+    source: Source = "validation" if len(run.curve("validation/reward")) > 1 else "train"
     gold = run.curve(f"{source}/gold_reward")
     best_step = max(gold, key=lambda step: gold[step], default=None)
     change = _change(run, gold, source, "gold")
@@ -232,7 +224,7 @@ def sum_up(run: RLRun) -> RunSummary:
     return RunSummary(
         run,
         source,
-        proxy=_change(run, run.proxy(source), source, "proxy"),
+        proxy=_change(run, run.curve(f"{source}/reward"), source, "proxy"),
         gold=change,
         best_step=best_step,
         best_gold=None if best_step is None else gold[best_step],

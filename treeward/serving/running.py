@@ -1,27 +1,36 @@
-"""`RunningStatistics` of rewards, and `RewardLog`, by which the replicas of a server have the same ones.
+"""`RunningStatistics` of rewards, and `RewardLog`, by which NeMo Gym's `/verify` normalises.
 
-    log = RewardLog(path=Path("/shared/rewards.jsonl"), size=1000, identity={"model": "3f..."})
-    log.add({"hash of a conversation": 1.25})       # {"hash ...": (1.25, RunningStatistics(1, 1.25, 0.0))}
+    log = RewardLog(RunningStatisticsConfig(file="/shared/rewards.jsonl", size=1000), identity="3f...")
+    log.normalized(reward, "hash of its conversation").value
 
 A reward that depends on all rewards before it is another one when it is asked for again. So the log remembers: a
 conversation keeps the value and the statistics that it had first, and after `size` conversations the statistics are
-fixed. What a conversation gets is a function of the log alone; replicas that share its file agree, and so does a server
-that is started again.
+fixed. What a conversation gets is a function of the log alone; servers that share its file agree, and so does one that
+is started again.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from treeward.config.server import RunningStatisticsConfig
 from treeward.errors import ConfigError
+from treeward.scoring.score import Reward
+from treeward.scoring.shaping import normalize
 from treeward.storage import folder_lock
+
+logger = logging.getLogger(__name__)
+
+_EPSILON = 1e-8
 
 
 @dataclass
@@ -56,45 +65,50 @@ class RunningStatistics:
 
 
 class RewardLog:
-    """The values of the first `size` conversations, by a hash of each, and the statistics at each step.
+    """The rewards of the first `size` conversations, by a hash of each, and the statistics at each step.
 
-    `path`: one line of JSON for what came in one request, after a first line with `identity`, which says what the
-    values depend on. None: in memory. Raises `ConfigError` for a file of another identity or a damaged one, and
-    `OSError` for one that cannot be written.
+    The file has one line of JSON for each, after a first line with `identity`, which says what the rewards depend on.
+    Raises `ConfigError` for a file of another identity or a damaged one, and `OSError` for one that cannot be written.
     """
 
-    def __init__(self, *, size: int, path: Path | None = None, identity: Mapping[str, Any] | None = None) -> None:
-        self.size, self.path = size, path
+    def __init__(self, config: RunningStatisticsConfig, *, identity: str = "") -> None:
+        self.config, self.path = config, Path(config.file).expanduser() if config.file else None
         self.statistics = RunningStatistics()
-        self._identity = {"size": size, **(identity or {})}
+        self._identity = {"size": config.size, "model": identity}
         self._known: dict[str, tuple[float, RunningStatistics]] = {}
         self._read_bytes = 0
-        if path is not None:
-            path.touch()
-        self.add({})
-
-    def described(self) -> dict[str, float | bool]:
-        """Mean, standard deviation and count, and whether they are fixed."""
-        found, size = self.statistics, self.size
-        return {"mean": found.mean, "std": found.std, "count": found.count, "fixed": found.count >= size}
-
-    def add(self, values: Mapping[str, float]) -> dict[str, tuple[float, RunningStatistics]]:
-        """The value and the statistics that count for each: those that it had first, or, if it is new, this value with
-        the statistics that include it, until these are fixed.
-        """
-        if self.statistics.count < self.size:
-            with nullcontext() if self.path is None else folder_lock(self.path, wait=True):
+        self._lock = threading.Lock()
+        if self.path is None:
+            logger.warning("No file for the running statistics: they are this process's alone.")
+        else:
+            self.path.touch()
+            with folder_lock(self.path, wait=True):
                 self._catch_up()
-                new = {key: value for key, value in values.items() if key not in self._known}
-                if new and self.statistics.count < self.size:
-                    self._write(new)
-                    self._take(new)
-        return {key: self._known.get(key, (value, self.statistics)) for key, value in values.items()}
 
-    def _take(self, new: Mapping[str, float]) -> None:
+    def normalized(self, reward: Reward, key: str) -> Reward:
+        """(r - mean) / std, clipped; a reward that is not there stays so.
+
+        r and the statistics are those that the conversation `key` had first. If it is new, they are this reward with
+        statistics that include it, until these are fixed.
+        """
+        if reward.value is None:
+            return reward
+        with self._lock:
+            if self.statistics.count < self.config.size:
+                with nullcontext() if self.path is None else folder_lock(self.path, wait=True):
+                    self._catch_up()
+                    if key not in self._known and self.statistics.count < self.config.size:
+                        self._write({key: reward.value})
+                        self._take(key, reward.value)
+            value, now = self._known.get(key, (reward.value, self.statistics))
+        parts = {"running_mean": now.mean, "running_std": now.std, "running_count": float(now.count)}
+        normalized = normalize(value, now.mean, now.std + _EPSILON, self.config.reward_clip)
+        return replace(reward, value=normalized, components={**reward.components, **parts})
+
+    def _take(self, key: str, value: float) -> None:
         self.statistics = replace(self.statistics)
-        self.statistics.update(new.values())
-        self._known |= {key: (value, self.statistics) for key, value in new.items()}
+        self.statistics.update([value])
+        self._known[key] = value, self.statistics
 
     def _catch_up(self) -> None:
         """Take in what other processes have written; the part of a line that one of them was killed in is none."""
@@ -116,7 +130,8 @@ class RewardLog:
                 got, need = content[:200].decode(errors="replace"), f"{first.decode()}, or a file that is not there yet"
                 raise ConfigError("these are statistics of other rewards", where=str(self.path), got=got, need=need)
         for line in lines:
-            self._take(self._parsed(line))
+            for key, value in self._parsed(line).items():
+                self._take(key, value)
             self._read_bytes += len(line)
 
     def _parsed(self, line: bytes) -> dict[str, float]:
