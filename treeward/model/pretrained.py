@@ -32,6 +32,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_files
 
 from treeward.errors import ConfigError, ModelError, nearest_name, nearest_path
 from treeward.model.lora import ADAPTER_CONFIG, is_quantized, merge_adapters, merging_line
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The number formats that a configuration can name."""
 
+_HEAD_FILES = ["value_head.safetensors", "value_head.bin"]
+_MAY_FAIL = [f"_raise_exceptions_for_{what}" for what in ("missing_entries", "connection_errors", "gated_repo")]
 _DAMAGED = (LookupError, TypeError, AttributeError, StrictDataclassError)  # of JSON of another form, as a list
 
 
@@ -185,6 +188,7 @@ def _read_weights(
         if any(_is_of_head(key) for key in lacking):
             hf.get_submodule(head_name(hf)).float()  # or the adapters' own would be cast
         lacking -= merge_adapters(hf, Path(name).expanduser())
+        check_used(hf, (), name)
         hf.name_or_path = name  # the base of adapters that are trained from here
         return hf, lacking
     try:
@@ -194,20 +198,33 @@ def _read_weights(
             attn_implementation="eager",
             output_loading_info=True,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by their names
             **settings,
         )
     except Exception as error:  # of a quantiser, of damaged files, of a config.json whose sizes make no sense
         raise _loading_error(name, "model", error) from error
     check_used(hf, info["unexpected_keys"], name)
+    for key, stored, wanted in sorted(info["mismatched_keys"]):
+        raise ModelError(
+            "the weights do not have the shapes that config.json asks for",
+            where=name,
+            got=f"{key} of {tuple(stored)} where {tuple(wanted)} is asked for",
+            need="the config.json that was saved with the weights; in training, a causal LM or a model with one label",
+        )
     return hf, set(info["missing_keys"])
 
 
 def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
     """Raise `ModelError` for `unused` tensors of the checkpoint `name`: the head of a reward model may be among them.
 
-    What a language model of this configuration has, or the checkpoint's own class of transformers, may be left.
+    What a language model of this configuration has, or the checkpoint's own class of transformers, may be left. A file
+    of LLaMA-Factory's with a head counts as a tensor.
     """
     config, unknown = hf.config, set(unused)
+    if hasattr(hf, "num_labels"):  # a language model needs no head
+        may_fail: dict[str, Any] = dict.fromkeys(_MAY_FAIL, False)
+        files = cached_files(name, _HEAD_FILES, **may_fail) or ()
+        unknown.update(Path(file).name for file in files)
     patterns = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]  # old buffers, as transformers has them
     classes = [getattr(transformers, text, None) for text in config.architectures or ()]
     classes = [one for one in classes if getattr(one, "config_class", None) is type(config)]
@@ -272,10 +289,7 @@ def _loading_error(name: str, what: str, error: Exception, fix: str | None = Non
     text = str(error.__cause__ or error if isinstance(error, StrictDataclassError) else error).strip()
     summary, need = f"the {what} cannot be loaded", f"a folder or hub name with the files of a {what}, in safetensors"
     got = (text.splitlines() or [type(error).__name__])[0]
-    if "size mismatch" in text or "ignore_mismatched_sizes" in text:
-        summary, got = "the weights do not have the shapes that config.json asks for", text
-        need = "the config.json that was saved with the weights; in training, a causal LM or a model with one label"
-    elif inside := next((one for one in ("model", "final") if (Path(name) / one / "config.json").is_file()), None):
+    if inside := next((one for one in ("model", "final") if (Path(name) / one / "config.json").is_file()), None):
         summary, fix = "the model is inside this folder", f"use {name}/{inside}"
     elif not Path(name).expanduser().exists():
         fix = "check the name and the network (and HF_HUB_OFFLINE, HTTPS_PROXY), or give the folder of a copy"
