@@ -112,8 +112,7 @@ def serving_on_loopback(service: Any, *, token: str | None = None) -> Iterator[s
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:
-        scheme = "https" if service.config.tls_certificate else "http"
-        yield f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(2 * service.config.shutdown_seconds)  # a request that hangs is given up after these seconds

@@ -174,8 +174,6 @@ SECTIONS = [
     (ServerConfig, "models: [{model: a, models: [b]}]", "models[0].model"),
     (ServerConfig, "models: [{models: [a, b]}]", "models[0].ensemble"),
     (ServerConfig, "models: [{model: a}, {model: b/a}, {model: x, name: a}]", "models"),
-    (ServerConfig, "models: [{model: a}], tls_key: k", "tls_certificate"),
-    (ServerConfig, "models: [{model: a}], tls_certificate: c", "tls_key"),
     (NemoGymConfig, "model_path: m, server: {port: 1}", "server.port"),
     (NemoGymConfig, "model_path: m, running: {size: 1}", "running.size"),
     (NemoGymConfig, "model_path: m, running: true, normalize_rewards: true", "running"),

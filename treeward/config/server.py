@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from treeward.config.base import OneIsAList, Strict, TextOrTexts
+from treeward.config.base import Strict, TextOrTexts
 from treeward.config.ensemble import EnsembleConfig, HeadWeights
 from treeward.config.policy import ScoringPrecision
 from treeward.config.reward_shaping import ShapingOrContract
@@ -27,7 +27,6 @@ Devices = Annotated[
         lambda given: tuple(map(str.strip, given.split(","))) if isinstance(given, str) else given or ("auto",)
     ),
 ]
-HostName = Annotated[str, Field(pattern=r"^(\*|[a-z0-9_.-]+|\[[0-9a-f:.]+\])$")]
 
 
 class HostedModelConfig(Strict):
@@ -131,20 +130,10 @@ class ServerConfig(Strict):
     """Most characters (or token ids) of one conversation; a longer one is refused before it is tokenized."""
     deadline_seconds: PositiveFloat = 120.0
     """Time limit of a request, from its first byte; beyond it 504. A request may ask for less by X-Deadline-Seconds."""
-    body_seconds: PositiveFloat = 30.0
-    """Time limit for a client to send its body; beyond it 408."""
     shutdown_seconds: PositiveFloat = 60.0
     """Time for accepted requests after SIGTERM or SIGINT, while the server accepts no new ones."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of requests. None: requests need no token."""
-    tls_certificate: str | None = None
-    """PEM file with the certificate chain; with `tls_key` the server speaks HTTPS."""
-    tls_key: str | None = None
-    """PEM file with the private key."""
-    cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may call the server, as https://example.org; none by default."""
-    allowed_hosts: Annotated[tuple[HostName, ...], OneIsAList] | None = None
-    """Names besides localhost that `Host` may have; `*` is any. None: no other where `host` is a loopback address."""
     log_format: Literal["text", "json"] = "text"
     """`json`: one JSON object a line, with the id of the request."""
     access_log: bool = True
@@ -153,7 +142,6 @@ class ServerConfig(Strict):
     """Serve a page at / where a person can try the models."""
 
     def check(self) -> None:
-        self.check_pair("tls_certificate", "tls_key")
         names = [model.served_name for model in self.models]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             need = "models[i].name, another for each"

@@ -2,21 +2,18 @@
 
     app = create_app(make_service(config), token="...")
 
-Starlette's middleware checks the Host and answers browsers (CORS), `RequestLimits` does the rest. All errors have one
-form: those of a route that is not there, a method that it does not have, a body that cannot be read.
+`RequestLimits` is what every request passes. All errors have one form: those of a route that is not there, of a method
+that it does not have, of a body that cannot be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any, cast
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from prometheus_fastapi_instrumentator import Instrumentator
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
@@ -37,10 +34,8 @@ class ErrorResponse(TypedDict):
     error: dict[str, str | int | None]
 
 
-def create_app(service: Service, *, token: str | None = None, allowed_hosts: Collection[str] | None = None) -> FastAPI:
-    """The application. `token`: what `Authorization: Bearer` must carry; None asks for none. `allowed_hosts`: the names
-    besides loopback's that a request may call the server by; None allows any.
-    """
+def create_app(service: Service, *, token: str | None = None) -> FastAPI:
+    """The application. `token`: what `Authorization: Bearer` must carry; None asks for none."""
     config = service.config
     app = FastAPI(
         title="treeward",
@@ -61,17 +56,6 @@ def create_app(service: Service, *, token: str | None = None, allowed_hosts: Col
     if config.playground:
         app.include_router(playground.router())
     app.add_middleware(RequestLimits, service=service, token=token)
-    if allowed_hosts is not None:
-        names = ["localhost", "127.0.0.1", "[::1]", *allowed_hosts]
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)
-    if config.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(config.cors_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id", "x-deadline-seconds"],
-            expose_headers=["retry-after", "x-request-id"],
-        )
     counters = Instrumentator(should_group_status_codes=False, registry=service.metrics.registry)
     counters.instrument(app, metric_namespace="treeward")
     counters.expose(app, tags=["operations"], response_class=PlainTextResponse)

@@ -143,9 +143,9 @@ class RequestLimits:
 
         Raises `APIError`: 408 too slow, 413 too large, 429 too many.
         """
-        body, is_whole, seconds, limit = bytearray(), False, self.config.body_seconds, self.config.max_queued_bytes
+        body, is_whole, limit = bytearray(), False, self.config.max_queued_bytes
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(state["deadline"] - time.monotonic()):
                 while not is_whole:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -159,7 +159,7 @@ class RequestLimits:
                         held = f"{self._held_bytes} bytes of requests would be held, and at most {limit} may be"
                         raise APIError(429, "memory_full", held, retry_after=self.service.batcher.seconds_of_queue)
         except TimeoutError as error:
-            raise APIError(408, "body_timeout", f"the body did not arrive within {seconds:g} seconds") from error
+            raise APIError(408, "body_timeout", "the body did not arrive by the deadline of the request") from error
         return bytes(body)
 
     async def _work(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:

@@ -3,8 +3,8 @@
 serve run treeward.serving.ray_app:app model=results/rm/final replicas=4 "ray_actor_options={num_gpus: 1}"
 serve deploy examples/serve.yaml
 
-The arguments are the keys of `ServerConfig`, `config` for a file of them, or `model` for one of `models`. Host, port
-and TLS are Serve's `http_options`.
+The arguments are the keys of `ServerConfig`, `config` for a file of them, or `model` for one of `models`. Host and
+port are Serve's `http_options`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class Front:
         config = self._config
         token = key_from(config.token_env, field="token_env")
         service = front(self._replicas, config, await self._replicas.faces.remote())
-        names = None if "*" in (config.allowed_hosts or "*") else config.allowed_hosts
-        return create_app(service, token=token, allowed_hosts=names)
+        return create_app(service, token=token)
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:

@@ -9,7 +9,6 @@ signal uvicorn accepts nothing new and answers what was accepted.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import math
 import signal
@@ -50,8 +49,8 @@ def make_service(config: ServerConfig, *, models: Sequence[ServedModel] | None =
 def serve(config: ServerConfig) -> int:
     """Serve until a signal, and give the exit code. With several replicas this process is their front.
 
-    Raises `ConfigError` for an address that cannot be used and a token that is not there, `ModelError` as
-    `make_service`, and `OSError` for TLS files that cannot be read.
+    Raises `ConfigError` for an address that cannot be used and a token that is not there, and `ModelError` as
+    `make_service`.
     """
     token = key_from(config.token_env, field="token_env")
     config.refuse(config.replicas == 1 and config.ray_actor_options, "ray_actor_options replicas", "2 replicas or more")
@@ -61,9 +60,8 @@ def serve(config: ServerConfig) -> int:
             signal.signal(number, signal.SIG_IGN)
         listener.listen(_BACKLOG)
         host, port = listener.getsockname()[:2]
-        scheme = "https" if config.tls_certificate else "http"
         address = f"[{host}]" if ":" in host else host
-        logger.info("Serving %s at %s://%s:%d", ", ".join(service.models), scheme, address, port)
+        logger.info("Serving %s at http://%s:%d", ", ".join(service.models), address, port)
         server.run(sockets=[listener])
         service.close()
     logger.info("Shut down.")
@@ -93,7 +91,7 @@ def make_server(service: Service, *, token: str | None = None) -> uvicorn.Server
     config = service.config
     return uvicorn.Server(
         uvicorn.Config(
-            create_app(service, token=token, allowed_hosts=_hosts_that_may_be_named(config)),
+            create_app(service, token=token),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -103,8 +101,6 @@ def make_server(service: Service, *, token: str | None = None) -> uvicorn.Server
             backlog=_BACKLOG,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=math.ceil(config.shutdown_seconds),
-            ssl_certfile=config.tls_certificate,
-            ssl_keyfile=config.tls_key,
         )
     )
 
@@ -121,12 +117,3 @@ def _bind(config: ServerConfig) -> socket.socket:
         need = "an address of this machine, and a port that is free"
         raise ConfigError("the address cannot be used", where="host, port", got=got, need=need, fix=fix) from error
     return listener
-
-
-def _hosts_that_may_be_named(config: ServerConfig) -> tuple[str, ...] | None:
-    """The names besides loopback's that the header Host may have; None where it may have any."""
-    if config.allowed_hosts is not None:
-        return None if "*" in config.allowed_hosts else config.allowed_hosts
-    with contextlib.suppress(ValueError):  # a name
-        return () if ipaddress.ip_address(config.host.strip("[]")).is_loopback else None
-    return () if config.host.lower() == "localhost" else None
