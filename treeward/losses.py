@@ -4,7 +4,7 @@
     loss_sum = bradley_terry(scores_S, pairs)        # divide once, by the `num_units` of the whole step
     loss_sum = plackett_luce(scores_S, ranked_pairs([(0, 1, 2, 2)], unit="choice"))
     loss_sum = squared_error(values_SH, graded([[(4.0, nan), (1.0, 2.0)]], stds=(1.0, 1.0)))
-    loss_sum = mean_over_heads(bradley_terry, values_SH, pairs, weights_SH)     # heads that learn the same
+    loss_sum = mean_over_heads(bradley_terry, values_SH, pairs)                 # heads that learn the same
 
 A comparison group of K completions gives the pairs of completions with different ranks. By default each group weighs 1
 however many pairs it has (Ouyang et al. 2022, arXiv 2203.02155, eq. 1): its loss is the mean over its pairs, and sums
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -51,10 +51,6 @@ class Pairs(Movable):
     tied_P: Tensor
     num_units: int
     num_ordered: int
-
-    def weighted(self, weights_S: Tensor) -> Pairs:
-        """Each pair counts as often as its better completion: float (S,), the same for all of a group."""
-        return replace(self, weight_P=self.weight_P * weights_S[self.better_P])
 
 
 def ranked_pairs(
@@ -196,10 +192,6 @@ class Targets(Movable):
     weight_SH: Tensor
     num_units: int
 
-    def weighted(self, weights_S: Tensor) -> Targets:
-        """Each completion counts so often: float (S,)."""
-        return replace(self, weight_SH=self.weight_SH * weights_S[:, None])
-
 
 def graded(groups: Sequence[Sequence[Sequence[float]]], stds: Sequence[float]) -> Targets:
     """The grades of G groups whose values lie one group after another: for each completion H grades, NaN for none.
@@ -221,16 +213,10 @@ def squared_error(values_SH: Tensor, targets: Targets) -> Tensor:
     return (targets.weight_SH * (values_SH.float() - targets.values_SH).square()).sum()
 
 
-def mean_over_heads(
-    loss_of: Callable[..., Tensor], values_SH: Tensor, labels: Pairs | Targets, weights_SH: Tensor
-) -> Tensor:
-    """The mean over heads of `loss_of`, a function of `LOSSES`, where each head learns the same scores; float32 scalar.
-
-    `weights_SH`: how often the comparison of a completion counts for a head (`training.heads.bootstrap_weights`).
-    """
+def mean_over_heads(loss_of: Callable[..., Tensor], values_SH: Tensor, labels: Pairs | Targets) -> Tensor:
+    """The mean of `loss_of`, a function of `LOSSES`, over heads that learn the same scores; a float32 scalar."""
     scores_of = values_SH.unbind(dim=1) if isinstance(labels, Pairs) else values_SH.split(1, dim=1)
-    losses = [loss_of(own, labels.weighted(weights_SH[:, h])) for h, own in enumerate(scores_of)]
-    return torch.stack(losses).mean()
+    return torch.stack([loss_of(own, labels) for own in scores_of]).mean()
 
 
 LOSSES: Mapping[str, Callable[..., Tensor]] = {

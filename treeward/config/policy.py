@@ -160,8 +160,8 @@ class RewardModelConfig(Strict):
     """How the heads make one score: a weight for each (0 where it has none), their mean, or weights that fit the order
     of the validation sets (else of the training sets) best, found at the export (`fit`)."""
     num_heads: PositiveInt = 1
-    """Heads that learn the same score, each from other initial weights and other weights of the comparisons: the score
-    is their mean, and their spread says where they agree. Not for `attributes`."""
+    """Heads that learn the same score, each from other initial weights: the score is their mean, and their spread says
+    where they agree. Not for `attributes`."""
     freeze_backbone: bool = False
     """Train the head alone. The backbone reads the data once, before the first step; the hidden states that the head
     reads are kept in `data.cache_dir`, also for later runs."""

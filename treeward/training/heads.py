@@ -7,12 +7,11 @@ Grades are learnt as they are: a mean and a scale that were taken out would have
 export, and the heads of decoders in transformers have no bias to hold a mean. The squared errors are in units of the
 training data's standard deviation, so that no attribute counts more for its scale alone.
 
-Several heads of one score (`num_heads`) differ in their initial weights and in the weights of the comparisons.
+Several heads of one score (`num_heads`) differ in their initial weights.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from scipy.optimize import minimize
 from scipy.special import expit
 
 from treeward.config.policy import RewardModelConfig
-from treeward.data.encoding import Comparison, EncodedDataset
+from treeward.data.encoding import EncodedDataset
 from treeward.model.contract import ESTIMATE_MEANING, HeadContract
 
 logger = logging.getLogger(__name__)
@@ -95,17 +94,3 @@ def heads_of(config: RewardModelConfig, training_sets: Iterable[EncodedDataset],
     means, units = np.nanmean(grades_NH, axis=0).tolist(), np.where(stds > 0, stds, 1.0).tolist()
     weights_H, means_H, units_H = (tuple(own * times) for own in (weights, means, units))
     return Heads(names, weights_H, means_H, units_H, are_estimates=times > 1)
-
-
-def bootstrap_weights(comparison: Comparison, num_heads: int, *, seed: int) -> NDArray[np.float64]:
-    """How often a comparison counts for each of H heads, float64 (H,), of mean and variance 1: the Bayesian bootstrap
-    (Rubin 1981), which resamples the data without losing any.
-
-    They are functions of the seed, the comparison's tokens and ranks, and the head.
-    """
-    digest = hashlib.shake_256(repr((seed, comparison.ranks)).encode())
-    for ids in comparison.token_ids:
-        digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())
-    uniform_H = (np.frombuffer(digest.digest(8 * num_heads), dtype="<u8") + 0.5) / 2.0**64
-    weights_H: NDArray[np.float64] = -np.log(uniform_H)
-    return weights_H

@@ -18,14 +18,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from treeward.data.encoding import Comparison, EncodedDataset
 from treeward.losses import Pairs, Targets, graded, ranked_pairs
 from treeward.model.reward_model import FeatureBatch
-from treeward.training.heads import bootstrap_weights
 from treeward.training.setup import RewardModelSetup
 from treeward.tree.batch import Batch, Movable, plan_micro_batches, plan_padded
 from treeward.tree.parts import split_group
@@ -38,12 +36,10 @@ _MOST_FEATURES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Labels(Movable):
-    """What completions are labelled with: `pairs` of them, and the `targets` of a loss of grades. `weights_SH`: where
-    several heads learn one score, how often the comparison of each counts for each head; None in validation."""
+    """What completions are labelled with: `pairs` of them, and the `targets` of a loss of grades."""
 
     pairs: Pairs
     targets: Targets | None = None
-    weights_SH: Tensor | None = None
 
     @property
     def num_units(self) -> int:
@@ -120,9 +116,7 @@ class BatchPreparer:
             own = {i: dataset[row] for i in at_once[self.mesh.data_rank] for dataset, row in [rows[i]]}
             num_passes = max(self._num_passes([rows[i] for i in some]) for some in at_once)
             features = self._features([rows[i] for i in own])
-            packed = self.micro_batch(
-                list(own.values()), num_passes=num_passes, features=features, validation=validation
-            )
+            packed = self.micro_batch(list(own.values()), num_passes=num_passes, features=features)
             yield Share(own, packed)
 
     def plan(self, rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool = False) -> list[list[int]]:
@@ -150,7 +144,6 @@ class BatchPreparer:
         *,
         num_passes: int = 1,
         features: FeatureBatch | None = None,
-        validation: bool = False,
     ) -> MicroBatch:
         """The comparisons packed; page-locked where the model is on a GPU.
 
@@ -168,7 +161,7 @@ class BatchPreparer:
         if len(batches) < num_passes:
             order_S = torch.arange(sum(len(one.ranks) for one in comparisons)) if order_S is None else order_S
             batches += [self.model.pack([[[0]]])] * (num_passes - len(batches))
-        packed = MicroBatch(tuple(batches), order_S, self._labels(comparisons, validation=validation))
+        packed = MicroBatch(tuple(batches), order_S, self._labels(comparisons))
         return packed.pin() if self.model.device.type == "cuda" else packed
 
     def _features(self, rows: Sequence[tuple[EncodedDataset, int]]) -> FeatureBatch | None:
@@ -188,20 +181,15 @@ class BatchPreparer:
             return 1
         return len(split_group(dataset[row].token_ids, max_tokens=most, share=share))
 
-    def _labels(self, comparisons: Sequence[Comparison], *, validation: bool = False) -> Labels:
+    def _labels(self, comparisons: Sequence[Comparison]) -> Labels:
         """What the loss and the metrics compare the values of the model with."""
         strengths = [one.scores if one.strength is None else one.strength for one in comparisons]
         pairs = self._pairs([one.ranks for one in comparisons], strengths)
         heads = self.setup.heads
         targets: Targets | None = None
-        weights_SH: Tensor | None = None
         if heads.attributes:
             targets = graded([one.grades for one in comparisons], heads.stds[: len(heads.attributes)])
-        if heads.are_estimates and not validation:
-            num, seed = len(heads.weights), self.config.rm.seed
-            rows = [w for one in comparisons for w in [bootstrap_weights(one, num, seed=seed)] for _ in one.ranks]
-            weights_SH = torch.tensor(np.array(rows).reshape(-1, num), dtype=torch.float32)
-        return Labels(pairs, targets, weights_SH)
+        return Labels(pairs, targets)
 
     def _pairs(
         self, ranks: Sequence[Sequence[int]], strengths: Sequence[float | Sequence[float | None] | None] | None = None

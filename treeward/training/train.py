@@ -159,8 +159,8 @@ class RewardModelRun(Run):
             self.backward(micro_batch, batches.num_units, sums)
         # the one place in a step, with the gradients' norm, where the host waits for a GPU
         total = sums.read(setup.mesh.data_group)
-        knowing_nothing_SH = torch.tensor(setup.heads.means).expand(batches.num_scores, -1)
-        chance = float(self._loss(knowing_nothing_SH, batches.labels)) if batches.num_scores else 0.0
+        baseline_scores_SH = torch.tensor(setup.heads.means).expand(batches.num_scores, -1)
+        chance = float(self._loss(baseline_scores_SH, batches.labels)) if batches.num_scores else 0.0
         own = [batches.num_computed_tokens, batches.num_row_tokens, chance]
         of_all = processes.summed(torch.tensor(own, dtype=torch.float64), setup.mesh.data_group)
         computed_tokens, row_tokens, chance = of_all.tolist()
@@ -192,18 +192,23 @@ class RewardModelRun(Run):
         here = micro_batch.to(self.model.device, non_blocking=True)
         values_SH, loss_sum = backward_in_parts(
             [partial(self.model.heads, batch) for batch in here.batches],
-            lambda values_SH: self._loss(values_SH, here.labels),
+            lambda values_SH: self._training_loss(values_SH, here.labels),
             order_S=here.order_S,
             scale=1 / num_units,
         )
         sums.add(self._scores(values_SH), here.labels.pairs, loss_sum, here.labels.num_units)
 
     def _loss(self, values_SH: Tensor, labels: Labels) -> Tensor:
-        """The sum of the loss: of the scores, of the values of the heads, or in training of each estimate of one."""
-        learnt = labels.pairs if labels.targets is None else labels.targets
-        if labels.weights_SH is not None:
-            return mean_over_heads(self._loss_of, values_SH, learnt, labels.weights_SH)
-        return self._loss_of(self._scores(values_SH) if labels.targets is None else self._grades(values_SH), learnt)
+        """The sum of the loss: of the scores, or of the values that are compared with grades."""
+        if labels.targets is None:
+            return self._loss_of(self._scores(values_SH), labels.pairs)
+        return self._loss_of(self._grades(values_SH), labels.targets)
+
+    def _training_loss(self, values_SH: Tensor, labels: Labels) -> Tensor:
+        """Where several heads estimate one score, each learns it."""
+        if self.setup.heads.are_estimates:
+            return mean_over_heads(self._loss_of, values_SH, labels.targets or labels.pairs)
+        return self._loss(values_SH, labels)
 
     def _scores(self, values_SH: Tensor) -> Tensor:
         return (values_SH * self._weights_H).sum(dim=1)
