@@ -286,6 +286,7 @@ def test_a_share_of_the_prompts_is_held_out(tmp_path: Path) -> None:
 
     def prompts(path: str, **more: Any) -> list[str]:
         config = DatasetConfig(data_path=path, split_validation_size=0.25, **more)
+        assert open_dataset(config).name == f"{path}, {'not ' if config.part == 'train' else ''}held out"
         return [preference.context[0]["content"] for preference, _ in open_dataset(config)]
 
     train, held_out = prompts(paths[0], part="train"), prompts(paths[0], part="validation")
@@ -296,9 +297,11 @@ def test_a_share_of_the_prompts_is_held_out(tmp_path: Path) -> None:
     unprompted = write_jsonl(tmp_path / "x.jsonl", *({"chosen": f"{i}.", "rejected": "No."} for i in range(60)))
     (tmp_path / "system.txt").write_text("Be brief.")
     config = DatasetConfig(
-        data_path=unprompted, split_validation_size=0.5, system_prompt_file=str(tmp_path / "system.txt")
+        data_path=unprompted, split_validation_size=0.5, part="train", system_prompt_file=str(tmp_path / "system.txt")
     )
     assert 10 < len(list(open_dataset(config))) < 50
+    with pytest.raises(ConfigError, match=r"part(?s:.*)split_validation_size: 0\.5(?s:.*)part: validation"):
+        open_dataset(config.model_copy(update={"part": None}))
 
 
 def test_classes_offer_the_contract(tmp_path: Path) -> None:

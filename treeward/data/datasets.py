@@ -90,9 +90,14 @@ def open_dataset(config: DatasetConfig) -> RowDataset:
     one without the attributes of a dataset; `DataError` for data that is not there, and under "auto" for a first row
     in no known format. Rows are checked as they come.
     """
+    is_open = config.split_validation_size > 0 and config.part is None
+    config.refuse(is_open, "part split_validation_size", "part: train, or part: validation for the rows held out")
     config = recognised(config)
     cls = _DATASETS.find(config.dataset_name)
-    return cls(config) if issubclass(cls, RowDataset) else _ObjectDataset(config, cls)
+    dataset: RowDataset = cls(config) if issubclass(cls, RowDataset) else _ObjectDataset(config, cls)
+    if config.part is not None:
+        dataset.name += ", held out" if config.part == "validation" else ", not held out"
+    return dataset
 
 
 def recognised(config: DatasetConfig, *, skip_broken: bool = False) -> DatasetConfig:
