@@ -35,11 +35,11 @@ DECODERS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", **_GQA, **_WINDOW},
     "mixtral": {"model_type": "mixtral", **_GQA, **_MOE, "num_local_experts": 4, "sliding_window": None},
     "gemma2": {
-        "model_type": "gemma2", **_GQA, **_WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8,
+        "model_type": "gemma2", **_GQA, **_WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5,
     },
     "gemma3": {
         "model_type": "gemma3_text", **_GQA, **_WINDOW, "layer_types": ["sliding_attention", "full_attention"],
-        "query_pre_attn_scalar": 8,
+        "query_pre_attn_scalar": 5,
     },
     "phi3": {"model_type": "phi3", "num_attention_heads": 4, "num_key_value_heads": 2, **_WINDOW},
     "gpt_neox": {"model_type": "gpt_neox", "num_attention_heads": 4},
@@ -53,6 +53,10 @@ DECODERS: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4,
         "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
         "num_experts_per_tok": 2,
+        "rope_parameters": {  # which scale its attention too
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256,
+            "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
     },
 }  # fmt: skip
 ROW_FAMILIES: dict[str, dict[str, Any]] = {

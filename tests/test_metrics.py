@@ -45,6 +45,9 @@ def test_worked_by_hand() -> None:
     metrics = measure(torch.tensor([2.0, 1.0, 0.0, 0.0, 5.0, 4.0, 9.0]), [[0, 1], [0, 1], [0, 1, 1]], "half")
     assert (metrics.num_units, metrics.num_pairs, metrics.num_correct) == (3, 4, 2)
     means = metrics.means()
+    graded_sums = RewardSums()  # whose loss is a mean over more comparisons than have pairs
+    graded_sums.add(torch.tensor([1.0, 0.0]), ranked_pairs([[0, 1]]), torch.tensor(6.0), 3)
+    assert graded_sums.read().means()["loss"] == 2.0
     assert means["accuracy"] == 0.5 and metrics.gap_sum == 1 + 0 + 1 + 4
     assert means["chosen_rewards"] == (2 + 0 + 5 + 5) / 4 and means["rejected_rewards"] == (1 + 0 + 4 + 9) / 4
     assert means["reward_margin"] == means["chosen_rewards"] - means["rejected_rewards"]

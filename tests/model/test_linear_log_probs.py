@@ -72,6 +72,13 @@ def test_in_bfloat16_the_softmax_is_float32_and_gradients_may_be() -> None:
     for grad, want_grad in zip(grads, torch.autograd.grad(want @ coefficients, leaves), strict=True):
         assert grad.dtype == want_grad.dtype == torch.float32
         torch.testing.assert_close(grad, want_grad, atol=0.02 * float(want_grad.abs().max()), rtol=0)
+    # Chunks add up in float32: those of one gradient, sixty times, are sixty times it.
+    chunk, many = (
+        linear_log_probs(hidden.repeat(n, 1), weight, biases, targets.repeat(n), chunk_tokens=N)[0] for n in (1, 60)
+    )
+    [single] = torch.autograd.grad(chunk @ coefficients, weight)
+    [total] = torch.autograd.grad(many @ coefficients.repeat(60), weight)
+    torch.testing.assert_close(total, 60 * single, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])

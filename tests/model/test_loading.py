@@ -55,6 +55,8 @@ def test_a_causal_lm_gets_one_label_and_a_head_drawn_from_the_seed(family: str, 
     again, other = load_reward_model(folder, head_seed=5), load_reward_model(folder, head_seed=6)
     head = loaded.model.head.weight
     assert head.shape == (1, 32) and head.dtype == torch.float32
+    drawn = torch.randn(1, 32, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(head.detach(), drawn / 33**0.5)
     assert torch.equal(head, again.model.head.weight) and not torch.equal(head, other.model.head.weight)
     assert loaded.model.hf.config.num_labels == 1
     backbone = dict(lm.base_model.named_parameters())

@@ -109,6 +109,18 @@ def test_a_fresh_adapter_changes_no_bit(family: str, dtype: torch.dtype) -> None
     for name, weight in before.items():
         assert torch.equal(state[name], weight), name
         assert state[name].dtype == dtype
+    adapters = {name: torch.randn(weight.shape) for name, weight in adapter_state(policy).items()}
+    with torch.no_grad():
+        for name, weight in adapter_state(policy).items():
+            weight.copy_(adapters[name])
+    merged = plain_state(policy, torch.float32)
+    for name, weight in before.items():
+        first, second = (adapters.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight") for x in "AB")
+        if first is not None and second is not None:  # alpha / dim is 3; nothing is rounded to the base's dtype
+            delta = 3 * (second.double() @ first.double())
+            torch.testing.assert_close(
+                merged[name].double(), weight.double() + (delta.T if family == "gpt2" else delta), rtol=1e-5, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("init", ["xavier", "uniform"])

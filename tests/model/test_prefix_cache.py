@@ -30,9 +30,11 @@ def test_scores_are_those_without_a_cache(family: str) -> None:
     generator = np.random.default_rng(0)
     system = _ids(generator, 40)
     prompts = [system + _ids(generator, 30), system + _ids(generator, 50), _ids(generator, 35)]
-    for completions in ((1, 7, 20), (1, 7, 20), (1, 3)):  # first nothing is known, then the prompts are
-        sequences = [prompt + _ids(generator, n) for prompt in prompts for n in completions]
-        lengths = [len(prompt) for prompt in prompts for _ in completions]
+    turns = [prompt + _ids(generator, 33) for prompt in prompts]  # what is kept of them continues what is known
+    # First nothing is known, then the prompts are.
+    for starts, completions in ((prompts, (1, 7, 20)), (prompts, (1, 3)), (turns, (1, 3)), (turns, (2,))):
+        sequences = [start + _ids(generator, n) for start in starts for n in completions]
+        lengths = [len(start) for start in starts for _ in completions]
         plain = model.score_tokens(sequences)
         cached = model.score_tokens(sequences, cache=cache, prompt_lengths=lengths)
         assert (cached - plain).abs().max() < TOLERANCE

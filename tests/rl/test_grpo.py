@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.rl import grpo as grpo_module
+from treeward.rl.advantages import advantages
 from treeward.rl.experience import CompletionGroup
-from treeward.rl.grpo import GRPOOutcome, grpo
+from treeward.rl.grpo import GRPOOutcome, GRPORun, grpo
 from treeward.rl.rollouts import Rollouts
 from treeward.rl.update import PolicyUpdater
 from treeward.training.tracking import read_metrics
@@ -63,6 +65,25 @@ def test_a_planted_reward_is_learnt(tiny_grpo: Make, tmp_path: Path) -> None:
     assert outcome.report is not None and "vowels" in outcome.report.read_text(encoding="utf-8")
     assert AutoModelForCausalLM.from_pretrained(outcome.model_folder).num_parameters() > 0
     assert AutoTokenizer.from_pretrained(outcome.model_folder).chat_template
+
+
+def test_the_kl_of_each_completion_is_taken_from_its_reward(
+    opened: Callable[..., Any], sampled: list[Rollouts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy has moved, and moves no further; it samples at the temperature at which it learns."""
+    options = "loss_fn.kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.5", "policy.optimizer.kwargs.lr=1e-30"
+    run = GRPORun(opened(*options, "policy.generation.temperature=0.7"))
+    with torch.no_grad():
+        run.setup.policy.hf.get_output_embeddings().weight.mul_(3)
+    compared = list[torch.Tensor]()
+    monkeypatch.setattr(grpo_module, "advantages", lambda *args: compared.append(args[0]) or advantages(*args))
+    metrics = run.step(1).logged
+    kl_PG, _ = run.setup.updater.measure(sampled[0].groups)
+    assert kl_PG is not None and float(kl_PG.min()) > 0
+    torch.testing.assert_close(compared[0], sampled[0].rewards_PG - 0.5 * kl_PG)
+    assert metrics["train/kl_penalty"] == pytest.approx(0.5 * float(kl_PG.mean()))
+    assert metrics["train/kl"] == pytest.approx(float(kl_PG.mean()), rel=1e-5)
+    assert metrics["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
 
 
 def nodes(groups: list[CompletionGroup]) -> int:

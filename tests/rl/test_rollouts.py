@@ -91,8 +91,15 @@ def test_the_same_weights_give_the_same_numbers(opened: Callable[..., GRPOSetup]
     assert other.metrics["validation/entropy"] < first.metrics["validation/entropy"]
 
 
-def test_the_numbers_are_those_of_the_completions(opened: Callable[..., GRPOSetup]) -> None:
-    run = opened(*GOLD, "grpo.num_val_generations=2", "grpo.num_logged_samples=100")
+def test_the_numbers_are_those_of_the_completions(
+    opened: Callable[..., GRPOSetup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = f"policy.generation.stop_token_ids={list(range(90))}"  # so that completions have different lengths
+    run = opened(*GOLD, "grpo.num_val_generations=2", "grpo.num_logged_samples=100", ends)
+    measure, entropies = run.updater.measure, list[torch.Tensor]()
+    monkeypatch.setattr(
+        run.updater, "measure", lambda groups: (measure(groups), entropies.append(measure(groups)[1]))[0]
+    )
     found = measured(run)
     completions = [completion for sample in found.samples for completion in sample["completions"]]
     assert len(found.samples) == 6 and len(completions) == 12
@@ -104,6 +111,10 @@ def test_the_numbers_are_those_of_the_completions(opened: Callable[..., GRPOSetu
     names |= {"mean_gen_tokens_per_sample": "num_tokens", "truncation_rate": "truncated"}
     for metric, name in names.items():
         assert found.metrics[f"validation/{metric}"] == pytest.approx(mean(name), abs=1e-6), metric
+    lengths = torch.tensor([completion["num_tokens"] for completion in completions])
+    assert len(set(lengths.tolist())) > 2
+    per_token = float((torch.cat(entropies).flatten() * lengths).sum() / lengths.sum())
+    assert found.metrics["validation/entropy"] == pytest.approx(per_token, rel=1e-5)
     vowels = [sum(c in "aeiou" for c in a["text"]) / max(len(a["text"]), 1) for a in completions]
     assert [a["reward"] for a in completions] == pytest.approx(vowels)
     assert found.watched["proxy_by_prompt"].tolist() == pytest.approx(

@@ -67,6 +67,17 @@ def test_adapters_are_known_with_the_weights_of_their_base(tmp_path: Path) -> No
     assert rl_setup._section("own", {"model_name": str(adapters)}) != before[0]
 
 
+def test_a_schedule_ends_with_the_last_update(opened: Callable[..., Any]) -> None:
+    """Six steps of three passes over the batch, each in two parts."""
+    schedule = "policy.scheduler={name: linear, warmup_steps: 0, min_lr_ratio: 0}"
+    run = opened("grpo.updates_per_batch=3", "policy.train_global_batch_size=8", schedule)
+    rates = []
+    for _ in range(36):
+        rates.append(run.updater.optimizer.param_groups[0]["lr"])
+        run.updater.on_step()
+    assert rates == pytest.approx([0.01 * (1 - n / 36) for n in range(36)])
+
+
 def test_a_run_that_cannot_be_set_up_closes_its_environments(tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[Any] = []
     monkeypatch.setattr(rl_setup.EnvironmentRunner, "shutdown", lambda self: closed.append(self))

@@ -138,7 +138,7 @@ def test_spread_is_used_by_environment_and_ensemble(learnt: Callable[..., Any], 
     config = EnsembleConfig(over="heads", method="uncertainty", uncertainty_coefficient=0.7)
     [careful] = EnsembleScorer.load([folder], config=config).score([log])  # without constants: one unit
     assert careful.score == pytest.approx(fmean(score.heads) - 0.7 * pstdev(score.heads) ** 2, abs=1e-6)
-    assert careful.spread == score.spread and careful.members == score.heads
+    assert careful.spread == score.spread == pytest.approx(pstdev(score.heads)) and careful.members == score.heads
     given = [{"messages": log}, {"prompt": "Say 1.", "completions": ["sun moon", "ash"]}]
     chunks = chunks_of(Row(values, f"in.jsonl:{i}") for i, values in enumerate(given))
     [scored] = map(ChunkScorer(lambda: (Scorer.load(folder), None, {})).score, chunks)

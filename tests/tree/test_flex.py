@@ -54,7 +54,7 @@ def random_forest(seed: int) -> list[list[list[int]]]:
     def tokens(count: int) -> list[int]:
         return torch.randint(3, 9, (count,), generator=generator).tolist()
 
-    groups = []
+    groups = [[tokens(255)]]  # which ends one token before a block does
     for _ in range(draw(1, 5)):
         prompt = tokens(draw(1, 400))
         groups.append([prompt[: draw(1, len(prompt) + 1)] + tokens(draw(1, 200)) for _ in range(draw(1, 6))])
