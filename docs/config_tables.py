@@ -15,6 +15,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from treeward.config.base import Strict, meaning, sections
+from treeward.config.foreign import Only
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import ENVIRONMENT_SECTIONS
 from treeward.config.run import RewardModelRunConfig
@@ -53,8 +54,11 @@ def _section(path: str, of: str, section: type[Strict]) -> str:
     foreign = section.foreign_keys()
     if keys := [f"`{key}`" for key, fix in foreign.items() if fix is None]:
         lines.append(f"\nAccepted, without effect: {', '.join(keys)}.")
-    if keys := [f"`{key}` ({fix})" for key, fix in foreign.items() if fix is not None]:
+    if keys := [f"`{key}` ({fix})" for key, fix in foreign.items() if isinstance(fix, str)]:
         lines.append(f"\nAccepted while switched off: {'; '.join(keys)}.")
+    for key, rule in foreign.items():
+        if isinstance(rule, Only):
+            lines.append(f"\nAccepted: `{key}` as {' or '.join(map(str, rule.values))} ({rule.fix}).")
     return "\n".join([*lines, "", ""])
 
 

@@ -100,11 +100,6 @@ SECTIONS = [
     *((EvaluationConfig, f"suites: [rewardbench, '{suite}']", "suites[1]") for suite in
       ("", " ", "=folder", "llmbar=", "llmbar,rmbench")),
     # GRPO
-    (GRPOConfig, "adv_estimator: {name: leave_one_out, use_leave_one_out_baseline: false}",
-     "adv_estimator.use_leave_one_out_baseline"),
-    (GRPOConfig, "adv_estimator: {name: reinforce_plus_plus, normalize_rewards: false}",
-     "adv_estimator.normalize_rewards"),
-    (GRPOConfig, "overlong_filtering: true, truncated: penalty", "truncated"),
     (GRPOConfig, "reward_scaling: {source_min: 1.0, source_max: 1.0}", "reward_scaling.source_min"),
     (GRPOConfig, "batch_multiplier: 2", "batch_multiplier"),
     (GRPOConfig, "environments: {math: 0.0}", "environments"),

@@ -165,11 +165,6 @@ def test_advantages(keys, estimator, divides):
     assert (config.estimator, config.divides_by_std) == (estimator, divides)
 
 
-def test_overlong_filtering_masks():
-    assert GRPOConfig(overlong_filtering=True).truncated == "mask"
-    assert GRPOConfig(overlong_filtering=False, truncated="penalty").truncated == "penalty"
-
-
 def test_environments_of_a_run(load):
     config = load("grpo")
     assert config.environments == ("reward_model", "math", "shape")

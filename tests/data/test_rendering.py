@@ -247,17 +247,10 @@ def test_fingerprint_follows_what_changes_the_ids() -> None:
     assert after.fingerprint == before.fingerprint
 
 
-DOUBLING = "{% set n = namespace(s='ab') %}{% for i in range(99) %}{% set n.s = BODY %}{% endfor %}x"
 FAILING = {
     "{{ 1 / 0 }}": "division by zero",
-    "{{ 9 ** 9 ** 9 ** 9 }}": "a power",
-    "{% for i in range(10 ** 9) %}x{% endfor %}": "a power",
     "{% for i in range(1000000000) %}x{% endfor %}": "Range too big",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x": "runs for more than",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}x": "runs for more than",
-    DOUBLING.replace("BODY", "n.s + n.s"): "builds a text",
-    DOUBLING.replace("BODY", "[n.s, n.s] | join"): "builds a text",
-    "{% macro f(s) %}{{ f(s ~ s) }}{% endmacro %}{{ f('ab') }}": "builds a text",
+    "{% for i in range(99) %}{{ 'x' * 99999 }}{% endfor %}": "writes a text",
 }
 
 
@@ -265,15 +258,13 @@ FAILING = {
 def test_a_template_that_fails_is_an_error_with_its_reason(
     text: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(templates, "MAX_SECONDS", 0.1)
     monkeypatch.setattr(templates, "MAX_CHARACTERS", 2**20)
     with pytest.raises(ConfigError, match=f"the chat template fails: .*{reason}"):
         Renderer(byte_bpe(), chat_template=text)
     later = CHATML + "{% if messages | length > 2 %}" + text + "{% endif %}"
-    if "**" not in text:
-        renderer = Renderer(byte_bpe(), chat_template=later)
-        with pytest.raises(DataError, match=f"a.jsonl:7: the chat template refused the conversation.*{reason}"):
-            renderer.encode(CHAT, where="a.jsonl:7")
+    renderer = Renderer(byte_bpe(), chat_template=later)
+    with pytest.raises(DataError, match=f"a.jsonl:7: the chat template refused the conversation.*{reason}"):
+        renderer.encode(CHAT, where="a.jsonl:7")
 
 
 class Counting:

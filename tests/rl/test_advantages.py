@@ -90,18 +90,12 @@ def group(prompt_tokens: int, *lengths: int, truncated: tuple[bool, ...] = ()) -
 def test_used_completions() -> None:
     groups = [group(2, 3, 1, 0, truncated=(True, False, False))] * 2
     rewards = torch.tensor([[1.0, 2.0, 3.0], [1.0, math.nan, 3.0]])
-    for truncated in ("keep", "penalty"):
-        used = used_completions(groups, rewards, GRPOConfig(truncated=truncated))
-        assert used.tolist() == [[True, True, False], [True, False, False]]
-    masked = used_completions(groups, rewards, GRPOConfig(truncated="mask"))
+    assert used_completions(groups, rewards, GRPOConfig()).tolist() == [[True, True, False], [True, False, False]]
+    masked = used_completions(groups, rewards, GRPOConfig(overlong_filtering=True))
     assert masked.tolist() == [[False, True, False], [False] * 3]
 
 
-def test_penalties_are_subtracted_and_scaling_is_linear_and_clipped(tiny_grpo: Any) -> None:
-    rewards = torch.tensor([[2.0, -3.0, math.nan, -1.0]])
-    cut = [group(2, 1, 1, 1, 1, truncated=(True, True, True, False))]
-    found = shaped_rewards(tiny_grpo("grpo.truncated=penalty", "grpo.truncation_penalty=0.5"), cut, rewards)
-    assert found[0, [0, 1, 3]].tolist() == [1.5, -3.5, -1.0] and found[0, 2].isnan()
+def test_scaling_is_linear_and_clipped(tiny_grpo: Any) -> None:
     scaling = "grpo.reward_scaling={enabled: true, source_min: -5, source_max: 5, target_min: 1, target_max: 3}"
     rewards = torch.tensor([[-9.0, -5.0, 0.0, 2.5, 5.0, 9.0, math.nan]])
     found = shaped_rewards(tiny_grpo(scaling), [group(2, *[1] * 7)], rewards)[0]

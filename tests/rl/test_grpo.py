@@ -140,8 +140,8 @@ def test_the_metrics_of_a_step(tiny_grpo: Make, tmp_path: Path, sampled: list[Ro
 @pytest.mark.slow
 def test_completions_of_which_nothing_is_used_and_samples(tiny_grpo: Make, tmp_path: Path) -> None:
     """All are cut off, and so masked: there is nothing to learn from, and the run goes on."""
-    options = ("policy.generation.max_new_tokens=1", "grpo.truncated=mask", "grpo.seed=3", "grpo.max_num_steps=5",
-               "grpo.log_period=3", "grpo.num_val_generations=2")  # fmt: skip
+    options = ("policy.generation.max_new_tokens=1", "grpo.overlong_filtering=true", "grpo.seed=3",
+               "grpo.max_num_steps=5", "grpo.log_period=3", "grpo.num_val_generations=2")  # fmt: skip
     assert run(tiny_grpo(*options)).step == 5
     for line in logged(tmp_path, "train/reward"):
         assert line["train/truncation_rate"] == 1 and line["train/num_masked"] == 16

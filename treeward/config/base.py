@@ -26,7 +26,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PositiveInt, Valida
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from treeward.config.foreign import COMMANDS, FOREIGN_KEYS, KEYS_ELSEWHERE, VALUES_ELSEWHERE
+from treeward.config.foreign import COMMANDS, FOREIGN_KEYS, KEYS_ELSEWHERE, VALUES_ELSEWHERE, Only, Rule
 from treeward.errors import ConfigError, nearest_name
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
     """Keys that the section's own validators turn into its fields."""
 
     @classmethod
-    def foreign_keys(cls) -> dict[str, str | None]:
-        """Keys of NeMo RL that are accepted: in any state (None), or while they are off, each with the remedy.
+    def foreign_keys(cls) -> dict[str, Rule]:
+        """Keys of NeMo RL that are accepted, each with its rule in `FOREIGN_KEYS`.
 
         A key may be a pattern, as `refit_*`.
         """
@@ -99,10 +99,12 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
         for key in raw:
             if (foreign := cls.foreign_key(key)) is None:
                 continue
-            value, fix = given.pop(key), cls.foreign_keys()[foreign]
-            if fix is None or _is_off(value):
+            value, rule = given.pop(key), cls.foreign_keys()[foreign]
+            values, fix = rule if isinstance(rule, Only) else ((), rule)
+            if fix is None or _is_off(value) or value in values:
                 continue
             is_section, need = isinstance(value, Mapping) and "enabled" in value, "null, false or no such key"
+            need = f"{' or '.join(map(str, values))}, or no such key" if values else need
             field, got = (f"{key}.enabled", "true") if is_section else (key, _shown(value))
             raise ConfigError(f"{key} is not supported", field=field, got=got, need=need, fix=fix)
         for theirs, ours in cls.other_names.items():

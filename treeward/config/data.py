@@ -162,8 +162,6 @@ class PromptSetConfig(SetConfig):
     """The key of the question (a string or messages). None: that of the format, `input` of a `ResponseDataset`."""
     output_key: str | None = None
     """The key of the answer, the `ground_truth` of environments. None: that of the format, as `output`."""
-    processor: Literal["math_hf_data_processor", "math_data_processor"] | None = None
-    """Accepted for NeMo RL's files: the format of the set decides how its rows are read."""
     env_name: str | dict[str, float] | None = None
     """Environment of rows that name none, or several with weights, as `{math: 1.0}`. None: see `grpo.environments`."""
     max_samples: PositiveInt | None = None

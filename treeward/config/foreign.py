@@ -6,18 +6,30 @@ A section finds its entries by the name of its class, or of a class that it deri
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Only(NamedTuple):
+    """A key that can have these values alone, which say how it is here; `fix`: the remedy for others."""
+
+    values: tuple[Any, ...]
+    fix: str
+
+
+Rule = str | Only | None
 
 _ON_POLICY = "every completion is sampled by the policy that learns from it"
 _RESUME = "remove the section; a resumed run samples the step again, with the same seeds"
 _STOP = "set it to null; grpo.watch.stop ends a run that exploits its reward"
 _RULE = "use an environment with a rule for the form of completions instead"
+_SHARDS = "save memory with dtensor_cfg.activation_checkpointing or fewer policy.train_micro_batch_tokens"
 
 
-def _unread(keys: str) -> dict[str, str | None]:
+def _unread(keys: str) -> dict[str, Rule]:
     return dict.fromkeys(keys.split())
 
 
-FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
+FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
     "BatchingConfig": _unread(
         "algorithm fuse_loss logprob_mb_tokens max_sequences_per_bin microbatch_order sequence_length_round"
     ),
@@ -37,6 +49,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "invalid_tool_call_advantage": "set it to null: there are no tools",
         "malformed_thinking_advantage": f"set it to null; {_RULE}",
         "interleave_rollouts": f"set it to false: {_ON_POLICY}",
+        "max_rollout_turns": Only((1,), "set it to 1: a prompt is completed once"),
     },
     "GRPOPolicyConfig": {
         "reward_model_cfg": "remove it; `treeward train` trains a reward model, and env.reward_model rewards with one",
@@ -58,23 +71,34 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
     ),
     "LoggerConfig": _unread("num_val_samples_to_print monitor_gpus gpu_monitoring swanlab")
     | {"swanlab_enabled": "set it to false; enable tensorboard, wandb or mlflow, metrics.jsonl is always written"},
-    "LoraConfig": _unread("use_triton dropout_position"),
-    "MathEnvironmentConfig": _unread("stop_strings"),
+    "LoraConfig": _unread("use_triton dropout_position lora_A_init")
+    | {"dropout": "set it to 0: scores and log-probabilities are functions of the tokens, in training too"},
+    "MathEnvironmentConfig": _unread("stop_strings")
+    | {
+        "math_verify_impl": Only(("hf_math_verify",), "set it to hf_math_verify, the package math-verify"),
+        "verifier_type": Only(("math",), "for a choice among letters use the rules exact_match or regex"),
+    },
     "NemoGymConfig": _unread(
         "entrypoint domain verified verified_url description value name datasets expose_tools_over_mcp license skills "
         "num_workers"
     ),
-    "OverlongShapingConfig": {"stop_properly_penalty_coef": "set it to null, and grpo.truncated=penalty"},
+    "OverlongShapingConfig": {"stop_properly_penalty_coef": "set it to null, and grpo.overlong_filtering=true"},
     "PolicyLossConfig": {
         "disable_ppo_ratio": "set it to false; loss_fn.force_on_policy_ratio=true is one update without ratios",
         "use_cispo": "set it to false: the loss is the clipped surrogate",
         "seq_logprob_error_in_loss": "set it to false; token_mult_prob_error is logged",
         "positive_example_nll_weight": "set it to 0, and fine-tune the policy on examples first",
+        "truncated_importance_sampling_type": Only(("tis",), "set it to tis: larger weights are cut"),
         "truncated_importance_sampling_ratio_min": "set it to null: only large weights are cut, as tis does",
     },
     "PromptDataConfig": _unread("num_workers num_prompts_per_dataloader custom_dataloader")
     | {"use_multiple_dataloader": "set it to false; data.train[i].weight says how often each set comes"},
-    "PromptSetConfig": _unread("repeat download_dir"),
+    "PromptSetConfig": _unread("repeat download_dir")
+    | {
+        "processor": Only(
+            ("math_hf_data_processor", "math_data_processor"), "remove it: the format of the set says how rows are read"
+        )
+    },
     "RewardModelEnvironmentConfig": _unread(
         "logprob_batch_size logprob_chunk_size offload_optimizer_for_logprob generation max_grad_norm "
         "make_sequence_length_divisible_by processor env_name"
@@ -87,7 +111,13 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "lora_cfg": "set lora_cfg.enabled=false; merge adapters into their model with peft's merge_and_unload, and "
         "give that folder as model_name"
     },
-    "ShardingConfig": _unread("_v2 automodel_kwargs clear_cache_every_n_steps env_vars expert_parallel_size moe_*"),
+    "ShardingConfig": _unread(
+        "_v2 automodel_kwargs clear_cache_every_n_steps enabled env_vars expert_parallel_size moe_*"
+    )
+    | {
+        "context_parallel_size": Only((1,), f"set it to 1; {_SHARDS}"),
+        "custom_parallel_plan": f"set it to null; {_SHARDS}",
+    },
     "TrainedModelConfig": _unread(
         "logprob_batch_size offload_optimizer_for_logprob make_sequence_length_divisible_by refit_buffer_size_gb"
     )
@@ -100,11 +130,12 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, str | None]] = {
         "async_engine cap_max_tokens_to_context enable_* env_vars expose_http_server http_server_* load_format "
         "logprobs_mode num_first_layers_in_bf16 num_last_layers_in_bf16 skip_tokenizer_init use_deep_gemm use_tqdm "
         "vllm_metrics_logger_interval *_refit_* reset_*_after_weight_update"
-    ),
+    )
+    | {"pipeline_parallel_size": Only((1,), "set it to 1: an engine lies on one node")},
 }
 """Section -> keys, or patterns of keys, that it accepts and does not have. None: in any state, because what the key
 sets is always so here, or changes no result. A text, the remedy: only while the key is off (null, false, 0, -1, empty,
-or a section in which nothing is on)."""
+or a section in which nothing is on). `Only`: off too, or with some values."""
 
 _TABLE = """
 beta kl_coef kl_loss_coef: loss_fn.reference_policy_kl_penalty

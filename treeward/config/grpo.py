@@ -50,8 +50,6 @@ class PolicyLossConfig(Strict):
     """Weight tokens by the trainer's probability over the generator's, for a generator with other numerics."""
     truncated_importance_sampling_ratio: PositiveFloat | None = None
     """The largest such weight; larger ones are cut to it. None: no limit."""
-    truncated_importance_sampling_type: Literal["tis"] | None = None
-    """NeMo RL's name of what is always done: larger weights are cut. Its other types are not supported."""
     use_on_policy_kl_approximation: bool = False
     """Weight the estimated KL of a token by its new probability over its probability when it was sampled, with the
     gradient of this weight."""
@@ -75,23 +73,17 @@ class PolicyLossConfig(Strict):
 
 
 class AdvantageEstimatorConfig(Strict):
-    """How rewards become advantages; its keys take precedence over those of `grpo` itself."""
+    """How rewards become advantages."""
+
+    other_forms: ClassVar[tuple[str, ...]] = ("normalize_rewards", "use_leave_one_out_baseline")
+    """NeMo RL's places of keys of `grpo`."""
 
     name: Estimator = "grpo"
     """`grpo`: reward less the group's mean, over the group's standard deviation (Shao et al. 2024); `leave_one_out`:
     less the mean of the other completions (Ahmadian et al. 2024); `reinforce_plus_plus`: less the group's mean, over
     the standard deviation of the whole batch (Hu et al. 2025)."""
-    normalize_rewards: bool | None = None
-    """Divide by the standard deviation. None: as `grpo.normalize_rewards` for `grpo`, false for `leave_one_out`."""
-    use_leave_one_out_baseline: bool | None = None
-    """With `grpo`: subtract the mean of the other completions. None: as `grpo.use_leave_one_out_baseline`."""
     minus_baseline: bool = True
     """With `reinforce_plus_plus`: subtract the mean of the group. False: subtract the mean of the whole batch."""
-
-    def check(self) -> None:
-        always = {"leave_one_out": "use_leave_one_out_baseline", "reinforce_plus_plus": "normalize_rewards"}
-        key = always.get(self.name, "name")
-        self.refuse(getattr(self, key) is False, f"{key} name", f"name: grpo, or no {key}, which is always true here")
 
 
 class OverlongShapingConfig(Strict):
@@ -169,12 +161,11 @@ class GRPOConfig(ScheduleConfig):
     """Groups in a step: prompts that are completed and learnt from."""
     num_generations_per_prompt: int = Field(default=16, ge=2)
     """Completions of each prompt, at least 2: the advantage of a completion is relative to its group."""
-    max_rollout_turns: Literal[1] = 1
-    """Must be 1: rollouts of several turns are not supported."""
     updates_per_batch: PositiveInt = 1
     """Passes over the completions of a step."""
     normalize_rewards: bool = True
-    """Divide advantages by the group's standard deviation."""
+    """Divide advantages by the group's standard deviation; false with `adv_estimator: {name: leave_one_out}`. NeMo RL
+    has this key and the next one in `adv_estimator` too, which counts."""
     use_leave_one_out_baseline: bool = False
     """Subtract the mean reward of the other completions of the group instead of the mean of all."""
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
@@ -197,11 +188,7 @@ class GRPOConfig(ScheduleConfig):
     reward_shaping: OverlongShapingConfig = OverlongShapingConfig()
 
     overlong_filtering: bool = False
-    """NeMo RL's name of `truncated: mask`."""
-    truncated: Literal["keep", "mask", "penalty"] = "keep"
-    """Truncated completions are learnt from (`keep`), left out (`mask`), or lose `truncation_penalty` (`penalty`)."""
-    truncation_penalty: PositiveFloat = 1.0
-    """Penalty of `truncated: penalty`. It is subtracted: a factor would raise negative rewards."""
+    """Truncated completions are left out of the loss; their rewards stay in the mean of their group."""
     use_dynamic_sampling: bool = False
     """Sample until there are `num_prompts_per_step` groups whose rewards differ (DAPO)."""
     dynamic_sampling_max_gen_batches: PositiveInt = 10
@@ -226,16 +213,13 @@ class GRPOConfig(ScheduleConfig):
     @property
     def estimator(self) -> Estimator:
         """The estimator that all keys together choose."""
-        own, leave_one_out = self.adv_estimator.name, self.adv_estimator.use_leave_one_out_baseline
-        leave_one_out = self.use_leave_one_out_baseline if leave_one_out is None else leave_one_out
-        return "leave_one_out" if own == "grpo" and leave_one_out else own
+        name = self.adv_estimator.name
+        return "leave_one_out" if name == "grpo" and self.use_leave_one_out_baseline else name
 
     @property
     def divides_by_std(self) -> bool:
         """Whether advantages are divided by a standard deviation: of the group, or with REINFORCE++ of the batch."""
-        name, own = self.adv_estimator.name, self.adv_estimator.normalize_rewards
-        divides = self.normalize_rewards and name == "grpo" if own is None else own
-        return divides or name == "reinforce_plus_plus"
+        return self.normalize_rewards or self.adv_estimator.name == "reinforce_plus_plus"
 
     @property
     def completions_per_step(self) -> int:
@@ -244,14 +228,17 @@ class GRPOConfig(ScheduleConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _overlong_filtering_masks(cls, raw: Any) -> Any:
-        if isinstance(raw, Mapping) and raw.get("overlong_filtering") is True:
-            return {"truncated": "mask", **raw}
-        return raw
+    def _take_keys_of_the_estimator(cls, raw: Any) -> Any:
+        section = raw.get("adv_estimator") if isinstance(raw, Mapping) else None
+        if not isinstance(section, Mapping):
+            return raw
+        keys = {key: section[key] for key in AdvantageEstimatorConfig.other_forms if section.get(key) is not None}
+        if section.get("name") == "leave_one_out":
+            keys = {"normalize_rewards": False} | keys
+        kept = {key: value for key, value in section.items() if key not in AdvantageEstimatorConfig.other_forms}
+        return {**raw, **keys, "adv_estimator": kept}
 
     def check(self) -> None:
-        is_kept, need = self.overlong_filtering and self.truncated != "mask", "truncated: mask, its other name"
-        self.refuse(is_kept, "truncated overlong_filtering", need)
         is_unread = self.batch_multiplier != 1.0 and not self.use_dynamic_sampling
         self.refuse(is_unread, "batch_multiplier use_dynamic_sampling", "1, or use_dynamic_sampling: true")
         is_idle = self.environments is not None and (not self.environments or 0.0 in self.environments.values())

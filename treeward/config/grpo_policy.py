@@ -42,8 +42,6 @@ class VllmConfig(Strict):
 
     tensor_parallel_size: PositiveInt = 1
     """GPUs of one engine, all of one node. Colocated: 1."""
-    pipeline_parallel_size: Literal[1] = 1
-    """Must be 1: an engine lies on one node."""
     expert_parallel_size: PositiveInt = 1
     """1, or `tensor_parallel_size`: the experts of a mixture are spread over the GPUs whole."""
     precision: str | None = None

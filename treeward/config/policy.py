@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -32,10 +32,6 @@ ScoringPrecision = Annotated[ScoringDtype, _short_names]
 class ShardingConfig(Strict):
     """How the model is sharded over processes, and what is recomputed to save memory."""
 
-    _saves_memory: ClassVar[str] = "save memory with activation_checkpointing or fewer policy.train_micro_batch_tokens"
-
-    enabled: bool = True
-    """Has no effect: several processes always shard the model this way."""
     activation_checkpointing: bool | Literal["selective"] = False
     """Compute activations again in the backward pass: slower, with far less memory. `selective` keeps the costly half:
     the outputs of attention and of every second matrix product. Scoring keeps none anyway."""
@@ -47,16 +43,6 @@ class ShardingConfig(Strict):
     sequence_parallel: bool = False
     """With `tensor_parallel_size`: each process keeps some tokens of what lies between attention and MLP; less memory
     for the same communication."""
-    context_parallel_size: PositiveInt = 1
-    """Not supported yet: must be 1."""
-    custom_parallel_plan: str | None = None
-    """Not supported yet: must be null."""
-
-    def check(self) -> None:
-        defaults = {"context_parallel_size": 1, "custom_parallel_plan": None}
-        for key, default in defaults.items():
-            need = f"{default or 'null'}: it is not supported yet"
-            self.refuse(getattr(self, key) != default, key, need, fix=self._saves_memory)
 
 
 class LoraConfig(Strict):
@@ -77,13 +63,8 @@ class LoraConfig(Strict):
     all but those of `exclude_modules`."""
     exclude_modules: tuple[str, ...] = ()
     """Layers that are not adapted, in the same form."""
-    lora_A_init: Literal["xavier", "uniform"] = "xavier"
-    """How the first matrix is drawn: Xavier's normal distribution, or Kaiming's uniform one. The second is zero."""
-    dropout: float = 0.0
-    """Must be 0: scores and log-probabilities are functions of the tokens, in training too."""
 
     def check(self) -> None:
-        self.refuse(self.enabled and self.dropout, "dropout", "0: nothing is random in a forward pass here")
         names_layers = self.target_modules or (self.exclude_modules and not self.match_all_linear)
         is_wrong = self.enabled and self.match_all_linear == bool(names_layers)
         need = "match_all_linear: true, or false with layers in target_modules, as [q_proj, v_proj], or exclude_modules"
@@ -98,11 +79,9 @@ class PolicyDTensorConfig(ShardingConfig):
     lora_cfg: LoraConfig = LoraConfig()
 
     def check(self) -> None:
-        super().check()
         is_cut, need = self.tensor_parallel_size > 1, "1 with adapters, which are not cut"
-        self.refuse(
-            is_cut and self.lora_cfg.enabled, "tensor_parallel_size lora_cfg.enabled", need, fix=self._saves_memory
-        )
+        fix = "save memory with activation_checkpointing or fewer policy.train_micro_batch_tokens"
+        self.refuse(is_cut and self.lora_cfg.enabled, "tensor_parallel_size lora_cfg.enabled", need, fix)
 
 
 class BatchingConfig(Strict):
@@ -213,8 +192,6 @@ class TrainedModelConfig(Strict):
     """Compile the decoder layers. None: where there is a GPU and the model runs on trees, which it needs."""
     use_liger_kernel: bool = False
     """Norms and gated MLPs by Liger's kernels. Needs CUDA and `treeward[liger]`."""
-    activation_checkpointing_enabled: bool = False
-    """Older spelling of `dtensor_cfg.activation_checkpointing`; either of them switches it on."""
 
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this norm. None: never."""
@@ -246,7 +223,11 @@ class TrainedModelConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_the_budget_of_batching_sections(cls, raw: Any) -> Any:
+    def _take_keys_of_nemo_rl(cls, raw: Any) -> Any:
+        if isinstance(raw, Mapping) and "activation_checkpointing_enabled" in raw:  # an older spelling
+            raw = dict(raw)
+            if raw.pop("activation_checkpointing_enabled"):
+                raw["dtensor_cfg"] = {"activation_checkpointing": True} | dict(raw.get("dtensor_cfg") or {})
         return take_batching_budget(raw, "train_micro_batch_tokens", "train_micro_batch_size")
 
     def check(self) -> None:

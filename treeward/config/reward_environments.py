@@ -217,10 +217,6 @@ class MathEnvironmentConfig(RuleEnvironmentConfig):
 
     rule: Literal["math"] = "math"
     """Mathematical equality with the ground truth."""
-    math_verify_impl: Literal["hf_math_verify"] = "hf_math_verify"
-    """The implementation: the package math-verify."""
-    verifier_type: Literal["math"] = "math"
-    """The kind of problem; for a choice among letters use the rules `exact_match` or `regex`."""
 
 
 class JudgeEnvironmentConfig(Strict):

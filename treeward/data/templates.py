@@ -1,17 +1,13 @@
-"""Chat templates: where they come from, the date that they write, and how long they may run.
+"""Chat templates: where they come from, and the date that they write.
 
-A template is a program that comes with a model. One that writes today's date is given `FIXED_DATE`, so that a score
-does not depend on the day. One that runs for `MAX_SECONDS` of processor time, or keeps a text of more than
-`MAX_CHARACTERS` in a variable, is stopped.
+A template is a program that comes with a model, and transformers runs it in a sandbox. One that writes today's date is
+given `FIXED_DATE`, so that a score does not depend on the day.
 """
 
 from __future__ import annotations
 
-import contextvars
-import functools
 import logging
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,17 +35,12 @@ is one) after each assistant message, and nothing after the last, so that a scor
 FIXED_DATE = "26 Jul 2024"
 """What `strftime_now` gives, in the format that a template asks for: the date that those of Llama 3 fall back to."""
 
-MAX_SECONDS = 10.0
-"""Processor time that one rendering may take; real templates need milliseconds."""
-
 MAX_CHARACTERS = 2**28
-"""Characters that a template may keep in a variable."""
+"""The longest text that a template may write."""
 
 SETTING = "policy.tokenizer.chat_template"
 _MIDNIGHT = datetime.strptime(FIXED_DATE, "%d %b %Y")
 _CLOCK = "{% macro strftime_now(format) %}"
-_TIMED, _BOUNDED = "treeward_timed", "treeward_bounded"
-_deadline: contextvars.ContextVar[float] = contextvars.ContextVar("deadline", default=float("inf"))
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> tuple[str, str]:
@@ -99,72 +90,9 @@ def without_clock(template: str, variables: Mapping[str, Any]) -> str:
 def apply_template(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template: str, variables: Mapping[str, Any]
 ) -> str:
-    """What transformers renders, within `MAX_SECONDS` and `MAX_CHARACTERS`. Raises whatever the template raises."""
-    _limit(template)
-    token = _deadline.set(time.thread_time() + MAX_SECONDS)
-    try:
-        text = tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **variables)
-    finally:
-        _deadline.reset(token)
+    """What transformers renders, at most `MAX_CHARACTERS`. Raises whatever the template raises."""
+    text = tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **variables)
     assert isinstance(text, str)
+    if len(text) > MAX_CHARACTERS:
+        raise jinja2.TemplateRuntimeError(f"it writes a text of more than {MAX_CHARACTERS:,} characters")
     return text
-
-
-def _limit(template: str) -> None:
-    """Make each turn of a loop and each call in the template look at the clock, and each assignment at its size.
-
-    transformers compiles a text once and renders with that object; it offers no way to pass an environment.
-    """
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    if _has_power(template):
-        raise jinja2.TemplateRuntimeError("it raises a number to a power")
-    compiled = _compile_jinja_template(template)
-    environment = compiled.environment
-    if environment.call.__name__ == "bounded_call":
-        return
-    environment.filters |= {_TIMED: _timed, _BOUNDED: _bounded}
-    call = environment.call
-
-    def bounded_call(context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_time()
-        for value in (*args, *kwargs.values()):
-            _bounded(context, value)
-        return call(context, function, *args, **kwargs)
-
-    tree, nodes = environment.parse(template), jinja2.nodes
-    bounds = ((nodes.For, "iter", _TIMED), (nodes.Assign, "node", _BOUNDED), (nodes.AssignBlock, "filter", _BOUNDED))
-    for kind, field, name in bounds:
-        for node in tree.find_all(kind):
-            setattr(node, field, nodes.Filter(getattr(node, field), name, [], [], None, None, lineno=node.lineno))
-    bounded = environment.from_string(tree)
-    compiled.root_render_func, compiled.blocks = bounded.root_render_func, bounded.blocks
-    environment.call = bounded_call  # at last: another thread may look for it
-
-
-@functools.lru_cache
-def _has_power(template: str) -> bool:
-    """No real template has one, and Jinja would compute it when it compiles: it works constants out."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    return _compile_jinja_template("").environment.parse(template).find(jinja2.nodes.Pow) is not None
-
-
-@jinja2.pass_context  # or Jinja would evaluate the filters when it compiles
-def _timed(_: Any, items: Iterable[Any]) -> Iterator[Any]:
-    for item in items:
-        _check_time()
-        yield item
-
-
-@jinja2.pass_context
-def _bounded(_: Any, value: Any) -> Any:
-    size = len(value) if isinstance(value, str | list) else value.bit_length() if isinstance(value, int) else 0
-    if size > MAX_CHARACTERS:
-        raise jinja2.TemplateRuntimeError(f"it builds a text of more than {MAX_CHARACTERS:,} characters")
-    return value
-
-
-def _check_time() -> None:
-    if time.thread_time() > _deadline.get():
-        raise jinja2.TemplateRuntimeError(f"it runs for more than {MAX_SECONDS:g} seconds")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
@@ -355,10 +354,7 @@ def _draw(model: WrappedModel, config: LoraConfig, seed: int) -> None:
     for layer in _adapted_layers(model).values():
         first, second = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
         drawn = torch.empty(first.shape)
-        if config.lora_A_init == "xavier":
-            nn.init.xavier_normal_(drawn, generator=generator)
-        else:
-            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+        nn.init.xavier_normal_(drawn, generator=generator)
         put(first, drawn)
         second.zero_()
 

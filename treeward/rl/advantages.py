@@ -26,7 +26,6 @@ def shaped_rewards(config: GRPORunConfig, groups: Sequence[CompletionGroup], rew
     """Rewards scaled, less what the length of a completion costs, (P, G); NaN stays NaN.
 
     - `reward_scaling`: clipped to [source_min, source_max], and that mapped linearly to [target_min, target_max].
-    - `truncated: penalty`: less `truncation_penalty` where the length limit cut the completion.
     - `reward_shaping`: less penalty * min(max(0, length - (max - buffer)) / buffer, 1), DAPO's soft overlong punishment
       (Yu et al. 2025, arXiv 2503.14476, eq. 13). `max` is `max_response_length`, or the room that the prompt leaves in
       `max_total_sequence_length`, if that is less. (NeMo RL's grows on beyond the maximum.)
@@ -37,9 +36,6 @@ def shaped_rewards(config: GRPORunConfig, groups: Sequence[CompletionGroup], rew
         clipped = rewards_PG.clamp(scaling.source_min, scaling.source_max)
         share = (clipped - scaling.source_min) / (scaling.source_max - scaling.source_min)
         rewards_PG = scaling.target_min + share * (scaling.target_max - scaling.target_min)
-    if grpo.truncated == "penalty":
-        cut = truncated_completions(groups)
-        rewards_PG = torch.where(cut, rewards_PG - grpo.truncation_penalty, rewards_PG)
     if shaping.enabled:
         room_P1 = config.policy.max_total_sequence_length - torch.tensor([[len(one.prompt_ids)] for one in groups])
         longest_P1 = room_P1.clamp_max(config.max_response_length)
@@ -101,7 +97,7 @@ def used_completions(groups: Sequence[CompletionGroup], rewards_PG: Tensor, conf
     their group (overlong filtering, Yu et al. 2025, arXiv 2503.14476, section 3.4).
     """
     used = rewards_PG.isfinite() & (completion_lengths(groups) > 0)
-    return used & ~truncated_completions(groups) if config.truncated == "mask" else used
+    return used & ~truncated_completions(groups) if config.overlong_filtering else used
 
 
 def _centred(rewards_PG: Tensor) -> Tensor:

@@ -341,7 +341,7 @@ def prepare_for_training(
         shard(model, mesh, dtype=dtype, cpu_offload=policy.dtensor_cfg.cpu_offload)
     if policy.use_liger_kernel:
         use_liger_kernel(model)
-    if recomputed := policy.dtensor_cfg.activation_checkpointing or policy.activation_checkpointing_enabled:
+    if recomputed := policy.dtensor_cfg.activation_checkpointing:
         model.recompute_activations(selective=recomputed == "selective")
     compiles = model.layout == "tree" and model.device.type == "cuda"
     if policy.torch_compile and not compiles:

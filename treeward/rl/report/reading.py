@@ -51,7 +51,7 @@ _ADVICE: dict[AlarmKind, str] = {
     "length_growth": "Completions grew with the reward: calibrate it for length (`treeward calibrate`, then "
     "`reward_shaping.length_calibration: true`) or set `reward_shaping.length_penalty`.",
     "entropy_collapse": f"Entropy collapsed: lower `{_LR}`, or raise `loss_fn.ratio_clip_max`.",
-    "truncation": "Completions are cut: raise `policy.generation.max_new_tokens`, or set `grpo.truncated`.",
+    "truncation": "Completions are cut: raise `policy.generation.max_new_tokens`, or set `grpo.overlong_filtering`.",
     "no_signal": "Completions of a group have to differ in reward: `grpo.use_dynamic_sampling: true`, prompts of other "
     "difficulty, a reward with degrees, or a higher `policy.generation.temperature`.",
 }
