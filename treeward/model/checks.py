@@ -209,14 +209,22 @@ def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds], *, exact: Pol
 def _plain_log_probs(
     policy: PolicyModel, groups: Sequence[Sequence[TokenIds]], lengths: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Of all tokens behind the prompts, (N,), by the model's own logits, one row at a time."""
-    values = []
+    """Of all tokens behind the prompts, (N,), by the model's own logits, one row at a time.
+
+    A row that an earlier one of its group begins with is not computed again: its log-probabilities are the same.
+    """
+    values = list[Tensor]()
     for group, of_group in zip(groups, lengths, strict=True):
+        computed = list[tuple[TokenIds, Tensor]]()
         for sequence, start in zip(group, of_group, strict=True):
-            rest = -len(sequence) % policy.tensor_size if policy.sequence_parallel else 0
-            ids = torch.tensor([[*sequence, *[0] * rest]], device=policy.device)
-            logits_TV = policy.plain_logits(input_ids=ids, use_cache=False)[0, start - 1 : len(sequence) - 1].float()
-            values.append(logits_TV.log_softmax(-1).gather(-1, ids[0, start : len(sequence), None])[:, 0])
+            row_T = next((row_T for ids, row_T in computed if ids[: len(sequence)] == sequence), None)
+            if row_T is None:
+                rest = -len(sequence) % policy.tensor_size if policy.sequence_parallel else 0
+                ids = torch.tensor([[*sequence, *[0] * rest]], device=policy.device)
+                logits_TV = policy.plain_logits(input_ids=ids, use_cache=False)[0, start - 1 : len(sequence) - 1]
+                row_T = logits_TV.float().log_softmax(-1).gather(-1, ids[0, start : len(sequence), None])[:, 0]
+                computed.append((sequence, row_T))
+            values.append(row_T[: len(sequence) - start])
     return torch.cat(values)
 
 
