@@ -59,13 +59,18 @@ def ray() -> Iterator[Any]:
 
 
 @pytest.fixture
-def vllm(ray: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The stand-in for the package, also in Ray's workers and in processes that a test starts."""
+def vllm_package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-in for the package, in this process."""
     monkeypatch.syspath_prepend(str(STAND_INS))
-    monkeypatch.setenv("PYTHONPATH", str(STAND_INS))
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         del sys.modules[name]
+
+
+@pytest.fixture
+def vllm(ray: Any, vllm_package: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in, also in Ray's workers and in processes that a test starts."""
+    monkeypatch.setenv("PYTHONPATH", str(STAND_INS))
 
 
 @pytest.fixture(scope="session")

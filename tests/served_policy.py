@@ -25,13 +25,20 @@ __all__ = ["ServedPolicy"]
 
 
 class ServedPolicy:
-    """`change(reply)` alters its responses; `statuses` come before any of them; None closes the connection."""
+    """`change(reply)` alters its responses; `statuses` come before any of them; None closes the connection.
+
+    As vLLM 0.32 was seen to do: with `keeps_head` (on a CPU, with tied embeddings) the output head stays as it is when
+    weights are loaded; a folder that is not there, or for `sees_folders` False any, is a status 500; while blocks are
+    held (`holds_blocks`) the prefix cache is not reset, and the status is 200.
+    """
 
     def __init__(self, policy: PolicyModel | None, tokenizer: Any, *, raw: bool = False) -> None:
         self.policy, self.tokenizer, self.raw = copy.deepcopy(policy), tokenizer, raw
         self.change: Callable[[Any], Any] = lambda reply: reply
         self.statuses: list[Any] = []
         self.version: str | None = None
+        self.keeps_head = self.holds_blocks = False
+        self.sees_folders = True
         self.loaded: list[dict[str, torch.Tensor]] = []
         self.go = threading.Event()
         self.go.set()
@@ -67,15 +74,24 @@ class ServedPolicy:
             return 200, self.change({"success": True, "message": "Succeeded to update model weights."})
         if asked.path == "/collective_rpc":
             assert body["method"] == "reload_weights"
-            self._load(body["kwargs"]["weights_path"])
+            folder = body["kwargs"]["weights_path"]
+            if not self.sees_folders or not Path(folder).is_dir():
+                self.policy = None  # its weights are gone, and the next completion ends the engine
+                message = f"Worker failed with error 'Repo id must be in the form 'repo_name' or ...: '{folder}'."
+                error = {"type": "InternalServerError", "param": None, "code": 500}
+                return 500, {"error": {"message": f"Call to collective_rpc method failed: {message}", **error}}
+            self._load(folder)
             return 200, {"results": [None]}
-        if asked.path == "/reset_prefix_cache":
-            return 200, b""
+        if asked.path.partition("?")[0] == "/reset_prefix_cache":
+            return 200, {"success": not self.holds_blocks}
         return 404, {"detail": "Not Found"}
 
     def _load(self, folder: str) -> None:
         assert [path.name for path in Path(folder).parent.iterdir() if path.suffix == ".partial"] == []
+        before = self.policy
         self.policy = PolicyModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+        if self.keeps_head and before is not None:
+            self.policy.hf.lm_head = before.hf.lm_head
         self.loaded.append(self.policy.hf.state_dict())
 
     def _sampled(self, ids: list[int], most: int, seed: int, sampling: dict[str, Any]) -> tuple[Row, str, str]:

@@ -202,7 +202,8 @@ def test_weights_by_a_folder(policy: PolicyModel, tiny_tokenizer: Any, backend: 
             assert torch.allclose(own, torch.tensor(group.completions[0].log_probs), atol=1e-4)
         paths = [asked.path for asked in loopback.requests]
         assert ("/update_weights_from_disk" in paths) == (backend == "sglang")
-        assert ("/collective_rpc" in paths and "/reset_prefix_cache" in paths) == (backend == "vllm")
+        cache_reset = "/reset_prefix_cache?reset_running_requests=true" in paths
+        assert ("/collective_rpc" in paths and cache_reset) == (backend == "vllm")
     (tmp_path / "weights" / "version-3").mkdir()
     with serving(policy, tiny_tokenizer, backend=backend, **strict):
         pass  # it was killed after its last step, and has nothing to write any more
@@ -223,6 +224,42 @@ def test_weights_that_did_not_arrive_stop_the_run(
     with serving(policy, tiny_tokenizer, **sync) as (generator, served, _):
         monkeypatch.setattr(served, "_completion", lambda asked: (404, {"detail": "Not Found"}))
         with pytest.raises(GenerationError, match="VLLM_SERVER_DEV_MODE"):
+            generator.load_weights(policy, 1)
+
+
+def test_weights_that_arrived_in_part_stop_the_run(policy: PolicyModel, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """As vLLM on a CPU keeps the output head of a model with tied embeddings; after each change, on other prompts."""
+    sync = {"weight_sync": "folder", "weight_folder": str(tmp_path / "weights")}
+    with serving(policy, tiny_tokenizer, **sync) as (generator, served, loopback):
+        generator.load_weights(moved(policy, 0.002), 1)
+        served.keeps_head = True
+        with pytest.raises(GenerationError, match=r"(?s)not those of the policy.*nats.*version 2.*at most 0.001"):
+            generator.load_weights(moved(policy, 0.004), 2)
+        prompts = [tuple(asked.json["prompt"]) for asked in loopback.requests if asked.path == "/v1/completions"]
+        assert len(set(prompts)) == len(prompts) > 20
+
+
+def test_a_server_that_does_not_see_the_folder_is_asked_once(
+    policy: PolicyModel, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    sync = {"weight_sync": "folder", "weight_folder": str(tmp_path / "weights")}
+    with serving(policy, tiny_tokenizer, **sync) as (generator, served, loopback):
+        served.sees_folders = False
+        with pytest.raises(GenerationError, match=r"(?s)500: .*Repo id must be.*does not see the folder") as raised:
+            generator.load_weights(policy, 1)
+        assert "VLLM_SERVER_DEV_MODE" not in str(raised.value)
+        assert [asked.path for asked in loopback.requests] == ["/collective_rpc"]
+        served.sees_folders = True
+        generator.load_weights(policy, 1)
+
+
+def test_a_prefix_cache_that_is_not_reset_stops_the_run(
+    policy: PolicyModel, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    sync = {"weight_sync": "folder", "weight_folder": str(tmp_path / "weights")}
+    with serving(policy, tiny_tokenizer, **sync) as (generator, served, _):
+        served.holds_blocks = True
+        with pytest.raises(GenerationError, match=r"(?s)reset_prefix_cache.*'success': False"):
             generator.load_weights(policy, 1)
 
 

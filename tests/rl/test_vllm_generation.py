@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from treeward.rl import vllm_generation
 from treeward.rl.experience import CompletionGroup
 from treeward.rl.generation import GenerationError
 from treeward.rl.served_generation import Request
+from treeward.rl.vllm_engine import VllmEngine, engine_options
 from treeward.rl.vllm_generation import VllmGenerator
 
 Make = Callable[..., VllmGenerator]
@@ -88,6 +91,15 @@ def test_what_goes_wrong_is_said(
         make(vllm_cfg={"tensor_parallel_size": 2})
     with pytest.raises(GenerationError, match=r"start: Free memory on device is less(?s:.*)gpu_memory_utilization"):
         make(vllm_cfg={"gpu_memory_utilization": 0.96})
+    with pytest.raises(GenerationError, match=r"start: Value error, User-specified max_model_len \(99999\)"):
+        make(vllm_kwargs={"max_model_len": 99999})
+    generator = make(vllm_kwargs={"keeps_head": True})
+    generator.load_weights(policy, 0)
+    with pytest.raises(GenerationError, match=r"not those of the policy(?s:.*)version 1(?s:.*)at most 0.001"):
+        generator.load_weights(moved(policy, 0.002), 1)
+    generator = make(vllm_kwargs={"holds_blocks": True})
+    with pytest.raises(GenerationError, match=r"reset_prefix_cache: .*refuses"):
+        generator.load_weights(policy, 0)
     hang = tmp_path / "hang"
     generator = make(vllm_kwargs={"hang_while": str(hang)})
     truth, other = vllm_generation.exported_weights, moved(policy, 0.5)
@@ -99,3 +111,31 @@ def test_what_goes_wrong_is_said(
     generator.config = generator.config.model_copy(update={"timeout_seconds": 1.0})
     with pytest.raises(GenerationError, match=r"failed(?s:.*)timed out(?s:.*)timeout_seconds"):
         generator.ask([Request(IDS[0], 1, 4, 0, "a test")], generator.config, log_probs=True)
+
+
+def test_an_engine_says_why_it_does_not_start(vllm_package: None, policy: PolicyModel) -> None:
+    """vLLM's errors of validation cannot be pickled, and Ray would show that instead."""
+    files = {"config.json": policy.hf.config.to_json_string().encode()}
+    options = engine_options(GenerationConfig(backend="vllm"), max_model_len=99999, dtype="float32")
+    with pytest.raises(ValueError, match=r"^Value error, User-specified max_model_len \(99999\)") as raised:
+        VllmEngine().start(files, "nccl", options)
+    assert pickle.loads(pickle.dumps(raised.value)).args == raised.value.args
+
+
+def test_an_engine_that_refuses_is_heard() -> None:
+    engine = VllmEngine()
+    engine._llm = SimpleNamespace(reset_prefix_cache=lambda running: not running)
+    with pytest.raises(RuntimeError, match="refuses"):
+        engine.call("reset_prefix_cache", True)
+
+
+def test_without_a_gpu_engines_are_refused_before_anything_starts(
+    vllm_package: None, opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import platforms
+
+    monkeypatch.setattr(platforms, "current_platform", SimpleNamespace(device_type="cpu", is_cuda_alike=lambda: False))
+    for name in ("start_ray_of_run", "make_environment_runner", "load_policy"):
+        monkeypatch.setattr(f"treeward.rl.setup.{name}", None)
+    with pytest.raises(ConfigError, match=r"has no GPU for engines of vLLM(?s:.*)vLLM for cpu(?s:.*)backend=hf"):
+        opened("policy.generation={backend: vllm, max_new_tokens: 8}")

@@ -95,8 +95,9 @@ class GenerationConfig(Strict):
     """Further attempts of a request to the server that failed."""
     retokenize: bool = False
     """Accept completions without token ids, whose text is tokenized again, which may give other tokens."""
-    probe_tolerance: PositiveFloat | None = 0.1
-    """Largest mean difference, in nats, of log-probabilities of server and policy after an update. None: any."""
+    probe_tolerance: PositiveFloat | None = None
+    """Largest mean difference, in nats, of log-probabilities of sampler and policy after an update. None: 0.001 where
+    both compute in float32, as far as is known, else 0.12."""
     weight_sync: str | None = Field(default=None, pattern=r"^(none|folder|.+\..+)$")
     """How the server gets weights: `folder`, `none`, or a function's path. None: `folder`, for `openai` `none`."""
     weight_folder: str | None = None

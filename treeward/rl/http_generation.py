@@ -41,15 +41,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FIXES = {
+_FIXES: dict[int | None, str] = {
     None: "start the server again, and resume the run",
     400: "see the server's message; prompt and completion must fit into the server's longest sequence",
     404: "check policy.generation.url, model and backend",
 }
-_OTHER_WEIGHTS = (
-    "check that the server serves this model, has loaded these weights, and gives log-probabilities at the temperature "
-    "(vLLM: --logprobs-mode processed_logprobs; SGLang: no SGLANG_RETURN_ORIGINAL_LOGPROB)"
-)
 
 
 class HttpGenerator(ServedGenerator):
@@ -62,9 +58,9 @@ class HttpGenerator(ServedGenerator):
     that the server has. Otherwise the dotted path of a function of the policy and the version, which returns when the
     server samples from the new weights.
 
-    After each change of the weights (with "none", only at first) the log-probabilities of one completion are compared
-    with the policy's own. That finds another model, and weights that were not loaded or loaded wrongly; one small step
-    is less than the rounding of a server in bfloat16.
+    After each change of the weights (with "none", only at first) the log-probabilities of short completions are
+    compared with the policy's own. That finds another model, and weights that were not loaded, in whole or in part; one
+    small step is less than the rounding of bfloat16.
     """
 
     def __post_init__(self) -> None:
@@ -98,10 +94,8 @@ class HttpGenerator(ServedGenerator):
                 "every update. Set loss_fn.use_importance_sampling_correction=true, or give the server the weights "
                 "(weight_sync: folder).", version,
             )  # fmt: skip
-        if self.config.probe_tolerance is None:
-            return
         if self.config.backend != "openai" and (is_first or self._sync is not None):
-            error = self.compare(policy, self.config.probe_tolerance, where=self._url, fix=_OTHER_WEIGHTS)
+            error = self.compare(policy, where=self._url)
             if error is not None and self._sync is not None:
                 raise error
             if error is not None:
@@ -129,28 +123,37 @@ class HttpGenerator(ServedGenerator):
 
     async def _announce(self, folder: Path, version: int) -> None:
         asked = f"the weights of version {version} in {folder} to be loaded"
-        async with self._client() as client:
-            if self.config.backend == "sglang":
-                path = "/update_weights_from_disk"
-                body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
-                reply = await self._post(client, path, body, asked)
-                if not isinstance(reply, Mapping) or reply.get("success") is not True:
+        unseen = (
+            f"the server does not see the folder, or its log says what else is wrong: let it see {folder} under this "
+            "path (policy.generation.weight_folder), then give the same command again"
+        )
+        fixes = {**_FIXES, 400: unseen, 500: unseen}
+        if self.config.backend == "sglang":
+            body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+            requests: dict[str, dict[str, Any]] = {"/update_weights_from_disk": body}
+        else:
+            fixes[404] = "start vLLM with VLLM_SERVER_DEV_MODE=1, in a version whose reload_weights takes weights_path"
+            # The cache was computed with the weights before; of a request that runs, too.
+            requests = {
+                "/collective_rpc": {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
+                "/reset_prefix_cache?reset_running_requests=true": {},
+            }
+        # A load that failed is not repeated: it leaves vLLM without weights, and the next completion ends its engine.
+        async with self._client(max_retries=0) as client:
+            for path, body in requests.items():
+                reply = await self._post(client, path, body, asked, fixes)
+                if isinstance(reply, Mapping) and reply.get("success", True) is not True:
                     raise self._wrong(path, f"{reply!s:.300}", asked)
-                return
-            fix = "start vLLM with VLLM_SERVER_DEV_MODE=1, in a version whose reload_weights takes weights_path"
-            body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            await self._post(client, "/collective_rpc", body, asked, fix)
-            await self._post(client, "/reset_prefix_cache", {}, asked, fix)  # it was computed with the weights before
 
-    def _client(self) -> AsyncOpenAI:
-        seconds, retries = self.config.timeout_seconds, self.config.max_retries
-        return openai_client(self._url, api_key=self._key, timeout_seconds=seconds, max_retries=retries)
+    def _client(self, max_retries: int) -> AsyncOpenAI:
+        seconds = self.config.timeout_seconds
+        return openai_client(self._url, api_key=self._key, timeout_seconds=seconds, max_retries=max_retries)
 
     async def _all(
         self, requests: Sequence[Request], sampling: GenerationConfig, log_probs: bool
     ) -> list[list[Served]]:
         slots = asyncio.Semaphore(self.config.max_concurrency)
-        async with self._client() as client:
+        async with self._client(self.config.max_retries) as client:
 
             async def one(request: Request) -> list[Served]:
                 async with slots:
@@ -165,19 +168,24 @@ class HttpGenerator(ServedGenerator):
         return [task.result() for task in tasks]
 
     async def _post(
-        self, client: AsyncOpenAI, path: str, body: Mapping[str, Any], asked: str, fix: str | None = None
+        self,
+        client: AsyncOpenAI,
+        path: str,
+        body: Mapping[str, Any],
+        asked: str,
+        fixes: Mapping[int | None, str] = _FIXES,
     ) -> Any:
         seconds = self.config.timeout_seconds
         try:
             return await post(client, path, body, total_seconds=seconds)
         except ServerError as error:
-            need = f"an answer of {self.config.backend} in {seconds:g} s (policy.generation.timeout_seconds)"
+            in_time = f"an answer of {self.config.backend} in {seconds:g} s (policy.generation.timeout_seconds)"
             raise GenerationError(
                 f"the generator has failed: {error.summary}",
                 where=error.where,
                 got=f"{error.got}; asked for {asked}",
-                need=error.need or need,
-                fix=fix or _FIXES.get(error.status, "look at the server's log"),
+                need=error.need or (in_time if error.status is None else None),
+                fix=fixes.get(error.status, "look at the server's log"),
             ) from error
 
     def _read(self, reply: Any, path: str, request: Request, log_probs: bool) -> list[Served]:

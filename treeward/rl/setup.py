@@ -37,7 +37,7 @@ from treeward.rl.environment_runner import EnvironmentRunner, make_environment_r
 from treeward.rl.generation import Generator, LocalGenerator, end_ids_of, template_end_ids
 from treeward.rl.http_generation import HttpGenerator
 from treeward.rl.update import PolicyUpdater, Reference
-from treeward.rl.vllm_generation import VllmGenerator
+from treeward.rl.vllm_generation import VllmGenerator, check_gpus
 from treeward.rl.watch import OverOptimisationWatch
 from treeward.training.checkpoints import Checkpoint
 from treeward.training.optimisation import advance, build_optimizer, build_scheduler
@@ -137,6 +137,8 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         check_identity(checkpoint.path, identity)
     with contextlib.ExitStack() as opened:
         generation = config.policy.generation
+        if generation.starts_engines:
+            check_gpus()
         if generation.starts_engines or config.has_other_gpus:
             is_colocated = generation.starts_engines and generation.colocated.enabled
             start_ray_of_run(spares=config.has_other_gpus, everywhere=is_colocated)

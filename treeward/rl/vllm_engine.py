@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.rl.served_generation import Request
 
@@ -34,12 +36,17 @@ class VllmEngine:
 
         for name, data in files.items():
             (Path(self._folder.name) / name).write_bytes(data)
-        transfer = WeightTransferConfig(backend=backend)
-        self._llm = LLM(model=self._folder.name, weight_transfer_config=transfer, **options)
+        try:
+            transfer = WeightTransferConfig(backend=backend)
+            self._llm = LLM(model=self._folder.name, weight_transfer_config=transfer, **options)
+        except ValidationError as error:  # Ray cannot pickle it
+            messages = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}".removeprefix(": ") for one in error.errors())
+            raise ValueError("; ".join(messages)) from error
 
     def call(self, method: str, *args: Any) -> None:
-        """Call a method of the engine."""
-        getattr(self._llm, method)(*args)
+        """Call a method of the engine. Raises `RuntimeError` where it returns False, as the reset of a cache in use."""
+        if getattr(self._llm, method)(*args) is False:
+            raise RuntimeError("the engine refuses")
 
     def generate(self, prompts: Sequence[list[int]], sampling: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
         """For each prompt its completions, by index, in the form of `Served`."""

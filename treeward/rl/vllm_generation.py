@@ -44,6 +44,20 @@ _START_SECONDS = 1800.0
 _WHERE = "policy.generation"
 
 
+def check_gpus() -> None:
+    """Raise `ConfigError` where vLLM, which must be installed, finds no GPU: its engines get their weights on GPUs."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda_alike():
+        raise ConfigError(
+            "this machine has no GPU for engines of vLLM",
+            where=_WHERE,
+            field="backend url",
+            got=f"vLLM for {current_platform.device_type or 'no device'}",
+            fix="set policy.generation.backend=hf to sample in this process, or policy.generation.url to a server's",
+        )
+
+
 class VllmGenerator(ServedGenerator):
     """See `Generator`. Every process takes part in vLLM's weight transfer; the main one alone starts engines and calls
     them.
@@ -63,7 +77,9 @@ class VllmGenerator(ServedGenerator):
         self.max_total_tokens = min(filter(None, limits), default=None)
         super().__post_init__()
         self._ray: Any = start_ray() if self._colocated or processes.is_main() else None
-        self._weights = _PolicyWeights(self.policy, DTYPES[own.precision or "bfloat16"])
+        self.sampler_dtype = DTYPES[own.precision or "bfloat16"]
+        self.num_samplers = world // own.tensor_parallel_size if self._colocated else self.config.num_engines
+        self._weights = _PolicyWeights(self.policy, self.sampler_dtype)
         self._engines: list[Any] = []
         self._places: Places | None = None
         self._asleep: set[str] = set()
@@ -99,12 +115,9 @@ class VllmGenerator(ServedGenerator):
         self._wake("weights")
         self._transfer.send_weights()
         self._wake("kv_cache")
-        self._tell("reset_prefix_cache")  # it was computed with the weights before
-        if self.config.probe_tolerance is not None:
-            fix = "look at Ray's logs of the engine; a model that vLLM computes otherwise needs probe_tolerance: null"
-            error = self.compare(policy, self.config.probe_tolerance, where="an engine of vLLM", fix=fix)
-            if error is not None:
-                raise error
+        self._tell("reset_prefix_cache", True)  # of requests that run, too: it was computed with the weights before
+        if (error := self.compare(policy, where="an engine of vLLM")) is not None:
+            raise error
 
     def generate(
         self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_completions: int, seed: int
@@ -153,8 +166,8 @@ class VllmGenerator(ServedGenerator):
         except self._ray.exceptions.RayError as error:
             got = f"{args[0] if method == 'call' else method}: {first_line(getattr(error, 'cause', error))}"
             fix = (
-                "look at Ray's logs of the engine, vllm_cfg.gpu_memory_utilization and timeout_seconds; the same "
-                "command goes on from the last checkpoint"
+                "look at vllm_cfg (such as gpu_memory_utilization), vllm_kwargs, timeout_seconds and Ray's logs of the "
+                "engine; the same command goes on from the last checkpoint"
             )
             raise GenerationError("an engine of vLLM has failed", where=_WHERE, got=got, fix=fix) from error
 

@@ -2,11 +2,13 @@
 
 `LLM` samples from a small model of transformers, with whatever weights it was handed: random ones at first. It refuses
 what vLLM refuses, and what would sample from stale weights: an unknown argument, a sleeping engine, weights that are
-missing or unknown, a prefix cache of the weights before.
+missing or unknown, a prefix cache of the weights before. Settings that do not fit are pydantic's errors, as vLLM's are,
+which cannot be pickled.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pydantic
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -46,6 +49,18 @@ class _Logprob:
     logprob: float
 
 
+@pydantic.dataclasses.dataclass
+class _ModelConfig:
+    max_model_len: int | None
+    derived_max_model_len: int
+
+    @pydantic.model_validator(mode="after")
+    def check(self) -> _ModelConfig:
+        if (self.max_model_len or 0) > self.derived_max_model_len:
+            raise ValueError(f"User-specified max_model_len ({self.max_model_len}) is greater than the derived one")
+        return self
+
+
 @dataclass
 class LLM:
     model: str
@@ -69,16 +84,21 @@ class LLM:
     """Of the stand-in alone: a file; while it is there, nothing is sampled."""
     kept_in: str = ""
     """Of the stand-in alone: a folder that gets the weights after each update, as `ENGINE-UPDATE.safetensors`."""
+    keeps_head: bool = False
+    """Of the stand-in alone: the second update and later ones leave the output head as it is."""
+    holds_blocks: bool = False
+    """Of the stand-in alone: blocks of the prefix cache are held, so it is not reset."""
     awake: set[str] = field(default_factory=lambda: {"weights", "kv_cache"})
 
     def __post_init__(self) -> None:
         if self.gpu_memory_utilization > 0.95:
             raise ValueError("Free memory on device is less than desired GPU memory utilization")
         assert self.load_format == "dummy" and self.logprobs_mode in ("raw_logprobs", "processed_logprobs")
+        config = AutoConfig.from_pretrained(self.model)
+        _ModelConfig(self.max_model_len, config.max_position_embeddings)
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
         with torch.random.fork_rng():
             torch.manual_seed(12345)
-            config = AutoConfig.from_pretrained(self.model)
             self.hf = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype)).eval()
         self._transfer: Any = None
         self._received: set[str] | None = None
@@ -97,11 +117,13 @@ class LLM:
     @torch.no_grad()
     def update_weights(self, request: Mapping[str, Any]) -> None:
         assert self._received is not None
-        state = self.hf.state_dict()
+        state, head = self.hf.state_dict(), copy.deepcopy(self.hf.lm_head)
         for name, weight in self._transfer(request["update_info"]):
             assert weight.dtype == getattr(torch, self.dtype), f"{name} is {weight.dtype}"
             state[name].copy_(weight)
             self._received.add(name)
+        if self.keeps_head and self._updates:
+            self.hf.lm_head = head
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         assert self._received is not None
@@ -115,6 +137,8 @@ class LLM:
             save_file(self.hf.state_dict(), Path(self.kept_in) / f"{os.getpid()}-{self._updates}.safetensors")
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        if self.holds_blocks:
+            return False
         self._cached = self._stale = False
         return True
 
