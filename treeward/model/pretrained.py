@@ -52,17 +52,20 @@ _DAMAGED = (LookupError, TypeError, AttributeError, StrictDataclassError)  # of 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No advice and no progress bars from transformers for a while: they are about treeward's calls, not its user's."""
-    hub = logging.getLogger("huggingface_hub")  # its retries; what came of them is reported
-    verbosity, level = transformers_logging.get_verbosity(), hub.level
+    # The hub's retries, of which what came is reported; kernels that bitsandbytes has no use for here.
+    others = {one: one.level for one in map(logging.getLogger, ("huggingface_hub", "bitsandbytes"))}
+    verbosity = transformers_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    hub.setLevel(logging.ERROR)
+    for one in others:
+        one.setLevel(logging.ERROR)
     try:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
-        hub.setLevel(level)
+        for one, level in others.items():
+            one.setLevel(level)
         if had_bars:
             transformers_logging.enable_progress_bar()
 

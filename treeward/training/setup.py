@@ -37,7 +37,7 @@ from treeward.model.liger import use_liger_kernel
 from treeward.model.loading import build_reward_model, load_reward_model
 from treeward.model.lora import add_adapters, has_adapters, load_adapters, save_adapters
 from treeward.model.policy_model import PolicyModel
-from treeward.model.pretrained import DTYPES, base_of_adapters, load_tokenizer
+from treeward.model.pretrained import DTYPES, base_of_adapters, load_tokenizer, quiet_transformers
 from treeward.model.reward_model import RewardModel
 from treeward.parallel import processes
 from treeward.parallel.mesh import Mesh, make_mesh
@@ -380,6 +380,7 @@ def steps_on_host(policy: TrainedModelConfig, mesh: Mesh) -> bool:
     return policy.dtensor_cfg.cpu_offload and mesh.devices is None
 
 
+@quiet_transformers()
 def adapt(
     model: RewardModel | PolicyModel, policy: TrainedModelConfig, *, seed: int, checkpoint: Checkpoint | None
 ) -> None:
