@@ -96,6 +96,8 @@ def test_the_numbers_are_those_of_the_completions(
 ) -> None:
     ends = f"policy.generation.stop_token_ids={list(range(90))}"  # so that completions have different lengths
     run = opened(*GOLD, "grpo.num_val_generations=2", "grpo.num_logged_samples=100", ends)
+    with torch.no_grad():
+        run.policy.hf.get_output_embeddings().weight.mul_(30)  # type: ignore[union-attr, operator]
     measure, entropies = run.updater.measure, list[torch.Tensor]()
     monkeypatch.setattr(
         run.updater, "measure", lambda groups: (measure(groups), entropies.append(measure(groups)[1]))[0]
@@ -115,6 +117,7 @@ def test_the_numbers_are_those_of_the_completions(
     assert len(set(lengths.tolist())) > 2
     per_token = float((torch.cat(entropies).flatten() * lengths).sum() / lengths.sum())
     assert found.metrics["validation/entropy"] == pytest.approx(per_token, rel=1e-5)
+    assert abs(float(torch.cat(entropies).mean()) - per_token) > 1e-2
     vowels = [sum(c in "aeiou" for c in a["text"]) / max(len(a["text"]), 1) for a in completions]
     assert [a["reward"] for a in completions] == pytest.approx(vowels)
     assert found.watched["proxy_by_prompt"].tolist() == pytest.approx(

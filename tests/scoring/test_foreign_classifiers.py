@@ -74,6 +74,10 @@ def test_every_route_gives_the_logits_of_plain_transformers(foreign: Path) -> No
     padded = {"input_ids": ids, "input_lengths": torch.tensor([len(row) for row in rows])}
     assert scorer.model.score(padded)["scores"].tolist() == pytest.approx(want, abs=1e-5)
     read = load_reward_model(foreign).model.score_tokens(rows)[:, 0].tolist()  # as training reads it
+    if (pad := scorer.model.padding_token) is not None:  # nothing but padding is read at its first token
+        hf = AutoModelForSequenceClassification.from_pretrained(foreign, dtype="float32", num_labels=1)
+        nothing_else = torch.tensor([[pad] * 3])
+        assert scorer.score_tokens(nothing_else.tolist()) == pytest.approx(hf(nothing_else).logits[:, 0].tolist())
     is_end = AutoTokenizer.from_pretrained(foreign).pad_token == "<|eot_id|>"
     assert (max(abs(a - b) for a, b in zip(read, want, strict=True)) > 0.01) == is_end
 

@@ -14,13 +14,16 @@ from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.preference import preference_to_dict
 from treeward.evaluation.gates import GATE_METRICS
+from treeward.evaluation.results import Metric
 from treeward.evaluation.session import Candidate, run_evaluation
 from treeward.evaluation.suites import PreferenceSuite
+from treeward.metrics import RewardMetrics
 from treeward.scoring.scorer import Scorer
 from treeward.training.setup import set_up
 from treeward.training.state import read_state
 from treeward.training.tracking import read_metrics
 from treeward.training.train import TrainingOutcome, train
+from treeward.training.validation import SetValidation, pooled
 
 METRIC = "checkpointing.metric_name=val:validation-held_out_length_controlled_accuracy"
 
@@ -36,6 +39,12 @@ def evaluated(outcome: TrainingOutcome, config: DatasetConfig, perturbations: in
         metrics.append(summary.perturbations.robust_accuracy)
     found = {metric.name: metric.value for metric in metrics if metric.value is not None}
     return found | {"accuracy": found["pair_accuracy"]}
+
+
+def test_robust_accuracies_of_sets_weigh_by_their_pairs() -> None:
+    parts = [(0.5, 4), (1.0, 12), (None, 0)]
+    sets = [SetValidation(RewardMetrics(), (), Metric("robust_accuracy", value, count=n)) for value, n in parts]
+    assert pooled(sets)["robust_accuracy"].value == (0.5 * 4 + 1.0 * 12) / 16
 
 
 @pytest.mark.slow

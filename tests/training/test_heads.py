@@ -87,6 +87,18 @@ def test_the_loss_is_the_mean_of_each_heads_loss() -> None:
     assert float(mean_over_heads(squared_error, values, grades)) == pytest.approx(float(error), rel=1e-6)
 
 
+def test_estimates_of_a_grade_are_averaged(tiny_run: Callable[..., Any], write_rows: Callable[..., Path]) -> None:
+    high = [{"completion": text, "score": 9} for text in ("sun", "moon")]
+    graded_rows = [*rows(7, seed=0), {"prompt": "Say 0.", "completions": high}]
+    path = write_rows("rows.jsonl", graded_rows)
+    kind = "policy.reward_model_cfg.reward_model_type=regression"
+    sets = [f"data.train=[{{data_path: {path}}}]", "data.validation=[]", "checkpointing.metric_name=null"]
+    heads = set_up(tiny_run(kind, HEADS, *sets)).heads
+    grades = [completion["score"] for row in graded_rows for completion in row["completions"]]
+    assert heads.weights == (0.25,) * 4 and heads.are_estimates
+    assert (heads.means, heads.stds) == (pytest.approx([fmean(grades)] * 4), pytest.approx([pstdev(grades)] * 4))
+
+
 @pytest.mark.parametrize("kind", ["bradley_terry", "plackett_luce"])
 def test_micro_batches_change_no_gradient(kind: str, tiny_run: Callable[..., Any]) -> None:
     found = []

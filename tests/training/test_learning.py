@@ -49,27 +49,43 @@ def test_a_run_that_does_not_learn_says_so_once_and_at_the_end(
         assert len(shown) == 1 and message in shown[0]
 
 
-def test_chance_is_the_loss_of_equal_scores_under_margins_and_a_short_run_is_told_so(
+@pytest.mark.parametrize(
+    ("labels", "options", "chance"),
+    [
+        ({"chosen": "Yes.", "rejected": "No {}.", "margin": 2}, ["rm.loss.strength=margin"], math.log1p(math.exp(2))),
+        (  # the mean grade, which leaves the variance
+            {"completions": ["Yes.", "No."], "scores": [7, 3]},
+            ["policy.reward_model_cfg.reward_model_type=regression"],
+            1.0,
+        ),
+    ],
+)
+def test_chance_is_the_loss_of_equal_scores_and_a_short_run_is_told_so(
     tiny_run: Callable[..., Any],
     tmp_path: Any,
     write_rows: Callable[..., Any],
     capsys: pytest.CaptureFixture[str],
+    labels: dict[str, Any],
+    options: list[str],
+    chance: float,
 ) -> None:
-    rows = [{"prompt": f"Say {i}.", "chosen": "Yes.", "rejected": f"No {i}.", "margin": 2} for i in range(32)]
-    path = write_rows("margins.jsonl", rows)
-    data = f"data.train={{split: null, dataset_name: BinaryPreferenceDataset, data_path: {path}}}"
+    path = write_rows("labels.jsonl", [{"prompt": f"Say {i}."} | _numbered(labels, i) for i in range(32)])
     tiny_run()
     few = [
         "rm.max_num_steps=2",
         "policy.train_global_batch_size=16",
         "policy.optimizer.kwargs.lr=1.0e-12",
-        "rm.loss.strength=margin",
-        data,
+        f"data.train=[{{data_path: {path}}}]",
+        *options,
     ]
     assert main(["train", "--config", str(tmp_path / "run.yaml"), *STEPS, *few]) == 0
     warning = capsys.readouterr().out.splitlines()[-1]
-    assert f"equal scores give {math.log1p(math.exp(2)):.4f}" in warning
+    assert f"equal scores give {chance:.4f}" in warning
     assert "So few steps (2)" in warning and "policy.train_global_batch_size" in warning
+
+
+def _numbered(labels: dict[str, Any], number: int) -> dict[str, Any]:
+    return {key: value.format(number) if isinstance(value, str) else value for key, value in labels.items()}
 
 
 def metrics(gaps: Any) -> RewardMetrics:

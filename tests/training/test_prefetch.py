@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +81,16 @@ def test_a_process_reads_the_comparisons_that_it_computes(
     shared = BatchPreparer(replace(setup, mesh=OneOfTwo())).step(1)
     assert 0 < len(read) == shared.labels.num_units < shared.num_units == 8
     assert sum(one.labels.num_units for one in shared.micro_batches) == shared.labels.num_units
+
+
+@pytest.mark.parametrize(("weight", "num_units"), [("group", 8), ("pair", 24)])
+def test_the_loss_is_divided_by_what_weighs_one(
+    tiny_run: Callable[..., Any], write_rows: Callable[..., Path], weight: str, num_units: int
+) -> None:
+    rows = [{"prompt": f"{n}?", "completions": [f"{n}.", "No.", "So."], "scores": [3, 2, 1]} for n in range(8)]
+    data = f"data.train=[{{data_path: {write_rows('rows.jsonl', rows)}}}]"
+    step = BatchPreparer(set_up(tiny_run(data, f"rm.loss.weight={weight}"))).step(1)
+    assert step.num_units == step.labels.num_units == num_units
 
 
 @pytest.mark.gpu

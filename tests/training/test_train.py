@@ -149,7 +149,7 @@ def test_the_trajectory_is_that_of_a_plain_loop(plain: tuple[Any, Lines], tiny_r
     """Written out in PyTorch: one conversation at a time, one loss per step."""
     run = set_up(tiny_run(*PLAIN))
     optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
-    expected = []
+    expected, norms = [], []
     for step in range(4):
         groups = []
         for which, row in run.order.batch(step, 8):
@@ -162,9 +162,10 @@ def test_the_trajectory_is_that_of_a_plain_loop(plain: tuple[Any, Lines], tiny_r
         expected.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)))
         optimizer.step()
     assert losses(plain[1]) == pytest.approx(expected, rel=1e-3)
+    assert column(plain[1], "train/rm/grad_norm") == pytest.approx(norms, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -58,6 +58,12 @@ def test_trees_equal_rows(family: str, path: str, monkeypatch: pytest.MonkeyPatc
         assert_tree_equals_rows(model, forest())
 
 
+def test_a_head_with_a_bias() -> None:
+    hf = tiny_model("llama")
+    hf.score = torch.nn.Linear(32, 1)
+    assert_tree_equals_rows(RewardModel(hf), forest())
+
+
 @pytest.mark.parametrize("family", DECODERS)
 def test_real_chats(family: str, real_chats: list[Any], tiny_tokenizer: Any) -> None:
     renderer = Renderer(tiny_tokenizer)

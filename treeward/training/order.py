@@ -67,7 +67,7 @@ class EpochOrder:
     def num_seen(self, steps: int, size: int) -> int:
         """How many rows have been in the first so many batches."""
         epochs, number = divmod(steps, self.steps_per_epoch(size))
-        return epochs * self.rows_per_epoch + min(number * size, self.rows_per_epoch)
+        return epochs * self.rows_per_epoch + number * size
 
     def take(self, drawn: int, count: int) -> list[int]:
         """The `count` rows after the first `drawn`, counted over all epochs, each as its place in all sets together."""
