@@ -265,6 +265,9 @@ def test_scores_are_those_of_the_authors_arithmetic(name: str, loaded: Any, save
     together = model.score_tokens([*SEQUENCES, SEQUENCES[0]]).sum(dim=1)
     assert score_error(alone, want) < 1e-5
     assert score_error(together[:-1], want) < 1e-5 and together[0] == together[-1]
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in SEQUENCES], batch_first=True)
+    scored = model.score({"input_ids": ids, "input_lengths": torch.tensor([len(row) for row in SEQUENCES])})
+    assert score_error(scored["scores"], want) < 1e-5
     features = model.features(model.make_batch([SEQUENCES]))
     assert features.shape == (3, *model.feature_shape) == (3, 2 if model.gate_pattern else 1, SIZE)
     assert score_error(model.heads(FeatureBatch(features)).sum(dim=1), want) < 1e-5

@@ -81,6 +81,8 @@ def test_the_kl_of_each_completion_is_taken_from_its_reward(
     kl_PG, _ = run.setup.updater.measure(sampled[0].groups)
     assert kl_PG is not None and float(kl_PG.min()) > 0
     torch.testing.assert_close(compared[0], sampled[0].rewards_PG - 0.5 * kl_PG)
+    used = advantages(compared[0], run.config.grpo)[sampled[0].used_PG]
+    assert metrics["train/advantages_std"] == pytest.approx(float(used.square().mean() - used.mean().square()) ** 0.5)
     assert metrics["train/kl_penalty"] == pytest.approx(0.5 * float(kl_PG.mean()))
     assert metrics["train/kl"] == pytest.approx(float(kl_PG.mean()), rel=1e-5)
     assert metrics["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)

@@ -39,7 +39,7 @@ BERT = (
 GRADES = "policy.reward_model_cfg={reward_model_type: attributes, attributes: [score, terse], freeze_backbone: true}"
 KINDS = {
     "rows": (FROZEN, "policy.attention=rows", "policy.reward_model_cfg.reward_model_type=plackett_luce"),
-    "parts": (FROZEN, "policy.train_micro_batch_tokens=60", "data.ties=half"),
+    "parts": (FROZEN, "policy.train_micro_batch_tokens=30", "data.ties=half"),
     "encoder": (FROZEN, *BERT),
     "two heads": (GRADES,),
     "three estimates": (FROZEN, "+policy.reward_model_cfg.num_heads=3"),

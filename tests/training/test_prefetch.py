@@ -87,10 +87,12 @@ def test_a_process_reads_the_comparisons_that_it_computes(
 def test_the_loss_is_divided_by_what_weighs_one(
     tiny_run: Callable[..., Any], write_rows: Callable[..., Path], weight: str, num_units: int
 ) -> None:
-    rows = [{"prompt": f"{n}?", "completions": [f"{n}.", "No.", "So."], "scores": [3, 2, 1]} for n in range(8)]
+    rows = [{"prompt": f"{n}?", "completions": [f"{n}.", "No.", "So."], "scores": [5, 4, 3]} for n in range(8)]
     data = f"data.train=[{{data_path: {write_rows('rows.jsonl', rows)}}}]"
-    step = BatchPreparer(set_up(tiny_run(data, f"rm.loss.weight={weight}"))).step(1)
+    options = f"rm.loss.weight={weight}", "rm.loss.strength=margin"
+    step = BatchPreparer(set_up(tiny_run(data, *options))).step(1)
     assert step.num_units == step.labels.num_units == num_units
+    assert sorted(step.labels.pairs.margin_P.tolist()) == [1.0] * 16 + [2.0] * 8  # the differences of the scores
 
 
 @pytest.mark.gpu
