@@ -83,7 +83,7 @@ def test_columns_of_ones_own_are_named(
     assert row == {"question": "2 + 2?", "answer": "Four."}, "the row stays as it is"
     for option, said in (
         ("prompt_key=questoin", "is it question?"),
-        ("promt_key=question", "nothing to score"),
+        ("promt_key=question", "did you mean prompt_key?"),
         ("prompt", "this is no KEY=VALUE"),
     ):
         assert score(data, "--data-option", option)[0] == 2 and said in capsys.readouterr().err

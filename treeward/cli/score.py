@@ -27,7 +27,7 @@ import typer
 
 from treeward.cli.comparisons import DataOptions, data_options
 from treeward.cli.options import Ensemble, ModelOptions, Shaping, load, one_model, with_model_options
-from treeward.errors import CheckpointError, ConfigError, DataError
+from treeward.errors import CheckpointError, ConfigError, DataError, nearest_name
 from treeward.progress import ShownProgress
 from treeward.resumable import ResumableRows, num_rows, resumable_rows
 
@@ -55,6 +55,7 @@ def run(
 ) -> int:
     section = one_model(models, ensemble, shaping, options)
 
+    from treeward.data.formats import SCORED_KEYS
     from treeward.data.sources import fingerprint
 
     if data == "-" and workers is not None:
@@ -65,6 +66,10 @@ def run(
     if output != "-" and data == "-":  # which cannot be read again, so a part of it is not resumed
         partial_file.unlink(missing_ok=True)
     columns = {key.removesuffix("_key"): name for key, name in data_options(data_option).items()}
+    for key in columns.keys() - SCORED_KEYS:
+        near, need = nearest_name(key, SCORED_KEYS), f"KEY_key=COLUMN; KEY is one of {', '.join(sorted(SCORED_KEYS))}"
+        fix = f"did you mean {near}_key?" if near else None
+        raise ConfigError("no such column is read", where="--data-option", got=f"{key}_key", need=need, fix=fix)
     load_model = partial(_load, section, options.batch_tokens, models[0])
     before = 0 if output == "-" else num_rows(partial_file)
     read = partial(_rows, data, columns)

@@ -63,6 +63,8 @@ _OF_CONVERSATIONS = (
 """The keys that hold what is scored: those of a row must be one of these. The last five count where none of the others
 is there, for many files have columns of these names."""
 _ALWAYS_READ = frozenset().union(*_OF_CONVERSATIONS[:4])
+SCORED_KEYS = frozenset({"context", "prompt", "instruction"}).union(*_OF_CONVERSATIONS)
+"""The keys of rows that are scored."""
 
 
 def recognise(values: Mapping[str, Any], where: str) -> Format:
