@@ -54,6 +54,25 @@ def test_a_script_that_loads_a_model_has_no_log_of_others_and_keeps_its_own(mode
     assert ended.stdout + ended.stderr == ""
 
 
+WITHOUT_EXTRAS = """
+import sys
+sys.modules |= dict.fromkeys(sys.argv[1].split())
+from treeward.cli.main import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_a_model_scores_without_any_extra(model_folder: Path, tmp_path: Path) -> None:
+    """The environment of `make quickstart` has no server's packages."""
+    extras = "bitsandbytes fastapi math_verify openai orjson peft prometheus_client ray starlette torchao uvicorn"
+    data = tmp_path / "in.jsonl"
+    data.write_text('{"prompt": "2 + 2?", "completions": ["4", "5"]}\n', encoding="utf-8")
+    words = ["score", str(model_folder), "--data", str(data), "--output", str(tmp_path / "out.jsonl")]
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, extras, *words]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_the_extra_all_is_every_extra_that_a_run_may_need() -> None:
     extras = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "optional-dependencies"

@@ -104,7 +104,7 @@ def test_the_forms_of_prompts_mean_the_same():
     flat = sets(train_data_path="t", val_data_path="v", **asked)
     assert flat == sets(train={"data_path": "t"}, validation={"data_path": "v"}, default=asked)
     assert flat == sets(train=[{"data_path": "t"} | asked], validation={"default": {"data_path": "v"} | asked})
-    assert flat.train[0].environment_names == ("math",)
+    assert flat.train[0].env_name == "math"
 
 
 def test_prompts_that_bring_their_own_validation():

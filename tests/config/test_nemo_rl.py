@@ -124,7 +124,7 @@ def test_the_first_file_means_what_it_meant(caplog):
     assert (config.policy.generation.batch_size, config.policy.generation_batch_size) == (None, 32)
     assert config.ranking_metric == "reward"
     assert config.used_environments == ("reward_model",)
-    assert config.default_environments == {"reward_model": 1.0}
+    assert config.default_environment == "reward_model"
     assert parts(config.data.train) == [("OpenMathInstruct-2", "train", 0.05)]
     assert parts(config.data.validation) == [("OpenMathInstruct-2", "validation", 0.05)]
     assert {one.prompt_file for one in (*config.data.train, *config.data.validation)} == {"examples/prompts/cot.txt"}
@@ -156,7 +156,7 @@ def test_a_section_may_replace_that_of_the_defaults(tmp_path, caplog):
     assert parts(config.data.train) == [("OpenMathInstruct-2", "train", 0.05), ("DeepScaler", None, 0.0)]
     assert [one.name for one in config.data.validation] == ["AIME2024", "DAPOMathAIME2024", "held_out"]
     assert [one.dataset_name for one in config.data.validation[1:]] == ["DAPOMathAIME2024", "OpenMathInstruct-2"]
-    text = f"defaults: {FILES}/grpo_math_1B.yaml\ngrpo: {{environments: math}}\n"
+    text = f"defaults: {FILES}/grpo_math_1B.yaml\ngrpo: {{environment: math}}\n"
     text += "data: {train: {data_path: t}, validation: {data_path: v}, _override_: true}\n"
     (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
     replaced = load_grpo_config(tmp_path / "run.yaml").data.train[0]

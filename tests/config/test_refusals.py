@@ -102,7 +102,6 @@ SECTIONS = [
     # GRPO
     (GRPOConfig, "reward_scaling: {source_min: 1.0, source_max: 1.0}", "reward_scaling.source_min"),
     (GRPOConfig, "batch_multiplier: 2", "batch_multiplier"),
-    (GRPOConfig, "environments: {math: 0.0}", "environments"),
     (GRPOConfig, "val_num_generations_per_prompt: 2, num_val_generations: 3", "num_val_generations"),
     (PolicyLossConfig, "reference_policy_kl_type: k1", "reference_policy_kl_type"),
     (PolicyLossConfig, "ratio_clip_c: 1.2, ratio_clip_max: 0.28", "ratio_clip_c"),
@@ -217,7 +216,7 @@ RUNS = [
     ("grpo", [*VLLM, CORRECTED, COOLER[1]], "loss_fn.use_importance_sampling_correction"),
     ("grpo", ["data.max_input_seq_length=65"], "data.max_input_seq_length"),
     ("grpo", ["grpo.reward_shaping.enabled=true"], "grpo.reward_shaping.overlong_buffer_length"),
-    ("grpo", ["grpo.environments=[format]"], "grpo.environments"),
+    ("grpo", ["grpo.environment=format"], "grpo.environment"),
     ("grpo", ["data.env_name=maths"], "data.train[0].env_name"),
     ("grpo", ["env.math.enabled=false", "data.env_name=math"], "data.train[0].env_name"),
     ("grpo", ["grpo.gold_environment=reward_model"], "grpo.gold_environment"),

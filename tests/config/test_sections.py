@@ -168,12 +168,12 @@ def test_advantages(keys, estimator, divides):
 def test_environments_of_a_run(load):
     config = load("grpo")
     assert config.environments == ("reward_model", "math", "shape")
-    assert config.default_environments == {"reward_model": 1.0}
-    assert load("grpo", "grpo.environments=[math, shape]").default_environments == {"math": 1.0, "shape": 1.0}
-    assert load("grpo", "~env.reward_model", "~env.math").default_environments == {"shape": 1.0}
+    assert config.default_environment == "reward_model"
+    assert load("grpo", "grpo.environment=shape").default_environment == "shape"
+    assert load("grpo", "~env.reward_model", "~env.math").default_environment == "shape"
     rows_choose = load("grpo", "~env.reward_model")
-    assert rows_choose.default_environments == {} and rows_choose.used_environments == ()
-    assert load("grpo", "data.env_name={math: 1.0, shape: 0.2}").used_environments == ("math", "shape")
+    assert rows_choose.default_environment is None and rows_choose.used_environments == ()
+    assert load("grpo", "data.env_name=math").used_environments == ("math",)
     assert load("grpo", "env.reward_model.enabled=false").environments == ("math", "shape")
     assert load("grpo", "env={my_package.math: {a_key_of_the_class: 1}}").environments[-1] == "my_package.math"
 

@@ -113,7 +113,7 @@ def metrics_of(found: GroupRewards) -> dict[str, float]:
 
 def test_one_environment_as_it_is() -> None:
     toy = Toy(length)
-    found = EnvironmentRunner({"toy": toy}, {"toy": 1.0}).reward([group("a", "bbb..."), group("cc", "", topic="t")])
+    found = EnvironmentRunner({"toy": toy}, "toy").reward([group("a", "bbb..."), group("cc", "", topic="t")])
     assert rows(found) == rows(found.raw_PG) == [[1, 6], [2, 0]]
     assert found.rewards_PG.dtype == torch.float32 and not found.failures
     [(conversations, infos)] = toy.steps  # one step for all
@@ -134,10 +134,10 @@ def test_missing_rewards_are_counted_and_raw_is_before_shaping(caplog: pytest.Lo
         "huge": Reward(1e300),  # beyond float32
         "good": Reward(1.0, components={"style": 4.0, "odd": math.nan}),
     }
-    runner = EnvironmentRunner({"toy": Toy(judgements.__getitem__)}, {"toy": 2.0})
+    runner = EnvironmentRunner({"toy": Toy(judgements.__getitem__)}, "toy")
     with caplog.at_level(logging.WARNING):
         found = runner.reward([group("shaped", "nan", "raw"), group("good", "inf", "huge", where="rows.jsonl:7")])
-    assert rows(found) == [[1, None, None], [2, None, None]] and rows(found.raw_PG) == [[16, None, 4], [2, None, None]]
+    assert rows(found) == [[0.5, None, None], [1, None, None]] and rows(found.raw_PG) == [[8, None, 2], [1, None, None]]
     assert list(found.failures) == [
         ("toy: the reward is nan", "prompt 0, completion 1"),
         ("toy: too long", "prompt 0, completion 2"),
@@ -146,22 +146,8 @@ def test_missing_rewards_are_counted_and_raw_is_before_shaping(caplog: pytest.Lo
     ]
     assert "4 of 6 completions have no reward: 1 x toy: the reward is nan (prompt 0, completion 1)" in caplog.text
     assert metrics_of(found)["toy/num_failed"] == 4 and metrics_of(found)["toy/component/style"] == 4
-    assert metrics_of(found)["toy/mean_reward"] == 0.75  # the environment's own, without its weight
+    assert metrics_of(found)["toy/mean_reward"] == 0.75
     assert "toy/component/odd" not in metrics_of(found)
-
-
-MIXED = {"a": Toy(length, "a"), "b": Toy(lambda text: None if "?" in text else -1.0, "b")}
-
-
-@pytest.mark.parametrize(("missing", "last"), [("mask", None), ("renormalise", 4.0)])
-def test_mixtures(missing: Any, last: float | None) -> None:
-    runner = EnvironmentRunner(MIXED, {"a": 0.5, "b": 1.5}, missing=missing)
-    found = runner.reward([group("xx", "yyyy", "?"), group("", "???", "??")])
-    # "?" of 1: 0.5 * 1, scaled up by (0.5 + 1.5) / 0.5
-    assert rows(found)[0] == [0.5 * 2 - 1.5, 0.5 * 4 - 1.5, None if last is None else 2.0]
-    assert rows(found)[1] == [-1.5, None if last is None else 6.0, last]
-    assert metrics_of(found)["b/num_failed"] == 3
-    assert [reason for reason, _ in found.failures] == ([] if missing == "renormalise" else ["b: it cannot say"] * 3)
 
 
 def test_each_prompt_may_choose_and_environments_are_asked_side_by_side() -> None:
@@ -169,15 +155,14 @@ def test_each_prompt_may_choose_and_environments_are_asked_side_by_side() -> Non
 
     def meet(text: str) -> float:
         meeting.wait()
-        return 100.0 if text == "xx" else 10.0
+        return float(len(text))
 
     a, b, c = Toy(meet, "a"), Toy(meet, "b"), Toy(lambda _: 7.0, "c")
-    runner = EnvironmentRunner({"a": a, "b": b, "c": c}, {"a": 1.0, "b": 1.0})
-    groups = [group("x", environment={"b": 0.5, "a": -1}), group("xx")]
-    assert rows(runner.reward(groups)) == [[-5], [200]]
-    assert [c[-1]["content"] for c in a.steps[0][0]] == ["x", "xx"]
-    assert a.steps[0][1][0] == {"environment": {"b": 0.5, "a": -1}, "truncated": False}  # the row as it is
-    assert len(b.steps) == 1 and not c.steps  # what no prompt of the step chose is not asked
+    runner = EnvironmentRunner({"a": a, "b": b, "c": c}, "a")
+    assert rows(runner.reward([group("x", environment="b"), group("xx")])) == [[1], [2]]
+    assert [c[-1]["content"] for c in b.steps[0][0]] == ["x"]
+    assert b.steps[0][1][0] == {"environment": "b", "truncated": False}  # the row as it is
+    assert len(a.steps) == 1 and not c.steps  # what no prompt of the step chose is not asked
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ConfigError, ModelError])
@@ -190,7 +175,7 @@ def test_an_environment_that_raises(kind: type[Exception], caplog: pytest.LogCap
         return 0.0
 
     counting = Counting()
-    runner = EnvironmentRunner({"counting": counting, "toy": Toy(broken)}, {"counting": 1.0, "toy": 1.0})
+    runner = EnvironmentRunner({"counting": counting, "toy": Toy(broken)}, "counting")
     runner.reward([group("a", "b")])
     choice = "counting" if kind is RuntimeError else "toy"
     both = [group("a", "b", environment="toy"), group("explode", "b", environment=choice)]
@@ -207,7 +192,7 @@ def test_an_environment_that_raises(kind: type[Exception], caplog: pytest.LogCap
 
 def test_gold_is_asked_apart() -> None:
     toy, gold = Toy(length), Toy(lambda _: 7.0)
-    runner = EnvironmentRunner({"toy": toy}, {"toy": 1.0}, gold=gold)
+    runner = EnvironmentRunner({"toy": toy}, "toy", gold=gold)
     groups = [group("a", "bb"), group("c", "d")]
     assert rows(runner.reward(groups)) == [[1, 2], [1, 1]] and not gold.steps
     assert rows(runner.gold(groups)) == [[7, 7], [7, 7]] and len(toy.steps) == 1
@@ -216,7 +201,7 @@ def test_gold_is_asked_apart() -> None:
 
 
 def test_late_completions_are_dropped(hanging: Counting, caplog: pytest.LogCaptureFixture) -> None:
-    runner = EnvironmentRunner({"hanging": hanging}, {"hanging": 1.0}, timeout_seconds=NEVER)
+    runner = EnvironmentRunner({"hanging": hanging}, "hanging", timeout_seconds=NEVER)
     assert rows(runner.reward([group("a", "b")])) == [[2, 2]]
     runner.timeout_seconds = SOON
     assert rows(runner.reward([group("wait", "b", "c")])) == [[None, None, None]]
@@ -233,7 +218,7 @@ def test_an_environment_that_does_not_shut_down_keeps_nobody(
 ) -> None:
     monkeypatch.setattr(environment_runner, "_SHUTDOWN_SECONDS", SOON)
     monkeypatch.setattr(hanging, "shutdown", lambda: hanging.go.wait(NEVER))
-    EnvironmentRunner({"hanging": hanging}, {"hanging": 1.0}).shutdown()
+    EnvironmentRunner({"hanging": hanging}, "hanging").shutdown()
     assert "hanging did not shut down: it hangs" in caplog.text
 
 
@@ -251,15 +236,15 @@ def test_only_what_is_used_is_made() -> None:
     Lengths.made = Lengths.shut = 0
     section = {name: {"type": PATH} for name in ("here", "chosen", "length")} | {"other": {"type": PATH, "fail": True}}
     choosing = group("x", environment="chosen")
-    runner = made(section, [choosing], environments={"here": 2.0}, gold_environment="length")
+    runner = made(section, [choosing], environment="here", gold_environment="length")
     assert Lengths.made == 3 and runner.timeout_seconds == 600
     found = runner.reward([group("abc"), choosing])
-    assert rows(found) == [[6], [1]] and rows(runner.gold([group("abc")])) == [[3]]
+    assert rows(found) == [[3], [1]] and rows(runner.gold([group("abc")])) == [[3]]
     assert metrics_of(found)["here_env/num_samples"] == 1
     runner.shutdown()
     assert Lengths.shut == 3
     with pytest.raises(ConfigError, match="cannot be made"):
-        made(section, environments={"here": 1.0, "other": 1.0})
+        made(section, [group("x", environment="other")], environment="here")
     assert Lengths.made == Lengths.shut == 4
 
 
@@ -267,8 +252,7 @@ def test_only_what_is_used_is_made() -> None:
     ("choice", "grpo", "message"),
     [
         (None, {}, "chooses no environment"),
-        ("b", {"environments": ["a"], "gold_environment": "b"}, "rewarded by grpo.gold_environment"),
-        ({"a": -1.0, "b": 1.0}, {"environments": ["a"], "missing_rewards": "renormalise"}, "cannot be renormalised"),
+        ("b", {"environment": "a", "gold_environment": "b"}, "rewarded by grpo.gold_environment"),
     ],
 )
 def test_a_prompt_that_cannot_be_rewarded_is_named(choice: Any, grpo: dict[str, Any], message: str) -> None:

@@ -118,7 +118,7 @@ def test_prompts_are_computed_once(
 @pytest.mark.slow
 def test_the_metrics_of_a_step(tiny_grpo: Make, tmp_path: Path, sampled: list[Rollouts]) -> None:
     run(tiny_grpo(*SHORT, "env.gold={type: custom, function: planted.length}", "grpo.gold_environment=gold",
-                  "grpo.environments=[planted]", "grpo.updates_per_batch=2"))  # fmt: skip
+                  "grpo.environment=planted", "grpo.updates_per_batch=2"))  # fmt: skip
     lines = logged(tmp_path, "train/reward")
     for line, rollouts in zip(lines, sampled, strict=True):
         texts = [completion.text for group in rollouts.groups for completion in group.completions]
@@ -160,7 +160,7 @@ def test_completions_of_which_nothing_is_used_and_samples(tiny_grpo: Make, tmp_p
 HACK = (
     "env.gold={type: custom, function: planted.consonants}",
     "grpo.gold_environment=gold",
-    "grpo.environments=[planted]",
+    "grpo.environment=planted",
     "grpo.num_generations_per_prompt=12",
     "grpo.max_num_steps=30",
     "grpo.val_period=3",

@@ -34,7 +34,7 @@ Result = dict[str, Any]
 
 FORGETFUL = (
     "env={planted: {type: planted.Troubled, orders: ORDERS}, gold: {type: custom, function: planted.length}}",
-    "grpo.environments=[planted]",
+    "grpo.environment=planted",
     "grpo.gold_environment=gold",
     "grpo.updates_per_batch=2",
     "policy.train_global_batch_size=8",

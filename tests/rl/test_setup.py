@@ -110,8 +110,8 @@ def test_models_are_known_by_their_weights_wherever_they_lie(
     section = "reward_model: {model_name: NAME, precision: float32, resources: {gpus_per_node: 0}}"
     for write, options in (
         (write_policy, own.split()),
-        (write_model, [f"env={{{section}}}", "grpo.environments=[reward_model]"]),
-        (write_model, [f"env={{mixed: {{type: hybrid, members: {{{section}}}}}}}", "grpo.environments=[mixed]"]),
+        (write_model, [f"env={{{section}}}", "grpo.environment=reward_model"]),
+        (write_model, [f"env={{mixed: {{type: hybrid, members: {{{section}}}}}}}", "grpo.environment=mixed"]),
     ):
         shutil.rmtree("model", ignore_errors=True)
         write(3)
@@ -149,7 +149,7 @@ def test_a_reward_model_at_a_server_is_known_by_its_contract(
     ):
         service = make_service(ServerConfig.model_validate({"models": [served]}))
         with serving_on_loopback(service) as url:
-            config = tiny_grpo(f"env={{reward_model: {{model_name: '{url}/v1'}}}}", "grpo.environments=[reward_model]")
+            config = tiny_grpo(f"env={{reward_model: {{model_name: '{url}/v1'}}}}", "grpo.environment=reward_model")
             check_inputs(config)
             identities.append(identity_now(config)["env"])
         service.close()

@@ -162,17 +162,10 @@ class PromptSetConfig(SetConfig):
     """The key of the question (a string or messages). None: that of the format, `input` of a `ResponseDataset`."""
     output_key: str | None = None
     """The key of the answer, the `ground_truth` of environments. None: that of the format, as `output`."""
-    env_name: str | dict[str, float] | None = None
-    """Environment of rows that name none, or several with weights, as `{math: 1.0}`. None: see `grpo.environments`."""
+    env_name: str | None = None
+    """Environment of rows that name none. None: see `grpo.environment`."""
     max_samples: PositiveInt | None = None
     """Read only this number of rows, the first ones. None: all."""
-
-    @property
-    def environment_names(self) -> tuple[str, ...]:
-        """The environments that `env_name` names."""
-        if self.env_name is None:
-            return ()
-        return (self.env_name,) if isinstance(self.env_name, str) else tuple(self.env_name)
 
 
 class PromptDataConfig(_Sets[PromptSetConfig]):

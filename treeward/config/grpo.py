@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from treeward.config.base import Limit, Period, Strict
 from treeward.config.run import ScheduleConfig
@@ -145,13 +145,6 @@ class WatchConfig(Strict):
     """Kinds of alarms."""
 
 
-def _with_weights(value: Any) -> Any:
-    """One name or a list of names, as a mapping to weights."""
-    if isinstance(value, str):
-        return {value: 1.0}
-    return dict.fromkeys(value, 1.0) if isinstance(value, list | tuple) else value
-
-
 class GRPOConfig(ScheduleConfig):
     """The length of the run, its groups, their rewards and advantages, and its validations."""
 
@@ -172,10 +165,9 @@ class GRPOConfig(ScheduleConfig):
     advantage_std_floor: PositiveFloat = 1e-6
     """Added to the standard deviation before the division."""
 
-    environments: Annotated[dict[str, float] | None, BeforeValidator(_with_weights)] = None
-    """Environments of prompts that name none, with weights or as a list. None: `reward_model`, or the only one."""
-    missing_rewards: Literal["mask", "renormalise"] = "mask"
-    """Where one of several rewards is missing: no reward (`mask`), or scale up the other weights (`renormalise`)."""
+    environment: str | None = None
+    """Environment of prompts that name none; a mixture is one of the type `hybrid`. None: `reward_model`, or the only
+    one."""
     environments_on_ray: tuple[str, ...] = ()
     """Environments that run in Ray actors, on the GPUs of their `resources`, as several replicas always do."""
     gold_environment: str | None = None
@@ -241,7 +233,3 @@ class GRPOConfig(ScheduleConfig):
     def check(self) -> None:
         is_unread = self.batch_multiplier != 1.0 and not self.use_dynamic_sampling
         self.refuse(is_unread, "batch_multiplier use_dynamic_sampling", "1, or use_dynamic_sampling: true")
-        is_idle = self.environments is not None and (not self.environments or 0.0 in self.environments.values())
-        need = "names of sections of env with weights other than 0, or null"
-        fix = "to watch an environment without training on it set grpo.gold_environment"
-        self.refuse(is_idle, "environments", need, fix)

@@ -49,25 +49,25 @@ class GRPORunConfig(Strict):
         return tuple(name for name, section in self.env.items() if is_enabled(section))
 
     @property
-    def default_environments(self) -> dict[str, float]:
-        """The environments, with weights, for prompts that name none; empty if every prompt has to name one."""
-        if self.grpo.environments is not None:
-            return dict(self.grpo.environments)
+    def default_environment(self) -> str | None:
+        """The environment of prompts that name none; None if every prompt has to name one."""
+        if self.grpo.environment is not None:
+            return self.grpo.environment
         if "reward_model" in self.environments:
-            return {"reward_model": 1.0}
-        return dict.fromkeys(self.environments, 1.0) if len(self.environments) == 1 else {}
+            return "reward_model"
+        return self.environments[0] if len(self.environments) == 1 else None
 
     @property
     def named_environments(self) -> tuple[str, ...]:
         """The environments that the sets of data name, each once."""
         sets = (*self.data.train, *self.data.validation)
-        return tuple(dict.fromkeys(name for one in sets for name in one.environment_names))
+        return tuple(dict.fromkeys(one.env_name for one in sets if one.env_name is not None))
 
     @property
     def used_environments(self) -> tuple[str, ...]:
         """The environments that reward training, each once; rows of the data may name others."""
         every_set_names = all(one.env_name is not None for one in (*self.data.train, *self.data.validation))
-        default = () if every_set_names else tuple(self.default_environments)
+        default = () if every_set_names or self.default_environment is None else (self.default_environment,)
         return tuple(dict.fromkeys((*self.named_environments, *default)))
 
     @property
@@ -204,12 +204,12 @@ class GRPORunConfig(Strict):
         fix = f"set env.{next(iter(self.env))}.enabled=true"
         self.refuse(not self.environments, "env", "an environment that is enabled", fix)
         named = {
-            "grpo.environments": tuple(self.grpo.environments or ()),
+            "grpo.environment": (self.grpo.environment,) if self.grpo.environment else (),
             "grpo.gold_environment": (self.grpo.gold_environment,) if self.grpo.gold_environment else (),
             "grpo.environments_on_ray": self.grpo.environments_on_ray,
         }
         for kind, sets in (("train", self.data.train), ("validation", self.data.validation)):
-            named |= {f"data.{kind}[{i}].env_name": one.environment_names for i, one in enumerate(sets)}
+            named |= {f"data.{kind}[{i}].env_name": (one.env_name,) for i, one in enumerate(sets) if one.env_name}
         for field, names in named.items():
             for name in set(names) - set(self.environments):
                 near, need = nearest_name(name, self.environments), f"one of {', '.join(self.environments)}"
@@ -220,9 +220,9 @@ class GRPORunConfig(Strict):
 
     def _check_watch_and_metric(self) -> None:
         gold, watch, metric = self.grpo.gold_environment, self.grpo.watch, self.ranking_metric
-        keys = "grpo.gold_environment grpo.environments"
-        need = "a gold environment that is not trained on: neither in grpo.environments nor named by a set of data"
-        fix = "set grpo.gold_environment=null, or grpo.environments to the others"
+        keys = "grpo.gold_environment grpo.environment"
+        need = "a gold environment that is not trained on: neither grpo.environment nor named by a set of data"
+        fix = "set grpo.gold_environment=null, or grpo.environment to another one"
         self.refuse(gold is not None and gold in self.used_environments, keys, need, fix)
         keys = "grpo.watch.stop grpo.watch.stop_on grpo.gold_environment"
         need = "a gold_environment, or another kind of alarm in stop_on"

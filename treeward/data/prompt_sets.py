@@ -33,7 +33,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import Field
 
 from treeward.config.data import PromptSetConfig
 from treeward.data.preference import Message, as_messages, last_text, required
@@ -52,7 +52,6 @@ _Name = Annotated[str, Field(min_length=1)]
 _REQUEST = "responses_create_params"
 _PROMPT_KEYS = (_REQUEST, "messages", "prompt", "context")
 _ENVIRONMENT_KEYS = ("environment", "env_name")
-_ENVIRONMENT: TypeAdapter[Any] = TypeAdapter(_Name | Annotated[dict[_Name, FiniteFloat], Field(min_length=1)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,27 +238,22 @@ class _ObjectPrompts(ObjectRows, RowPrompts):
 # --- what happens to every prompt ------------------------------------------------------------------------------------
 
 
-def _with_environment(prompt: Prompt, default: Any, known: Collection[str] | None) -> Prompt:
+def _with_environment(prompt: Prompt, default: str | None, known: Collection[str] | None) -> Prompt:
     """The prompt with the environment that its row names, or else its task name or the set's `env_name`."""
     chosen, task = prompt.info.get("environment"), prompt.info.get("task_name")
     if chosen is None:
         chosen = task if known is not None and isinstance(task, str) and task in known else default
     if chosen is None:
         return prompt
-    if isinstance(chosen, Mapping):
-        chosen = {name: weight for name, weight in chosen.items() if weight is not None}  # parquet has every key
-    try:
-        _ENVIRONMENT.validate_python(chosen, strict=True)
-        names = [chosen] if isinstance(chosen, str) else [*chosen]
-        unknown = [name for name in names if known is not None and name not in known]
-        summary, need = "there is no such environment", f"one of {', '.join(sorted(known or ()))}"
-    except ValidationError:
-        unknown, summary, need = [chosen], "environment is not a name", "a name, or names with finite weights"
-    if not unknown:
+    if not isinstance(chosen, str) or not chosen:
+        need = "a name; a mixture is an environment of the type hybrid"
+        raise DataError("environment is not a name", where=prompt.where, field="environment", got=chosen, need=need)
+    if known is None or chosen in known:
         return replace(prompt, info={**prompt.info, "environment": chosen})
-    near = nearest_name(str(unknown[0]), known or ())
+    near, need = nearest_name(chosen, known), f"one of {', '.join(sorted(known))}"
     fix = f"did you mean {near}?" if near else "add it to env, or change the row or env_name"
-    raise DataError(summary, where=prompt.where, field="environment", got=unknown[0], need=need, fix=fix)
+    summary = "there is no such environment"
+    raise DataError(summary, where=prompt.where, field="environment", got=chosen, need=need, fix=fix)
 
 
 def _held_out(prompts: Sequence[Prompt], share: float, seed: int, name: str) -> npt.NDArray[np.bool_]:

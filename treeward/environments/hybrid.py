@@ -28,6 +28,7 @@ from treeward.environments.interface import (
     Reward,
 )
 from treeward.environments.registry import check_section, make_environment
+from treeward.scoring.score import Score
 
 
 class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
@@ -94,19 +95,20 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
 def weighted_sum(
     parts: Mapping[str, Reward], weights: Mapping[str, float], *, missing: Literal["mask", "renormalise"] = "mask"
 ) -> Reward:
-    """The sum of weight times reward over `parts`, by name. `missing`: of `HybridEnvironmentConfig`.
+    """The sum of weight times reward over `parts`, by name; its score is the same of the rewards before shaping.
 
-    The names of components and the reasons begin with the name of their part.
+    `missing`: of `HybridEnvironmentConfig`. The names of components and the reasons begin with the name of their part.
     """
     components, error = _components(parts), _errors(parts)
-    values = {name: part.value for name, part in parts.items() if part.value is not None}
-    if not values or (error and missing == "mask"):
+    known = {name: part for name, part in parts.items() if part.value is not None}
+    if not known or (error and missing == "mask"):
         return Reward(None, components=components, error=error)
-    scale = sum(weights[name] for name in parts) / sum(weights[name] for name in values) if error else 1.0
-    total = scale * sum(weights[name] * value for name, value in values.items())
+    scale = sum(weights[name] for name in parts) / sum(weights[name] for name in known) if error else 1.0
+    total = scale * sum(weights[name] * (part.value or 0.0) for name, part in known.items())
     if not math.isfinite(total):
         return Reward(None, components=components, error="the weighted sum is not finite")
-    return Reward(total, components=components)
+    raw = scale * sum(weights[name] * (part.raw or 0.0) for name, part in known.items())
+    return Reward(total, Score(raw), components=components)
 
 
 def _last(parts: Mapping[str, Reward]) -> Reward:

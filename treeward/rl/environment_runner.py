@@ -1,11 +1,11 @@
-"""`EnvironmentRunner`: from groups of completions to their rewards, by one environment or several side by side.
+"""`EnvironmentRunner`: from groups of completions to their rewards, by the environment of each prompt.
 
     runner = make_environment_runner(config, prompts)    # the environments that config and prompts name
     found = runner.reward(groups)                        # rewards_PG, raw_PG, by_environment, failures
     runner.gold(groups)                                  # (P, G), for watching; never trained on
 
-A prompt may choose for itself: `info["environment"]` is a name, or a mapping from names to weights; the reward is then
-the weighted sum. An environment gets raw messages and, as `env_infos`, copies of the prompt's `info` with `truncated`.
+A prompt may choose for itself: `info["environment"]` is a name. Environments are asked side by side; each gets raw
+messages and, as `env_infos`, copies of the prompt's `info` with `truncated`.
 
 A completion without a reward is NaN and listed with the reason; it is never a number that trains. An environment that
 takes too long, or raises, gives no rewards in this step; one that is wrong itself (`ConfigError`, `ModelError`) stops
@@ -26,7 +26,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from torch import Tensor
 from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.data.prompt_sets import Prompt
-from treeward.environments.hybrid import weighted_sum
 from treeward.environments.interface import Environment, Reward, reward_metrics
 from treeward.environments.registry import make_named, sections_of
 from treeward.errors import ConfigError, DataError, ModelError
@@ -44,7 +43,7 @@ from treeward.rl.experience import CompletionGroup, batch_shape
 logger = logging.getLogger(__name__)
 
 CHOICE = "environment"
-"""The key of a prompt's `info` with the environment, or environments, that reward it."""
+"""The key of a prompt's `info` with the environment that rewards it."""
 
 _GOLD = "grpo.gold_environment"
 _LARGEST = torch.finfo(torch.float32).max
@@ -69,22 +68,20 @@ class GroupRewards:
 class EnvironmentRunner:
     """Runs `environments`, by name; they are its own: nobody else calls them.
 
-    `weights`: for prompts that choose none; may be empty where every prompt does. `gold`: for watching alone, another.
-    `missing`: the reward of a completion that one of several environments could not reward: none (`mask`), or the sum
-    of the others, scaled up (`renormalise`). `timeout_seconds`: for a step; None: no limit.
+    `default`: for prompts that choose none; None where every prompt does. `gold`: for watching alone, another.
+    `timeout_seconds`: for a step; None: no limit.
     """
 
     def __init__(
         self,
         environments: Mapping[str, Environment],
-        weights: Mapping[str, float],
+        default: str | None,
         *,
         gold: Environment | None = None,
         timeout_seconds: float | None = None,
-        missing: Literal["mask", "renormalise"] = "mask",
     ) -> None:
-        self.timeout_seconds, self.missing = timeout_seconds, missing
-        self.environments, self._default = dict(environments), dict(weights)
+        self.timeout_seconds = timeout_seconds
+        self.environments, self._default = dict(environments), default
         if gold is not None:
             self.environments[_GOLD] = gold
         self._last: dict[str, Future[Any]] = {}
@@ -100,26 +97,21 @@ class EnvironmentRunner:
 
     def _reward(self, groups: Sequence[CompletionGroup]) -> GroupRewards:
         shape = batch_shape(groups)
-        weights = [_choice(group.prompt) or self._default for group in groups for _ in group.completions]
-        names = dict.fromkeys(name for chosen in weights for name in chosen)
-        asked = {name: [i for i, chosen in enumerate(weights) if name in chosen] for name in names}
+        chosen = [group.prompt.info.get(CHOICE) or self._default for group in groups for _ in group.completions]
+        asked = {name: [i for i, one in enumerate(chosen) if one == name] for name in dict.fromkeys(chosen) if name}
         found = self._ask(asked, groups)
-        parts: list[dict[str, Reward]] = [{} for _ in weights]
-        for name, indices in asked.items():
-            for i, reward in zip(indices, found[name], strict=True):
-                parts[i][name] = reward
-        total, raw, failures = [], [], []
-        for i, of in enumerate(parts):
-            reward = _finite(weighted_sum(of, weights[i], missing=self.missing))
-            before = {name: Reward(one.raw, error="") for name, one in of.items()}
-            total.append(reward.value)
-            raw.append(weighted_sum(before, weights[i], missing=self.missing).value)
+        in_order = {name: iter(rewards) for name, rewards in found.items()}
+        rewards = [next(in_order[str(name)]) for name in chosen]
+        failures = []
+        for i, reward in enumerate(rewards):
             if reward.value is None:
                 p, g = divmod(i, shape[1])
-                failures.append((reward.error or "", f"{groups[p].prompt.where or f'prompt {p}'}, completion {g}"))
+                where = f"{groups[p].prompt.where or f'prompt {p}'}, completion {g}"
+                failures.append((f"{chosen[i]}: {reward.error}", where))
         if failures:
             said = failure_summary(failures)
-            logger.warning("%d of %d completions have no reward: %s", len(failures), len(parts), said)
+            logger.warning("%d of %d completions have no reward: %s", len(failures), len(rewards), said)
+        total, raw = [reward.value for reward in rewards], [_finite(Reward(one.raw)).value for one in rewards]
         by_environment = {self._labels[name]: found[name] for name in asked}
         return GroupRewards(_tensor(total).reshape(shape), _tensor(raw).reshape(shape), by_environment, failures)
 
@@ -193,11 +185,10 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
     workers of its own. Raises `DataError` for a prompt that cannot be rewarded, and what making an environment raises;
     those that were made are then shut down.
     """
-    grpo, default = config.grpo, config.default_environments
-    used = dict.fromkeys((*default, *config.named_environments))
+    grpo, default = config.grpo, config.default_environment
+    used = dict.fromkeys((*([] if default is None else [default]), *config.named_environments))
     for prompt in prompts:
-        _check_choice(prompt, default, grpo)
-        used |= dict.fromkeys(_choice(prompt))
+        used[_choice(prompt, default, grpo)] = None
     sections, gold = sections_of(config.env), grpo.gold_environment
     made: dict[str, Environment] = {}
     try:
@@ -212,7 +203,6 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
         default,
         gold=None if gold is None else made.get(gold),
         timeout_seconds=grpo.environment_timeout_seconds,
-        missing=grpo.missing_rewards,
     )
 
 
@@ -258,24 +248,16 @@ def _in_thread(work: Callable[[], Result], *, after: Future[Any] | None = None) 
     return future
 
 
-def _choice(prompt: Prompt) -> dict[str, float]:
-    """Weights by name, as the prompt itself says; empty where it says nothing."""
-    chosen = prompt.info.get(CHOICE) or {}
-    return {chosen: 1.0} if isinstance(chosen, str) else dict(chosen)
-
-
-def _check_choice(prompt: Prompt, default: Mapping[str, float], grpo: GRPOConfig) -> None:
-    """Reading the data has checked that the environments of a prompt exist, and their weights."""
-    weights, gold = _choice(prompt) or default, grpo.gold_environment
-    if not weights:
-        summary = "the prompt chooses no environment, and there is no default (grpo.environments, data.env_name)"
-    elif gold in _choice(prompt):
+def _choice(prompt: Prompt, default: str | None, grpo: GRPOConfig) -> str:
+    """The environment of a prompt; reading the data has checked that it exists."""
+    chosen: str | None = prompt.info.get(CHOICE) or default
+    if chosen is None:
+        summary = "the prompt chooses no environment, and there is no default (grpo.environment, data.env_name)"
+    elif chosen == grpo.gold_environment:
         summary = "a prompt is rewarded by grpo.gold_environment, which then could not show over-optimisation"
-    elif grpo.missing_rewards == "renormalise" and min(weights.values()) <= 0:
-        summary = "an environment's weight cannot be renormalised (grpo.missing_rewards): it must be above 0"
     else:
-        return
-    raise DataError(summary, where=prompt.where, field=CHOICE, got=dict(weights))
+        return chosen
+    raise DataError(summary, where=prompt.where, field=CHOICE, got=chosen)
 
 
 def _finite(reward: Reward) -> Reward:

@@ -23,7 +23,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import orjson
 import torch
 
 from treeward.config.reward_shaping import RewardShapingConfig
@@ -60,17 +59,6 @@ class Item:
     ids: np.ndarray = field(default_factory=lambda: _NO_IDS)
     prompt: int = 0
     error: str | None = None
-
-
-def check_length(asked: Conversation | RenderedText, limit: int) -> str | None:
-    """Why a conversation is too long, or nested too deep, to be rendered, or None. It is measured as JSON."""
-    try:
-        length = len(asked.text if isinstance(asked, RenderedText) else orjson.dumps(asked).decode())
-    except orjson.JSONEncodeError as error:
-        return f"the conversation cannot be written as JSON, which has at most 254 levels here: {error}"
-    if length <= limit:
-        return None
-    return f"the conversation is too long: at most {limit} characters, or token ids (max_conversation_characters)"
 
 
 class ServedModel:

@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal, Protocol
 
+import orjson
+
 from treeward.config.server import RunningStatisticsConfig, ServerConfig
 from treeward.errors import ConfigError
 from treeward.scoring.rewarding import Rewarder
@@ -24,7 +26,7 @@ from treeward.scoring.score import Conversation, Reward, Score
 from treeward.serving.api_error import APIError
 from treeward.serving.batcher import Batcher, FailedScore
 from treeward.serving.metrics import ServerMetrics
-from treeward.serving.models import ServedModel, check_length
+from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.running import RewardLog
 
@@ -156,6 +158,17 @@ class Service:
         scores = await self._scores(model, [*asked, *plan.to_score[len(asked) :]], deadline)
         # It makes tokens of completions: in a thread, and always the same, as tokenizers are not made for several.
         return await asyncio.get_running_loop().run_in_executor(self._shaping, partial(rewarder.finish, plan, scores))
+
+
+def check_length(asked: Conversation | RenderedText, limit: int) -> str | None:
+    """Why a conversation is too long, or nested too deep, to be rendered, or None. It is measured as JSON."""
+    try:
+        length = len(asked.text if isinstance(asked, RenderedText) else orjson.dumps(asked).decode())
+    except orjson.JSONEncodeError as error:
+        return f"the conversation cannot be written as JSON, which has at most 254 levels here: {error}"
+    if length <= limit:
+        return None
+    return f"the conversation is too long: at most {limit} characters, or token ids (max_conversation_characters)"
 
 
 def _reward_log(config: RunningStatisticsConfig, model: ServedModel) -> RewardLog:

@@ -36,8 +36,9 @@ from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError, in_words
 from treeward.serving.dialects.bodies import Chat, JSONRoute, List, ModelName, OwnBody, Server
 from treeward.serving.limits import JSON
-from treeward.serving.models import ServedModel, check_length
+from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
+from treeward.serving.service import check_length
 
 _MOST_MESSAGES = 2**20
 _PROMPTS = ("context", "prompt", "instruction")

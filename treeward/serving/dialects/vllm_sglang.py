@@ -29,8 +29,9 @@ from treeward.serving.api_error import APIError, in_words
 from treeward.serving.dialects import bodies
 from treeward.serving.dialects.bodies import Body, Chat, JSONRoute, ModelName, Server, Texts, as_list, as_numbers
 from treeward.serving.limits import JSON
-from treeward.serving.models import ServedModel, check_length
+from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
+from treeward.serving.service import check_length
 
 router = APIRouter(route_class=JSONRoute)
 
