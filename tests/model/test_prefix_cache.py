@@ -32,7 +32,13 @@ def test_scores_are_those_without_a_cache(family: str) -> None:
     prompts = [system + _ids(generator, 30), system + _ids(generator, 50), _ids(generator, 35)]
     turns = [prompt + _ids(generator, 33) for prompt in prompts]  # what is kept of them continues what is known
     # First nothing is known, then the prompts are.
-    for starts, completions in ((prompts, (1, 7, 20)), (prompts, (1, 3)), (turns, (1, 3)), (turns, (2,))):
+    for starts, completions in (
+        (prompts, (1, 7, 20)),
+        (prompts, (1, 3)),
+        (turns, (1, 3)),
+        (turns, (2,)),
+        (prompts, (4,)),
+    ):
         sequences = [start + _ids(generator, n) for start in starts for n in completions]
         lengths = [len(start) for start in starts for _ in completions]
         plain = model.score_tokens(sequences)

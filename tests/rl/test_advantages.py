@@ -108,8 +108,9 @@ def test_the_soft_overlong_punishment_is_equation_13_and_ends_where_the_prompt_l
     options = (f"grpo.reward_shaping={shaping}", "policy.max_total_sequence_length=64")
     config = tiny_grpo(*options, "policy.generation.max_new_tokens=null")
     for prompt, room in ((4, 50), (20, 44), (62, 2)):
-        found = shaped_rewards(config, [group(prompt, *range(room + 1))], torch.ones(1, room + 1))
+        lengths = range(room + 9)
+        found = shaped_rewards(config, [group(prompt, *lengths)], torch.ones(1, len(lengths)))
         buffer = min(10, room)
-        for length in range(room + 1):
+        for length in lengths:
             punishment = min(max(length - (room - buffer), 0) / buffer, 1)
             assert float(found[0, length]) == pytest.approx(1.0 - 2 * punishment, abs=1e-6)

@@ -94,8 +94,9 @@ def test_the_same_weights_give_the_same_numbers(opened: Callable[..., GRPOSetup]
 def test_the_numbers_are_those_of_the_completions(
     opened: Callable[..., GRPOSetup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends = f"policy.generation.stop_token_ids={list(range(90))}"  # so that completions have different lengths
-    run = opened(*GOLD, "grpo.num_val_generations=2", "grpo.num_logged_samples=100", ends)
+    ends = f"policy.generation.stop_token_ids={list(range(120, 160))}"  # so that completions have different lengths
+    twice = "grpo.reward_scaling={enabled: true, source_min: 0, source_max: 1, target_min: 0, target_max: 2}"
+    run = opened(*GOLD, twice, "grpo.num_val_generations=2", "grpo.num_logged_samples=100", ends)
     with torch.no_grad():
         run.policy.hf.get_output_embeddings().weight.mul_(30)  # type: ignore[union-attr, operator]
     measure, entropies = run.updater.measure, list[torch.Tensor]()
@@ -119,9 +120,12 @@ def test_the_numbers_are_those_of_the_completions(
     assert found.metrics["validation/entropy"] == pytest.approx(per_token, rel=1e-5)
     assert abs(float(torch.cat(entropies).mean()) - per_token) > 1e-2
     vowels = [sum(c in "aeiou" for c in a["text"]) / max(len(a["text"]), 1) for a in completions]
-    assert [a["reward"] for a in completions] == pytest.approx(vowels)
+    assert [a["raw_reward"] for a in completions] == pytest.approx(vowels)
+    rewards = [a["reward"] for a in completions]
+    assert len(set(vowels)) > 2
+    assert rewards == pytest.approx([2 * share for share in vowels])
     assert found.watched["proxy_by_prompt"].tolist() == pytest.approx(
-        [sum(vowels[i : i + 2]) / 2 for i in range(0, 12, 2)]
+        [sum(rewards[i : i + 2]) / 2 for i in range(0, 12, 2)]
     )
     assert found.watched["gold_by_prompt"].shape == (6,)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from loopback import serving_on_loopback
 from signed import write_signed_model
 
@@ -20,6 +21,7 @@ from treeward.http import RewardServerError
 from treeward.model.export import export_policy
 from treeward.model.loading import build_policy
 from treeward.rl import setup as rl_setup
+from treeward.rl.grpo import GRPORun
 from treeward.rl.setup import set_up
 from treeward.serving.run import make_service
 
@@ -71,11 +73,21 @@ def test_a_schedule_ends_with_the_last_update(opened: Callable[..., Any]) -> Non
     """Six steps of three passes over the batch, each in two parts."""
     schedule = "policy.scheduler={name: linear, warmup_steps: 0, min_lr_ratio: 0}"
     run = opened("grpo.updates_per_batch=3", "policy.train_global_batch_size=8", schedule)
+    run.updater.learn([], torch.empty(0, 4), torch.empty(0, 4).bool())  # a step that has found no group: six of them
     rates = []
-    for _ in range(36):
+    for _ in range(30):
         rates.append(run.updater.optimizer.param_groups[0]["lr"])
         run.updater.on_step()
-    assert rates == pytest.approx([0.01 * (1 - n / 36) for n in range(36)])
+    assert rates == pytest.approx([0.01 * (1 - n / 36) for n in range(6, 36)])
+
+
+def test_a_step_is_as_long_as_the_clipped_gradient(opened: Callable[..., Any]) -> None:
+    sgd = "policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 1.0}}"
+    run = GRPORun(opened("policy.max_grad_norm=1.0e-3", sgd))
+    before = [weight.detach().clone() for weight in run.setup.policy.parameters()]
+    norm = run.step(1).logged["train/grad_norm"]
+    moved = [weight - old for weight, old in zip(run.setup.policy.parameters(), before, strict=True)]
+    assert norm > 0.01 and float(torch.cat([one.flatten() for one in moved]).norm()) == pytest.approx(1e-3, rel=0.01)
 
 
 def test_a_run_that_cannot_be_set_up_closes_its_environments(tiny_grpo: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from treeward.config.grpo import PolicyLossConfig
 from treeward.errors import ModelError
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
+from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion, completion_lengths
 from treeward.rl.policy_loss import needs_generator, policy_loss
 from treeward.rl.update import PolicyUpdater
 
@@ -324,4 +324,6 @@ def test_entropies_are_measured_where_they_are_asked_for() -> None:
         updater.update(updater.evaluate(groups), advantages, used, entropies=asked).means() for asked in (True, False)
     )
     assert with_them.keys() - without.keys() == {"entropy"}
+    lengths, entropy_PG = completion_lengths(groups), updater.measure(groups)[1]  # of completions; here of tokens
+    assert with_them["entropy"] == pytest.approx(float((entropy_PG * lengths)[used].sum() / lengths[used].sum()))
     assert without == pytest.approx({name: with_them[name] for name in without})

@@ -216,6 +216,8 @@ def test_several_heads(tiny_tokenizer: Any, tmp_path: Path) -> None:
         assert score.heads == pytest.approx(logits, abs=CLOSE)
         assert score.score == pytest.approx(logits[0] - 0.5 * logits[1], abs=CLOSE)
     assert scorer.score_tokens(rows) == pytest.approx(values(scorer.score(CHATS)), abs=CLOSE)
+    means = Scorer(model, renderer, head_weights="mean").score_tokens(rows)
+    assert means == pytest.approx(plain.mean(dim=1).tolist(), abs=CLOSE)
     hf.save_pretrained(tmp_path)
     renderer.tokenizer.save_pretrained(tmp_path)
     for weights in ([1.0, -0.5, 0.0], {"LABEL_0": 1.0, "LABEL_1": -0.5}):

@@ -67,6 +67,16 @@ def reward(score: float, length: int = 1, references: list[Reference] | None = N
 # --- formulas
 
 
+def test_rewards_are_normalised_and_clipped_on_both_sides() -> None:
+    constants = {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 2.0}
+    scores, normalised = [-99.0, -2.0, 1.0, 2.0, 99.0], [-50.0, -1.5, 0.0, 0.5, 49.0]
+    for clip in (1.0, 5.0, None):
+        limit = math.inf if clip is None else clip
+        want = [max(-limit, min(limit, value)) for value in normalised]
+        assert shape(shaper(**constants, reward_clip=clip), scores) == pytest.approx(want)
+    assert shape(shaper(**constants), scores) == pytest.approx([-5.0, -1.5, 0.0, 0.5, 5.0])
+
+
 @given(SCORES, st.lists(SCORES, min_size=1, max_size=4), SCORES)
 def test_relative_rewards_depend_on_differences(score: float, references: list[float], by: float) -> None:
     of_sigma = 1 / (1 + np.exp(-(score - np.array(references))))

@@ -99,23 +99,26 @@ def test_estimates_of_a_grade_are_averaged(tiny_run: Callable[..., Any], write_r
     assert (heads.means, heads.stds) == (pytest.approx([fmean(grades)] * 4), pytest.approx([pstdev(grades)] * 4))
 
 
+@pytest.mark.parametrize("num_heads", [1, 3])
 def test_grades_of_completions_that_stand_alone_are_learnt(
-    tiny_run: Callable[..., Any], write_rows: Callable[..., Path]
+    num_heads: int, tiny_run: Callable[..., Any], write_rows: Callable[..., Path]
 ) -> None:
-    """There is no pair in the data; the loss is the mean squared error in units of the grades' deviation."""
+    """There is no pair in the data; the loss is the mean squared error in units of the grades' deviation. Several heads
+    estimate a grade by their mean, and each learns for itself."""
     grades = [float(n % 5) for n in range(8)]
     alone = [{"prompt": f"Say {n}.", "completions": ["sun"], "scores": [grade]} for n, grade in enumerate(grades)]
     path = write_rows("alone.jsonl", alone)
     sets = [f"data.train=[{{data_path: {path}}}]", f"data.validation=[{{data_path: {path}, name: held_out}}]"]
-    kind = "policy.reward_model_cfg.reward_model_type=regression"
+    kind = f"policy.reward_model_cfg={{reward_model_type: regression, num_heads: {num_heads}}}"
     run = RewardModelRun(set_up(tiny_run(kind, *sets, "checkpointing.metric_name=val_loss")))
     [dataset] = run.setup.training_sets.values()
-    values = [float(run.model.score_tokens(one.token_ids)) for one in dataset[:]]
+    values = [float(run.model.score_tokens(one.token_ids).mean()) for one in dataset[:]]
     errors = [(value - one.grades[0][0]) ** 2 for value, one in zip(values, dataset[:], strict=True)]
     want = fmean(errors) / pstdev(grades) ** 2
     measured = run.validate_set("held_out")
     assert measured is not None and measured.sums.means()["loss"] == pytest.approx(want, rel=1e-5)
-    assert run.step(1).logged["train/rm/loss"] == pytest.approx(want, rel=1e-5)
+    assert measured.metrics()["mse"].value == pytest.approx(fmean(errors), rel=1e-5)
+    assert num_heads > 1 or run.step(1).logged["train/rm/loss"] == pytest.approx(want, rel=1e-5)
     run.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,13 @@ def test_small_steps_that_scatter_are_no_false_alarm() -> None:
             watch.see(step, metrics(draw.normal(0.35, 0.9, 8)), 8 * math.log(2))
         verdicts.append(watch.verdict())
     assert sum(one is not None for one in verdicts) <= 2
+
+
+def test_a_few_huge_losses_do_not_hide_that_the_others_are_at_chance() -> None:
+    watch = LearningWatch(96, learning_rate=1e-5)
+    for step in range(1, 97):
+        watch.see(step, replace(metrics(np.tile([0.1, -0.1], 4)), loss_sum=800.0 if step % 12 == 0 else 5.9), 8 * 0.7)
+    assert watch.verdict() is not None
 
 
 @pytest.mark.parametrize(("rate", "advice"), [(1e-5, "ten times"), (1e-3, "a tenth of")])

@@ -41,7 +41,7 @@ class CompletionLogProbs:
     """Log-probabilities of S completions with at most L tokens.
 
     `values_SL`: log p(token | tokens before it), float32 (S, L), 0 where `mask_SL` is False. `entropies_SL`: of the
-    distribution that predicts each token, without gradients; None unless requested.
+    distribution that predicts each token, 0 like these, without gradients; None unless requested.
     `num_computed_tokens`: tokens that went through the model.
     """
 

@@ -284,7 +284,7 @@ class PolicyUpdater:
             generated_SL=_generated(completions, values_SL)[0] if needs_generator(self.loss) else None,
         )
         if found.entropies_SL is not None:
-            metrics.entropy_sum = (found.entropies_SL * found.mask_SL).sum(dtype=torch.float64)
+            metrics.entropy_sum = found.entropies_SL.sum(dtype=torch.float64)
             metrics.entropy_tokens = metrics.tokens
         if old is None:  # the first and only pass of the trainer over what was sampled
             _add_mismatch(metrics, completions, values_SL)
