@@ -43,13 +43,14 @@ assert logging.get_verbosity() == logging.WARNING and logging.is_progress_bar_en
 
 
 @pytest.mark.slow
-def test_a_script_that_loads_a_model_has_no_log_of_others_and_keeps_its_own(model_folder: Path) -> None:
+@pytest.mark.parametrize("script", [LOADING, "import treeward.planning.find"])
+def test_a_script_that_loads_a_model_has_no_log_of_others_and_keeps_its_own(script: str, model_folder: Path) -> None:
     """A report of missing weights, warnings of torchao's kernels and bars are of treeward's calls, not the script's."""
     environment = {
         **os.environ,
         "TRANSFORMERS_VERBOSITY": "warning",
     }  # that of a command that a test has run is quieter
-    command = [sys.executable, "-c", LOADING, str(model_folder)]
+    command = [sys.executable, "-c", script, str(model_folder)]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert ended.stdout + ended.stderr == ""
 

@@ -114,10 +114,8 @@ class GenerationConfig(Strict):
         for key in ("temperature", "top_p", "top_k") if isinstance(raw, Mapping) else ():
             value = raw.get(key, cls.model_fields[key].default)
             if (other := raw.get(f"val_{key}", value)) != value:
-                need, fix = f"{key}, as in training", f"set policy.generation.val_{key} to {key}, or remove it"
-                raise ConfigError(
-                    "validation cannot sample in another way", field=f"val_{key}", got=other, need=need, fix=fix
-                )
+                summary, need = "validation samples as training does", f"the value of {key}, or no such key"
+                raise ConfigError(summary, field=f"val_{key}", got=other, need=need)
         return raw
 
     @property
