@@ -117,14 +117,11 @@ SECTIONS = [
     (GRPOPolicyConfig, "model_name: m, lora_cfg: {enabled: true}", "lora_cfg.enabled"),
     (GRPOPolicyConfig, "model_name: m, dtensor_cfg: {lora_cfg: {enabled: true, match_all_linear: false}}",
      "dtensor_cfg.lora_cfg.target_modules"),
-    (GRPOPolicyConfig, "model_name: m, generation: {backend: openai}", "generation.url"),
     (GRPOPolicyConfig, "model_name: m, generation: {vllm_cfg: {precision: fp8, gpu_memory_utilization: 0.6}}",
      "generation.vllm_cfg.precision"),
     (GRPOPolicyConfig, "model_name: m, generation: {vllm_cfg: {tensor_parallel_size: 4, expert_parallel_size: 2}}",
      "generation.vllm_cfg.expert_parallel_size"),
     (GRPOPolicyConfig, "model_name: m, generation: {url: 'http://h/v1'}", "generation.url"),
-    (GRPOPolicyConfig, "model_name: m, generation: {backend: openai, url: 'http://h/v1', top_k: 4}",
-     "generation.top_k"),
     (GRPOPolicyConfig, "model_name: m, generation: {colocated: {enabled: false, resources: {gpus_per_node: 1}}}",
      "generation.url"),
     (GRPOPolicyConfig, "model_name: m, generation: {backend: vllm, colocated: {enabled: false}}",
@@ -185,8 +182,8 @@ def test_what_a_section_refuses(section, text, field):
 
 
 VALIDATION = "data.val_data_paths={hard_set: h, plain: p}"
-OPENAI = ("policy.generation.backend=openai", "policy.generation.url=http://h/v1", "policy.generation.retokenize=true")
-VLLM, SGLANG = ("policy.generation.backend=vllm", OPENAI[1]), ("policy.generation.backend=sglang", OPENAI[1])
+URL = "policy.generation.url=http://h/v1"
+VLLM, SGLANG = ("policy.generation.backend=vllm", URL), ("policy.generation.backend=sglang", URL)
 CORRECTED = "loss_fn.use_importance_sampling_correction=true"
 COOLER = ("policy.generation.temperature=0.7", "policy.generation.top_p=0.9")
 NO_REFERENCE = "grpo.skip_reference_policy_logprobs_calculation=true"
@@ -211,8 +208,8 @@ RUNS = [
      "loss_fn.force_on_policy_ratio"),
     ("grpo", [NO_REFERENCE], "grpo.skip_reference_policy_logprobs_calculation"),
     ("grpo", [NO_REFERENCE, NO_PENALTY, "grpo.watch.max_kl=10"], "grpo.skip_reference_policy_logprobs_calculation"),
-    ("grpo", [*OPENAI[:2], CORRECTED], "loss_fn.use_importance_sampling_correction"),
-    ("grpo", [*OPENAI, "loss_fn.use_on_policy_kl_approximation=true"], "loss_fn.use_on_policy_kl_approximation"),
+    ("grpo", [*VLLM, COOLER[1], "loss_fn.use_on_policy_kl_approximation=true"],
+     "loss_fn.use_on_policy_kl_approximation"),
     ("grpo", [*VLLM, CORRECTED, COOLER[1]], "loss_fn.use_importance_sampling_correction"),
     ("grpo", ["data.max_input_seq_length=65"], "data.max_input_seq_length"),
     ("grpo", ["grpo.reward_shaping.enabled=true"], "grpo.reward_shaping.overlong_buffer_length"),
@@ -258,7 +255,7 @@ def test_environments_are_checked_by_their_kinds(mistake, override, field, words
     "overrides",
     [
         [NO_REFERENCE, NO_PENALTY],
-        [*OPENAI, "loss_fn={use_on_policy_kl_approximation: true, kl_in_reward: true}"],
+        [*VLLM, COOLER[1], "loss_fn={use_on_policy_kl_approximation: true, kl_in_reward: true}"],
         [*SGLANG, CORRECTED, *COOLER],
         [*VLLM, CORRECTED, COOLER[0], "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}"],
         [CORRECTED, *COOLER],

@@ -2,7 +2,7 @@
 
     policy: {model_name: Qwen/Qwen2.5-1.5B, generation: {backend: hf, max_new_tokens: 512, temperature: 1.0}}
 
-With `backend: vllm`, `sglang` or `openai` and a `url`, a server samples, and gets the weights of the policy. With
+With `backend: vllm` or `sglang` and a `url`, a server samples, and gets the weights of the policy. With
 `backend: vllm` and no `url` the run starts engines of vLLM by itself.
 """
 
@@ -64,8 +64,8 @@ class VllmConfig(Strict):
 class GenerationConfig(Strict):
     """How completions are sampled, and by what."""
 
-    backend: Literal["hf", "vllm", "sglang", "openai"] = "hf"
-    """`hf`: the policy itself samples. `vllm`, `sglang`, `openai`: the server at `url`. `vllm` without a `url`: engines
+    backend: Literal["hf", "vllm", "sglang"] = "hf"
+    """`hf`: the policy itself samples. `vllm`, `sglang`: the server at `url`. `vllm` without a `url`: engines
     that the run starts; colocated, where vLLM is not installed, and `sglang` without a `url`: the policy itself."""
     url: str | None = Field(default=None, pattern="^https?://.+")
     """Address of the server, as `http://127.0.0.1:8000/v1`, with or without the version."""
@@ -93,13 +93,11 @@ class GenerationConfig(Strict):
     """Most requests to the server at a time."""
     max_retries: NonNegativeInt = 8
     """Further attempts of a request to the server that failed."""
-    retokenize: bool = False
-    """Accept completions without token ids, whose text is tokenized again, which may give other tokens."""
     probe_tolerance: PositiveFloat | None = None
     """Largest mean difference, in nats, of log-probabilities of sampler and policy after an update. None: 0.001 where
     both compute in float32, as far as is known, else 0.12."""
-    weight_sync: str | None = Field(default=None, pattern=r"^(none|folder|.+\..+)$")
-    """How the server gets weights: `folder`, `none`, or a function's path. None: `folder`, for `openai` `none`."""
+    weight_sync: str = Field(default="folder", pattern=r"^(none|folder|.+\..+)$")
+    """How the server gets weights: `folder`, `none`, or a function's path."""
     weight_folder: str | None = None
     """That folder. None: `weights` in `checkpointing.checkpoint_dir`."""
     vllm_cfg: VllmConfig = VllmConfig()
@@ -119,11 +117,6 @@ class GenerationConfig(Strict):
         return raw
 
     @property
-    def weight_sync_method(self) -> str:
-        """`folder`, `none` or the dotted path of a function."""
-        return self.weight_sync or ("none" if self.backend == "openai" else "folder")
-
-    @property
     def starts_engines(self) -> bool:
         """Whether the run starts engines of vLLM; colocated ones only where vLLM is installed."""
         is_installed = importlib.util.find_spec("vllm") is not None
@@ -134,7 +127,7 @@ class GenerationConfig(Strict):
         """Whether server or engines give log-probabilities at the temperature and before top-k and top-p; others are
         not used. SGLang's are those; a server of vLLM does not say whether they are; engines give raw ones at 1."""
         is_raw = self.backend == "sglang" or (self.starts_engines and self.temperature == 1.0)
-        return self.backend != "openai" and (is_raw or (self.top_k is None and self.top_p == 1.0))
+        return is_raw or (self.top_k is None and self.top_p == 1.0)
 
     @property
     def num_engines(self) -> int:
@@ -145,9 +138,9 @@ class GenerationConfig(Strict):
         return of_each_node * (self.colocated.resources.num_nodes or 1)
 
     def check(self) -> None:
-        need = "backend: vllm, sglang or openai, or no url: backend hf samples in this process"
+        need = "backend: vllm or sglang, or no url: backend hf samples in this process"
         self.refuse(self.backend == "hf" and self.url is not None, "url backend", need)
-        needs_server = self.backend == "openai" or (self.backend != "vllm" and not self.colocated.enabled)
+        needs_server = self.backend != "vllm" and not self.colocated.enabled
         need = "a url, as http://127.0.0.1:8000/v1; or backend: vllm; or backend: hf and colocated.enabled: true"
         self.refuse(self.url is None and needs_server, "url backend colocated.enabled", need)
         if self.url is None and not self.colocated.enabled:
@@ -155,11 +148,6 @@ class GenerationConfig(Strict):
             keys = "colocated.resources.gpus_per_node vllm_cfg.tensor_parallel_size url"
             need = "GPUs of each node for vLLM's engines, a multiple of tensor_parallel_size; or the url of a server"
             self.refuse(gpus is None or gpus % size, keys, need)
-        is_openai = self.backend == "openai"
-        self.refuse(is_openai and self.top_k is not None, "top_k backend", "no top_k with backend openai")
-        self.refuse(is_openai and self.stop_token_ids, "stop_token_ids backend", "stop_strings with backend openai")
-        need = "none, or module.function, with backend openai"
-        self.refuse(is_openai and self.weight_sync == "folder", "weight_sync backend", need)
 
 
 class GRPOPolicyConfig(TrainedModelConfig):

@@ -145,7 +145,7 @@ class GRPORunConfig(Strict):
         """Warnings about settings that are valid and may surprise."""
         generation, others = self.policy.generation, (*self.used_environments, self.grpo.gold_environment)
         unused = [f"env.{name}" for name in self.environments if name not in others]
-        unread = [key for key in ("weight_sync", "weight_folder", "retokenize") if getattr(generation, key)]
+        unread = [key for key in ("weight_sync", "weight_folder") if key in generation.model_fields_set]
         found = {
             f"policy.generation.backend is {generation.backend} and no url is given: the policy itself samples, in "
             "this process": generation.backend != "hf" and not (generation.url or generation.starts_engines),

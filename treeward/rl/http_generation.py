@@ -1,4 +1,4 @@
-"""`HttpGenerator`: completions sampled by a server of vLLM, of SGLang, or any that speaks OpenAI's completions.
+"""`HttpGenerator`: completions sampled by a server of vLLM or of SGLang.
 
     section = GenerationConfig(backend="vllm", url="http://localhost:8000", model="policy", weight_folder="/dev/shm/w")
     generator = HttpGenerator(policy, tokenizer, section)
@@ -14,7 +14,6 @@ that fails, or whose response does not fit the request, is a `GenerationError` w
 - SGLang: `/generate` with `input_ids`, one for each completion with its own seed, which the server heeds with
   `--enable-deterministic-inference`. Log-probabilities are at the temperature, before top-k and top-p, unless
   `SGLANG_RETURN_ORIGINAL_LOGPROB` is set.
-- openai: `/v1/completions` as OpenAI describes it: text without token ids, which is tokenized again.
 """
 
 from __future__ import annotations
@@ -71,11 +70,11 @@ class HttpGenerator(ServedGenerator):
         self._url = server.url.rstrip("/").removesuffix("/v1")
         self._key = key_from(server.api_key_env, field="api_key_env")
         self._sync: Callable[[PolicyModel, int], Any] | None = None
-        if server.weight_sync_method == "folder":
+        if server.weight_sync == "folder":
             assert server.weight_folder is not None
             self._sync = self._write_weights
-        elif server.weight_sync_method != "none":
-            self._sync = import_object(server.weight_sync_method, field="weight_sync")
+        elif server.weight_sync != "none":
+            self._sync = import_object(server.weight_sync, field="weight_sync")
         self._weights: Path | None = None
         self._stale_logged = False
 
@@ -94,18 +93,16 @@ class HttpGenerator(ServedGenerator):
                 "every update. Set loss_fn.use_importance_sampling_correction=true, or give the server the weights "
                 "(weight_sync: folder).", version,
             )  # fmt: skip
-        if self.config.backend != "openai" and (is_first or self._sync is not None):
+        if is_first or self._sync is not None:
             error = self.compare(policy, where=self._url)
             if error is not None and self._sync is not None:
                 raise error
             if error is not None:
                 logger.warning("%s", error)
-        elif is_first:
-            logger.warning("Whether %s has the policy's weights is unknown: it gives no log-probabilities.", self._url)
 
     def close(self) -> None:
         """Remove the weights that were written, also by a session of this run that was killed."""
-        if self.config.weight_sync_method == "folder" and processes.is_main():
+        if self.config.weight_sync == "folder" and processes.is_main():
             self._clear_weights(keep=None)
 
     def _write_weights(self, policy: PolicyModel, version: int) -> None:
@@ -200,19 +197,11 @@ class HttpGenerator(ServedGenerator):
                 if any(choice.get("prompt_token_ids") not in (None, request.prompt_ids) for choice in choices):
                     raise ValueError("completions of another prompt than was sent: prompt_token_ids differ")
                 given = [_of_completions(one, log_probs) for one in choices]
-            found = self.checked(given, request, log_probs=log_probs)
+            if any(one["token_ids"] is None for one in given):
+                raise ValueError("text without token ids (vLLM gives them from 0.10.2 on)")
+            return self.checked(given, request, log_probs=log_probs)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise self._wrong(path, f"{type(error).__name__}: {error}", request.asked) from None
-        may_be_text = self.config.backend == "openai" and self.config.retokenize
-        if not may_be_text and any(one.token_ids is None for one in found):
-            raise GenerationError(
-                "the generator does not say which tokens it sampled",
-                where=self._url + path,
-                got=f"text without token ids; asked for {request.asked}",
-                need="token ids: text that is tokenized again can be other tokens than were sampled",
-                fix="serve with vLLM 0.10.2 or later (backend vllm) or SGLang (backend sglang), or set retokenize",
-            )
-        return found
 
     def _wrong(self, path: str, got: str, asked: str) -> GenerationError:
         return GenerationError(
@@ -242,14 +231,12 @@ def _request_of(
             "return_logprob": log_probs,
         }
     body = {"model": config.model, "prompt": request.prompt_ids, "max_tokens": request.most, **common}
-    body |= {"n": request.num_completions, "seed": request.seed}
-    if config.backend == "vllm":
-        body |= {**extended, "return_token_ids": True} | ({"logprobs": 1} if log_probs else {})
-    return "/v1/completions", body
+    body |= {"n": request.num_completions, "seed": request.seed, **extended, "return_token_ids": True}
+    return "/v1/completions", body | ({"logprobs": 1} if log_probs else {})
 
 
 def _of_completions(choice: Mapping[str, Any], log_probs: bool) -> dict[str, Any]:
-    found = {key: choice.get(key) for key in ("token_ids", "finish_reason", "text")}
+    found = {key: choice.get(key) for key in ("token_ids", "finish_reason")}
     if log_probs and found["token_ids"] is not None:
         found["log_probs"] = choice["logprobs"]["token_logprobs"]
     return found
@@ -257,7 +244,7 @@ def _of_completions(choice: Mapping[str, Any], log_probs: bool) -> dict[str, Any
 
 def _of_sglang(part: Mapping[str, Any], log_probs: bool) -> dict[str, Any]:
     meta, ids = part["meta_info"], part.get("output_ids")
-    found = {"token_ids": ids, "finish_reason": meta["finish_reason"]["type"], "text": part.get("text")}
+    found = {"token_ids": ids, "finish_reason": meta["finish_reason"]["type"]}
     if log_probs:
         said = meta["output_token_logprobs"]
         found |= {"log_probs": [one[0] for one in said], "token_ids": [one[1] for one in said]}

@@ -52,13 +52,12 @@ class Request(NamedTuple):
 
 
 class Served(BaseModel):
-    """A completion as the sampler gives it. `token_ids`: None where it gives only `text`."""
+    """A completion as the sampler gives it."""
 
-    token_ids: list[Annotated[NonNegativeInt, Field(strict=True)]] | None = None
+    token_ids: list[Annotated[NonNegativeInt, Field(strict=True)]]
     # A server that computes in bfloat16 may give log-probabilities a little above 0.
     log_probs: list[Annotated[float, Field(strict=True, le=1e-2, allow_inf_nan=False)]] | None = None
     finish_reason: Literal["stop", "length"]
-    text: str | None = None
 
 
 class ServedGenerator(Generator):
@@ -73,7 +72,7 @@ class ServedGenerator(Generator):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._vocabulary = int(self.policy.hf.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
-        if not self.config.gives_log_probs and self.config.backend != "openai":
+        if not self.config.gives_log_probs:
             logger.warning(
                 "With top_k or top_p %s gives log-probabilities after top_k and top_p, or at temperature 1, and does "
                 "not say which: they are not used, so train/token_mult_prob_error is not known.", self.config.backend,
@@ -111,22 +110,16 @@ class ServedGenerator(Generator):
         if len(found) != request.num_completions:
             raise ValueError(f"{len(found)} completions instead of {request.num_completions}")
         for one in found:
-            ids, said = one.token_ids or [], one.log_probs or []
+            ids, said = one.token_ids, one.log_probs or []
             if len(ids) > request.most or max(ids, default=0) >= self._vocabulary:
                 raise ValueError(f"{len(ids)} token ids up to {max(ids)}; the policy has {self._vocabulary} tokens")
-            if log_probs and one.token_ids is not None and len(said) != len(ids):
+            if log_probs and len(said) != len(ids):
                 raise ValueError(f"{len(said)} log-probabilities for {len(ids)} tokens")
         return found
 
     def _completion(self, served: Served) -> SampledCompletion:
         truncated = served.finish_reason == "length"
-        if served.token_ids is not None:
-            return self.reader.completion(served.token_ids, served.log_probs, truncated=truncated)
-        tokens = list(self.tokenizer(served.text, add_special_tokens=False).input_ids)
-        end = self.tokenizer.eos_token_id
-        if not truncated and not self.config.stop_strings and end in self.reader.end_ids:
-            tokens.append(end)
-        return self.reader.completion(tokens, None, truncated=truncated)
+        return self.reader.completion(served.token_ids, served.log_probs, truncated=truncated)
 
     @cached_property
     def _ordinary_tokens(self) -> list[int]:
@@ -149,7 +142,7 @@ class ServedGenerator(Generator):
         sampling = self.config.model_copy(update=_PROBE_SAMPLING)
         served = processes.on_main(lambda: self.ask(requests, sampling, log_probs=True))
         sampled = [torch.tensor(one.log_probs) for [one] in served]
-        groups = [[ids + (one.token_ids or [])] for ids, [one] in zip(prompts, served, strict=True)]
+        groups = [[ids + one.token_ids] for ids, [one] in zip(prompts, served, strict=True)]
         training, differences = policy.training, []
         policy.eval()
         for temperature in {self.config.temperature} | (set() if self.config.gives_log_probs else {1.0}):
