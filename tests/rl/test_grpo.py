@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from planted import vowels
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.rl import grpo as grpo_module
@@ -67,12 +68,14 @@ def test_a_planted_reward_is_learnt(tiny_grpo: Make, tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(outcome.model_folder).chat_template
 
 
-def test_the_kl_of_each_completion_is_taken_from_its_reward(
+def test_the_metrics_of_a_step_and_the_kl_that_is_taken_from_each_reward(
     opened: Callable[..., Any], sampled: list[Rollouts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The policy has moved, and moves no further; it samples at the temperature at which it learns."""
     options = "loss_fn.kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.5", "policy.optimizer.kwargs.lr=1e-30"
-    run = GRPORun(opened(*options, "policy.generation.temperature=0.7"))
+    gold = "env.gold={type: custom, function: planted.length}", "grpo.gold_environment=gold"
+    environments = *gold, "grpo.environment=planted"
+    run = GRPORun(opened(*options, *environments, "policy.generation.temperature=0.7"))
     with torch.no_grad():
         run.setup.policy.hf.get_output_embeddings().weight.mul_(3)
     compared = list[torch.Tensor]()
@@ -86,6 +89,15 @@ def test_the_kl_of_each_completion_is_taken_from_its_reward(
     assert metrics["train/kl_penalty"] == pytest.approx(0.5 * float(kl_PG.mean()))
     assert metrics["train/kl"] == pytest.approx(float(kl_PG.mean()), rel=1e-5)
     assert metrics["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+    completions = [completion for group in sampled[0].groups for completion in group.completions]
+    texts, lengths = [one.text for one in completions], [len(one.token_ids) for one in completions]
+    assert metrics["train/raw_reward"] == metrics["train/reward"]
+    assert metrics["train/reward"] == pytest.approx(sum(vowels("", text) for text in texts) / 16, abs=1e-6)
+    assert metrics["train/gold_reward"] == pytest.approx(sum(map(len, texts)) / 16 / 100, abs=1e-6)
+    assert metrics["train/mean_gen_tokens_per_sample"] == pytest.approx(sum(lengths) / 16)
+    assert metrics["planted_env/num_samples"] == 16 and metrics["planted_env/num_failed"] == 0
+    assert metrics["train/num_failed"] == metrics["train/num_masked"] == 0 and metrics["train/lr"] == 1e-30
+    assert metrics["train/prompts_drawn"] == 4 and metrics["epoch"] == pytest.approx(4 / 42)
 
 
 def nodes(groups: list[CompletionGroup]) -> int:
@@ -113,30 +125,6 @@ def test_prompts_are_computed_once(
         rows = sum(len(sequence) for group in used for sequence in group.sequences)
         assert line["train/computed_tokens"] == passes * nodes(used) < passes * rows == line["train/row_tokens"]
         assert ("train/kl" in line) == (passes > 1) and ("train/kl_penalty" in line) == ("kl_in_reward" in str(options))
-
-
-@pytest.mark.slow
-def test_the_metrics_of_a_step(tiny_grpo: Make, tmp_path: Path, sampled: list[Rollouts]) -> None:
-    run(tiny_grpo(*SHORT, "env.gold={type: custom, function: planted.length}", "grpo.gold_environment=gold",
-                  "grpo.environment=planted", "grpo.updates_per_batch=2"))  # fmt: skip
-    lines = logged(tmp_path, "train/reward")
-    for line, rollouts in zip(lines, sampled, strict=True):
-        texts = [completion.text for group in rollouts.groups for completion in group.completions]
-        rewards = [sum(c in "aeiou" for c in text) / max(len(text), 1) for text in texts]
-        assert line["train/reward"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-6)
-        assert line["train/raw_reward"] == line["train/reward"]
-        assert line["train/gold_reward"] == pytest.approx(sum(map(len, texts)) / len(texts) / 100, abs=1e-6)
-        lengths = [len(completion.token_ids) for group in rollouts.groups for completion in group.completions]
-        assert line["train/mean_gen_tokens_per_sample"] == pytest.approx(sum(lengths) / len(lengths))
-        assert line["planted_env/num_samples"] == 16 and line["planted_env/num_failed"] == 0
-        # the policy that samples is the one that learns: the same log-probabilities
-        assert line["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
-        assert line["train/lr"] == 0.01 and line["train/num_failed"] == line["train/num_masked"] == 0
-    assert [line["train/prompts_drawn"] for line in lines] == [4, 8]
-    assert lines[1]["epoch"] == pytest.approx(8 / 42)
-    for line in lines:  # of a completion, as in validations
-        per_token, tokens = line["train/kl_per_token"], line["train/mean_gen_tokens_per_sample"]
-        assert line["train/kl"] == pytest.approx(per_token * tokens, rel=1e-5) and per_token > 0
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ GOOD, BAD = ("sun", "moon", "star", "sky"), ("mud", "rust", "dust", "ash")
 HEADS = "policy.reward_model_cfg.num_heads=4"
 
 
-def rows(num: int, *, seed: int, shuffled: bool = False, prompt: str = "Say {}.") -> list[dict[str, Any]]:
+def rows(num: int, *, seed: int) -> list[dict[str, Any]]:
     """Four completions of four words: the score is how many are good."""
     generator, made = random.Random(seed), []
     for n in range(num):
@@ -41,23 +41,9 @@ def rows(num: int, *, seed: int, shuffled: bool = False, prompt: str = "Say {}."
         for count in counts:
             words = [generator.choice(GOOD) for _ in range(count)] + [generator.choice(BAD) for _ in range(4 - count)]
             generator.shuffle(words)
-            score = generator.choice(counts) if shuffled else count
-            completions.append({"completion": " ".join(words), "score": score})
-        made.append({"prompt": prompt.format(n % 7), "completions": completions})
+            completions.append({"completion": " ".join(words), "score": count})
+        made.append({"prompt": f"Say {n % 7}.", "completions": completions})
     return made
-
-
-@pytest.fixture
-def learnt(tiny_run: Callable[..., Any], write_rows: Callable[..., Path]) -> Callable[..., dict[str, float]]:
-    def run(*overrides: str, shuffled: bool = False, steps: int = 24) -> dict[str, float]:
-        train_path, held_out = write_rows("train.jsonl", rows(96, seed=0, shuffled=shuffled)), rows(24, seed=1)
-        sets = [f"data.train=[{{data_path: {train_path}}}]", HEADS]
-        sets.append(f"data.validation=[{{data_path: {write_rows('held_out.jsonl', held_out)}, name: held_out}}]")
-        optimiser = ["policy.optimizer.kwargs.lr=3.0e-3", "policy.train_global_batch_size=16", "rm.val_period=0"]
-        length = [f"rm.max_num_steps={steps}", "rm.max_num_epochs=100", "checkpointing.save_period=null"]
-        return dict(train(tiny_run(*sets, *optimiser, *length, *overrides), show_progress=False).validation["held_out"])
-
-    return run
 
 
 def gradients(run: RewardModelRun) -> list[Tensor]:
@@ -139,33 +125,19 @@ def test_micro_batches_change_no_gradient(kind: str, tiny_run: Callable[..., Any
     assert len({float(row.norm()) for row in wanted[-1]}) == 4  # no two heads learn alike
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bradley_terry", "plackett_luce", "regression"])
-def test_a_planted_rule_is_learnt_and_the_spread_is_told(kind: str, learnt: Callable[..., Any], tmp_path: Path) -> None:
-    steps = 40 if kind == "regression" else 24
-    metrics = learnt(f"policy.reward_model_cfg.reward_model_type={kind}", steps=steps)
-    assert metrics["kendall_tau"] > 0.9 and metrics["best_of_k"] > 0.9
-    folder = next(tmp_path.rglob("final"))
-    contract, scorer = read_contract(folder), Scorer.load(folder)  # which replays the golden scores
-    assert contract is not None and contract.has_estimates and contract.read.plain_transformers
-    assert [(one.name, one.weight) for one in contract.heads] == [(f"LABEL_{h}", 0.25) for h in range(4)]
-    scores = scorer.score_completions("Say 1.", ["sun moon sky mud", "ash"])
-    for one in scores:
-        assert len(set(one.heads)) == 4 and one.score == pytest.approx(fmean(one.heads), abs=1e-6)
-        assert one.spread == pytest.approx(pstdev(one.heads), abs=1e-6) and one.parts["spread"] == one.spread
-    if kind == "regression":
-        assert metrics["mse"] < 0.2 and scores[0].score == pytest.approx(3, abs=1)
-
-
-def test_shuffled_labels_are_not_learnt(learnt: Callable[..., Any]) -> None:
-    assert learnt(shuffled=True, steps=12)["loss"] > 0.8 * math.log(2)
-
-
-def test_spread_is_used_by_environment_and_ensemble(learnt: Callable[..., Any], tmp_path: Path) -> None:
-    learnt(steps=2)
+def test_spread_is_used_by_environment_and_ensemble(
+    tiny_run: Callable[..., Any], write_rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = f"{{data_path: {write_rows('rows.jsonl', rows(24, seed=0))}, name: held_out}}"
+    train(
+        tiny_run(HEADS, f"data.train=[{data}]", f"data.validation=[{data}]", "rm.max_num_steps=2"), show_progress=False
+    )
     folder, log = next(tmp_path.rglob("final")), [{"role": "user", "content": "Say 1."}]
     log.append({"role": "assistant", "content": "sun moon"})
-    [score] = Scorer.load(folder).score([log])
+    contract, [score] = read_contract(folder), Scorer.load(folder).score([log])
+    assert contract is not None and contract.has_estimates and contract.read.plain_transformers
+    assert [(one.name, one.weight) for one in contract.heads] == [(f"LABEL_{h}", 0.25) for h in range(4)]
+    assert score.score == pytest.approx(fmean(score.heads), abs=1e-6) and score.parts["spread"] == score.spread
     environment = RewardModelEnvironment({"model_name": str(folder), "precision": "float32"}, workers="here")
     [reward] = environment.rewards([log], [{}])
     assert reward.value == pytest.approx(score.score) and reward.components["spread"] == pytest.approx(score.spread)
