@@ -73,9 +73,8 @@ def test_the_metrics_of_a_step_and_the_kl_that_is_taken_from_each_reward(
 ) -> None:
     """The policy has moved, and moves no further; it samples at the temperature at which it learns."""
     options = "loss_fn.kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.5", "policy.optimizer.kwargs.lr=1e-30"
-    gold = "env.gold={type: custom, function: planted.length}", "grpo.gold_environment=gold"
-    environments = *gold, "grpo.environment=planted"
-    run = GRPORun(opened(*options, *environments, "policy.generation.temperature=0.7"))
+    gold = "env.gold={type: custom, function: planted.length}", "grpo.gold_environment=gold", "grpo.environment=planted"
+    run = GRPORun(opened(*options, *gold, "policy.generation.temperature=0.7"))
     with torch.no_grad():
         run.setup.policy.hf.get_output_embeddings().weight.mul_(3)
     compared = list[torch.Tensor]()
@@ -89,7 +88,7 @@ def test_the_metrics_of_a_step_and_the_kl_that_is_taken_from_each_reward(
     assert metrics["train/kl_penalty"] == pytest.approx(0.5 * float(kl_PG.mean()))
     assert metrics["train/kl"] == pytest.approx(float(kl_PG.mean()), rel=1e-5)
     assert metrics["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
-    completions = [completion for group in sampled[0].groups for completion in group.completions]
+    completions = [one for group in sampled[0].groups for one in group.completions]
     texts, lengths = [one.text for one in completions], [len(one.token_ids) for one in completions]
     assert metrics["train/raw_reward"] == metrics["train/reward"]
     assert metrics["train/reward"] == pytest.approx(sum(vowels("", text) for text in texts) / 16, abs=1e-6)
