@@ -420,14 +420,13 @@ def ranked_row_of_rmb(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     need = "the best and the worse ones, as chosen and reject or bon_best and loser_list"
     keys = ("chosen", "reject") if values.get("bon_best") is None else ("bon_best", "loser_list")
     best, worse = (parse_json_list(required(values, key, where, need), key, where) for key in keys)
-    ranked = [(0, best), *((1, one) for one in (worse if _is_list(worse) else [worse]))]
-    return {
-        "context": required(values, "conversation_input", where, need),
-        "completions": [
-            {"rank": rank, **(one if isinstance(one, Mapping) else {"completion": one})} for rank, one in ranked
-        ],
-        "task_name": values.get("category_path"),
-    }
+    given = [
+        one if isinstance(one, Mapping) else {"completion": one}
+        for one in (best, *(worse if _is_list(worse) else [worse]))
+    ]
+    context, task = required(values, "conversation_input", where, need), values.get("category_path")
+    completions = [{"rank": int(i > 0), **one} for i, one in enumerate(given)]
+    return {"context": context, "completions": completions, "task_name": task}
 
 
 def turns_of(prompt: Any) -> Any:

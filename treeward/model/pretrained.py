@@ -45,7 +45,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 """The number formats that a configuration can name."""
 
 _HEAD_FILES = ["value_head.safetensors", "value_head.bin"]
-_MAY_FAIL = [f"_raise_exceptions_for_{what}" for what in ("missing_entries", "connection_errors", "gated_repo")]
 _DAMAGED = (LookupError, TypeError, AttributeError, StrictDataclassError)  # of JSON of another form, as a list
 
 
@@ -225,9 +224,8 @@ def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
     """
     config, unknown = hf.config, set(unused)
     if hasattr(hf, "num_labels"):  # a language model needs no head
-        may_fail: dict[str, Any] = dict.fromkeys(_MAY_FAIL, False)
-        files = cached_files(name, _HEAD_FILES, **may_fail) or ()
-        unknown.update(Path(file).name for file in files)
+        may_lack: Any = {f"_raise_exceptions_for_{one}": False for one in ("missing_entries", "connection_errors")}
+        unknown.update(Path(file).name for file in cached_files(name, _HEAD_FILES, **may_lack) or ())
     patterns = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]  # old buffers, as transformers has them
     classes = [getattr(transformers, text, None) for text in config.architectures or ()]
     classes = [one for one in classes if getattr(one, "config_class", None) is type(config)]
