@@ -23,7 +23,7 @@ from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError
 from treeward.model import export as of_export
 from treeward.model import shards
-from treeward.model.export import Rest, export_model, export_policy
+from treeward.model.export import DeferredWrite, export_model, export_policy
 from treeward.model.loading import load_reward_model
 from treeward.model.lora import add_adapters
 from treeward.model.policy_model import PolicyModel
@@ -82,7 +82,7 @@ class Session:
         held = self.optimizer.masters if isinstance(self.optimizer, MasterWeights) else self.model.parameters()
         return [shards.whole(weight.detach()).clone() for weight in held]
 
-    def save(self, folder: Path, **options: Any) -> Rest | None:
+    def save(self, folder: Path, **options: Any) -> DeferredWrite | None:
         state = RunState(SAVED, {"what": "x"})
         return save_state(folder, state, self.optimizer, self.scheduler, with_weights=True, **options)
 

@@ -98,7 +98,7 @@ def test_shared_prompts_give_the_completions_of_plain_rows(
 
     monkeypatch.setattr(decoding, "_FIRST_CAPACITY", 4)
     shared = sampled()
-    monkeypatch.setitem(sampling.PACES, "cpu", sampling.PACES["cuda"])
+    monkeypatch.setitem(sampling.DECODE_SETTINGS, "cpu", sampling.DECODE_SETTINGS["cuda"])
     as_on_a_gpu = sampled()
     policy.layout = "rows"
     rows = sampled()

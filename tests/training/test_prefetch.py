@@ -18,7 +18,7 @@ from treeward.errors import DataError
 from treeward.losses import bradley_terry, ranked_pairs
 from treeward.metrics import GradeSums, RewardSums
 from treeward.parallel.mesh import Mesh
-from treeward.training.prefetch import Ahead, BatchPreparer
+from treeward.training.prefetch import BatchPreparer, Prefetcher
 from treeward.training.setup import set_up
 from treeward.training.train import RewardModelRun
 from treeward.tree import flex
@@ -146,7 +146,7 @@ def test_what_does_not_wait_is_let_through() -> None:
 
 def test_the_next_step_is_prepared_beside_the_current_one_and_no_step_beyond_the_last() -> None:
     made: list[tuple[int, str]] = []
-    ahead = Ahead(lambda number: made.append((number, threading.current_thread().name)) or number, num_steps=4)
+    ahead = Prefetcher(lambda number: made.append((number, threading.current_thread().name)) or number, num_steps=4)
     assert [ahead.get(number) for number in (2, 3, 4)] == [2, 3, 4]
     ahead.close()
     main = threading.current_thread().name

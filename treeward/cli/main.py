@@ -144,7 +144,7 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
         try:
             code = run(**options)
         except (TreewardError, OSError, KeyboardInterrupt) as error:
-            if isinstance(error, BrokenPipeError) and _reader_has_enough():
+            if isinstance(error, BrokenPipeError) and _stdout_closed():
                 raise typer.Exit(0) from None
             if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
                 raise typer.Exit(2) from None  # of the processes of torchrun and srun the first on each node tells
@@ -173,7 +173,7 @@ def _option_of(where: str | None, run: Callable[..., int], given: Mapping[str, A
     return None
 
 
-def _reader_has_enough() -> bool:
+def _stdout_closed() -> bool:
     """Whether standard output is a pipe that nobody reads any more (head has gone), and not another pipe broke."""
     try:
         sys.stdout.write("\n")  # what had failed to be written may be gone from its buffer

@@ -436,7 +436,7 @@ def portions(stream: Iterable[tuple[Preference, str]]) -> Iterator[list[tuple[Pr
 
 def encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, rules: Rules) -> Iterator[dict[str, Any]]:
     """The rows of the file, with one call of the tokenizer for all of them (and one for completions of others)."""
-    ordered = [_has_something_to_say(preference, where, rules) for preference, where in rows]
+    ordered = [_is_trainable(preference, where, rules) for preference, where in rows]
     wanted = [row for row, has_order in zip(rows, ordered, strict=True) if has_order]
     fitted = iter(
         renderer.fit_many(
@@ -512,7 +512,7 @@ def _grade(completion: Completion, name: str) -> float:
     return math.nan if grade is None else grade
 
 
-def _has_something_to_say(preference: Preference, where: str, rules: Rules) -> bool:
+def _is_trainable(preference: Preference, where: str, rules: Rules) -> bool:
     """Whether the comparison has an order, or grades, to learn from; raises under "error" if it has no order."""
     if rules.attributes:
         return any(one.grade(name) is not None for one in preference.completions for name in rules.attributes)

@@ -116,7 +116,7 @@ def start_ray_of_run(*, spares: bool, everywhere: bool) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class PlacementGroup:
     """Room for several actors, or groups of actors, in a Ray cluster, each on one node."""
 
     ray: Any
@@ -143,7 +143,7 @@ def on_this_node(ray: Any) -> dict[str, Any]:
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
-def reserve(*, count: int, cpus: float, gpus: int, what: str, where: str, field: str, seconds: float) -> Places:
+def reserve(*, count: int, cpus: float, gpus: int, what: str, where: str, field: str, seconds: float) -> PlacementGroup:
     """`count` places of so many CPUs and GPUs each for `what`, once they are free; a cluster without GPUs gives CPUs.
 
     `where`, `field`: what asks for them, in errors. Raises `ConfigError` where the cluster is too small, or they are
@@ -159,7 +159,7 @@ def reserve(*, count: int, cpus: float, gpus: int, what: str, where: str, field:
     if any(cluster.get(name, 0.0) < count * amount for name, amount in place.items()):  # Ray would wait for ever
         summary, got = f"the Ray cluster is too small for {what}", _listed(cluster)
     else:
-        places = Places(ray, ray.util.placement_group([place] * count), on_gpu)
+        places = PlacementGroup(ray, ray.util.placement_group([place] * count), on_gpu)
         if places.group.wait(seconds):
             return places
         places.free()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from treeward.config.policy import ShardingConfig
 from treeward.config.reward_environments import RewardModelEnvironmentConfig
-from treeward.environments.actors import Places, first_line, free_port, reserve, start_ray
+from treeward.environments.actors import PlacementGroup, first_line, free_port, reserve, start_ray
 from treeward.environments.interface import WHERE
 from treeward.errors import ConfigError, DataError, ModelError, TreewardError
 from treeward.model.pretrained import DTYPES
@@ -155,7 +155,7 @@ class ReplicaPool:
             logger.info("%d replicas of the reward model, %d processes each.", config.num_workers, size)
         except BaseException as error:
             self.shutdown()
-            if not isinstance(error, _Death):
+            if not isinstance(error, _WorkerLost):
                 raise
             fix = "look into Ray's logs; free memory or processors, raise start_timeout_seconds, or use fewer replicas"
             raise ModelError("a worker of the reward model does not start", got=str(error), fix=fix) from error
@@ -193,14 +193,14 @@ class ReplicaPool:
             return list(threads.map(method, self._replicas, *arguments))
 
 
-class _Death(Exception):
+class _WorkerLost(Exception):
     """A worker of a replica has died, takes too long, or failed as those do whose fellow has died."""
 
 
 class _Replica:
     """One replica: a worker, or a group of workers that are started, asked and killed together."""
 
-    def __init__(self, config: RewardModelEnvironmentConfig, places: Places, number: int) -> None:
+    def __init__(self, config: RewardModelEnvironmentConfig, places: PlacementGroup, number: int) -> None:
         self._config, self._places, self._number, self._ray = config, places, number, places.ray
         self._workers: list[Any] = []
         self._closed = False
@@ -228,8 +228,8 @@ class _Replica:
                 self.load()
                 scores: list[Score] = self.ask("score", conversations)
                 return scores
-            except _Death as death:
-                reason = f"tried {attempts} times: its worker died: {death}"
+            except _WorkerLost as lost:
+                reason = f"tried {attempts} times: its worker died: {lost}"
         return [Score(None, error=reason)] * len(conversations)
 
     def ask(self, method: str, conversations: Sequence[Conversation]) -> Any:
@@ -247,8 +247,8 @@ class _Replica:
                 self._ray.kill(worker)
 
     def _all(self, method: str, *arguments: Any, seconds: float | None) -> list[Any]:
-        """What the method of each worker returns. Raises the errors of the model, and `_Death`; the workers are then
-        killed, because one waits for its fellow."""
+        """What the method of each worker returns. Raises the errors of the model, and `_WorkerLost`; the workers are
+        then killed, because one waits for its fellow."""
         running = [getattr(worker, method).remote(*arguments) for worker in self._workers]
         try:
             return list(self._ray.get(running, timeout=seconds))
@@ -256,7 +256,7 @@ class _Replica:
             cause = getattr(error, "cause", error)
             is_own = cause is not error and (len(self._workers) == 1 or isinstance(cause, TreewardError))
             self._kill()
-            raise (cause if is_own else _Death(first_line(cause))) from None
+            raise (cause if is_own else _WorkerLost(first_line(cause))) from None
 
 
 def plan_chunks(conversations: Sequence[Conversation], num_workers: int) -> list[list[int]]:

@@ -34,7 +34,7 @@ from treeward.model.shards import FILE_BYTES, files_by_size, whole, write_whole
 from treeward.model.wrapped import WrappedModel
 from treeward.parallel import processes
 
-Rest = Callable[[ProcessGroup | None], None]
+DeferredWrite = Callable[[ProcessGroup | None], None]
 """What remains to be written when all is staged; it is given the group of processes that only its thread uses."""
 
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
@@ -50,7 +50,7 @@ def export_model(
     dtype: torch.dtype | None = None,
     card: str | None = None,
     staged: bool = False,
-) -> Rest | None:
+) -> DeferredWrite | None:
     """Write a model folder; the caller makes it atomic. Adapters are merged into the weights.
 
     Every process of a run calls it; of a sharded model each writes other files. `rendering`: the settings of the
@@ -78,7 +78,7 @@ def _write(
     changes: Mapping[str, Any],
     chat_template: str,
     staged: bool,
-) -> Rest | None:
+) -> DeferredWrite | None:
     """Write the weights, the configuration with `changes`, and the tokenizer with the template.
 
     Model and tokenizer stay as they are.
@@ -171,7 +171,7 @@ def export_policy(
     chat_template: str,
     dtype: torch.dtype | None = None,
     staged: bool = False,
-) -> Rest | None:
+) -> DeferredWrite | None:
     """Write a folder that plain transformers loads; the caller makes it atomic. Adapters are merged into the weights.
 
     `dtype`: None for the weights'. The policy stays as it is. `staged`: as `export_model` has it.

@@ -124,7 +124,7 @@ def together(function: Callable[[], _T], group: ProcessGroup | None = None) -> _
     return cast(_T, result)
 
 
-def is_met_by_all(error: Exception) -> bool:
+def raised_on_all_ranks(error: Exception) -> bool:
     """Whether all processes have this error, from `on_main` or `together`, and so may go on together."""
     return size() == 1 or _MET_BY_ALL in vars(error)
 

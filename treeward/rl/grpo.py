@@ -23,7 +23,7 @@ from typing import Any
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.preflight import check_packages
 from treeward.errors import TreewardError
-from treeward.model.export import Rest
+from treeward.model.export import DeferredWrite
 from treeward.parallel import processes
 from treeward.parallel.stopping import StopRequest
 from treeward.rl.advantages import advantages
@@ -148,7 +148,7 @@ class GRPORun(Run):
         setup, loss_fn = self.setup, self.config.loss_fn
         self._steps_begun = setup.updater.steps_begun
         started = time.monotonic()
-        self._give_weights()
+        self._sync_weights()
         given = time.monotonic()
         rollouts = collect(setup, step=number - 1, drawn=self.prompts_drawn)
         sampled = time.monotonic()
@@ -190,7 +190,7 @@ class GRPORun(Run):
         shown = {name: logged[f"train/{key}"] for name, key in names.items() if f"train/{key}" in logged}
         return StepMetrics(logged, shown, sum(group.num_row_tokens for group in rollouts.groups))
 
-    def _give_weights(self) -> None:
+    def _sync_weights(self) -> None:
         """The generator samples from the weights as they are now."""
         if self._version_given != self.version:
             self.setup.generator.load_weights(self.setup.policy, self.version)
@@ -199,7 +199,7 @@ class GRPORun(Run):
     def validate(self, step: int, should_stop: Callable[[], str | None]) -> Validation | None:
         """Also: show the watch what was measured, heed its alarms, and write samples."""
         self._steps_begun = self.setup.updater.steps_begun
-        self._give_weights()
+        self._sync_weights()
         found = validate(self.setup, should_stop=should_stop)
         if found is None:
             return None
@@ -224,7 +224,7 @@ class GRPORun(Run):
         if processes.is_main():
             write_alarms(self._log_dir / ALARMS_FILE, self.setup.watch.alarms)
 
-    def save_model(self, folder: Path, *, staged: bool) -> Rest | None:
+    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite | None:
         """A policy with adapters is merged in `model`, and the adapters lie beside it as peft writes them."""
         save_adapted(self.setup.policy, folder)
         return self.setup.save_model(folder / "model", staged=staged)

@@ -34,7 +34,7 @@ from treeward.tree.prefix import Prefix
 logger = logging.getLogger(__name__)
 
 
-class Pace(NamedTuple):
+class DecodeSettings(NamedTuple):
     """How rows are sampled on a kind of device.
 
     `tokens_at_once`: of each row, read by the host together; those after an end are dropped. `kept_at_most`: rows that
@@ -47,7 +47,7 @@ class Pace(NamedTuple):
     static: bool
 
 
-PACES = {"cpu": Pace(1, 7 / 8, static=False), "cuda": Pace(16, 1 / 2, static=True)}
+DECODE_SETTINGS = {"cpu": DecodeSettings(1, 7 / 8, static=False), "cuda": DecodeSettings(16, 1 / 2, static=True)}
 
 _PROMPT_TOKENS = 8192
 """Tokens of prompts in one forward pass."""
@@ -93,7 +93,8 @@ def sample(
     the host reads several tokens at once, so that it waits for none; those after an end are dropped.
     """
     most = max(row.most for row in rows)
-    pace, multiple = PACES.get(policy.device.type, PACES["cpu"]), policy.tensor_size if policy.sequence_parallel else 1
+    settings = DECODE_SETTINGS.get(policy.device.type, DECODE_SETTINGS["cpu"])
+    multiple = policy.tensor_size if policy.sequence_parallel else 1
     rest = -len(rows) % multiple  # so that the processes of a tensor group have as many rows each
     going: list[Row | None] = [*rows, *[None] * rest]  # None: has ended, and is computed until enough have
     rows = [*rows, *[rows[0]] * rest]
@@ -101,10 +102,10 @@ def sample(
     numbers_ST = torch.from_numpy(numbers).to(policy.device)
     tokens_S: Tensor | None = None
     step = 0
-    decoder = (_TreeDecoder if policy.layout == "tree" else _RowDecoder)(policy, rows, pace)
+    decoder = (_TreeDecoder if policy.layout == "tree" else _RowDecoder)(policy, rows, settings)
     while live := [row for row in going if row is not None]:
         found = []
-        for _ in range(min([pace.tokens_at_once, *(row.most - step for row in live)])):
+        for _ in range(min([settings.tokens_at_once, *(row.most - step for row in live)])):
             logits_SV = decoder.start() if tokens_S is None else decoder(tokens_S)
             tokens_S, log_probs_S = _choose(logits_SV, numbers_ST[:, step], temperature, top_k, top_p)
             found.append(torch.stack([tokens_S.double(), log_probs_S.double()]))
@@ -140,9 +141,9 @@ def _extend(row: Row, tokens: Sequence[float], log_probs: Sequence[float], ended
 class _TreeDecoder:
     """Reads each prompt once for all its rows, whose tokens go through the model as those of trees do."""
 
-    def __init__(self, policy: PolicyModel, rows: Sequence[Row], pace: Pace) -> None:
+    def __init__(self, policy: PolicyModel, rows: Sequence[Row], settings: DecodeSettings) -> None:
         self.policy = policy
-        self.kept_at_most, self._static = pace.kept_at_most, pace.static
+        self.kept_at_most, self._static = settings.kept_at_most, settings.static
         self._captures = policy.device.type == "cuda"
         self._max_positions = policy.max_positions
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -225,7 +226,7 @@ class _RowDecoder:
 
     kept_at_most = 1.0
 
-    def __init__(self, policy: PolicyModel, rows: Sequence[Row], _: Pace) -> None:
+    def __init__(self, policy: PolicyModel, rows: Sequence[Row], _: DecodeSettings) -> None:
         self.policy = policy
         self._parameters = inspect.signature(policy.hf.forward).parameters
         self.cache = DynamicCache(config=policy.hf.config)

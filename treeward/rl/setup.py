@@ -26,7 +26,7 @@ from treeward.data.rendering import Renderer
 from treeward.environments.actors import start_ray_of_run
 from treeward.environments.reward_server import RewardServer
 from treeward.model.checks import check_policy, check_positions
-from treeward.model.export import Rest, export_policy
+from treeward.model.export import DeferredWrite, export_policy
 from treeward.model.loading import build_policy, load_policy
 from treeward.model.lora import AdapterReference, has_adapters
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
@@ -102,7 +102,7 @@ class GRPOSetup:
     total_steps: int
     prompt_limit: int
 
-    def save_model(self, folder: Path, *, staged: bool) -> Rest | None:
+    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite | None:
         """The policy as a Hugging Face folder; `staged` as `export_policy` has it."""
         template = self.renderer.chat_template
         return export_policy(self.policy, self.tokenizer, folder, chat_template=template, staged=staged)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.data.prompt_sets import Prompt
-from treeward.environments.actors import Places, first_line, free_port, on_this_node, reserve, start_ray
+from treeward.environments.actors import PlacementGroup, first_line, free_port, on_this_node, reserve, start_ray
 from treeward.errors import ConfigError
 from treeward.model.export import export_configuration, exported_weights
 from treeward.model.policy_model import PolicyModel
@@ -81,7 +81,7 @@ class VllmGenerator(ServedGenerator):
         self.num_samplers = world // own.tensor_parallel_size if self._colocated else self.config.num_engines
         self._weights = _PolicyWeights(self.policy, self.sampler_dtype)
         self._engines: list[Any] = []
-        self._places: Places | None = None
+        self._places: PlacementGroup | None = None
         self._asleep: set[str] = set()
         self._weights.metadata()  # on all processes: a sharded policy is gathered for it
         training = processes.gather((on_this_node(self._ray), _own_gpu())) if self._colocated else []

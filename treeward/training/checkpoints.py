@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 
 from treeward.config.checkpointing import CheckpointingConfig
 from treeward.errors import CheckpointError, ConfigError
-from treeward.model.export import Rest
+from treeward.model.export import DeferredWrite
 from treeward.parallel import processes
 from treeward.storage import folder_lock, remove_leftovers, sync_folder
 
@@ -108,7 +108,7 @@ class CheckpointStore:
                 "checkpointing.keep_top_k=null.", config.metric_name, ", ".join(unranked),
             )  # fmt: skip
 
-    def save(self, step: int, write: Callable[[Path], Rest | None]) -> Checkpoint | None:
+    def save(self, step: int, write: Callable[[Path], DeferredWrite | None]) -> Checkpoint | None:
         """Have `write` fill a folder, and make it the checkpoint of `step`; then remove those that need not stay.
 
         Where `write` returns what remains to be written, a thread does that, and the result is None: `wait` has it.
@@ -130,7 +130,7 @@ class CheckpointStore:
         Thread(target=self._write_beside, args=(name, rest, future), daemon=True).start()
         return None
 
-    def _write_beside(self, name: str, rest: Rest, future: Future[None]) -> None:
+    def _write_beside(self, name: str, rest: DeferredWrite, future: Future[None]) -> None:
         try:
             with self._whole_or_absent(name):
                 rest(self._group)

@@ -31,7 +31,7 @@ from treeward.config.load import save_config
 from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig, RMConfig
 from treeward.errors import ConfigError, ModelError, TreewardError
-from treeward.model.export import Rest
+from treeward.model.export import DeferredWrite
 from treeward.model.pretrained import quiet_transformers
 from treeward.parallel import processes
 from treeward.parallel.stopping import StopRequest
@@ -123,7 +123,7 @@ class Run(ABC):
         """Measure the model after so many steps; None if `should_stop` gave a reason on the way."""
 
     @abstractmethod
-    def save_model(self, folder: Path, *, staged: bool) -> Rest | None:
+    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite | None:
         """Write the model of a checkpoint, as a folder `model` in `folder`; `staged` as `export_model` has it."""
 
     @abstractmethod
@@ -352,7 +352,7 @@ class Loop:
         except Exception as error:
             said = error.summary if isinstance(error, TreewardError) else f"{type(error).__name__}: {error}"
             logger.error("%s%s: %s", what[0].upper(), what[1:], said)
-            if not processes.is_met_by_all(error):  # who are all needed to save
+            if not processes.raised_on_all_ranks(error):  # who are all needed to save
                 logger.error("The last checkpoint stands.")
                 raise
             if self.run.weights_changed():
@@ -386,7 +386,7 @@ class Loop:
             self.longest_save = max(self.longest_save, time.monotonic() - self.save_started)
             logger.info("Saved %s.", checkpoint.path)
 
-    def _write(self, folder: Path, *, staged: bool) -> Rest | None:
+    def _write(self, folder: Path, *, staged: bool) -> DeferredWrite | None:
         run, config = self.run, self.run.run_config
         model = run.save_model(folder, staged=staged)
         self._complete_state()

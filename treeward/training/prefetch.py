@@ -1,10 +1,10 @@
 """`StepBatches`: what a step of a reward-model run computes; a thread prepares the next step's beside the current one.
 
     preparer = BatchPreparer(setup)
-    ahead = Ahead(preparer.step, num_steps=100)
-    batches = ahead.get(1)              # and a thread begins with step 2
+    prefetcher = Prefetcher(preparer.step, num_steps=100)
+    batches = prefetcher.get(1)         # and a thread begins with step 2
     for micro_batch in batches.micro_batches: micro_batch.to(device, non_blocking=True)
-    ahead.close()
+    prefetcher.close()
 
 Reading, planning and packing are Python and numpy. On a GPU they are done while it computes, and their memory is
 page-locked, so that neither a copy nor anything else makes the host wait within a step. The data of a step follow from
@@ -75,7 +75,7 @@ class StepBatches:
         return sum(batch.num_computed_tokens for one in self.micro_batches for batch in one.batches)
 
 
-class Share(NamedTuple):
+class RankBatch(NamedTuple):
     """A micro-batch that this process computes, and which comparisons are in it, by their places among those that were
     planned; none, where there are too few."""
 
@@ -108,7 +108,7 @@ class BatchPreparer:
             num_row_tokens=sum(one.num_tokens for one in own),
         )
 
-    def shares(self, rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool = False) -> Iterator[Share]:
+    def shares(self, rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool = False) -> Iterator[RankBatch]:
         """What this process computes of rows of data sets, which are the same on all processes."""
         plan, num_ranks = self.plan(rows, validation=validation), self.mesh.data_size
         for start in range(0, len(plan), num_ranks):
@@ -117,7 +117,7 @@ class BatchPreparer:
             num_passes = max(self._num_passes([rows[i] for i in some]) for some in at_once)
             features = self._features([rows[i] for i in own])
             packed = self.micro_batch(list(own.values()), num_passes=num_passes, features=features)
-            yield Share(own, packed)
+            yield RankBatch(own, packed)
 
     def plan(self, rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool = False) -> list[list[int]]:
         """Which comparisons share a forward pass: as many as the configured tokens and comparisons allow.
@@ -206,7 +206,7 @@ class BatchPreparer:
         )
 
 
-class Ahead(Generic[_T]):
+class Prefetcher(Generic[_T]):
     """`make(number)` for numbers up to `num_steps`, one step ahead: what fails is raised by the `get` of its number."""
 
     def __init__(self, make: Callable[[int], _T], *, num_steps: int) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from treeward.errors import CheckpointError, shown
-from treeward.model.export import Rest
+from treeward.model.export import DeferredWrite
 from treeward.model.shards import write_tensors
 from treeward.parallel import processes
 from treeward.storage import write_text
@@ -71,7 +71,7 @@ def save_state(
     *,
     with_weights: bool = False,
     staged: bool = False,
-) -> Rest | None:
+) -> DeferredWrite | None:
     """Write a state into a folder; every process calls it. Without an optimiser the run cannot be resumed.
 
     `with_weights`: the float32 weights too, as the folder's model is rounded. `staged`: the tensors are copied to the

@@ -34,7 +34,7 @@ from treeward.evaluation.gates import scored_comparison
 from treeward.evaluation.results import Metric
 from treeward.losses import LOSSES, mean_over_heads
 from treeward.metrics import METRIC_NAMES, GradeSums, RewardMetrics, RewardSums
-from treeward.model.export import Rest, export_model, push_folder
+from treeward.model.export import DeferredWrite, export_model, push_folder
 from treeward.model.loading import load_reward_model
 from treeward.model.lora import has_adapters
 from treeward.model.pretrained import DTYPES
@@ -48,7 +48,7 @@ from treeward.training.features import with_features
 from treeward.training.learning import LearningWatch, learnt
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.optimisation import SkippedSteps, advance
-from treeward.training.prefetch import Ahead, BatchPreparer, Labels, MicroBatch
+from treeward.training.prefetch import BatchPreparer, Labels, MicroBatch, Prefetcher
 from treeward.training.reporting import ReportPlan, check_report, plan_report
 from treeward.training.setup import RewardModelSetup, save_adapted, set_up
 from treeward.training.state import RunState
@@ -127,7 +127,7 @@ class RewardModelRun(Run):
         self._changed = self._warned_of_ranking = False
         self.skipped = SkippedSteps()
         self._preparer = BatchPreparer(setup)
-        self._ahead = Ahead(self._preparer.step, num_steps=setup.total_steps)
+        self._prefetcher = Prefetcher(self._preparer.step, num_steps=setup.total_steps)
         self._watch = LearningWatch(setup.total_steps, learning_rate=self.optimizer.defaults["lr"])
         loss = LOSSES[self.config.policy.reward_model_cfg.reward_model_type]
         self._loss_of = partial(loss, **self.config.loss_options)
@@ -152,7 +152,7 @@ class RewardModelRun(Run):
     def step(self, number: int) -> StepMetrics:
         setup, self._changed = self.setup, False
         started = time.monotonic()
-        batches = self._ahead.get(number)
+        batches = self._prefetcher.get(number)
         sums = RewardSums()
         for micro_batch in batches.micro_batches:
             sum_over_copies(self.model, micro_batch is batches.micro_batches[-1])
@@ -310,9 +310,9 @@ class RewardModelRun(Run):
         )  # fmt: skip
 
     def close(self) -> None:
-        self._ahead.close()
+        self._prefetcher.close()
 
-    def save_model(self, folder: Path, *, staged: bool) -> Rest | None:
+    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite | None:
         setup, model = self.setup, folder / "model"
         # Adapters are merged in float32, and rounded to what the export is to have.
         keeps_sum = has_adapters(setup.model) and self.config.checkpointing.export_dtype == "float32"
