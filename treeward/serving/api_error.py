@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from treeward.errors import TreewardError, shown
 
-ERRORS = (400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
+ERRORS = (400, 401, 404, 413, 422, 429, 500, 503, 504)
 """The statuses of errors."""
 
 

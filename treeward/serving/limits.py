@@ -141,7 +141,7 @@ class RequestLimits:
     async def _read(self, receive: Receive, state: dict[str, Any]) -> bytes:
         """The body, each part of which counts as held once it is there.
 
-        Raises `APIError`: 408 too slow, 413 too large, 429 too many.
+        Raises `APIError`: 504 too slow, 413 too large, 429 too many.
         """
         body, is_whole, limit = bytearray(), False, self.config.max_queued_bytes
         try:
@@ -159,7 +159,8 @@ class RequestLimits:
                         held = f"{self._held_bytes} bytes of requests would be held, and at most {limit} may be"
                         raise APIError(429, "memory_full", held, retry_after=self.service.batcher.seconds_of_queue)
         except TimeoutError as error:
-            raise APIError(408, "body_timeout", "the body did not arrive by the deadline of the request") from error
+            late, seconds = "the body did not arrive by the deadline", self.service.batcher.seconds_of_queue
+            raise APIError(504, "deadline_exceeded", late, retry_after=seconds) from error
         return bytes(body)
 
     async def _work(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:

@@ -36,7 +36,7 @@ def test_figures_alarms_and_samples_are_drawn(visit: Visit) -> None:
     lines = figure.locator(".mark-line path[stroke]").evaluate_all(
         "(all) => all.map((line) => [line.getAttribute('stroke'), line.getAttribute('stroke-dasharray')])"
     )
-    assert len(lines) == len({tuple(line) for line in lines}) == 6 and len({colour for colour, _ in lines}) == 3
+    assert len(lines) == len({colour for colour, _ in lines}) == 3
     assert page.locator(".sample").count() == 7 and page.locator(".sample[open] .completion").count() == 9
     names = page.locator(".completion").evaluate_all("(all) => all.map((one) => one.getAttribute('aria-label'))")
     assert names[3:5] == ["no KL, step 0", "no KL, step 50"]
