@@ -21,6 +21,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import treeward.model  # noqa: F401 (it imports transformers quietly, and comes before what does not)
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.policy import ShardingConfig, TrainedModelConfig
 from treeward.errors import ConfigError
