@@ -65,6 +65,7 @@ SECTIONS = [
     (PolicyConfig, "model_config: {hidden_size: 8}", "model_config"),
     (PolicyConfig, "model_name: m, tokenizer: {vocab_size: 9}", "tokenizer.vocab_size"),
     (PolicyConfig, f"{BARE}, tokenizer: {{vocab_size: 400}}", "tokenizer.vocab_size"),
+    (PolicyConfig, "model_config: {model_type: qwen3, vocab_size: text}, tokenizer: {vocab_size: 400}", "model_config"),
     (PolicyConfig, "model_name: m, train_global_batch_size: 2, train_micro_batch_size: 4", "train_micro_batch_size"),
     (PolicyConfig, "model_name: m, dtensor_cfg: {context_parallel_size: 2}", "dtensor_cfg.context_parallel_size"),
     (PolicyConfig, "model_name: m, dtensor_cfg: {tensor_parallel_size: 2, lora_cfg: {enabled: true}}",

@@ -247,7 +247,8 @@ class TrainedModelConfig(Strict):
         self.refuse(is_larger, "train_micro_batch_size train_global_batch_size", need)
         is_ready, need = trained is None, "no vocab_size, or policy.model_config with no policy.tokenizer.name"
         self.refuse(is_ready and self.tokenizer.vocab_size is not None, "tokenizer.vocab_size tokenizer.name", need)
-        is_larger = isinstance(rows, int) and rows < (trained or 0)
+        self.refuse(not isinstance(rows, int | None), "architecture", "a whole number as vocab_size")
+        is_larger = rows is not None and rows < (trained or 0)
         self.refuse(is_larger, "tokenizer.vocab_size", f"at most {rows}, the vocab_size of model_config")
         is_cut, need = self.dtensor_cfg.tensor_parallel_size > 1, "false: Liger's kernels take whole weights"
         self.refuse(self.use_liger_kernel and is_cut, "use_liger_kernel dtensor_cfg.tensor_parallel_size", need)
