@@ -285,7 +285,6 @@ class _Row(BaseModel):
     heads: list[float] = []
     spread: float | None = None
     members: list[float] = []
-    components: dict[str, float] = {}
 
 
 _ROWS = TypeAdapter(list[_Row])
@@ -307,5 +306,5 @@ def _read(reply: Reply, number: int) -> list[Reward]:
         why = row.error if row.score is None else None
         heads, members = tuple(row.heads), tuple(row.members)
         score = Score(row.score, row.num_tokens, row.truncated, heads, members, why, spread=row.spread)
-        rewards.append(Reward(row.reward, score, row.components, row.error))
+        rewards.append(Reward(row.reward, score, error=row.error))
     return rewards

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -159,6 +159,9 @@ class RewardModelConfig(Strict):
 class TrainedModelConfig(Strict):
     """What a model that is trained needs, whatever it is trained for."""
 
+    other_forms: ClassVar[tuple[str, ...]] = ("activation_checkpointing_enabled",)
+    """NeMo RL's older spelling of `dtensor_cfg.activation_checkpointing`; either of them switches it on."""
+
     model_name: str | None = None
     """Hub name or folder of a causal language model or a sequence classifier."""
     architecture: dict[str, Any] | None = Field(default=None, alias="model_config")
@@ -224,10 +227,10 @@ class TrainedModelConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _take_keys_of_nemo_rl(cls, raw: Any) -> Any:
-        if isinstance(raw, Mapping) and "activation_checkpointing_enabled" in raw:  # an older spelling
-            raw = dict(raw)
-            if raw.pop("activation_checkpointing_enabled"):
-                raw["dtensor_cfg"] = {"activation_checkpointing": True} | dict(raw.get("dtensor_cfg") or {})
+        if isinstance(raw, Mapping) and "activation_checkpointing_enabled" in raw:
+            raw, section = dict(raw), dict(raw.get("dtensor_cfg") or {})
+            if raw.pop("activation_checkpointing_enabled") and not section.get("activation_checkpointing"):
+                raw["dtensor_cfg"] = section | {"activation_checkpointing": True}
         return take_batching_budget(raw, "train_micro_batch_tokens", "train_micro_batch_size")
 
     def check(self) -> None:

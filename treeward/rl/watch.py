@@ -112,7 +112,7 @@ class OverOptimisationWatch:
         """Take in the validation at `step`; returns the alarms of kinds that were not raised before.
 
         `proxy_by_prompt`, `gold_by_prompt` (P,): mean reward of each prompt, in the same order every time, NaN where
-        scoring failed, on a scale that stays the same over the run (so before a shaping by running statistics).
+        scoring failed.
         `length`: mean tokens of a completion; `length_correlation`: of reward and length within groups, see the
         function of that name. `kl` and `entropy`: in nats.
         """

@@ -148,11 +148,9 @@ def set_up(
     unused = sum(one.num_strengths for one in training_sets.values())
     if unused and config.rm.loss.strength is None and not config.policy.reward_model_cfg.labels:
         logger.info("%d comparisons say by how much a completion is better: rm.loss.strength would use it.", unused)
-    limit = config.rm.val_batches
-    if limit is not None:
-        limit *= config.rm.val_global_batch_size or config.policy.train_global_batch_size
+    size = config.rm.val_global_batch_size or config.policy.train_global_batch_size
+    limit = None if config.rm.val_batches is None else config.rm.val_batches * size
     validation_sizes = {name: min(limit or len(one), len(one)) for name, one in validation_sets.items()}
-
     num_trained_on = _num_trained_on(training_sets.values(), validation_sets, validation_sizes)
 
     def perturb() -> dict[str, list[EvalExample]]:

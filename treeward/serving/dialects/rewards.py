@@ -86,7 +86,7 @@ class RewardsBody(OwnBody):
 
 class RewardRow(TypedDict):
     """`heads`, `members`: of a model with several heads, and of an ensemble, the value of each. `spread`: of heads that
-    are estimates of one score. `components`: the running statistics that have normalised the reward.
+    are estimates of one score.
     """
 
     index: int
@@ -98,7 +98,6 @@ class RewardRow(TypedDict):
     heads: NotRequired[list[float]]
     spread: NotRequired[float]
     members: NotRequired[list[float]]
-    components: NotRequired[dict[str, float]]
 
 
 class RewardsResponse(TypedDict):
@@ -179,8 +178,6 @@ def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> RewardsResponse:
             row["spread"] = score.spread
         if score.members:
             row["members"] = list(score.members)
-        if reward.components:
-            row["components"] = dict(reward.components)
         rows.append(row)
     total = sum(row["num_tokens"] for row in rows)
     return RewardsResponse(
