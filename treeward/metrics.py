@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from treeward import processes
 from treeward.losses import Pairs, Targets
-from treeward.parallel import processes
 
 METRIC_NAMES = ("loss", "accuracy", "chosen_rewards", "rejected_rewards", "reward_margin")
 

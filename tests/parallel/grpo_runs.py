@@ -7,10 +7,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from treeward import processes
 from treeward.config.load import load_grpo_config
 from treeward.environments import actors
 from treeward.errors import TreewardError
-from treeward.parallel import processes
 from treeward.parallel.stopping import stop_with
 from treeward.rl import grpo as grpo_module
 from treeward.rl.grpo import GRPOOutcome, grpo

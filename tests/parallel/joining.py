@@ -22,7 +22,7 @@ def join(function: str, arguments: tuple[Any, ...], folder: Path, environment: M
     with (folder / f"{rank}.log").open("w") as log:
         for standard in (1, 2):
             os.dup2(log.fileno(), standard)
-    from treeward.parallel.processes import joined
+    from treeward.processes import joined
 
     module, _, name = function.partition(":")
     with joined():

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from treeward import processes
 from treeward.config.load import load_config
 from treeward.errors import ModelError, TreewardError
-from treeward.parallel import processes
 from treeward.parallel.launch import launch
 from treeward.parallel.stopping import StopRequest
 
@@ -29,11 +29,9 @@ def mistake_after_a_stop(config: Any, *, show_progress: bool) -> None:
 def standstill(config: Any, *, show_progress: bool) -> None:
     with processes.patience() as group:  # for longer than the timeout
         processes.on_main(lambda: time.sleep(70 * config.cluster.timeout_minutes), group)
-    processes.doing("step 1")
     processes.gather(None)
     if processes.rank() == 1:
         time.sleep(600)
-    processes.doing("step 2")
     processes.gather(None)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from treeward import processes
 from treeward.config.checkpointing import CheckpointingConfig
 from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig
 from treeward.config.policy import LoraConfig, ShardingConfig
@@ -29,7 +30,6 @@ from treeward.model.lora import add_adapters
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel
-from treeward.parallel import processes
 from treeward.parallel.mesh import make_mesh
 from treeward.parallel.sharding import shard
 from treeward.scoring.golden import sign_later

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from treeward import processes
 from treeward.config.policy import ShardingConfig
 from treeward.errors import ConfigError, LostProcessError
-from treeward.parallel import processes
 from treeward.parallel.mesh import make_mesh
 
 

@@ -11,10 +11,10 @@ from unittest.mock import patch
 import pytest
 from safetensors.torch import load_file
 
+from treeward import processes
 from treeward.config.load import load_config
 from treeward.data.datasets import RowDataset
 from treeward.model.contract import read_contract
-from treeward.parallel import processes
 from treeward.training.tracking import read_metrics
 from treeward.training.train import train
 

@@ -24,7 +24,7 @@ class ClusterConfig(Strict):
     max_restarts: NonNegativeInt = 3
     """Restarts from the last checkpoint when a process or a node is lost. torchrun has `--max-restarts` instead."""
     timeout_minutes: PositiveFloat = 30.0
-    """Longest that a process waits for the others, before the run ends with an error that says who is missing."""
+    """Longest that a process waits for the others, before the run ends with an error."""
 
     @property
     def num_processes(self) -> int:

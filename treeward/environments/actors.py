@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
+from treeward import processes
 from treeward.errors import ConfigError, TreewardError
-from treeward.parallel import processes
 
 logger = logging.getLogger(__name__)
 

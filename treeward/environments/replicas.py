@@ -34,9 +34,9 @@ from treeward.errors import ConfigError, DataError, ModelError, TreewardError
 from treeward.model.pretrained import DTYPES
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS
 from treeward.parallel.mesh import make_mesh
-from treeward.parallel.processes import joined
 from treeward.parallel.sharding import shard
 from treeward.parallel.tensor import cut
+from treeward.processes import joined
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Scorer

@@ -26,13 +26,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from treeward import processes
 from treeward.errors import ModelError
 from treeward.model.lora import plain_state, plain_weights
 from treeward.model.policy_model import PolicyModel
 from treeward.model.reward_model import RewardModel, head_name
 from treeward.model.shards import FILE_BYTES, files_by_size, whole, write_whole
 from treeward.model.wrapped import WrappedModel
-from treeward.parallel import processes
 
 DeferredWrite = Callable[[ProcessGroup | None], None]
 """What remains to be written when all is staged; it is given the group of processes that only its thread uses."""

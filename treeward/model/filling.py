@@ -23,13 +23,13 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from treeward import processes
 from treeward.errors import ModelError
 from treeward.model.lora import plain_weights
 from treeward.model.pretrained import base_of_adapters, check_used
 from treeward.model.reward_model import HEAD_NAMES
 from treeward.model.shards import own_part, put
 from treeward.model.wrapped import WrappedModel
-from treeward.parallel import processes
 
 logger = logging.getLogger(__name__)
 

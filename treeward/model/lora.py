@@ -31,12 +31,12 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from treeward import processes
 from treeward.config.policy import LoraConfig
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
 from treeward.model.shards import put, whole
 from treeward.model.wrapped import WrappedModel
-from treeward.parallel import processes
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from treeward.parallel import processes
+from treeward import processes
 
 FILE_BYTES = 5 * 1000**3
 """The size of a file of weights, which a process has in its memory while it writes it."""

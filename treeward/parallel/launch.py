@@ -18,11 +18,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from treeward import processes
 from treeward.errors import ConfigError, LostProcessError, TreewardError
-from treeward.parallel import processes
 from treeward.parallel.mesh import mesh_shape
 from treeward.progress import logs_shown
 
@@ -49,7 +50,7 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
     except ImportError as error:
         fix = "pip install 'treeward[ray]', or start the command by torchrun or srun"
         raise ConfigError("several processes need Ray", field="cluster", got=str(error), fix=fix) from error
-    return ray_workers.run(function, config)
+    return ray_workers.run(partial(run_here, function, config), config)
 
 
 def heed_slurm() -> None:
@@ -82,7 +83,7 @@ def first_host(nodes: str) -> str:
 def run_here(function: Callable[..., _T], config: Any) -> _T | None:
     """`function(config)` in this process, one of the run's; the result on the main one, None elsewhere.
 
-    An error of a collective call becomes a `LostProcessError` that says where the processes are.
+    An error of a collective call becomes a `LostProcessError`.
     """
     if processes.size() == 1:
         return function(config, show_progress=True)
@@ -95,7 +96,7 @@ def run_here(function: Callable[..., _T], config: Any) -> _T | None:
                 raise
             raise LostProcessError(
                 f"rank {processes.rank()} waits in vain for another process",
-                got=f"{processes.whereabouts()} ({str(error).strip().splitlines()[0]})",
+                got=str(error).strip().splitlines()[0],
                 need=f"all {processes.size()} at the same point within cluster.timeout_minutes={minutes:g}",
                 fix=f"read {folder}/ranks; the same command goes on from the last checkpoint",
             ) from error

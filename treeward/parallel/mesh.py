@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from treeward import processes
 from treeward.config.policy import ShardingConfig
 from treeward.errors import ConfigError
-from treeward.parallel import processes
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 

@@ -29,10 +29,9 @@ from ray.train import (
 )
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from treeward import processes
 from treeward.config.cluster import ClusterConfig
 from treeward.errors import ConfigError, LostProcessError, TreewardError
-from treeward.parallel import processes
-from treeward.parallel.launch import run_here
 from treeward.parallel.stopping import StopRequest, stop_with
 from treeward.progress import logs_shown
 from treeward.storage import write_text
@@ -46,8 +45,8 @@ _OF_THE_DASHBOARD = ("PlacementGroupCleanerCallback", "ControllerMetricsCallback
 _STARTS = 10  # a minute each, in which Ray waits for machines that are not there yet
 
 
-def run(function: Callable[..., _T], config: Any) -> _T | None:
-    """`function(config)` on a worker for each process of `training_cluster`; what the first of them returns.
+def run(work: Callable[[], _T], config: Any) -> _T | None:
+    """`work()` on a worker for each process of the configuration's `training_cluster`; the result of the first.
 
     SIGTERM and Ctrl-C of this process reach the workers as a request to stop. Raises what a worker raises,
     `ConfigError` where there are too few machines, and `LostProcessError` after too many restarts.
@@ -63,7 +62,7 @@ def run(function: Callable[..., _T], config: Any) -> _T | None:
         os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # relative paths stay what they are
         trainer = _Trainer(
             _work,
-            train_loop_config={"run": (function, config), "folder": os.getcwd(), "began": began, "stop": stop.file},
+            train_loop_config={"work": work, "folder": os.getcwd(), "began": began, "stop": stop.file},
             torch_config=TorchConfig(
                 backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout_s=round(cluster.timeout_minutes * 60)
             ),
@@ -169,7 +168,7 @@ def _work(settings: Mapping[str, Any]) -> Any:
         raise ConfigError("this node lacks the folder of the command", got=str(error), need=need) from error
     stop_with(settings["stop"], seconds_ago=time.time() - settings["began"])
     try:
-        return run_here(*settings["run"])
+        return settings["work"]()
     except Exception as error:
         if not isinstance(error, TreewardError):  # its traceback is shown where the command runs
             error.add_note(f"On rank {processes.rank()}:\n{traceback.format_exc()}")

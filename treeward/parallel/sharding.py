@@ -28,13 +28,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from treeward import processes
 from treeward.model.filling import restore_buffers, without_weights
 from treeward.model.lora import has_adapters, is_quantized, plain_weights
 from treeward.model.policy_model import PolicyModel
 from treeward.model.reward_model import HEAD_NAMES, RewardModel
 from treeward.model.shards import own_part, put, whole
 from treeward.model.wrapped import WrappedModel
-from treeward.parallel import processes
 from treeward.parallel.mesh import REPLICATE, SHARD, Mesh
 from treeward.parallel.tensor import cut
 

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from treeward.parallel import processes
+from treeward import processes
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -22,10 +22,10 @@ from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import treeward.model  # noqa: F401 (it imports transformers quietly, and comes before what does not)
+from treeward import processes
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.policy import ShardingConfig, TrainedModelConfig
 from treeward.errors import ConfigError
-from treeward.parallel import processes
 from treeward.parallel.mesh import Mesh, make_mesh
 from treeward.planning.gpus import BANDWIDTH_EFFICIENCY, EFFICIENCY, GPUS
 from treeward.planning.runs import MICRO_BATCHES, Filling, PlannedRun, RunConfig, planned_run

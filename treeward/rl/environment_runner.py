@@ -31,13 +31,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from treeward import processes
 from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.data.prompt_sets import Prompt
 from treeward.environments.interface import Environment, Reward, reward_metrics
 from treeward.environments.registry import make_named, sections_of
 from treeward.errors import ConfigError, DataError, ModelError
-from treeward.parallel import processes
 from treeward.rl.experience import CompletionGroup, batch_shape
 
 logger = logging.getLogger(__name__)

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from treeward import processes
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.data.preference import Message
 from treeward.data.prompt_sets import Prompt
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.policy_model import PolicyModel
-from treeward.parallel import processes
 from treeward.parallel.mesh import Mesh
 from treeward.parallel.sharding import on_whole
 from treeward.rl.experience import CompletionGroup, SampledCompletion

@@ -20,11 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from treeward import processes
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.preflight import check_packages
 from treeward.errors import TreewardError
 from treeward.model.export import DeferredWrite
-from treeward.parallel import processes
 from treeward.parallel.stopping import StopRequest
 from treeward.rl.advantages import advantages
 from treeward.rl.experience import completion_lengths

@@ -25,12 +25,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treeward import processes
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.http import ServerError, run_async
 from treeward.model.export import export_policy
 from treeward.model.policy_model import PolicyModel
 from treeward.openai_client import check_openai, key_from, openai_client, post
-from treeward.parallel import processes
 from treeward.rl.generation import GenerationError
 from treeward.rl.served_generation import Request, Served, ServedGenerator
 from treeward.user_code import import_object

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from treeward import processes
 from treeward.config.grpo import PolicyLossConfig
-from treeward.parallel import processes
 
 KLEstimator = Literal["k1", "k2", "k3"]
 Sum = float | Tensor

@@ -30,9 +30,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treeward import processes
 from treeward.environments.interface import Reward
 from treeward.errors import ModelError
-from treeward.parallel import processes
 from treeward.rl.advantages import informative_groups, shaped_rewards, used_completions
 from treeward.rl.environment_runner import GroupRewards, environment_metrics, failure_summary
 from treeward.rl.experience import CompletionGroup, completion_lengths, truncated_completions

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from pydantic import BaseModel, Field, NonNegativeInt
 
+from treeward import processes
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.data.prompt_sets import Prompt
 from treeward.model.policy_model import PolicyModel
-from treeward.parallel import processes
 from treeward.rl.experience import CompletionGroup, SampledCompletion
 from treeward.rl.generation import GenerationError, Generator
 

@@ -18,6 +18,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
+from treeward import processes
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import RewardModelEnvironmentConfig, is_enabled, server_address
 from treeward.data.prompt_encoding import EncodedPrompt, EncodedPrompts, encode_prompts
@@ -30,7 +31,6 @@ from treeward.model.export import DeferredWrite, export_policy
 from treeward.model.loading import build_policy, load_policy
 from treeward.model.lora import AdapterReference, has_adapters
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
-from treeward.parallel import processes
 from treeward.parallel.mesh import Mesh, make_mesh
 from treeward.parallel.sharding import plain_copy
 from treeward.rl.environment_runner import EnvironmentRunner, make_environment_runner

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treeward import processes
 from treeward.config.grpo import PolicyLossConfig
 from treeward.errors import ModelError
 from treeward.model.lora import AdapterReference
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
-from treeward.parallel import processes
 from treeward.parallel.mesh import Mesh
 from treeward.parallel.sharding import sum_over_copies
 from treeward.rl.experience import CompletionGroup, SampledCompletion, batch_shape, completion_lengths

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treeward import processes
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.data.prompt_sets import Prompt
 from treeward.environments.actors import PlacementGroup, first_line, free_port, on_this_node, reserve, start_ray
@@ -32,7 +33,6 @@ from treeward.errors import ConfigError
 from treeward.model.export import export_configuration, exported_weights
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import DTYPES
-from treeward.parallel import processes
 from treeward.rl.experience import CompletionGroup
 from treeward.rl.generation import GenerationError
 from treeward.rl.served_generation import Request, Served, ServedGenerator

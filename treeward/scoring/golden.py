@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from treeward import processes
 from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
@@ -62,7 +63,6 @@ from treeward.model.stored import (
     sha256_of,
     shapes_sha256,
 )
-from treeward.parallel import processes
 from treeward.parallel.mesh import Mesh
 from treeward.parallel.sharding import plain_copy
 from treeward.tree.token_tree import TokenIds

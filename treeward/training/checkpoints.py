@@ -30,10 +30,10 @@ from threading import Thread
 
 from torch.distributed import ProcessGroup
 
+from treeward import processes
 from treeward.config.checkpointing import CheckpointingConfig
 from treeward.errors import CheckpointError, ConfigError
 from treeward.model.export import DeferredWrite
-from treeward.parallel import processes
 from treeward.storage import folder_lock, remove_leftovers, sync_folder
 
 logger = logging.getLogger(__name__)

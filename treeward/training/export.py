@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroup
 
+from treeward import processes
 from treeward.config.reward_shaping import RewardCalibration
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset
@@ -23,7 +24,6 @@ from treeward.model.contract import write_contract
 from treeward.model.export import export_model
 from treeward.model.pretrained import DTYPES
 from treeward.model.reward_model import RewardModel
-from treeward.parallel import processes
 from treeward.scoring.calibration import calibrate
 from treeward.scoring.golden import as_saved, sign_later
 from treeward.scoring.scorer import Scorer

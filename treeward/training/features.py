@@ -29,12 +29,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from treeward import processes
 from treeward.data.encoding import EncodedDataset
 from treeward.errors import ConfigError
 from treeward.model.reward_model import head_name
 from treeward.model.shards import whole
 from treeward.model.stored import architecture_of
-from treeward.parallel import processes
 from treeward.progress import ShownProgress
 from treeward.storage import folder_lock, sync_folder
 from treeward.training.prefetch import BatchPreparer

@@ -25,6 +25,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import LRScheduler
 
+from treeward import processes
 from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.load import save_config
@@ -33,7 +34,6 @@ from treeward.config.run import RewardModelRunConfig, RMConfig
 from treeward.errors import ConfigError, ModelError, TreewardError
 from treeward.model.export import DeferredWrite
 from treeward.model.pretrained import quiet_transformers
-from treeward.parallel import processes
 from treeward.parallel.stopping import StopRequest
 from treeward.progress import ShownProgress, logs_shown
 from treeward.storage import write_text
@@ -310,7 +310,6 @@ class Loop:
     def take_step(self) -> None:
         run, state = self.run, self.state
         started = time.monotonic()
-        processes.doing(f"step {state.step + 1}")
         with self._saved_if_it_fails(f"step {state.step + 1} cannot be taken"):
             metrics = run.step(state.step + 1)
         state.step += 1
@@ -325,7 +324,6 @@ class Loop:
         if not self.run.validates:
             return
         started = time.monotonic()
-        processes.doing(f"validation after step {state.step}")
         with self.progress.paused(), self._saved_if_it_fails(f"the model of step {state.step} cannot be validated"):
             found = self.run.validate(state.step, self.stop.agree)
         if found is None:
@@ -367,7 +365,6 @@ class Loop:
         """Save a checkpoint, unless this step has one. `beside`: with `async_save` while the next steps are taken."""
         if self.store is None or self.saved_step == self.state.step or self.state.step == 0:
             return
-        processes.doing(f"saving after step {self.state.step}")
         self._look_for_a_save(wait=True)
         self.save_started = time.monotonic()
         staged = beside and self.run.run_config.checkpointing.async_save

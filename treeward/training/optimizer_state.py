@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from treeward import processes
 from treeward.errors import CheckpointError
 from treeward.model.shards import read_tensors, stored_tensors, whole
-from treeward.parallel import processes
 from treeward.training.masters import MasterWeights
 
 _WEIGHT = "float32_weight"

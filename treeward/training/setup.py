@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
+from treeward import processes
 from treeward.config.data import DatasetConfig
 from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig
@@ -39,7 +40,6 @@ from treeward.model.lora import add_adapters, has_adapters, load_adapters, save_
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import DTYPES, base_of_adapters, load_tokenizer, quiet_transformers
 from treeward.model.reward_model import RewardModel
-from treeward.parallel import processes
 from treeward.parallel.mesh import Mesh, make_mesh
 from treeward.parallel.sharding import shard
 from treeward.parallel.tensor import cut

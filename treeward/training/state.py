@@ -27,10 +27,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from treeward import processes
 from treeward.errors import CheckpointError, shown
 from treeward.model.export import DeferredWrite
 from treeward.model.shards import write_tensors
-from treeward.parallel import processes
 from treeward.storage import write_text
 from treeward.training.optimizer_state import pack, unpack
 from treeward.training.step_file import flattened

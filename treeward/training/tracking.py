@@ -26,9 +26,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
+from treeward import processes
 from treeward.config.logger import LoggerConfig
 from treeward.errors import ConfigError
-from treeward.parallel import processes
 from treeward.storage import remove_leftovers, write_text
 from treeward.training.step_file import StepFile, flattened, read_steps
 

@@ -24,6 +24,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from treeward import processes
 from treeward.config.checkpointing import MetricKey
 from treeward.config.preflight import check_packages
 from treeward.config.run import RewardModelRunConfig
@@ -38,7 +39,6 @@ from treeward.model.export import DeferredWrite, export_model, push_folder
 from treeward.model.loading import load_reward_model
 from treeward.model.lora import has_adapters
 from treeward.model.pretrained import DTYPES
-from treeward.parallel import processes
 from treeward.parallel.sharding import shard, sum_over_copies
 from treeward.parallel.stopping import StopRequest
 from treeward.scoring.golden import sign_later

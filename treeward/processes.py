@@ -177,24 +177,6 @@ def fails_first() -> bool:
         return rank() == 1
 
 
-def doing(what: str) -> None:
-    """Note what this process does now, as "step 5", for `whereabouts`."""
-    if size() > 1:
-        _store().set(f"treeward/doing/{rank()}", what)
-
-
-def whereabouts() -> str:
-    """What each process does, as "step 5: ranks 0, 2; step 4: rank 1"; it works while collective calls hang."""
-    store, ranks = _store(), dict[str, list[str]]()
-    try:
-        for number in range(size()):
-            key = f"treeward/doing/{number}"
-            ranks.setdefault(store.get(key).decode() if store.check([key]) else "nothing yet", []).append(str(number))
-    except RuntimeError:  # the process that keeps the store
-        return "the first process is gone"
-    return "; ".join(f"{what}: rank{'s' * (len(of) > 1)} {', '.join(of)}" for what, of in ranks.items())
-
-
 def _store() -> Any:
     """The key-value store by which the process group was made."""
     return distributed.distributed_c10d._get_default_store()
