@@ -21,11 +21,10 @@ from templates import byte_bpe
 
 from treeward.cli.main import main
 from treeward.client.dialects import DIALECTS
-from treeward.client.verification import _Server, verify_server
+from treeward.client.verification import verify_server
 from treeward.data.rendering import Renderer
 from treeward.errors import TreewardError
-from treeward.http import Connection
-from treeward.model.contract import CONTRACT_FILE, HeadContract, read_contract
+from treeward.model.contract import CONTRACT_FILE, HeadContract, read_contract, write_contract
 from treeward.model.export import export_model
 from treeward.model.loading import build_reward_model
 from treeward.model.reward_model import RewardModel
@@ -245,16 +244,22 @@ def test_our_server_in_every_dialect_and_form(dialect: str, form: Any, served: S
     assert result.largest_difference is not None and result.largest_difference < 1e-5
 
 
-def test_heads_are_known_by_their_labels(served: Served) -> None:
-    own = read_contract(served.folder)
-    assert own is not None
-    heads = (HeadContract(name="helpfulness", weight=1.0), HeadContract(name="verbosity", weight=0.0))
-    contract = own.model_copy(update={"heads": heads})
-    server = _Server(Connection("http://localhost"), "tei", "text", None, contract, "float32")
-    for labels in (("verbosity", "helpfulness"), ("LABEL_1", "LABEL_0")):  # by score, as TEI gives them
-        row = [{"score": score, "label": label} for score, label in zip((3.0, 2.0), labels, strict=True)]
-        [found] = DIALECTS["tei"].read([row])
-        assert server._score(found) == 2.0
+@pytest.mark.parametrize("labels", [("helpfulness", "verbosity"), ("LABEL_0", "LABEL_1")])
+def test_heads_are_known_by_their_labels(labels: tuple[str, str], served: Served, serve: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(served.folder, tmp_path / "rm"))
+    contract = read_contract(folder)
+    assert contract is not None
+    heads = [HeadContract(name="helpfulness", weight=1.0), HeadContract(name="verbosity", weight=0.0)]
+    write_contract(contract.model_copy(update={"heads": heads}), folder)
+    by_text = {served.renderer.render(example.messages): example.score for example in contract.golden}
+
+    def answer(asked: Asked) -> Any:  # by score, as TEI gives them
+        scores = [(by_text[text], 100.0) for [text] in asked.json["inputs"]]
+        rows = [[{"score": score, "label": label} for score, label in zip(row, labels, strict=True)] for row in scores]
+        return 200, [row[::-1] for row in rows]
+
+    result = verify_server(folder, serve(answer).url, dialect="tei")
+    assert result.equal, result.first_difference
 
 
 def test_our_server_says_whose_contract_it_keeps(

@@ -89,17 +89,6 @@ def test_a_sound_policy_passes(dtype: torch.dtype, layout: Any) -> None:
     check_policy(PolicyModel(causal_model("qwen3").to(dtype), layout=layout, chunk_tokens=7), PROMPTS)
 
 
-def test_a_row_that_another_begins_with_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of a policy in bfloat16 runs all rows in both formats, before anything else happens."""
-    policy, lengths = PolicyModel(causal_model("qwen3")), list[int]()
-    plain = policy.plain_logits
-    monkeypatch.setattr(
-        policy, "plain_logits", lambda **given: lengths.append(given["input_ids"].numel()) or plain(**given)
-    )
-    check_policy(policy, PROMPTS)
-    assert sorted(lengths) == [2, 18, 19, 22, 23]
-
-
 def noisy(policy: PolicyModel, *, on_trees: bool) -> PolicyModel:
     """Roundings of bfloat16 add up in a deep model: here as noise of each forward pass that is not in float32."""
     generator = torch.Generator().manual_seed(0)

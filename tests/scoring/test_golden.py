@@ -21,7 +21,6 @@ from treeward.model.reward_model import RewardModel
 from treeward.model.stored import read_stored, sha256_of
 from treeward.scoring.golden import (
     GOLDEN_CONVERSATIONS,
-    head_labels,
     sign_folder,
     sign_later,
     tokenizer_sha256,
@@ -190,8 +189,7 @@ def test_several_labels(tiny_tokenizer: Any, tmp_path: Path) -> None:
     hf.config.id2label = dict(enumerate(labels))
     with pytest.raises(ConfigError, match="several labels(?s:.*)helpful, brief, polite"):
         signed(tmp_path, tiny_tokenizer, hf)
-    assert head_labels(tmp_path) == labels
-    silent = sign_folder(tmp_path, heads=weighted_heads(labels, {"polite": -2.0, "helpful": 1.0}))
+    silent = sign_folder(tmp_path, head_weights={"polite": -2.0, "helpful": 1.0})
     assert [(head.name, head.weight) for head in silent.heads] == [("helpful", 1.0), ("brief", 0.0), ("polite", -2.0)]
     for example in silent.golden:
         assert example.score == pytest.approx(example.heads[0] - 2 * example.heads[2])

@@ -167,7 +167,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "dtype in config.json": (
         lambda f: edit(f / "config.json", dtype="bfloat16"), "precision",
-        "by dtype got dtype bfloat16 need dtype float32 fix restore config.json",
+        "another number format got dtype bfloat16 need dtype float32 fix restore config.json",
     ),
     "a sigmoid": (lambda f: edit(f / "config.json", problem_type=None), "activation", "problem_type None"),
     "head changed": (
@@ -272,7 +272,7 @@ def test_the_same_weights_with_other_scores(folder: Path) -> None:
     (scaled,) = expect([one.score / 2 + 1 for one in contract.golden])
     assert scaled.part == "activation" and "2 x score" in scaled.summary
     (other,) = expect([one.score + 0.3 * (-1) ** i for i, one in enumerate(contract.golden)])
-    assert other.part == "weights" and "the scores are others, and every tensor is the contract's" in other.summary
+    assert other.part == "weights" and "the scores are others, though the bytes of 21 tensors" in other.summary
     (coarse,) = expect([one.score + 1e-4 * (-1) ** i for i, one in enumerate(contract.golden)])
     assert coarse.part == "precision"
 

@@ -27,8 +27,7 @@ from treeward.errors import ConfigError, ModelError
 from treeward.tables import results_table
 
 if TYPE_CHECKING:
-    from treeward.client.verification import ServerVerification
-    from treeward.scoring.verification import Verification
+    from treeward.scoring.diagnosis import Verification
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ def run(
     return 2 if not found.could_compare else 0 if found.first_difference is None else 1
 
 
-def _show(result: Verification | ServerVerification, name: str, *, as_json: bool) -> None:
+def _show(result: Verification, name: str, *, as_json: bool) -> None:
     """The result of `name`: every check, then the first difference, or that all is equal."""
     first = result.first_difference
     if as_json:
@@ -112,20 +111,24 @@ def _show(result: Verification | ServerVerification, name: str, *, as_json: bool
 def _write(folder: Path, weights: str | None, force: bool, device: str | None, trust_remote_code: bool) -> None:
     from treeward.model.contract import CONTRACT_FILE, read_contract
     from treeward.model.pretrained import choose_device
-    from treeward.scoring.golden import head_labels, sign_folder, weighted_heads
+    from treeward.scoring.golden import sign_folder
 
-    path, heads, before = folder / CONTRACT_FILE, None, None
+    path, before = folder / CONTRACT_FILE, None
+    head_weights = None if weights is None else parse_head_weights(weights)
     if path.exists() and not force:
         fix = "verify it (without --write); --force replaces it, and with it any record of what the scores were"
         raise ConfigError("there is a contract already", where=str(path), need="a folder without one", fix=fix)
-    if weights is not None:
-        heads = weighted_heads(head_labels(folder, trust_remote_code=trust_remote_code), parse_head_weights(weights))
     try:
         before = read_contract(folder)
     except ModelError as error:
         logger.warning("The contract that is replaced cannot be read, so nothing of it is kept: %s", error.summary)
-    chosen = choose_device(device)
-    contract = sign_folder(folder, like=before, heads=heads, device=chosen, trust_remote_code=trust_remote_code)
+    contract = sign_folder(
+        folder,
+        like=before,
+        head_weights=head_weights,
+        device=choose_device(device),
+        trust_remote_code=trust_remote_code,
+    )
     logger.info("Wrote %s, of %d golden conversations.", path, len(contract.golden))
     if before is not None and before.calibration is not None:
         logger.warning("Its calibration is left out: treeward calibrate %s --data FILE fits a new one.", folder)

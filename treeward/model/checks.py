@@ -23,9 +23,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from treeward.errors import ConfigError, ModelError
 from treeward.model.policy_model import PolicyModel
+from treeward.model.pretrained import has_room
 from treeward.model.reward_model import RewardModel, head_name
 from treeward.model.wrapped import Layout, WrappedModel
-from treeward.tree.batch import RowBatch, TreeBatch
+from treeward.tree.batch import TreeBatch
 from treeward.tree.token_tree import TokenIds
 
 logger = logging.getLogger(__name__)
@@ -34,33 +35,6 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention",
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest accepted difference of hidden states, relative to their largest value. Rounding stays a factor of ten below,
 and a token that sees one token too many lies far above."""
-
-
-@torch.no_grad()
-def plain_values(model: RewardModel, sequences: Sequence[TokenIds], pad_token_id: int | None = None) -> Tensor:
-    """The values that plain transformers gives, (S, H): one row at a time, the score read at its last token.
-
-    With `pad_token_id` all rows together, padded on the right, and read where transformers reads them.
-    """
-    configs, head = (model.hf.config, model.hf.config.get_text_config()), model.head
-    before = [config.pad_token_id for config in configs]
-    options = {} if model.layout == "encoder" else {"use_cache": False}
-    # transformers gives a float32 head the hidden states of a bfloat16 backbone, and PyTorch refuses.
-    hook = head.register_forward_pre_hook(lambda _, args: (args[0].to(next(head.parameters()).dtype),))
-    batches = [[one] for one in sequences] if pad_token_id is None else [list(sequences)] if sequences else []
-    values = [torch.empty(0, model.num_heads)]
-    try:
-        for config in configs:
-            config.pad_token_id = pad_token_id
-        for rows in batches:
-            batch = RowBatch.from_groups([rows], pad_token_id=pad_token_id or 0).to(model.device)
-            logits = model.plain_logits(input_ids=batch.tokens_SL, attention_mask=batch.mask_SL, **options)
-            values.append(logits.float().cpu())
-    finally:
-        hook.remove()
-        for config, pad in zip(configs, before, strict=True):
-            config.pad_token_id = pad
-    return torch.cat(values)
 
 
 def choose_layout(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> Layout:
@@ -153,15 +127,17 @@ def check_before_training(
     name = head_name(model.hf)
     layers = [module for module in model.head.modules() if isinstance(module, nn.Linear)]
     outputs = layers[-1].out_features
-    problems = {
-        f"it has {outputs} labels, not {num_heads or 'one'}": outputs != (num_heads or 1)
-        and (num_heads is not None or not model.score_parts),
-        "it is not float32": any(layer.weight.dtype != torch.float32 for layer in layers),
-        "it is frozen": not all(layer.weight.requires_grad for layer in layers),
-        "it would not be saved": not any(key.startswith(f"{name}.") for key in model.hf.state_dict()),
-    }
-    if found := [problem for problem, is_there in problems.items() if is_there]:
-        raise ModelError("the score head cannot be trained", where=name, got=found[0])
+    problem = None
+    if outputs != (num_heads or 1) and (num_heads is not None or not model.score_parts):
+        problem = f"it has {outputs} labels, not {num_heads or 'one'}"
+    elif any(layer.weight.dtype != torch.float32 for layer in layers):
+        problem = "it is not float32"
+    elif not all(layer.weight.requires_grad for layer in layers):
+        problem = "it is frozen"
+    elif not any(key.startswith(f"{name}.") for key in model.hf.state_dict()):
+        problem = "it would not be saved"
+    if problem is not None:
+        raise ModelError("the score head cannot be trained", where=name, got=problem)
     _check_tokens(model.num_embeddings, sequences, highest_token)
     if model.layout == "encoder":
         logger.info("The score is read by %s's own pooling.", type(model.hf).__name__)
@@ -182,59 +158,45 @@ def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds], *, exact: Pol
     meanwhile, and where a GPU has no room for them 0.05 is allowed. No token may lie beyond the vocabulary.
     """
     _check_tokens(policy.num_embeddings, prompts)
-    starts = [[int(token) for token in prompt] for prompt in sorted(prompts, key=len)[:4]]
-    tails = [start[-8:] for start in starts]
-    ends = [(tail, tail[: len(tail) // 2] + tail[::-1], tail[:1]) for tail in tails]
-    groups = [[[*start, *end] for end in of_start] for start, of_start in zip(starts, ends, strict=True)]
-    lengths = [[len(start)] * len(group) for start, group in zip(starts, groups, strict=True)]
-    found = [policy.log_probs([group], [of_group]) for group, of_group in zip(groups, lengths, strict=True)]
-    together_N = torch.cat([one.values_SL[one.mask_SL] for one in found])
-    alone_N = need_N = _plain_log_probs(policy, groups, lengths)
-    dtype, rounded = policy.compute_dtype or policy.hf.dtype, 0.0
+    groups = [_completed([int(token) for token in prompt]) for prompt in sorted(prompts, key=len)[:4]]
+    together = [policy.log_probs([rows], [[start] * len(rows)]) for start, rows in groups]
+    together_N = torch.cat([log_probs.values_SL[log_probs.mask_SL] for log_probs in together])
+    plain_N = exact_N = _plain_log_probs(policy, groups)
+    dtype, rounding = policy.compute_dtype or policy.hf.dtype, 0.0
+    more_bytes = sum(weight.numel() * (4 - weight.element_size()) for weight in policy.weights())
     if dtype != torch.float32 and exact is not None:
-        need_N = _plain_log_probs(exact, groups, lengths)
-    elif dtype != torch.float32 and _has_room(policy):
+        exact_N = _plain_log_probs(exact, groups)
+    elif dtype != torch.float32 and has_room(policy.device, 1.2 * more_bytes):
         with policy.computing_in(torch.float32):
-            need_N = _plain_log_probs(policy, groups, lengths)
+            exact_N = _plain_log_probs(policy, groups)
     elif dtype != torch.float32:
-        rounded = 0.025
-    off, plain = (float((one_N - need_N).abs().mean()) for one_N in (together_N, alone_N))
-    allowed = 1e-3 + 2 * max(plain, rounded)
-    name, summary = str(dtype).removeprefix("torch."), f"{off:.1e} off a token, the mean of {len(need_N)}"
+        rounding = 0.025
+    rounding = max(rounding, float((plain_N - exact_N).abs().mean()))
+    off, allowed = float((together_N - exact_N).abs().mean()), 1e-3 + 2 * rounding
+    name, summary = str(dtype).removeprefix("torch."), f"{off:.1e} off a token, the mean of {len(exact_N)}"
     logger.info("The policy's log-probabilities in %s: %s; %.1e is allowed.", name, summary, allowed)
     if not off <= allowed:
         raise _not_plain(policy, "log-probability", summary, f"at most {allowed:.1e}")
 
 
-def _plain_log_probs(
-    policy: PolicyModel, groups: Sequence[Sequence[TokenIds]], lengths: Sequence[Sequence[int]]
-) -> Tensor:
-    """Of all tokens behind the prompts, (N,), by the model's own logits, one row at a time.
-
-    A row that an earlier one of its group begins with is not computed again: its log-probabilities are the same.
-    """
-    values = list[Tensor]()
-    for group, of_group in zip(groups, lengths, strict=True):
-        computed = list[tuple[TokenIds, Tensor]]()
-        for sequence, start in zip(group, of_group, strict=True):
-            row_T = next((row_T for ids, row_T in computed if ids[: len(sequence)] == sequence), None)
-            if row_T is None:
-                rest = -len(sequence) % policy.tensor_size if policy.sequence_parallel else 0
-                ids = torch.tensor([[*sequence, *[0] * rest]], device=policy.device)
-                logits_TV = policy.plain_logits(input_ids=ids, use_cache=False)[0, start - 1 : len(sequence) - 1]
-                row_T = logits_TV.float().log_softmax(-1).gather(-1, ids[0, start : len(sequence), None])[:, 0]
-                computed.append((sequence, row_T))
-            values.append(row_T[: len(sequence) - start])
-    return torch.cat(values)
+def _completed(prompt: list[int]) -> tuple[int, list[list[int]]]:
+    """The length of a prompt, and rows of it with three completions of its own tokens: the second shares a beginning
+    with the first, the third is one."""
+    tail = prompt[-8:]
+    completions = (tail, tail[: len(tail) // 2] + tail[::-1], tail[:1])
+    return len(prompt), [[*prompt, *completion] for completion in completions]
 
 
-def _has_room(policy: PolicyModel) -> bool:
-    """Whether the weights fit where they are in float32 too."""
-    if policy.device.type != "cuda":
-        return True
-    torch.cuda.empty_cache()
-    wider = sum(one.numel() * (4 - one.element_size()) for one in policy.weights())
-    return torch.cuda.mem_get_info(policy.device)[0] > 1.2 * wider
+def _plain_log_probs(policy: PolicyModel, groups: Sequence[tuple[int, list[list[int]]]]) -> Tensor:
+    """Log-probabilities of all tokens behind the prompts, (N,), by the model's own logits, one row at a time."""
+    log_probs = []
+    for start, rows in groups:
+        for row in rows:
+            num_padding = -len(row) % policy.tensor_size if policy.sequence_parallel else 0
+            ids = torch.tensor([[*row, *[0] * num_padding]], device=policy.device)
+            logits_TV = policy.plain_logits(input_ids=ids, use_cache=False)[0, start - 1 : len(row) - 1]
+            log_probs.append(logits_TV.float().log_softmax(-1).gather(-1, ids[0, start : len(row), None])[:, 0])
+    return torch.cat(log_probs)
 
 
 def check_positions(model: WrappedModel, length: int) -> None:
@@ -283,14 +245,33 @@ def _check_last_tokens(model: RewardModel, sequences: Sequence[TokenIds], tokeni
 @torch.no_grad()
 def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
     if model.sequence_parallel:  # of plain rows each process has an equal part
-        sequences = [one[: len(one) // model.tensor_size * model.tensor_size] for one in sequences]
-    ours, theirs = model.heads(model.make_batch([sequences])).cpu(), plain_values(model, sequences)
+        sequences = [ids[: len(ids) // model.tensor_size * model.tensor_size] for ids in sequences]
+    ours_SH, plain_SH = model.heads(model.make_batch([sequences])).cpu(), _plain_values(model, sequences)
     # Not relative to the scores, which may be close to zero.
     dtype = model.compute_dtype or model.hf.dtype
-    tolerance = max(1e-3, _TOLERANCE.get(dtype, 5e-2)) * max(1.0, float(theirs.nan_to_num().abs().max()))
-    for own, plain in zip(ours, theirs, strict=True):
-        if not torch.allclose(own, plain, rtol=0, atol=tolerance, equal_nan=True):
-            raise _not_plain(model, "score", own.tolist(), plain.tolist())
+    tolerance = max(1e-3, _TOLERANCE.get(dtype, 5e-2)) * max(1.0, float(plain_SH.nan_to_num().abs().max()))
+    for ours_H, plain_H in zip(ours_SH, plain_SH, strict=True):
+        if not torch.allclose(ours_H, plain_H, rtol=0, atol=tolerance, equal_nan=True):
+            raise _not_plain(model, "score", ours_H.tolist(), plain_H.tolist())
+
+
+def _plain_values(model: RewardModel, sequences: Sequence[TokenIds]) -> Tensor:
+    """The values that plain transformers gives, (S, H): one row at a time, the score read at its last token."""
+    configs = {id(config): config for config in (model.hf.config, model.hf.config.get_text_config())}.values()
+    padding = [config.pad_token_id for config in configs]
+    # transformers gives a float32 head the hidden states of a bfloat16 backbone, and PyTorch refuses.
+    hook = model.head.register_forward_pre_hook(
+        lambda head, args: (args[0].to(next(head.parameters()).dtype),),
+    )
+    try:
+        for config in configs:
+            config.pad_token_id = None
+        rows = [torch.tensor([[int(token) for token in ids]], device=model.device) for ids in sequences]
+        return torch.cat([model.plain_logits(input_ids=row, use_cache=False).float().cpu() for row in rows])
+    finally:
+        hook.remove()
+        for config, pad in zip(configs, padding, strict=True):
+            config.pad_token_id = pad
 
 
 def _not_plain(model: WrappedModel, what: str, got: object, need: object) -> ModelError:

@@ -377,6 +377,14 @@ def choose_device(device: torch.device | str | None) -> torch.device:
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device in (None, "auto") else device)
 
 
+def has_room(device: torch.device, num_bytes: float) -> bool:
+    """Whether a GPU has so much memory left; a CPU is thought to."""
+    if device.type != "cuda":
+        return True
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0] > num_bytes
+
+
 def check_device(device: str | None, *, where: str, field: str | None = None) -> None:
     """Raise `ConfigError` for a device that is not there."""
     try:

@@ -118,17 +118,9 @@ def raw_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def has_template(folder: Path) -> bool:
-    """Whether the folder's tokenizer has a chat template."""
-    settings = folder / "tokenizer_config.json"
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    return settings.is_file() and bool(json.loads(settings.read_text(encoding="utf-8")).get("chat_template"))
-
-
-def named_dtype(config: Mapping[str, Any], key: str) -> str | None:
-    """The number format that `config.json` names under `key`, `dtype` or the older `torch_dtype`."""
-    value = config.get(key)
+def config_dtype(config: Mapping[str, Any]) -> str | None:
+    """The number format in which transformers loads the weights: `dtype` of `config.json`, once `torch_dtype`."""
+    value = config.get("dtype") or config.get("torch_dtype")
     return None if value is None else str(value).removeprefix("torch.")
 
 

@@ -1,20 +1,22 @@
-"""What the scores of golden conversations say about the program that made them: a server, another toolkit, treeward.
+"""The parts of a scoring contract as a table, and what the scores of golden conversations say about a program.
 
     check = diagnose(contract, scores_of_the_server)
     check.part, check.summary      # "activation", "a sigmoid is applied to the score"
 
-No model is needed: the contract holds the right scores, and those that known mistakes give. A mistake is named only
-where it explains every score.
+A table has rows of what is expected and what is observed; `compare` makes a `Check` of a part's rows, whether they are
+of this machine or of a server. `diagnose` needs no model: the contract holds the right scores, and those that known
+mistakes give. A mistake is named only where it explains every score.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import linear_regression
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+from treeward.errors import TreewardError
 from treeward.model.contract import Dtype, GoldenExample, Mistake, ScoringContract
 
 Part = Literal["contract", "files", "template", "tokens", "read position", "precision", "activation", "weights"]
@@ -50,6 +52,19 @@ _TELLING_SPREAD = 10
 """How many tolerances the scores on a line must spread over for the line to say something."""
 
 
+class Row(NamedTuple):
+    """One row of the table: a setting, what the contract expects and what is observed.
+
+    `summary`: what it means that they differ; `fix`: the remedy.
+    """
+
+    name: str
+    expected: Any
+    observed: Any
+    summary: str
+    fix: str
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """One part: equal to the contract, different from it, or not checked. `got`, `need`, `fix`: as in errors."""
@@ -60,6 +75,93 @@ class Check:
     got: str | None = None
     need: str | None = None
     fix: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The result of a verification. `checks`: one per part, in order. `largest_difference`: of golden scores, None if
+    they were not scored.
+
+    `num_tensors`: tensors whose bytes were compared, beside the head's: none in a quick verification, and with the
+    contract of a checkpoint. `against`: a server that was asked, in `dialect`; `form`: what was sent; `served_model`:
+    the server's name for the model, if any.
+    """
+
+    model: str
+    checks: tuple[Check, ...]
+    num_tensors: int = 0
+    num_scores: int = 0
+    largest_difference: float | None = None
+    tolerance: float | None = None
+    against: str | None = None
+    dialect: str | None = None
+    form: str | None = None
+    served_model: str | None = None
+
+    @property
+    def first_difference(self) -> Check | None:
+        """The part that differs first: the cause, as far as the order can tell."""
+        return next((check for check in self.checks if check.state == "differs"), None)
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs and the scores were replayed."""
+        return self.first_difference is None and self.largest_difference is not None
+
+    @property
+    def could_compare(self) -> bool:
+        """Whether there was a contract to compare with."""
+        return self.checks[0].state == "equal"
+
+
+def compare(part: Part, rows: Iterable[Row], summary: str) -> Check:
+    """The check of a part by its rows: the first one that differs, or that all are equal, as `summary` puts it."""
+    for name, expected, observed, meaning, fix in rows:
+        if observed != expected:
+            got, need = (f"{name} {value}".strip() for value in (observed, expected))
+            return Check(part, "differs", meaning, got, need, fix)
+    return Check(part, "equal", summary)
+
+
+def failed(part: Part, error: TreewardError) -> Check:
+    """The check of a part that cannot be read."""
+    got = None if error.got is None else str(error.got)
+    summary = error.summary if error.field is None else f"{error.summary}, field {error.field}"
+    return Check(part, "differs", summary, got, error.need, error.fix or restore("the files"))
+
+
+def table(checks: Sequence[Check]) -> tuple[Check, ...]:
+    """One check for each part, in order: its first difference, if it has any. A part without a check has not been
+    checked, because of the first difference."""
+    differences = [check for check in checks if check.state == "differs"]
+    by_part = {check.part: check for check in reversed([*differences, *checks])}
+    cause = min((check.part for check in differences), key=PARTS.index, default="missing golden scores")
+    why = f"it cannot be, because of the {cause}"
+    return tuple(by_part.get(part, Check(part, "not checked", why)) for part in PARTS)
+
+
+def verification(
+    model: str,
+    contract: ScoringContract,
+    checks: Sequence[Check],
+    scores: Sequence[float | None],
+    *,
+    dtype: Dtype,
+    golden: Sequence[GoldenExample] | None = None,
+    **details: Any,
+) -> Verification:
+    """The result of the checks and the scores of golden conversations (as `diagnose` takes them), with `details`."""
+    examples = contract.golden if golden is None else golden
+    off = [abs(score - example.score) for score, example in zip(scores, examples, strict=False) if score is not None]
+    is_complete = bool(off) and len(off) == len(examples) and all(map(math.isfinite, off))
+    return Verification(
+        model,
+        table(checks),
+        num_scores=len(examples),
+        largest_difference=max(off) if is_complete else None,
+        tolerance=contract.tolerance.of(dtype),
+        **details,
+    )
 
 
 def diagnose(
@@ -120,10 +222,10 @@ def close(got: Sequence[float], need: Sequence[float], tolerance: float) -> bool
 def _explained(examples: Sequence[GoldenExample], got: Sequence[float], tolerance: float) -> Check | None:
     """The known mistake that explains every score within the tolerance."""
     for mistake, part, summary, fix in _MISTAKES:
-        mistaken = [one.mistakes.get(mistake, one.score) for one in examples]
-        if any(mistake in one.mistakes for one in examples) and close(got, mistaken, tolerance):
+        mistaken = [example.mistakes.get(mistake, example.score) for example in examples]
+        if any(mistake in example.mistakes for example in examples) and close(got, mistaken, tolerance):
             return Check(part, "differs", summary, fix=fix)
-    need = [one.score for one in examples]
+    need = [example.score for example in examples]
     for name, function in _FUNCTIONS.items():
         if close(got, list(map(function, need)), tolerance):
             fix = f"{_RAW}, and set problem_type to regression in config.json"
