@@ -49,7 +49,8 @@ def _section(path: str, of: str, section: type[Strict]) -> str:
     lines += ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
     for name, field in section.model_fields.items():
         doc = re.sub(r"\bNone\b", "`null`", meaning(field))
-        cells = (f"`{field.alias or name}`", _type_name(field.annotation), _default(field), doc)
+        names = [field.alias or name, *(theirs for theirs, ours in section.other_names.items() if ours == name)]
+        cells = (" or ".join(f"`{one}`" for one in names), _type_name(field.annotation), _default(field), doc)
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     foreign = section.foreign_keys()
     if keys := [f"`{key}`" for key, fix in foreign.items() if fix is None]:

@@ -16,8 +16,8 @@ import pytest
 from loopback import serving_on_loopback
 
 from treeward.config.server import ServerConfig
-from treeward.serving.models import ServedModel
-from treeward.serving.run import make_service
+from treeward.serving.models import LoadedModel
+from treeward.serving.service import Service
 
 __all__ = ["COMPLETIONS", "PROMPT", "Visits", "answered", "expect", "score", "serving", "settled", "visiting", "write"]
 
@@ -27,9 +27,9 @@ COMPLETIONS = ["Boil it for six minutes, then cool it.", "I do not know \U0001f6
 
 
 @contextmanager
-def serving(models: list[ServedModel], *, token: str | None = None) -> Iterator[str]:
+def serving(models: list[LoadedModel], *, token: str | None = None) -> Iterator[str]:
     sections = [{"model": "x", "name": model.name} for model in models]
-    service = make_service(ServerConfig.model_validate({"models": sections}), models=models)
+    service = Service.of(models, ServerConfig.model_validate({"models": sections}))
     with serving_on_loopback(service, token=token) as address:
         yield f"{address}/"
 

@@ -43,9 +43,9 @@ def test_words_are_models_and_settings() -> None:
         assert (model.shaping, model.dtype, model.device) == ("contract", "bfloat16", ("cpu",))
         assert model.trust_remote_code and not model.check_contract
     [model] = config_of("a", "b", "--ensemble", "worst").models
-    assert model.members == ("a", "b") and model.ensemble is not None and model.ensemble.over == "models"
+    assert model.models == ("a", "b") and model.ensemble is not None and model.ensemble.over == "models"
     [model] = config_of("a", "--ensemble", "{method: mean, over: heads}").models
-    assert model.members == ("a",) and model.ensemble is not None and model.ensemble.over == "heads"
+    assert model.models == ("a",) and model.ensemble is not None and model.ensemble.over == "heads"
 
 
 def test_a_file_and_the_command_line(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from omegaconf import OmegaConf
 
 from treeward.config.checkpointing import CheckpointingConfig, GRPOCheckpointingConfig
 from treeward.config.data import DataConfig, PromptDataConfig
-from treeward.config.ensemble import EnsembleConfig
 from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.load import load_section
@@ -23,6 +22,7 @@ from treeward.config.reward_environments import (
 )
 from treeward.config.reward_shaping import LengthCurve, RewardShapingConfig
 from treeward.config.run import EvaluationConfig
+from treeward.config.scoring import EnsembleConfig
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
 
@@ -145,10 +145,10 @@ SECTIONS = [
      "dtensor_cfg.lora_cfg.enabled"),
     (RewardModelEnvironmentConfig, "model_name: m, enabled: false", "enabled"),
     (RewardModelEnvironmentConfig, "model_name: m, checkpoint_path: weights", "checkpoint_path"),
-    (RewardModelEnvironmentConfig, "model_name: [a, b]", "model_name"),
+    (RewardModelEnvironmentConfig, "model_name: [a, b]", "models"),
     (RewardModelEnvironmentConfig, "model_name: [a, b], ensemble: {}, tokenizer: {name: a}", "tokenizer"),
-    (RewardModelEnvironmentConfig, "model_name: []", "model_name"),
-    (RewardModelEnvironmentConfig, "model_name: m, reward_shaping: contracts", "reward_shaping"),
+    (RewardModelEnvironmentConfig, "model_name: []", "models"),
+    (RewardModelEnvironmentConfig, "model_name: m, reward_shaping: contracts", "shaping"),
     (RewardShapingConfig, "reward_mean: 1.0", "reward_std"),
     (RewardShapingConfig, "normalize_rewards: true, reference: par", "normalize_rewards"),
     (RewardShapingConfig, "temperature: fitted", "temperature"),
@@ -166,9 +166,9 @@ SECTIONS = [
     (HybridEnvironmentConfig, "missing: renormalise, members: {a: {weight: -1}}", "members.a.weight"),
     (HybridEnvironmentConfig, "members: {a: {settings: 5}}", "members.a.settings"),
     # servers
-    (ServerConfig, "models: [{}]", "models[0].model"),
-    (ServerConfig, "models: [{model: a, models: [b]}]", "models[0].model"),
-    (ServerConfig, "models: [{models: [a, b]}]", "models[0].ensemble"),
+    (ServerConfig, "models: [{}]", "models[0].models"),
+    (ServerConfig, "models: [{model: a, models: [b]}]", "models[0].models"),
+    (ServerConfig, "models: [{models: [a, b]}]", "models[0].models"),
     (ServerConfig, "models: [{model: a}, {model: b/a}, {model: x, name: a}]", "models"),
     (NemoGymConfig, "model_path: m, server: {port: 1}", "server.port"),
     (NemoGymConfig, "model_path: m, running: {size: 1}", "running.size"),

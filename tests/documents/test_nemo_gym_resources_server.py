@@ -400,8 +400,8 @@ def test_float16(model_path: str, make_client: Any) -> None:
     client = make_client(model_path=model_path, dtype="float16")
     got = client.post("/verify", json=rollout()).json()["reward"]
     assert got != exact and got == pytest.approx(exact, abs=2e-3)
-    [model] = client.app.state.service.models.values()
-    reward_model = model.scorers[0].model
+    [model] = client.app.state.service.batcher.models.values()
+    reward_model = model.scorer.members[0].model
     assert (reward_model.hf.dtype, reward_model.head.weight.dtype) == (torch.float16, torch.float32)
 
 
@@ -433,7 +433,7 @@ def test_two_devices_give_the_scores_of_one(model_path: str, make_client: Any, e
     assert listed["heads"] == of_two["heads"] == ([] if ensemble else ["reward"])
     expected = scores(one, chats)
     assert expected[-1] is None and scores(two, chats) == pytest.approx(expected, abs=1e-6)
-    [model] = two.app.state.service.models.values()
+    [model] = two.app.state.service.batcher.models.values()
     first, second = (replica.members[0] for replica in model.replicas)
     computed = second.num_computed_tokens
     assert first.num_computed_tokens > 0 and computed > 0

@@ -135,7 +135,7 @@ def test_what_must_be(section: Callable[..., dict[str, Any]], override: str, say
 
 def test_the_defaults_of_the_page() -> None:
     config = RewardModelEnvironmentConfig.model_validate({"model_name": "some/model"})
-    assert (config.resources.gpus_per_node, config.resources.num_nodes, config.precision) == (1, 1, "bfloat16")
+    assert (config.resources.gpus_per_node, config.resources.num_nodes, config.dtype) == (1, 1, "bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 import torch
 from families import tiny_model
 
-from treeward.config.ensemble import EnsembleConfig
 from treeward.config.reward_shaping import NormalizationConstants, RewardCalibration, RewardShapingConfig
+from treeward.config.scoring import EnsembleConfig
 from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError, DataError
 from treeward.evaluation.examples import EvalExample

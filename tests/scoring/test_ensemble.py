@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from signed import signed
 
-from treeward.config.ensemble import EnsembleConfig
 from treeward.config.reward_shaping import NormalizationConstants, RewardCalibration
+from treeward.config.scoring import EnsembleConfig
 from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError

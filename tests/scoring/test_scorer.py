@@ -85,9 +85,11 @@ def test_completions_that_come_one_after_another_share_their_prompt(make_scorer:
     prompt = [user("What is the capital of France, and why is it so famous all over the world? " * 3)]
     completions = ["Paris.", "~ Paris", "It is Paris, and for its art.", "Lyon"]
     conversations = [[*prompt, assistant(completion)] for completion in completions]
-    scorer.score(conversations[:1])
+    scorer.score(conversations[:1])  # nothing shows yet that its prompt comes again
+    scorer.score(conversations[1:2])
     known = scorer.prepare(conversations[:1])[0].prompt_length
-    for conversation in conversations[1:]:
+    assert known >= 32
+    for conversation in conversations[2:]:
         before = scorer.num_computed_tokens
         scorer.score([conversation])
         assert scorer.num_computed_tokens - before == len(scorer.renderer.encode(conversation)) - known
@@ -148,7 +150,7 @@ def test_a_huge_text_never_reaches_the_tokenizer(make_scorer: Any, monkeypatch: 
     )
     huge = "word " * 200_000
     for prepared in (scorer.prepare_texts([huge, "Hi"]), scorer.prepare([[user(huge), assistant("A")], CHATS[5]])):
-        assert prepared[0].ids is None and "too long to score" in prepared[0].error and prepared[1].ids
+        assert prepared[0].ids is None and "too long to score" in prepared[0].error and len(prepared[1].ids)
     assert len(tokenized) == 2 and max(map(len, tokenized)) < 1000
 
 
@@ -270,7 +272,8 @@ def test_what_lies_on_the_disk_must_keep_the_contract(model_folder: Path, tmp_pa
     with pytest.raises(ModelError, match=r"contract: tokens(?s:.*)treeward verify"):
         Scorer.load(changed, device="cpu")
     # Whoever brings another template asks for other tokens, and knows it.
-    Scorer.load(changed, device="cpu", chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    Scorer.load(changed, device="cpu", tokenizer={"chat_template": template})
     scaled = Path(shutil.copytree(model_folder, tmp_path / "weights"))
     weights = load_file(scaled / "model.safetensors")
     save_file(

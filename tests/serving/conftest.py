@@ -18,7 +18,7 @@ from signed import write_signed_model
 
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.scoring.score import Score
-from treeward.serving.models import ServedModel
+from treeward.serving.models import LoadedModel
 from treeward.serving.service import Service
 
 
@@ -29,14 +29,14 @@ def served_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
-def loaded_model(served_folder: Path) -> ServedModel:
+def loaded_model(served_folder: Path) -> LoadedModel:
     """The model of `served_folder`, under the name `tiny`; tests do not change it."""
     section = ServedModelConfig(model=str(served_folder), name="tiny", device="cpu")
-    return ServedModel.load(section, ServerConfig(models=(section,)))
+    return LoadedModel.load(section, ServerConfig(models=(section,)))
 
 
 @pytest.fixture
-def make_service(served_folder: Path, loaded_model: ServedModel) -> Iterator[Callable[..., Service]]:
+def make_service(served_folder: Path, loaded_model: LoadedModel) -> Iterator[Callable[..., Service]]:
     """A function that makes a service; keywords are keys of `ServerConfig`. Without `models` it serves `tiny`."""
     from treeward.serving.run import make_service as load_service
 
@@ -46,8 +46,7 @@ def make_service(served_folder: Path, loaded_model: ServedModel) -> Iterator[Cal
         given = settings.pop("models", None)
         tiny = ServedModelConfig(model=str(served_folder), name="tiny", device="cpu")
         config = ServerConfig.model_validate({"models": given or (tiny,), **settings})
-        loaded = None if given else [loaded_model]
-        services.append(load_service(config, models=loaded))
+        services.append(load_service(config) if given else Service.of([loaded_model], config))
         return services[-1]
 
     yield make
@@ -86,13 +85,13 @@ def own_client(service: Service, asgi_client: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture(scope="session")
-def client(loaded_model: ServedModel) -> Iterator[Any]:
+def client(loaded_model: LoadedModel) -> Iterator[Any]:
     """A client of a service of `tiny` that all tests share."""
     from starlette.testclient import TestClient
 
     from treeward.serving.app import create_app
 
-    service = Service([loaded_model], ServerConfig(models=(ServedModelConfig(model="tiny"),)))
+    service = Service.of([loaded_model], ServerConfig(models=(ServedModelConfig(model="tiny"),)))
     with TestClient(create_app(service), raise_server_exceptions=False) as shared:
         yield shared
     service.close()
@@ -118,7 +117,7 @@ def conversations() -> list[list[dict[str, str]]]:
 
 
 @pytest.fixture
-def held_model(loaded_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def held_model(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The model scores nothing until this is set."""
     gate = threading.Event()
     score = loaded_model.score

@@ -16,6 +16,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from treeward.config.server import ServedModelConfig
 from treeward.data.rendering import Renderer
 from treeward.serving import logs
 from treeward.serving.app import create_app
-from treeward.serving.models import ServedModel
+from treeward.serving.models import LoadedModel, ServedModel
 from treeward.serving.playground.routes import OPEN_PATHS
 from treeward.serving.run import make_server
 from treeward.serving.service import Service
@@ -180,15 +181,14 @@ def test_what_is_nested_too_deep_is_refused_or_masked(client: Any, depth: int) -
 
 @pytest.mark.parametrize("part", ["{{ 1 / 0 }}", "{{ range(1000000000000) | list }}"])
 def test_a_template_that_fails_is_a_clear_error(
-    loaded_model: ServedModel, make_service: Callable[..., Service], asgi_client: Callable[..., Any], part: str
+    loaded_model: LoadedModel, make_service: Callable[..., Service], asgi_client: Callable[..., Any], part: str
 ) -> None:
     plain = loaded_model.scorer.renderer
     scorer = copy.copy(loaded_model.scorer)
     broken = "{% if messages[0].content == 'break' %}" + part + "{% endif %}" + plain.chat_template
     scorer.renderer = Renderer(plain.tokenizer, chat_template=broken, max_length=160)  # type: ignore[union-attr]
-    service = make_service()
-    service.models["tiny"] = ServedModel("tiny", scorer)
-    client = asgi_client(service)
+    config = make_service().config
+    client = asgi_client(Service.of([LoadedModel(config.models[0], [scorer])], config))
     breaking = [{"role": "user", "content": "break"}, CHAT[1]]
     response = ask(client, conversations=[breaking])
     assert error(response) == (422, "cannot_be_scored") and "chat template" in response.text
@@ -382,43 +382,41 @@ def test_a_server_that_ends_answers_what_it_has_accepted(service: Service, held_
 
 
 def test_an_error_of_memory_forgets_the_prompts(
-    client: Any, loaded_model: ServedModel, monkeypatch: pytest.MonkeyPatch
+    client: Any, loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = [{"role": "user", "content": "Why is the sky over the sea blue, and red at night? " * 3}]
     assert ask(client, conversations=[[*prompt, CHAT[1]]]).status_code == 200
-    cache = loaded_model.scorers[0].prefix_cache
-    assert cache is not None and cache.num_bytes > 0
+    assert ask(client, conversations=[[*prompt, CHAT[1]]]).status_code == 200
+    [cache] = loaded_model.caches
+    assert cache.num_bytes > 0
 
     def out_of_memory(batch: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(loaded_model.scorers[0].model, "heads", out_of_memory)
+    monkeypatch.setattr(loaded_model.scorer.members[0].model, "heads", out_of_memory)
     [row] = ask(client, on_error="mask").json()["data"]
     assert row["score"] is None and "MemoryError" in row["error"] and cache.num_bytes == 0
 
 
-def test_health_and_the_models(own_client: Any, service: Service, loaded_model: ServedModel) -> None:
+def test_health_and_the_models(own_client: Any, service: Service, loaded_model: LoadedModel) -> None:
     assert own_client.get("/health").json() == {"status": "ok"} and own_client.head("/health").is_success
     assert own_client.get("/ready").json() == {"status": "ready", "models": ["tiny"]}
     [listed] = own_client.get("/v1/models").json()["data"]
     assert (listed["id"], listed["max_model_len"]) == ("tiny", 160)
-    assert listed["contract"] == loaded_model.contract_sha256
+    assert listed["contract"] == loaded_model.served.contract_sha256
     service.batcher.close()  # its threads have ended
     for path in ("/health", "/ready"):
         got = own_client.get(path)
         assert got.status_code == 503 and got.json()["status"] == "failed"
 
 
-def test_a_name_goes_before_the_folder_of_another_model(
-    make_service: Callable[..., Service], loaded_model: ServedModel
-) -> None:
-    service = make_service()
-    first, second = (ServedModel(name, loaded_model.scorer, members=[folder]) for name, folder in ("ab", "bc"))
+def test_a_name_goes_before_the_folder_of_another_model(service: Service) -> None:
+    first, second = (ServedModel(name, members=(folder,)) for name, folder in ("ab", "bc"))
     service.models = {"a": first, "b": second}
     assert [service.model(name) for name in (None, "a", "b", "c")] == [first, first, second, second]
 
 
-def test_metrics(own_client: Any, service: Service, conversations: Any, loaded_model: ServedModel) -> None:
+def test_metrics(own_client: Any, service: Service, conversations: Any, loaded_model: LoadedModel) -> None:
     before = loaded_model.num_computed_tokens
     body = {"conversations": conversations}
     scores = [row["score"] for row in own_client.post("/v1/rewards", json=body).json()["data"]]
@@ -483,7 +481,7 @@ class NoReward:
 
 
 @pytest.mark.parametrize("kind", ["model", "ensemble", "shaped", "class"])
-def test_a_face_is_its_model_without_weights(
+def test_a_model_of_another_process(
     kind: str, served_folder: Path, make_service: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a front has of the models of its replicas."""
@@ -497,8 +495,6 @@ def test_a_face_is_its_model_without_weights(
     }
     section = ServedModelConfig.model_validate(sections[kind])
     (model,) = make_service(models=[section]).models.values()
-    face = pickle.loads(pickle.dumps(model.face()))
-    assert face.shaper is None and (model.shaper is None) == (kind in ("model", "ensemble"))
-    face.shaper = face.make_shaper(section)
-    assert face.described(1) == model.described(1) and face.ending == model.ending
-    assert (face.reads_text, bool(face.scorers)) == (model.reads_text, bool(model.scorers))
+    unshaped = pickle.loads(pickle.dumps(replace(model, members=(), shaper=None)))
+    assert unshaped.shaped(section).described(1) == model.described(1) and unshaped.ending == model.ending
+    assert (model.shaper is None) == (kind in ("model", "ensemble"))

@@ -7,22 +7,32 @@ import math
 import random
 import threading
 import time
+import zlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from treeward.config.server import ServerConfig
 from treeward.errors import ModelError
 from treeward.scoring.score import Score
+from treeward.scoring.scorer import Prepared
 from treeward.serving.api_error import APIError
 from treeward.serving.batcher import Batcher, FailedScore
 from treeward.serving.metrics import ServerMetrics
-from treeward.serving.models import Item, ServedModel
+from treeward.serving.models import LoadedModel
 from treeward.serving.rendered_text import RenderedText
 
 TOKENS = 10
 BATCH = 20 * TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Asked(Prepared):
+    prompt: Any = None
+    number: int = 0
 
 
 class FakeModel:
@@ -44,20 +54,21 @@ class FakeModel:
         self.fail: dict[Any, BaseException | float | Score] = {}
         self.fail_to_prepare: dict[Any, BaseException | str] = {}
 
-    def prepare(self, asked: Sequence[Any]) -> list[Item]:
-        items = []
+    def prepare(self, asked: Sequence[Any]) -> list[Prepared]:
+        items: list[Prepared] = []
         for prompt, number in asked:
             wrong = self.fail_to_prepare.get(number)
             if isinstance(wrong, BaseException):
                 raise wrong
-            items.append(Item((prompt, number), TOKENS, prompt=hash(prompt), error=wrong))
+            ids = np.array([zlib.crc32(str(prompt).encode()) >> 1], dtype=np.int32)
+            items.append(Asked(f"{number}", ids, TOKENS, error=wrong, prompt=prompt, number=number))
         self.prepared += [number for _, number in asked]
         return items
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def score(self, items: Sequence[Prepared]) -> list[Score]:
         self.started.release()
         assert self.gate.wait(600)
-        values = [item.prepared[1] for item in items]
+        values = [item.number for item in items if isinstance(item, Asked)]
         self.batches.append(values)
         scores = []
         for value in values:
@@ -67,13 +78,13 @@ class FakeModel:
             scores.append(given if isinstance(given, Score) else Score(given, TOKENS))
         return scores
 
-    def cost(self, item: Item, like: Item | None) -> int:
-        return item.num_tokens - (0 if like is None else 8)
+    def cost(self, item: Any, like: Any) -> int:
+        return item.num_tokens - (8 if like is not None and like.prompt == item.prompt else 0)
 
 
-def make_batcher(**settings: Any) -> Batcher:
+def make_batcher(*models: Any, **settings: Any) -> Batcher:
     config = ServerConfig.model_validate({"models": [{"model": "x"}], "batch_tokens": BATCH, **settings})
-    return Batcher(config, ServerMetrics())
+    return Batcher(models, config, ServerMetrics())
 
 
 @pytest.fixture
@@ -89,7 +100,7 @@ def run(model: FakeModel) -> Callable[..., Any]:
 
     def run(story: Callable[[Batcher], Coroutine[Any, Any, Any]], **settings: Any) -> Any:
         async def whole() -> Any:
-            batcher = make_batcher(**settings)
+            batcher = make_batcher(model, **settings)
             try:
                 return await asyncio.wait_for(story(batcher), 60)
             finally:
@@ -107,7 +118,8 @@ def score(model: FakeModel) -> Callable[..., Any]:
     """A coroutine function: the scores of conversations."""
 
     async def score(batcher: Batcher, asked: Sequence[Any], *, by: Any = model, **options: Any) -> list[float | None]:
-        return [one.score for one in await batcher.score(by, asked, **options)]
+        batcher.models[by.name] = by
+        return [one.score for one in await batcher.score(by.name, asked, **options)]
 
     return score
 
@@ -169,7 +181,7 @@ def test_a_stream_of_small_requests_does_not_hold_up_a_large_conversation(
     run: Any, score: Any, model: FakeModel
 ) -> None:
     large = 200
-    model.cost = lambda item, like: BATCH // (1 if item.prepared[1] == large else 3)  # type: ignore[method-assign]
+    model.cost = lambda item, like: BATCH // (1 if item.number == large else 3)  # type: ignore[method-assign]
 
     async def story(batcher: Batcher) -> None:
         first = await blocked(batcher, model, score)
@@ -177,7 +189,7 @@ def test_a_stream_of_small_requests_does_not_hold_up_a_large_conversation(
         await until(lambda: 4 in model.prepared)
         plain = model.score
 
-        def slow(items: Sequence[Item]) -> list[Score]:
+        def slow(items: Sequence[Prepared]) -> list[Score]:
             """While a batch is scored, two more come."""
             for _ in range(2):
                 number = 1000 + len(tasks)
@@ -318,7 +330,7 @@ def test_a_failed_conversation_fails_alone_and_is_no_number(
 
     async def story(batcher: Batcher) -> list[Score]:
         scores, others = await asyncio.gather(
-            batcher.score(model, conversations(range(10, 20))),  # type: ignore[arg-type]
+            batcher.score(model.name, conversations(range(10, 20))),
             score(batcher, conversations(range(5))),
         )
         assert others == list(range(5)) and batcher.is_alive
@@ -342,7 +354,7 @@ def test_a_conversation_that_cannot_be_tokenized_fails_alone(
     run: Any, model: FakeModel, wrong: Any, by_server: bool, says: str
 ) -> None:
     model.fail_to_prepare = {13: wrong}
-    scores = run(lambda batcher: batcher.score(model, conversations(range(10, 20))))
+    scores = run(lambda batcher: batcher.score(model.name, conversations(range(10, 20))))
     assert [one.score for one in scores] == [10, 11, 12, None, 14, 15, 16, 17, 18, 19]
     assert says in scores[3].error and isinstance(scores[3], FailedScore) == by_server
 
@@ -396,37 +408,37 @@ def test_a_closed_batcher_refuses(run: Any, model: FakeModel, score: Any) -> Non
     run(story)
 
 
-def test_scores_are_those_of_the_scorer_in_any_company(loaded_model: ServedModel, conversations: Any) -> None:
+def test_scores_are_those_of_the_scorer_in_any_company(loaded_model: LoadedModel, conversations: Any) -> None:
     scorer = loaded_model.scorer
     want = {i: scorer.score([one])[0].score for i, one in enumerate(conversations)}
     texts = [RenderedText(scorer.renderer.render(one)) for one in conversations]
     rng = random.Random(5)
     chosen = [[rng.randrange(8) for _ in range(rng.randrange(1, 12))] for _ in range(40)]
     asked = [[rng.choice([conversations[i], texts[i]]) for i in row] for row in chosen]
-    batcher = make_batcher(batch_tokens=128)
+    batcher = make_batcher(loaded_model, batch_tokens=128)
 
     async def story() -> list[list[Score]]:
-        return await asyncio.gather(*(batcher.score(loaded_model, row) for row in asked))
+        return await asyncio.gather(*(batcher.score(loaded_model.name, row) for row in asked))
 
     for row, scores in zip(chosen, asyncio.run(story()), strict=True):
         assert [one.score for one in scores] == pytest.approx([want[i] for i in row], abs=1e-5)
     batcher.close()
 
 
-def test_a_prompt_is_computed_once_for_all_requests(loaded_model: ServedModel) -> None:
+def test_a_prompt_is_computed_once_for_all_requests(loaded_model: LoadedModel) -> None:
     prompt = "Tell me, in a few short sentences, why the sky over the sea is blue at noon, and red at night. " * 2
     chats = [
         [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         for completion in ("A.", "B.", "C.")
     ]
-    shared = loaded_model.prepare(chats)[0].prepared.prompt_length
-    assert shared >= 32
-    batcher = make_batcher(batch_tokens=4096)
+    batcher = make_batcher(loaded_model, batch_tokens=4096)
     computed = []
-    for chat in chats:  # one after the other, in requests of their own
+    for chat in [*chats, chats[0]]:  # one after the other, in requests of their own
         before = loaded_model.num_computed_tokens
-        asyncio.run(batcher.score(loaded_model, [chat]))
+        asyncio.run(batcher.score(loaded_model.name, [chat]))
         computed.append(loaded_model.num_computed_tokens - before)
     batcher.close()
-    tokens = [item.num_tokens for item in loaded_model.prepare(chats)]
-    assert computed == [tokens[0], tokens[1] - shared, tokens[2] - shared]
+    prepared = loaded_model.prepare(chats)
+    shared, tokens = prepared[0].prompt_length, [one.num_tokens for one in prepared]
+    assert shared >= 32  # known since the second request
+    assert computed == [tokens[0], tokens[1], tokens[2] - shared, tokens[0] - shared]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -13,10 +14,11 @@ import pytest
 from chromium import chromium
 from playground import COMPLETIONS, PROMPT, Visits, answered, expect, score, serving, settled, visiting, write
 
-from treeward.config.ensemble import EnsembleConfig
 from treeward.config.reward_shaping import CalibratedTemperature, RewardCalibration
+from treeward.config.scoring import EnsembleConfig
+from treeward.config.server import ServedModelConfig
 from treeward.scoring.ensemble import EnsembleScorer
-from treeward.serving.models import ServedModel
+from treeward.serving.models import LoadedModel
 
 pytestmark = pytest.mark.slow  # a browser
 
@@ -25,14 +27,17 @@ HOSTILE = "<img src=x onerror='window.injected=1'><script>window.injected=1</scr
 
 
 @pytest.fixture(scope="module")
-def url(loaded_model: ServedModel) -> Iterator[str]:
+def url(loaded_model: LoadedModel) -> Iterator[str]:
     scorer: Any = loaded_model.scorer
-    contract = loaded_model.contracts[0]
+    contract = scorer.contract
     fitted = CalibratedTemperature(value=2.5, nll_before=0.7, nll_after=0.6, num_pairs=100)
     calibrated = contract.model_copy(update={"calibration": RewardCalibration(temperature=fitted)})
-    warm = ServedModel("warm", scorer, contracts=[calibrated], members=["warm"])
+    fitted_scorer = copy.copy(scorer)
+    fitted_scorer.contract = calibrated
+    warm = LoadedModel(ServedModelConfig(models=("warm",)), [fitted_scorer])
     pair = EnsembleScorer([scorer, scorer], EnsembleConfig(method="mean", standardize=False))
-    both = ServedModel("both", pair, members=["results/a/final", "results/b/final"])
+    names = ("results/a/final", "results/b/final")
+    both = LoadedModel(ServedModelConfig(name="both", models=names, ensemble=pair.config), [pair])
     with serving([loaded_model, warm, both]) as address:
         yield address
 
@@ -282,7 +287,7 @@ def test_an_error_of_the_server_is_shown(visit: Visits) -> None:
     visit.said.clear()
 
 
-def test_a_token_is_asked_for_and_kept_in_the_tab(browser: Any, loaded_model: ServedModel) -> None:
+def test_a_token_is_asked_for_and_kept_in_the_tab(browser: Any, loaded_model: LoadedModel) -> None:
     with serving([loaded_model], token=TOKEN) as guarded:
         visit = Visits(browser, guarded)
         page = visit()

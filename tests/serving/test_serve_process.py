@@ -22,16 +22,16 @@ CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": 
 HELD = """
 import os, sys, time
 from treeward.cli.main import main
-from treeward.serving.models import ServedModel
+from treeward.serving.models import LoadedModel
 
-score = ServedModel.score
+score = LoadedModel.score
 
 def score_later(self, items):
     while not os.path.exists({gate!r}):
         time.sleep(0.01)
     return score(self, items)
 
-ServedModel.score = score_later
+LoadedModel.score = score_later
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from treeward.config.ensemble import EnsembleConfig
+from treeward.config.scoring import EnsembleConfig
+from treeward.config.server import ServedModelConfig
 from treeward.scoring.ensemble import EnsembleScorer
-from treeward.serving.models import ServedModel
+from treeward.serving.models import LoadedModel, ServedModel
 from treeward.serving.service import Service
 
 CONTEXT = [{"role": "user", "content": "How do I boil an egg so that the yolk stays soft?"}]
@@ -50,7 +51,7 @@ def test_the_last_of_few_points_is_the_score(client: Any) -> None:
         assert not gaps or max(gaps) - min(gaps) <= 1
 
 
-def test_a_completion_is_computed_once(client: Any, loaded_model: ServedModel) -> None:
+def test_a_completion_is_computed_once(client: Any, loaded_model: LoadedModel) -> None:
     before = loaded_model.num_computed_tokens
     got = trace(client, context=[{"role": "user", "content": "A question that no other test asks, of a few words?"}])
     # The conversation, and an end of one token for each point but the last.
@@ -74,14 +75,14 @@ def test_what_has_no_trace_is_refused_in_words(client: Any, body: dict[str, Any]
 
 
 def test_ensembles_and_models_of_other_tokens(
-    loaded_model: ServedModel, make_service: Callable[..., Service], asgi_client: Callable[..., Any]
+    loaded_model: LoadedModel, make_service: Callable[..., Service], asgi_client: Callable[..., Any]
 ) -> None:
     scorer: Any = loaded_model.scorer
     pair = EnsembleScorer([scorer, scorer], EnsembleConfig(method="mean", standardize=False))
-    service = make_service()
-    other, without = ServedModel("other", _Unlike(pair), members=["a", "b"]), ServedModel("words", scorer)
-    without.__class__ = _OfWords
-    service.models = {one.name: one for one in (ServedModel("pair", pair, members=["a", "b"]), other, without)}
+    config = make_service().config
+    section = ServedModelConfig(name="pair", models=("a", "b"), ensemble=pair.config)
+    service = Service.of([LoadedModel(section, [pair])], config)
+    service.models |= {"other": ServedModel("other", renderer=scorer.renderer), "words": ServedModel("words")}
     client = asgi_client(service)
     got = trace(client)
     cut = [COMPLETION[: token["end"]] for token in got["tokens"]]
@@ -91,18 +92,3 @@ def test_ensembles_and_models_of_other_tokens(
         body = {"context": CONTEXT, "completion": COMPLETION, "model": name}
         refused = client.post("/v1/rewards/trace", json=body)
         assert refused.status_code == 422 and refused.json()["error"]["code"] == code
-
-
-class _Unlike(EnsembleScorer):
-    def __init__(self, of: EnsembleScorer) -> None:
-        self.__dict__.update(of.__dict__)
-
-    @property
-    def render_alike(self) -> bool:
-        return False
-
-
-class _OfWords(ServedModel):
-    @property
-    def scorers(self) -> tuple[()]:
-        return ()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from treeward.config.ensemble import EnsembleConfig
+from treeward.config.scoring import EnsembleConfig
 from treeward.data.sources import Row
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError

@@ -157,15 +157,15 @@ def _candidates(
     ordered = [*checkpoints, *(model for model in models if model not in checkpoints)]
     candidates = []
     for section in checked_models(ordered, ensemble, shaping, options, alone=True):
-        if section.models is not None and checkpoints:
+        if len(section.models) > 1 and checkpoints:
             need = "one of them, or the checkpoints as models: RUN_DIR/step_100/model ..."
             raise ConfigError("checkpoints are compared with each other", where="--ensemble, --checkpoints", need=need)
-        first, name, notes = section.members[0], "-".join(names[one] for one in section.members), []
+        first, name, notes = section.models[0], "-".join(names[one] for one in section.models), []
         if section.ensemble is not None:
             heads = section.ensemble.over == "heads"
-            name = name if len(name) <= 100 else f"{len(section.members)}-models"
+            name = name if len(name) <= 100 else f"{len(section.models)}-models"
             name = f"{section.ensemble.method}-of-{'heads-of-' if heads else ''}{name}"
-            notes.append(f"{section.ensemble.method} of {'its heads' if heads else ', '.join(section.members)}")
+            notes.append(f"{section.ensemble.method} of {'its heads' if heads else ', '.join(section.models)}")
         if section.head_weights is not None:
             notes.append(f"heads weighted {options.head_weights}")
         if section.shaping is not None:

@@ -19,7 +19,7 @@ import typer
 
 from treeward.config.load import load_section
 from treeward.config.policy import ScoringDtype
-from treeward.config.server import ServedModelConfig, ServerConfig
+from treeward.config.server import ServedModelConfig
 from treeward.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,8 +60,9 @@ class ModelOptions:
         """The options as keys of a model's section."""
         names = ("max_length", "truncation", "device", "dtype", "trust_remote_code")
         weights = None if self.head_weights is None else parse_head_weights(self.head_weights)
-        own = {"head_weights": weights, "check_contract": not self.unchecked}
-        return {name: getattr(self, name) for name in names} | own
+        keys = {name: getattr(self, name) for name in names}
+        keys |= {"head_weights": weights, "check_contract": not self.unchecked}
+        return {name: value for name, value in keys.items() if value is not None}
 
 
 def with_model_options(run: Callable[..., int]) -> Callable[..., int]:
@@ -91,7 +92,7 @@ def reward_models(
     section = {"method": section} if isinstance(section, str) else section
     keys = {**options, "ensemble": section, "shaping": None if shaping is None else parse_yaml(shaping, "--shaping")}
     keys = {key: value for key, value in keys.items() if value is not None}
-    named: list[dict[str, Any]] = [{"model": model} for model in models]
+    named: list[dict[str, Any]] = [{"models": [model]} for model in models]
     if section is not None and section.get("over") != "heads":
         if len(models) == 1:
             need = "two models or more, or the heads of one: {method: mean, over: heads}"
@@ -109,7 +110,7 @@ def checked_models(
 
     check_device(options.device, where="--device")
     for section in sections:
-        for name in section.members:
+        for name in section.models:
             check_local(name)  # the last one too, before hours of the first
         check_shaping(section, alone=alone)
     return sections
@@ -128,14 +129,15 @@ def one_model(
 
 def load(section: ServedModelConfig, batch_tokens: int | None) -> tuple[Scorer | EnsembleScorer, Shaper | None]:
     """The scorer of a section, and the `Shaper` of its scores; None without shaping."""
-    from treeward.serving.models import ServedModel
+    from treeward.scoring.ensemble import load_scorer
+    from treeward.scoring.rewarding import load_shaper
 
     need = "a reward model; `treeward serve` serves a reward class"
     section.refuse(section.reward_class is not None, "reward_class", need)
     section.refuse(len(section.device) > 1, "device", "one device; `treeward serve` takes several")
-    given: dict[str, Any] = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
-    model = ServedModel.load(section, ServerConfig(models=(section,), prefix_cache_bytes=0, **given))
-    return model.scorer, model.shaper
+    capacity = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
+    scorer = load_scorer(section, device=section.device[0], **capacity)
+    return scorer, load_shaper(section, tokenizer=scorer.renderer.tokenizer)
 
 
 def load_rewards(section: ServedModelConfig, batch_tokens: int | None) -> tuple[ConversationScorer, dict[str, Any]]:
@@ -145,7 +147,7 @@ def load_rewards(section: ServedModelConfig, batch_tokens: int | None) -> tuple[
 
     scorer, shaper = load(section, batch_tokens)
     rewards = scorer if shaper is None else RewardScorer(scorer, shaper, where="--shaping")
-    return rewards, scorer_identity(rewards, section.members[0])
+    return rewards, scorer_identity(rewards, section.models[0])
 
 
 def check_shaping(section: ServedModelConfig, *, alone: bool = False) -> None:
@@ -153,8 +155,7 @@ def check_shaping(section: ServedModelConfig, *, alone: bool = False) -> None:
     if section.shaping is not None:
         from treeward.scoring.rewarding import load_shaper, refuse_references
 
-        trusted, other = section.trust_remote_code, section.ensemble is not None or section.head_weights is not None
-        shaper = load_shaper(section.shaping, section.members[0], of_other_score=other, trust_remote_code=trusted)
+        shaper = load_shaper(section)
         assert shaper is not None
         if alone:
             refuse_references(shaper.config, "--shaping")

@@ -157,11 +157,11 @@ def _scored(
 
 def _load(
     section: ServedModelConfig, batch_tokens: int | None, name: str
-) -> tuple[PreparedScorer[Any], Shaper | None, Mapping[str, Any]]:
+) -> tuple[PreparedScorer, Shaper | None, Mapping[str, Any]]:
     """The model of a section, and what its rows depend on. A function of the module: workers import it."""
     from treeward.evaluation.session import scorer_identity
 
-    logger.info("Loading %s.", ", ".join(section.members))
+    logger.info("Loading %s.", ", ".join(section.models))
     scorer, shaper = load(section, batch_tokens)
     config = shaper and shaper.config.model_dump(mode="json")
     return scorer, shaper, {"model": scorer_identity(scorer, name), "shaping": config}

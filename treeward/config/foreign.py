@@ -79,7 +79,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
         "verifier_type": Only(("math",), "for a choice among letters use the rules exact_match or regex"),
     },
     "NemoGymConfig": _unread(
-        "entrypoint domain verified verified_url description value name datasets expose_tools_over_mcp license skills "
+        "entrypoint domain verified verified_url description value datasets expose_tools_over_mcp license skills "
         "num_workers"
     ),
     "OverlongShapingConfig": {"stop_properly_penalty_coef": "set it to null, and grpo.overlong_filtering=true"},

@@ -13,7 +13,7 @@ log says so.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -21,10 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 from yaml import YAMLError
 
-from treeward.config.ensemble import EnsembleConfig
 from treeward.config.load import load_section
 from treeward.config.reward_shaping import RewardShapingConfig
-from treeward.config.server import HostedModelConfig, Models, RunningStatisticsConfig, ServerConfig
+from treeward.config.scoring import EnsembleConfig
+from treeward.config.server import RunningStatisticsConfig, ServedModelConfig, ServerConfig
 from treeward.errors import ConfigError
 
 _DEADLINE_SECONDS = 600  # NeMo Gym waits without a limit, and repeats a rollout that is given up
@@ -73,16 +73,16 @@ def _merged() -> DictConfig:
     return cast(DictConfig, OmegaConf.create(os.environ.get("NEMO_GYM_CONFIG_DICT", "")))
 
 
-class NemoGymConfig(HostedModelConfig):
-    """The configuration of a reward model resources server."""
+class NemoGymConfig(ServedModelConfig):
+    """The configuration of a reward model resources server. Several models are scored as an ensemble."""
 
     other_forms: ClassVar[tuple[str, ...]] = (
         *("normalize_rewards", "reward_mean", "reward_std", "reward_clip", "length_penalty"),
         "preference_score",
     )
 
-    model_path: Models
-    """Folder or hub name of a reward model, or a list of them, which are scored as an ensemble."""
+    name: str = "reward_model"
+    """Name of the model in requests."""
     ensemble: _Ensemble | None = None
     """How the scores of several models are combined: mean, worst, uncertainty, or a section. None: mean."""
     batch_size: PositiveInt = 8
@@ -103,6 +103,9 @@ class NemoGymConfig(HostedModelConfig):
     def _gather_shaping(cls, raw: Any) -> Any:
         if not isinstance(raw, Mapping):
             return raw
+        models = next((raw[key] for key in ("models", "model", "model_name", "model_path") if key in raw), ())
+        if isinstance(models, Sequence) and not isinstance(models, str) and len(models) > 1:
+            raw = {"ensemble": "mean", **raw}
         given = {key: raw[key] for key in cls.other_forms if key in raw}
         shaping, others = raw.get("shaping"), {key: value for key, value in raw.items() if key not in given}
         if given and shaping is not None:
@@ -118,14 +121,8 @@ class NemoGymConfig(HostedModelConfig):
     @property
     def server_config(self) -> ServerConfig:
         """The configuration of the server."""
-        model = self.model_dump(include=set(HostedModelConfig.model_fields)) | {"name": "reward_model"}
-        ensemble = self.ensemble or (EnsembleConfig() if len(self.model_path) > 1 else None)
-        if len(self.model_path) == 1 and (ensemble is None or ensemble.over == "heads"):
-            model["model"] = self.model_path[0]
-        else:
-            model["models"] = self.model_path
-        model["ensemble"] = ensemble and ensemble.model_dump()
-        values: dict[str, Any] = {"models": [model], "host": self.host, "port": self.port}
+        section = self.model_dump(include=set(ServedModelConfig.model_fields))
+        values: dict[str, Any] = {"models": [section], "host": self.host, "port": self.port}
         if "batch_size" in self.model_fields_set or "batch_tokens" not in self.server:
             tokens = _TOKENS_OF_A_CUSTOM_ONE if self.reward_class else self.max_length or self.default_max_length
             values["batch_tokens"] = self.batch_size * tokens

@@ -20,7 +20,7 @@ from treeward.errors import ConfigError, nearest_name
 _MICRO_BATCH_TOKENS = 4096
 _VOCAB_SIZE = 4096
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_short_names = BeforeValidator(lambda name: _PRECISIONS.get(name, name) if isinstance(name, str) else name)
+_short_names = BeforeValidator(lambda name: _PRECISIONS.get(str(name), str(name).removeprefix("torch.")))
 
 Precision = Annotated[Literal["float32", "bfloat16"], _short_names]
 """Of a model that is trained."""

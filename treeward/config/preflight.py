@@ -134,7 +134,7 @@ def _check_models(config: RewardModelRunConfig | GRPORunConfig) -> None:
     for name, kind, keys in _used_environments(config) if isinstance(config, GRPORunConfig) else ():
         section = RewardModelEnvironmentConfig.model_validate(keys) if kind == "reward_model" else None
         if section is not None and section.url is None:
-            names += [(f"env.{name}.model_name", model) for model in section.model_names]
+            names += [(f"env.{name}.model_name", model) for model in section.models]
     for field, model in names:
         if model is not None and (model.startswith((".", "/", "~")) or model.count("/") > 1):
             _check_path(os.path.expanduser(model), field, "the folder of a model, or a hub name, as org/name")

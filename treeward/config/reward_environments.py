@@ -18,16 +18,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from treeward.config.base import Strict, TextOrTexts, config_error
-from treeward.config.ensemble import EnsembleConfig, HeadWeights
 from treeward.config.policy import (
     BatchingConfig,
     RewardModelConfig,
     ScoringPrecision,
-    ScoringTokenizerConfig,
     ShardingConfig,
     take_batching_budget,
 )
-from treeward.config.reward_shaping import ShapingOrContract
+from treeward.config.scoring import ScoringConfig
 from treeward.errors import ConfigError, nearest_name
 
 
@@ -57,43 +55,25 @@ class ScoringDTensorConfig(ShardingConfig):
         self.refuse(is_both, "cpu_offload tensor_parallel_size", need)
 
 
-class RewardModelEnvironmentConfig(Strict):
-    """A reward model as the environment of an RL loop."""
+class RewardModelEnvironmentConfig(ScoringConfig):
+    """A reward model as the environment of an RL loop. Its model may also be the address of a `treeward serve`, as
+    `http://host:8000`."""
 
     other_forms: ClassVar[tuple[str, ...]] = ("cpu_offload", "activation_checkpointing")
 
     enabled: bool = True
     """Use this environment. It must be true where the environment is made in Python."""
-    model_names: TextOrTexts = Field(alias="model_name", min_length=1)
-    """Folder or hub name of a reward model, or the address of a `treeward serve`, as `http://host:8000`; several models
-    need `ensemble`."""
     served_model: str | None = None
     """Which model of the server at `model_name`, by its name there. None: its first."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of the server at `model_name`. None: it asks for none."""
-    tokenizer: ScoringTokenizerConfig = ScoringTokenizerConfig()
-    trust_remote_code: bool = False
-    """Execute Python code that the model's repository brings."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
-    head_weights: HeadWeights | None = None
-    """Weight of each head in the score, for a model with several: numbers in order or by the names of its labels (those
-    not named have none), or `mean`. None: as in its scoring contract."""
-
-    precision: ScoringPrecision = "bfloat16"
+    dtype: ScoringPrecision = "bfloat16"
     """Number format of the backbone's weights: `bfloat16`, `float32`, `float16` (or `bf16`). The head is float32."""
     batch_size: PositiveInt | None = None
     """Most conversations in one forward pass. None: only `batch_tokens` limits it."""
     batch_tokens: PositiveInt | None = None
     """Most tokens in one forward pass, counted after sharing prefixes. None: 4096, unless `batch_size` is given."""
-    max_model_len: PositiveInt | None = None
-    """Longest conversation, in tokens. None: as in the model's scoring contract, otherwise all of its positions."""
-    truncation: Literal["drop", "truncate_left", "error"] | None = None
-    """Longer conversations: no reward (`drop`), oldest tokens cut (`truncate_left`), `error`. None: as in training."""
-
-    reward_shaping: ShapingOrContract | None = None
-    """How scores become rewards; `contract`: as the model's scoring contract says. None: a reward is the score."""
-    ensemble: EnsembleConfig | None = None
-
     resources: ResourcesConfig = ResourcesConfig()
     num_replicas: PositiveInt | None = None
     """Replicas of the model, which share the load. None: one for each `dtensor_cfg.tensor_parallel_size` GPUs of
@@ -116,7 +96,7 @@ class RewardModelEnvironmentConfig(Strict):
     @property
     def url(self) -> str | None:
         """The address of the server that scores; None for a model that is loaded."""
-        return server_address(self.model_names[0])
+        return server_address(self.models[0])
 
     @property
     def num_workers(self) -> int:
@@ -149,13 +129,8 @@ class RewardModelEnvironmentConfig(Strict):
         return take_batching_budget(raw, "batch_tokens", "batch_size")
 
     def check(self) -> None:
-        are_several = len(self.model_names) > 1
+        super().check()
         self.refuse(not self.enabled, "enabled", "true: this environment is switched off")
-        has_no_ensemble = self.ensemble is None or self.ensemble.over != "models"
-        need = "one model, or an `ensemble` section with over: models"
-        self.refuse(are_several and has_no_ensemble, "model_names ensemble", need)
-        is_extra, need = self.tokenizer != ScoringTokenizerConfig(), "no tokenizer: the models use their own"
-        self.refuse(are_several and is_extra, "tokenizer model_names", need)
         gpus, size = self.resources.gpus_per_node, self.dtensor_cfg.tensor_parallel_size
         need = "GPUs of each node that are a multiple of tensor_parallel_size"
         self.refuse(gpus % size, "resources.gpus_per_node dtensor_cfg.tensor_parallel_size", need)
@@ -167,16 +142,16 @@ class RewardModelEnvironmentConfig(Strict):
         self.refuse(is_given and is_other, keys, need)
 
     def _check_server(self) -> None:
-        of_servers = self.served_model or self.token_env or any(map(server_address, self.model_names))
-        is_bare = any(re.fullmatch(r"[\w.-]+:\d+/?", name) for name in self.model_names)
-        self.refuse(is_bare, "model_names", "http:// before the address of a server")
-        is_one = self.url is not None and len(self.model_names) == 1
+        is_of_server = self.served_model or self.token_env or any(map(server_address, self.models))
+        is_bare = any(re.fullmatch(r"[\w.-]+:\d+/?", name) for name in self.models)
+        self.refuse(is_bare, "models", "http:// before the address of a server")
+        is_alone = self.url is not None and len(self.models) == 1
         need = "the address of a server as the only model_name"
-        self.refuse(of_servers and not is_one, "model_names served_model token_env", need)
-        own = self.head_weights or self.ensemble or self.tokenizer.chat_template or self.tokenizer.chat_template_kwargs
-        keys = "model_names head_weights ensemble tokenizer.chat_template tokenizer.chat_template_kwargs reward_shaping"
+        self.refuse(is_of_server and not is_alone, "models served_model token_env", need)
+        is_changed = self.has_other_score or self.tokenizer.chat_template or self.tokenizer.chat_template_kwargs
+        keys = "models head_weights ensemble tokenizer.chat_template tokenizer.chat_template_kwargs shaping"
         need = "a model alone: its server is started with the others, as `treeward serve --shaping contract`"
-        self.refuse(self.url is not None and (own or self.reward_shaping == "contract"), keys, need)
+        self.refuse(self.url is not None and (is_changed or self.shaping == "contract"), keys, need)
 
 
 class RuleEnvironmentConfig(Strict):

@@ -14,45 +14,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from treeward.config.base import Strict, TextOrTexts
-from treeward.config.ensemble import EnsembleConfig, HeadWeights
-from treeward.config.policy import ScoringPrecision
-from treeward.config.reward_shaping import ShapingOrContract
+from treeward.config.base import Strict
+from treeward.config.scoring import ScoringConfig
 from treeward.errors import ConfigError
 
-Models = Annotated[TextOrTexts, Field(min_length=1)]
 Devices = Annotated[
     tuple[str, ...],
-    BeforeValidator(
-        lambda given: tuple(map(str.strip, given.split(","))) if isinstance(given, str) else given or ("auto",)
-    ),
+    BeforeValidator(lambda value: tuple(map(str.strip, value.split(","))) if isinstance(value, str) else value),
 ]
-
-
-class HostedModelConfig(Strict):
-    """How a reward model is loaded and scored with, on a server of either kind."""
-
-    shaping: ShapingOrContract | None = None
-    """How scores become rewards; `contract`: as the model's scoring contract says. None: rewards are scores."""
-    head_weights: HeadWeights | None = None
-    """Weight of each head in the score, for a model with several: numbers in order or by the names of its labels (those
-    not named have none), or `mean`. None: as in its scoring contract."""
-    dtype: ScoringPrecision = "float32"
-    """Number format of the backbone's weights, `float32`, `bfloat16` or `float16`; the head is float32."""
-    device: Devices = ("auto",)
-    """`auto` (a GPU if there is one, else the CPU), cpu, cuda, cuda:1, ...; each of several has a copy of the model."""
-    max_length: PositiveInt | None = None
-    """Longest conversation, in tokens. None: as in the model's scoring contract, otherwise `default_max_length`."""
-    default_max_length: PositiveInt | None = None
-    """`max_length` of a model whose scoring contract does not say. None: the model's positions."""
-    truncation: Literal["drop", "truncate_left", "error"] | None = None
-    """Longer conversations have no reward, or lose the oldest tokens (`truncate_left`). None: as in training."""
-    trust_remote_code: bool = False
-    """Run Python code that the model's repository brings."""
-    check_contract: bool = True
-    """Refuse to serve a model that does not reproduce the tokens and scores of its contract's golden conversations."""
-    reward_class: str | None = None
-    """A class of your own, as `my_module:MyReward`, made with the path of the model. None: it is a reward model."""
 
 
 class RunningStatisticsConfig(Strict):
@@ -66,37 +35,33 @@ class RunningStatisticsConfig(Strict):
     """Normalised rewards are clipped to +- this many standard deviations. None: no limit."""
 
 
-class ServedModelConfig(HostedModelConfig):
+class ServedModelConfig(ScoringConfig):
     """A reward model, or several as one, under a name."""
 
-    model: str | None = None
-    """Folder or hub name of a reward model. Give this, or `models`."""
-    models: Models | None = None
-    """Folders or hub names of the members of an ensemble; needs `ensemble`."""
     name: str | None = None
     """Name of the model in requests. None: the hub name, or that of the folder (`results/rm/final` is `rm`)."""
-    ensemble: EnsembleConfig | None = None
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """The models that are loaded."""
-        return self.models if self.models is not None else (self.model or "",)
+    device: Devices = ("auto",)
+    """`auto` (a GPU if there is one, else the CPU), cpu, cuda, cuda:1, ...; each of several has a copy of the model."""
+    default_max_length: PositiveInt | None = None
+    """`max_length` of a model whose scoring contract does not say. None: the model's positions."""
+    reward_class: str | None = None
+    """A class of your own, as `my_module:MyReward`, made with the path of the model. None: it is a reward model."""
 
     @property
     def served_name(self) -> str:
         """Name of the model in requests."""
         if self.name is not None:
             return self.name
-        names = [_name_of(member) for member in self.members]
+        names = [_name_of(model) for model in self.models]
         return names[0] if self.ensemble is None else f"{self.ensemble.method}-of-{'-'.join(names)}"
 
     def check(self) -> None:
-        is_unclear = (self.model is None) == (self.models is None)
-        self.refuse(is_unclear, "model models", "model: FOLDER, or models: [FOLDER, FOLDER] with ensemble")
-        are_several = self.reward_class is not None and (self.models is not None or self.ensemble is not None)
-        self.refuse(are_several, "reward_class models", "model: PATH, without models and ensemble")
-        are_apart, need = self.models is not None and self.ensemble is None, "an ensemble section, as {method: mean}"
-        self.refuse(are_apart, "ensemble models", need)
+        super().check()
+        is_class = self.reward_class is not None
+        self.refuse(is_class and self.ensemble is not None, "reward_class ensemble", "one model, without an ensemble")
+        is_contract = is_class and self.shaping == "contract"
+        need = "a reward_shaping section: a reward class has no scoring contract"
+        self.refuse(is_contract, "shaping reward_class", need)
 
 
 class ServerConfig(Strict):

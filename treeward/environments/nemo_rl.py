@@ -20,6 +20,7 @@ from torch import Tensor
 
 from treeward.config.base import Strict
 from treeward.config.load import load_section
+from treeward.config.scoring import ScoringConfig
 from treeward.environments.interface import (
     DETAILS,
     WHERE,
@@ -150,7 +151,7 @@ def _split(env_config: Mapping[str, Any]) -> tuple[NemoRLConfig, str, dict[str, 
     if section.pop("enabled", True) is False:
         raise ConfigError("this environment is switched off", where=WHERE, field="enabled", got="false", need="true")
     kind = section.pop("type", None)
-    if kind is None and "model_name" not in section:
+    if kind is None and ScoringConfig.other_names.keys().isdisjoint(section):
         raise ConfigError(
             "the section does not say which kind of environment it is",
             where=WHERE,

@@ -37,7 +37,7 @@ from treeward.parallel.mesh import make_mesh
 from treeward.parallel.sharding import shard
 from treeward.parallel.tensor import cut
 from treeward.processes import joined
-from treeward.scoring.ensemble import EnsembleScorer
+from treeward.scoring.ensemble import EnsembleScorer, load_scorer
 from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Scorer
 
@@ -78,7 +78,7 @@ class ScoringWorker:
                 member.model.to(self._device)
             except ConfigError as error:
                 logger.info("The reward model is sharded, and not cut: %s", error.summary)
-                shard(member.model.requires_grad_(False), sharding, dtype=DTYPES[self._config.precision])
+                shard(member.model.requires_grad_(False), sharding, dtype=DTYPES[self._config.dtype])
 
     def address(self) -> str:
         """Where a group can meet in this process: `host:port`."""
@@ -283,24 +283,5 @@ def plan_chunks(conversations: Sequence[Conversation], num_workers: int) -> list
 
 def _load(config: RewardModelEnvironmentConfig, device: str) -> Scorer | EnsembleScorer:
     only_size = config.batch_tokens is None and config.batch_size is not None
-    options: dict[str, Any] = {
-        "device": device,
-        "dtype": DTYPES[config.precision],
-        "batch_tokens": None if only_size else config.batch_tokens or DEFAULT_BATCH_TOKENS,
-        "max_sequences": config.batch_size,
-        "max_length": config.max_model_len,
-        "truncation": config.truncation,
-        "trust_remote_code": config.trust_remote_code,
-    }
-    if config.head_weights is not None:
-        options["head_weights"] = config.head_weights
-    if len(config.model_names) == 1:
-        name = config.tokenizer.name
-        options |= {
-            "tokenizer": None if name == config.model_names[0] else name,  # None: the model's own, with its contract
-            "chat_template": config.tokenizer.chat_template,
-            "chat_template_kwargs": config.tokenizer.chat_template_kwargs,
-        }
-    if config.ensemble is not None:
-        return EnsembleScorer.load(config.model_names, config=config.ensemble, **options)
-    return Scorer.load(config.model_names[0], **options)
+    batch_tokens = None if only_size else config.batch_tokens or DEFAULT_BATCH_TOKENS
+    return load_scorer(config, device=device, batch_tokens=batch_tokens, max_sequences=config.batch_size)

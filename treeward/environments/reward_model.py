@@ -135,7 +135,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         """
         members = self._here("reward_model_policy").scorer.members
         if len(members) > 1:
-            raise ConfigError("an ensemble has no one model", field="model_name", got=list(self.config.model_names))
+            raise ConfigError("an ensemble has no one model", field="model_name", got=list(self.config.models))
         return members[0].model
 
     def shutdown(self) -> bool:
@@ -162,14 +162,14 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
 
 
 def _shaper(config: RewardModelEnvironmentConfig) -> Shaper | None:
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    model, tokenizer, shaping = config.model_names[0], config.tokenizer.name, config.reward_shaping
-    if config.url is None or shaping is None or shaping == "contract":
-        options["of_other_score"] = config.ensemble is not None or config.head_weights is not None
-        return load_shaper(shaping, model, tokenizer=tokenizer, **options)
+    if config.url is None or config.shaping is None:
+        return load_shaper(config)
     # The contract is at the server; a tokenizer that only repeats the address is no tokenizer.
-    tokenizer = None if tokenizer in config.model_names else tokenizer
-    return Shaper(shaping, tokenizer=load_tokenizer(tokenizer, **options) if tokenizer else None)
+    name = config.tokenizer.name
+    has_tokenizer = name is not None and name not in config.models
+    tokenizer = load_tokenizer(str(name), trust_remote_code=config.trust_remote_code) if has_tokenizer else None
+    assert config.shaping != "contract", "the section refuses it"
+    return Shaper(config.shaping, tokenizer=tokenizer)
 
 
 def _needs_ray(config: RewardModelEnvironmentConfig) -> bool:

@@ -40,7 +40,7 @@ class RewardServer:
         token = key_from(config.token_env, where=WHERE, field="token_env")
         limits = {"max_retries": config.max_retries, "timeout_seconds": config.worker_timeout_seconds or 600.0}
         client = RewardClient(str(config.url), token=token, model=config.served_model, **limits)  # type: ignore[arg-type]
-        return cls(client, shaped=config.reward_shaping is None)
+        return cls(client, shaped=config.shaping is None)
 
     def score(self, conversations: Sequence[Conversation]) -> list[Score]:
         """Scores in order; None with the reason in `Score.error` where there is none."""

@@ -188,8 +188,8 @@ def _reward_model_bytes(config: GRPORunConfig) -> tuple[int, dict[str, int]]:
     for name, section in config.reward_models.items():
         if section.url or not section.resources.gpus_per_node:
             continue
-        models = [_classifier(read_config(one, section.trust_remote_code)) for one in section.model_names]
-        size = sum(one.num_parameters() for one in models) * DTYPES[section.precision].itemsize
+        models = [_classifier(read_config(one, section.trust_remote_code)) for one in section.models]
+        size = sum(one.num_parameters() for one in models) * DTYPES[section.dtype].itemsize
         if config.is_apart(name):
             own[f"env.{name}, on its own devices"] = size // section.dtensor_cfg.tensor_parallel_size
         elif not section.dtensor_cfg.cpu_offload:  # such weights come for the scoring alone

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from treeward import processes
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.config.reward_environments import RewardModelEnvironmentConfig, is_enabled, server_address
+from treeward.config.reward_environments import RewardModelEnvironmentConfig, is_enabled
 from treeward.data.prompt_encoding import EncodedPrompt, EncodedPrompts, encode_prompts
 from treeward.data.prompt_sets import open_prompts
 from treeward.data.rendering import Renderer
@@ -323,17 +323,16 @@ def _section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(kept.get("members"), Mapping):  # of a hybrid; a member's own keys may stand in `settings`, or beside
         members = {name: {**(one.get("settings") or {}), **one} for name, one in kept["members"].items()}
         kept["members"] = {name: _section(name, {**one, "settings": None}) for name, one in members.items()}
-    if "model_name" in kept:
-        names = kept["model_name"]
-        listed = [names] if isinstance(names, str) else names
-        is_served = kind == "reward_model" and server_address(listed[0]) is not None
-        kept["model_name"] = [_at_server(section)] if is_served else [with_weights(one) for one in listed]
+    if kind == "reward_model":
+        keys = {key: value for key, value in section.items() if key not in ("type", "weight", "settings")}
+        config = RewardModelEnvironmentConfig.model_validate(keys)
+        kept = {key: value for key, value in kept.items() if config.other_names.get(key) != "models"}
+        kept["models"] = [_at_server(config)] if config.url else [with_weights(one) for one in config.models]
     return kept
 
 
-def _at_server(section: Mapping[str, Any]) -> str:
+def _at_server(config: RewardModelEnvironmentConfig) -> str:
     """What the rewards of a server depend on."""
-    keys = {key: section.get(key) for key in ("model_name", "served_model", "token_env", "reward_shaping")}
-    server = RewardServer.connect(RewardModelEnvironmentConfig.model_validate(keys))
+    server = RewardServer.connect(config)
     with server.client:
         return str(server.model["identity"])

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from treeward.config.ensemble import EnsembleConfig, EnsembleMethod
+from treeward.config.scoring import EnsembleConfig, EnsembleMethod, ScoringConfig
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, TreewardError
 from treeward.model.contract import ScoringContract, read_contract
@@ -63,7 +64,7 @@ _Constants = tuple[tuple[float, ...], tuple[float, ...]]
 """The mean and the standard deviation of each member."""
 
 
-class EnsembleScorer(PreparedScorer[tuple[Prepared, ...]]):
+class EnsembleScorer(PreparedScorer):
     """Scores conversations with several models, or with the heads of one, and combines the scores.
 
     `Score.members` holds the members' own scores, before standardisation. `num_tokens` is that of the first member;
@@ -74,6 +75,8 @@ class EnsembleScorer(PreparedScorer[tuple[Prepared, ...]]):
     standardized and the constants of a member are unknown.
     """
 
+    renderer: Renderer
+
     def __init__(
         self, members: Sequence[Scorer], config: EnsembleConfig | None = None, *, names: Sequence[str] | None = None
     ) -> None:
@@ -82,6 +85,7 @@ class EnsembleScorer(PreparedScorer[tuple[Prepared, ...]]):
         self.names = tuple(names) if names is not None else tuple(f"model {i + 1}" for i in range(len(self.members)))
         assert len(self.names) == len(self.members), f"{len(self.names)} names for {len(self.members)} members"
         self._constants = _constants(self.config, [member.contract for member in self.members], self.names)
+        self.renderer = self.members[0].renderer
         if self.config.over == "heads" and self._constants is not None:
             _check_number(self._constants[0], self.members[0].model.num_heads, "heads")
 
@@ -104,32 +108,31 @@ class EnsembleScorer(PreparedScorer[tuple[Prepared, ...]]):
         return cls([loaded[name] for name in names], config, names=names)
 
     @property
-    def renderer(self) -> Renderer:
-        """The first member's, which counts the tokens of completions."""
-        return self.members[0].renderer
-
-    @property
     def contract(self) -> ScoringContract | None:
         """None: an ensemble's scores are not on the scale that any member's contract was calibrated for."""
         return None
 
     def prepare(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
-    ) -> list[tuple[Prepared, ...]]:
+    ) -> list[Prepared]:
         by_member = self._each(lambda _, member: member.prepare(conversations, where=where, on_error=on_error))
-        return list(zip(*by_member, strict=True))
+        return [_of_members(members) for members in zip(*by_member, strict=True)]
 
-    def prepare_texts(self, texts: Sequence[str | Sequence[int]]) -> list[tuple[Prepared, ...]]:
-        """As `Scorer.prepare_texts`, by each member; a text means the same to all only if they `render_alike`."""
-        return list(zip(*(member.prepare_texts(texts) for member in self.members), strict=True))
+    def prepare_texts(self, texts: Sequence[str | Sequence[int]]) -> list[Prepared]:
+        if not self.reads_text:
+            error = "the models of this ensemble render conversations in different ways: send messages, not text"
+            return [Prepared(f"text {i}", None, error=error) for i in range(len(texts))]
+        by_member = [member.prepare_texts(texts) for member in self.members]
+        return [_of_members(members) for members in zip(*by_member, strict=True)]
 
-    @property
-    def render_alike(self) -> bool:
-        """Whether all members make the same tokens of a conversation."""
+    @cached_property
+    def reads_text(self) -> bool:  # type: ignore[override]
         return len({member.renderer.fingerprint for member in self.members}) == 1
 
-    def score_prepared(self, prepared: Sequence[tuple[Prepared, ...]], *, on_error: OnError = "raise") -> list[Score]:
-        by_member = self._each(lambda m, one: one.score_prepared([tokens[m] for tokens in prepared], on_error=on_error))
+    def score_prepared(self, prepared: Sequence[Prepared], *, on_error: OnError = "raise") -> list[Score]:
+        by_member = self._each(
+            lambda m, scorer: scorer.score_prepared([one.members[m] for one in prepared], on_error=on_error)
+        )
         if self.config.over == "heads":
             joined = [one if one.score is None else replace(one, members=one.heads) for one in by_member[0]]
         else:
@@ -164,6 +167,11 @@ class EnsembleScorer(PreparedScorer[tuple[Prepared, ...]]):
 
     def _label(self, m: int) -> str:
         return f"member {m + 1} of {len(self.members)}, {self.names[m]}"
+
+
+def _of_members(members: tuple[Prepared, ...]) -> Prepared:
+    error = next((one.error for one in members if one.error is not None), None)
+    return replace(members[0], num_tokens=sum(one.num_tokens for one in members), error=error, members=members)
 
 
 def _constants(
@@ -204,3 +212,16 @@ def _check_number(means: Sequence[float], number: int, what: str) -> None:
     if len(means) != number:
         got = f"{len(means)} of each, {number} {what}"
         raise ConfigError(f"means and stds do not fit the {what}", field="means", got=got)
+
+
+def load_scorer(config: ScoringConfig, **capacity: Any) -> Scorer | EnsembleScorer:
+    """The model of a section, or its ensemble.
+
+    `capacity`: the arguments `device`, `batch_tokens`, `max_sequences` and `prefix_cache_bytes` of `Scorer.load`, whose
+    errors it raises too.
+    """
+    if config.ensemble is None:
+        return Scorer.load(config, **capacity)
+    of_members = ScoringConfig.model_fields.keys() - {"models", "ensemble", "shaping"}
+    settings = {name: getattr(config, name) for name in of_members}
+    return EnsembleScorer.load(config.models, config=config.ensemble, **settings, **capacity)

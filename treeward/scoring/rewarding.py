@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from treeward.config.reward_shaping import RewardShapingConfig
+from treeward.config.scoring import ScoringConfig
 from treeward.data.preference import Message
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.contract import CONTRACT_FILE, read_contract
@@ -152,23 +153,16 @@ def refuse_references(shaping: RewardShapingConfig, where: str) -> None:
         )
 
 
-def load_shaper(
-    shaping: RewardShapingConfig | Literal["contract"] | None,
-    model: str,
-    *,
-    of_other_score: bool = False,
-    tokenizer: PreTrainedTokenizerBase | str | None = None,
-    trust_remote_code: bool = False,
-) -> Shaper | None:
-    """The shaper of a configuration, with the constants of the model's contract; None for no shaping.
+def load_shaper(config: ScoringConfig, *, tokenizer: PreTrainedTokenizerBase | None = None) -> Shaper | None:
+    """The shaper of a section, with the constants of the model's contract; None without shaping.
 
-    `shaping`: "contract" is the section in the contract. `of_other_score`: of an ensemble, or with weights of heads
-    that are not the contract's: its constants do not describe that score. `tokenizer`: counts tokens; an object or a
-    name; None: the model's own. Raises `ConfigError` for constants that are needed and missing.
+    `tokenizer`: counts the tokens of completions; None: that of the section, or the model's own. Raises `ConfigError`
+    for constants that are needed and missing.
     """
+    shaping, model = config.shaping, config.models[0]
     if shaping is None:
         return None
-    contract = None if of_other_score else read_contract(model)
+    contract = None if config.has_other_score else read_contract(model)
     if shaping == "contract":
         shaping = contract.reward_shaping if contract else None
     if shaping is None:
@@ -176,10 +170,10 @@ def load_shaper(
             "the model's scoring contract has no reward shaping",
             where=model,
             field="reward_shaping",
-            got="contract, of an ensemble or with weights of heads" if of_other_score else f"none in {CONTRACT_FILE}",
+            got="an ensemble, or weights of heads" if config.has_other_score else f"none in {CONTRACT_FILE}",
             fix="give the section itself, as {length_penalty: {coefficient: 0.001}}; or fit one and keep it in the "
             f'contract: treeward calibrate {model} --data FILE.jsonl --shaping "{{length_calibration: true}}"',
         )
-    if tokenizer is None or isinstance(tokenizer, str):
-        tokenizer = load_tokenizer(tokenizer or model, trust_remote_code=trust_remote_code)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(config.tokenizer.name or model, trust_remote_code=config.trust_remote_code)
     return Shaper(shaping, calibration=contract.calibration if contract else None, tokenizer=tokenizer)

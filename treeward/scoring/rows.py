@@ -70,7 +70,7 @@ def chunks_of(rows: Iterable[Row]) -> Iterator[Chunk]:
         yield Chunk(chunk)
 
 
-Load = Callable[[], "tuple[PreparedScorer[Any], Shaper | None, Mapping[str, Any]]"]
+Load = Callable[[], "tuple[PreparedScorer, Shaper | None, Mapping[str, Any]]"]
 """The scorer, the shaper of its scores, and the identity of its rows: what they depend on besides the data."""
 
 
@@ -120,7 +120,7 @@ class ChunkScorer:
         return ScoredChunk(rows, failure, identity, tokens)
 
     @cached_property
-    def _loaded(self) -> tuple[PreparedScorer[Any], Rewarder, Mapping[str, Any]]:
+    def _loaded(self) -> tuple[PreparedScorer, Rewarder, Mapping[str, Any]]:
         # It imports torch, which a process that only reads rows does without.
         from treeward.scoring.rewarding import Rewarder  # noqa: PLC0415
 

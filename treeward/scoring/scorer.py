@@ -13,62 +13,64 @@ None, unless the truncation policy cuts its context, and then `Score.truncated` 
 from __future__ import annotations
 
 import abc
-import hashlib
-import json
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from treeward.config.reward_shaping import RewardCalibration
+from treeward.config.scoring import HeadWeights, ScoringConfig
 from treeward.data.formats import as_conversations
 from treeward.data.preference import check_messages
-from treeward.data.rendering import Renderer, Truncation
+from treeward.data.rendering import Renderer
 from treeward.data.responses_items import as_conversation
 from treeward.errors import DataError, ModelError, TreewardError, shown
 from treeward.model import loading
 from treeward.model.contract import CONTRACT_FILE, ScoringContract, keeps_padding, read_contract
 from treeward.model.prefix_cache import PrefixCache, RecentTokens
-from treeward.model.pretrained import choose_device, load_tokenizer
+from treeward.model.pretrained import DTYPES, choose_device, load_tokenizer
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
 from treeward.scoring.diagnosis import Check, diagnose
 from treeward.scoring.golden import weighted_heads
 from treeward.scoring.score import Conversation, OnError, Score
-from treeward.tree.token_tree import common_prefix_length
-
-_OTHER_COMPLETION = "~"
-_MOST_PROMPTS = 4096
-_P = TypeVar("_P")
+from treeward.tree.token_tree import TokenIds
 
 Text = str | Sequence[Any]
 """A prompt, or a response: a text, messages, or items of the Responses API."""
-HeadWeights = Sequence[float] | Mapping[str, float] | Literal["mean"]
-"""The weight of each head in the score, in order or by name (those not named have none), or the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The token ids of a conversation, or why there are none. `prompt_length`: tokens before its last message."""
+    """The token ids of a conversation, int32 (L,), or why there are none.
+
+    `num_tokens`: what it costs alone. `prompt_length`: the first tokens, which other conversations may have too.
+    `members`: for an ensemble, the same for each member; the ids are then the first member's.
+    """
 
     name: str
-    ids: list[int] | None
+    ids: np.ndarray | None
     num_tokens: int = 0
     truncated: bool = False
     error: str | None = None
     prompt_length: int = 0
+    members: tuple[Prepared, ...] = ()
 
 
-class PreparedScorer(abc.ABC, Generic[_P]):
+class PreparedScorer(abc.ABC):
     """Scores in two halves: conversations become tokens, and tokens become scores."""
 
     members: Sequence[Scorer]
     """The scorer of each model."""
+    renderer: Renderer | None
+    """What renders conversations, for an ensemble the first member's; None for a scorer that reads messages."""
+    reads_text: bool = True
+    """Whether a rendered text has one meaning: not where the members of an ensemble make other tokens of it."""
 
     @property
     def num_computed_tokens(self) -> int:
@@ -83,11 +85,19 @@ class PreparedScorer(abc.ABC, Generic[_P]):
     @abc.abstractmethod
     def prepare(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
-    ) -> list[_P]:
+    ) -> list[Prepared]:
         """The first half of `score`, without the model: conversations become tokens. A server does it beforehand."""
 
     @abc.abstractmethod
-    def score_prepared(self, prepared: Sequence[_P], *, on_error: OnError = "raise") -> list[Score]:
+    def prepare_texts(self, texts: Sequence[str | Sequence[int]]) -> list[Prepared]:
+        """As `prepare` with `on_error="mask"`, for conversations that a client has rendered or tokenized itself.
+
+        A text that `renderer.render` gives has the tokens, and so the score, of its conversation. A text that is too
+        long is never cut, since nothing shows where its messages are, and a huge one is not tokenized.
+        """
+
+    @abc.abstractmethod
+    def score_prepared(self, prepared: Sequence[Prepared], *, on_error: OnError = "raise") -> list[Score]:
         """The second half of `score`: the tokens of `prepare` go through the model."""
 
     @overload
@@ -144,7 +154,7 @@ class PreparedScorer(abc.ABC, Generic[_P]):
         return self.score(as_conversations(context, completions), on_error=on_error)
 
 
-class Scorer(PreparedScorer[Prepared]):
+class Scorer(PreparedScorer):
     """Scores conversations with one reward model.
 
     `batch_tokens`: most tokens computed in one forward pass, counted after sharing; `max_sequences`: most conversations
@@ -152,6 +162,8 @@ class Scorer(PreparedScorer[Prepared]):
     name of its label, or "mean"; None for a model with one head. `prefix_cache`: holds the prompts of earlier calls;
     None computes each call's own once.
     """
+
+    renderer: Renderer
 
     def __init__(
         self,
@@ -170,64 +182,61 @@ class Scorer(PreparedScorer[Prepared]):
         self.batch_tokens, self.max_sequences = batch_tokens, max_sequences
         self.contract = contract
         self.prefix_cache = prefix_cache
-        self._prompt_lengths: dict[bytes, int] = {}
         self._recent = RecentTokens()
         self.head_names = _head_names(model, contract)
         try:
             is_sum = head_weights is None and bool(model.score_parts)
-            self.head_weights = _head_weights([1.0] * model.num_heads if is_sum else head_weights, self.head_names)
+            self.head_weights = _head_weights((1.0,) * model.num_heads if is_sum else head_weights, self.head_names)
         except TreewardError as error:
             raise error.but(where=model.hf.name_or_path or None) from None
 
     @classmethod
     def load(
         cls,
-        model: str | Path,
+        model: str | Path | ScoringConfig,
         *,
-        tokenizer: str | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
         batch_tokens: int | None = DEFAULT_BATCH_TOKENS,
         max_sequences: int | None = None,
-        max_length: int | None = None,
-        truncation: Truncation | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        head_weights: HeadWeights | None = None,
-        check_contract: bool = True,
         prefix_cache_bytes: int = 0,
-        trust_remote_code: bool = False,
+        **settings: Any,
     ) -> Scorer:
         """Load a reward model from a folder or the hub. `device`: None or `auto` is a GPU where there is one.
 
-        The model's scoring contract says how conversations are rendered and truncated; a model without one uses its
-        tokenizer's chat template and drops conversations longer than its positions. The arguments of the same names
-        override both, but no conversation is longer than the model's positions. `prefix_cache_bytes`: for the prompts
-        of earlier calls; 0 keeps none. Raises `ModelError` for a checkpoint without a trained head, for several heads
-        without `head_weights`, and for a model that does not reproduce the tokens and scores of its contract's golden
-        conversations; `check_contract=False` skips this check.
+        `settings`: keys of `ScoringConfig`, as `dtype="bfloat16"`; or `model` is such a section. The model's scoring
+        contract says how conversations are rendered and truncated; a model without one uses its tokenizer's chat
+        template and drops conversations longer than its positions. Settings override both, but no conversation is
+        longer than the model's positions. `prefix_cache_bytes`: for the prompts of earlier calls; 0 keeps none.
+
+        Raises `ModelError` for a checkpoint without a trained head, for several heads without `head_weights`, and for a
+        model that does not reproduce the tokens and scores of its contract's golden conversations, unless
+        `check_contract` is False.
         """
-        contract = read_contract(model)
+        config = model if isinstance(model, ScoringConfig) else ScoringConfig(models=(str(model),), **settings)
+        [name], tokenizer, contract = config.models, config.tokenizer, read_contract(config.models[0])
+        trusts = config.trust_remote_code
+        has_other_tokenizer = tokenizer.name is not None and tokenizer.name != name
         loaded = loading.load_reward_model(
-            model,
-            tokenizer=None if tokenizer is None else load_tokenizer(tokenizer, trust_remote_code=trust_remote_code),
-            dtype=dtype,
+            name,
+            tokenizer=load_tokenizer(str(tokenizer.name), trust_remote_code=trusts) if has_other_tokenizer else None,
+            dtype=DTYPES[config.dtype],
             device=choose_device(device),
             several_heads=True,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=trusts,
             keep_padding=keeps_padding(contract),
         )
-        own = None if contract is None else contract.rendering
-        limits = [max_length or (own.max_length if own else None), loaded.model.max_positions]
+        trained = None if contract is None else contract.rendering
+        limits = [config.max_length or (trained.max_length if trained else None), loaded.model.max_positions]
         renderer = Renderer(
             loaded.tokenizer,
-            chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs or (own.chat_template_kwargs if own else None),
+            chat_template=tokenizer.chat_template,
+            chat_template_kwargs=tokenizer.chat_template_kwargs or (trained.chat_template_kwargs if trained else None),
             max_length=min((limit for limit in limits if limit is not None), default=None),
-            truncation=truncation or (own.truncation if own else "drop"),
+            truncation=config.truncation or (trained.truncation if trained else "drop"),
         )
+        head_weights = config.head_weights
         if contract is not None and head_weights is None and [head.weight for head in contract.heads] != [1.0]:
-            head_weights = [head.weight for head in contract.heads]
+            head_weights = tuple(head.weight for head in contract.heads)
         elif contract is not None and head_weights is not None:  # the constants are of another score
             of_heads = contract.calibration and RewardCalibration(heads=contract.calibration.heads)
             contract = contract.model_copy(update={"calibration": of_heads})
@@ -239,9 +248,11 @@ class Scorer(PreparedScorer[Prepared]):
             head_weights=head_weights,
             contract=contract,
         )
-        if contract is not None and check_contract:
-            as_contracted = (tokenizer, chat_template, chat_template_kwargs) == (None, None, None)
-            scorer._replay(contract, str(model), with_tokens=as_contracted)
+        if contract is not None and config.check_contract:
+            is_rendered_alike = not has_other_tokenizer and not (
+                tokenizer.chat_template or tokenizer.chat_template_kwargs
+            )
+            scorer._replay(contract, name, with_tokens=is_rendered_alike)
         scorer.prefix_cache = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
         return scorer
 
@@ -260,25 +271,14 @@ class Scorer(PreparedScorer[Prepared]):
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
     ) -> list[Prepared]:
         names = where or [f"conversation {i}" for i in range(len(conversations))]
-        prepared = self._render(conversations, names, on_error)
-        if self.prefix_cache is not None:
-            prepared = [
-                one if one.ids is None else replace(one, prompt_length=self._prompt_length(conversation, one.ids))
-                for conversation, one in zip(conversations, prepared, strict=True)
-            ]
-        return prepared
+        return self._render(conversations, names, on_error)
 
     def prepare_texts(self, texts: Sequence[str | Sequence[int]]) -> list[Prepared]:
-        """As `prepare` with `on_error="mask"`, for conversations that a client has rendered or tokenized itself.
-
-        A text that `renderer.render` gives has the tokens, and so the score, of its conversation. A text that is too
-        long is never cut, since nothing shows where its messages are, and a huge one is not tokenized.
-        """
         return [self._prepare_text(text, f"text {i}") for i, text in enumerate(texts)]
 
     def score_prepared(self, prepared: Sequence[Prepared], *, on_error: OnError = "raise") -> list[Score]:
-        with_ids = [one for one in prepared if one.ids is not None]
-        values_SH = self._values([one.ids or [] for one in with_ids], [one.prompt_length for one in with_ids])
+        lengths = [one.prompt_length for one in prepared if one.ids is not None]
+        values_SH = self._values([one.ids for one in prepared if one.ids is not None], lengths)
         remaining = iter(values_SH.tolist())
         return [
             Score(None, one.num_tokens, one.truncated, error=one.error)
@@ -321,7 +321,7 @@ class Scorer(PreparedScorer[Prepared]):
                 f"contract: treeward verify {model} --write --force",
             )
 
-    def _values(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int] | None = None) -> Tensor:
+    def _values(self, sequences: Sequence[TokenIds], prompt_lengths: Sequence[int] | None = None) -> Tensor:
         return self.model.score_tokens(
             sequences,
             max_tokens=self.batch_tokens,
@@ -329,26 +329,6 @@ class Scorer(PreparedScorer[Prepared]):
             cache=self.prefix_cache,
             prompt_lengths=prompt_lengths,
         )
-
-    def _prompt_length(self, conversation: Conversation, ids: Sequence[int]) -> int:
-        """How many tokens come before the last message: those that another completion would have too.
-
-        It only says what is worth keeping: entries of the cache are compared token by token.
-        """
-        context = json.dumps([conversation[:-1], conversation[-1].get("role")], default=str).encode()
-        key = hashlib.blake2b(context, digest_size=16).digest()
-        length = self._prompt_lengths.get(key)
-        if length is None:
-            other = [*conversation[:-1], {"role": conversation[-1]["role"], "content": _OTHER_COMPLETION}]
-            try:
-                another = np.asarray(self.renderer.encode(other), dtype=np.int64)
-            except DataError:  # a template that refuses it: nothing of this prompt is kept
-                another = np.empty(0, dtype=np.int64)
-            length = common_prefix_length(np.asarray(ids, dtype=np.int64), another)
-            if len(self._prompt_lengths) >= _MOST_PROMPTS:
-                self._prompt_lengths.pop(next(iter(self._prompt_lengths)))
-            self._prompt_lengths[key] = length
-        return min(length, len(ids) - 1)
 
     def _score(self, values: list[float], one: Prepared, on_error: OnError) -> Score:
         try:
@@ -383,8 +363,13 @@ class Scorer(PreparedScorer[Prepared]):
             return self._too_long(name, num_tokens)
         if not ids or min(ids) < 0 or max(ids) >= known:
             return Prepared(name, None, len(ids), error=f"there must be tokens, with ids from 0 to {known - 1}")
-        seen = 0 if self.prefix_cache is None else min(self._recent.add(ids), len(ids) - 1)
-        return Prepared(name, ids, len(ids), prompt_length=seen)
+        return self._prepared(name, ids)
+
+    def _prepared(self, name: str, token_ids: Sequence[int], *, truncated: bool = False) -> Prepared:
+        """The tokens, and how many of them an earlier conversation had too: those are worth keeping."""
+        ids = np.asarray(token_ids, dtype=np.int32)
+        shared = 0 if self.prefix_cache is None else min(self._recent.add(ids), len(ids) - 1)
+        return Prepared(name, ids, len(ids), truncated, prompt_length=shared)
 
     def _too_long(self, name: str, num_tokens: int) -> Prepared:
         error = f"too long to score: {num_tokens} tokens, at most {self.renderer.max_length}"
@@ -405,7 +390,7 @@ class Scorer(PreparedScorer[Prepared]):
         return [
             self._too_long(name, num_tokens)
             if one is None
-            else Prepared(name, one.token_ids, len(one.token_ids), one.truncated)
+            else self._prepared(name, one.token_ids, truncated=one.truncated)
             for (one, num_tokens), name in zip(fitted, names, strict=True)
         ]
 
@@ -458,6 +443,5 @@ def _head_weights(weights: HeadWeights | None, names: Sequence[str]) -> tuple[fl
     return tuple(float(head.weight) for head in weighted_heads(names, weights))
 
 
-def load_reward_model(model: str | Path, **options: Any) -> Scorer:
-    """A reward model whose `score(prompt=..., response=...)` is a number: `Scorer.load`, with its options."""
-    return Scorer.load(model, **options)
+load_reward_model = Scorer.load
+"""A reward model whose `score(prompt=..., response=...)` is a number, under the name that NeMo Gym's guide has."""

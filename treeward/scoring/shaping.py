@@ -99,7 +99,7 @@ class Shaper:
         calibration: RewardCalibration | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.calibration = config, calibration
         self._tokenizer = tokenizer
         known = calibration or RewardCalibration()
         self._curve: LengthCurve | None = None

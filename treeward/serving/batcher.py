@@ -1,7 +1,7 @@
 """`Batcher`: conversations of many requests, scored in common batches by a thread beside the event loop.
 
-    batcher = Batcher(config, metrics)
-    scores = await batcher.score(served_model, conversations, deadline=time.monotonic() + 30)
+    batcher = Batcher([loaded_model], config, metrics)
+    scores = await batcher.score("rm", conversations, deadline=time.monotonic() + 30)
 
 One thread tokenizes, the next conversations of each request in turn and only some batches ahead. Another takes what is
 ready, up to a budget of tokens, and scores it: nothing waits for a batch to fill. Requests and models take turns in
@@ -26,9 +26,10 @@ from typing import TypeVar
 from treeward.config.server import ServerConfig
 from treeward.errors import TreewardError
 from treeward.scoring.score import Conversation, Score
+from treeward.scoring.scorer import Prepared
 from treeward.serving.api_error import APIError, in_words
 from treeward.serving.metrics import ServerMetrics
-from treeward.serving.models import Item, ServedModel
+from treeward.serving.models import LoadedModel
 from treeward.serving.rendered_text import RenderedText
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ _TURN = 8
 """Conversations of one request that are taken before the next request has its turn."""
 _WINDOW = 512
 """Requests that are looked at for one batch, so its cost does not grow with the queue."""
+_SAME_BYTES = 4 * 32
+"""Of the tokens at the beginnings of two conversations that may have one prompt."""
 _TOKENIZED_AT_ONCE = 64
 """Conversations of one request that are tokenized before those of the next."""
 _MOST_FAILED = 8
@@ -62,18 +65,19 @@ class _Request:
     `is_over`: it is complete, or nobody waits for it any more.
     """
 
-    model: ServedModel
+    model: LoadedModel
     scores: list[Score | None]
     num_missing: int
     future: Future[list[Score]] = field(default_factory=Future)
-    ready: deque[tuple[int, Item]] = field(default_factory=deque)
+    ready: deque[tuple[int, Prepared]] = field(default_factory=deque)
     is_over: bool = False
 
 
 class Batcher:
     """Scores for coroutines, within the limits of the server's configuration."""
 
-    def __init__(self, config: ServerConfig, metrics: ServerMetrics) -> None:
+    def __init__(self, models: Sequence[LoadedModel], config: ServerConfig, metrics: ServerMetrics) -> None:
+        self.models = {model.name: model for model in models}
         self.config, self.metrics = config, metrics
         self.num_queued = 0
         """Conversations that were accepted and have no score yet."""
@@ -83,7 +87,7 @@ class Batcher:
         self._ready_tokens, self._most_ready_tokens = 0, _BATCHES_AHEAD * config.batch_tokens
         self._closed = False
         self._per_second = 0.0
-        self._has_scored: dict[str, Item] = {}
+        self._has_scored: dict[str, Prepared] = {}
         self._failed_in_a_row: dict[str, int] = {}
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="treeward-tokenize")
         self._scoring = threading.Thread(target=self._run, name="treeward-score", daemon=True)
@@ -104,17 +108,17 @@ class Batcher:
         return self.is_alive
 
     async def score(
-        self, model: ServedModel, conversations: Sequence[Conversation | RenderedText], *, deadline: float | None = None
+        self, model: str, conversations: Sequence[Conversation | RenderedText], *, deadline: float | None = None
     ) -> list[Score]:
         """One score for each conversation, in order; a failure of the server is a `FailedScore`.
 
-        `deadline`: of `time.monotonic`. Raises `APIError`: 429 where too many wait, 503 after `close`, 504 at the
-        deadline. If the caller is cancelled, what was not scored yet is forgotten.
+        `model`: its name. `deadline`: of `time.monotonic`. Raises `APIError`: 429 where too many wait, 503 after
+        `close`, 504 at the deadline. If the caller is cancelled, pending conversations are dropped.
         """
         if not conversations:
             return []
         number, loop = len(conversations), asyncio.get_running_loop()
-        request = _Request(model, [None] * number, number)
+        request = _Request(self.models[model], [None] * number, number)
         self._accept(request)
         try:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
@@ -133,9 +137,9 @@ class Batcher:
         """Stop scoring; what was not scored is refused with 503. Waits for a batch that is being scored, 20 seconds."""
         with self._lock:
             self._closed = True
-            left = list(self._open)
+            open_requests = list(self._open)
             self._lock.notify_all()
-        for request in left:
+        for request in open_requests:
             if self._end(request) and request.future.set_running_or_notify_cancel():
                 request.future.set_exception(_shut_down())
         # A thread inside the model when the interpreter ends could bring it down.
@@ -211,7 +215,7 @@ class Batcher:
         self.metrics.batch(model.name, sum(item.num_tokens for item in items), computed, seconds)
         self._check_model(model, items, scores)
 
-    def _check_model(self, model: ServedModel, items: Sequence[Item], scores: Sequence[Score]) -> None:
+    def _check_model(self, model: LoadedModel, items: Sequence[Prepared], scores: Sequence[Score]) -> None:
         """If nothing of a batch could be scored, see whether that is the model's fault: score what it has scored."""
         name = model.name
         good = [item for item, score in zip(items, scores, strict=True) if not isinstance(score, FailedScore)]
@@ -222,24 +226,27 @@ class Batcher:
             return
         self._failed_in_a_row[name] = 0
 
-    def _take_batch(self) -> list[tuple[_Request, int, Item]]:
+    def _take_batch(self) -> list[tuple[_Request, int, Prepared]]:
         """A forward pass of each replica: of the model whose turn it is, a few conversations of each request."""
         model = next(iter(self._ready)).model if self._ready else None
-        queue = deque(_prompts_together([one for one in islice(self._ready, _WINDOW) if one.model is model]))
-        batch: list[tuple[_Request, int, Item]] = []
-        of_prompt: dict[int, Item] = {}
+        queue = deque(
+            _prompts_together([request for request in islice(self._ready, _WINDOW) if request.model is model])
+        )
+        batch: list[tuple[_Request, int, Prepared]] = []
         used, is_full = 0, False
+        last: dict[_Request, Prepared] = {}
         while queue and not is_full:
             request, start = queue.popleft(), len(batch)
             for _ in range(min(_TURN, len(request.ready))):
                 i, item = request.ready[0]
-                cost = request.model.cost(item, of_prompt.get(item.prompt))
+                like = last.get(request, batch[-1][2] if batch else None)
+                cost = request.model.cost(item, like)
                 if batch and used + cost > self.config.batch_tokens * len(request.model.replicas):
                     is_full = True
                     break
                 request.ready.popleft()
                 self._ready_tokens -= item.num_tokens
-                of_prompt[item.prompt] = item
+                last[request] = item
                 used += cost
                 batch.append((request, i, item))
             if not request.ready:
@@ -286,11 +293,20 @@ def _shut_down() -> APIError:
 
 
 def _prompts_together(requests: Sequence[_Request]) -> list[_Request]:
-    """The same requests; those whose next conversation has the prompt of an earlier one's come right after it."""
-    groups: dict[int, list[_Request]] = {}
+    """The same requests; those whose next conversation begins as an earlier one's does come right after it."""
+    groups: dict[bytes, list[_Request]] = {}
     for request in requests:
-        groups.setdefault(request.ready[0][1].prompt, []).append(request)
-    return [request for group in groups.values() for request in group]
+        groups.setdefault(_tokens(request)[:_SAME_BYTES], []).append(request)
+    ordered = []
+    for first, *others in groups.values():
+        ordered += [first, *sorted(others, key=lambda one: (_tokens(one) < _tokens(first), _tokens(one)))]
+    return ordered
+
+
+def _tokens(request: _Request) -> bytes:
+    """The tokens of the next conversation; in the order of these bytes, equal beginnings are neighbours."""
+    ids = request.ready[0][1].ids
+    return b"" if ids is None else ids.tobytes()
 
 
 def _finite(score: Score) -> Score:

@@ -35,7 +35,7 @@ class Front:
     async def __serve_build_asgi_app__(self) -> FastAPI:
         config = self._config
         token = key_from(config.token_env, field="token_env")
-        service = front(self._replicas, config, await self._replicas.faces.remote())
+        service = front(self._replicas, config, await self._replicas.models.remote())
         return create_app(service, token=token)
 
 

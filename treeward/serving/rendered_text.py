@@ -23,14 +23,10 @@ from treeward.scoring.score import Conversation
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """A whole conversation as text or token ids. `completion`: the text of its last message, if it is known.
-
-    `prompt_length`: how many of the token ids other texts may begin with too, if it is known.
-    """
+    """A whole conversation as text or token ids. `completion`: the text of its last message, if it is known."""
 
     text: str | Sequence[int]
     completion: str | None = None
-    prompt_length: int | None = None
 
     @property
     def messages(self) -> list[Message] | None:

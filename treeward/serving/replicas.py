@@ -66,11 +66,11 @@ class Replica:
     async def score(self, key: int, model: str, asked: Sequence[Conversation | RenderedText]) -> list[Score]:
         """The scores in order. `key`: for the router. A front cancels the call at its deadline, which is earlier."""
         deadline = time.monotonic() + self._service.config.deadline_seconds
-        return await self._service.batcher.score(self._service.models[model], asked, deadline=deadline)
+        return await self._service.batcher.score(model, asked, deadline=deadline)
 
-    async def faces(self) -> list[ServedModel]:
-        """The models without their weights."""
-        return [model.face() for model in self._service.models.values()]
+    async def models(self) -> list[ServedModel]:
+        """What a front says of the models."""
+        return list(self._service.models.values())
 
     async def metrics(self) -> tuple[str, list[Metric]]:
         """The name of this replica, and what it has counted."""
@@ -85,8 +85,9 @@ class Replica:
 class ReplicaBatcher:
     """What a `Batcher` is to the service of a front: each conversation is scored by a replica."""
 
-    def __init__(self, handle: Any, config: ServerConfig) -> None:
+    def __init__(self, handle: Any, config: ServerConfig, models: Sequence[ServedModel]) -> None:
         self.config, self.num_queued = config, 0
+        self._endings = {model.name: model.ending for model in models}
         self._handle, self._score = handle, handle.score
         self._busy_since, self._num_scored = 0.0, 0
 
@@ -103,7 +104,7 @@ class ReplicaBatcher:
         return any(number for state, number in states.items() if state == "RUNNING")
 
     async def score(
-        self, model: ServedModel, conversations: Sequence[Conversation | RenderedText], *, deadline: float
+        self, model: str, conversations: Sequence[Conversation | RenderedText], *, deadline: float
     ) -> list[Score]:
         """One score for each conversation, in order. `deadline` and errors: as of `Batcher.score`."""
         number = len(conversations)
@@ -113,11 +114,11 @@ class ReplicaBatcher:
             self._busy_since, self._num_scored = time.monotonic(), 0
         parts: dict[int, list[int]] = {}
         for i, one in enumerate(conversations):
-            beginning = beginning_of(one, model.ending).encode(errors="surrogatepass")
+            beginning = beginning_of(one, self._endings[model]).encode(errors="surrogatepass")
             parts.setdefault(zlib.crc32(beginning) % _BUCKETS, []).append(i)
         # A router knows calls by the id of the HTTP request that makes them, and would forget all but one of these.
         tasks = {
-            asyncio.create_task(self._ask(key, model.name, [conversations[i] for i in part]), context=Context()): part
+            asyncio.create_task(self._ask(key, model, [conversations[i] for i in part]), context=Context()): part
             for key, part in parts.items()
         }
         self.num_queued += number
@@ -200,13 +201,11 @@ def application(config: ServerConfig, resources: Mapping[str, Any]) -> serve.App
     return bound
 
 
-def front(handle: Any, config: ServerConfig, faces: Sequence[ServedModel]) -> Service:
-    """The service of a front. `handle`: of the replicas; `faces`: what one of them gave."""
-    for face, section in zip(faces, config.models, strict=True):
-        of_class = () if section.reward_class is None else (section.reward_class,)
-        face.members, face.shaper = (*of_class, *section.members), face.make_shaper(section)
+def front(handle: Any, config: ServerConfig, models: Sequence[ServedModel]) -> Service:
+    """The service of a front. `handle`: of the replicas; `models`: what one of them gave."""
+    shaped = [model.shaped(section) for model, section in zip(models, config.models, strict=True)]
     metrics = ServerMetrics(batch_tokens=config.batch_tokens, registry=_AllMetrics(handle))
-    return Service(faces, config, metrics=metrics, batcher=ReplicaBatcher(handle, config))
+    return Service(shaped, config, metrics, ReplicaBatcher(handle, config, shaped))
 
 
 @contextmanager
@@ -215,7 +214,7 @@ def started(config: ServerConfig, name: str) -> Iterator[Service]:
 
     Raises `ConfigError` for more GPUs than this machine has, and `ModelError` for replicas that do not start.
     """
-    for model in (name for section in config.models if section.reward_class is None for name in section.members):
+    for model in (name for section in config.models if section.reward_class is None for name in section.models):
         check_local(model)
     ray, devices, given = start_ray(), [section.device for section in config.models], config.ray_actor_options
     num_gpus = given.get("num_gpus", max(map(len, devices)) if {*chain(*devices)} != {"cpu"} else 0)
@@ -231,13 +230,12 @@ def started(config: ServerConfig, name: str) -> Iterator[Service]:
             status = serve.status().applications[name].deployments["Replica"].message  # with a traceback
             reason = status.rpartition("treeward.errors.")[2].strip()
             raise ModelError(f"the replicas do not start: {reason}") from None
-        yield front(handle, config, handle.faces.remote().result())
+        yield front(handle, config, handle.models.remote().result())
     finally:
         serve.delete(name)
 
 
 def _unshaped(section: ServedModelConfig) -> ServedModelConfig:
     """A model as replicas load it, which may run in another folder: scores alone, as the front shapes them."""
-    members = [str(Path(one).resolve()) if Path(one).exists() else one for one in section.members]
-    given = {"models": tuple(members)} if section.models is not None else {"model": members[0]}
-    return section.model_copy(update={**given, "name": section.served_name, "shaping": None})
+    models = tuple(str(Path(one).resolve()) if Path(one).exists() else one for one in section.models)
+    return section.model_copy(update={"models": models, "name": section.served_name, "shaping": None})

@@ -14,7 +14,7 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import uvicorn
 
@@ -22,7 +22,7 @@ from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
 from treeward.openai_client import key_from
 from treeward.serving.app import create_app
-from treeward.serving.models import CustomModel, ServedModel
+from treeward.serving.models import LoadedModel
 from treeward.serving.service import Service
 
 logger = logging.getLogger(__name__)
@@ -30,20 +30,19 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 4096
 
 
-def make_service(config: ServerConfig, *, models: Sequence[ServedModel] | None = None) -> Service:
-    """Load the models, unless they are given, and start the threads that score with them.
+def make_service(config: ServerConfig) -> Service:
+    """Load the models and start the threads that score with them.
 
     Raises `ModelError` for a model that does not keep its contract.
     """
-    loaded = list(models or ())
-    for section in config.models if models is None else ():
+    models = []
+    for section in config.models:
         started = time.monotonic()
-        kind = ServedModel if section.reward_class is None else CustomModel
-        loaded.append(model := kind.load(section, config))
-        checked = "it keeps its contract" if model.contracts else "no contract was checked"
-        members, seconds = ", ".join(section.members), time.monotonic() - started
+        models.append(model := LoadedModel.load(section, config))
+        checked = "it keeps its contract" if model.served.contract_sha256 else "no contract was checked"
+        members, seconds = ", ".join(section.models), time.monotonic() - started
         logger.info("%s: loaded %s in %.1f s; %s.", model.name, members, seconds, checked)
-    return Service(loaded, config)
+    return Service.of(models, config)
 
 
 def serve(config: ServerConfig) -> int:

@@ -26,7 +26,7 @@ from treeward.scoring.score import Conversation, Reward, Score
 from treeward.serving.api_error import APIError
 from treeward.serving.batcher import Batcher, FailedScore
 from treeward.serving.metrics import ServerMetrics
-from treeward.serving.models import ServedModel
+from treeward.serving.models import LoadedModel, ServedModel
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.running import RewardLog
 
@@ -40,40 +40,39 @@ class ConversationBatcher(Protocol):
     def seconds_of_queue(self) -> float: ...
     async def check_alive(self) -> bool: ...
     async def score(
-        self, model: ServedModel, conversations: Sequence[Conversation | RenderedText], *, deadline: float
+        self, model: str, conversations: Sequence[Conversation | RenderedText], *, deadline: float
     ) -> list[Score]: ...
     def close(self) -> None: ...
 
 
 class Service:
-    """The models, the batcher that scores with them, and what the server counts.
-
-    `metrics` and `batcher`: None makes its own, which score in this process.
-    """
+    """The models, the batcher that scores with them, and what the server counts."""
 
     def __init__(
         self,
         models: Sequence[ServedModel],
         config: ServerConfig,
-        *,
-        metrics: ServerMetrics | None = None,
-        batcher: ConversationBatcher | None = None,
+        metrics: ServerMetrics,
+        batcher: ConversationBatcher,
     ) -> None:
         self.models = {model.name: model for model in models}
-        self.config, self.metrics = config, metrics or ServerMetrics(batch_tokens=config.batch_tokens)
-        self.batcher: ConversationBatcher = batcher or Batcher(config, self.metrics)
+        self.config, self.metrics, self.batcher = config, metrics, batcher
         self.started = time.time()
         self._shaping = ThreadPoolExecutor(1, thread_name_prefix="treeward-shaping")
         self.reward_log = None if config.running is None else _reward_log(config.running, next(iter(models)))
-        watch = self.metrics.watch
-        watch("queued_conversations", "Conversations that wait for a score.", lambda: self.batcher.num_queued)
+        metrics.watch("queued_conversations", "Conversations that wait for a score.", lambda: batcher.num_queued)
+
+    @classmethod
+    def of(cls, models: Sequence[LoadedModel], config: ServerConfig) -> Service:
+        """A service that scores in this process."""
+        metrics = ServerMetrics(batch_tokens=config.batch_tokens)
         for model in models:
-            caches = [scorer.prefix_cache for scorer in model.scorers if scorer.prefix_cache is not None]
-            size, reused = partial(_sum, caches, "num_bytes"), partial(_sum, caches, "num_reused_tokens")
-            if caches:  # a front has none
-                watch("prefix_cache_bytes", "Keys and values of prompts.", size, model=model.name)
+            size, reused = partial(_sum, model.caches, "num_bytes"), partial(_sum, model.caches, "num_reused_tokens")
+            if model.caches:
+                metrics.watch("prefix_cache_bytes", "Keys and values of prompts.", size, model=model.name)
                 what = "Tokens that were found and not computed again."
-                watch("prefix_cache_reused", what, reused, model=model.name)
+                metrics.watch("prefix_cache_reused", what, reused, model=model.name)
+        return cls([model.served for model in models], config, metrics, Batcher(models, config, metrics))
 
     def model(self, name: str | None) -> ServedModel:
         """The model of this name, or that was loaded from this folder or hub name; the first for None.
@@ -135,7 +134,7 @@ class Service:
         errors = [check_length(one, self.config.max_conversation_characters) for one in asked]
         short = [one for one, error in zip(asked, errors, strict=True) if error is None]
         self.metrics.failures.labels(model.name, "request").inc(len(asked) - len(short))
-        scores = iter(await self.batcher.score(model, short, deadline=deadline))
+        scores = iter(await self.batcher.score(model.name, short, deadline=deadline))
         return [next(scores) if error is None else Score(None, error=error) for error in errors]
 
     async def _shaped(

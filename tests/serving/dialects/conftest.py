@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -22,8 +22,7 @@ from treeward.model.reward_model import RewardModel
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper
 from treeward.serving.app import create_app
-from treeward.serving.models import ServedModel
-from treeward.serving.run import make_service
+from treeward.serving.models import LoadedModel
 from treeward.serving.service import Service
 
 CHATML = (
@@ -125,10 +124,12 @@ def make_served(
 ) -> Served:
     """`others`: how many models there are besides. `settings`: of `ServerConfig`."""
     scorer = scorers[kind]
-    models = [ServedModel("rm", scorer, shaper=shaper, members=["models/rm"])]
-    models += [ServedModel(f"other{i}", scorers["plain"], members=[f"models/other{i}"]) for i in range(others)]
-    config = ServerConfig.model_validate({"models": [{"model": "models/rm", "name": "rm"}], **settings})
-    service = make_service(config, models=models)
+    sections = [{"model": f"models/{name}", "name": name} for name in ("rm", *(f"other{i}" for i in range(others)))]
+    config = ServerConfig.model_validate({"models": sections, **settings})
+    of_sections = [scorer, *[scorers["plain"]] * others]
+    models = [LoadedModel(section, [one]) for section, one in zip(config.models, of_sections, strict=True)]
+    models[0].served = replace(models[0].served, shaper=shaper)
+    service = Service.of(models, config)
     stack.callback(service.close)
     client = stack.enter_context(TestClient(create_app(service), raise_server_exceptions=False))
     want = [score.score for score in scorer.score(CHATS)]

@@ -18,7 +18,7 @@ from treeward.config.nemo_gym import NemoGymConfig
 from treeward.data.responses_items import conversation_of
 from treeward.errors import ConfigError
 from treeward.serving.dialects.nemo_gym import with_verdict
-from treeward.serving.models import ServedModel
+from treeward.serving.models import LoadedModel
 
 APP = runpy.run_path(str(Path(__file__).parents[3] / "resources_servers" / "reward_model" / "app.py"))
 gym_config, main = APP["gym_config"], APP["main"]
@@ -68,14 +68,14 @@ def messages(completion: str = COMPLETION) -> list[dict[str, str]]:
     return [system, {"role": "user", "content": QUESTION}, {"role": "assistant", "content": completion}]
 
 
-def score_of(model: ServedModel) -> float:
+def score_of(model: LoadedModel) -> float:
     value = model.scorer.score([messages()])[0].score
     assert value is not None
     return value
 
 
 @pytest.mark.parametrize("path", ["/verify", "/ng-rollout/0.run_1-b/verify"])
-def test_the_reward_is_the_score_and_the_rest_comes_back(client: Any, loaded_model: ServedModel, path: str) -> None:
+def test_the_reward_is_the_score_and_the_rest_comes_back(client: Any, loaded_model: LoadedModel, path: str) -> None:
     got = client.post(path, json=rollout(extra={"deep": [None, 1]})).json()
     assert got.pop("reward") == pytest.approx(score_of(loaded_model), abs=1e-5)
     assert got.pop("reward_num_tokens") == loaded_model.scorer.score([messages()])[0].num_tokens
@@ -104,7 +104,7 @@ def test_splicing(content: bytes, kept: dict[str, Any]) -> None:
     assert list(json.loads(result)) == [*kept, "reward", "x"]  # an old verdict would be before what is kept
 
 
-def test_a_rollout_that_is_verified_again_has_one_verdict(client: Any, loaded_model: ServedModel) -> None:
+def test_a_rollout_that_is_verified_again_has_one_verdict(client: Any, loaded_model: LoadedModel) -> None:
     failed = client.post("/verify", json=rollout("word " * 400)).json()
     assert failed["mask_sample"] is True
     failed["response"]["output"][1]["content"][0]["text"] = COMPLETION
@@ -162,7 +162,7 @@ def test_what_is_no_rollout_is_refused(client: Any, content: bytes) -> None:
     assert reply.json()["error"]["code"] in ("invalid_json", "invalid_request")
 
 
-def test_a_threshold_says_whether_it_is_reached(client: Any, loaded_model: ServedModel) -> None:
+def test_a_threshold_says_whether_it_is_reached(client: Any, loaded_model: LoadedModel) -> None:
     score = score_of(loaded_model)
     assert client.post("/verify", json=rollout(reward_threshold=score - 0.1)).json()["reward_passed"] is True
     assert client.post("/verify", json=rollout(reward_threshold=score + 0.1)).json()["reward_passed"] is False
@@ -239,7 +239,7 @@ def test_the_seeds_options() -> None:
     more = {"length_penalty": {"coefficient": 0.01, "threshold": 100}, "server": {"deadline_seconds": 7}}
     config = config_of(**gym, **scale, **more, model_path="some/model", batch_size=4, max_length=512)
     [model] = config.models
-    assert (model.model, model.device, model.max_length) == ("some/model", ("cpu",), 512)
+    assert (model.models, model.device, model.max_length) == (("some/model",), ("cpu",), 512)
     assert (config.host, config.port, config.batch_tokens, config.deadline_seconds) == ("127.0.0.1", 1234, 2048, 7)
     shaping = model.shaping
     assert (shaping.reward_mean, shaping.reward_std, shaping.length_penalty.coefficient) == (0.5, 2.0, 0.01)
@@ -255,7 +255,7 @@ def test_the_section_of_the_instance_is_found(monkeypatch: pytest.MonkeyPatch) -
     merged = "base: /models\nmine:\n  resources_servers:\n    reward_model: {model_path: '${base}/rm', port: 4321}\n"
     monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", merged)
     monkeypatch.setenv("NEMO_GYM_CONFIG_PATH", "mine")
-    assert gym_config().model_path == ("/models/rm",) and gym_config().port == 4321
+    assert gym_config().models == ("/models/rm",) and gym_config().port == 4321
     monkeypatch.setenv("NEMO_GYM_CONFIG_PATH", "other")
     assert main() == 2
     monkeypatch.delenv("NEMO_GYM_CONFIG_DICT")
@@ -281,7 +281,7 @@ def test_components_of_a_shaped_reward(verified: Callable[..., Any], served_fold
     assert got["reward_components"] == {"reward_score": got["reward_score"]}
 
 
-def test_members_of_an_ensemble(verified: Callable[..., Any], served_folder: Path, loaded_model: ServedModel) -> None:
+def test_members_of_an_ensemble(verified: Callable[..., Any], served_folder: Path, loaded_model: LoadedModel) -> None:
     ensemble = {"method": "worst", "means": [0.0, 1.0], "stds": [1.0, 1.0]}
     got = verified(model_path=[str(served_folder)] * 2, ensemble=ensemble)
     assert got["reward"] == pytest.approx(score_of(loaded_model) - 1.0, abs=1e-5)

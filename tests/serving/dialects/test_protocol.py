@@ -92,9 +92,9 @@ def test_pairs_of_one_prompt_are_scored_and_ranked(serve: Any) -> None:
     prompt, completions = CHATS[0][0]["content"], [chat[1]["content"] for chat in CHATS]
     chats = [[CHATS[0][0], chat[1]] for chat in CHATS]
     want = [one.score for one in served.scorer.score(chats)]
-    tokens = served.service.model("rm").num_computed_tokens
+    tokens = served.scorer.num_computed_tokens
     got = served.client.post("/score", json={"text_1": prompt, "text_2": completions}).json()
-    computed = served.service.model("rm").num_computed_tokens - tokens
+    computed = served.scorer.num_computed_tokens - tokens
     assert computed < got["usage"]["prompt_tokens"] == sum(len(served.scorer.renderer.encode(chat)) for chat in chats)
     assert (got["object"], [row["index"] for row in got["data"]]) == ("list", [0, 1, 2, 3])
     assert [row["score"] for row in got["data"]] == pytest.approx(want, abs=1e-5)
@@ -204,7 +204,7 @@ def test_what_is_no_json_is_told_in_the_form_of_the_dialect(shared: Any) -> None
 def test_a_missing_score_is_never_a_number(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     served = shared("chatml")
     none = [Score(None, error="not finite")]
-    monkeypatch.setattr(served.service.model("rm"), "score", lambda items: none * len(items))
+    monkeypatch.setattr(served.service.batcher.models["rm"], "score", lambda items: none * len(items))
     for client in CLIENTS:
         items = {"messages": CHATS, "ids": served.ids}.get(client.form, served.texts)
         got = served.client.post(client.route, json=client.body(items))

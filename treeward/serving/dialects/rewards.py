@@ -206,7 +206,7 @@ async def trace(body: TraceBody, server: Server) -> JSON:
     most = min(body.max_points, config.max_conversations, number)
     chosen = [int(n) for n in np.linspace(number, 1, most).round()]
     # Longest first, so that the others have their beginnings in common with it.
-    texts = [RenderedText(found.until(n), prompt_length=len(found.prompt_ids)) for n in chosen]
+    texts = [RenderedText(found.until(n)) for n in chosen]
     rewards = await server.rewards(model, texts, shaped=False)
     points = [{"tokens": n, "score": reward.value} for n, reward in zip(chosen, rewards, strict=True)]
     return JSON(
@@ -227,7 +227,7 @@ async def trace(body: TraceBody, server: Server) -> JSON:
 
 def parse_trace(body: TraceBody, model: ServedModel, max_characters: int) -> CompletionPrefixes:
     """The beginnings of the completion. Raises `APIError` 422 for one that cannot be scored, or has no tokens."""
-    if not model.scorers:
+    if model.renderer is None:
         raise APIError(422, "no_tokens", f"{model.name} reads whole messages, not tokens", param="model")
     if not model.reads_text:
         message = f"the models of {model.name} cut a completion into different tokens"
@@ -238,6 +238,6 @@ def parse_trace(body: TraceBody, model: ServedModel, max_characters: int) -> Com
         conversation = as_conversations(context, [completion])[0]
         if too_long := check_length(conversation, max_characters):
             raise APIError(422, "cannot_be_scored", too_long, param="completion")
-        return completion_prefixes(model.scorer.renderer, conversation)
+        return completion_prefixes(model.renderer, conversation)
     except TreewardError as error:
         raise APIError(422, "cannot_be_scored", in_words(error), param="completion") from error
