@@ -327,7 +327,9 @@ def _section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
         keys = {key: value for key, value in section.items() if key not in ("type", "weight", "settings")}
         config = RewardModelEnvironmentConfig.model_validate(keys)
         kept = {key: value for key, value in kept.items() if config.other_names.get(key) != "models"}
-        kept["models"] = [_at_server(config)] if config.url else [with_weights(one) for one in config.models]
+        kept["models"] = [_at_server(config)] if config.url else list(map(with_weights, config.models))
+    elif isinstance(kept.get("model_name"), str):
+        kept["model_name"] = with_weights(kept["model_name"])
     return kept
 
 

@@ -443,5 +443,6 @@ def _head_weights(weights: HeadWeights | None, names: Sequence[str]) -> tuple[fl
     return tuple(float(head.weight) for head in weighted_heads(names, weights))
 
 
-load_reward_model = Scorer.load
-"""A reward model whose `score(prompt=..., response=...)` is a number, under the name that NeMo Gym's guide has."""
+def load_reward_model(model: str | Path, **options: Any) -> Scorer:
+    """A reward model whose `score(prompt=..., response=...)` is a number: `Scorer.load`, with its options."""
+    return Scorer.load(model, **options)
