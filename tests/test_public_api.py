@@ -43,7 +43,7 @@ assert logging.get_verbosity() == logging.WARNING and logging.is_progress_bar_en
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [LOADING, "import treeward.planning.find"])
+@pytest.mark.parametrize("script", [LOADING, "import treeward.planning.plan"])
 def test_a_script_that_loads_a_model_has_no_log_of_others_and_keeps_its_own(script: str, model_folder: Path) -> None:
     """A report of missing weights, warnings of torchao's kernels and bars are of treeward's calls, not the script's."""
     environment = {

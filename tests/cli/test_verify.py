@@ -35,7 +35,7 @@ def test_a_whole_folder(folder: Path, verify: Verify) -> None:
     assert [line.split("  ")[0] for line in text.splitlines()[2:10]] == [
         "contract", "files", "template", "tokens", "read position", "precision", "activation", "weights",
     ]  # fmt: skip
-    assert verify(folder, "--dtype", "bfloat16", "--quick")[0] == 0
+    assert verify(folder, "--dtype", "bfloat16")[0] == 0
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 examples:
   treeward plan --config examples/configs/rm.yaml cluster.gpus_per_node=8
   treeward plan --config run.yaml --gpu a100 --mean-tokens 600 policy.dtensor_cfg.activation_checkpointing=true
-  treeward plan --config run.yaml --find
+  treeward plan --config run.yaml --json
 
 A run of `treeward train` or `treeward grpo`. No GPU, data or weights are needed: of a model the config.json alone.
 """
@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,7 +33,6 @@ def run(
     overrides: Overrides = None,
     gpu: Annotated[GpuName, typer.Option(help="What every device is.")] = "h100",
     mean_tokens: Annotated[int | None, typer.Option(min=2, help="Of a conversation; a quarter of the longest.")] = None,
-    find: Annotated[bool, typer.Option("--find", help="Look for the smallest layout that fits.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Every number as JSON on standard output.")] = False,
 ) -> int:
     loaded = load_run(config, overrides or [])
@@ -42,34 +40,27 @@ def run(
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tensors without storage are the CPU's, on a machine with GPUs too
 
-    from treeward.planning.find import find as find_layout
     from treeward.planning.plan import plan
 
-    found, added = None if find else plan(loaded, gpu, mean_tokens=mean_tokens), list[str]()
-    for trial in find_layout(config, overrides or [], gpu, mean_tokens=mean_tokens) if find else ():
-        sys.stderr.write(f"{' '.join(trial.overrides)}: {trial.reason or 'fits'}\n")
-        if trial.plan is not None:
-            found, added = trial.plan, list(trial.overrides)
-    if found is None:
-        return 1
-    text = json.dumps({"overrides": added, **asdict(found)}, indent=2) if as_json else plan_text(found, added)
-    sys.stdout.write(f"{text}\n")
-    return 0 if found.fits else 1
+    planned = plan(loaded, gpu, mean_tokens=mean_tokens)
+    sys.stdout.write((json.dumps(asdict(planned), indent=2) if as_json else plan_text(planned)) + "\n")
+    return 0 if planned.fits else 1
 
 
-def plan_text(found: Plan, added: Sequence[str] = ()) -> str:
-    """What one device holds and sends, and how long a step takes. `added`: overrides that were found."""
-    sent = {f"sent {where}": size for where, size in found.sent.items() if size}
-    table = [{"of a device": name, "GB": size / 1e9} for name, size in (found.memory | sent).items()]
+def plan_text(planned: Plan) -> str:
+    """What one device holds and sends, and how long a step takes."""
+    sent = {f"sent {where}": size for where, size in planned.sent.items() if size}
+    table = [{"of a device": name, "GB": size / 1e9} for name, size in (planned.memory | sent).items()]
     lines = [
-        f"{found.model}: {found.parameters / 1e9:,.2f} billion parameters, {found.trained / 1e6:,.0f} million trained",
-        f"{' '.join([found.layout, *added])}: {'fits' if found.fits else 'does not fit'}",
+        f"{planned.model}: {planned.parameters / 1e9:,.2f} billion parameters, "
+        f"{planned.trained / 1e6:,.0f} million trained",
+        f"{planned.layout}: {'fits' if planned.fits else 'does not fit'}",
         "",
         results_table(table, ["of a device", Column("GB", format=",.1f")]),
         "",
-        f"A step of a device: {found.micro_batches:,} x {found.micro_batch_tokens:,} tokens at most, "
-        f"{found.operations / 1e12:,.0f} TFLOP",
+        f"A step of a device: {planned.micro_batches:,} x {planned.micro_batch_tokens:,} tokens at most, "
+        f"{planned.operations / 1e12:,.0f} TFLOP",
     ]
-    if found.tokens_per_second is not None:
-        lines.append(f"About {found.tokens_per_second:,.0f} tokens a second (an estimate)")
+    if planned.tokens_per_second is not None:
+        lines.append(f"About {planned.tokens_per_second:,.0f} tokens a second (an estimate)")
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 examples:
   treeward verify results/quickstart/final
-  treeward verify results/quickstart/final --device cuda --dtype bfloat16 --quick
+  treeward verify results/quickstart/final --device cuda --dtype bfloat16
   treeward verify downloaded/model --write --head-weights helpfulness=1,verbosity=-0.2
   treeward verify results/quickstart/final --against http://gpu7:8001 --dialect vllm --dtype bfloat16
 
@@ -41,7 +41,6 @@ def run(
     write: Annotated[bool, typer.Option("--write", help="Write the contract of a folder that has none.")] = False,
     force: Annotated[bool, typer.Option("--force", help="With --write: replace the contract.")] = False,
     head_weights: HeadWeights = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Of the weights, hash only those of the head.")] = False,
     device: Device = None,
     dtype: Dtype = "float32",
     trust_remote_code: TrustRemoteCode = False,
@@ -56,8 +55,8 @@ def run(
     if against is None and (dialect or served_model or send or token_env):
         raise ConfigError("the option needs --against URL", where="--dialect, --model, --send, --token-env")
     if against is not None:
-        if write or quick or device:
-            raise ConfigError("the option does not go with --against", where="--write, --quick, --device")
+        if write or device:
+            raise ConfigError("the option does not go with --against", where="--write, --device")
 
         from treeward.client.verification import verify_server
         from treeward.openai_client import key_from
@@ -72,8 +71,7 @@ def run(
             token=key_from(token_env),
             trust_remote_code=trust_remote_code,
         )
-        name = "" if served.served_model is None else f", model {served.served_model}"
-        _show(served, f"{served.against} (as {served.dialect}, {served.form} sent{name})", as_json=as_json)
+        _show(served, as_json=as_json)
         return 0 if served.equal else 1
 
     from treeward.model.pretrained import DTYPES, check_device
@@ -82,14 +80,16 @@ def run(
     check_device(device, where="--device")
     if write:
         _write(Path(model).expanduser(), head_weights, force, device, trust_remote_code)
-    found = verify(model, quick=quick, device=device, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
-    _show(found, found.model, as_json=as_json)
-    return 2 if not found.could_compare else 0 if found.first_difference is None else 1
+    result = verify(model, device=device, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+    _show(result, as_json=as_json)
+    if result.first_difference is None:
+        return 0
+    return 2 if result.first_difference.part == "contract" else 1
 
 
-def _show(result: Verification, name: str, *, as_json: bool) -> None:
-    """The result of `name`: every check, then the first difference, or that all is equal."""
-    first = result.first_difference
+def _show(result: Verification, *, as_json: bool) -> None:
+    """Every check, then the first difference, or that all is equal."""
+    name, first = result.against or result.model, result.first_difference
     if as_json:
         content = dataclasses.asdict(result) | {"equal": result.equal, "first_difference": first and first.part}
         sys.stdout.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")

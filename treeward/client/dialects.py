@@ -34,15 +34,11 @@ class RenderedConversation:
 
 @dataclass(frozen=True, slots=True)
 class ServerScore:
-    """A server's numbers for one conversation, its count of tokens, and the hash of the contract that it reports.
-
-    `labels`: the names of the numbers, if it has them.
-    """
+    """A server's numbers for one conversation, its count of tokens, and the hash of the contract that it reports."""
 
     values: Sequence[float | None]
     num_tokens: int | None = None
     contract: str | None = None
-    labels: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +46,13 @@ class Dialect:
     """Two functions. `body(form, conversations)`: a request, without the model's name. `read`: the scores of a
     response; raises `LookupError`, `TypeError` or `ValueError` for another form.
 
-    `forms`: what it accepts, that of its own clients first. `lists_models`: its servers have /v1/models.
+    `forms`: what it accepts, that of its own clients first.
     """
 
     path: str
     forms: tuple[Form, ...]
     body: Callable[[Form, Sequence[RenderedConversation]], dict[str, Any]]
     read: Callable[[Any], list[ServerScore]]
-    lists_models: bool = False
 
 
 def _sent(form: Form, conversations: Sequence[RenderedConversation]) -> list[Any]:
@@ -94,7 +89,7 @@ def _read_tei(response: Any) -> list[ServerScore]:
     rows = response if response and isinstance(response[0], list) else [response]
     # TEI sorts by score; the labels are LABEL_0, LABEL_1, ...
     ordered = [sorted(row, key=lambda one: (len(one["label"]), one["label"])) for row in rows]
-    return [ServerScore([one["score"] for one in row], labels=[one["label"] for one in row]) for row in ordered]
+    return [ServerScore([one["score"] for one in row]) for row in ordered]
 
 
 def _read_treeward(response: Any) -> list[ServerScore]:
@@ -115,14 +110,12 @@ DIALECTS: Mapping[str, Dialect] = {
         ("text", "bare", "tokens", "messages"),
         _vllm_body,
         _read_vllm,
-        lists_models=True,
     ),
     "sglang": Dialect(
         "/classify",
         ("text", "bare", "tokens"),
         lambda form, chats: {"input_ids" if form == "tokens" else "text": _sent(form, chats)},
         _read_sglang,
-        lists_models=True,
     ),
     "openrlhf": Dialect(
         "/get_reward",

@@ -45,7 +45,7 @@ def verify_server(
 ) -> Verification:
     """Replay the contract of the model `name` (a folder, or a hub name) on the server at `url`.
 
-    `dialect`: one of `DIALECTS`. `model`: what the server calls the model; None takes its first. `form`: what is sent,
+    `dialect`: one of `DIALECTS`. `model`: what the server calls the model; None for its first. `form`: what is sent,
     one of the dialect's forms; None is what its clients send, for encoders without CLS and SEP. `dtype`: what the
     server computes in; scores in bfloat16 are compared to the contract's tolerance for bfloat16.
 
@@ -119,8 +119,6 @@ class _Replay:
     async def run(self) -> Verification:
         """Ask for the golden scores, alone and together, and say what explains them."""
         try:
-            if self.model is None and DIALECTS[self.dialect].lists_models:
-                self.model = await self._first_model()
             await self._ask_for_each()
             scores = [None if isinstance(answer, str) else self._score(answer) for answer in self.answers]
             verdict = self._verdict(scores)
@@ -134,6 +132,7 @@ class _Replay:
                     verdict = replace(in_batch, part="read position", summary=summary, fix=fix)
         finally:
             await self.connection.close()
+        model = "" if self.model is None else f", model {self.model}"
         return verification(
             self.name,
             self.contract,
@@ -141,19 +140,8 @@ class _Replay:
             scores,
             dtype=self.dtype,
             golden=self.examples,
-            against=self.connection.url,
-            dialect=self.dialect,
-            form=self.form,
-            served_model=self.model,
+            against=f"{self.connection.url} (as {self.dialect}, {self.form} sent{model})",
         )
-
-    async def _first_model(self) -> str | None:
-        """What the server calls its first model; None for a server without /v1/models."""
-        try:
-            reply = await self.connection.request("/v1/models", until=time.monotonic() + _SECONDS, max_retries=0)
-            return str(reply.json["data"][0]["id"])
-        except (RewardServerError, LookupError, TypeError):  # a fault of all requests shows again
-            return None
 
     async def _ask(self, conversations: Sequence[RenderedConversation]) -> list[ServerScore]:
         """The server's numbers for the conversations of one request. Raises `RewardServerError`."""
@@ -197,9 +185,6 @@ class _Replay:
                 need=f"one score, or {len(heads)} heads",
                 fix="serve the model as a classifier of whole conversations, and check which model it is",
             )
-        by_label = dict(zip(answer.labels, values, strict=bool(answer.labels)))
-        if by_label.keys() == {head.name for head in heads}:
-            values = [by_label[head.name] for head in heads]
         numbers = [value for value in values if value is not None]
         return combined_heads(numbers, heads) if len(numbers) == len(values) else None
 
@@ -237,9 +222,8 @@ class _Replay:
         answers = [answer for answer in self.answers if isinstance(answer, ServerScore)]
         served = next((answer.contract for answer in answers if answer.contract), None)
         hashes = "+".join(digest[:12] for digest in (served or expected).split("+"))
-        what = "is an ensemble of several models" if "+" in (served or "") else "has another scoring contract"
         fix = "name another of the server's models (--model), or verify against the folder that is served"
-        row = Row("sha256", expected[:12], hashes, f"the server's model {what}", fix)
+        row = Row("sha256", expected[:12], hashes, "the server's model has another scoring contract", fix)
         also = ", and so says the server" if served else ""
         yield compare("contract", [row], f"version {self.contract.version}, sha256 {expected[:12]}{also}")
         yield Check("files", "not checked", "they are on the server's machine")

@@ -33,97 +33,81 @@ CONTRACT_VERSION = 2
 SCORE_MEANING = "higher is better; only differences between completions of one prompt have a meaning"
 """Meaning of the value of a head trained on comparisons."""
 
-
 ESTIMATE_MEANING = "an estimate of the score, which is the mean of all; where they differ it is uncertain"
 """Meaning of the value of one of several heads that have learnt the same score."""
 
 
 class RenderingContract(Strict):
-    """From messages to token ids: the whole conversation is rendered once, without a generation prompt."""
+    """From messages to token ids: the whole conversation is rendered once, without a generation prompt.
+
+    `template_in_folder`: without a template in the folder treeward uses its own, and other programs none.
+    `max_length`: in tokens; null: the model's positions. `frame`: the tokens that every conversation has exactly once,
+    a BOS in front, or CLS and SEP around it; the template writes them, so tokenize with `add_special_tokens=False`.
+    `pad_token_id`: transformers reads the score before it. `tokenizer_sha256`: of vocabulary, merges, special tokens.
+    """
 
     chat_template_sha256: str
-    """SHA-256 of the template's text, the content of the folder's chat_template.jinja."""
     chat_template: str
-    """The template's text, to show a change line by line."""
     template_in_folder: bool
-    """Whether the model folder holds a template; without one treeward uses its own, and other programs none."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the template."""
     max_length: int | None = None
-    """Longest conversation in tokens; null: the model's positions."""
     truncation: Literal["drop", "truncate_left", "error"] = "drop"
-    """Handling of longer conversations: no score, removal of the oldest context, or an error."""
     frame: Literal["none", "bos", "cls_sep"] = "none"
-    """The tokens that every conversation has exactly once: a BOS in front, or CLS and SEP around it. The template
-    writes them; tokenize with `add_special_tokens=False`."""
     bos_token_id: int | None = None
-    """The tokenizer's begin-of-text token."""
     eos_token_id: int | None = None
-    """The tokenizer's end-of-text token."""
     pad_token_id: int | None = None
-    """The padding token: transformers reads the score before it. It ends no conversation of a model that treeward has
-    trained."""
     tokenizer_sha256: str
-    """SHA-256 of the tokenizer's vocabulary, merges and special tokens."""
 
 
 class ReadContract(Strict):
-    """Where in a conversation its score is read."""
+    """Where in a conversation its score is read.
+
+    `position`: "last token" by length, whatever the token is; "before padding", at the last token that is not
+    `rendering.pad_token_id`, as plain transformers reads a classifier that treeward has not trained; "pooled", as the
+    encoder's own class does it. `plain_transformers`: transformers alone, given padded rows, reads the same scores.
+    `token`: the kind of the last token; null: the template refuses a question with its completion.
+    """
 
     position: Literal["last token", "before padding", "pooled"] = "last token"
-    """"last token": by length, whatever the token is. "before padding": at the last token that is not
-    `rendering.pad_token_id`, as plain transformers reads a classifier that treeward has not trained. "pooled": as the
-    encoder's own class does it."""
     plain_transformers: bool = True
-    """Whether transformers alone, given padded rows, reads the same scores from this folder."""
     token: Literal["eos", "newline", "other"] | None = None
-    """Kind of the last token of a question with its completion; null: the template refuses this conversation."""
 
 
 class DtypeContract(Strict):
-    """Number formats."""
+    """Number formats on disk: of the backbone's weights (of most of them, if they differ) and of the head's; `config`:
+    the one in which config.json has transformers load the weights. Golden scores are computed in `compute`."""
 
     weights: str = "float32"
-    """Of the backbone's weights on disk (of most of them, if they differ)."""
     head: str = "float32"
-    """Of the head's weights on disk; the head always computes in float32."""
     config: str = "float32"
-    """The `dtype` of config.json, in which transformers loads the weights; without one, `weights`."""
     compute: Literal["float32"] = "float32"
-    """Of the computation of the golden scores."""
 
 
 class HeadContract(Strict):
-    """One value that the model gives to a conversation."""
+    """One value that the model gives to a conversation; the score is the sum of weight times value over the heads."""
 
     name: str = "reward"
-    """The head's name."""
     meaning: str = SCORE_MEANING
-    """The meaning of a value."""
     weight: float = 1.0
-    """Its weight; the score is the sum of weight times value over the heads."""
 
 
 class WeightsContract(Strict):
-    """Which weights they are."""
+    """Which weights they are. Hashes are SHA-256.
+
+    `architecture`: the class of transformers. `shapes_sha256`: of names and shapes; `head_sha256`: of the head's
+    tensors, with formats and bytes; `sha256`: of the names and hashes of all tensors in order, null if they were not
+    hashed, as in the checkpoints of a run; `tensors`: the first 12 digits of the hash of each. `config`: the keys of
+    config.json that describe the architecture.
+    """
 
     architecture: str
-    """The class of transformers that loads them."""
     num_parameters: int
-    """Numbers in all tensors on disk."""
     num_tensors: int
-    """Tensors on disk."""
     shapes_sha256: str
-    """SHA-256 of the names and shapes of the tensors on disk."""
     head_sha256: str
-    """SHA-256 of the head's tensors: names, formats, shapes and the bytes on disk."""
     sha256: str | None = None
-    """SHA-256 of the names of all tensors and the SHA-256 of each (name, format, shape and bytes), in the order of the
-    names; null if they were not hashed, as in the checkpoints of a run."""
     tensors: dict[str, str] = {}
-    """The first 12 digits of the SHA-256 of each tensor, to name changed tensors."""
     config: dict[str, Any]
-    """The keys of config.json that describe the architecture."""
 
 
 Mistake = Literal["read_before_end", "read_at_padding", "two_bos", "no_bos"]
@@ -133,64 +117,50 @@ tokenizer's), or to put none."""
 
 
 class GoldenExample(Strict):
-    """A conversation with its tokens and its score."""
+    """A conversation with its token ids, its raw score, computed in float32 from the weights on disk, the value of each
+    head, and the scores that known mistakes give. `name`: what is special about it."""
 
     name: str
-    """What is special about the conversation."""
     messages: list[dict[str, Any]]
-    """The conversation."""
     token_ids: list[int]
-    """Its tokens, as they are scored."""
     score: float
-    """Its raw score, computed in float32 from the weights on disk."""
     heads: list[float]
-    """The value of each head."""
     mistakes: dict[Mistake, float] = {}
-    """The scores that known mistakes give."""
 
 
 class ToleranceContract(Strict):
-    """Largest difference from a golden score, in units of the score."""
+    """Largest difference from a golden score, in units of the score, by the number format of the computation."""
 
     float32: float = Field(gt=0)
-    """When computed in float32, on any device."""
     bfloat16: float = Field(gt=0)
-    """When the backbone computes in bfloat16, or in float16, which rounds less."""
 
     def of(self, dtype: Dtype) -> float:
-        """The tolerance of scores that a backbone computes in `dtype`."""
+        """The tolerance of scores that a backbone computes in `dtype`; float16 rounds less than bfloat16."""
         return self.float32 if dtype == "float32" else self.bfloat16
 
 
 class ScoringContract(Strict):
-    """Everything that a model's score depends on: the content of `reward_contract.json`."""
+    """Everything that a model's score depends on: the content of `reward_contract.json`.
+
+    `activation`: no function is applied to the head's output; some servers apply a sigmoid to models with one label,
+    and pipelines of transformers do unless `problem_type`, a key of config.json, is "regression". `calibration`:
+    constants of `treeward calibrate`; `reward_shaping`: how scores become rewards by default. `golden`: conversations
+    to replay, empty if the model's template or limit refuses all of them.
+    """
 
     version: Literal[2] = 2
-    """Version of the format."""
     treeward_version: str
-    """The treeward that wrote it."""
     rendering: RenderingContract
-    """From messages to token ids."""
     read: ReadContract
-    """Where the score is read."""
     dtypes: DtypeContract = DtypeContract()
-    """Number formats."""
     heads: list[HeadContract] = Field(default=[HeadContract()], min_length=1)
-    """The heads, in order."""
     activation: Literal["none"] = "none"
-    """The function applied to the head's output: none. (Some servers apply a sigmoid to models with one label.)"""
     problem_type: str | None = None
-    """The key of config.json: "regression" keeps pipelines of transformers from applying a sigmoid."""
     calibration: RewardCalibration | None = None
-    """Constants fitted on data, with their origin: `treeward calibrate`."""
     reward_shaping: RewardShapingConfig | None = None
-    """The default shaping of scores into rewards."""
     weights: WeightsContract
-    """Which weights they are."""
     golden: list[GoldenExample]
-    """Conversations to replay; empty if the model's template or limit refuses all of them."""
     tolerance: ToleranceContract
-    """Largest difference of a replayed score."""
 
     @property
     def has_estimates(self) -> bool:
@@ -213,28 +183,29 @@ def read_contract(name: str | Path) -> ScoringContract | None:
     if not path.parent.is_dir():
         check_local(str(name))
         try:
-            found = cached_file(str(name), CONTRACT_FILE, _raise_exceptions_for_missing_entries=False)
+            cached = cached_file(str(name), CONTRACT_FILE, _raise_exceptions_for_missing_entries=False)
         except OSError as error:
             raise ModelError("the scoring contract cannot be downloaded", where=str(name), got=str(error)) from error
-        path = Path(found or path)
+        path = Path(cached or path)
     if not path.is_file():
         return None
+    version = None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["version"]
-        if version == CONTRACT_VERSION:
-            return ScoringContract.model_validate(content)
+        return ScoringContract.model_validate(content)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        fix = "restore the file from where the model came from"
-        raise ModelError("the scoring contract is damaged", where=str(path), got=str(error), fix=fix) from error
-    raise ModelError(
-        "the scoring contract is of another version",
-        where=str(path),
-        field="version",
-        got=version,
-        need=str(CONTRACT_VERSION),
-        fix="if you trust the folder as it is: treeward verify MODEL --write --force",
-    )
+        if version in (None, CONTRACT_VERSION):
+            fix = "restore the file from where the model came from"
+            raise ModelError("the scoring contract is damaged", where=str(path), got=str(error), fix=fix) from error
+        raise ModelError(
+            "the scoring contract is of another version",
+            where=str(path),
+            field="version",
+            got=version,
+            need=str(CONTRACT_VERSION),
+            fix="if you trust the folder as it is: treeward verify MODEL --write --force",
+        ) from error
 
 
 def keeps_padding(contract: ScoringContract | None) -> bool:

@@ -79,12 +79,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The result of a verification. `checks`: one per part, in order. `largest_difference`: of golden scores, None if
-    they were not scored.
+    """The result of a verification. `checks`: one per part, in order.
 
-    `num_tensors`: tensors whose bytes were compared, beside the head's: none in a quick verification, and with the
-    contract of a checkpoint. `against`: a server that was asked, in `dialect`; `form`: what was sent; `served_model`:
-    the server's name for the model, if any.
+    `largest_difference`: of golden scores, None if they were not scored. `num_tensors`: tensors whose bytes were
+    compared, beside the head's. `against`: the server that was asked, and how.
     """
 
     model: str
@@ -94,9 +92,6 @@ class Verification:
     largest_difference: float | None = None
     tolerance: float | None = None
     against: str | None = None
-    dialect: str | None = None
-    form: str | None = None
-    served_model: str | None = None
 
     @property
     def first_difference(self) -> Check | None:
@@ -107,11 +102,6 @@ class Verification:
     def equal(self) -> bool:
         """Whether nothing differs and the scores were replayed."""
         return self.first_difference is None and self.largest_difference is not None
-
-    @property
-    def could_compare(self) -> bool:
-        """Whether there was a contract to compare with."""
-        return self.checks[0].state == "equal"
 
 
 def compare(part: Part, rows: Iterable[Row], summary: str) -> Check:

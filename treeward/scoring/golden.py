@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -138,18 +138,17 @@ def sign_folder(
         heads = like.heads
     else:
         heads = _default_heads(model)
-    golden, tolerance = _measured(partial(as_saved, model, None), renderer, heads)
-    return _signed(
+    sign = _signer(
         folder,
-        model,
-        renderer,
-        heads,
-        golden,
-        tolerance,
+        model=model,
+        renderer=renderer,
+        heads=heads,
+        saved=partial(as_saved, model, None),
         pads_alike=pads_alike,
-        template_in_folder=has_template,
+        has_template=has_template,
         reward_shaping=None if like is None else like.reward_shaping,
     )
+    return sign()
 
 
 def sign_later(
@@ -171,18 +170,14 @@ def sign_later(
     config = processes.on_main(lambda: raw_config(folder))
     heads = list(heads or _default_heads(model))
     saved = partial(as_saved, model, DTYPES[config_dtype(config) or "float32"], mesh)
-    golden, tolerance = _measured(saved, renderer, heads, may_be_broken=is_checkpoint)
-    pads_alike = raw_pad_token_id(config) == renderer.tokenizer.pad_token_id
-    return partial(
-        _signed,
+    return _signer(
         folder,
-        model,
-        renderer,
-        heads,
-        golden,
-        tolerance,
-        pads_alike=pads_alike,
-        only_head=is_checkpoint,
+        model=model,
+        renderer=renderer,
+        heads=heads,
+        saved=saved,
+        pads_alike=raw_pad_token_id(config) == renderer.tokenizer.pad_token_id,
+        is_checkpoint=is_checkpoint,
     )
 
 
@@ -214,21 +209,18 @@ def as_saved(
 def exact_scoring(model: RewardModel) -> Iterator[None]:
     """Within it the model scores in the dtype of its weights, and float32 products are not rounded to TF32 or bfloat16,
     whatever `policy.matmul_precision` is; afterwards it trains or scores as before."""
-    was_training = model.training
+    was_training, precision = model.training, torch.get_float32_matmul_precision()
     counters = model.num_computed_tokens, model.num_row_tokens
-    # the first sets what is set for both kinds of products; each kind may have been set by itself as well
-    backends: Any = torch.backends
-    products = (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv)
-    common, precisions = torch.get_float32_matmul_precision(), [product.fp32_precision for product in products]
+    convolutions = cast(Any, torch.backends.cudnn).conv
+    of_convolutions = convolutions.fp32_precision
     model.eval()
     try:
         torch.set_float32_matmul_precision("highest")
-        backends.cudnn.conv.fp32_precision = "ieee"
+        convolutions.fp32_precision = "ieee"
         yield
     finally:
-        torch.set_float32_matmul_precision(common)
-        for product, precision in zip(products, precisions, strict=True):
-            product.fp32_precision = precision
+        torch.set_float32_matmul_precision(precision)
+        convolutions.fp32_precision = of_convolutions
         model.train(was_training)
         model.num_computed_tokens, model.num_row_tokens = counters
 
@@ -239,11 +231,11 @@ def weighted_heads(labels: Sequence[str], weights: Mapping[str, float] | Sequenc
     Raises `ConfigError` for weights of other labels, for another number of them, and for weights that are all zero.
     """
     if isinstance(weights, Mapping):
-        unknown = [name for name in weights if list(labels).count(name) != 1]  # or of two heads
+        fits = all(list(labels).count(name) == 1 for name in weights)  # a name may be that of two heads
         values = [weights.get(label, 0.0) for label in labels]
     else:
-        unknown, values = [], list(weights)
-    if unknown or len(values) != len(labels) or not any(values) or not all(map(math.isfinite, values)):
+        fits, values = len(weights) == len(labels), list(weights)
+    if not fits or not any(values) or not all(map(math.isfinite, values)):
         raise ConfigError(
             "the weights of the heads do not fit the model",
             field="head_weights",
@@ -252,10 +244,8 @@ def weighted_heads(labels: Sequence[str], weights: Mapping[str, float] | Sequenc
         )
     if len(labels) == 1:
         return [HeadContract(weight=values[0])]
-    return [
-        HeadContract(name=label, meaning="the attribute of this name", weight=value)
-        for label, value in zip(labels, values, strict=True)
-    ]
+    meaning = "the attribute of this name"
+    return [HeadContract(name=label, meaning=meaning, weight=x) for label, x in zip(labels, values, strict=True)]
 
 
 def combined_heads(values: Sequence[float], heads: Sequence[HeadContract]) -> float:
@@ -299,30 +289,19 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     return text_sha256(json.dumps(parts, sort_keys=True))
 
 
-def _measured(
-    saved: Callable[..., contextlib.AbstractContextManager[RewardModel]],
-    renderer: Renderer,
-    heads: Sequence[HeadContract],
-    *,
-    may_be_broken: bool = False,
-) -> tuple[list[GoldenExample], ToleranceContract]:
-    """The golden conversations with their scores, and by how much scores may differ. `saved`: `as_saved` of a model.
+def _tolerance(golden: Sequence[GoldenExample], rounded: Sequence[float]) -> ToleranceContract:
+    """By how much scores of this model may differ, measured by how much they differ in bfloat16 (`rounded`).
 
     bfloat16 keeps 8 bits of a number and float32 24, so rounding is 2^16 times coarser, and a model amplifies both
     alike. Another kernel adds up sums in another order and loses a few more bits, and ten conversations do not show the
     largest difference; 2^8 of the 2^16 are left for both. A TF32 product (11 bits) and rounded weights exceed the
     tolerance by an order of magnitude.
     """
-    with saved(computed=torch.float32) as model:
-        golden = _golden(model, renderer, heads, may_be_broken)
-    with saved(computed=torch.bfloat16) as model:
-        rounded_SH = model.score_tokens([example.token_ids for example in golden]).tolist()
-    scores = [combined_heads(values, heads) for values in rounded_SH]
-    off = [abs(score - example.score) for score, example in zip(scores, golden, strict=True)]
+    off = [abs(score - example.score) for score, example in zip(rounded, golden, strict=True)]
     worst = max(filter(math.isfinite, off), default=0.0)
     largest = max((abs(example.score) for example in golden), default=1.0)
     float32 = max(worst / 256, 1e-5 * largest, 1e-7)
-    return golden, ToleranceContract(float32=float32, bfloat16=max(8 * worst, 2**-6 * largest, 1e-5))
+    return ToleranceContract(float32=float32, bfloat16=max(8 * worst, 2**-6 * largest, 1e-5))
 
 
 def _golden(
@@ -377,72 +356,76 @@ def _mistaken(ids: list[int], bos: int | None, model: RewardModel) -> Iterator[t
             yield "two_bos", [bos, *end]
 
 
-def _signed(
+def _signer(
     folder: Path,
+    *,
     model: RewardModel,
     renderer: Renderer,
     heads: Sequence[HeadContract],
-    golden: list[GoldenExample],
-    tolerance: ToleranceContract,
-    *,
+    saved: Callable[..., contextlib.AbstractContextManager[RewardModel]],
     pads_alike: bool,
-    template_in_folder: bool = True,
+    has_template: bool = True,
     reward_shaping: RewardShapingConfig | None = None,
-    only_head: bool = False,
-) -> ScoringContract:
-    """The contract of the files in a folder, where it is written too.
+    is_checkpoint: bool = False,
+) -> Callable[[], ScoringContract]:
+    """Score the golden conversations; what is returned makes the contract of the files in the folder and writes it.
 
-    `pads_alike`: config.json and tokenizer have one padding token. Then transformers finds the last token of a padded
-    row where it is read here, unless conversations end with padding.
+    `saved`: `as_saved` of the model. `pads_alike`: config.json and tokenizer have one padding token. Then transformers
+    finds the last token of a padded row where it is read here, unless conversations end with padding.
     """
-    stored, config, tokenizer = read_stored(folder), raw_config(folder), renderer.tokenizer
-    head = of_head(stored, *stored_heads(model.hf))
-    backbone_dtype = dtype_of([tensor for tensor in stored if tensor not in head])
-    hashes = {} if only_head else {tensor.name: sha256_of([tensor]) for tensor in stored}
-    pad, bos, rows = raw_pad_token_id(config), tokenizer.bos_token_id, [example.token_ids for example in golden]
-    is_read_alike = model.read_position != "last token" or all(row[-1] != pad for row in rows)
-    is_made_by_treeward = getattr(model.hf, "made_by_treeward", False)
+    with saved(computed=torch.float32) as exact:
+        golden = _golden(exact, renderer, heads, may_be_broken=is_checkpoint)
+    rows = [example.token_ids for example in golden]
+    with saved(computed=torch.bfloat16) as rounded:
+        scores = [combined_heads(values, heads) for values in rounded.score_tokens(rows).tolist()]
+    tokenizer = renderer.tokenizer
+    bos = tokenizer.bos_token_id
     begins_with_bos = bos is not None and bool(rows) and all(row[0] == bos for row in rows)
-    contract = ScoringContract(
-        treeward_version=VERSION,
-        rendering=RenderingContract(
-            chat_template_sha256=text_sha256(renderer.chat_template),
-            chat_template=renderer.chat_template,
-            template_in_folder=template_in_folder,
-            chat_template_kwargs=renderer.chat_template_kwargs,
-            max_length=renderer.max_length,
-            truncation=renderer.truncation,
-            frame="cls_sep" if renderer.kind == "encoder" else "bos" if begins_with_bos else "none",
-            bos_token_id=bos,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=pad,
-            tokenizer_sha256=tokenizer_sha256(tokenizer),
-        ),
-        read=ReadContract(
-            position=model.read_position,
-            plain_transformers=pads_alike and is_read_alike and bool(rows) and not is_made_by_treeward,
-            token=renderer.read_token,
-        ),
-        dtypes=DtypeContract(
-            weights=backbone_dtype,
-            head=dtype_of(head),
-            config=config_dtype(config) or backbone_dtype,
-        ),
-        heads=list(heads),
-        problem_type=config.get("problem_type"),
-        reward_shaping=reward_shaping,
-        weights=WeightsContract(
-            architecture=type(model.hf).__name__,
-            num_parameters=num_parameters(stored),
-            num_tensors=len(stored),
-            shapes_sha256=shapes_sha256(stored),
-            head_sha256=sha256_of(head),
-            sha256=text_sha256(json.dumps(sorted(hashes.items()))) if hashes else None,
-            tensors={name: digest[:HASH_DIGITS] for name, digest in hashes.items()},
-            config=architecture_of(config),
-        ),
-        golden=golden,
-        tolerance=tolerance,
-    )
-    write_contract(contract, folder)
-    return contract
+
+    def sign() -> ScoringContract:
+        stored, config = read_stored(folder), raw_config(folder)
+        head = of_head(stored, *stored_heads(model.hf))
+        backbone_dtype = dtype_of([tensor for tensor in stored if tensor not in head])
+        hashes = {} if is_checkpoint else {tensor.name: sha256_of([tensor]) for tensor in stored}
+        pad = raw_pad_token_id(config)
+        is_read_alike = model.read_position != "last token" or all(row[-1] != pad for row in rows)
+        is_plain = pads_alike and is_read_alike and bool(rows) and not getattr(model.hf, "made_by_treeward", False)
+        contract = ScoringContract(
+            treeward_version=VERSION,
+            rendering=RenderingContract(
+                chat_template_sha256=text_sha256(renderer.chat_template),
+                chat_template=renderer.chat_template,
+                template_in_folder=has_template,
+                chat_template_kwargs=renderer.chat_template_kwargs,
+                max_length=renderer.max_length,
+                truncation=renderer.truncation,
+                frame="cls_sep" if renderer.kind == "encoder" else "bos" if begins_with_bos else "none",
+                bos_token_id=bos,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=pad,
+                tokenizer_sha256=tokenizer_sha256(tokenizer),
+            ),
+            read=ReadContract(position=model.read_position, plain_transformers=is_plain, token=renderer.read_token),
+            dtypes=DtypeContract(
+                weights=backbone_dtype, head=dtype_of(head), config=config_dtype(config) or backbone_dtype
+            ),
+            heads=list(heads),
+            problem_type=config.get("problem_type"),
+            reward_shaping=reward_shaping,
+            weights=WeightsContract(
+                architecture=type(model.hf).__name__,
+                num_parameters=num_parameters(stored),
+                num_tensors=len(stored),
+                shapes_sha256=shapes_sha256(stored),
+                head_sha256=sha256_of(head),
+                sha256=text_sha256(json.dumps(sorted(hashes.items()))) if hashes else None,
+                tensors={name: digest[:HASH_DIGITS] for name, digest in hashes.items()},
+                config=architecture_of(config),
+            ),
+            golden=golden,
+            tolerance=_tolerance(golden, scores),
+        )
+        write_contract(contract, folder)
+        return contract
+
+    return sign

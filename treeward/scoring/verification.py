@@ -2,7 +2,6 @@
 
     verification = verify("results/rm/final", device="cuda")
     verification.equal, verification.first_difference      # True, None; or the part that differs first, with the remedy
-    verify("results/rm/final", quick=True)                 # hashes the head alone; all tensors take a second per GB
 
 Everything between messages and a score is compared in the order in which it acts: the contract itself, the files, the
 chat template, the tokens, the read position, the number format, the activation, the weights. A wrong part makes later
@@ -68,14 +67,13 @@ def verify(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
-    quick: bool = False,
     trust_remote_code: bool = False,
 ) -> Verification:
     """Replay the contract of a model in a folder or on the hub.
 
     `device`: None is a GPU where there is one. `dtype`: of the backbone; other than in float32 scores are compared to
-    the contract's tolerance for bfloat16. `quick`: of the weights on the disk only the head is hashed. What is wrong
-    with the model is in the result; `ModelError` is raised where there is no model at all.
+    the contract's tolerance for bfloat16. What is wrong with the model is in the result; `ModelError` is raised where
+    there is no model at all.
     """
     folder = _local_folder(name, trust_remote_code)
     try:
@@ -88,7 +86,7 @@ def verify(
             )
     except ModelError as error:
         return Verification(str(name), table([failed("contract", error)]))
-    return _Replay(str(name), folder, contract, choose_device(device), dtype, quick, trust_remote_code).run()
+    return _Replay(str(name), folder, contract, choose_device(device), dtype, trust_remote_code).run()
 
 
 def _local_folder(name: str | Path, trust_remote_code: bool) -> Path:
@@ -120,7 +118,6 @@ class _Replay:
     contract: ScoringContract
     device: torch.device
     dtype: torch.dtype
-    quick: bool
     trust_remote_code: bool
     scores: list[float] = field(default_factory=list)
     num_hashed: int = 0
@@ -287,7 +284,7 @@ class _Replay:
     def changed_tensors(self) -> list[str]:
         """Tensors whose bytes are others: of all that were hashed at signing, or of the head alone."""
         expected = self.contract.weights
-        if expected.tensors and not self.quick:
+        if expected.tensors:
             self.num_hashed = len(self.stored)
             digests = {tensor.name: sha256_of([tensor])[:HASH_DIGITS] for tensor in self.stored}
             return [name for name, digest in digests.items() if digest != expected.tensors.get(name)]

@@ -209,7 +209,7 @@ def _memory_suffices() -> Iterator[None]:
         where = f"rank {processes.rank()}" if processes.size() > 1 else None
         got = str(error).splitlines()[0]
         fix = "lower policy.train_micro_batch_tokens, or set policy.dtensor_cfg.activation_checkpointing=true; "
-        fix += "`treeward plan --config FILE --find` says what fits"
+        fix += "`treeward plan --config FILE` says what takes it"
         raise ModelError("the GPU's memory is too small", where=where, got=got, fix=fix) from error
 
 
