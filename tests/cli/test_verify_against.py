@@ -222,14 +222,14 @@ def test_a_folder_that_cannot_be_replayed(served: Served, tmp_path: Path) -> Non
 def our_server(served: Served) -> Iterator[str]:
     """Our own server on a socket, with this model and one that is served with shaping."""
     from treeward.config.server import ServerConfig
-    from treeward.serving.run import make_service
+    from treeward.serving.service import Service
 
     shaped = {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 2.0}
     sections = [
         {"model": str(served.folder), "name": "rm", "device": "cpu"},
         {"model": str(served.folder), "name": "shaped", "device": "cpu", "shaping": shaped},
     ]
-    with serving_on_loopback(make_service(ServerConfig.model_validate({"models": sections}))) as url:
+    with serving_on_loopback(Service.load(ServerConfig.model_validate({"models": sections}))) as url:
         yield url
 
 

@@ -38,8 +38,8 @@ from treeward.scoring.golden import weighted_heads
 from treeward.scoring.score import Reward, Score
 from treeward.scoring.scorer import Scorer
 from treeward.serving.app import create_app
-from treeward.serving.run import make_service
 from treeward.serving.running import RewardLog
+from treeward.serving.service import Service
 
 REPOSITORY = Path(__file__).parent.parent.parent
 PROMPT = "Explain quantum computing simply."
@@ -347,7 +347,7 @@ def make_client(request: pytest.FixtureRequest) -> Callable[..., TestClient]:
 
     def make(**section: Any) -> TestClient:
         config = NemoGymConfig.model_validate({"entrypoint": "app.py", "device": "cpu", **section}).server_config
-        service = make_service(config)
+        service = Service.load(config)
         request.addfinalizer(service.close)
         return TestClient(create_app(service))
 
@@ -373,10 +373,10 @@ def test_the_first_yaml_starts(model_path: str, monkeypatch: pytest.MonkeyPatch)
     assert APP["gym_config"]().server_config.models[0].device == ("cuda",)
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="(?s)cuda.*`auto` takes a GPU where there is one, else the CPU"):
-            make_service(APP["gym_config"]().server_config)
+            Service.load(APP["gym_config"]().server_config)
         without = FIRST_YAML.format(model_path=model_path).replace("      device: cuda\n", "")
         monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", without)
-    service = make_service(APP["gym_config"]().server_config)
+    service = Service.load(APP["gym_config"]().server_config)
     got = TestClient(create_app(service)).post("/verify", json=rollout()).json()
     service.close()
     assert got["reward"] == pytest.approx(Scorer.load(model_path).score(PROMPT, RESPONSE), abs=1e-5)

@@ -46,13 +46,13 @@ def signed_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory)
 def served(signed_folder: Path) -> Iterator[str]:
     """The address of a server of the signed model: as it is (`rm`), by constants (`shaped`), by references (`par`)."""
     from treeward.config.server import ServerConfig
-    from treeward.serving.run import make_service
+    from treeward.serving.service import Service
 
     constants = {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 0.5}
     shapings = {"rm": None, "shaped": constants, "par": {"reference": "par"}}
     one = {"model": str(signed_folder), "device": "cpu"}
     models = [{**one, "name": name, "shaping": shaping} for name, shaping in shapings.items()]
-    service = make_service(ServerConfig.model_validate({"models": models}))
+    service = Service.load(ServerConfig.model_validate({"models": models}))
     with serving_on_loopback(service, token="a-token") as url:
         yield url
     service.close()

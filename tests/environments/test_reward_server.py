@@ -12,7 +12,6 @@ from loopback import Asked, Loopback
 from treeward import RewardClient, RewardModelEnvironment, RewardServerError, as_trl
 from treeward.environments.interface import DETAILS
 from treeward.environments.nemo_rl import NemoRLEnvironment
-from treeward.environments.trl import TrlReward
 from treeward.environments.verl import compute_scores
 from treeward.errors import ConfigError, ModelError
 from treeward.scoring.scorer import Scorer
@@ -52,7 +51,7 @@ def test_every_face_gives_the_scores_of_the_model(served: str, scores: list[floa
         .tolist(),
         "nemo_rl": NemoRLEnvironment(section(served)).step(LOGS, INFOS).rewards.tolist(),
         "as_trl": as_trl(served, token_env="REWARD_TOKEN")([PROMPT] * 3, ends, ground_truth=[1, 2, 3]),
-        "TrlReward": TrlReward(client)(["Name a river."] * 3, COMPLETIONS),
+        "a client": as_trl(client)(["Name a river."] * 3, COMPLETIONS),
         "verl": [one["score"] for one in compute_scores(["d"] * 3, COMPLETIONS, [""] * 3, infos, **section_of_verl)],
     }
     for face, rewards in found.items():
@@ -142,7 +141,7 @@ def test_a_server_that_fails_gives_reasons_and_no_numbers() -> None:
         server.status = 503
         failed = environment.step(LOGS, INFOS)
         assert bool(failed.rewards.isnan().all()) and "503" in failed.metadata[0][DETAILS]["error"]
-        assert environment.as_trl()([PROMPT] * 3, COMPLETIONS) == [None] * 3
+        assert as_trl(environment)([PROMPT] * 3, COMPLETIONS) == [None] * 3
         with pytest.raises(ModelError, match="3 of 3 samples"):
             strict.step(LOGS, INFOS)
         server.status = 401

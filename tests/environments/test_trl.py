@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from treeward.client.rewards import AsyncRewardClient, RewardClient
 from treeward.data.preference import Message
 from treeward.environments.interface import Environment, Reward
-from treeward.environments.trl import TrlReward, as_trl
+from treeward.environments.trl import as_trl
 from treeward.errors import ConfigError
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
@@ -51,7 +51,7 @@ def assistant(text: str) -> list[dict[str, Any]]:
 
 def test_conversations_and_their_columns() -> None:
     environment = Lengths()
-    rewards = environment.as_trl()(
+    rewards = as_trl(environment)(
         prompts=[user("a"), user("b")],
         completions=[assistant("four"), assistant("three")],
         completion_ids=[[1], [2]],
@@ -71,7 +71,7 @@ def test_conversations_and_their_columns() -> None:
 
 def test_columns_by_another_name() -> None:
     environment = Lengths()
-    reward = environment.as_trl(columns={"ground_truth": "answer"})
+    reward = as_trl(environment, columns={"ground_truth": "answer"})
     assert reward(prompts=["a"], completions=["four"], answer=[1.5], level=[3]) == [2.5]
     assert environment.seen[0][1] == {"ground_truth": 1.5, "level": 3}
     with pytest.raises(ConfigError, match=r"no such column(?s:.)*got:   answer(?s:.)*need:  one of level"):
@@ -79,7 +79,7 @@ def test_columns_by_another_name() -> None:
 
 
 def test_what_has_no_reward_is_none_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    reward = Lengths().as_trl(name="mine")
+    reward = as_trl(Lengths(), name="mine")
     logged: dict[str, float] = {}
     with caplog.at_level(logging.WARNING):
         values = reward(["a"] * 4, ["x", "fail", "xxx", "fail"], ground_truth=[0.5] * 4, log_metric=logged.__setitem__)
@@ -143,7 +143,7 @@ def logged(trainer: Any, key: str) -> list[float]:
 
 def test_a_client_of_coroutines_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="RewardClient"):
-        TrlReward(AsyncRewardClient("http://127.0.0.1:1"))
+        as_trl(AsyncRewardClient("http://127.0.0.1:1"))
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_trl_trains_on_the_rewards_of_the_model(
 ) -> None:
     reward = as_trl(str(signed_folder), precision="float32")
     if where == "server":
-        reward = TrlReward(RewardClient(served, token="a-token"))
+        reward = as_trl(RewardClient(served, token="a-token"))
     trainer, recorder = train_with_grpo(reward, policy_tokenizer, tmp_path)
     scorer = Scorer.load(signed_folder, device="cpu")
     want = [[score.score for score in scorer.score(step)] for step in recorder.steps]
@@ -173,6 +173,6 @@ def test_trl_trains_on_the_rewards_of_the_model(
 def test_trl_evaluates_with_it(policy_tokenizer: Any, tmp_path: Path) -> None:
     environment = Lengths()
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
-    trainer, _ = train_with_grpo(environment.as_trl(), policy_tokenizer, tmp_path, **options)
+    trainer, _ = train_with_grpo(as_trl(environment), policy_tokenizer, tmp_path, **options)
     assert len(logged(trainer, "eval_rewards/lengths/mean")) == 2
     assert len(environment.seen) == 16  # two training steps and two evaluations, of four

@@ -23,7 +23,7 @@ from treeward.model.loading import build_policy
 from treeward.rl import setup as rl_setup
 from treeward.rl.grpo import GRPORun
 from treeward.rl.setup import set_up
-from treeward.serving.run import make_service
+from treeward.serving.service import Service
 
 Make = Callable[..., Any]
 Write = Callable[[str, Iterable[Any]], str]
@@ -159,7 +159,7 @@ def test_a_reward_model_at_a_server_is_known_by_its_contract(
         least,
         {"model": one, "head_weights": [2.0]},
     ):
-        service = make_service(ServerConfig.model_validate({"models": [served]}))
+        service = Service.load(ServerConfig.model_validate({"models": [served]}))
         with serving_on_loopback(service) as url:
             config = tiny_grpo(f"env={{reward_model: {{model_name: '{url}/v1'}}}}", "grpo.environment=reward_model")
             check_inputs(config)

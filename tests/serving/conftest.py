@@ -38,7 +38,6 @@ def loaded_model(served_folder: Path) -> LoadedModel:
 @pytest.fixture
 def make_service(served_folder: Path, loaded_model: LoadedModel) -> Iterator[Callable[..., Service]]:
     """A function that makes a service; keywords are keys of `ServerConfig`. Without `models` it serves `tiny`."""
-    from treeward.serving.run import make_service as load_service
 
     services: list[Service] = []
 
@@ -46,7 +45,7 @@ def make_service(served_folder: Path, loaded_model: LoadedModel) -> Iterator[Cal
         given = settings.pop("models", None)
         tiny = ServedModelConfig(model=str(served_folder), name="tiny", device="cpu")
         config = ServerConfig.model_validate({"models": given or (tiny,), **settings})
-        services.append(load_service(config) if given else Service.of([loaded_model], config))
+        services.append(Service.load(config) if given else Service.of([loaded_model], config))
         return services[-1]
 
     yield make

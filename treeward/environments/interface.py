@@ -24,7 +24,7 @@ import abc
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -36,9 +36,6 @@ from treeward.data.preference import Message
 from treeward.environments.actors import RayActor
 from treeward.errors import DataError
 from treeward.scoring.score import Reward as Reward
-
-if TYPE_CHECKING:
-    from treeward.environments.trl import TrlReward
 
 DETAILS = "reward_details"
 """The key of `EnvironmentReturn.metadata[i]` with the details of the reward of sample i."""
@@ -132,16 +129,6 @@ class Environment(RayActor, abc.ABC):
             multiplier[failed.to(multiplier.device)] = 0
             batch["loss_multiplier"] = multiplier
         return batch, reward_metrics(self.name, rewards)
-
-    def as_trl(self, *, name: str | None = None, columns: Mapping[str, str] | None = None) -> TrlReward:
-        """This environment as one of the `reward_funcs` of TRL's trainers; see `TrlReward`.
-
-        `name`: its name in TRL's log. `columns`: keys of `env_infos` to columns of the dataset, as
-        `{"ground_truth": "answer"}`.
-        """
-        from treeward.environments.trl import TrlReward
-
-        return TrlReward(self, name=name, columns=columns)
 
     def shutdown(self) -> bool:
         """Free models, workers and connections. Safe to repeat."""

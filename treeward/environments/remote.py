@@ -1,6 +1,6 @@
 """`RemoteEnvironment`: an environment in a Ray actor, with the methods of one in this process.
 
-RemoteEnvironment("rewards_env", ray.get_actor("rewards")).as_trl()
+RemoteEnvironment("rewards_env", ray.get_actor("rewards")).step(message_logs, env_infos)
 """
 
 from __future__ import annotations

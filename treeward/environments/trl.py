@@ -1,7 +1,7 @@
 """`as_trl` and `TrlReward`: a reward model, or any environment, as one of the `reward_funcs` of TRL's trainers.
 
     GRPOTrainer(model="Qwen/Qwen3-0.6B", reward_funcs=as_trl("http://host:8000"), train_dataset=prompts)
-    reward = RewardModelEnvironment({"model_name": "results/rm/final"}).as_trl()
+    reward = as_trl(RewardModelEnvironment({"model_name": "results/rm/final"}))
 
 TRL calls it with prompts, completions and the columns of the dataset, each a list with an entry per completion. A
 completion without a reward gives None, which TRL keeps out of the group's baseline and gives the advantage 0.
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from treeward.client.rewards import AsyncRewardClient, RewardClient
+from treeward.environments.interface import Environment
 from treeward.environments.remote import as_environment
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError
@@ -22,37 +23,41 @@ _NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric", "environme
 
 
 def as_trl(
-    model: str, *, name: str | None = None, columns: Mapping[str, str] | None = None, **settings: Any
+    reward: Any, *, name: str | None = None, columns: Mapping[str, str] | None = None, **settings: Any
 ) -> TrlReward:
-    """A reward model as one of TRL's `reward_funcs`: `RewardModelEnvironment({"model_name": model, ...}).as_trl()`.
+    """A reward as one of TRL's `reward_funcs`.
 
-    `model`: the address of a `treeward serve` (`http://host:8000`), or the folder or hub name of a model, which is
-    loaded. `settings`: other keys of the section `env.reward_model`, as `token_env`. Raises what that raises.
+    `reward`: an `Environment`, the Ray actor of one, or the `RewardClient` of a server; or a text: the address of a
+    `treeward serve` (`http://host:8000`), or the folder or hub name of a model, which is loaded. `settings`: with a
+    text, other keys of the section `env.reward_model`, as `token_env`. `name`, `columns`: see `TrlReward`. Raises
+    `ConfigError` for an `AsyncRewardClient`, and what the environment raises.
     """
-    return RewardModelEnvironment({"model_name": model, **settings}).as_trl(name=name, columns=columns)
+    if isinstance(reward, AsyncRewardClient):
+        need = "an environment, or a RewardClient, which is synchronous"
+        raise ConfigError("TRL does not await the calls of a client", got="an AsyncRewardClient", need=need)
+    if isinstance(reward, RewardClient):
+        reward = RewardModelEnvironment({"model_name": reward.url}, client=reward)
+    elif isinstance(reward, str):
+        reward = RewardModelEnvironment({"model_name": reward, **settings})
+    return TrlReward(as_environment(reward), name=name, columns=columns)
 
 
 class TrlReward:
-    """A reward function for TRL.
+    """A reward function for TRL; `as_trl` makes it.
 
-    `environment`: an `Environment`, the Ray actor of one, or the `RewardClient` of a server. `name`: its name in TRL's
-    log (`rewards/<name>/mean`). `columns`: keys of `env_infos` (`ground_truth`, ...) to columns of the dataset; every
-    other column keeps its name, and an empty cell is left out.
+    `name`: its name in TRL's log (`rewards/<name>/mean`). `columns`: keys of `env_infos` (`ground_truth`, ...) to
+    columns of the dataset; every other column keeps its name, and an empty cell is left out.
 
     It can be pickled with a Ray actor, and with an environment that can be pickled: not one with a loaded reward model.
-    Raises `ConfigError` for an `AsyncRewardClient`.
 
     Into TRL's own metrics it logs `<name>/failed`, the share of completions without a reward, and `<name>/raw_mean`,
     the mean reward before shaping.
     """
 
-    def __init__(self, environment: Any, *, name: str | None = None, columns: Mapping[str, str] | None = None) -> None:
-        if isinstance(environment, AsyncRewardClient):
-            need = "an environment, or a RewardClient, which is synchronous"
-            raise ConfigError("TRL does not await the calls of a client", got="an AsyncRewardClient", need=need)
-        if isinstance(environment, RewardClient):
-            environment = RewardModelEnvironment({"model_name": environment.url}, client=environment)
-        self.environment = as_environment(environment)
+    def __init__(
+        self, environment: Environment, *, name: str | None = None, columns: Mapping[str, str] | None = None
+    ) -> None:
+        self.environment = environment
         self.__name__ = name or self.environment.name
         self.columns = dict(columns or {})
 

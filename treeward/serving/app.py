@@ -1,6 +1,6 @@
 """`create_app`: the ASGI application, with the routes of every dialect.
 
-    app = create_app(make_service(config), token="...")
+    app = create_app(Service.load(config), token="...")
 
 `RequestLimits` is what every request passes. All errors have one form: those of a route that is not there, of a method
 that it does not have, of a body that cannot be read.

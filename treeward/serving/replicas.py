@@ -39,7 +39,6 @@ from treeward.serving.batcher import not_in_time, queue_full
 from treeward.serving.metrics import ServerMetrics
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText, beginning_of
-from treeward.serving.run import make_service
 from treeward.serving.service import Service
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class Replica:
 
     def __init__(self, config: ServerConfig) -> None:
         logs.configure(config.log_format)
-        self._service = make_service(config)
+        self._service = Service.load(config)
 
     async def score(self, key: int, model: str, asked: Sequence[Conversation | RenderedText]) -> list[Score]:
         """The scores in order. `key`: for the router. A front cancels the call at its deadline, which is earlier."""

@@ -13,7 +13,6 @@ import logging
 import math
 import signal
 import socket
-import time
 from collections.abc import Iterator
 
 import uvicorn
@@ -22,7 +21,6 @@ from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
 from treeward.openai_client import key_from
 from treeward.serving.app import create_app
-from treeward.serving.models import LoadedModel
 from treeward.serving.service import Service
 
 logger = logging.getLogger(__name__)
@@ -30,26 +28,11 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 4096
 
 
-def make_service(config: ServerConfig) -> Service:
-    """Load the models and start the threads that score with them.
-
-    Raises `ModelError` for a model that does not keep its contract.
-    """
-    models = []
-    for section in config.models:
-        started = time.monotonic()
-        models.append(model := LoadedModel.load(section, config))
-        checked = "it keeps its contract" if model.served.contract_sha256 else "no contract was checked"
-        members, seconds = ", ".join(section.models), time.monotonic() - started
-        logger.info("%s: loaded %s in %.1f s; %s.", model.name, members, seconds, checked)
-    return Service.of(models, config)
-
-
 def serve(config: ServerConfig) -> int:
     """Serve until a signal, and give the exit code. With several replicas this process is their front.
 
     Raises `ConfigError` for an address that cannot be used and a token that is not there, and `ModelError` as
-    `make_service`.
+    `Service.load`.
     """
     token = key_from(config.token_env, field="token_env")
     config.refuse(config.replicas == 1 and config.ray_actor_options, "ray_actor_options replicas", "2 replicas or more")
@@ -70,7 +53,7 @@ def serve(config: ServerConfig) -> int:
 @contextlib.contextmanager
 def _service(config: ServerConfig, listener: socket.socket) -> Iterator[Service]:
     if config.replicas == 1:
-        service = make_service(config)
+        service = Service.load(config)
         yield service
         return
     try:

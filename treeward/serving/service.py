@@ -11,6 +11,7 @@ one score whichever way it came.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,8 @@ from treeward.serving.metrics import ServerMetrics
 from treeward.serving.models import LoadedModel, ServedModel
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.running import RewardLog
+
+logger = logging.getLogger(__name__)
 
 
 class ConversationBatcher(Protocol):
@@ -61,6 +64,18 @@ class Service:
         self._shaping = ThreadPoolExecutor(1, thread_name_prefix="treeward-shaping")
         self.reward_log = None if config.running is None else _reward_log(config.running, next(iter(models)))
         metrics.watch("queued_conversations", "Conversations that wait for a score.", lambda: batcher.num_queued)
+
+    @classmethod
+    def load(cls, config: ServerConfig) -> Service:
+        """Load the models. Raises `ModelError` for a model that does not keep its contract."""
+        models = []
+        for section in config.models:
+            started = time.monotonic()
+            models.append(model := LoadedModel.load(section, config))
+            checked = "it keeps its contract" if model.served.contract_sha256 else "no contract was checked"
+            names, seconds = ", ".join(section.models), time.monotonic() - started
+            logger.info("%s: loaded %s in %.1f s; %s.", model.name, names, seconds, checked)
+        return cls.of(models, config)
 
     @classmethod
     def of(cls, models: Sequence[LoadedModel], config: ServerConfig) -> Service:
