@@ -10,14 +10,17 @@ import functools
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from evaluated import preference
 
-from treeward.evaluation.examples import EvalExample, ScoredExample, to_row
+from treeward.data.preference import Preference
+from treeward.evaluation.examples import ScoredExample, by_subset, to_row
 from treeward.evaluation.report.blocks import bar_item, table_block
 from treeward.evaluation.results import SuiteResult
-from treeward.evaluation.statistics import Part, accuracy_metric, by_subset
+from treeward.evaluation.statistics import Part, accuracy_metric
 from treeward.evaluation.suites.interface import Suite
 from treeward.evaluation.summary import Summary, summarize
 
@@ -111,7 +114,7 @@ def sample_rows() -> list[dict[str, Any]]:
         roles = ("user", "assistant", "user")
         context = [{"role": role, "content": text} for role, text in zip(roles, asked, strict=False)]
         completions = tuple(({"role": "assistant", "content": text},) for text in texts)
-        example = EvalExample(f"{subset[:3]}-{index}", subset, tuple(context), completions, ranks)
+        example = preference(f"{subset[:3]}-{index}", subset, tuple(context), completions, ranks)
         sizes = tuple(map(len, texts))
         row = to_row(ScoredExample(example, tuple(scores), sizes, sizes, errors)) | {"model": model}
         rows.append(json.loads(json.dumps(row)))
@@ -203,7 +206,7 @@ class BestOf(Suite):
     name = "best-of"
     title = "Best Of"
 
-    def load(self, source: str | None = None) -> list[EvalExample]:
+    def load(self, source: str | None = None) -> list[Preference]:
         return []
 
     def chance(self, part: str | None = None) -> float | None:
@@ -222,7 +225,7 @@ def scored(score: Scoring, count: int = 80, subsets: Sequence[str] = ("hard", "e
     found = []
     for n in range(count):
         texts = ["right " * (4 if n % 2 else 1), "wrong " * (1 if n % 2 else 4), *(["wrong."] if n % 10 == 0 else [])]
-        example = EvalExample(
+        example = preference(
             str(n),
             subsets[n % len(subsets)],
             ({"role": "user", "content": f"Question {n}?"},),
@@ -260,6 +263,5 @@ EMPTY: dict[str, Callable[[], Summary]] = {
 
 
 def _unordered(one: ScoredExample) -> ScoredExample:
-    example = one.example
-    same = EvalExample(example.id, example.subset, example.context, example.completions, (0,) * len(one.scores))
-    return ScoredExample(same, one.scores, one.lengths, one.num_tokens)
+    completions = tuple(replace(completion, rank=0) for completion in one.example.completions)
+    return replace(one, example=replace(one.example, completions=completions))

@@ -23,8 +23,6 @@ def row(key: int, margin: float | None, *, subset: str = "chat") -> dict[str, ob
         "errors": [None, None],
         "context": [{"role": "user", "content": f"Question\n{key}?"}],
         "completions": [[{"role": "assistant", "content": text}] for text in ("Good.", "Bad.")],
-        "suite_data": {},
-        "where": None,
     }
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evaluated import preference
 
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.data.preference import Preference
+from treeward.evaluation.examples import ScoredExample
 
 
 def user(text: str) -> dict[str, Any]:
@@ -23,34 +25,24 @@ def assistant(text: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def bundled() -> Callable[[str], list[EvalExample]]:
+def bundled() -> Callable[[str], list[Preference]]:
     """The examples of a split of the bundled data."""
 
-    def load(split: str) -> list[EvalExample]:
+    def load(split: str) -> list[Preference]:
         stream = open_dataset(DatasetConfig(dataset_name="Bundled", split=split))
-        return [
-            EvalExample(
-                id=str(i),
-                subset=split,
-                context=preference.context,
-                completions=tuple(completion.messages for completion in preference.completions),
-                ranks=tuple(completion.rank for completion in preference.completions),
-                where=where,
-            )
-            for i, (preference, where) in enumerate(stream)
-        ]
+        return [replace(preference, id=str(i), task_name=split) for i, (preference, _) in enumerate(stream)]
 
     return load
 
 
 @pytest.fixture(scope="session")
-def make_example() -> Callable[..., EvalExample]:
+def make_example() -> Callable[..., Preference]:
     """An example of a prompt and completions as texts, best first unless `ranks` says otherwise."""
 
     def make(
         id: str, prompt: str, texts: Sequence[str], ranks: Sequence[int] | None = None, subset: str = "s"
-    ) -> EvalExample:
-        return EvalExample(
+    ) -> Preference:
+        return preference(
             id, subset, (user(prompt),), tuple((assistant(t),) for t in texts), tuple(ranks or range(len(texts)))
         )
 
@@ -62,11 +54,11 @@ def score_with() -> Callable[..., list[ScoredExample]]:
     """Examples scored by a function of the context's messages and the completion's text; None is a failure."""
 
     def score(
-        examples: Sequence[EvalExample], function: Callable[[Sequence[Any], str], float | None]
+        examples: Sequence[Preference], function: Callable[[Sequence[Any], str], float | None]
     ) -> list[ScoredExample]:
         found = []
         for example in examples:
-            texts = [completion[-1]["content"] for completion in example.completions]
+            texts = [completion.messages[-1]["content"] for completion in example.completions]
             scores = tuple(function(example.context, text) for text in texts)
             lengths = tuple(len(text) for text in texts)
             found.append(ScoredExample(example, scores, lengths, lengths))

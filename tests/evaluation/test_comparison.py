@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evaluated import preference
 
 from treeward.errors import DataError
 from treeward.evaluation.comparison import Comparison, Evaluation, compare, read_evaluation
-from treeward.evaluation.examples import EvalExample, ScoredExample, to_row
+from treeward.evaluation.examples import ScoredExample, to_row
 from treeward.evaluation.statistics import paired_bootstrap, paired_test
 
 
@@ -28,7 +29,7 @@ def scored(
     answer: str = "Good.",
 ) -> ScoredExample:
     """An example whose better answer scores `margin` above the other; None: it could not be scored."""
-    example = EvalExample(
+    example = preference(
         id=str(key),
         subset=subset,
         context=(message("user", f"Question {key}?" if prompt is None else prompt),),
@@ -94,7 +95,7 @@ def test_the_interval_and_the_test_do_not_contradict_each_other() -> None:
 def test_of_more_than_two_completions_right_is_said_to_be_stricter() -> None:
     three = [
         ScoredExample(
-            EvalExample(str(i), "s", (message("user", f"{i}?"),), ((message("assistant", "a"),),) * 3, (0, 1, 1)),
+            preference(str(i), "s", (message("user", f"{i}?"),), ((message("assistant", "a"),),) * 3, (0, 1, 1)),
             (1.0, 0.0, 2.0 * (i % 2)),
             (1, 1, 1),
             (2, 2, 2),

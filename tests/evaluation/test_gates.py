@@ -6,11 +6,12 @@ import math
 import random
 
 import pytest
+from evaluated import preference
 
 from treeward.config.data import DatasetConfig
 from treeward.evaluation.diagnostics.biases import diagnose_length
 from treeward.evaluation.diagnostics.scores import statistics_of
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.gates import GATE_METRICS, gate_metrics, pooled_gate_metrics, scored_comparison
 from treeward.evaluation.suites import PreferenceSuite
 
@@ -28,7 +29,7 @@ def drawn(seed: int, count: int, *, most: int, missing: int) -> tuple[list[Score
         subset = generator.choice(["chat", "code", "maths"])
         context = ({"role": "user", "content": f"question {i // 3}"},)
         completions = tuple(({"role": "assistant", "content": "x" * length},) for length in lengths)
-        example = EvalExample(str(i), subset, context, completions, ranks)
+        example = preference(str(i), subset, context, completions, ranks)
         known = tuple(None if math.isnan(score) else score for score in scores)
         full.append(ScoredExample(example, known, lengths, (1,) * size, (None,) * size))
         numbers.append(scored_comparison(str(i), subset, scores=scores, ranks=ranks, lengths=lengths))

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from evaluated import preference
 from families import tiny_model
 
 from treeward.config.reward_shaping import NormalizationConstants, RewardCalibration, RewardShapingConfig
 from treeward.config.scoring import EnsembleConfig
+from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError, DataError
-from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.session import Candidate, folder_names, run_evaluation, scorer_identity
 from treeward.evaluation.statistics import accuracy_metric
@@ -49,10 +50,10 @@ class Questions(Suite):
         super().__init__()
         self.name, self.answers, self.num_loads = name, answers, 0
 
-    def load(self, source: str | None = None) -> list[EvalExample]:
+    def load(self, source: str | None = None) -> list[Preference]:
         self.num_loads += 1
         return [
-            EvalExample(
+            preference(
                 id=str(n),
                 subset="even" if n % 2 == 0 else "odd",
                 context=({"role": "user", "content": f"How many are {n} and {n * n} stones, put on one heap?"},),
@@ -64,9 +65,6 @@ class Questions(Suite):
 
     def _compute(self, scored: Any) -> SuiteResult:
         return SuiteResult(self.name, accuracy_metric([self.outcome_value(one) for one in scored], "accuracy"))
-
-    def published_files(self, scored: Any, model_name: str) -> dict[str, Any]:
-        return {f"{model_name}.json": {"model": model_name}}
 
 
 class Model:
@@ -142,12 +140,8 @@ def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(
     assert 0 < more.num_scored < num_rewritten  # what the smaller sample has is not scored again
 
 
-def test_published_files_and_notes(tmp_path: Path) -> None:
-    models = [candidate("a", published_name="org/a"), candidate("b", note="rewards, shaped by x")]
-    models.append(candidate("c", Model(lambda text: None)))  # without scores there is nothing to publish
-    run_evaluation(models, [(Questions(), "5")], tmp_path)
-    published = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/questions/published/**/*.json")}
-    assert published == {"a/questions/published/org/a.json", "b/questions/published/b.json"}
+def test_notes(tmp_path: Path) -> None:
+    run_evaluation([candidate("a"), candidate("b", note="rewards, shaped by x")], [(Questions(), "5")], tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["subtitle"] == "b: rewards, shaped by x"
     assert json.loads((tmp_path / "results.json").read_text())["notes"] == "b: rewards, shaped by x"
 
@@ -283,7 +277,7 @@ class Named(Questions):
         super().__init__()
         self.fields = fields
 
-    def load(self, source: str | None = None) -> list[EvalExample]:
+    def load(self, source: str | None = None) -> list[Preference]:
         rows = zip(*self.fields.values(), strict=True)
         examples = super().load(str(len(next(iter(self.fields.values())))))
         named = zip(examples, rows, strict=True)
@@ -299,9 +293,9 @@ def test_ids_that_come_twice_become_distinct_from_every_other() -> None:
 
 def test_rows_of_other_subsets_are_refused(tmp_path: Path) -> None:
     """The numbers are of the kept rows, so they would be of the subsets of the earlier run."""
-    run_evaluation([candidate("m")], [(Named(subset="xyxy"), None)], tmp_path)
+    run_evaluation([candidate("m")], [(Named(task_name="xyxy"), None)], tmp_path)
     with pytest.raises(CheckpointError, match="another model, from other data"):
-        run_evaluation([candidate("m")], [(Named(subset="xxyy"), None)], tmp_path)
+        run_evaluation([candidate("m")], [(Named(task_name="xxyy"), None)], tmp_path)
 
 
 def test_a_suite_that_is_empty_or_that_the_hub_does_not_give() -> None:

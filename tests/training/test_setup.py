@@ -65,7 +65,7 @@ def test_the_metrics_do_not_depend_on_the_batches(tiny_run: Callable[..., Any]) 
     for one, same, comparison in zip(few.scored, other.scored, dataset[:24], strict=True):
         assert one.scores == pytest.approx(same.scores, abs=1e-5)
         assert (one.example.ranks, one.lengths) == (comparison.ranks, comparison.lengths)
-        assert (one.example.id, one.example.subset) == (comparison.where, comparison.subset)
+        assert (one.example.id, one.example.task_name) == (comparison.where, comparison.subset)
 
 
 @pytest.mark.parametrize("calls", [2, 5], ids=["among the comparisons", "among the rewritten"])

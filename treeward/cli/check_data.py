@@ -29,9 +29,9 @@ from treeward.tables import Column, results_table
 if TYPE_CHECKING:
     from treeward.config.data import DatasetConfig
     from treeward.config.run import RewardModelRunConfig
+    from treeward.data.preference import Preference
     from treeward.data.rendering import Renderer
     from treeward.evaluation.data_check.page import DataCheck
-    from treeward.evaluation.examples import EvalExample
 
 _MOST_ERRORS, _MOST_NAMED = 10, 3
 _Files = list[str] | None
@@ -106,7 +106,7 @@ def _renderer(name: str | None, loaded: RewardModelRunConfig | None, streams: An
     return name, Renderer(load_tokenizer(name, trust_remote_code=trusted), **own)
 
 
-def _benchmark(text: str) -> Sequence[EvalExample]:
+def _benchmark(text: str) -> Sequence[Preference]:
     """The examples of a suite by its name, with its folder or without, or of a file of comparisons."""
     from treeward.evaluation.suites import SUITES, PreferenceSuite, get_suite
 

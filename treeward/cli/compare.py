@@ -93,10 +93,10 @@ def _disagreements(comparison: Comparison) -> list[str]:
         right = comparison.names[0 if one.outcomes[0] == "right" else 1]
         pairs = zip(comparison.names, one.standardized_margins, strict=True)
         margins = ", ".join(f"{name} {margin:+.2f}" for name, margin in pairs)
-        place = " / ".join(dict.fromkeys((one.suite, example.subset)))
+        place = " / ".join(dict.fromkeys((one.suite, example.task_name)))
         lines += ["", f"{place}, id {example.id}: only {right} is right ({margins})"]
-        prompt, better, worse = example.context[-1:], example.completions[one.better], example.completions[one.worse]
-        for name, messages in (("prompt", prompt), ("better", better[-1:]), ("worse", worse[-1:])):
-            text = " ".join(str(message.get("content") or "") for message in messages)
+        better, worse = example.completions[one.better].messages, example.completions[one.worse].messages
+        for name, messages in (("prompt", example.context), ("better", better), ("worse", worse)):
+            text = str(messages[-1].get("content") or "") if messages else ""
             lines.append(f"  {name + ':':<7} {textwrap.shorten(text, 100, placeholder='...')}")
     return lines

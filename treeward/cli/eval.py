@@ -160,7 +160,7 @@ def _candidates(
         if len(section.models) > 1 and checkpoints:
             need = "one of them, or the checkpoints as models: RUN_DIR/step_100/model ..."
             raise ConfigError("checkpoints are compared with each other", where="--ensemble, --checkpoints", need=need)
-        first, name, notes = section.models[0], "-".join(names[one] for one in section.models), []
+        name, notes = "-".join(names[member] for member in section.models), []
         if section.ensemble is not None:
             heads = section.ensemble.over == "heads"
             name = name if len(name) <= 100 else f"{len(section.models)}-models"
@@ -174,7 +174,6 @@ def _candidates(
             Candidate(
                 name,
                 partial(load_rewards, section, options.batch_tokens),
-                published_name=first if not notes and not Path(first).exists() else None,
                 note="; ".join(notes) or None,
             )
         )

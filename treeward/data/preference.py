@@ -65,7 +65,12 @@ class Completion:
 
     def grade(self, name: str) -> float | None:
         """A grade by its name; `score` is one."""
-        return self.score if name == "score" else self.grades.get(name)
+        return self.all_grades.get(name)
+
+    @property
+    def all_grades(self) -> dict[str, float]:
+        """The grades by name, `score` among them."""
+        return dict(self.grades) | ({} if self.score is None else {"score": self.score})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,8 @@ class Preference:
     """A comparison group: the `context` (messages, may be empty) and at least two `completions` of it.
 
     `strength` (optional, finite) is by how much a better completion is better; see `rm.loss.strength`.
-    `non_contextual`: a completion of another prompt, worse than all of its own; see `data.datasets`.
+    `non_contextual`: a completion of another prompt, worse than all of its own; see `data.datasets`. `id`: its name in
+    an evaluation. `where`: file and row, for errors.
     """
 
     context: Messages
@@ -81,6 +87,23 @@ class Preference:
     task_name: str = "preference"
     strength: float | None = None
     non_contextual: Messages | None = None
+    id: str = ""
+    where: str | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each completion: lower is better, equal is a tie."""
+        return tuple(completion.rank for completion in self.completions)
+
+    @property
+    def conversations(self) -> list[list[Message]]:
+        """The context with each completion."""
+        return [[*self.context, *completion.messages] for completion in self.completions]
+
+    @property
+    def context_key(self) -> str:
+        """The context as text: preferences with the same one are dependent."""
+        return json.dumps(list(self.context), sort_keys=True, default=str)
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

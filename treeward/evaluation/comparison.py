@@ -14,19 +14,19 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from statsmodels.stats.multitest import multipletests
 
+from treeward.data.preference import Preference
 from treeward.data.sources import KINDS, file_suffix, read_file
 from treeward.errors import DataError, nearest_path
-from treeward.evaluation.examples import EvalExample, Outcome, ScoredExample, scored_from_row
+from treeward.evaluation.examples import Outcome, ScoredExample, scored_from_row
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import accuracy_metric, paired_bootstrap, paired_test
 
 _ROWS = "examples.jsonl"
-_Pair = tuple[str, ScoredExample, ScoredExample]
 
 _NOTES = {
     "only_in_first": "Left out: {} that only the first has.",
@@ -48,6 +48,20 @@ class Evaluation:
     name: str
     path: str
     suites: Mapping[str, Sequence[ScoredExample]]
+
+
+class _Pair(NamedTuple):
+    """One example as both models scored it."""
+
+    suite: str
+    first: ScoredExample
+    second: ScoredExample
+
+    @property
+    def prompt(self) -> str:
+        """An example without a context is a prompt of its own."""
+        example = self.first.example
+        return example.context_key if example.context else f"id {example.id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +92,12 @@ class Disagreement:
     """An example that one model has right and the other has not; pairs hold the first model's value, then the second's.
 
     `standardized_margins`: margins in units of the model's root mean square margin, so that 0 stays where a choice
-    turns; `better` and `worse`: indices of the two completions that it is about, of
-    the best-ranked that which the model without it right scores lowest, of the others that which it scores highest.
+    turns; `better` and `worse`: indices of the two completions that it is about, of the best-ranked that which the
+    model without it right scores lowest, of the others that which it scores highest.
     """
 
     suite: str
-    example: EvalExample
+    example: Preference
     outcomes: tuple[Outcome | None, Outcome | None]
     standardized_margins: tuple[float, float]
     better: int
@@ -114,17 +128,17 @@ def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     A folder is OUTPUT/<model>, OUTPUT/<model>/<suite>, or OUTPUT itself if it has one model. Raises `DataError` for a
     path without examples or with those of several models, for rows that are none, and for an id that comes twice.
     """
-    found = Path(path)
-    is_file = found.is_file() and file_suffix(str(found)) in KINDS
-    files = [found] if is_file else sorted(found.rglob(_ROWS)) if found.is_dir() else []
+    place = Path(path)
+    is_file = place.is_file() and file_suffix(str(place)) in KINDS
+    files = [place] if is_file else sorted(place.rglob(_ROWS)) if place.is_dir() else []
     models = sorted({file.resolve().parent.parent.name for file in files})
     if not files:
         need = f"a folder that `treeward eval` wrote, or its {_ROWS}"
-        near = nearest_path(found)
+        near = nearest_path(place)
         fix = f"did you mean {near}?" if near else "treeward eval MODEL --suite llmbar --output DIR"
         raise DataError("there is no evaluation here", where=str(path), need=need, fix=fix)
     if len(models) > 1:
-        got, fix = ", ".join(models), str(found / models[0])
+        got, fix = ", ".join(models), str(place / models[0])
         summary = "the folder holds the evaluations of several models"
         raise DataError(summary, where=str(path), got=got, need="the folder of one model", fix=fix)
     return Evaluation(models[0], str(path), {file.resolve().parent.name: _read_rows(file) for file in files})
@@ -134,9 +148,10 @@ def _read_rows(file: Path) -> list[ScoredExample]:
     rows: dict[str, ScoredExample] = {}
     for row in read_file(str(file)):
         scored = scored_from_row(row.values, row.where)
-        if rows.setdefault(scored.example.id, scored) is not scored:
+        if scored.example.id in rows:
             need = "an id for each example of a suite"
             raise DataError("two examples have one id", where=row.where, field="id", got=scored.example.id, need=need)
+        rows[scored.example.id] = scored
     return list(rows.values())
 
 
@@ -154,24 +169,49 @@ def compare(
     `num_resamples` and `seed` are those of the intervals of differences, which are of 95 %. Where each evaluation has
     one suite, these are matched whatever they are called. Raises `DataError` if there is nothing to compare.
     """
-    theirs = dict(second.suites)
-    if len(first.suites) == len(theirs) == 1:
-        theirs = {name: rows for name in first.suites for rows in theirs.values()}
-    own, other = (
-        {(suite, one.example.id): one for suite, rows in suites.items() for one in rows}
-        for suites in (first.suites, theirs)
+    pairs, counts = _match(first, second)
+
+    def result(name: str, pairs: Sequence[_Pair]) -> PairedResult:
+        return _result(name, pairs, num_resamples, seed)
+
+    overall = result("all", pairs)
+    with_scores = [pair for pair in pairs if not (pair.first.failed or pair.second.failed)]
+    parts = [result(name, group) for name, group in _groups(pairs).items()]
+    p_values = multipletests([part.p_value for part in parts], method="holm")[1].tolist() if parts else []
+    disagreements = _disagreements(pairs)
+    same_outcome = [float(pair.first.outcome == pair.second.outcome) for pair in pairs]
+    return Comparison(
+        names=(first.name, second.name) if first.name != second.name else (first.path, second.path),
+        overall=overall,
+        both_scored=result("both scored", with_scores) if 0 < len(with_scores) < len(pairs) else None,
+        parts=tuple(replace(part, adjusted_p_value=p_value) for part, p_value in zip(parts, p_values, strict=True)),
+        same_outcome=accuracy_metric(same_outcome, "same outcome", [pair.prompt for pair in pairs]),
+        disagreements=tuple(disagreements[:num_disagreements]),
+        num_disagreements=len(disagreements),
+        notes=tuple(_notes(counts, overall, len(parts), len(with_scores))),
     )
-    matched = [(key[0], own[key], other[key]) for key in own if key in other]
-    same = [pair for pair in matched if _content(pair[1].example) == _content(pair[2].example)]
-    pairs = [pair for pair in same if len(set(pair[1].example.ranks)) > 1]
+
+
+def _match(first: Evaluation, second: Evaluation) -> tuple[list[_Pair], dict[str, int]]:
+    """The ordered examples that both have, and the counts of `_NOTES`."""
+    second_suites = dict(second.suites)
+    if len(first.suites) == len(second_suites) == 1:
+        second_suites = dict(zip(first.suites, second_suites.values(), strict=True))
+    first_rows, second_rows = (
+        {(suite, scored.example.id): scored for suite, rows in suites.items() for scored in rows}
+        for suites in (first.suites, second_suites)
+    )
+    matched = [_Pair(key[0], first_rows[key], second_rows[key]) for key in first_rows if key in second_rows]
+    same = [pair for pair in matched if _content(pair.first.example) == _content(pair.second.example)]
+    pairs = [pair for pair in same if len(set(pair.first.example.ranks)) > 1]
     counts = {
-        "only_in_first": len(own) - len(matched),
-        "only_in_second": len(other) - len(matched),
+        "only_in_first": len(first_rows) - len(matched),
+        "only_in_second": len(second_rows) - len(matched),
         "changed": len(matched) - len(same),
         "unordered": len(same) - len(pairs),
-        "several": sum(len(pair[1].example.ranks) > 2 for pair in pairs),
-        "ties": sum("tie" in (a.outcome, b.outcome) for _, a, b in pairs),
-        "failed": sum(a.failed or b.failed for _, a, b in pairs),
+        "several": sum(len(pair.first.example.ranks) > 2 for pair in pairs),
+        "ties": sum("tie" in (pair.first.outcome, pair.second.outcome) for pair in pairs),
+        "failed": sum(pair.first.failed or pair.second.failed for pair in pairs),
     }
     if not pairs:
         raise DataError(
@@ -182,72 +222,52 @@ def compare(
             need="examples that both models were given",
             fix="evaluate both models on the same suites",
         )
-    settings = {"num_resamples": num_resamples, "seed": seed}
-    overall = _result("all", pairs, settings)
-    scored = [pair for pair in pairs if not (pair[1].failed or pair[2].failed)]
-    parts = [_result(name, group, settings) for name, group in _groups(pairs).items()]
-    adjusted = multipletests([part.p_value for part in parts], method="holm")[1].tolist() if parts else []
-    differing = _disagreements(pairs)
-    same_outcome = [float(a.outcome == b.outcome) for _, a, b in pairs]
-    return Comparison(
-        names=(first.name, second.name) if first.name != second.name else (first.path, second.path),
-        overall=overall,
-        both_scored=_result("both scored", scored, settings) if 0 < len(scored) < len(pairs) else None,
-        parts=tuple(replace(one, adjusted_p_value=p_value) for one, p_value in zip(parts, adjusted, strict=True)),
-        same_outcome=accuracy_metric(same_outcome, "same outcome", _prompts(pairs)),
-        disagreements=tuple(differing[:num_disagreements]),
-        num_disagreements=len(differing),
-        notes=tuple(_notes(counts, overall, len(parts), len(scored))),
-    )
+    return pairs, counts
+
+
+def _content(example: Preference) -> tuple[object, ...]:
+    return example.context, [(completion.rank, completion.messages) for completion in example.completions]
 
 
 def _notes(counts: Mapping[str, int], overall: PairedResult, num_parts: int, num_scored: int) -> list[str]:
-    found = [
+    notes = [
         text.format(f"{counts[name]} example{'s' if counts[name] != 1 else ''}")
         for name, text in _NOTES.items()
         if counts[name]
     ]
     if num_scored == 0:
-        found.append("No example was scored by both models: this says nothing of which is better.")
+        notes.append("No example was scored by both models: this says nothing of which is better.")
     if overall.num_prompts == overall.count:
-        found.append("p is of McNemar's exact test, two-sided.")
+        notes.append("p is of McNemar's exact test, two-sided.")
     else:
-        found.append(
+        notes.append(
             f"Several examples share a prompt ({overall.count} examples, {overall.num_prompts} prompts): where they do,"
             " p is of the test that flips the signs of whole prompts, and intervals resample prompts."
         )
-    return found + ([f"p (Holm) is corrected for looking at {num_parts} parts."] if num_parts else [])
+    return notes + ([f"p (Holm) is corrected for looking at {num_parts} parts."] if num_parts else [])
 
 
 def _groups(pairs: Sequence[_Pair]) -> dict[str, list[_Pair]]:
     """The pairs of each suite, if there are several, and of each subset of a suite that has several."""
-    subsets: dict[str, dict[str, list[_Pair]]] = {}
+    suites: dict[str, dict[str, list[_Pair]]] = {}
     for pair in pairs:
-        subsets.setdefault(pair[0], {}).setdefault(pair[1].example.subset, []).append(pair)
+        suites.setdefault(pair.suite, {}).setdefault(pair.first.example.task_name, []).append(pair)
     groups: dict[str, list[_Pair]] = {}
-    for suite, own in subsets.items():
-        several = len(subsets) > 1
-        groups |= {suite: [pair for group in own.values() for pair in group]} if several else {}
-        prefix = f"{suite} / " if several else ""
-        groups |= {f"{prefix}{subset}": group for subset, group in own.items()} if len(own) > 1 else {}
+    for suite, subsets in suites.items():
+        if len(suites) > 1:
+            groups[suite] = [pair for subset in subsets.values() for pair in subset]
+        prefix = f"{suite} / " if len(suites) > 1 else ""
+        if len(subsets) > 1:
+            groups |= {f"{prefix}{name}": subset for name, subset in subsets.items()}
     return groups
 
 
-def _content(example: EvalExample) -> tuple[Any, ...]:
-    return example.context, example.completions, example.ranks
-
-
-def _prompts(pairs: Sequence[_Pair]) -> list[str]:
-    """The prompt of each pair; an example without a context is a prompt of its own."""
-    return [one.example.prompt_key if one.example.context else f"id {one.example.id}" for _, one, _ in pairs]
-
-
-def _result(name: str, pairs: Sequence[_Pair], settings: Mapping[str, int]) -> PairedResult:
-    right = [(one.outcome == "right", other.outcome == "right") for _, one, other in pairs]
-    a, b = np.array(right, dtype=np.float64).T
-    prompts = _prompts(pairs)
-    p_value = paired_test(a - b, prompts)
-    low, high = paired_bootstrap(a, b, prompts, **settings)
+def _result(name: str, pairs: Sequence[_Pair], num_resamples: int, seed: int) -> PairedResult:
+    first = np.array([pair.first.outcome == "right" for pair in pairs], dtype=np.float64)
+    second = np.array([pair.second.outcome == "right" for pair in pairs], dtype=np.float64)
+    prompts = [pair.prompt for pair in pairs]
+    p_value = paired_test(first - second, prompts)
+    low, high = paired_bootstrap(first, second, prompts, num_resamples=num_resamples, seed=seed)
     if p_value >= 0.05 and low is not None and high is not None:
         # Of few differing examples (4 to 0) resampling excludes 0 where the exact test, which is the stricter, does
         # not: one line must not say both.
@@ -256,35 +276,35 @@ def _result(name: str, pairs: Sequence[_Pair], settings: Mapping[str, int]) -> P
         name=name,
         count=len(pairs),
         num_prompts=len(set(prompts)),
-        first=accuracy_metric(a.tolist(), "first", prompts),
-        second=accuracy_metric(b.tolist(), "second", prompts),
-        difference=Metric("difference", float((a - b).mean()), low=low, high=high, count=len(pairs)),
-        only_first=int(np.sum(a > b)),
-        only_second=int(np.sum(b > a)),
+        first=accuracy_metric(first.tolist(), "first", prompts),
+        second=accuracy_metric(second.tolist(), "second", prompts),
+        difference=Metric("difference", float((first - second).mean()), low=low, high=high, count=len(pairs)),
+        only_first=int(np.sum(first > second)),
+        only_second=int(np.sum(second > first)),
         p_value=p_value,
     )
 
 
 def _disagreements(pairs: Sequence[_Pair]) -> list[Disagreement]:
     """Examples that one model has right and the other has wrong or tied, those furthest apart first."""
-    known = [pair for pair in pairs if pair[1].margin is not None and pair[2].margin is not None]
-    margins = np.array([[pair[1].margin, pair[2].margin] for pair in known], dtype=np.float64).reshape(-1, 2)
-    scales = np.sqrt(np.mean(margins**2, axis=0)) if known else np.ones(2)
-    found = []
-    for (suite, first, second), (a, b) in zip(known, margins / np.where(scales > 0, scales, 1.0), strict=True):
-        if (first.outcome == "right") == (second.outcome == "right"):
+    pairs = [pair for pair in pairs if pair.first.margin is not None and pair.second.margin is not None]
+    margins = np.array([[pair.first.margin, pair.second.margin] for pair in pairs], dtype=np.float64).reshape(-1, 2)
+    scales = np.sqrt(np.mean(margins**2, axis=0)) if pairs else np.ones(2)
+    disagreements = []
+    for pair, (a, b) in zip(pairs, margins / np.where(scales > 0, scales, 1.0), strict=True):
+        if (pair.first.outcome == "right") == (pair.second.outcome == "right"):
             continue
-        mistaken = second if first.outcome == "right" else first
+        mistaken = pair.second if pair.first.outcome == "right" else pair.first
         ranks, scores = mistaken.example.ranks, [score or 0.0 for score in mistaken.scores]
         best = [i for i, rank in enumerate(ranks) if rank == min(ranks)]
-        found.append(
+        disagreements.append(
             Disagreement(
-                suite=suite,
-                example=first.example,
-                outcomes=(first.outcome, second.outcome),
+                suite=pair.suite,
+                example=pair.first.example,
+                outcomes=(pair.first.outcome, pair.second.outcome),
                 standardized_margins=(float(a), float(b)),
                 better=min(best, key=lambda i: scores[i]),
                 worse=max((i for i in range(len(ranks)) if i not in best), key=lambda i: scores[i]),
             )
         )
-    return sorted(found, key=lambda one: -abs(one.standardized_margins[0] - one.standardized_margins[1]))
+    return sorted(disagreements, key=lambda item: -abs(item.standardized_margins[0] - item.standardized_margins[1]))

@@ -1,63 +1,38 @@
-"""`EvalExample` and `ScoredExample`: one comparison of an evaluation, before and after it was scored.
+"""`ScoredExample`: a `Preference` with the scores of a model.
 
-    example = EvalExample("7", "chat", context, (chosen, rejected), ranks=(0, 1))
+    example = Preference(context, (Completion(0, good), Completion(1, bad)), task_name="chat", id="7")
     scored = ScoredExample(example, scores=(1.5, 0.25), lengths=(120, 80), num_tokens=(61, 49))
     scored.outcome, scored.margin            # "right", 1.25
 
-A row of `examples.jsonl` is one of them (`to_row`, `scored_from_row`): every number of an evaluation can be computed
-again from these rows, without the model.
+In an evaluation the id of a preference is unique within its suite, and `task_name` is its subset. A row of
+`examples.jsonl` is a scored example (`to_row`, `scored_from_row`): every number of an evaluation can be computed again
+from these rows, without the model.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from treeward.data.preference import Message
+from treeward.data.preference import Completion, Preference
 from treeward.errors import DataError
 
 Outcome = Literal["right", "wrong", "tie", "failed"]
 
-
-@dataclass(frozen=True, slots=True)
-class EvalExample:
-    """A prompt with K >= 1 completions and their order.
-
-    `id` is unique within its suite. `completions`: the messages of each. `ranks`: lower is better, equal is a tie.
-    `suite_data`: JSON for the suite's own arithmetic. `where`: file and line, for errors.
-    """
-
-    id: str
-    subset: str
-    context: tuple[Message, ...]
-    completions: tuple[tuple[Message, ...], ...]
-    ranks: tuple[int, ...]
-    suite_data: Mapping[str, Any] = field(default_factory=dict)
-    where: str | None = None
-
-    @property
-    def conversations(self) -> list[list[Message]]:
-        """The conversations to score: the context with each completion."""
-        return [[*self.context, *completion] for completion in self.completions]
-
-    @property
-    def prompt_key(self) -> str:
-        """The context as text: examples with the same one are dependent."""
-        return json.dumps(list(self.context), sort_keys=True, default=str)
+_NUMBERS = ("scores", "lengths", "num_tokens", "errors")
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredExample:
-    """An example with a score for each completion, None where there is none and `errors` says why.
+    """A preference with a score for each completion, None where there is none and `errors` says why.
 
     `lengths`: characters of each completion's last message. `num_tokens`: of each scored conversation. `heads`: the
     values of the model's heads by name, for each completion, where the example has grades of such names, or the heads
     are estimates of one score.
     """
 
-    example: EvalExample
+    example: Preference
     scores: tuple[float | None, ...]
     lengths: tuple[int, ...]
     num_tokens: tuple[int, ...]
@@ -69,11 +44,6 @@ class ScoredExample:
         """Whether a completion has no score."""
         return None in self.scores
 
-    @property
-    def is_comparable(self) -> bool:
-        """Whether a pair has both scores."""
-        return any(None not in (self.scores[i], self.scores[j]) for i, j in self.pairs())
-
     def pairs(self) -> list[tuple[int, int]]:
         """Indices (better, worse) of every pair of completions with different ranks."""
         ranks = self.example.ranks
@@ -82,10 +52,14 @@ class ScoredExample:
     @property
     def margin(self) -> float | None:
         """The lowest score among the best-ranked completions less the highest among the others; None if not known."""
-        best = min(self.example.ranks, default=0)
-        known = [(s, rank == best) for s, rank in zip(self.scores, self.example.ranks, strict=True) if s is not None]
-        right, wrong = ([s for s, is_best in known if is_best == side] for side in (True, False))
-        return min(right) - max(wrong) if right and wrong and not self.failed else None
+        scores = [score for score in self.scores if score is not None]
+        if len(scores) < len(self.scores) or len(set(self.example.ranks)) < 2:
+            return None
+        best = min(self.example.ranks)
+        is_best = [rank == best for rank in self.example.ranks]
+        right = [score for score, best in zip(scores, is_best, strict=True) if best]
+        wrong = [score for score, best in zip(scores, is_best, strict=True) if not best]
+        return min(right) - max(wrong)
 
     @property
     def outcome(self) -> Outcome | None:
@@ -97,33 +71,56 @@ class ScoredExample:
 
 
 def mostly_failed(scored: Sequence[ScoredExample]) -> bool:
-    """Whether most examples have no pair with both scores: what is left is no sample, and there are no accuracies."""
-    failed = [one for one in scored if one.failed and not one.is_comparable]
+    """Whether most examples have no pair with both scores: the others are no sample, so there are no accuracies."""
+
+    def is_comparable(example: ScoredExample) -> bool:
+        return any(None not in (example.scores[i], example.scores[j]) for i, j in example.pairs())
+
+    failed = [example for example in scored if example.failed and not is_comparable(example)]
     return 2 * len(failed) > len(scored)
+
+
+def by_subset(scored: Iterable[ScoredExample]) -> dict[str, list[ScoredExample]]:
+    """The examples of each subset, subsets in order of appearance."""
+    groups: dict[str, list[ScoredExample]] = {}
+    for example in scored:
+        groups.setdefault(example.example.task_name, []).append(example)
+    return groups
 
 
 def to_row(scored: ScoredExample) -> dict[str, Any]:
     """A row of `examples.jsonl`; `margin` and `outcome` are for whoever reads the file."""
-    row = {"id": scored.example.id, "outcome": scored.outcome, "margin": scored.margin}
-    row |= {name: getattr(scored, name) for name in _OF_SCORES} | ({"heads": scored.heads} if scored.heads else {})
-    return row | {name: getattr(scored.example, name) for name in _OF_EXAMPLE}
+    example = scored.example
+    row: dict[str, Any] = {
+        "id": example.id,
+        "subset": example.task_name,
+        "outcome": scored.outcome,
+        "margin": scored.margin,
+        "context": example.context,
+        "completions": [completion.messages for completion in example.completions],
+        "ranks": example.ranks,
+    }
+    row |= {name: getattr(scored, name) for name in _NUMBERS}
+    grades = [completion.all_grades for completion in example.completions]
+    row |= {"grades": grades} if any(grades) else {}
+    return row | ({"heads": scored.heads} if scored.heads else {})
 
 
 def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
     """The inverse of `to_row`. Raises `DataError` for any other row."""
     try:
-        own: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-        own["completions"] = tuple(map(tuple, row["completions"]))
-        example = EvalExample(**{name: own[name] for name in _OF_EXAMPLE})
-        return ScoredExample(example, heads=own.get("heads", ()), **{name: own[name] for name in _OF_SCORES})
-    except (KeyError, TypeError) as error:
+        grades = [dict(item) for item in row.get("grades") or [{}] * len(row["ranks"])]
+        completions = [
+            Completion(rank, tuple(messages), score=items.pop("score", None), grades=items)
+            for rank, messages, items in zip(row["ranks"], row["completions"], grades, strict=True)
+        ]
+        example = Preference(tuple(row["context"]), tuple(completions), task_name=row["subset"], id=row["id"])
+        numbers = {name: tuple(row[name]) for name in _NUMBERS}
+        return ScoredExample(example, heads=tuple(row.get("heads") or ()), **numbers)
+    except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             "this is no row of an evaluation's examples",
             where=where,
             got=repr(error),
             need="a line of examples.jsonl as `treeward eval` writes it",
         ) from error
-
-
-_OF_EXAMPLE = [one.name for one in fields(EvalExample)]
-_OF_SCORES = [one.name for one in fields(ScoredExample) if one.name not in ("example", "heads")]

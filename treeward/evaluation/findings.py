@@ -31,8 +31,9 @@ def verdict(summary: Summary) -> str:
     result = summary.result
     if result.mostly_failed:
         return f"**{summary.model}** on {summary.title}: {result.scored}: no {result.headline.name}."
-    found = standing(result, summary.chance)
-    joined = (", but " if found == _BETTER else ", and ").join(filter(None, (found, _likes(summary.length.numbers))))
+    against_chance = standing(result, summary.chance)
+    parts = filter(None, (against_chance, _likes(summary.length.numbers)))
+    joined = (", but " if against_chance == _BETTER else ", and ").join(parts)
     headline = f"{result.headline.name} {percent(result.headline)}"
     if result.unit == "pairs" and result.headline.count not in (None, result.num_examples):
         headline += f" of {result.headline.count:,} pairs"
@@ -42,14 +43,14 @@ def verdict(summary: Summary) -> str:
         )
         if result.headline_of_scored is not None:
             headline += f", {percent(result.headline_of_scored)} of the scored ones"
-    said = f"**{summary.model}** on {summary.title}: {headline}{f'; {joined}' if joined else ''}."
-    return said if summary.caveat is None else f"{said} {summary.caveat}"
+    text = f"**{summary.model}** on {summary.title}: {headline}{f'; {joined}' if joined else ''}."
+    return text if summary.caveat is None else f"{text} {summary.caveat}"
 
 
 def findings(summary: Summary) -> str:
     """The verdict, and a list of its reasons below."""
-    said = "\n".join(f"- {one}" for one in _reasons(summary) if one)
-    return f"{verdict(summary)}\n\n{said}" if said else verdict(summary)
+    reasons = "\n".join(f"- {reason}" for reason in _reasons(summary) if reason)
+    return f"{verdict(summary)}\n\n{reasons}" if reasons else verdict(summary)
 
 
 def standing(result: SuiteResult, chance: float | None) -> str | None:
@@ -112,18 +113,18 @@ def _reasons(summary: Summary) -> Iterator[str | None]:
         yield f"By length and by markdown: {left_out}"
     if has_worst_subset(result):
         yield f"Its worst subset is {statistics.worst_subset.note} with {percent(statistics.worst_subset)}."
-    before, after, scale = (getattr(statistics, name).value for name in ("ece", "ece_fitted", "temperature"))
+    before, after, scale = statistics.ece.value, statistics.ece_fitted.value, statistics.temperature.value
     if before is not None and after is not None and scale is not None and before - after >= _MISCALIBRATED:
         how, rescaled = "over" if scale > 1 else "under", f"by {after:.1%} once divided by {scale:.2f}"
         yield f"Its margins are {how}confident: off by {before:.1%} as probabilities, {rescaled}."
     if summary.perturbations is not None:
         yield _of_rewrites(summary.perturbations.numbers)
     if summary.overlap is not None and summary.overlap.accuracy_flagged.count:
-        said = {name: percent(metric) for name, metric in summary.overlap.numbers.items()}
+        overlap = summary.overlap
         yield (
-            f"{said['flagged']} of the examples have an exact or near duplicate in the training data, "
-            f"{said['flagged_exact']} word for word: accuracy {said['accuracy_flagged']} on these and "
-            f"{said['accuracy_clean']} on the others."
+            f"{percent(overlap.flagged)} of the examples have an exact or near duplicate in the training data, "
+            f"{percent(overlap.flagged_exact)} word for word: accuracy {percent(overlap.accuracy_flagged)} on these "
+            f"and {percent(overlap.accuracy_clean)} on the others."
         )
     note = result.headline.note or ""
     yield None if note.startswith("The interval is over") else note  # shared prompts are no finding
@@ -131,15 +132,15 @@ def _reasons(summary: Summary) -> Iterator[str | None]:
 
 def _against_chance(summary: Summary) -> str | None:
     result, chance = summary.result, summary.chance
-    found = standing(result, chance)
-    if found is not None and found != _BETTER:
+    overall = standing(result, chance)
+    if overall is not None and overall != _BETTER:
         of = " of the scored examples" if result.num_failed else ""
-        verb = "is below" if found == "worse than chance" else "contains"
+        verb = "is below" if overall == "worse than chance" else "contains"
         return f"The interval{of} {verb} {chance:.0%}, which is chance: nothing shows that it is better."
     parts = result.subsets or result.sections
-    of_scored = {one.name: one for one in (result.parts_of_scored if result.num_failed else parts)}
-    found_of = {one.name: _standing(of_scored.get(one.name), summary.chances[one.name]) for one in parts}
-    low = [name for name, found in found_of.items() if found not in (None, _BETTER)]
+    with_scores = {metric.name: metric for metric in (result.parts_of_scored if result.num_failed else parts)}
+    standings = {part.name: _standing(with_scores.get(part.name), summary.chances[part.name]) for part in parts}
+    low = [name for name, of_part in standings.items() if of_part not in (None, _BETTER)]
     if not low or len(parts) < 2:
         return None
     more = f" and {len(low) - _MOST_NAMED} more" if len(low) > _MOST_NAMED else ""

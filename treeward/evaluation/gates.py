@@ -14,21 +14,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from treeward.data.preference import Message
+from treeward.data.preference import Completion, Preference
 from treeward.evaluation.diagnostics.biases import length_strata
 from treeward.evaluation.diagnostics.completions import collect_pairs
 from treeward.evaluation.diagnostics.scores import orders_and_confidences
-from treeward.evaluation.examples import EvalExample, ScoredExample, mostly_failed
+from treeward.evaluation.examples import ScoredExample, by_subset, mostly_failed
 from treeward.evaluation.results import Metric
-from treeward.evaluation.statistics import by_subset
 
 GATE_METRICS = (
     "length_controlled_accuracy", "accuracy_longer_right", "accuracy_shorter_right", "accuracy_gap",
     "ece", "brier", "auroc", "kendall_tau", "group_accuracy", "best_of_k", "worst_subset",
 )  # fmt: skip
 """The names of `gate_metrics`, in order."""
-
-_NO_TEXT: tuple[Message, ...] = ()
 
 
 def scored_comparison(
@@ -39,9 +36,10 @@ def scored_comparison(
     A score that is not finite counts as none. There are no texts, so nothing that depends on prompts (intervals) or on
     texts may be computed from it.
     """
-    known = tuple(score if math.isfinite(score) else None for score in scores)
-    example = EvalExample(id, subset, _NO_TEXT, (_NO_TEXT,) * len(ranks), tuple(ranks))
-    return ScoredExample(example, known, tuple(lengths), num_tokens=(0,) * len(ranks))
+    completions = tuple(Completion(rank, ()) for rank in ranks)
+    finite = tuple(score if math.isfinite(score) else None for score in scores)
+    example = Preference((), completions, task_name=subset, id=id)
+    return ScoredExample(example, finite, tuple(lengths), num_tokens=(0,) * len(ranks))
 
 
 def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
@@ -50,27 +48,30 @@ def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     Those of length: see `diagnostics.biases`, of pairs with both scores; `ece` to `kendall_tau`: see
     `diagnostics.scores`. `worst_subset`: the lowest pair accuracy of a subset, where a missing score counts as wrong.
     """
-    found = length_strata(scored) | orders_and_confidences(scored) | {"worst_subset": _worst_subset(scored)}
-    return {
-        name: replace(one, low=None, high=None, note=one.note if one.value is None or name == "worst_subset" else None)
-        for name, one in ((name, found[name]) for name in GATE_METRICS)
-    }
+    metrics = length_strata(scored) | orders_and_confidences(scored)
+    gates = {}
+    for name in GATE_METRICS[:-1]:
+        note = metrics[name].note if metrics[name].value is None else None
+        gates[name] = replace(metrics[name], low=None, high=None, note=note)
+    return gates | {"worst_subset": _worst_subset(scored)}
 
 
 def pooled_gate_metrics(sets: Sequence[Sequence[ScoredExample]]) -> dict[str, Metric]:
     """`gate_metrics` of several sets together; subsets of one name in two sets stay two for `worst_subset`."""
-    pooled = gate_metrics([one for scored in sets for one in scored])
-    known = [worst for worst in map(_worst_subset, sets) if worst.value is not None]
-    worst = min(known, key=lambda one: one.value or 0.0, default=pooled["worst_subset"])
+    pooled = gate_metrics([example for scored in sets for example in scored])
+    subsets = [worst for worst in map(_worst_subset, sets) if worst.value is not None]
+    worst = min(subsets, key=lambda subset: subset.value or 0.0, default=pooled["worst_subset"])
     return pooled | {"worst_subset": worst}
 
 
 def _worst_subset(scored: Sequence[ScoredExample]) -> Metric:
     if mostly_failed(scored):
         return Metric("worst_subset", None, count=0, note="Most comparisons have no score.")
-    outcomes = {name: collect_pairs(own).outcomes for name, own in by_subset(scored).items()}
-    known = [(float(own.mean()), name, len(own)) for name, own in outcomes.items() if len(own)]
-    if not known:
+    outcomes = {name: collect_pairs(examples).outcomes for name, examples in by_subset(scored).items()}
+    accuracies = [
+        (float(of_subset.mean()), name, len(of_subset)) for name, of_subset in outcomes.items() if len(of_subset)
+    ]
+    if not accuracies:
         return Metric("worst_subset", None, count=0, note="There is no pair of a better and a worse completion.")
-    value, name, count = min(known)
+    value, name, count = min(accuracies)
     return Metric("worst_subset", value, count=count, note=name)

@@ -8,7 +8,7 @@ Every number carries its number of examples, and an interval where there is one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Unit = Literal["pairs", "examples"]
@@ -31,6 +31,10 @@ class Metric:
     high: float | None = None
     count: int | None = None
     note: str | None = None
+
+    def with_notes(self, *notes: str | None) -> Metric:
+        """The metric with further sentences in its note."""
+        return replace(self, note=" ".join(filter(None, (self.note, *notes))) or None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +75,15 @@ class SuiteResult:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """What one diagnostic found of one model: numbers, and the figures that show them.
+    """The numbers of one diagnostic of one model, each also an attribute: `length.accuracy_gap.value`.
 
-        length = diagnose_length(scored)
-        length.accuracy_gap.value          # each number is an attribute
-        length.metrics()                   # all of them, in order
-
-    `numbers`: by their names in `results.json`. `figures`: blocks of a report. `num_left_out`: pairs without a score,
-    which the accuracies leave out.
+    `numbers`: by their names in `results.json`. `num_left_out`: pairs or texts without a score, which the accuracies
+    leave out. `points`: its curve, as an item of a block of kind `curves`; None without one.
     """
 
     numbers: Mapping[str, Metric]
-    figures: tuple[Block, ...] = ()
     num_left_out: int = 0
-
-    def metrics(self) -> tuple[Metric, ...]:
-        """All numbers, in order."""
-        return tuple(self.numbers.values())
+    points: Block | None = None
 
     def __getattr__(self, name: str) -> Metric:
         numbers: Mapping[str, Metric] = self.__dict__.get("numbers", {})

@@ -4,8 +4,8 @@
         scorer = Scorer.load("results/rm/final")
         return scorer, scorer_identity(scorer, "results/rm/final")
 
-    done = run_evaluation([Candidate("rm", load)], [(get_suite("llmbar"), None)], Path("results/eval"))
-    done.summaries[0].result.headline, done.path
+    evaluated = run_evaluation([Candidate("rm", load)], [(get_suite("llmbar"), None)], Path("results/eval"))
+    evaluated.summaries[0].result.headline, evaluated.path
 
 The suites are read once, and one model is in memory at a time. Rows are kept as they are scored, those of rewritten
 completions too, so an interrupted evaluation goes on where it stopped when it is called again. A report is always of
@@ -29,20 +29,19 @@ from typing import Any
 
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
+from treeward.data.preference import Preference, last_text
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.diagnostics.overlap import Overlap, find_overlap
 from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations
-from treeward.evaluation.examples import EvalExample, ScoredExample, mostly_failed, scored_from_row, to_row
+from treeward.evaluation.examples import ScoredExample, scored_from_row, to_row
+from treeward.evaluation.page import write_results
 from treeward.evaluation.suites.interface import Suite
 from treeward.evaluation.summary import Summary, summarize
-from treeward.evaluation.writing import write_results
 from treeward.resumable import resumable_rows
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.rewarding import RewardScorer
 from treeward.scoring.score import ConversationScorer, GroupScorer, Score, score_groups
 from treeward.scoring.scorer import Scorer
-from treeward.scoring.shaping import completion_length
-from treeward.storage import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -59,23 +58,12 @@ class Candidate:
 
     `name`: its folder of rows and its name in the report. `load`: returns the scorer and its identity, everything that
     a kept row depends on besides the example (`scorer_identity`); called when its turn comes, so that one model is in
-    memory at a time. `published_name`: the name in published result files; None is `name`. `note`: what a reader of the
-    report must know of its scores, such as a shaping.
+    memory at a time. `note`: what a reader of the report must know of its scores, such as a shaping.
     """
 
     name: str
     load: Callable[[], tuple[ConversationScorer, Identity]]
-    published_name: str | None = None
     note: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadedSuite:
-    """A suite with its examples; `digest` identifies all that it has, whatever the limit, in their order."""
-
-    suite: Suite
-    examples: tuple[EvalExample, ...]
-    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,24 +101,19 @@ def run_evaluation(
     `CheckpointError` for rows of another model or of other data. An error of a later candidate is raised after the
     results of those before it are written.
     """
-    models, sets = [one.name for one in candidates], [one.name for one, _ in suites]
-    for what, names in (("models", models), ("suites", sets)):
+    models = [candidate.name for candidate in candidates]
+    suite_names = [suite.name for suite, _ in suites]
+    for what, names in (("models", models), ("suites", suite_names)):
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"there are no {what}, or two of one name", got=names, need="different names: of folders")
     if output is not None:
-        _check_earlier_results(output, {(model, name) for model in models for name in sets})
+        _check_earlier_results(output, {(model, name) for model in models for name in suite_names})
     loaded, unread = _load_suites(suites, limit, skip_unreadable)
-    overlaps = {  # before any model is loaded: training data that cannot be read is an error at once
-        one.suite.name: find_overlap(
-            one.examples,
-            (preference for config in training_data for preference, _ in open_dataset(config)),
-            on_progress=partial(on_progress, f"training data, for {one.suite.name}"),
-        )
-        for one in loaded
-        if training_data
-    }
-    notes = [f"{one.name}: {one.note}" for one in candidates if one.note]
+    # Before any model is loaded: training data that cannot be read is an error at once.
+    overlaps = _find_overlaps(loaded, training_data, on_progress) if training_data else {}
+    notes = [f"{candidate.name}: {candidate.note}" for candidate in candidates if candidate.note]
     notes += [f"{name} is missing, it could not be read: {why}" for name, why in unread.items()]
+    summaries: list[Summary] = []
 
     def write(notes: list[str]) -> Path | None:
         if output is None:
@@ -138,7 +121,6 @@ def run_evaluation(
         logger.info("Writing the report.")
         return write_results(output, summaries, subtitle="; ".join(notes))
 
-    summaries: list[Summary] = []
     for number, candidate in enumerate(candidates):
         try:
             summaries += _evaluate(candidate, loaded, output, num_perturbations, overlaps, on_progress)
@@ -148,6 +130,112 @@ def run_evaluation(
                 logger.warning("%s holds the complete results; it lacks %s.", path, missing)
             raise
     return Evaluated(summaries, write(notes), unread)
+
+
+def _check_earlier_results(output: Path, pairs: set[tuple[str, str]]) -> None:
+    """Raise `ConfigError` where the folder has results of other models and suites than `pairs`: they would be lost."""
+    try:
+        results = json.loads((output / "results.json").read_text(encoding="utf-8"))["results"]
+        earlier = [(result["model"], result["suite"]) for result in results]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # nothing that could be lost
+    dropped = [f"{model} on {suite}" for model, suite in earlier if (model, suite) not in pairs]
+    if dropped:
+        raise ConfigError(
+            "the folder has results that this evaluation would drop from its report",
+            where=str(output),
+            field="output",
+            got=", ".join(dropped),
+            need="a new folder, or one command for all models and all data of the folder",
+            fix="choose another --output, or name these models and data too: their rows are not scored again",
+        )
+
+
+# --- suites ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedSuite:
+    """A suite with its examples; `digest` identifies all that it has, whatever the limit, in their order."""
+
+    suite: Suite
+    examples: tuple[Preference, ...]
+    digest: str
+
+
+def _load_suites(
+    suites: Sequence[tuple[Suite, str | None]], limit: int | None, skip_unreadable: bool
+) -> tuple[list[_LoadedSuite], dict[str, str]]:
+    """The suites that can be read, and why others cannot, by name. Raises the first error if none can."""
+    loaded: list[_LoadedSuite] = []
+    errors: dict[str, DataError] = {}
+    for suite, source in suites:
+        try:
+            loaded.append(_load_suite(suite, source, limit))
+        except DataError as error:
+            if not skip_unreadable:
+                raise
+            errors[suite.name] = error
+    if errors and not loaded:
+        raise next(iter(errors.values()))
+    return loaded, {name: " ".join(str(error).split()) for name, error in errors.items()}
+
+
+def _load_suite(suite: Suite, source: str | None, limit: int | None) -> _LoadedSuite:
+    """Read a suite from a source, None for the hub, and keep its first `limit` examples."""
+    logger.info("Reading %s.", suite.name if source is None else f"{suite.name} from {source}")
+    try:
+        examples = _with_distinct_ids(suite.load(source))
+    except DataError as error:
+        if source is not None or suite.hub_path is None or not str(error.where).startswith(suite.hub_path):
+            raise
+        raise DataError(
+            f"the suite {suite.name} cannot be read from the hub",
+            where=suite.hub_path,
+            got=error.got or error.summary,
+            need="the hub, or a copy of the suite",
+            fix=f"check the network; a copy is named as {suite.name}=FOLDER (--suite, or evaluation.suites)",
+        ) from error
+    if not examples:
+        raise DataError("the suite has no examples", where=source or suite.name, need="at least one")
+    # The digest is of all examples: the rows of one limit are of use to another.
+    digest = hashlib.sha256()
+    for example in examples:
+        completions = [(completion.rank, completion.messages, completion.grades) for completion in example.completions]
+        parts = [example.id, example.task_name, example.context, completions]
+        digest.update(json.dumps(parts, sort_keys=True, default=str).encode() + b"\n")
+    return _LoadedSuite(suite, tuple(examples[:limit]), digest.hexdigest())
+
+
+def _with_distinct_ids(examples: Sequence[Preference]) -> list[Preference]:
+    """The second example of an id becomes `id#2`, and so on."""
+    counts = Counter(example.id for example in examples)
+    taken: set[str] = set()
+    distinct = []
+    for example in examples:
+        number, name = 1, example.id
+        while name in taken or (number > 1 and name in counts):
+            number += 1
+            name = f"{example.id}#{number}"
+        taken.add(name)
+        distinct.append(replace(example, id=name))
+    return distinct
+
+
+def _find_overlaps(
+    suites: Sequence[_LoadedSuite], training_data: Sequence[DatasetConfig], on_progress: Progress
+) -> dict[str, Overlap]:
+    return {
+        loaded.suite.name: find_overlap(
+            loaded.examples,
+            (preference for config in training_data for preference, _ in open_dataset(config)),
+            on_progress=partial(on_progress, f"training data, for {loaded.suite.name}"),
+        )
+        for loaded in suites
+    }
+
+
+# --- one model -------------------------------------------------------------------------------------------------------
 
 
 def _evaluate(
@@ -162,40 +250,102 @@ def _evaluate(
     logger.info("Loading %s.", candidate.name)
     scorer, identity = candidate.load()
     summaries = []
-    for one in suites:
-        what, own = f"{candidate.name} on {one.suite.name}", {**identity, "examples": one.digest}
-        folder = None if output is None else output / candidate.name / one.suite.name
-        scored = _score_suite(scorer, one, what, folder, own, on_progress)
-        usage = scorer.usage() if isinstance(scorer, GroupScorer) else {}
-        if folder is not None and not mostly_failed(scored):
-            files = one.suite.published_files(scored, candidate.published_name or candidate.name)
-            for name, content in files.items():
-                path = folder / "published" / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_text(path, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
+    for loaded in suites:
+        suite, what = loaded.suite, f"{candidate.name} on {loaded.suite.name}"
+        full_identity = {**identity, "examples": loaded.digest}
+        folder = None if output is None else output / candidate.name / suite.name
+        scored = _score_suite(scorer, loaded, what, folder, full_identity, on_progress)
+        usage = scorer.usage() if isinstance(scorer, GroupScorer) else {}  # of the rows that were scored now
         perturbations = None
         if num_perturbations is not None:
             perturbations = diagnose_perturbations(
                 scorer,
-                one.examples,
-                candidate.name,
+                loaded.examples,
                 num_examples=num_perturbations,
                 folder=folder,
-                identity=own,
+                identity=full_identity,
                 on_progress=partial(on_progress, f"{what}, rewritten"),
             )
             if perturbations is None:  # an evaluation of hours goes on
-                logger.warning("%s: no example has a better and a worse completion of text, so none is rewritten.",
-                               one.suite.name)  # fmt: skip
+                logger.warning(
+                    "%s: no example has a better and a worse completion of text, so none is rewritten.", suite.name
+                )
         logger.info("Computing the numbers of %s.", what)
-        overlap = overlaps.get(one.suite.name)
-        summary = summarize(one.suite, scored, candidate.name, perturbations=perturbations, overlap=overlap)
-        if usage:  # of the rows that were scored now
-            summary = replace(
-                summary, result=replace(summary.result, details={**summary.result.details, "usage": usage})
-            )
+        overlap = overlaps.get(suite.name)
+        summary = summarize(suite, scored, candidate.name, perturbations=perturbations, overlap=overlap)
+        if usage:
+            details = {**summary.result.details, "usage": usage}
+            summary = replace(summary, result=replace(summary.result, details=details))
         summaries.append(summary)
     return summaries
+
+
+def _score_suite(
+    scorer: ConversationScorer,
+    loaded: _LoadedSuite,
+    what: str,
+    folder: Path | None,
+    identity: Identity,
+    on_progress: Progress,
+) -> tuple[ScoredExample, ...]:
+    """The examples as a model scores them, in the suite's order; those that `folder` keeps are not scored again."""
+    total, ids = len(loaded.examples), {example.id for example in loaded.examples}
+    path = None if folder is None else folder / "examples.jsonl"
+    with resumable_rows(path, identity, scored_from_row) as rows:
+        # A larger limit may have kept more.
+        scored_by_id = {scored.example.id: scored for scored in rows.kept if scored.example.id in ids}
+        if scored_by_id:
+            logger.info("%s: %d of %d examples were scored before.", what, len(scored_by_id), total)
+        on_progress(what, len(scored_by_id), total)
+        remaining = iter([example for example in loaded.examples if example.id not in scored_by_id])
+        while chunk := list(islice(remaining, _EXAMPLES_AT_ONCE)):
+            for scored in _score(scorer, chunk):
+                rows.add(to_row(scored))
+                scored_by_id[scored.example.id] = scored
+            on_progress(what, len(scored_by_id), total)
+    in_order = tuple(scored_by_id[example.id] for example in loaded.examples)
+    errors = Counter(next(filter(None, scored.errors), "no reason is known") for scored in in_order if scored.failed)
+    if errors:
+        reasons = "; ".join(reason for reason, _ in common_reasons(errors)[:3])
+        logger.warning("%s: %d of %d examples have no score (%s).", what, errors.total(), total, reasons)
+    return in_order
+
+
+def _score(scorer: ConversationScorer, examples: Sequence[Preference]) -> Iterator[ScoredExample]:
+    groups = score_groups(scorer, [example.conversations for example in examples], on_error="mask")
+    for example, scores in zip(examples, groups, strict=True):
+        yield ScoredExample(
+            example,
+            scores=tuple(score.score for score in scores),
+            lengths=tuple(len(last_text(completion.messages)) for completion in example.completions),
+            num_tokens=tuple(score.num_tokens for score in scores),
+            errors=tuple(score.error for score in scores),
+            heads=_kept_heads(example, scores),
+        )
+
+
+def _kept_heads(example: Preference, scores: Sequence[Score]) -> tuple[dict[str, float], ...]:
+    """The values of heads of whose names the example has grades, or that are estimates of one score."""
+    grades = {name for completion in example.completions for name in completion.all_grades}
+    heads = []
+    for score in scores:
+        named = zip(score.head_names, score.heads, strict=False)
+        heads.append({name: value for name, value in named if name in grades or score.spread is not None})
+    return tuple(heads) if any(heads) else ()
+
+
+def common_reasons(errors: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Reasons with how often each occurs, the most frequent first; reasons that differ only in numbers count as one,
+    under the first of them."""
+    counts: Counter[str] = Counter()
+    firsts: dict[str, str] = {}
+    for reason, count in errors.items():
+        kind = re.sub(r"(?<!\w)\d[\d,.]*", "0", reason)
+        counts[firsts.setdefault(kind, reason)] += count
+    return counts.most_common()
+
+
+# --- names and identities --------------------------------------------------------------------------------------------
 
 
 def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
@@ -231,145 +381,9 @@ def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
 def _calibration(scorer: ConversationScorer) -> object:
     """The constants of a model's contract, without where they come from."""
     contract = scorer.contract if isinstance(scorer, Scorer) else None
-    known = None if contract is None else contract.calibration
-    return None if known is None else known.model_dump(mode="json", exclude={"provenance"})
-
-
-def _check_earlier_results(output: Path, own: set[tuple[str, str]]) -> None:
-    """Raise `ConfigError` where the folder has results of other models and suites than `own`: they would be lost."""
-    try:
-        earlier = json.loads((output / "results.json").read_text(encoding="utf-8"))["results"]
-        dropped = [(one["model"], one["suite"]) for one in earlier if (one["model"], one["suite"]) not in own]
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # nothing that could be lost
-    if dropped:
-        raise ConfigError(
-            "the folder has results that this evaluation would drop from its report",
-            where=str(output),
-            field="output",
-            got=", ".join(f"{model} on {suite}" for model, suite in dropped),
-            need="a new folder, or one command for all models and all data of the folder",
-            fix="choose another --output, or name these models and data too: their rows are not scored again",
-        )
-
-
-def _load_suites(
-    suites: Sequence[tuple[Suite, str | None]], limit: int | None, skip_unreadable: bool
-) -> tuple[list[_LoadedSuite], dict[str, str]]:
-    """The suites that can be read, and why others cannot, by name. Raises the first error if none can."""
-    loaded: list[_LoadedSuite] = []
-    errors: dict[str, DataError] = {}
-    for suite, source in suites:
-        try:
-            loaded.append(_load_suite(suite, source, limit))
-        except DataError as error:
-            if not skip_unreadable:
-                raise
-            errors[suite.name] = error
-    if errors and not loaded:
-        raise next(iter(errors.values()))
-    return loaded, {name: " ".join(str(error).split()) for name, error in errors.items()}
-
-
-def _load_suite(suite: Suite, source: str | None, limit: int | None = None) -> _LoadedSuite:
-    """Read a suite from a source, None for the hub, and keep its first `limit` examples.
-
-    The second example of an id becomes `id#2`, and so on. Raises `DataError` for a suite that cannot be read or is
-    empty.
-    """
-    logger.info("Reading %s.", suite.name if source is None else f"{suite.name} from {source}")
-    try:
-        examples = list(suite.load(source))
-    except DataError as error:
-        if source is not None or suite.hub_path is None or not str(error.where).startswith(suite.hub_path):
-            raise
-        raise DataError(
-            f"the suite {suite.name} cannot be read from the hub",
-            where=suite.hub_path,
-            got=error.got or error.summary,
-            need="the hub, or a copy of the suite",
-            fix=f"check the network; a copy is named as {suite.name}=FOLDER (--suite, or evaluation.suites)",
-        ) from error
-    if not examples:
-        raise DataError("the suite has no examples", where=source or suite.name, need="at least one")
-    given = Counter(example.id for example in examples)
-    taken: set[str] = set()
-    digest = hashlib.sha256()
-    for i, example in enumerate(examples):
-        number, name = 1, example.id
-        while name in taken or (number > 1 and name in given):
-            number += 1
-            name = f"{example.id}#{number}"
-        taken.add(name)
-        examples[i] = replace(example, id=name)
-        parts = [name, example.subset, example.context, example.completions, example.ranks, example.suite_data]
-        digest.update(json.dumps(parts, sort_keys=True, default=str).encode() + b"\n")
-    # The digest is of all examples: the rows of one limit are of use to another.
-    return _LoadedSuite(suite, tuple(examples[:limit]), digest.hexdigest())
-
-
-def _score_suite(
-    scorer: ConversationScorer,
-    loaded: _LoadedSuite,
-    what: str,
-    folder: Path | None,
-    identity: Identity,
-    on_progress: Progress,
-) -> tuple[ScoredExample, ...]:
-    """The examples as a model scores them, in the suite's order; those that `folder` keeps are not scored again."""
-    total, ids = len(loaded.examples), {example.id for example in loaded.examples}
-    path = None if folder is None else folder / "examples.jsonl"
-    with resumable_rows(path, identity, scored_from_row) as rows:
-        done = {one.example.id: one for one in rows.kept if one.example.id in ids}  # a larger limit kept more
-        if done:
-            logger.info("%s: %d of %d examples were scored before.", what, len(done), total)
-        on_progress(what, len(done), total)
-        remaining = iter([example for example in loaded.examples if example.id not in done])
-        while chunk := list(islice(remaining, _EXAMPLES_AT_ONCE)):
-            for scored in _score(scorer, chunk):
-                rows.add(to_row(scored))
-                done[scored.example.id] = scored
-            on_progress(what, len(done), total)
-    found = tuple(done[example.id] for example in loaded.examples)
-    missing = Counter(next(filter(None, one.errors), "no reason is known") for one in found if one.failed)
-    if reasons := common_reasons(missing):
-        logger.warning("%s: %d of %d examples have no score (%s).",
-                       what, missing.total(), total, "; ".join(reason for reason, _ in reasons[:3]))  # fmt: skip
-    return found
-
-
-def _score(scorer: ConversationScorer, examples: Sequence[EvalExample]) -> Iterator[ScoredExample]:
-    groups = score_groups(scorer, [example.conversations for example in examples], on_error="mask")
-    for example, own in zip(examples, groups, strict=True):
-        yield ScoredExample(
-            example,
-            scores=tuple(score.score for score in own),
-            lengths=tuple(completion_length(one, "characters", None) for one in example.conversations),
-            num_tokens=tuple(score.num_tokens for score in own),
-            errors=tuple(score.error for score in own),
-            heads=_kept_heads(example, own),
-        )
-
-
-def _kept_heads(example: EvalExample, scores: Sequence[Score]) -> tuple[dict[str, float], ...]:
-    grades = example.suite_data.get("attributes", {})
-    kept = tuple(
-        {name: value for name, value in own if name in grades or score.spread is not None}
-        for score in scores
-        for own in [zip(score.head_names, score.heads, strict=False)]
-    )
-    return kept if any(kept) else ()
-
-
-def common_reasons(errors: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Reasons with how often each occurs, the most frequent first; reasons that differ only in numbers count as one,
-    and are told as the first of them."""
-    counts: Counter[str] = Counter()
-    firsts: dict[str, str] = {}
-    for reason, count in errors.items():
-        kind = re.sub(r"(?<!\w)\d[\d,.]*", "0", reason)
-        counts[firsts.setdefault(kind, reason)] += count
-    return counts.most_common()
+    if contract is None or contract.calibration is None:
+        return None
+    return contract.calibration.model_dump(mode="json", exclude={"provenance"})
 
 
 def folder_names(models: Sequence[str]) -> dict[str, str]:
@@ -381,9 +395,9 @@ def folder_names(models: Sequence[str]) -> dict[str, str]:
     if len(set(paths)) < len(paths):
         raise ConfigError("a model is named twice", where="MODEL", got=", ".join(models), need="every model once")
     parts = {model: [part for part in re.split(r"[\\/]+", model) if part not in ("", ".", "..")] for model in models}
-    for count in range(1, 1 + max((len(one) for one in parts.values()), default=0)):
-        names = {model: "-".join(one[-count:]) or "model" for model, one in parts.items()}
+    for count in range(1, 1 + max(map(len, parts.values()), default=0)):
+        names = {model: "-".join(of_model[-count:]) or "model" for model, of_model in parts.items()}
         # `final` says nothing of a model: the run's folder is part of its name.
         if len(set(names.values())) == len(models) and not {"final", "model"} & set(names.values()):
             return names
-    return {model: f"{i}-{'-'.join(one) or 'model'}" for i, (model, one) in enumerate(parts.items())}
+    return {model: f"{i}-{'-'.join(of_model) or 'model'}" for i, (model, of_model) in enumerate(parts.items())}

@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special, stats
 
-from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Metric, Unit
 
 Floats = NDArray[np.float64]
@@ -79,12 +78,12 @@ def cluster_bootstrap(
     np.add.at(sums_CK, codes, np.column_stack([rows, np.ones(len(rows))]))
     drawn_RK = resampled(sums_CK, num_resamples, seed)
     with np.errstate(invalid="ignore", divide="ignore"):
-        found = statistic(drawn_RK[:, :-1] / drawn_RK[:, -1:])
-    found = found[np.isfinite(found)]
-    if len(found) == 0:
+        values_R = statistic(drawn_RK[:, :-1] / drawn_RK[:, -1:])
+    values_R = values_R[np.isfinite(values_R)]
+    if len(values_R) == 0:
         return None, None
     tail = expanded_tail(num)
-    low, high = np.quantile(found, [tail, 1 - tail])
+    low, high = np.quantile(values_R, [tail, 1 - tail])
     return float(low), float(high)
 
 
@@ -128,11 +127,11 @@ def accuracy_metric(
     if len(means) == count:
         return Metric(name, value, low=low, high=high, count=count)
     if len(means) >= _FEWEST_CLUSTERS and np.ptp(means) >= 1e-12:
-        found = cluster_bootstrap(values, codes.tolist())
-        assert found[0] is not None and found[1] is not None
+        drawn_low, drawn_high = cluster_bootstrap(values, codes.tolist())
+        assert drawn_low is not None and drawn_high is not None
         most_common = int(np.unique(np.round(means, 12), return_counts=True)[1].max())
         few_differ = len(means) - most_common < _FEWEST_CLUSTERS
-        low, high = (min(low, found[0]), max(high, found[1])) if few_differ else (found[0], found[1])
+        low, high = (min(low, drawn_low), max(high, drawn_high)) if few_differ else (drawn_low, drawn_high)
     note = f"The interval is over {len(means)} prompts, which the {count} {of} share."
     return Metric(name, value, low=low, high=high, count=count, note=note)
 
@@ -153,14 +152,6 @@ class Part:
         """Outcomes in [0, 1] of pairs or examples; those of one prompt count as dependent."""
         values, clusters = tuple(outcomes), tuple(prompts)
         return cls(accuracy_metric(values, name, clusters=clusters, of=unit), values, clusters)
-
-
-def by_subset(scored: Iterable[ScoredExample]) -> dict[str, list[ScoredExample]]:
-    """The examples of each subset, subsets in order of appearance."""
-    groups: dict[str, list[ScoredExample]] = {}
-    for one in scored:
-        groups.setdefault(one.example.subset, []).append(one)
-    return groups
 
 
 def combined(name: str, parts: Sequence[Part], weights: Sequence[float] | None = None) -> Metric:
@@ -184,12 +175,12 @@ def combined(name: str, parts: Sequence[Part], weights: Sequence[float] | None =
     shares = np.ones(len(parts)) if weights is None else np.array(weights, dtype=np.float64)
     shares = shares / shares.sum()
     metrics = [part.metric for part in parts]
-    p, lows, highs = np.array([(one.value, one.low, one.high) for one in metrics], dtype=np.float64).T
-    value, count = float(shares @ p), sum(one.count or 0 for one in metrics)
+    p, lows, highs = np.array([(metric.value, metric.low, metric.high) for metric in metrics], dtype=np.float64).T
+    value, count = float(shares @ p), sum(metric.count or 0 for metric in metrics)
     least = math.sqrt(float(shares**2 @ ((p - lows) * (highs - p)).clip(0.0)))
     low = max(value - max(float(np.linalg.norm(shares * (p - lows))), least), float(shares @ lows))
     high = min(value + max(float(np.linalg.norm(shares * (highs - p))), least), float(shares @ highs))
-    few = len(parts) > 1 and any((one.count or 0) < _FEWEST_OF_A_PART for one in metrics)
+    few = len(parts) > 1 and any((metric.count or 0) < _FEWEST_OF_A_PART for metric in metrics)
     note = f"With parts of fewer than {_FEWEST_OF_A_PART} examples the interval may be too narrow." if few else None
     metric = Metric(name, value, low, high, count, note)
     prompts = [prompt for part in parts for prompt in part.prompts]
@@ -200,16 +191,11 @@ def combined(name: str, parts: Sequence[Part], weights: Sequence[float] | None =
         for share, part in zip(shares, parts, strict=True)
         if part.outcomes
     ]
-    ends = cluster_bootstrap(np.concatenate(drawn), prompts)
-    if ends[0] is not None and ends[1] is not None:
-        low, high = max(0.0, min(low, ends[0])), min(1.0, max(high, ends[1]))
+    drawn_low, drawn_high = cluster_bootstrap(np.concatenate(drawn), prompts)
+    if drawn_low is not None and drawn_high is not None:
+        low, high = max(0.0, min(low, drawn_low)), min(1.0, max(high, drawn_high))
     shared = f"The interval allows for the {len(set(prompts))} prompts that {len(prompts)} examples share."
-    return with_notes(replace(metric, low=low, high=high), shared)
-
-
-def with_notes(metric: Metric, *notes: str | None) -> Metric:
-    """The metric with further sentences in its note."""
-    return replace(metric, note=" ".join(filter(None, (metric.note, *notes))) or None)
+    return replace(metric, low=low, high=high).with_notes(shared)
 
 
 # --- two models on the same examples --------------------------------------------------------------------------------
@@ -232,7 +218,7 @@ def paired_test(differences: ArrayLike, clusters: Sequence[Hashable], *, num_res
         return 1.0
     if np.ptp(np.abs(sums)) == 0:
         return float(stats.binomtest(int((sums > 0).sum()), len(sums)).pvalue)
-    made = stats.permutation_test(
+    test = stats.permutation_test(
         (sums, np.zeros_like(sums)),
         lambda first, second, axis: (first - second).sum(axis=axis),
         permutation_type="samples",
@@ -241,7 +227,7 @@ def paired_test(differences: ArrayLike, clusters: Sequence[Hashable], *, num_res
         batch=max(1, _DRAWS_AT_ONCE // len(sums)),
         rng=np.random.default_rng(0),
     )
-    return float(made.pvalue)
+    return float(test.pvalue)
 
 
 def paired_bootstrap(
@@ -337,8 +323,10 @@ def reliability_curve(probabilities: ArrayLike, outcomes: ArrayLike) -> list[dic
     bins: list[dict[str, Any]] = []
     for inside in (places == place for place in np.unique(places)):
         count, happened = int(inside.sum()), float(o[inside].sum())
-        one = {"count": count, "mean_probability": float(p[inside].mean()), "frequency": happened / count}
-        bins.append(one | {"interval": wilson(happened, count)})
+        mean_probability = float(p[inside].mean())
+        frequency, interval = happened / count, wilson(happened, count)
+        bins.append({"count": count, "mean_probability": mean_probability, "frequency": frequency,
+                     "interval": interval})  # fmt: skip
     return bins
 
 

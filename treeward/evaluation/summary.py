@@ -22,7 +22,7 @@ class Summary:
     """Every number of one model in one suite.
 
     `chance`: the headline of random scores, `chances` that of each section and subset; None: not known. `caveat`: of
-    the suite, beside the verdict.
+    the suite, beside the verdict. `training_overlap`: the examples that the training data has.
     """
 
     model: str
@@ -37,13 +37,20 @@ class Summary:
     chances: Mapping[str, float | None]
     perturbations: Diagnostic | None = None
     overlap: Diagnostic | None = None
+    training_overlap: Overlap | None = None
     caveat: str | None = None
 
     @property
     def diagnostics(self) -> dict[str, Diagnostic]:
         """The diagnostics that were made, by their names in `results.json`, in the order of a report."""
-        names = ("length", "style", "perturbations", "statistics", "overlap")
-        return {name: one for name in names if (one := getattr(self, name)) is not None}
+        named = {
+            "length": self.length,
+            "style": self.style,
+            "perturbations": self.perturbations,
+            "statistics": self.statistics,
+            "overlap": self.overlap,
+        }
+        return {name: diagnostic for name, diagnostic in named.items() if diagnostic is not None}
 
 
 def summarize(
@@ -61,13 +68,14 @@ def summarize(
         suite=suite.name,
         title=suite.title or suite.name,
         result=result,
-        statistics=statistics_of(examples, result, model, name=f"{model} on {suite.name}"),
-        length=diagnose_length(examples, model),
-        style=diagnose_style(examples, model),
+        statistics=statistics_of(examples, result, name=f"{model} on {suite.name}"),
+        length=diagnose_length(examples),
+        style=diagnose_style(examples),
         examples=examples,
         chance=suite.chance(),
         chances={part.name: suite.chance(part.name) for part in (*result.sections, *result.subsets)},
         perturbations=perturbations,
-        overlap=None if overlap is None else diagnose_overlap(suite, examples, overlap, model),
+        overlap=None if overlap is None else diagnose_overlap(suite, examples, overlap),
+        training_overlap=overlap,
         caveat=suite.caveat,
     )

@@ -24,9 +24,9 @@ from typing import Any
 from treeward.config.data import DatasetConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.encoding import EncodedDataset
+from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError, DataError, TreewardError
-from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.findings import length_finding
 from treeward.evaluation.results import Metric
 from treeward.evaluation.session import Candidate, Evaluated, folder_names, run_evaluation, scorer_identity
@@ -196,7 +196,7 @@ class ValidationSuite(PreferenceSuite):
         super().__init__(str(config.name), config)
         self.encoded, self.renderer, self.size, self.caveat = encoded, renderer, size, caveat
 
-    def load(self, source: str | None = None) -> list[EvalExample]:
+    def load(self, source: str | None = None) -> list[Preference]:
         """The examples, in the order of the data; ids are the rows' numbers. Raises `DataError` for data that has
         changed since the run read it."""
         return as_measured(super().load(source), (self.encoded[i] for i in range(self.size)), self.renderer)

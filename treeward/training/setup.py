@@ -26,11 +26,11 @@ from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import RowDataset, open_dataset
 from treeward.data.encoding import Comparison, EncodedDataset, encode_dataset, missing_grade
+from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.diagnostics.perturbations import sample_examples
-from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.suites import PreferenceSuite
 from treeward.model.checks import check_before_training, check_positions
 from treeward.model.contract import CONTRACT_FILE
@@ -82,7 +82,7 @@ class RewardModelSetup:
     scheduler: LRScheduler
     total_steps: int
     identity: dict[str, Any]
-    perturbed: Mapping[str, Sequence[EvalExample]]
+    perturbed: Mapping[str, Sequence[Preference]]
     num_trained_on: Mapping[str, int]
     num_ranked: int
     heads: Heads
@@ -153,7 +153,7 @@ def set_up(
     validation_sizes = {name: min(limit or len(one), len(one)) for name, one in validation_sets.items()}
     num_trained_on = _num_trained_on(training_sets.values(), validation_sets, validation_sizes)
 
-    def perturb() -> dict[str, list[EvalExample]]:
+    def perturb() -> dict[str, list[Preference]]:
         return {
             str(one.name): examples_to_perturb(validation_sets[str(one.name)][:size], one, number, renderer)
             for one in config.validation_sets
@@ -229,7 +229,7 @@ def num_shared(dataset: EncodedDataset, training_sets: Iterable[EncodedDataset],
 
 def examples_to_perturb(
     comparisons: Sequence[Comparison], config: DatasetConfig, num_examples: int, renderer: Renderer
-) -> list[EvalExample]:
+) -> list[Preference]:
     """At most `num_examples` of the comparisons, which a validation measures, with their texts.
 
     They are those that `treeward eval --perturbations` draws. Raises `DataError` if no comparison has a better and a
@@ -246,8 +246,8 @@ def examples_to_perturb(
 
 
 def as_measured(
-    examples: Iterable[EvalExample], comparisons: Iterable[Comparison], renderer: Renderer
-) -> list[EvalExample]:
+    examples: Iterable[Preference], comparisons: Iterable[Comparison], renderer: Renderer
+) -> list[Preference]:
     """The examples of the comparisons, which are in the same order, with the completions that a validation measures.
 
     Those that are too long, or have the tokens of an earlier one, are left out. Raises `DataError` for data that has
@@ -267,18 +267,13 @@ def as_measured(
     return measured
 
 
-def _without_left_out(example: EvalExample, comparison: Comparison, renderer: Renderer) -> EvalExample:
-    firsts: dict[tuple[int, ...], int] = {}
-    for i, conversation in enumerate(example.conversations):
+def _without_left_out(example: Preference, comparison: Comparison, renderer: Renderer) -> Preference:
+    firsts: dict[tuple[int, ...], Completion] = {}
+    for completion, conversation in zip(example.completions, example.conversations, strict=True):
         if fitted := renderer.fit(conversation, where=example.where):
-            firsts.setdefault(tuple(fitted.token_ids), i)
-    kept, data = list(firsts.values()), dict(example.suite_data)
-    if "grades" in data:
-        data["grades"] = [data["grades"][i] for i in kept]
-    if "attributes" in data:
-        data["attributes"] = {name: [own[i] for i in kept] for name, own in data["attributes"].items()}
-    completions = tuple(example.completions[i] for i in kept)
-    return replace(example, completions=completions, ranks=comparison.ranks, suite_data=data)
+            firsts.setdefault(tuple(fitted.token_ids), completion)
+    completions = zip(firsts.values(), comparison.ranks, strict=True)
+    return replace(example, completions=tuple(replace(completion, rank=rank) for completion, rank in completions))
 
 
 def place_of(where: str | None) -> str:

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from treeward.evaluation.diagnostics.biases import length_strata
-from treeward.evaluation.diagnostics.completions import collect_pairs, completion_text, slopes_within_prompts
+from treeward.evaluation.diagnostics.completions import collect_pairs, slopes_within_prompts
 from treeward.evaluation.examples import ScoredExample
 
 
@@ -109,7 +109,6 @@ def test_pairs_of_examples(make_example: Any, score_with: Any) -> None:
     assert pairs.margins.tolist()[:2] == [3, 2] and np.isnan(pairs.margins[2])
     assert pairs.outcomes.tolist() == [1, 1, 0] and pairs.with_scores.examples.tolist() == [0, 0]
     assert collect_pairs([]).margins.shape == (0,) and collect_pairs([]).sides.shape == (0, 2)
-    assert completion_text(({"role": "assistant", "content": [{"type": "text", "text": "Hi"}]},)) == "Hi"
 
 
 def test_a_relative_slope_is_in_pooled_standard_deviations_within_prompts() -> None:

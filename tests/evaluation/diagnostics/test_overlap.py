@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from evaluated import preference
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.preference import Completion, Preference
 from treeward.evaluation.diagnostics.overlap import diagnose_overlap, find_overlap
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.suites import PreferenceSuite
 
 LONG = "the quick brown fox jumps over the lazy dog while seven wizards brew a potion of purple ink near the old mill"
@@ -28,11 +30,11 @@ def trained(prompt: str, *texts: str, system: str | None = None) -> Preference:
     return Preference((*context, {"role": "user", "content": prompt}), tuple(completions))
 
 
-def flag_of(example: EvalExample, *training: Preference, **settings: Any) -> Any:
+def flag_of(example: Preference, *training: Preference, **settings: Any) -> Any:
     return find_overlap([example], training, **settings).flags[0]
 
 
-def found(example: EvalExample, *training: Preference, **settings: Any) -> tuple[float, float, bool, bool]:
+def found(example: Preference, *training: Preference, **settings: Any) -> tuple[float, float, bool, bool]:
     flag = flag_of(example, *training, **settings)
     return flag.prompt, flag.completion, flag.is_exact, flag.is_flagged
 
@@ -44,7 +46,7 @@ def test_exact_duplicates_are_whole_prompts_and_long_completions(make_example: A
     assert found(example, trained("Why is it so?", LONG.title(), "x")) == (0, 1, True, True)
     # The same question after another system message is a near duplicate; a system message alone tells nothing.
     system = {"role": "system", "content": LONG}
-    with_system = EvalExample("a", "s", (system, *example.context), example.completions, (0, 1))
+    with_system = replace(example, context=(system, *example.context))
     assert not flag_of(with_system, trained("How?", "u", "v", system=LONG)).is_flagged
     assert found(with_system, trained("Why is the sky blue?", "x", "v")) == (1, 0, False, True)
     assert found(with_system, trained("Why is the sky blue?", "x", "v", system=LONG)) == (1, 0, True, True)
@@ -79,7 +81,7 @@ def brute_force(text: list[str], training: list[list[str]], n: int) -> float:
 )
 def test_shares_are_those_of_a_plain_count(text: list[str], training: list[list[str]], n: int) -> None:
     message = {"role": "assistant", "content": " ".join(text)}
-    example = EvalExample("a", "s", ({"role": "user", "content": "zz"},), ((message,),), (0,))
+    example = preference("a", "s", ({"role": "user", "content": "zz"},), ((message,),), (0,))
     rows = [trained("yy", " ".join(words)) for words in training]
     got = flag_of(example, *rows, num_words=n)
     whole = len(text) >= n and text in training
@@ -97,12 +99,10 @@ def test_accuracy_with_and_without_the_flagged(make_example: Any, score_with: An
     values = {name: (metric.value, metric.count) for name, metric in result.numbers.items()}
     assert values == {"flagged": (0.25, 40), "flagged_exact": (0.25, 40), "accuracy_clean": (0.5, 30),
                       "accuracy_flagged": (1, 10)}  # fmt: skip
-    bars, table = result.figures
-    assert "quote none of the numbers" in bars["note"] and len(table["rows"]) == 10
+    assert "quote none of the numbers" in overlap.sentences() and len(overlap.flagged) == 10
     failed = [ScoredExample(one.example, (None, 0.0), (1, 1), (1, 1)) for one in scored]
     assert diagnose_overlap(suite, failed, overlap).accuracy_flagged.value is None
-    (bars,) = diagnose_overlap(suite, scored, find_overlap(examples, [])).figures
-    assert "None of 40 examples has a duplicate" in bars["note"]
+    assert "None of 40 examples has a duplicate" in find_overlap(examples, []).sentences()
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from families import tiny_model
 
+from treeward.data.preference import Preference, last_text
 from treeward.data.rendering import Renderer
 from treeward.data.synthetic import gold_quality
-from treeward.evaluation.diagnostics.completions import completion_text
 from treeward.evaluation.diagnostics.perturbations import (
     REWRITES,
     PerturbedScores,
@@ -21,7 +21,6 @@ from treeward.evaluation.diagnostics.perturbations import (
     score_perturbed,
     summarize_perturbations,
 )
-from treeward.evaluation.examples import EvalExample
 from treeward.evaluation.results import Diagnostic
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.score import Conversation, OnError, Score
@@ -50,7 +49,7 @@ def by_letters(context: Any, text: str) -> float:
     return float(sum(map(ord, text)) % 997)
 
 
-def diagnosed(rule: Rule, examples: Sequence[EvalExample], **options: Any) -> Diagnostic:
+def diagnosed(rule: Rule, examples: Sequence[Preference], **options: Any) -> Diagnostic:
     found = diagnose_perturbations(rule, examples, **options)
     assert found is not None
     return found
@@ -103,12 +102,12 @@ def test_the_scores_are_those_of_the_conversations(bundled: Any, tiny_tokenizer:
     for example, one in zip(examples, scores, strict=True):
         for side in (0, 1):
             texts = {name: both[side] for name, both in perturb(example).items()}
-            given = [completion_text(example.completions[side]), *(text for text in texts.values() if text)]
+            given = [last_text(example.completions[side].messages), *(text for text in texts.values() if text)]
             first, *want = [score.score for score in scorer.score_completions(example.context, given)]
             assert one.original[side] == pytest.approx(first, abs=1e-5)
             assert [one.rewritten[name][side] for name, text in texts.items() if text] == pytest.approx(want, abs=1e-5)
             assert all(one.rewritten[name][side] is None for name, text in texts.items() if text is None)
-    found = summarize_perturbations(scores, "mine")
+    found = summarize_perturbations(scores)
     assert found.num_left_out == 0 and len(found.numbers) == 2 + 2 * len(REWRITES)
 
 

@@ -16,7 +16,7 @@ def test_the_spread_is_that_of_all_completions(normal_scores: list[ScoredExample
     found = statistics_of(normal_scores)
     scores = np.array([score for one in normal_scores for score in one.scores])
     assert (found.score_mean.value, found.score_std.value) == pytest.approx((scores.mean(), scores.std()))
-    assert all(metric.value is None for metric in statistics_of([]).metrics())
+    assert all(metric.value is None for metric in statistics_of([]).numbers.values())
 
 
 def test_saturation_is_of_margins_beyond_five_temperatures(make_example: Any) -> None:
@@ -53,5 +53,5 @@ def test_the_spread_of_heads_is_compared_between_wrong_and_right_pairs(make_exam
     assert alone.value is None and alone.count == 3 and "in the wrong one" in str(alone.note)
     assert spread_metric([replace(one, heads=()) for one in some]) == {}
     assert statistics_of(some).spread_auroc == metric and "mse" not in {
-        one.name for one in statistics_of(some).metrics()
+        one.name for one in statistics_of(some).numbers.values()
     }

@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evaluated import preference
 from report_sample import EMPTY, BestOf, by_length, perfect, scored, summary, three_in_eight
 
 from treeward.config.data import DatasetConfig
-from treeward.evaluation.diagnostics.labels import LABELS, metrics_table
+from treeward.evaluation.diagnostics.labels import LABELS
 from treeward.evaluation.diagnostics.overlap import Overlap, OverlapFlag
 from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.findings import findings, length_finding, standing, verdict
+from treeward.evaluation.page import metrics_table, report_blocks, write_results
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import wilson
 from treeward.evaluation.suites import PreferenceSuite
 from treeward.evaluation.summary import Summary, summarize
-from treeward.evaluation.writing import report_blocks, write_results
 from treeward.scoring.score import Score
 
 
@@ -145,9 +146,9 @@ def overlap(near: int, exact: int, count: int = 80) -> Overlap:
 )
 def test_overlap_is_said_in_words(near: int, exact: int, words: str, others: str) -> None:
     made = summarize(BestOf(), tuple(scored(perfect)), "m", overlap=overlap(near, exact))
-    assert made.overlap is not None
-    said = made.overlap.figures[0]["note"]
-    assert words in said and others in said and len(made.overlap.figures) == (2 if near + exact else 1)
+    figures = [one for one in report_blocks([made]) if "training data" in one.get("title", "")]
+    said = figures[0]["note"]
+    assert words in said and others in said and len(figures) == (2 if near + exact else 1)
     assert ("templated" in said) == (near == 60) and ("held out" in said) == (exact == 70)
     assert ("word for word: accuracy" in findings(made)) == bool(near + exact)
 
@@ -207,7 +208,7 @@ def many(scores: list[tuple[float | None, ...]]) -> Summary:
     found = []
     for n, own in enumerate(scores):
         completions = tuple(({"role": "assistant", "content": text},) for text in texts)
-        example = EvalExample(str(n), "s", ({"role": "user", "content": f"{n}?"},), completions, (0, 1, 2))
+        example = preference(str(n), "s", ({"role": "user", "content": f"{n}?"},), completions, (0, 1, 2))
         found.append(ScoredExample(example, own, tuple(map(len, texts)), (1, 1, 1)))
     flags = tuple(OverlapFlag(str(n), "s", float(n < 2), 0.0, n < 2) for n in range(len(scores)))
     suite = PreferenceSuite("mine", DatasetConfig(data_path="x"))

@@ -10,17 +10,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.data.preference import Preference
+from treeward.evaluation.examples import ScoredExample
 
 
 @pytest.fixture
-def scored() -> Callable[[EvalExample, Sequence[float | None]], ScoredExample]:
+def scored() -> Callable[[Preference, Sequence[float | None]], ScoredExample]:
     """A function that gives an example the scores; one of None has an error."""
 
-    def make(example: EvalExample, scores: Sequence[float | None]) -> ScoredExample:
+    def make(example: Preference, scores: Sequence[float | None]) -> ScoredExample:
         assert len(scores) == len(example.completions)
         errors = tuple("too long" if score is None else None for score in scores)
-        lengths = tuple(len(completion[-1]["content"]) for completion in example.completions)
+        lengths = tuple(len(completion.messages[-1]["content"]) for completion in example.completions)
         return ScoredExample(example, tuple(scores), lengths, (1,) * len(scores), errors)
 
     return make

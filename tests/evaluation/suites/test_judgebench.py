@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.data.preference import Preference
+from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.suites.benchmarks import JudgeBench
 
-Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
+Make = Callable[[Preference, Sequence[float | None]], ScoredExample]
 
 SOURCES = ("mmlu-pro-computer science", "livebench-reasoning", "livebench-math", "livecodebench")
 
@@ -41,15 +42,15 @@ def write(file: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 @pytest.fixture
-def examples(tmp_path: Path) -> list[EvalExample]:
+def examples(tmp_path: Path) -> list[Preference]:
     write(tmp_path / "data" / "gpt-00000-of-00001.jsonl", rows_of("gpt", 8))
     write(tmp_path / "data" / "claude-00000-of-00001.jsonl", rows_of("claude", 6))
     return JudgeBench().load(str(tmp_path))
 
 
-def test_both_splits_of_the_download(examples: list[EvalExample]) -> None:
+def test_both_splits_of_the_download(examples: list[Preference]) -> None:
     assert len(examples) == 14 and examples[0].id == "Knowledge (gpt)/gpt-0"
-    assert [e.subset for e in examples[6:10]] == [
+    assert [e.task_name for e in examples[6:10]] == [
         "Math (gpt)",
         "Coding (gpt)",
         "Knowledge (claude)",
@@ -57,10 +58,10 @@ def test_both_splits_of_the_download(examples: list[EvalExample]) -> None:
     ]
     assert [e.ranks for e in examples[:3]] == [(1, 0), (0, 1), (0, 1)]
     assert examples[1].context == ({"role": "user", "content": "question 1"},)
-    assert [c[0]["content"] for c in examples[1].completions] == ["a 1", "b 1"]
+    assert [c.messages[0]["content"] for c in examples[1].completions] == ["a 1", "b 1"]
 
 
-def test_the_headline_is_of_the_pairs_of_gpt(examples: list[EvalExample], scored: Make) -> None:
+def test_the_headline_is_of_the_pairs_of_gpt(examples: list[Preference], scored: Make) -> None:
     rows = [scored(e, (1.0, 0.0)) for e in examples]  # the first completion always: right where the label is A>B
     result = JudgeBench().summarize(rows)
     assert result.headline.value == 5 / 8 and result.headline.count == 8
@@ -72,17 +73,17 @@ def test_the_headline_is_of_the_pairs_of_gpt(examples: list[EvalExample], scored
     }
     assert len(result.subsets) == 8 and result.num_examples == 14
     assert "8 of 350" in str(result.headline.note)
-    claude = JudgeBench().summarize([one for one in rows if "claude" in one.example.subset])
+    claude = JudgeBench().summarize([one for one in rows if "claude" in one.example.task_name])
     assert claude.headline.value == 4 / 6 and claude.headline.count == 6
 
 
 def test_a_file_of_the_authors_repository(tmp_path: Path) -> None:
     file = write(tmp_path / "dataset=judgebench,response_model=gpt-4o-2024-05-13.jsonl", rows_of("gpt", 3))
-    assert [e.suite_data["id"] for e in JudgeBench().load(str(file))] == ["gpt-0", "gpt-1", "gpt-2"]
-    write(tmp_path / "outputs" / f"{file.stem},judge_name=x.jsonl", rows_of("claude", 2))  # a result
-    assert len(JudgeBench().load(str(tmp_path))) == 3
-    write(tmp_path / "dataset=judgebench,response_model=claude-3-5-sonnet-20240620.jsonl", rows_of("claude", 2))
-    assert {e.suite_data["writer"] for e in JudgeBench().load(str(tmp_path))} == {"gpt", "claude"}
+    assert [e.id for e in JudgeBench().load(str(file))] == [
+        "Knowledge (gpt)/gpt-0",
+        "Reasoning (gpt)/gpt-1",
+        "Math (gpt)/gpt-2",
+    ]
 
 
 def test_a_folder_of_one_writer(tmp_path: Path) -> None:

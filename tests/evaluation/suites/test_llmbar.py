@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.data.preference import Preference
+from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.suites.benchmarks import SETS, LLMBar
 
-Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
+Make = Callable[[Preference, Sequence[float | None]], ScoredExample]
 
 
 def rows_of(name: str, count: int) -> list[dict[str, Any]]:
@@ -45,10 +46,10 @@ def repository(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("inside", ["", "Dataset", "Dataset/LLMBar"])
 def test_the_authors_folders(repository: Path, inside: str) -> None:
     examples = LLMBar().load(str(repository / inside))
-    assert [e.subset for e in examples] == [name for name in SETS for _ in range(3)]
+    assert [e.task_name for e in examples] == [name for name in SETS for _ in range(3)]
     assert examples[4].id == "Neighbor/2" and examples[4].context[0]["content"] == "Neighbor 1"
     assert [e.ranks for e in examples[:3]] == [(0, 1), (1, 0), (0, 1)]
-    assert [c[0]["content"] for c in examples[1].completions] == ["one 1", "two 1"]
+    assert [c.messages[0]["content"] for c in examples[1].completions] == ["one 1", "two 1"]
     assert str(examples[1].where).endswith("Natural/dataset.json:row 2")
 
 
@@ -60,8 +61,8 @@ def test_a_file_is_the_set_that_it_names(tmp_path: Path) -> None:
     ):
         with gzip.open(tmp_path / file, "wt") as stream:
             stream.writelines(json.dumps(row) + "\n" for row in rows_of("x", 2))
-        assert {e.subset for e in LLMBar().load(str(tmp_path / file))} == {name}
-    assert {e.subset for e in LLMBar().load(str(tmp_path))} == {"Natural", "GPTInst"}
+        assert {e.task_name for e in LLMBar().load(str(tmp_path / file))} == {name}
+    assert {e.task_name for e in LLMBar().load(str(tmp_path))} == {"Natural", "GPTInst"}
 
 
 def test_rewardbench_has_the_same_pairs(tmp_path: Path, write_parquet: Any) -> None:
@@ -70,18 +71,18 @@ def test_rewardbench_has_the_same_pairs(tmp_path: Path, write_parquet: Any) -> N
     rows = [row | {"subset": subset, "id": i} for i, subset in enumerate(subsets)]
     write_parquet(tmp_path / "data" / "filtered-00000-of-00001.parquet", rows)
     examples = LLMBar().load(str(tmp_path))
-    assert [(e.subset, e.suite_data["id"]) for e in examples] == [
-        ("Natural", 2),
-        ("Natural", 4),
-        ("Neighbor", 0),
-        ("GPTInst", 3),
+    assert [(e.task_name, e.id) for e in examples] == [
+        ("Natural", "llmbar-natural/2"),
+        ("Natural", "llmbar-natural/4"),
+        ("Neighbor", "llmbar-adver-neighbor/0"),
+        ("GPTInst", "llmbar-adver-GPTInst/3"),
     ]
     assert all(e.ranks == (0, 1) for e in examples)
 
 
 def test_the_real_pairs(shared_data: Path) -> None:
     examples = LLMBar().load(str(shared_data / "llmbar"))
-    assert len(examples) == 100 and {e.subset for e in examples} == {"Natural"}
+    assert len(examples) == 100 and {e.task_name for e in examples} == {"Natural"}
     first = examples[0]
     assert first.context[0]["content"].startswith("Summarize the following content.") and first.ranks == (0, 1)
     with gzip.open(shared_data / "llmbar" / "natural.jsonl.gz", "rt") as stream:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from treeward.config.data import DatasetConfig
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.data.preference import Preference
+from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.suites import PreferenceSuite
 
-Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
+Make = Callable[[Preference, Sequence[float | None]], ScoredExample]
 
 
 def ranked(prompt: str, *ranks: int, **more: Any) -> dict[str, Any]:
@@ -35,8 +36,8 @@ def suite_of(tmp_path: Path) -> Callable[..., PreferenceSuite]:
 
 def test_rows_become_examples(suite_of: Callable[..., PreferenceSuite]) -> None:
     first, second = suite_of(ranked("a", 0, 1), ranked("b", 2, 0, 2, 1, task_name="hard", margin=0.5)).load()
-    assert (first.id, second.id) == ("1", "2") and second.subset == "hard" and second.ranks == (2, 0, 2, 1)
-    assert second.suite_data == {"strength": 0.5} and str(second.where).endswith("rows.jsonl:2")
+    assert (first.id, second.id) == ("1", "2") and second.task_name == "hard" and second.ranks == (2, 0, 2, 1)
+    assert second.strength == 0.5 and str(second.where).endswith("rows.jsonl:2")
     assert second.conversations[3] == [
         {"role": "user", "content": "b"},
         {"role": "assistant", "content": "answer 3"},

@@ -1,4 +1,4 @@
-"""RewardBench: golden section scores, the data as the hub has it, intervals, failures and ties, the result files."""
+"""RewardBench: golden section scores, the data as the hub has it, failures and ties."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evaluated import preference
 
+from treeward.data.preference import Preference
 from treeward.errors import DataError
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.suites.rewardbench import WEIGHTS, RewardBench
 
-Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
+Make = Callable[[Preference, Sequence[float | None]], ScoredExample]
 
 # The accuracies of Skywork-Reward-V2-Qwen3-8B in NeMo RL's pull request 1026: of the package and of its environment.
 PUBLISHED = Path(__file__).parents[3] / "examples" / "reproduce" / "published.json"
@@ -29,10 +31,10 @@ BY_HAND = {
 }
 
 
-def pair(subset: str, number: int, prompt: str | None = None) -> EvalExample:
+def pair(subset: str, number: int, prompt: str | None = None) -> Preference:
     user = {"role": "user", "content": prompt or f"{subset} {number}"}
     good, bad = ({"role": "assistant", "content": text} for text in ("good", "bad"))
-    return EvalExample(f"{subset}/{number}", subset, (user,), ((good,), (bad,)), (0, 1), {"id": number})
+    return preference(f"{subset}/{number}", subset, (user,), ((good,), (bad,)), (0, 1))
 
 
 def whole_benchmark(scored: Make, accuracies: Mapping[str, float]) -> list[ScoredExample]:
@@ -64,8 +66,6 @@ def test_a_tie_counts_by_the_policy(scored: Make, policy: Any, value: float) -> 
     result = RewardBench(tie_policy=policy).summarize(rows)
     assert result.headline.value == value and result.num_ties == 2
     assert result.details["tie_policy"] == policy
-    published = RewardBench(tie_policy=policy).published_files(rows, "m")
-    assert published["eval-set/m.json"]["hep-go"] == 0.25, "published files know no half ties"
 
 
 def test_an_example_without_a_score_counts_as_wrong_and_is_reported(scored: Make) -> None:
@@ -74,8 +74,6 @@ def test_an_example_without_a_score_counts_as_wrong_and_is_reported(scored: Make
     assert result.headline.value == 0.75 and result.num_failed == 1
     assert result.headline_of_scored.value == 1.0
     assert "1 of 4 examples lack a score" in str(result.headline.note)
-    columns = RewardBench().published_files(rows, "m")["eval-set-scores/m.json"]
-    assert columns["scores_rejected"] == [0.0, 0.0, 0.0, None] and columns["results"] == [1, 1, 1, 0]
 
 
 def test_loads_the_download_of_the_hub(tmp_path: Path, write_parquet: Any) -> None:
@@ -88,17 +86,13 @@ def test_loads_the_download_of_the_hub(tmp_path: Path, write_parquet: Any) -> No
     write_parquet(tmp_path / "data" / "raw-00000-of-00001.parquet", [rows[0] | {"prompt": "only in raw"}] * 9)
     (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n---\n")
     examples = RewardBench().load(str(tmp_path))
-    assert [(e.id, e.subset) for e in examples] == [
+    assert [(e.id, e.task_name) for e in examples] == [
         ("hep-go/7", "hep-go"),
         ("math-prm/7", "math-prm"),
         ("math-prm/7", "math-prm"),
     ]
     assert examples[1].context == ({"role": "user", "content": "p1"},)
-    assert examples[1].completions == (
-        ({"role": "assistant", "content": "c1"},),
-        ({"role": "assistant", "content": "r1"},),
-    )
-    assert [e.suite_data["id"] for e in examples] == [7, 7, 7]
+    assert [completion.messages[0]["content"] for completion in examples[1].completions] == ["c1", "r1"]
     assert str(examples[2].where).endswith("filtered-00000-of-00001.parquet:row 3")
     assert RewardBench().load(str(tmp_path / "data" / "filtered-00000-of-00001.parquet")) == examples
 
@@ -119,40 +113,3 @@ def test_a_bad_row_is_named(tmp_path: Path, change: dict[str, Any], field: str, 
     with pytest.raises(DataError, match=text) as caught:
         RewardBench().load(str(file))
     assert caught.value.where == f"{file}:2" and caught.value.field == field
-
-
-def test_result_files_are_of_the_published_form(scored: Make) -> None:
-    rows = [
-        scored(pair("hep-go", 0), (1.0, 0.0)),
-        scored(pair("donotanswer", 4), (0.5, 1.5)),
-        scored(pair("hep-go", 1), (1.0, 1.0)),
-    ]
-    files = json.loads(json.dumps(RewardBench().published_files(rows, "org/model")))
-    assert files["eval-set/org/model.json"] == {
-        "hep-go": 0.5,
-        "donotanswer": 0.0,
-        "model": "org/model",
-        "model_type": "Seq. Classifier",
-        "chat_template": "tokenizer",
-    }
-    columns = files["eval-set-scores/org/model.json"]
-    assert set(columns) == {
-        *("text_chosen", "text_rejected", "results", "subset", "id", "scores_chosen", "scores_rejected"),
-        *("model", "model_type", "chat_template"),
-    }
-    assert columns["subset"] == ["hep-go", "donotanswer", "hep-go"] and columns["id"] == [0, 4, 1]
-    assert columns["scores_chosen"] == [1.0, 0.5, 1.0] and columns["results"] == [1, 0, 0]
-    assert columns["text_rejected"][1] == [
-        {"role": "user", "content": "donotanswer 4"},
-        {"role": "assistant", "content": "bad"},
-    ]
-
-
-def test_a_result_file_never_leaves_its_folder(scored: Make) -> None:
-    rows = [scored(pair("hep-go", 0), (1.0, 0.0))]
-    names = {"org/model": "org/model", "/home/me/runs/final": "runs/final", "../../etc": "etc", "..": "model"}
-    for model, file in names.items():
-        assert set(RewardBench().published_files(rows, model)) == {
-            f"eval-set/{file}.json",
-            f"eval-set-scores/{file}.json",
-        }

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evaluated import preference
 
+from treeward.data.preference import Preference
 from treeward.errors import DataError
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.suites.rewardbench import RewardBench2
 
-Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
+Make = Callable[[Preference, Sequence[float | None]], ScoredExample]
 Row = tuple[str, int, list[float]]
 
 # Scores by id and number of correct answers, for which the package's `process_single_model` (reward-bench at a009692)
@@ -52,15 +54,15 @@ RANDOM: list[Row] = [
 PUBLISHED = [(GOLDEN, 0.698339701409386), (RANDOM, 0.5053204193305099)]
 
 
-def example(identity: str, subset: str, num_correct: int, count: int) -> EvalExample:
+def prompt_of(identity: str, subset: str, num_correct: int, count: int) -> Preference:
     answers = tuple(({"role": "assistant", "content": f"answer {i}"},) for i in range(count))
     ranks = (0,) * num_correct + (1,) * (count - num_correct)
     context = ({"role": "user", "content": f"{subset} {identity}"},)
-    return EvalExample(f"{subset}/{identity}", subset, context, answers, ranks, {"id": identity})
+    return preference(f"{subset}/{identity}", subset, context, answers, ranks)
 
 
 def ties(scored: Make, rows: Sequence[Row]) -> list[ScoredExample]:
-    return [scored(example(identity, "Ties", correct, len(scores)), scores) for identity, correct, scores in rows]
+    return [scored(prompt_of(identity, "Ties", correct, len(scores)), scores) for identity, correct, scores in rows]
 
 
 @pytest.mark.parametrize(("rows", "score"), PUBLISHED)
@@ -84,15 +86,15 @@ def test_ties_are_those_of_the_published_function(scored: Make, rows: list[Row],
     ],
 )
 def test_best_of_four_shares_the_credit_of_a_tie(scored: Make, scores: list[float | None], credit: float) -> None:
-    other = scored(example("2", "Math", 1, 4), [1.0, 0.0, 0.0, 0.0])
-    result = RewardBench2().summarize([scored(example("1", "Math", 1, 4), scores), other])
+    other = scored(prompt_of("2", "Math", 1, 4), [1.0, 0.0, 0.0, 0.0])
+    result = RewardBench2().summarize([scored(prompt_of("1", "Math", 1, 4), scores), other])
     assert result.headline.value == pytest.approx((credit + 1) / 2)
 
 
 def test_the_overall_score_is_the_plain_mean_of_the_subsets(scored: Make) -> None:
     rows = ties(scored, GOLDEN)
-    rows += [scored(example(str(i), "Math", 1, 4), (1.0, 1.0, 0.0, i)) for i in range(4)]  # 1/2, 1/3, 0, 0
-    rows += [scored(example(str(i), "Focus", 1, 4), (1.0, 0.0, 0.0, 0.0)) for i in range(9)]
+    rows += [scored(prompt_of(str(i), "Math", 1, 4), (1.0, 1.0, 0.0, i)) for i in range(4)]  # 1/2, 1/3, 0, 0
+    rows += [scored(prompt_of(str(i), "Focus", 1, 4), (1.0, 0.0, 0.0, 0.0)) for i in range(9)]
     result = RewardBench2().summarize(rows)
     assert {metric.name: metric.value for metric in result.subsets} == pytest.approx(
         {"Math": 5 / 24, "Focus": 1.0, "Ties": 0.698339701409386}
@@ -107,12 +109,10 @@ def test_the_overall_score_is_the_plain_mean_of_the_subsets(scored: Make) -> Non
 @pytest.mark.parametrize("which", ["tied:2", "ref:2"])
 def test_a_failed_prompt_of_ties_is_as_bad_as_can_be(scored: Make, which: str) -> None:
     rows = ties(scored, GOLDEN)
-    lost = [
-        scored(one.example, (None, *one.scores[1:])) if one.example.suite_data["id"] == which else one for one in rows
-    ]
+    lost = [scored(one.example, (None, *one.scores[1:])) if one.example.id == f"Ties/{which}" else one for one in rows]
     terrible = [
         scored(one.example, tuple(-1e9 if rank == 0 else 0.0 for rank in one.example.ranks[:-1]) + (0.0,))
-        if one.example.suite_data["id"] == which
+        if one.example.id == f"Ties/{which}"
         else one
         for one in rows
     ]
@@ -135,7 +135,7 @@ def test_loads_the_download_of_the_hub(tmp_path: Path, write_parquet: Any) -> No
         ("Ties/tied:0", (0, 0, 1)),
         ("Ties/ref:0", (0, 1, 1)),
     ]
-    assert [c[0]["content"] for c in examples[1].completions] == ["a", "b", "c"]
+    assert [c.messages[0]["content"] for c in examples[1].completions] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -153,15 +153,3 @@ def test_a_bad_row_is_named(tmp_path: Path, change: dict[str, Any], field: str, 
     with pytest.raises(DataError, match=text) as caught:
         RewardBench2().load(str(file))
     assert caught.value.where == f"{file}:1" and caught.value.field == field
-
-
-def test_result_files_are_of_the_published_form(scored: Make) -> None:
-    rows = [*ties(scored, GOLDEN), scored(example("5", "Math", 1, 4), (1.0, 1.0, 0.0, 0.0))]
-    files = json.loads(json.dumps(RewardBench2().published_files(rows, "org/model")))
-    scores = files["eval-set/org/model.json"]
-    assert scores["Ties"] == pytest.approx(0.698339701409386) and scores["Math"] == 0.5
-    assert {"model", "model_type", "chat_template"} < set(scores)
-    columns = files["eval-set-scores/org/model.json"]
-    assert columns["results"] == [None] * 6 + [0.5]
-    assert columns["num_correct"] == [1, 3, 1, 2, 1, 2, 1] and columns["scores"][1] == [2, 1.5, 1, 0.5, -1]
-    assert [len(texts) for texts in columns["text"]] == [len(row) for row in columns["scores"]]

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.data.preference import Preference
+from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.suites.benchmarks import RMBench
 
-Make = Callable[[EvalExample, Sequence[float | None]], ScoredExample]
+Make = Callable[[Preference, Sequence[float | None]], ScoredExample]
 
 # Scores of the three chosen and the three rejected answers, and what the authors' `compute_accuracy` gives for them:
 # a domain is the mean of hard, normal and easy; overall is the mean over domains.
@@ -48,14 +49,14 @@ def rows_of_data() -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def examples(tmp_path: Path) -> list[EvalExample]:
+def examples(tmp_path: Path) -> list[Preference]:
     file = tmp_path / "total_dataset.json"
     file.write_text(json.dumps(rows_of_data()))
     return RMBench().load(str(file))
 
 
 @pytest.fixture
-def table(examples: list[EvalExample], scored: Make) -> list[ScoredExample]:
+def table(examples: list[Preference], scored: Make) -> list[ScoredExample]:
     return [scored(e, (*chosen, *rejected)) for e, (_, chosen, rejected) in zip(examples, TABLE, strict=True)]
 
 
@@ -72,7 +73,7 @@ def test_the_arithmetic_is_the_authors(table: list[ScoredExample]) -> None:
     assert "11 of 1327" in str(result.headline.note)
 
 
-def test_hard_is_where_the_wrong_answer_is_the_fancier_one(examples: list[EvalExample], scored: Make) -> None:
+def test_hard_is_where_the_wrong_answer_is_the_fancier_one(examples: list[Preference], scored: Make) -> None:
     fancy = [scored(e, (0.0, 1.0, 2.0, 0.5, 1.5, 2.5)) for e in examples]  # a model that only likes style
     result = RMBench().summarize(fancy)
     assert [metric.value for metric in result.sections[-3:]] == [0.0, 0.0, 1.0]
@@ -93,15 +94,3 @@ def test_the_total_of_a_folder_counts_and_not_its_parts(tmp_path: Path) -> None:
     (tmp_path / "data" / "total_dataset.json").write_text(json.dumps(rows))
     (tmp_path / "data" / "chat_filtered.json").write_text(json.dumps(rows[:2]))
     assert len(RMBench().load(str(tmp_path))) == len(rows)
-
-
-def test_a_file_of_each_domain_names_it(tmp_path: Path) -> None:
-    """The authors' repository: the rows of these files have no key `domain`."""
-    rows = rows_of_data()
-    for domain in {row["domain"] for row in rows}:
-        own = [{key: row[key] for key in row if key != "domain"} for row in rows if row["domain"] == domain]
-        (tmp_path / f"{domain}_filtered.json").write_text(json.dumps(own))
-    for source in (tmp_path, tmp_path / "safety-refuse_filtered.json"):
-        found = {one.id: one.subset for one in RMBench().load(str(source))}
-        expected = [row for row in rows if source.is_dir() or row["domain"] == "safety-refuse"]
-        assert found == {f"{row['domain']}/{row['id']}": row["domain"] for row in expected}

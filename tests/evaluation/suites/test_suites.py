@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evaluated import preference
 
 from treeward.errors import ConfigError, DataError
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import Part, combined, wilson
 from treeward.evaluation.suites import SUITES, get_suite
@@ -127,7 +128,7 @@ def test_chance_is_what_random_scores_come_to() -> None:
     suite, replies = get_suite("rewardbench2"), (({"role": "assistant", "content": "x"},),) * 4
     scored = [
         ScoredExample(
-            EvalExample(str(n), "Math", (), replies, (0, 1, 1, 1)), tuple(draw.normal(size=4)), (1,) * 4, (1,) * 4
+            preference(str(n), "Math", (), replies, (0, 1, 1, 1)), tuple(draw.normal(size=4)), (1,) * 4, (1,) * 4
         )
         for n in range(4000)
     ]

@@ -16,13 +16,13 @@ from typing import Any
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import RowDataset, open_dataset, recognised
 from treeward.data.encoding import Ties
+from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.evaluation.data_check.findings import Overlap, findings_of, losses_at, numbers_of
 from treeward.evaluation.data_check.page import DataCheck
 from treeward.evaluation.data_check.reading import examples_of, read_data, rows_of
 from treeward.evaluation.diagnostics.overlap import find_overlap
-from treeward.evaluation.examples import EvalExample
 
 _LENGTHS = (512, 1024, 2048, 4096, 8192)
 
@@ -52,7 +52,7 @@ def check_data(
     *,
     tokenizer: str,
     validation: Sequence[RowDataset] = (),
-    benchmarks: Mapping[str, Sequence[EvalExample]] | None = None,
+    benchmarks: Mapping[str, Sequence[Preference]] | None = None,
     ties: Ties = "drop",
     max_length: int | None = None,
     truncation: str = "drop",

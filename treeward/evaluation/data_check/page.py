@@ -97,7 +97,7 @@ def _blocks(checked: DataCheck) -> Iterator[Block]:
     yield table_block("Numbers", columns, summary_rows(checked))
     items = [bar_item(f"{TRAITS[name][0]}", metric) for name, metric in checked.numbers["style"].items()]
     note = "Of the pairs of one prompt that differ in it; 50% is even. Intervals: as many pairs as prompts, at most."
-    yield bars_block("The better completion ...", ", ".join(checked.files), items, note)
+    yield bars_block("The better completion ...", {", ".join(checked.files): items}, note)
     titles = {"dropped": "Comparisons left out", "too_long": "With a completion too long"}
     titles["identical_if_cut"] = "Same if cut at the end"
     columns = {"length": ("Tokens at most", "integer")} | {name: (said, "percent") for name, said in titles.items()}

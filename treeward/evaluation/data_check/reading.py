@@ -30,7 +30,6 @@ from treeward.data.preference import Message, Messages, Preference, last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 from treeward.evaluation.diagnostics.biases import markdown_density
-from treeward.evaluation.examples import EvalExample
 
 MOST_KEPT = 1000
 """Errors of broken rows, and rows of a finding, that are kept; all are counted."""
@@ -131,11 +130,9 @@ def _shortened(messages: Messages) -> Messages:
     return tuple(m | {"content": m["content"][:most]} if len(m.get("content") or "") > most else m for m in messages)
 
 
-def examples_of(stream: RowDataset, data: DataRead) -> Iterator[EvalExample]:
-    """The rows of a set as examples in whose place overlap is looked for; `data` counts those that are broken."""
-    for preference, where in rows_of([stream], data):
-        texts, ranks = zip(*((one.messages, one.rank) for one in preference.completions), strict=True)
-        yield EvalExample(where, stream.name, preference.context, texts, ranks, where=where)
+def examples_of(stream: RowDataset, data: DataRead) -> list[Preference]:
+    """The rows of a set in whose place overlap is looked for; `data` counts those that are broken."""
+    return [replace(preference, id=where) for preference, where in rows_of([stream], data)]
 
 
 def encoded(

@@ -28,19 +28,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from treeward.data.preference import last_text
 from treeward.evaluation.diagnostics.completions import (
-    Pairs,
+    Floats,
+    Integers,
     collect_pairs,
-    completion_text,
     prompt_numbers,
     residuals_within_prompts,
     slopes_within_prompts,
 )
 from treeward.evaluation.diagnostics.labels import LABELS
 from treeward.evaluation.examples import ScoredExample
-from treeward.evaluation.report.blocks import bar_item, bars_block
 from treeward.evaluation.results import Block, Diagnostic, Metric
-from treeward.evaluation.statistics import Part, accuracy_metric, cluster_bootstrap, combined
+from treeward.evaluation.statistics import Part, cluster_bootstrap, combined
 
 _SIMILAR = 0.1  # of the larger amount
 _MOST_POINTS, _FEWEST_FOR_A_POINT = 10, 20
@@ -56,98 +56,108 @@ _MARKS = (
 
 
 class Trait(NamedTuple):
-    """What a model may like beyond quality: names of the slopes and of the strata, title and note of the figure."""
+    """What a model may like beyond quality, by the names of its numbers.
+
+    `slopes`: in units of the score and in standard deviations. `share`: of pairs whose better completion has more.
+    `more`, `less`, `similar`: the accuracies of the strata; `gap`: `more` less `less`; `controlled`: their mean.
+    """
 
     slopes: tuple[str, str]
-    strata: tuple[str, ...]
-    title: str
-    note: str
+    share: str
+    more: str
+    less: str
+    similar: str
+    gap: str
+    controlled: str
+
+    @property
+    def accuracies(self) -> tuple[str, ...]:
+        """What a figure shows."""
+        return self.more, self.less, self.similar, self.controlled
 
 
-_FAIR = (
-    "Without a bias the first two are alike; a model that only likes {} has 100 %, 0 % and 50 %. The last is their "
-    "mean. Each n counts pairs of completions that both have a score."
-)
 LENGTH = Trait(
-    ("slope_given_rank", "relative_slope"),
-    ("longer_is_right", "accuracy_longer_right", "accuracy_shorter_right", "accuracy_similar_length", "accuracy_gap",
-     "length_controlled_accuracy"),
-    "Accuracy by which completion is longer",
-    f"{_FAIR.format('length')} Similar is within 10 % of the longer.",
-)  # fmt: skip
+    slopes=("slope_given_rank", "relative_slope"),
+    share="longer_is_right",
+    more="accuracy_longer_right",
+    less="accuracy_shorter_right",
+    similar="accuracy_similar_length",
+    gap="accuracy_gap",
+    controlled="length_controlled_accuracy",
+)
 STYLE = Trait(
-    ("density_effect", "relative_density_effect"),
-    ("more_markdown_is_right", "accuracy_more_markdown_right", "accuracy_less_markdown_right",
-     "accuracy_similar_markdown", "markdown_gap", "style_controlled_accuracy"),
-    "Accuracy by which completion has more markdown",
-    f"{_FAIR.format('markdown')} These are completions with the markdown that they have, often few marks. Rewrites "
-    "(--perturbations) add it to completions that have none; where the two differ, a policy will meet the rewrites.",
-)  # fmt: skip
+    slopes=("density_effect", "relative_density_effect"),
+    share="more_markdown_is_right",
+    more="accuracy_more_markdown_right",
+    less="accuracy_less_markdown_right",
+    similar="accuracy_similar_markdown",
+    gap="markdown_gap",
+    controlled="style_controlled_accuracy",
+)
 
 
-def diagnose_length(scored: Sequence[ScoredExample], model: str = "model") -> Diagnostic:
+def diagnose_length(scored: Sequence[ScoredExample]) -> Diagnostic:
     """The length bias of scored examples."""
-    return _diagnose(scored, model, LENGTH, [[length / 100 for length in one.lengths] for one in scored])
+    scores, features, prompts = _regression(scored, [example.lengths for example in scored])
+    lengths_and_places = features[:, [2, 1]]
+    numbers = slopes_within_prompts(LENGTH.slopes, scores, lengths_and_places, prompts) | length_strata(scored)
+    points = _score_against_length(scores, lengths_and_places, prompts)
+    return Diagnostic(numbers, _num_without_score(scored), points)
 
 
-def diagnose_style(scored: Sequence[ScoredExample], model: str = "model") -> Diagnostic:
+def diagnose_style(scored: Sequence[ScoredExample]) -> Diagnostic:
     """The markdown bias of scored examples; lengths are held fixed too."""
-    densities = [[markdown_density(completion_text(one)) for one in row.example.completions] for row in scored]
-    return _diagnose(scored, model, STYLE, densities)
+    densities = [
+        [markdown_density(last_text(completion.messages)) for completion in example.example.completions]
+        for example in scored
+    ]
+    numbers = slopes_within_prompts(STYLE.slopes, *_regression(scored, densities)) | stratify(scored, densities, STYLE)
+    return Diagnostic(numbers, _num_without_score(scored))
 
 
 def length_strata(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """The numbers of `stratify` by length alone."""
-    return stratify(scored, [one.lengths for one in scored], LENGTH.strata)
+    return stratify(scored, [example.lengths for example in scored], LENGTH)
 
 
-def _diagnose(
-    scored: Sequence[ScoredExample], model: str, trait: Trait, amounts: Sequence[Sequence[float]]
-) -> Diagnostic:
-    """`amounts`: of the trait, by example and completion."""
+def _num_without_score(scored: Sequence[ScoredExample]) -> int:
+    return int(np.isnan(collect_pairs(scored).margins).sum())
+
+
+def _regression(scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]]) -> tuple[Floats, Floats, Integers]:
+    """The scores (N,), the features (N, 3) and the prompts (N,) of all completions with a score.
+
+    The features: the amount, the place among the ranks of the example (0 for the best, 1 for the worst), and the length
+    in hundreds of characters.
+    """
     rows = []
-    for one, own, prompt in zip(scored, amounts, prompt_numbers(scored), strict=True):
-        distinct = sorted(set(one.example.ranks))
-        for score, amount, length, rank in zip(one.scores, own, one.lengths, one.example.ranks, strict=True):
-            # The place among the ranks of the example: 0 for the best, 1 for the worst.
+    for example, of_example, prompt in zip(scored, amounts, prompt_numbers(scored), strict=True):
+        ranks = example.example.ranks
+        distinct = sorted(set(ranks))
+        for score, amount, length, rank in zip(example.scores, of_example, example.lengths, ranks, strict=True):
             place = distinct.index(rank) / (len(distinct) - 1) if len(distinct) > 1 else 0.5
-            rows += [] if score is None else [(score, prompt, amount, place, length / 100)]
+            if score is not None:
+                rows.append((score, amount, place, length / 100, prompt))
     table = np.array(rows, dtype=np.float64).reshape(-1, 5)
-    features = table[:, 2:4] if trait is LENGTH else table[:, 2:]
-    scores, prompts = table[:, 0], table[:, 1].astype(np.int64)
-    numbers = slopes_within_prompts(trait.slopes, scores, features, prompts)
-    numbers |= length_strata(scored) if trait is LENGTH else stratify(scored, amounts, trait.strata)
-    _, more, less, similar, _, mean = trait.strata
-    items = [bar_item(LABELS[one][0], numbers[one]) for one in (more, less, similar, mean)]
-    bars = bars_block(trait.title, model, items, trait.note)
-    curve = _score_against_length(scores, features, prompts, model) if trait is LENGTH else []
-    return Diagnostic(numbers, (bars, *curve), int(np.isnan(collect_pairs(scored).margins).sum()))
+    return table[:, 0], table[:, 1:4], table[:, 4].astype(np.int64)
 
 
-def _score_against_length(
-    scores: NDArray[np.float64], features: NDArray[np.float64], prompts: NDArray[np.int64], model: str
-) -> list[Block]:
+def _score_against_length(scores: Floats, features: Floats, prompts: Integers) -> Block | None:
     """Mean score by length between equally good completions of a prompt: the curve that `slope_given_rank` is of.
 
-    Nothing where there are not enough completions for three points.
+    Each point is the mean of as many completions. None where there are not enough for three points.
     """
-    lengths, rest, _, prompts = residuals_within_prompts(scores, features, prompts)
+    lengths, residuals, _, prompts = residuals_within_prompts(scores, features, prompts)
     num_points = min(_MOST_POINTS, len(lengths) // _FEWEST_FOR_A_POINT)
     if num_points < 3 or not np.ptp(lengths):
-        return []
-    parts = np.array_split(np.argsort(lengths, kind="stable"), num_points)
-    x, y = ([float(values[part].mean()) for part in parts] for values in (100 * lengths, rest))
-    low, high = zip(*(cluster_bootstrap(rest[part], prompts[part].tolist()) for part in parts), strict=True)
-    block: Block = {
-        "kind": "curves",
-        "title": "Score against length",
-        "note": "Of completions of one prompt, at equal rank: flat without a bias. Each point is the mean of as many "
-        f"completions, {len(lengths):,} in all; the band is a 95 % interval.",
-        "x_label": "characters above the prompt's mean",
-        "y_label": "score above the prompt's mean",
-        "series": [{"name": model, "x": x, "y": y, "low": list(low), "high": list(high)}],
-    }
-    return [block]
+        return None
+    points: Block = {"x": [], "y": [], "low": [], "high": []}
+    for part in np.array_split(np.argsort(lengths, kind="stable"), num_points):
+        low, high = cluster_bootstrap(residuals[part], prompts[part].tolist())
+        point = {"x": float((100 * lengths)[part].mean()), "y": float(residuals[part].mean()), "low": low, "high": high}
+        for name, value in point.items():
+            points[name].append(value)
+    return points
 
 
 def markdown_density(text: str) -> float:
@@ -156,44 +166,47 @@ def markdown_density(text: str) -> float:
     return 100 * (num_blocks + sum(len(mark.findall(prose)) for mark in _MARKS)) / max(1, len(text.split()))
 
 
-def stratify(
-    scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]], names: Sequence[str]
-) -> dict[str, Metric]:
+def stratify(scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]], trait: Trait) -> dict[str, Metric]:
     """Accuracies by an amount, not negative, that each completion of each example has.
 
-    `names` of the results, in this order: the share of pairs whose better completion has more (of the data, whatever
-    the scores); the accuracy where it has clearly more, clearly less, about as much; the first accuracy less the
-    second (the gap); the mean of the two (the controlled accuracy). A tie counts as wrong.
-
-    The intervals of gap and controlled accuracy are those of `combined`, the method of variance estimates recovery, and
-    a bootstrap over prompts where the two strata share prompts. Where both strata have as many pairs, the controlled
-    accuracy is the accuracy of all these pairs, with its interval.
+    By the names of the trait: the share of pairs whose better completion has more (of the data, whatever the scores);
+    the accuracy where it has clearly more, clearly less, about as much; their gap; the controlled accuracy. A tie
+    counts as wrong. The intervals of gap and controlled accuracy are those of `combined`. Where both strata have as
+    many pairs, the controlled accuracy is the accuracy of all these pairs, with its interval.
     """
-    of_share, of_more, of_less, of_similar, of_gap, of_mean = names
     pairs = collect_pairs(scored)
-    found_amounts = [[amounts[i][j] for j in sides] for i, sides in zip(pairs.examples, pairs.sides, strict=True)]
-    better, worse = np.array(found_amounts, dtype=np.float64).reshape(-1, 2).T
-    differ, known = better != worse, ~np.isnan(pairs.margins)
-    shares = (better > worse)[differ].astype(np.float64).tolist()
-    found = {of_share: accuracy_metric(shares, of_share, pairs.prompts[differ].tolist(), of="pairs")}
+    sides = [[amounts[i][j] for j in pair] for i, pair in zip(pairs.examples, pairs.sides, strict=True)]
+    better, worse = np.array(sides, dtype=np.float64).reshape(-1, 2).T
+    differ, has_scores = better != worse, ~np.isnan(pairs.margins)
     similar = np.abs(better - worse) <= _SIMILAR * np.maximum(better, worse)
-    more, less = (known & side & ~similar for side in (better > worse, better < worse))
-    masks = {of_more: more, of_less: less, of_similar: known & similar}
-    parts = {name: _part(pairs, inside, name) for name, inside in masks.items()}
-    found |= {name: part.metric for name, part in parts.items()}
+    more, less = (has_scores & side & ~similar for side in (better > worse, better < worse))
+
+    def part(name: str, mask: NDArray[np.bool_], outcomes: Floats = pairs.outcomes) -> Part:
+        return Part.of(name, outcomes[mask].tolist(), pairs.prompts[mask].tolist(), "pairs")
+
+    parts = {
+        trait.share: part(trait.share, differ, (better > worse).astype(np.float64)),
+        trait.more: part(trait.more, more),
+        trait.less: part(trait.less, less),
+        trait.similar: part(trait.similar, has_scores & similar),
+    }
+    numbers = {name: part.metric for name, part in parts.items()}
     count, note = int(more.sum() + less.sum()), None
     if not more.any() or not less.any():
-        note = f'There is no scored pair for "{LABELS[of_less if more.any() else of_more][0]}".'
-        gap, mean = (Metric(name, None, count=count) for name in (of_gap, of_mean))
+        note = f'There is no scored pair for "{LABELS[trait.less if more.any() else trait.more][0]}".'
+        gap, controlled = (Metric(name, None, count=count) for name in (trait.gap, trait.controlled))
     else:
         # p - q is twice the mean of p and 1 - q, less 1.
-        half = combined(of_gap, [parts[of_more], _part(pairs, less, of_less, flipped=True)])
+        half = combined(trait.gap, [parts[trait.more], part(trait.less, less, 1 - pairs.outcomes)])
         value, low, high = (None if end is None else 2 * end - 1 for end in (half.value, half.low, half.high))
-        gap = Metric(of_gap, value, low, high, count)
-        mean = combined(of_mean, [parts[of_more], parts[of_less]])
-        mean = _part(pairs, more | less, of_mean).metric if more.sum() == less.sum() else mean
-    note = " ".join(filter(None, (note, left_out_note(int((~known).sum()))))) or None
-    return found | {metric.name: replace(metric, note=note) for metric in (gap, mean)}
+        gap = Metric(trait.gap, value, low, high, count)
+        controlled = combined(trait.controlled, [parts[trait.more], parts[trait.less]])
+        if more.sum() == less.sum():
+            controlled = part(trait.controlled, more | less).metric
+    left_out = left_out_note(int((~has_scores).sum()))
+    return numbers | {
+        metric.name: replace(metric, note=None).with_notes(note, left_out) for metric in (gap, controlled)
+    }
 
 
 def left_out_note(num_pairs: int) -> str | None:
@@ -201,8 +214,3 @@ def left_out_note(num_pairs: int) -> str | None:
     if not num_pairs:
         return None
     return f"{num_pairs:,} pair{' has no score and is' if num_pairs == 1 else 's have no score and are'} left out."
-
-
-def _part(pairs: Pairs, inside: NDArray[np.bool_], name: str, *, flipped: bool = False) -> Part:
-    own = pairs.where(inside)
-    return Part.of(name, (1 - own.outcomes if flipped else own.outcomes).tolist(), own.prompts.tolist(), "pairs")

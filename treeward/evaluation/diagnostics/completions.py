@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from treeward.data.preference import Message
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Metric
 
@@ -53,28 +51,25 @@ class Pairs:
     @property
     def with_scores(self) -> Pairs:
         """The pairs whose completions both have a score."""
-        return self.where(~np.isnan(self.margins))
-
-    def where(self, mask: NDArray[np.bool_]) -> Pairs:
-        """The pairs of a mask (P,)."""
-        return Pairs(*(getattr(self, field.name)[mask] for field in fields(self)))
+        mask = ~np.isnan(self.margins)
+        return Pairs(self.margins[mask], self.prompts[mask], self.examples[mask], self.sides[mask])
 
 
 def collect_pairs(scored: Sequence[ScoredExample]) -> Pairs:
     """The ordered pairs of scored examples; those without a score are among them."""
     rows = []
-    for i, (one, prompt) in enumerate(zip(scored, prompt_numbers(scored), strict=True)):
-        scores = np.array(one.scores, dtype=np.float64)  # None becomes NaN
-        rows += [(scores[a] - scores[b], prompt, i, a, b) for a, b in one.pairs()]
+    for i, (example, prompt) in enumerate(zip(scored, prompt_numbers(scored), strict=True)):
+        scores = np.array(example.scores, dtype=np.float64)  # None becomes NaN
+        rows += [(scores[a] - scores[b], prompt, i, a, b) for a, b in example.pairs()]
     table = np.asarray(rows, dtype=np.float64).reshape(-1, 5)
-    whole = table[:, 1:].astype(np.int64)
-    return Pairs(table[:, 0], whole[:, 0], whole[:, 1], whole[:, 2:])
+    integers = table[:, 1:].astype(np.int64)
+    return Pairs(margins=table[:, 0], prompts=integers[:, 0], examples=integers[:, 1], sides=integers[:, 2:])
 
 
 def prompt_numbers(scored: Sequence[ScoredExample]) -> list[int]:
     """A number for each example, the same for those with the same context."""
     numbers: dict[str, int] = {}
-    return [numbers.setdefault(one.example.prompt_key, len(numbers)) for one in scored]
+    return [numbers.setdefault(example.example.context_key, len(numbers)) for example in scored]
 
 
 def residuals_within_prompts(
@@ -89,8 +84,11 @@ def residuals_within_prompts(
     kept = np.bincount(prompts, minlength=1)[prompts] > 1
     groups = np.unique(prompts[kept], return_inverse=True)[1]
     x, y = _demeaned(features_NF[kept], groups), _demeaned(scores[kept, None], groups)[:, 0]
-    own, rest = (column - x[:, 1:] @ np.linalg.lstsq(x[:, 1:], column, rcond=None)[0] for column in (x[:, 0], y))
-    return own, rest, y, groups
+
+    def unexplained(column: Floats) -> Floats:
+        return column - x[:, 1:] @ np.linalg.lstsq(x[:, 1:], column, rcond=None)[0]
+
+    return unexplained(x[:, 0]), unexplained(y), y, groups
 
 
 def slopes_within_prompts(
@@ -101,44 +99,36 @@ def slopes_within_prompts(
     By the first of `names`; by the second the same in standard deviations of scores within prompts, pooled and taken as
     known: sqrt(sum (s_ij - mean_i)^2 / (N - G)).
 
-    Least squares on what `residuals_within_prompts` leaves of the scores and of the first feature. The interval is
-    95 %, of Student's t with G - 1 degrees of freedom for G prompts, and robust to errors that go together within a
-    prompt: the jackknife over prompts (CV3: MacKinnon, Nielsen and Webb 2023, Journal of Applied Econometrics 38, page
-    671; the usual CR1 is too narrow for skewed lengths), which leaves a prompt out of the last of these steps.
-    `count`: completions that have another of the same prompt. No value where the feature does not vary within prompts,
-    or only together with the others; no interval for fewer than `FEWEST_PROMPTS`, or where one prompt alone decides.
+    The interval is 95 %, of Student's t with G - 1 degrees of freedom for G prompts, and robust to errors that go
+    together within a prompt: the jackknife over prompts (CV3: MacKinnon, Nielsen and Webb 2023, Journal of Applied
+    Econometrics 38, page 671; the usual CR1 is too narrow for skewed lengths), which leaves a prompt out of the last
+    least squares. `count`: completions that have another of the same prompt. No value where the feature does not vary
+    within prompts, or only together with the others; no interval for fewer than `FEWEST_PROMPTS`, or where one prompt
+    alone decides.
     """
-    own, rest, y, groups = residuals_within_prompts(scores, features_NF, prompts)
+    feature, residuals, y, groups = residuals_within_prompts(scores, features_NF, prompts)
     count, num_prompts = len(y), len(np.unique(groups))
-    xy_G, xx_G = (np.bincount(groups, weights=own * column, minlength=1) for column in (rest, own))
+    xy_G, xx_G = (np.bincount(groups, weights=feature * column, minlength=1) for column in (residuals, feature))
     xy, xx = float(xy_G.sum()), float(xx_G.sum())
     note = f"{num_prompts} prompts"
     if xx <= 1e-12 * float(np.abs(features_NF[:, 0]).max(initial=1.0)) ** 2:
         note += ": it does not vary within them, or only with the others"
         return {name: Metric(name, None, count=count, note=note) for name in names}
     value, low, high = xy / xx, None, None
-    note += ": too few for an interval" if num_prompts < FEWEST_PROMPTS else ""
-    if num_prompts >= FEWEST_PROMPTS and (xx - xx_G).min() > 1e-9 * xx:
+    if num_prompts < FEWEST_PROMPTS:
+        note += ": too few for an interval"
+    elif (xx - xx_G).min() > 1e-9 * xx:
         changes_G = (xy - xy_G) / (xx - xx_G) - value
         error = math.sqrt((num_prompts - 1) / num_prompts * float(changes_G @ changes_G))
         half = float(special.stdtrit(num_prompts - 1, 0.975)) * error
         low, high = value - half, value + half
     spread = math.sqrt(float(y @ y) / (count - num_prompts))
-    metrics = {names[0]: Metric(names[0], value, low, high, count, note)}
+    slope = Metric(names[0], value, low, high, count, note)
     low, high, relative = (None if not spread or end is None else end / spread for end in (low, high, value))
-    return metrics | {names[1]: Metric(names[1], relative, low, high, count, note)}
+    return {slope.name: slope, names[1]: Metric(names[1], relative, low, high, count, note)}
 
 
 def _demeaned(values_NF: Floats, groups: Integers) -> Floats:
     counts = np.maximum(np.bincount(groups, minlength=1), 1)
     means = np.stack([np.bincount(groups, weights=column, minlength=1) / counts for column in values_NF.T], axis=1)
     return np.asarray(values_NF - means[groups])
-
-
-def completion_text(completion: Sequence[Message]) -> str:
-    """The text of a completion's last message; of content in parts those that are text."""
-    content: Any = completion[-1].get("content") if completion else None
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = (part if isinstance(part, str) else part.get("text") for part in content)
-    return "".join(text for text in texts if isinstance(text, str))

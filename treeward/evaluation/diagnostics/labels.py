@@ -1,14 +1,8 @@
-"""The label of every number of a report, and the table that shows them.
-
-metrics_table("Every number", {"my-model": [*length.metrics(), *style.metrics()]})     # {"kind": "table", ...}
-"""
+"""`LABELS`: how a report shows every number of a diagnostic."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from treeward.evaluation.report.blocks import bar_item, table_block
-from treeward.evaluation.results import Block, Metric
+from collections.abc import Mapping
 
 LABELS: Mapping[str, tuple[str, str, str]] = {
     # of any comparisons
@@ -57,27 +51,3 @@ LABELS: Mapping[str, tuple[str, str, str]] = {
     "accuracy_flagged": ("Accuracy with a duplicate", "percent", "of the others"),
 }
 """By the name in `results.json`: the name in a report, the format, and how to read it."""
-
-
-def metrics_table(title: str, metrics: Mapping[str, Sequence[Metric]]) -> Block:
-    """The metrics that have a label as a `table` block: label, a column of values for each model, how to read them."""
-    by_name: dict[str, dict[str, Metric]] = {}
-    for model, own in metrics.items():
-        for metric in own:
-            by_name.setdefault(metric.name, {})[model] = metric
-    columns = {"label": ("Number", "text")} | {f"value of {model}": (model, "number") for model in metrics}
-    rows = [_row(name, of_models) for name, of_models in by_name.items() if name in LABELS]
-    block = table_block(title, columns, rows, "Ranges are 95 % intervals; they allow for completions of one prompt.")
-    how = {"key": "note", "label": "How to read it", "format": "text", "explains": "label"}
-    return block | {"columns": [*block["columns"], how]}
-
-
-def _row(name: str, of_models: Mapping[str, Metric]) -> Block:
-    label, form, explanation = LABELS[name]
-    # The note of the table says what a note on shared prompts would.
-    notes = {model: metric.note for model, metric in of_models.items()
-             if metric.note and not metric.note.startswith("The interval is over ")}  # fmt: skip
-    alike = len(of_models) == 1 or len(set(notes.values())) == 1
-    own = [*notes.values()][:1] if alike else [f"{model}: {note}" for model, note in notes.items()]
-    cells = {f"value of {model}": bar_item("", metric) | {"format": form} for model, metric in of_models.items()}
-    return {"metric": name, "label": label, **cells, "note": " ".join([f"{explanation}.", *own])}

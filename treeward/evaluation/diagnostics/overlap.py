@@ -21,16 +21,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treeward.data.preference import Message, Preference
-from treeward.evaluation.diagnostics.completions import completion_text
-from treeward.evaluation.diagnostics.labels import LABELS
-from treeward.evaluation.examples import EvalExample, ScoredExample
-from treeward.evaluation.report.blocks import bar_item, bars_block, table_block
+from treeward.data.preference import Preference, last_text
+from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Diagnostic
 from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.suites.interface import Suite
@@ -44,7 +41,6 @@ Hashes = NDArray[np.uint64]
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]+")
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that no word of a run loses its weight modulo 2^64
 _PROGRESS_EVERY = 256
-_MOST_LISTED = 200
 _LARGE_SHARE = 0.25
 
 
@@ -75,9 +71,33 @@ class Overlap:
     flags: tuple[OverlapFlag, ...]
     num_training: int
 
+    @property
+    def flagged(self) -> list[OverlapFlag]:
+        """The flags of the examples with an exact or near duplicate."""
+        return [flag for flag in self.flags if flag.is_flagged]
+
+    def sentences(self) -> str:
+        """How many examples have a duplicate, and what to think of many."""
+        count, training = f"{len(self.flags):,} examples", f"{self.num_training:,} training comparisons"
+        if not self.flagged:
+            return f"None of {count} has a duplicate among {training}."
+        near = len(self.flagged) / len(self.flags)
+        exact = sum(flag.is_exact for flag in self.flags) / len(self.flags)
+        text = (
+            f"{near:.1%} of {count} have a duplicate among {training}: {exact:.1%} word for word, the others share "
+            f"most of their words in runs of {NUM_WORDS} or more."
+        )
+        if near < _LARGE_SHARE:
+            return text
+        if exact < near / 2:
+            advice = "So many near duplicates with so few exact ones are expected of templated data: no sign of memory."
+        else:
+            advice = "The model was trained on these examples: quote none of the numbers as held out."
+        return f"{text} {advice}"
+
 
 def find_overlap(
-    examples: Sequence[EvalExample],
+    examples: Sequence[Preference],
     training: Iterable[Preference],
     *,
     num_words: int = NUM_WORDS,
@@ -87,81 +107,53 @@ def find_overlap(
 
     `num_words`: of a run. `on_progress` receives how many preferences were read, and 0, for the total is not known.
     """
-    texts = [_texts(example.context, example.completions) for example in examples]
-    runs = np.unique(
-        np.concatenate([np.zeros(1, np.uint64), *(_runs(one, num_words) for own in texts for one in own[1:])])
-    )
-    met, wholes = np.zeros(len(runs), dtype=bool), {key for own in texts for key in _wholes(own, num_words)} - {None}
-    met_wholes: set[int | None] = set()
+    texts = [_texts(example) for example in examples]
+    all_runs = [_runs(words, num_words) for of_example in texts for words in of_example[1:]]
+    runs = np.unique(np.concatenate([np.zeros(1, np.uint64), *all_runs]))
+    wholes = {key for of_example in texts for key in _wholes(of_example, num_words)} - {None}
+    is_in_training = np.zeros(len(runs), dtype=bool)
+    training_wholes: set[int | None] = set()
     count = 0
     for count, preference in enumerate(training, start=1):
-        taught = _texts(preference.context, [completion.messages for completion in preference.completions])
-        met_wholes |= wholes.intersection(_wholes(taught, num_words))
-        found = np.concatenate([_runs(words, num_words) for words in taught[1:]])
-        places = np.minimum(np.searchsorted(runs, found), len(runs) - 1)
-        met[places[runs[places] == found]] = True
+        training_texts = _texts(preference)
+        training_wholes |= wholes.intersection(_wholes(training_texts, num_words))
+        training_runs = np.concatenate([_runs(words, num_words) for words in training_texts[1:]])
+        places = np.minimum(np.searchsorted(runs, training_runs), len(runs) - 1)
+        is_in_training[places[runs[places] == training_runs]] = True
         if count % _PROGRESS_EVERY == 0:
             on_progress(count, 0)
     on_progress(count, 0)
 
     def share(words: Hashes, whole: int | None) -> float:
-        if whole in met_wholes:
+        if whole in training_wholes:
             return 1.0
-        hits = np.flatnonzero(met[np.searchsorted(runs, _runs(words, num_words))])
-        # +1 where a met run begins, -1 after its end: the sum so far is how many of them a word lies in
+        hits = np.flatnonzero(is_in_training[np.searchsorted(runs, _runs(words, num_words))])
+        # +1 where a common run begins, -1 after its end: the sum so far is how many of them a word lies in
         steps = np.zeros(len(words) + 1, dtype=np.int64)
         np.add.at(steps, hits, 1)
         np.add.at(steps, hits + num_words, -1)
         return float((np.cumsum(steps)[:-1] > 0).mean()) if len(words) else 0.0
 
     flags = []
-    for example, own in zip(examples, texts, strict=True):
-        keys = _wholes(own, num_words)
-        prompt, *completions = map(share, own[1:], keys[1:])
-        is_exact = not met_wholes.isdisjoint([keys[0], *keys[2:]])
-        flags.append(OverlapFlag(example.id, example.subset, prompt, max(completions, default=0.0), is_exact))
+    for example, of_example in zip(examples, texts, strict=True):
+        keys = _wholes(of_example, num_words)
+        prompt, *completions = map(share, of_example[1:], keys[1:])
+        is_exact = not training_wholes.isdisjoint([keys[0], *keys[2:]])
+        flags.append(OverlapFlag(example.id, example.task_name, prompt, max(completions, default=0.0), is_exact))
     return Overlap(tuple(flags), count)
 
 
-def diagnose_overlap(
-    suite: Suite, scored: Sequence[ScoredExample], overlap: Overlap, model: str = "model"
-) -> Diagnostic:
-    """The shares of examples with a duplicate, and the suite's headline over those without and those with one.
-
-    `flagged`: with an exact or near duplicate; `flagged_exact`: with one word for word.
-    """
-    flagged = {flag.id for flag in overlap.flags if flag.is_flagged}
-    num, num_training = f"{len(overlap.flags):,} examples", f"{overlap.num_training:,} training comparisons"
+def diagnose_overlap(suite: Suite, scored: Sequence[ScoredExample], overlap: Overlap) -> Diagnostic:
+    """The shares of examples with a duplicate, and the headline with and without these; `overlap` has their flags."""
+    flagged = {flag.id for flag in overlap.flagged}
     numbers = {
         "flagged": accuracy_metric([float(flag.is_flagged) for flag in overlap.flags], "flagged"),
         "flagged_exact": accuracy_metric([float(flag.is_exact) for flag in overlap.flags], "flagged_exact"),
     }
-    near, exact = (metric.value or 0.0 for metric in numbers.values())
-    for name, hit in (("accuracy_clean", False), ("accuracy_flagged", True)):
-        own = [one for one in scored if (one.example.id in flagged) == hit]
-        numbers[name] = replace(suite.summarize(own).headline, name=name)
-    said = (
-        f"{near:.1%} of {num} have a duplicate among {num_training}: {exact:.1%} word for word, the others share most "
-        f"of their words in runs of {NUM_WORDS} or more."
-    )
-    if not flagged:
-        said = f"None of {num} has a duplicate among {num_training}."
-    elif near >= _LARGE_SHARE and exact < near / 2:
-        said += " So many near duplicates with so few exact ones are expected of templated data: no sign of memory."
-    elif near >= _LARGE_SHARE:
-        said += " The model was trained on these examples: quote none of the numbers as held out."
-    unit = "pairs of completions" if suite.summarize(scored).unit == "pairs" else "whole examples"
-    items = [bar_item(LABELS[name][0], numbers[name]) for name in ("accuracy_clean", "accuracy_flagged")]
-    note = f"{said} Each n counts {unit}."
-    bars = bars_block("Overlap with the training data", model, items, note, reference=suite.chance())
-    columns = {"id": ("Example", "text"), "subset": ("Subset", "text")}
-    columns |= {"prompt": ("Of the prompt", "percent"), "completion": ("Of a completion", "percent")}
-    rows = sorted(map(asdict, (flag for flag in overlap.flags if flag.is_flagged)),
-                  key=lambda row: (-max(row["prompt"], row["completion"]), row["id"]))  # fmt: skip
-    note = "The share of words that the training data has in the same runs."
-    title = "Examples with a duplicate in the training data"
-    table = table_block(title, columns, rows[:_MOST_LISTED], note, most=10)
-    return Diagnostic(numbers, (bars, table) if rows else (bars,))
+    for name, is_flagged in (("accuracy_clean", False), ("accuracy_flagged", True)):
+        examples = [example for example in scored if (example.example.id in flagged) == is_flagged]
+        numbers[name] = replace(suite.summarize(examples).headline, name=name)
+    return Diagnostic(numbers)
 
 
 def words_of(text: str) -> list[str]:
@@ -169,10 +161,11 @@ def words_of(text: str) -> list[str]:
     return _WORD.findall(text.casefold())
 
 
-def _texts(context: Sequence[Message], completions: Iterable[Sequence[Message]]) -> list[Hashes]:
+def _texts(preference: Preference) -> list[Hashes]:
     """Hashed words of the context, of the prompt (the context without system messages) and of each completion."""
-    prompt = [message for message in context if message.get("role") != "system"]
-    texts = ("\n".join(completion_text([message]) for message in one) for one in (context, prompt, *completions))
+    prompt = [message for message in preference.context if message.get("role") != "system"]
+    parts = [preference.context, prompt, *(completion.messages for completion in preference.completions)]
+    texts = ["\n".join(last_text([message]) for message in part) for part in parts]
     return [np.array([hash(word) for word in words_of(text)], np.int64).view(np.uint64) for text in texts]
 
 
@@ -184,9 +177,9 @@ def _wholes(texts: Sequence[Hashes], num_words: int) -> list[int | None]:
 
 def _runs(words: Hashes, num_words: int) -> Hashes:
     """Hashes of all runs of words (W,): sum_k w_(i+k) m^k modulo 2^64. (max(0, W - num_words + 1),)"""
-    found = np.zeros(max(0, len(words) - num_words + 1), np.uint64)
+    runs = np.zeros(max(0, len(words) - num_words + 1), np.uint64)
     power = 1
-    for k in range(num_words if len(found) else 0):
-        found += words[k : k + len(found)] * np.uint64(power)
+    for k in range(num_words if len(runs) else 0):
+        runs += words[k : k + len(runs)] * np.uint64(power)
         power = power * _MULTIPLIER % (1 << 64)
-    return found
+    return runs

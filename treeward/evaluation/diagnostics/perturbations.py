@@ -1,9 +1,9 @@
 """`diagnose_perturbations`: what the score does when a completion is dressed up, padded, cut off or refused.
 
-    found = diagnose_perturbations(scorer, examples, num_examples=200)
-    found.padding_relative_shift     # Metric: mean change of the score, in mean margins of the pairs
-    found.padding_rejected_flips     # Metric: pairs that were right until the worse completion was padded
-    found.robust_accuracy            # Metric: pairs that stay right under every change of style to either completion
+    numbers = diagnose_perturbations(scorer, examples, num_examples=200)
+    numbers.padding_relative_shift     # Metric: mean change of the score, in mean margins of the pairs
+    numbers.padding_rejected_flips     # Metric: pairs that were right until the worse completion was padded
+    numbers.robust_accuracy            # Metric: pairs that stay right under every change of style to either completion
 
 For each sampled example one pair of a better and a worse completion is scored as it is and with each of them rewritten
 (`REWRITES`). Signs of a fault:
@@ -28,11 +28,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from treeward.data.preference import Message
-from treeward.evaluation.diagnostics.completions import Floats, completion_text
-from treeward.evaluation.examples import EvalExample
-from treeward.evaluation.report.blocks import bar_item, bars_block
+from treeward.data.preference import Message, Preference, last_text
 from treeward.evaluation.results import Diagnostic, Metric
 from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap
 from treeward.resumable import resumable_rows
@@ -141,14 +139,6 @@ def rewrite(name: str, prompt: str, text: str, rng: random.Random) -> str | None
     return None if changed == text else changed
 
 
-_DAMAGES = ", ".join(one.label for one in REWRITES.values() if one.kind == "damage")
-_OF_SHIFT = (
-    "In mean margins: at 1, the rewrite moves the score as much as the data's completions differ. Changes of style "
-    f"should be near 0, damage ({_DAMAGES}) below it."
-)
-_OF_FLIPS = "A rewrite hardly makes a worse completion the better one: a lost pair is a way to fool the model."
-
-
 @dataclass(frozen=True, slots=True)
 class PerturbedScores:
     """The scores of one pair, a row of `perturbations.jsonl`.
@@ -166,8 +156,7 @@ class PerturbedScores:
 
 def diagnose_perturbations(
     scorer: ConversationScorer,
-    examples: Sequence[EvalExample],
-    model: str = "model",
+    examples: Sequence[Preference],
     *,
     num_examples: int = 200,
     folder: Path | None = None,
@@ -184,19 +173,19 @@ def diagnose_perturbations(
     if not sampled:
         return None
     path = None if folder is None else folder / "perturbations.jsonl"
-    own = {"rewrites": ", ".join(REWRITES)} | dict(identity or {})
-    with resumable_rows(path, own, lambda row, where: PerturbedScores(**row)) as rows:
-        known = {one.id: one for one in rows.kept}
-        left = [example for example in sampled if example.id not in known]
-        on_progress(len(sampled) - len(left), len(sampled))
-        for number, one in enumerate(score_perturbed(scorer, left), start=1):
-            rows.add(asdict(one))
-            known[one.id] = one
-            on_progress(len(sampled) - len(left) + number, len(sampled))
-    return summarize_perturbations([known[example.id] for example in sampled], model)
+    full_identity = {"rewrites": ", ".join(REWRITES), **(identity or {})}
+    with resumable_rows(path, full_identity, lambda row, where: PerturbedScores(**row)) as rows:
+        scores = {row.id: row for row in rows.kept}
+        remaining = [example for example in sampled if example.id not in scores]
+        on_progress(len(sampled) - len(remaining), len(sampled))
+        for number, row in enumerate(score_perturbed(scorer, remaining), start=1):
+            rows.add(asdict(row))
+            scores[row.id] = row
+            on_progress(len(sampled) - len(remaining) + number, len(sampled))
+    return summarize_perturbations([scores[example.id] for example in sampled])
 
 
-def sample_examples(examples: Sequence[EvalExample], num_examples: int) -> list[EvalExample]:
+def sample_examples(examples: Sequence[Preference], num_examples: int) -> list[Preference]:
     """At most `num_examples` of the examples that have a pair of text, in their order; always the same.
 
     They are the first by a hash of their ids, so a smaller sample lies within a larger one, and examples that the data
@@ -208,61 +197,65 @@ def sample_examples(examples: Sequence[EvalExample], num_examples: int) -> list[
     return [example for example in usable if example.id in ids]
 
 
-def perturb(example: EvalExample) -> dict[str, tuple[str | None, str | None]]:
+def perturb(example: Preference) -> dict[str, tuple[str | None, str | None]]:
     """The rewritten texts of one pair of an example, by rewrite and the better one first; drawn by the example's id.
 
     None where a rewrite has nothing to change. An example whose better completion is a refusal has no rewrite
     "refusal". The example must have a better and a worse completion of text.
     """
-    prompt = completion_text([message for message in example.context if message.get("role") == "user"])
-    originals = [completion_text(example.completions[i]) for i in _pair(example)]
+    prompt = last_text([message for message in example.context if message.get("role") == "user"])
+    better, worse = (last_text(example.completions[i].messages) for i in _pair(example))
     texts: dict[str, tuple[str | None, str | None]] = {}
     for name in REWRITES:
         # The same generator for both, so that a rewrite with a choice of phrases takes the same one.
-        first, second = (rewrite(name, prompt, text, random.Random(f"0/{example.id}/{name}")) for text in originals)
-        texts[name] = (None, None) if name == "refusal" and _REFUSAL.match(originals[0]) else (first, second)
+        first, second = (
+            rewrite(name, prompt, text, random.Random(f"0/{example.id}/{name}")) for text in (better, worse)
+        )
+        is_refusal = name == "refusal" and _REFUSAL.match(better)
+        texts[name] = (None, None) if is_refusal else (first, second)
     return texts
 
 
-def score_perturbed(scorer: ConversationScorer, examples: Sequence[EvalExample]) -> Iterator[PerturbedScores]:
+def score_perturbed(scorer: ConversationScorer, examples: Sequence[Preference]) -> Iterator[PerturbedScores]:
     """The scores of each example's pair, in order; a row depends on its example alone."""
     remaining = iter(examples)
     while chunk := list(islice(remaining, _EXAMPLES_AT_ONCE)):
         conversations = [_conversations(example) for example in chunk]
-        flat = [conversation for one in conversations for conversation in one.values()]
-        results = iter(scorer.score(flat, on_error="mask"))
-        for example, own in zip(chunk, conversations, strict=True):
-            scores = {key: next(results).score for key in own}
+        all_conversations = [conversation for of_example in conversations for conversation in of_example.values()]
+        results = iter(scorer.score(all_conversations, on_error="mask"))
+        for example, of_example in zip(chunk, conversations, strict=True):
+            scores = {key: next(results).score for key in of_example}
             yield PerturbedScores(
                 id=example.id,
-                prompt=hashlib.blake2b(example.prompt_key.encode(), digest_size=8).hexdigest(),
+                prompt=hashlib.blake2b(example.context_key.encode(), digest_size=8).hexdigest(),
                 original=[scores["", 0], scores["", 1]],
                 rewritten={name: [scores.get((name, 0)), scores.get((name, 1))] for name in REWRITES},
                 num_failed=sum(score is None for score in scores.values()),
             )
 
 
-def _pair(example: EvalExample) -> tuple[int, ...]:
+def _pair(example: Preference) -> tuple[int, ...]:
     """Indices of a better and a worse completion of text; none where there are no such completions."""
-    texts = [completion[-1].get("content") if completion else None for completion in example.completions]
+    texts = [completion.messages[-1].get("content") for completion in example.completions]
     usable = [i for i, text in enumerate(texts) if isinstance(text, str) and text.strip()]
     pairs = [(i, j) for i in usable for j in usable if example.ranks[i] < example.ranks[j]]
     return random.Random(f"0/{example.id}").choice(pairs) if pairs else ()
 
 
-def _conversations(example: EvalExample) -> dict[tuple[str, int], list[Message]]:
+def _conversations(example: Preference) -> dict[tuple[str, int], list[Message]]:
     """By rewrite ("" for none) and side; only the last message of a completion is rewritten."""
+    conversations: dict[tuple[str, int], list[Message]] = {}
     rewritten = perturb(example)
-    found: dict[tuple[str, int], list[Message]] = {}
     for side, index in enumerate(_pair(example)):
-        *before, last = [*example.context, *example.completions[index]]
-        found["", side] = [*before, last]
-        found |= {(name, side): [*before, {**last, "content": texts[side]}]
-                  for name, texts in rewritten.items() if texts[side] is not None}  # fmt: skip
-    return found
+        *before, last = example.conversations[index]
+        conversations["", side] = [*before, last]
+        for name, texts in rewritten.items():
+            if texts[side] is not None:
+                conversations[name, side] = [*before, {**last, "content": texts[side]}]
+    return conversations
 
 
-def summarize_perturbations(scores: Sequence[PerturbedScores], model: str = "model") -> Diagnostic:
+def summarize_perturbations(scores: Sequence[PerturbedScores]) -> Diagnostic:
     """The diagnostics of scores (E).
 
     `accuracy`: of the pairs as they are. `robust_accuracy`: pairs that are right and stay so under every rewrite of
@@ -270,46 +263,45 @@ def summarize_perturbations(scores: Sequence[PerturbedScores], model: str = "mod
     both completions, in units of the mean absolute margin before; `rejected_flips`, the share of the right pairs that
     is lost when the worse completion alone is rewritten; a tie is lost. `num_left_out`: texts without a score.
     """
-    prompts = np.array([one.prompt for one in scores], dtype=object)
-    before = _table([one.original for one in scores])
-    right = before[:, 0] > before[:, 1]
+    prompts = np.array([row.prompt for row in scores], dtype=object)
+    before = _table([row.original for row in scores])
+    is_right = before[:, 0] > before[:, 1]
     margins = np.abs(before[:, 0] - before[:, 1])
-    size = float(margins[np.isfinite(margins)].sum()) / max(1, int(np.isfinite(margins).sum()))
-    stays = right.copy()
+    margins = margins[np.isfinite(margins)]
+    mean_margin = float(margins.mean()) if margins.any() else None
 
-    def share(name: str, hits: Any, where: Any) -> Metric:
+    def share(name: str, hits: NDArray[np.bool_], where: NDArray[np.bool_]) -> Metric:
         return accuracy_metric(hits[where].astype(float).tolist(), name, prompts[where].tolist(), of="pairs")
 
-    numbers = []
+    is_robust = is_right.copy()
+    metrics = []
     for name, (_, kind, _) in REWRITES.items():
-        after = _table([one.rewritten.get(name, (None, None)) for one in scores])
-        there, shifts = np.isfinite(after - before), after - before
-        moves, owners = shifts[there] / (size or np.nan), prompts[np.nonzero(there)[0]].tolist()
-        value = float(moves.mean()) if len(moves) and size else None
-        ends = (None, None) if value is None else cluster_bootstrap(moves, owners)
-        numbers.append(Metric(f"{name}_relative_shift", value, *ends, count=len(moves)))
+        after = _table([row.rewritten.get(name, (None, None)) for row in scores])
         # A rewrite that does not apply, or a text without a score, says nothing against a pair.
-        turned = before[:, 0] <= after[:, 1]
-        numbers.append(share(f"{name}_rejected_flips", turned, right & np.isfinite(after[:, 1])))
+        is_lost = before[:, 0] <= after[:, 1]
+        metrics.append(_shift(f"{name}_relative_shift", after - before, prompts, mean_margin))
+        metrics.append(share(f"{name}_rejected_flips", is_lost, is_right & np.isfinite(after[:, 1])))
         if kind == "style":
-            stays &= ~turned & ~(after[:, 0] <= before[:, 1])
-    every = np.ones(len(scores), dtype=bool)
-    robust, num_failed = share("robust_accuracy", stays, every), sum(one.num_failed for one in scores)
+            is_robust &= ~is_lost & ~(after[:, 0] <= before[:, 1])
+    everywhere = np.ones(len(scores), dtype=bool)
+    num_failed = sum(row.num_failed for row in scores)
+    robust = share("robust_accuracy", is_robust, everywhere)
     if num_failed:
         robust = replace(robust, note=f"{num_failed:,} texts without a score are left out.")
-    by_name = {metric.name: metric for metric in (robust, share("accuracy", right, every), *numbers)}
-    moved, lost = (
-        [bar_item(one.label, by_name[f"{name}_{what}"]) for name, one in REWRITES.items()]
-        for what in ("relative_shift", "rejected_flips")
-    )
-    reach = max((abs(one[end]) for one in moved for end in ("value", "low", "high") if one[end]), default=1.0)
-    figures = (
-        bars_block("Score shift by rewrite", model, moved, _OF_SHIFT, format="signed", reference=0,
-                   x_range=[-reach, reach]),
-        bars_block("Right pairs lost when the worse completion is rewritten", model, lost, _OF_FLIPS, reference=None),
-    )  # fmt: skip
-    return Diagnostic(by_name, figures, num_failed)
+    metrics = [robust, share("accuracy", is_right, everywhere), *metrics]
+    return Diagnostic({metric.name: metric for metric in metrics}, num_failed)
 
 
-def _table(pairs: Sequence[Sequence[float | None]]) -> Floats:
+def _shift(name: str, shifts: NDArray[np.float64], prompts: NDArray[Any], mean_margin: float | None) -> Metric:
+    """The mean shift (E, 2) in mean margins; no value where there is none, or all margins are 0."""
+    has_shift = np.isfinite(shifts)
+    count = int(has_shift.sum())
+    if not count or mean_margin is None:
+        return Metric(name, None, count=count)
+    moves = shifts[has_shift] / mean_margin
+    low, high = cluster_bootstrap(moves, prompts[np.nonzero(has_shift)[0]].tolist())
+    return Metric(name, float(moves.mean()), low, high, count)
+
+
+def _table(pairs: Sequence[Sequence[float | None]]) -> NDArray[np.float64]:
     return np.array(pairs, dtype=np.float64).reshape(-1, 2)  # None becomes NaN

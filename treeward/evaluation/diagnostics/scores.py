@@ -37,98 +37,108 @@ _SATURATED = 5.0  # temperatures
 
 
 def statistics_of(
-    scored: Sequence[ScoredExample], result: SuiteResult | None = None, model: str = "model", *, name: str | None = None
+    scored: Sequence[ScoredExample], result: SuiteResult | None = None, *, name: str | None = None
 ) -> Diagnostic:
     """The numbers of any scored comparisons; ties and failures count as wrong in `pair_accuracy`, which has no value
     where most examples failed.
 
     `temperature`: the T for which sigma(margin / T) predicts these pairs best; no value where none does. `ece_fitted`:
     at that temperature, and `saturated` too (at 1 where there is none). `worst_subset`: of `result`. `score_mean`,
-    `score_std`: over all completions. The others are those of `orders_and_confidences`. `name`: for the log.
+    `score_std`: over all completions. The others are those of `orders_and_confidences`. `name`: for the log. The points
+    are those of the reliability curve.
     """
     pairs = collect_pairs(scored)
-    known, scores = pairs.with_scores, np.array([s for one in scored for s in one.scores if s is not None])
-    margins, prompts, count = known.margins, known.prompts.tolist(), len(known.margins)
+    pairs_with_scores = pairs.with_scores
+    margins, prompts = pairs_with_scores.margins, pairs_with_scores.prompts.tolist()
+    count = len(margins)
     fitted = fit_temperature(margins, name=name) if count else None
-    scale, found = (None if fitted is None else fitted.value), orders_and_confidences(scored)
-    after = None if scale is None else expected_calibration_error(*pair_confidences(margins, scale))
-    saturated = (np.abs(margins) > _SATURATED * (scale or 1.0)).astype(float).tolist()
-    outcomes = [] if result is not None and result.mostly_failed else pairs.outcomes.tolist()
+    scale = None if fitted is None else fitted.value
+    ece_fitted = None if scale is None else expected_calibration_error(*pair_confidences(margins, scale))
     missing = "There is none: the better completions do not score higher on average." if scale is None else None
+    saturated = (np.abs(margins) > _SATURATED * (scale or 1.0)).astype(float).tolist()
     assumed = "No temperature is fitted, so it is taken as 1." if scale is None else None
-    worst = min((s for s in (result.subsets if result else ()) if s.value is not None),
-                key=lambda one: (one.value or 0.0, one.name), default=None)  # fmt: skip
+    outcomes = [] if result is not None and result.mostly_failed else pairs.outcomes.tolist()
+    scores = np.array([score for example in scored for score in example.scores if score is not None])
     numbers = (
         accuracy_metric(outcomes, "pair_accuracy", pairs.prompts.tolist()[: len(outcomes)], of="pairs"),
         accuracy_metric((margins == 0).astype(float).tolist(), "ties", prompts, of="pairs"),
-        *found.values(),
+        *orders_and_confidences(scored).values(),
         *grade_errors(scored).values(),
         *spread_metric(scored).values(),
-        Metric("ece_fitted", after, count=count),
+        Metric("ece_fitted", ece_fitted, count=count),
         Metric("temperature", scale, count=count, note=missing),
-        Metric("worst_subset", None) if worst is None else replace(worst, name="worst_subset", note=worst.name),
+        _worst_subset(result),
         Metric("score_mean", float(scores.mean()) if len(scores) else None, count=len(scores)),
         Metric("score_std", float(scores.std()) if len(scores) else None, count=len(scores)),
         replace(accuracy_metric(saturated, "saturated", prompts, of="pairs"), note=assumed),
     )
     bins = reliability_curve(*pair_confidences(margins))
-    figure: Block = {
-        "kind": "curves",
-        "title": "How sure, and how often right",
-        "note": "On the diagonal sigmoid(margin) is a probability; below it the model is overconfident.",
-        "x_label": "predicted probability",
-        "y_label": "how often it was right",
-        "format": "percent",
-        "is_square": True,
-        "series": [
-            {"name": model, "x": [one["mean_probability"] for one in bins], "y": [one["frequency"] for one in bins]}
-            | {"low": [one["interval"][0] for one in bins], "high": [one["interval"][1] for one in bins]}
-            | {"labels": [f"predicted {one['mean_probability']:.1%}, n = {one['count']}" for one in bins]}
-        ],
+    points: Block = {
+        "x": [bin["mean_probability"] for bin in bins],
+        "y": [bin["frequency"] for bin in bins],
+        "low": [bin["interval"][0] for bin in bins],
+        "high": [bin["interval"][1] for bin in bins],
+        "labels": [f"predicted {bin['mean_probability']:.1%}, n = {bin['count']}" for bin in bins],
     }
-    return Diagnostic({metric.name: metric for metric in numbers}, (figure,) if count else ())
+    return Diagnostic({metric.name: metric for metric in numbers}, points=points if count else None)
+
+
+def _worst_subset(result: SuiteResult | None) -> Metric:
+    subsets = [] if result is None else [subset for subset in result.subsets if subset.value is not None]
+    if not subsets:
+        return Metric("worst_subset", None)
+    worst = min(subsets, key=lambda subset: (subset.value or 0.0, subset.name))
+    return replace(worst, name="worst_subset", note=worst.name)
 
 
 def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """`mse` and `pearson` of the values of heads and the grades of their names, over all of them and of each, as in
     `metrics.grade_metrics`; empty where no example has both."""
-    names = sorted({name for one in scored for own in one.heads for name in _graded_names(one, own)})
+    names = sorted({name for example in scored for heads in example.heads for name in graded_heads(example, heads)})
     sums = GradeSums()
-    for one in scored:
-        grades = one.example.suite_data.get("attributes", {})
-        known = [i for i, own in enumerate(one.heads) if _graded_names(one, own)]
-        rows = [[grades[name][i] for name in names] for i in known]
-        targets = graded(
-            [[[math.nan if grade is None else grade for grade in row] for row in rows]], (1.0,) * len(names)
-        )
-        values_SH = torch.tensor([[one.heads[i][name] for name in names] for i in known])
-        if known:
-            sums.add(values_SH, targets)
+    for example in scored:
+        graded_places = [i for i, heads in enumerate(example.heads) if graded_heads(example, heads)]
+        if not graded_places:
+            continue
+        completions = [example.example.completions[i] for i in graded_places]
+        grades = [[_or_nan(completion.grade(name)) for name in names] for completion in completions]
+        values_SH = torch.tensor([[example.heads[i].get(name, 0.0) for name in names] for i in graded_places])
+        sums.add(values_SH, graded([grades], (1.0,) * len(names)))
     if sums.sums_6H is None:
         return {}
     values, count = grade_metrics(sums.sums_6H, names), int(sums.sums_6H[0].sum())
     return {name: Metric(name, value if math.isfinite(value) else None, count=count) for name, value in values.items()}
 
 
-def _graded_names(one: ScoredExample, heads: Iterable[str]) -> list[str]:
-    return [name for name in heads if name in one.example.suite_data.get("attributes", {})]
+def _or_nan(grade: float | None) -> float:
+    return math.nan if grade is None else grade
+
+
+def graded_heads(scored: ScoredExample, heads: Iterable[str]) -> list[str]:
+    """The heads by whose names a completion of the example has a grade."""
+    grades = {name for completion in scored.example.completions for name in completion.all_grades}
+    return [name for name in heads if name in grades]
 
 
 def spread_metric(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """`spread_auroc`: how often the heads differ more about a pair in the wrong order than about one in the right
     order, by the standard deviation over heads of the difference of the two values; empty where the heads are no
     estimates of one score."""
-    spreads: tuple[list[float], list[float]] = [], []
-    for one in scored:
-        values_SH = [[own[name] for name in sorted(own.keys() - _graded_names(one, own))] for own in one.heads]
-        for better, worse in one.pairs() if any(values_SH) else ():
-            a, b = one.scores[better], one.scores[worse]
+    wrong: list[float] = []
+    right: list[float] = []
+    for example in scored:
+        estimates_SH = [
+            [heads[name] for name in sorted(heads.keys() - graded_heads(example, heads))] for heads in example.heads
+        ]
+        for better, worse in example.pairs() if any(estimates_SH) else ():
+            a, b = example.scores[better], example.scores[worse]
             if a is not None and b is not None:
-                spreads[a > b].append(float(np.std(np.subtract(values_SH[better], values_SH[worse]))))
-    wrong, right = spreads
+                spread = float(np.std(np.subtract(estimates_SH[better], estimates_SH[worse])))
+                (right if a > b else wrong).append(spread)
+    if not wrong and not right:
+        return {}
     note = None if wrong and right else "It needs pairs in the right order and in the wrong one."
-    metric = Metric("spread_auroc", auroc(wrong, right), count=len(wrong) + len(right), note=note)
-    return {metric.name: metric} if metric.count else {}
+    return {"spread_auroc": Metric("spread_auroc", auroc(wrong, right), count=len(wrong) + len(right), note=note)}
 
 
 def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
@@ -145,16 +155,19 @@ def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]
     taus: list[float] = []
     all_right: list[bool] = []
     best_wins: list[bool] = []
-    for one in scored:
-        known = [(s, rank) for s, rank in zip(one.scores, one.example.ranks, strict=True) if s is not None]
-        best = min(one.example.ranks, default=0)
-        if max(one.example.ranks, default=0) != best:
-            right += [score for score, rank in known if rank == best]
-            wrong += [score for score, rank in known if rank != best]
-            all_right.append(not one.failed and all(s > t for s, a in known for t, b in known if a < b))
-            best_wins.append(not one.failed and {rank for score, rank in known if score == max(known)[0]} == {best})
-        tau = kendall_tau_b([s for s, _ in known], [rank for _, rank in known]) if len(known) > 2 else None
-        taus += [] if tau is None else [tau]
+    for example in scored:
+        ranks = example.example.ranks
+        ranked = [(score, rank) for score, rank in zip(example.scores, ranks, strict=True) if score is not None]
+        best = min(ranks, default=0)
+        if max(ranks, default=0) != best:
+            right += [score for score, rank in ranked if rank == best]
+            wrong += [score for score, rank in ranked if rank != best]
+            all_right.append(not example.failed and all(s > t for s, a in ranked for t, b in ranked if a < b))
+            highest = max((score for score, _ in ranked), default=None)
+            best_wins.append(not example.failed and {rank for score, rank in ranked if score == highest} == {best})
+        if len(ranked) > 2:
+            tau = kendall_tau_b([score for score, _ in ranked], [rank for _, rank in ranked])
+            taus += [] if tau is None else [tau]
     if mostly_failed(scored):
         all_right, best_wins = [], []
     margins = collect_pairs(scored).with_scores.margins
@@ -163,9 +176,9 @@ def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]
     no_taus = "There is no example of more than two completions with different scores."
     values = {
         "auroc": (auroc(right, wrong), len(right) + len(wrong), no_pairs),
-        "kendall_tau": (float(np.mean(taus)) if taus else None, len(taus), no_taus),
-        "group_accuracy": (float(np.mean(all_right)) if all_right else None, len(all_right), no_pairs),
-        "best_of_k": (float(np.mean(best_wins)) if best_wins else None, len(best_wins), no_pairs),
+        "kendall_tau": (_mean(taus), len(taus), no_taus),
+        "group_accuracy": (_mean(all_right), len(all_right), no_pairs),
+        "best_of_k": (_mean(best_wins), len(best_wins), no_pairs),
         "ece": (expected_calibration_error(*predictions), len(margins), no_pairs),
         "brier": (brier(*predictions), len(margins), no_pairs),
     }
@@ -173,3 +186,7 @@ def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]
         name: Metric(name, value, count=count, note=missing if value is None else None)
         for name, (value, count, missing) in values.items()
     }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None

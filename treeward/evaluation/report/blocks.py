@@ -1,28 +1,20 @@
-"""Blocks: what a report is made of. Each is a JSON object whose `kind` says how the page shows it.
+"""Blocks: what a report is made of. A report yields them in order, and `report.build` makes a page of them.
 
-    {"kind": "headline", "items": [{"label": "RewardBench", "value": 0.71, "low": 0.62, "high": 0.79, "count": 100,
-                                    "format": "percent", "reference": 0.5, "note": "four sections"}]}
-    {"kind": "text", "title": "Length", "markdown": "**Longer** completions win. See `lengths`."}   (opens a chapter)
-    {"kind": "bars", "title": "Subsets", "reference": 0.5, "x_range": [0, 1],
-     "series": [{"name": "A", "items": [{"label": "Chat", "value": 0.9, "low": 0.8, "high": 0.95, "count": 358}]}]}
-    {"kind": "curves", "title": "Best of N", "series": [{"name": "gold", "x": [1, 2], "y": [0, 1], "low": [0, 0.9],
-     "high": [0, 1.1]}]}
-    {"kind": "table", "title": "Shifts", "columns": [{"key": "name", "label": "Change", "format": "text"}],
-     "rows": [{"name": "flattery"}]}
+    text_block("**Longer** completions win. See `lengths`.", title="Length")        # a title opens a chapter
+    headline_block([bar_item("RewardBench", metric, format="percent", reference=0.5)])
+    bars_block("Subsets", {"model": [bar_item(m.name, m) for m in result.subsets]})
+    curves_block("Best of N", [{"name": "gold", "x": [1, 2], "y": [0, 1], "low": [0, 0.9], "high": [0, 1.1]}])
+    table_block("Shifts", {"name": ("Change", "text")}, [{"name": "flattery"}])
     {"kind": "samples", "title": "Completions over time", "items": [{"prompt": [{"role": "user", "content": "Hi"}],
      "rows": [{"name": "a run", "colour": 0, "completions": [{"label": "step 0", "text": "Hello.", "flags": ["cut"],
      "numbers": [{"label": "reward", "value": 0.3, "format": "signed"}]}]}]}]}
     {"kind": "examples", "title": "Mistakes", "source": "rewardbench"}
 
-Every kind takes a `title` and a `note` (a sentence below the title). A block with a title may be `folded`: readers open
-it, and the contents do not list it. A number that is None or not finite shows as a dash. Formats: percent (of a
-fraction), points (a difference of fractions, in percentage points), number, signed, integer, text. A table's cell may
-be an object {"value", "low", "high", "count"}, with its own "format" where it is not the column's. A column may name
-the column that it `explains`: narrow screens show it below that one's cells. `most` is the number of rows on a table's
-first page. Curves may have a `y_scale` (symlog), be shares against shares (`is_square`), name places of the x axis,
-`x_ticks` [{"x", "label"}], and points, `labels` beside x and y, and mark places, `lines` [{"x", "label", "colour"}]. A
-series of curves may have the `colour` and the `dash` of another, by number, and `dots` or none. The rows of `examples`
-are those of `treeward.evaluation.examples.to_row`, with a `model` where there is more than one.
+Each is a JSON object whose `kind` says how the page shows it. Every kind takes a `title` and a `note` (a sentence below
+the title). A block with a title may be `folded`: readers open it, and the contents do not list it. A number that is
+None or not finite shows as a dash. Formats: percent (of a fraction), points (a difference of fractions, in percentage
+points), number, signed, integer, text. The rows of `examples` are those of `treeward.evaluation.examples.to_row`, with
+a `model` where there is more than one.
 """
 
 from __future__ import annotations
@@ -39,25 +31,51 @@ ABSENT = "–"
 _DECIMALS = ((1000, 0), (100, 1), (10, 2), (0.1, 3), (0.01, 4), (1e-4, 5), (0, 3))
 
 
-def bar_item(label: str, metric: Metric, note: str | None = None) -> Block:
-    """A metric as an item of a `bars` or `headline` block."""
+def text_block(markdown: str, title: str | None = None) -> Block:
+    """Sentences and lists; with a title they open a chapter."""
+    block: Block = {"kind": "text", "markdown": markdown}
+    return block if title is None else block | {"title": title}
+
+
+def headline_block(items: Sequence[Block]) -> Block:
+    """Cards of the numbers that a reader needs first."""
+    return {"kind": "headline", "items": list(items)}
+
+
+def bar_item(label: str, metric: Metric, note: str | None = None, **more: Any) -> Block:
+    """A metric as an item of a `bars` or `headline` block; `more`: its `format` and `reference`, as chance."""
     item = {"label": label, "value": metric.value, "low": metric.low, "high": metric.high, "count": metric.count}
-    return item if note is None else item | {"note": note}
+    return item | ({} if note is None else {"note": note}) | more
 
 
-def bars_block(title: str, model: str, items: Sequence[Block], note: str | None = None, **more: Any) -> Block:
-    """Items of one model as a `bars` block from 0 to 1; `more`: fields of the block in place of these."""
-    series = [{"name": model, "items": list(items)}]
+def bars_block(title: str, series: Mapping[str, Sequence[Block]], note: str | None = None, **more: Any) -> Block:
+    """Items by model as bars from 0 to 1; `more`: fields of the block in place of these."""
     axis: Block = {"x_range": [0, 1], "reference": 0.5, "format": "percent"}
-    return {"kind": "bars", "title": title, "note": note, "series": series} | axis | more
+    named = [{"name": name, "items": list(items)} for name, items in series.items()]
+    return {"kind": "bars", "title": title, "note": note, "series": named} | axis | more
+
+
+def curves_block(title: str, series: Sequence[Block], note: str | None = None, **more: Any) -> Block:
+    """Lines with bands.
+
+    A series may have `labels` of its points, the `colour` and the `dash` of another, by number, and `dots` or none.
+    `more`: `x_label`, `y_label`, `y_scale` (symlog), `format`, `is_square` (shares against shares), `x_ticks` [{"x",
+    "label"}] (names of places on the x axis) and `lines` [{"x", "label", "colour"}] (marked places).
+    """
+    return {"kind": "curves", "title": title, "note": note, "series": list(series)} | more
 
 
 def table_block(
     title: str, columns: Mapping[str, tuple[str, str]], rows: Sequence[Block], note: str | None = None, **more: Any
 ) -> Block:
-    """Rows as a `table` block; `columns`: label and format by key. `more`: further fields of the block."""
-    shown = [{"key": key, "label": label, "format": format} for key, (label, format) in columns.items()]
-    return {"kind": "table", "title": title, "note": note, "columns": shown, "rows": list(rows)} | more
+    """Rows as a table; `columns`: label and format by key.
+
+    A cell may be an object {"value", "low", "high", "count"}, with its own "format" where it is not the column's. A
+    column may name the column that it `explains`: narrow screens show it below that one's cells. `more`: as `most`, the
+    number of rows on the first page.
+    """
+    labelled = [{"key": key, "label": label, "format": format} for key, (label, format) in columns.items()]
+    return {"kind": "table", "title": title, "note": note, "columns": labelled, "rows": list(rows)} | more
 
 
 def plain(value: Any, of_text: Callable[[str], str] = str) -> Any:
@@ -88,19 +106,19 @@ def format_number(value: float | None, format: str = "number", size: float | Non
     """
     if value is None or not math.isfinite(value):
         return ABSENT
-    own = abs(value)
-    size = own if size is None else size
+    amount = abs(value)
+    size = amount if size is None else size
     if format == "percent":
-        text = f"{own * 100:.1f}%"
+        text = f"{amount * 100:.1f}%"
     elif format == "points":
-        text = f"{own * 100:.1f} points"
-    elif format == "integer" or (own == round(own) and own >= 100):
-        text = f"{math.floor(own + 0.5):,}"
-    elif own != 0 and (own < 1e-4 or own >= 1e6):
-        mantissa, exponent = f"{own:.2e}".split("e")
+        text = f"{amount * 100:.1f} points"
+    elif format == "integer" or (amount == round(amount) and amount >= 100):
+        text = f"{math.floor(amount + 0.5):,}"
+    elif amount != 0 and (amount < 1e-4 or amount >= 1e6):
+        mantissa, exponent = f"{amount:.2e}".split("e")
         text = f"{mantissa}e{int(exponent):+d}"
     else:
-        text = f"{own:,.{next(decimals for least, decimals in _DECIMALS if size >= least)}f}"
+        text = f"{amount:,.{next(decimals for least, decimals in _DECIMALS if size >= least)}f}"
     text = text.replace("e-", "e\N{MINUS SIGN}")
     negative = value < 0 and any(digit in "123456789" for digit in text)
     return ("\N{MINUS SIGN}" if negative else "+" if format in ("signed", "points") and value > 0 else "") + text
@@ -111,10 +129,10 @@ def format_interval(item: Mapping[str, Any], format: str, *, with_count: bool = 
 
     The second text is empty where neither is known.
     """
-    known = {name: item[name] for name in ("value", "low", "high") if is_number(item.get(name))}
-    size = max((abs(value) for value in known.values()), default=0.0)
-    value, low, high = (format_number(known.get(name), format, size) for name in ("value", "low", "high"))
-    parts = [f"{low} to {high}".replace(" points", "")] if {"low", "high"} & known.keys() else []
+    numbers = {name: item[name] for name in ("value", "low", "high") if is_number(item.get(name))}
+    size = max((abs(value) for value in numbers.values()), default=0.0)
+    value, low, high = (format_number(numbers.get(name), format, size) for name in ("value", "low", "high"))
+    parts = [f"{low} to {high}".replace(" points", "")] if {"low", "high"} & numbers.keys() else []
     if with_count and is_number(item.get("count")):
         parts.append(f"n = {format_number(item['count'], 'integer')}")
     return value, f"({', '.join(parts)})" if parts else ""

@@ -26,6 +26,7 @@ import vl_convert
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
+from treeward.errors import DataError
 from treeward.evaluation.report.blocks import format_interval, format_number, is_number, plain
 from treeward.evaluation.report.charts import THEME, draw
 from treeward.evaluation.report.examples import OUTCOMES, example_rows, messages, prompt_text
@@ -53,17 +54,25 @@ def write_report(
     *,
     subtitle: str = "",
     name: str = "report",
+    files: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write report.html and report.json into `folder`, which is made where it is not there; returns the page's path.
 
     `name` stands for "report" in both files' names. report.json: {"title", "subtitle", "blocks", "examples"}, None for
-    a number that is not finite. A report that is already there is replaced whole or not at all.
+    a number that is not finite. `files`: further JSON files by name, written first. A report that is already there is
+    replaced whole or not at all. Raises `DataError` where they cannot be written.
     """
     report = {"title": title, "subtitle": subtitle, "blocks": blocks, "examples": examples}
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / f"{name}.json", json.dumps(plain(report), allow_nan=False) + "\n")
-    write_text(folder / f"{name}.html", build_report(**report, name=name))  # type: ignore[arg-type]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, content in (files or {}).items():
+            write_text(folder / file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        write_text(folder / f"{name}.json", json.dumps(plain(report), allow_nan=False) + "\n")
+        write_text(folder / f"{name}.html", build_report(**report, name=name))  # type: ignore[arg-type]
+    except OSError as error:
+        need = "a folder that can be written"
+        raise DataError("the results cannot be written", where=str(folder), got=str(error), need=need) from error
     return folder / f"{name}.html"
 
 
@@ -80,14 +89,14 @@ def build_report(
     scripts = [
         *([_vega()] if any("figure" in section for section in sections) else []),
         *([_datatables()] if has_tables else []),
-        _own("page.js"),
+        _resource("page.js"),
     ]
     return _environment().get_template("page.html").render(
         report=shown,
         json_name=f"{name}.json",
         sections=sections,
         theme=THEME,
-        style=Markup(_own("page.css")),
+        style=Markup(_resource("page.css")),
         table_style=Markup(_bundled("dt_bundle.css") if has_tables else ""),
         scripts=[Markup(script) for script in scripts],
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src {' '.join(map(_hash, scripts))}; "
@@ -141,16 +150,16 @@ def _table_layout(columns: Sequence[Block], rows: Sequence[Block]) -> list[Block
 
     `is_dense`: with many columns, intervals stand below their values.
     """
-    found, with_interval = [], 0
+    layout, with_interval = [], 0
     for column in columns:
         values, form = [row.get(column["key"]) for row in rows], column.get("format") or "text"
         with_interval += any(isinstance(value, Mapping) and is_number(value.get("low")) for value in values)
         is_whole = all(is_number(value) and value == round(value) for value in values if value is not None)
         shown = "integer" if form == "number" and is_whole else form
         label = column.get("label") or column["key"]
-        found.append({**column, "label": label, "format": shown, "is_text": form == "text"})
+        layout.append({**column, "label": label, "format": shown, "is_text": form == "text"})
     dense = with_interval > _WIDE_COLUMNS or len(columns) > 2 * _WIDE_COLUMNS
-    return [column | {"is_dense": dense} for column in found]
+    return [column | {"is_dense": dense} for column in layout]
 
 
 def _cell(value: Any, column: Block) -> Block:
@@ -187,7 +196,7 @@ def _bundled(name: str) -> str:
     return (Path(spec.origin).parent / "html" / name).read_text(encoding="utf-8")
 
 
-def _own(name: str) -> str:
+def _resource(name: str) -> str:
     # Universal newlines: a carriage return would be normalised by the browser and the hash would not match.
     return resources.files("treeward.evaluation.report").joinpath(name).read_text(encoding="utf-8")
 

@@ -17,43 +17,43 @@ def example_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows as the page's table shows them; `share` is the size of the margin, the widest of all being 1."""
     disputed = _disputed(rows)
     widest = max((abs(row["margin"]) for row in rows if is_number(row.get("margin"))), default=1.0) or 1.0
-    found = []
+    shown_rows = []
     for row in rows:
         margin, outcome = row.get("margin"), row.get("outcome") or "none"
         shown = {key: ABSENT if row.get(key) is None else str(row[key]) for key in ("id", "subset", "model")}
-        found.append(shown | {
+        shown_rows.append(shown | {
             "outcome": outcome, "rank": list(OUTCOMES).index(outcome),
             "margin": margin, "share": abs(margin or 0.0) / widest,
             "models": "disagree" if shown["id"] in disputed else "do not",
             "context": messages(row.get("context")), "prompt": prompt_text(row.get("context")),
             "completions": _completions(row),
         })  # fmt: skip
-    return found
+    return shown_rows
 
 
 def _disputed(rows: Sequence[Mapping[str, Any]]) -> set[str]:
     """The ids that one model has right and another has not, though both have scored them."""
-    of_ids: dict[str, set[bool]] = {}
+    outcomes: dict[str, set[bool]] = {}
     for row in rows:
         if row.get("outcome") not in ("failed", None):
-            of_ids.setdefault(str(row.get("id")), set()).add(row["outcome"] == "right")
-    return {id for id, found in of_ids.items() if len(found) > 1}
+            outcomes.setdefault(str(row.get("id")), set()).add(row["outcome"] == "right")
+    return {id for id, of_id in outcomes.items() if len(of_id) > 1}
 
 
 def messages(value: Any) -> list[dict[str, str]]:
     """Messages as role and text, whatever their content is."""
-    given = [value] if isinstance(value, str) else value or []
     return [
-        {"role": "", "text": one} if isinstance(one, str) else
-        {"role": str(one.get("role") or ""), "text": _text(one.get("content"))}
-        for one in given
+        {"role": "", "text": message} if isinstance(message, str) else
+        {"role": str(message.get("role") or ""), "text": _text(message.get("content"))}
+        for message in ([value] if isinstance(value, str) else value or [])
     ]  # fmt: skip
 
 
 def prompt_text(context: Any) -> str:
     """The last message of the user, or the last of all."""
-    told = messages(context)
-    return next((one["text"] for one in reversed(told) if one["role"] == "user"), told[-1]["text"] if told else "")
+    shown = messages(context)
+    last = shown[-1]["text"] if shown else ""
+    return next((message["text"] for message in reversed(shown) if message["role"] == "user"), last)
 
 
 def _text(content: Any) -> str:
@@ -67,18 +67,19 @@ def _text(content: Any) -> str:
 def _completions(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The completions by rank, each with its name, whether it is better, and its numbers."""
     ranks = row.get("ranks") or []
-    distinct, known = sorted(set(ranks)), [score for score in row.get("scores") or () if score is not None]
+    distinct = sorted(set(ranks))
+    highest = max((score for score in row.get("scores") or () if score is not None), default=None)
     columns = (row.get(name) or () for name in ("completions", "scores", "lengths", "num_tokens", "errors"))
-    found = []
+    shown = []
     for i, (completion, score, length, num_tokens, error) in enumerate(zip_longest(*columns)):
         place = distinct.index(ranks[i]) if i < len(ranks) and len(distinct) > 1 else None
         name = "Tied" if len(ranks) > 1 else "Completion"
         if place is not None:
             name = "Worse completion" if place else "Better completion"
             name = f"Rank {place + 1} of {len(distinct)}" if len(distinct) > 2 else name
-        found.append({
+        shown.append({
             "name": name, "is_better": place == 0, "place": place or 0, "score": score, "length": length,
-            "is_chosen": len(ranks) > 1 and score is not None and score == max(known), "num_tokens": num_tokens,
+            "is_chosen": len(ranks) > 1 and score is not None and score == highest, "num_tokens": num_tokens,
             "error": error, "messages": messages(completion),
         })  # fmt: skip
-    return sorted(found, key=lambda one: one["place"])
+    return sorted(shown, key=lambda completion: completion["place"])

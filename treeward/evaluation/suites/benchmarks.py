@@ -2,7 +2,7 @@
 
 RM-Bench: right and subtly wrong completions, each in three styles (Liu et al. 2024, arXiv 2410.16184).
 
-    RMBench().load("RM-Bench/data")              # the authors' repository, a file of it, or the hub's THU-KEG/RM-Bench
+    RMBench().load("RM-Bench/data")              # the authors' repository, or the hub's THU-KEG/RM-Bench
 
 A[i][j] = P(chosen in style i > rejected in style j), styles from plain to fancy: concise, detailed, detailed markdown.
 Hard is the mean of the upper triangle (the wrong completion is the fancier one), normal of the diagonal, easy of the
@@ -41,7 +41,7 @@ data, from which they are read when no source is given.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -52,12 +52,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
+from treeward.data.preference import Preference
 from treeward.data.sources import Row, read_rows
 from treeward.errors import DataError
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.examples import ScoredExample, by_subset
 from treeward.evaluation.results import SuiteResult
-from treeward.evaluation.statistics import Part, by_subset, combined
-from treeward.evaluation.suites.interface import Prompt, Suite, example, one_of, read_as, suite_rows
+from treeward.evaluation.statistics import Part, combined
+from treeward.evaluation.suites.interface import Prompt, Suite, one_of, published_example, read_as, suite_rows
 from treeward.evaluation.suites.rewardbench import RewardBench
 
 # --- RM-Bench --------------------------------------------------------------------------------------------------------
@@ -91,40 +92,38 @@ class RMBench(Suite):
     hub_path = "THU-KEG/RM-Bench"
     num_published = 1327
 
-    def load(self, source: str | None = None) -> list[EvalExample]:
+    def load(self, source: str | None = None) -> list[Preference]:
         """Six completions, ranks 0, 0, 0, 1, 1, 1, each three in the order of `STYLES`; see `Suite.load`.
 
-        In a folder `total_dataset.json` counts, if it is there, and not the files of single domains beside it. A file
-        of one, such as `safety-refuse_filtered.json`, names the domain of its rows (THU-KEG/RM-Bench, README).
+        In a folder `total_dataset.json` counts, if it is there, and not the files of single domains beside it.
         """
-        path = Path(source or "")
-        files = [] if source is None else [path] if path.is_file() else sorted(path.rglob("*.json*"))
-        total = next((file for file in files if file.name.startswith("total_dataset")), None)
-        of_domains = {name: file for file in files if (name := file.name.split(".")[0].removesuffix("_filtered"))}
-        if total is None and (named := [name for name in _SUBSETS if name in of_domains]):
-            return [_style_example(row, name) for name in named for row in read_rows(str(of_domains[name]))]
-        rows = suite_rows(source if total is None else str(total), self.hub_path, split=None)
+        files = [] if source is None else sorted(Path(source).rglob("total_dataset*.json*"))
+        rows = suite_rows(str(files[0]) if files else source, self.hub_path, split=None)
         return [_style_example(row) for row in rows]
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
-        groups, cells = by_subset(scored), {id(one): self._cells(one) for one in scored}
+        cells = {id(example): self._cells(example) for example in scored}
 
-        def part(name: str, own: Sequence[ScoredExample], places: Any = ...) -> Part:
-            return self.part(name, own, lambda one: float(cells[id(one)][places].mean()))
+        def part(name: str, examples: Sequence[ScoredExample], places: Any = ...) -> Part:
+            return self.part(name, examples, lambda example: float(cells[id(example)][places].mean()))
 
-        of_domains = {domain: [one for one in scored if one.example.subset.startswith(domain)] for domain in DOMAINS}
-        domains = {domain: own for domain, own in of_domains.items() if own}
-        parts = [part(domain, own) for domain, own in domains.items()]
+        domains = {
+            domain: [example for example in scored if example.example.task_name.startswith(domain)]
+            for domain in DOMAINS
+        }
+        domains = {domain: examples for domain, examples in domains.items() if examples}
+        parts = [part(domain, examples) for domain, examples in domains.items()]
         difficulties = [
-            combined(name, [part(name, own, places) for own in domains.values()])
+            combined(name, [part(name, examples, places) for examples in domains.values()])
             for name, places in _DIFFICULTIES.items()
         ]
-        matrices = [np.mean([cells[id(one)] for one in own], axis=0) for own in domains.values()]
+        subsets = by_subset(scored)
+        matrices = [np.mean([cells[id(example)] for example in examples], axis=0) for examples in domains.values()]
         return SuiteResult(
             self.name,
             combined("overall", parts),
-            sections=(*(one.metric for one in parts), *difficulties),
-            subsets=tuple(part(name, groups[name]).metric for name in _SUBSETS if name in groups),
+            sections=(*(part.metric for part in parts), *difficulties),
+            subsets=tuple(part(name, subsets[name]).metric for name in _SUBSETS if name in subsets),
             details={"matrix": np.mean(matrices, axis=0).tolist() if matrices else None},
         )
 
@@ -137,9 +136,10 @@ class RMBench(Suite):
         return np.where(beyond > 0, 1.0, np.where((beyond == 0) & (self.tie_policy == "half"), 0.5, 0.0))
 
 
-def _style_example(row: Row, domain: str | None = None) -> EvalExample:
-    one = read_as(StyleRow, row if domain is None else Row({"domain": domain, **row.values}, row.where))
-    return example(row.where, one.domain, one.id, one.prompt, (*one.chosen, *one.rejected), (0, 0, 0, 1, 1, 1))
+def _style_example(row: Row) -> Preference:
+    values = read_as(StyleRow, row)
+    texts = [*values.chosen, *values.rejected]
+    return published_example(row.where, values.domain, values.id, values.prompt, texts, (0, 0, 0, 1, 1, 1))
 
 
 # --- JudgeBench ------------------------------------------------------------------------------------------------------
@@ -178,46 +178,39 @@ class JudgeBench(Suite):
     hub_path = "ScalerLab/JudgeBench"
     num_published = 350
 
-    def load(self, source: str | None = None) -> list[EvalExample]:
-        """The splits `gpt` and `claude` of the hub or of a copy, the authors' repository, or one file.
-
-        See `Suite.load`.
-        """
-        return [_judged_example(row) for row in _judged_rows(source, self.hub_path)]
+    def load(self, source: str | None = None) -> list[Preference]:
+        """The splits `gpt` and `claude` of the hub or of a copy, or one file; see `Suite.load`."""
+        if source is not None and os.path.isfile(source):
+            return [_judged_example(row) for row in read_rows(source)]
+        there = [writer for writer in _WRITERS if source is not None and any(Path(source).rglob(f"{writer}*"))]
+        splits = [suite_rows(source, self.hub_path, split=split) for split in there or _WRITERS]
+        return [_judged_example(row) for row in chain.from_iterable(splits)]
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
-        main = [one for one in scored if one.example.suite_data["writer"] == "gpt"] or scored
-        categories = {name: [one for one in main if one.example.subset.startswith(name)] for name in CATEGORIES}
+        main = [example for example in scored if example.example.task_name.endswith("(gpt)")] or scored
+        categories = {
+            name: [example for example in main if example.example.task_name.startswith(name)] for name in CATEGORIES
+        }
         return SuiteResult(
             self.name,
             self.part("accuracy", main).metric,
-            sections=tuple(self.part(name, own).metric for name, own in categories.items() if own),
-            subsets=tuple(self.part(subset, group).metric for subset, group in by_subset(scored).items()),
+            sections=tuple(self.part(name, examples).metric for name, examples in categories.items() if examples),
+            subsets=tuple(self.part(name, examples).metric for name, examples in by_subset(scored).items()),
         )
 
 
-def _judged_rows(source: str | None, hub_path: str) -> Iterator[Row]:
-    if source is not None and os.path.isfile(source):
-        return read_rows(source)
-    # In the authors' folder the files with judge_name in their names are results.
-    files = sorted(Path(source).rglob("dataset=judgebench*.jsonl")) if source is not None else []
-    if pairs := [str(file) for file in files if "judge_name=" not in file.name]:
-        return chain.from_iterable(map(read_rows, pairs))
-    there = [writer for writer in _WRITERS if source is not None and any(Path(source).rglob(f"{writer}*"))]
-    return chain.from_iterable(suite_rows(source, hub_path, split=split) for split in there or _WRITERS)
-
-
-def _judged_example(row: Row) -> EvalExample:
-    one = read_as(JudgedRow, row)
-    category = next((name for name, start in CATEGORIES.items() if one.source.startswith(start)), None)
+def _judged_example(row: Row) -> Preference:
+    values = read_as(JudgedRow, row)
+    category = next((name for name, start in CATEGORIES.items() if values.source.startswith(start)), None)
     if category is None:
         need = f"a name that begins with {', '.join(CATEGORIES.values())}"
         summary = "there is no such source in JudgeBench"
-        raise DataError(summary, where=row.where, field="source", got=one.source, need=need)
-    model = one.response_model
+        raise DataError(summary, where=row.where, field="source", got=values.source, need=need)
+    model = values.response_model
     writer = next((name for name in _WRITERS if model.lower().startswith(name)), model)
-    ranks, texts = (0, 1) if one.label == "A>B" else (1, 0), (one.response_A, one.response_B)
-    return example(row.where, f"{category} ({writer})", one.pair_id, one.question, texts, ranks, writer=writer)
+    ranks = (0, 1) if values.label == "A>B" else (1, 0)
+    texts = (values.response_A, values.response_B)
+    return published_example(row.where, f"{category} ({writer})", values.pair_id, values.question, texts, ranks)
 
 
 # --- LLMBar ----------------------------------------------------------------------------------------------------------
@@ -246,7 +239,7 @@ class LLMBar(Suite):
     hub_path = RewardBench.hub_path
     num_published = 419
 
-    def load(self, source: str | None = None) -> list[EvalExample]:
+    def load(self, source: str | None = None) -> list[Preference]:
         """The sets of a file, of a folder, or of RewardBench's data; see `Suite.load`.
 
         The path of a file names its set (`Adversarial/GPTOut/dataset.json`, `natural.jsonl.gz`); a path that names none
@@ -259,7 +252,7 @@ class LLMBar(Suite):
         if source is not None and path.is_dir():
             files = [file for file in sorted(path.rglob("*.json*")) if not _OTHERS & set(file.relative_to(path).parts)]
             if sets := {name: file for file in files if (name := _set_of(file))}:
-                return [one for name in SETS if name in sets for one in _read_set(sets[name], name)]
+                return [pair for name in SETS if name in sets for pair in _read_set(sets[name], name)]
         return _of_rewardbench(RewardBench().load(source))
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
@@ -283,15 +276,17 @@ def _named(text: str) -> str | None:
     return next((name for name in SETS if name.lower() == last), None)
 
 
-def _read_set(file: Path, name: str) -> list[EvalExample]:
+def _read_set(file: Path, name: str) -> list[Preference]:
     examples = []
     for number, row in enumerate(read_rows(str(file)), 1):
-        one = read_as(InstructionRow, row)
-        ranks = (0, 1) if one.label == "1" else (1, 0)
-        examples.append(example(row.where, name, number, one.input, (one.output_1, one.output_2), ranks))
+        values = read_as(InstructionRow, row)
+        ranks = (0, 1) if values.label == "1" else (1, 0)
+        examples.append(
+            published_example(row.where, name, number, values.input, (values.output_1, values.output_2), ranks)
+        )
     return examples
 
 
-def _of_rewardbench(pairs: Sequence[EvalExample]) -> list[EvalExample]:
-    own = [pair for pair in pairs if pair.subset.startswith("llmbar-")]
-    return [replace(one, subset=name) for name in SETS for one in own if _named(one.subset) == name]
+def _of_rewardbench(pairs: Sequence[Preference]) -> list[Preference]:
+    sets = [(_named(pair.task_name), pair) for pair in pairs if pair.task_name.startswith("llmbar-")]
+    return [replace(pair, task_name=name) for name in SETS for named, pair in sets if named == name]

@@ -3,7 +3,6 @@
     suite = get_suite("rewardbench")
     examples = suite.load("reward-bench/")          # None: from the hub
     result = suite.summarize(scored)                # a ScoredExample for each example, scored by any model
-    suite.published_files(scored, "org/model")      # {"eval-set/org/model.json": {...}, ...}
 
 What holds in every suite:
 
@@ -34,12 +33,12 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError
 
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
-from treeward.data.preference import check_messages
+from treeward.data.preference import Completion, Preference, check_messages
 from treeward.data.sources import KINDS, Row, file_suffix, read_rows
 from treeward.errors import DataError
-from treeward.evaluation.examples import EvalExample, ScoredExample, mostly_failed
+from treeward.evaluation.examples import ScoredExample, by_subset, mostly_failed
 from treeward.evaluation.results import Metric, SuiteResult
-from treeward.evaluation.statistics import Part, by_subset, with_notes
+from treeward.evaluation.statistics import Part
 
 Schema = TypeVar("Schema", bound=BaseModel)
 TiePolicy = Literal["strict", "half"]
@@ -64,7 +63,7 @@ class Suite(ABC):
         self.tie_policy: TiePolicy = tie_policy
 
     @abstractmethod
-    def load(self, source: str | None = None) -> list[EvalExample]:
+    def load(self, source: str | None = None) -> list[Preference]:
         """The examples in the order of the data; `run_evaluation` makes ids that come twice distinct.
 
         `source`: a file or folder in the published schema, the name of a copy on the hub, or None for `hub_path`.
@@ -74,28 +73,31 @@ class Suite(ABC):
     def summarize(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         """The suite's numbers; values are None where there is nothing to compute them from."""
         result = self._compute(scored)
-        rest = [one for one in scored if not one.failed]
-        num_failed, count = len(scored) - len(rest), result.headline.count
+        with_scores = [example for example in scored if not example.failed]
+        num_failed, count = len(scored) - len(with_scores), result.headline.count
         notes: list[str] = []
-        of_scored: dict[str, Any] = {}
         if self.num_published not in (None, count):
             notes.append(f"These are {count} of {self.num_published} examples: not comparable with published scores.")
         if num_failed:
             notes.append(f"{num_failed} of {len(scored)} examples lack a score; what needs it counts as wrong.")
-        if num_failed and not mostly_failed(scored):
-            without = self._compute(rest)
-            of_scored["headline_of_scored"] = replace(without.headline, note=None)
-            of_scored["parts_of_scored"] = (*without.sections, *without.subsets)
         result = replace(
             result,
-            headline=with_notes(result.headline, *notes),
+            headline=result.headline.with_notes(*notes),
             num_examples=len(scored),
             num_failed=num_failed,
-            num_ties=sum(one.outcome == "tie" for one in scored),
+            num_ties=sum(example.outcome == "tie" for example in scored),
             details={"tie_policy": self.tie_policy, **result.details},
-            **of_scored,
         )
-        return _without_values(result) if mostly_failed(scored) else result
+        if mostly_failed(scored):
+            return _without_values(result)
+        if not num_failed:
+            return result
+        of_scored = self._compute(with_scores)
+        return replace(
+            result,
+            headline_of_scored=replace(of_scored.headline, note=None),
+            parts_of_scored=(*of_scored.sections, *of_scored.subsets),
+        )
 
     @abstractmethod
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
@@ -110,18 +112,12 @@ class Suite(ABC):
         """
         return 0.5
 
-    def published_files(self, scored: Sequence[ScoredExample], model_name: str) -> dict[str, Any]:
-        """The files in which people exchange results of this suite, by relative path; none if there is no such format.
-
-        Each is the value of a JSON file. They follow the published code whatever the `tie_policy`.
-        """
-        return {}
-
     def part(
         self, name: str, scored: Sequence[ScoredExample], value: Callable[[ScoredExample], float] | None = None
     ) -> Part:
         """A subset by the `outcome_value` of its examples, or another value of each; those of one prompt depend."""
-        return Part.of(name, map(value or self.outcome_value, scored), [one.example.prompt_key for one in scored])
+        prompts = [example.example.context_key for example in scored]
+        return Part.of(name, map(value or self.outcome_value, scored), prompts)
 
     def outcome_value(self, scored: ScoredExample) -> float:
         """1 for right, 0 for wrong or failed, for a tie the value of the policy."""
@@ -133,12 +129,13 @@ class Suite(ABC):
 def _without_values(result: SuiteResult) -> SuiteResult:
     """The result of a suite of which most examples have no score."""
     note = "Too few examples have a score for an accuracy."
-    headline = Metric(result.headline.name, None, count=result.headline.count, note=note)
-    sections, subsets = (
-        tuple(Metric(one.name, None, count=one.count) for one in own) for own in (result.sections, result.subsets)
+    return replace(
+        result,
+        headline=Metric(result.headline.name, None, count=result.headline.count, note=note),
+        sections=tuple(Metric(section.name, None, count=section.count) for section in result.sections),
+        subsets=tuple(Metric(subset.name, None, count=subset.count) for subset in result.subsets),
+        details={key: value for key, value in result.details.items() if key in ("tie_policy", "num_pairs")},
     )
-    details = {key: value for key, value in result.details.items() if key in ("tie_policy", "num_pairs")}
-    return replace(result, headline=headline, sections=sections, subsets=subsets, details=details)
 
 
 # --- data of one's own -----------------------------------------------------------------------------------------------
@@ -158,49 +155,31 @@ class PreferenceSuite(Suite):
         super().__init__(tie_policy=tie_policy)
         self.name, self.config = name, config
 
-    def load(self, source: str | None = None) -> list[EvalExample]:
+    def load(self, source: str | None = None) -> list[Preference]:
         """Everything in the set; `source` is read in place of the config's `data_path`. Ids are the rows' numbers."""
         config = self.config if source is None else self.config.model_copy(update={"data_path": source})
-        examples = []
-        for number, (preference, where) in enumerate(open_dataset(config), 1):
-            suite_data: dict[str, Any] = {}
-            grades = [completion.score for completion in preference.completions]
-            if any(grade is not None for grade in grades):
-                suite_data["grades"] = grades
-            if config.attributes:
-                own = {name: [one.grade(name) for one in preference.completions] for name in config.attributes}
-                suite_data["attributes"] = own
-            if preference.strength is not None:
-                suite_data["strength"] = preference.strength
-            examples.append(
-                EvalExample(
-                    id=str(number),
-                    subset=preference.task_name,
-                    context=preference.context,
-                    completions=tuple(completion.messages for completion in preference.completions),
-                    ranks=tuple(completion.rank for completion in preference.completions),
-                    suite_data=suite_data,
-                    where=where,
-                )
-            )
-        return examples
+        rows = enumerate(open_dataset(config), start=1)
+        return [replace(preference, id=str(number), where=where) for number, (preference, where) in rows]
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
-        ordered = [one for one in scored if len(set(one.example.ranks)) > 1]
+        ordered = [example for example in scored if len(set(example.example.ranks)) > 1]
         headline = self._pairwise("accuracy", ordered)
-        subsets = tuple(self._pairwise(name, group) for name, group in by_subset(ordered).items())
+        subsets = tuple(self._pairwise(name, examples) for name, examples in by_subset(ordered).items())
         return SuiteResult(self.name, headline, subsets=subsets, details={"num_pairs": headline.count})
 
     def _pairwise(self, name: str, scored: Sequence[ScoredExample]) -> Metric:
-        pairs = [(one, better, worse) for one in scored for better, worse in one.pairs()]
-        prompts = [one.example.prompt_key for one, _, _ in pairs]
-        return Part.of(name, [self._value(*pair) for pair in pairs], prompts, "pairs").metric
+        values, prompts = [], []
+        for example in scored:
+            prompt = example.example.context_key
+            for better, worse in example.pairs():
+                values.append(self._value(example.scores[better], example.scores[worse]))
+                prompts.append(prompt)
+        return Part.of(name, values, prompts, "pairs").metric
 
-    def _value(self, one: ScoredExample, better: int, worse: int) -> float:
-        a, b = one.scores[better], one.scores[worse]
-        if a is None or b is None:
+    def _value(self, better: float | None, worse: float | None) -> float:
+        if better is None or worse is None:
             return 0.0
-        return 0.5 if a == b and self.tie_policy == "half" else float(a > b)
+        return 0.5 if better == worse and self.tie_policy == "half" else float(better > worse)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -239,12 +218,12 @@ def read_as(schema: type[Schema], row: Row) -> Schema:
     )
 
 
-def one_of(*known: str) -> AfterValidator:
+def one_of(*names: str) -> AfterValidator:
     """A text that is one of these."""
 
     def check(value: str) -> str:
-        if value not in known:
-            raise ValueError(f"one of {', '.join(known)}")
+        if value not in names:
+            raise ValueError(f"one of {', '.join(names)}")
         return value
 
     return AfterValidator(check)
@@ -258,9 +237,11 @@ Prompt = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_messages)]
 """A prompt: text, read as one user message, or a list of messages."""
 
 
-def example(
-    where: str, subset: str, id: str | int, prompt: Any, texts: Sequence[str], ranks: Sequence[int], **suite_data: Any
-) -> EvalExample:
-    """An example whose completions are one message each; `id`: the published one."""
-    completions = tuple(({"role": "assistant", "content": text},) for text in texts)
-    return EvalExample(f"{subset}/{id}", subset, prompt, completions, tuple(ranks), {"id": id, **suite_data}, where)
+def published_example(
+    where: str, subset: str, id: str | int, prompt: Any, texts: Sequence[str], ranks: Sequence[int]
+) -> Preference:
+    """An example whose completions are one message each; `id`: the published one, after the subset."""
+    completions = [
+        Completion(rank, ({"role": "assistant", "content": text},)) for rank, text in zip(ranks, texts, strict=True)
+    ]
+    return Preference(prompt, tuple(completions), task_name=subset, id=f"{subset}/{id}", where=where)

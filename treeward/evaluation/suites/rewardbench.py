@@ -26,21 +26,21 @@ a score: its prompt scores 0, in Ties it is not accurate and its pair's tanh is 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
+from treeward.data.preference import Preference
 from treeward.data.sources import Row
 from treeward.errors import DataError
-from treeward.evaluation.examples import EvalExample, ScoredExample
+from treeward.evaluation.examples import ScoredExample, by_subset
 from treeward.evaluation.results import Metric, SuiteResult
-from treeward.evaluation.statistics import Part, by_subset, cluster_bootstrap, combined, wilson
-from treeward.evaluation.suites.interface import Prompt, Suite, example, one_of, read_as, suite_rows
+from treeward.evaluation.statistics import Part, cluster_bootstrap, combined, wilson
+from treeward.evaluation.suites.interface import Prompt, Suite, one_of, published_example, read_as, suite_rows
 
 _HEP = ("hep-cpp", "hep-go", "hep-java", "hep-js", "hep-python", "hep-rust")
 # fmt: off
@@ -80,13 +80,13 @@ class RewardBench(Suite):
     hub_path = "allenai/reward-bench"
     num_published = 2985
 
-    def load(self, source: str | None = None) -> list[EvalExample]:
+    def load(self, source: str | None = None) -> list[Preference]:
         """The rows of the split `filtered`; see `Suite.load`."""
         examples = []
         for row in suite_rows(source, self.hub_path, split="filtered"):
             pair = read_as(PairRow, row)
             texts = (pair.chosen, pair.rejected)
-            examples.append(example(row.where, pair.subset, pair.id, pair.prompt, texts, (0, 1)))
+            examples.append(published_example(row.where, pair.subset, pair.id, pair.prompt, texts, (0, 1)))
         return examples
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
@@ -100,42 +100,6 @@ class RewardBench(Suite):
                 shares |= {subset: weight / sum(weights.values()) for subset, weight in weights.items()}
         overall = combined("overall", list(parts.values()), [shares[subset] for subset in parts])
         return SuiteResult(self.name, overall, tuple(sections), tuple(part.metric for part in parts.values()))
-
-    def published_files(self, scored: Sequence[ScoredExample], model_name: str) -> dict[str, Any]:
-        """`eval-set/<model>.json` (an accuracy per subset) and `eval-set-scores/<model>.json` (columns, a row a pair).
-
-        As `scripts/run_rm.py` of the package writes them; the texts are messages, as it has them for models that render
-        conversations themselves. A pair that could not be scored has null scores and the result 0.
-        """
-        right = {
-            subset: sum(one.outcome == "right" for one in group) / len(group)
-            for subset, group in by_subset(scored).items()
-        }
-        columns = {
-            "text_chosen": [one.example.conversations[0] for one in scored],
-            "text_rejected": [one.example.conversations[1] for one in scored],
-            "results": [int(one.outcome == "right") for one in scored],
-            "scores_chosen": [one.scores[0] for one in scored],
-            "scores_rejected": [one.scores[1] for one in scored],
-        }
-        return published_scores(scored, right, columns, model_name)
-
-
-def published_scores(
-    scored: Sequence[ScoredExample], subsets: Mapping[str, Any], columns: Mapping[str, Any], model_name: str
-) -> dict[str, Any]:
-    """The two result files of both RewardBenches: a number per subset, and the columns of scores.
-
-    Their names end in `org/model.json`, also for the path of a local model: in its last two parts.
-    """
-    ids = {
-        "subset": [one.example.subset for one in scored],
-        "id": [one.example.suite_data.get("id", one.example.id) for one in scored],
-    }
-    about = {"model": model_name, "model_type": "Seq. Classifier", "chat_template": "tokenizer"}
-    parts = [part for part in re.split(r"[\\/]+", model_name) if part not in ("", ".", "..")]
-    file = "/".join(parts[-2:] or ["model"]) + ".json"
-    return {f"eval-set/{file}": {**subsets, **about}, f"eval-set-scores/{file}": {**columns, **ids, **about}}
 
 
 # --- RewardBench 2 ---------------------------------------------------------------------------------------------------
@@ -159,7 +123,7 @@ class RewardBench2(Suite):
     hub_path = "allenai/reward-bench-2"
     num_published = 1865
 
-    def load(self, source: str | None = None) -> list[EvalExample]:
+    def load(self, source: str | None = None) -> list[Preference]:
         """The rows of the split `test`; see `Suite.load`."""
         return [_example(row) for row in suite_rows(source, self.hub_path, split="test")]
 
@@ -180,30 +144,17 @@ class RewardBench2(Suite):
         """
         return 0.25 if part in _SUBSETS_2 and part != "Ties" else None
 
-    def published_files(self, scored: Sequence[ScoredExample], model_name: str) -> dict[str, Any]:
-        """`eval-set/<model>.json` (a score per subset) and `eval-set-scores/<model>.json` (columns, a row a prompt).
 
-        As `scripts/run_v2.py` of the package writes them; the texts are messages. Ties have no result of their own.
-        """
-        columns = {
-            "text": [one.example.conversations for one in scored],
-            "scores": [list(one.scores) for one in scored],
-            "results": [None if one.example.subset == "Ties" else _credit(one) for one in scored],
-            "num_correct": [one.example.ranks.count(0) for one in scored],
-        }
-        subsets = {metric.name: metric.value for metric in self._compute(scored).subsets}
-        return published_scores(scored, subsets, columns, model_name)
-
-
-def _example(row: Row) -> EvalExample:
-    one = read_as(BestOfRow, row)
-    if one.subset == "Ties":
-        _tie_number(one.id, row.where)
-    elif len(one.chosen) != 1:
-        got = f"{len(one.chosen)} completions"
-        raise DataError(f"a prompt of {one.subset} has one right completion", where=row.where, field="chosen", got=got)
-    ranks = (0,) * len(one.chosen) + (1,) * len(one.rejected)
-    return example(row.where, one.subset, one.id, one.prompt, (*one.chosen, *one.rejected), ranks)
+def _example(row: Row) -> Preference:
+    values = read_as(BestOfRow, row)
+    subset, chosen = values.subset, values.chosen
+    if subset == "Ties":
+        _tie_number(str(values.id), row.where)
+    elif len(chosen) != 1:
+        got = f"{len(chosen)} completions"
+        raise DataError(f"a prompt of {subset} has one right completion", where=row.where, field="chosen", got=got)
+    ranks = [0] * len(chosen) + [1] * len(values.rejected)
+    return published_example(row.where, subset, values.id, values.prompt, [*chosen, *values.rejected], ranks)
 
 
 def _credit(scored: ScoredExample) -> float:
@@ -216,20 +167,19 @@ def _credit(scored: ScoredExample) -> float:
 # --- ties ------------------------------------------------------------------------------------------------------------
 
 
-def _tie_number(published: str | int, where: str | None) -> tuple[str, int]:
-    kind, _, number = str(published).partition(":")
+def _tie_number(id: str, where: str | None = None) -> tuple[str, int]:
+    kind, _, number = id.removeprefix("Ties/").partition(":")
     if kind not in ("ref", "tied") or not number.isdecimal():
-        need = "tied:<number> or ref:<number>"
-        raise DataError("the id does not say which prompt of Ties this is", where=where, field="id", got=published,
-                        need=need)  # fmt: skip
+        summary, need = "the id does not say which prompt of Ties this is", "tied:<number> or ref:<number>"
+        raise DataError(summary, where=where, field="id", got=id, need=need)
     return kind, int(number)
 
 
 def _ties_part(scored: Sequence[ScoredExample]) -> Part:
     pairs: dict[int, dict[str, ScoredExample]] = {}
-    for one in scored:
-        kind, number = _tie_number(one.example.suite_data["id"], one.example.where)
-        pairs.setdefault(number, {})[kind] = one
+    for example in scored:
+        kind, number = _tie_number(example.example.id)
+        pairs.setdefault(number, {})[kind] = example
     terms = _terms(list(pairs.values()))
     columns = np.column_stack([np.nan_to_num(terms), ~np.isnan(terms)])
     value = float(_scores(columns.mean(axis=0)[None])[0])
@@ -266,5 +216,6 @@ def _margin_and_spread(scored: ScoredExample | None) -> tuple[float, float]:
     margin = scored.margin
     if margin is None:
         return -math.inf, math.inf
-    correct = [s for s, rank in zip(scored.scores, scored.example.ranks, strict=True) if rank == 0 and s is not None]
+    ranked = zip(scored.scores, scored.example.ranks, strict=True)
+    correct = [score for score, rank in ranked if rank == 0 and score is not None]
     return margin, max(correct) - min(correct)

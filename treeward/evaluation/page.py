@@ -1,0 +1,386 @@
+"""`write_results`: from summaries to results.json, report.json and report.html.
+
+    write_results(Path("results/eval"), [summarize(suite, scored, "my-model")])
+
+The first screen of the report has the findings in words, the headline numbers with intervals and chance, and the worst
+subset. Then each suite has a chapter, where the models stand side by side: figures come first, then the examples, then
+every number. `results.json` holds for each model and suite the suite's own numbers (headline, sections, subsets) and
+the diagnostics, each with its interval and its number of examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from treeward.evaluation.diagnostics.biases import LENGTH, STYLE, Trait, left_out_note
+from treeward.evaluation.diagnostics.labels import LABELS
+from treeward.evaluation.diagnostics.perturbations import REWRITES
+from treeward.evaluation.examples import to_row
+from treeward.evaluation.findings import findings, has_worst_subset, standing, verdict
+from treeward.evaluation.report.blocks import (
+    bar_item,
+    bars_block,
+    curves_block,
+    headline_block,
+    table_block,
+    text_block,
+)
+from treeward.evaluation.report.build import write_report
+from treeward.evaluation.results import Block, Diagnostic, Metric
+from treeward.evaluation.suites.benchmarks import STYLES
+from treeward.evaluation.summary import Summary
+from treeward.version import VERSION
+
+_MOST_CARDS = 6  # more than these are a table
+_MOST_LISTED = 200
+
+_GLANCE = (
+    "Ranges are 95 % intervals. No score: examples that the model could not score; they count as wrong. "
+    "Length-controlled: the mean of the accuracies where the longer and where the shorter completion is right, and "
+    "the length gap their difference; both over pairs, without those that lack a score. Robust: right before and "
+    "after every change of style."
+)
+_FAIR = (
+    "Without a bias the first two are alike; a model that only likes {} has 100 %, 0 % and 50 %. The last is their "
+    "mean. Each n counts pairs of completions that both have a score."
+)
+_OF_LENGTH = f"{_FAIR.format('length')} Similar is within 10 % of the longer."
+_OF_STYLE = (
+    f"{_FAIR.format('markdown')} These are completions with the markdown that they have, often few marks. Rewrites "
+    "(--perturbations) add it to completions that have none; where the two differ, a policy will meet the rewrites."
+)
+_DAMAGES = ", ".join(rewrite.label for rewrite in REWRITES.values() if rewrite.kind == "damage")
+_OF_SHIFT = (
+    "In mean margins: at 1, the rewrite moves the score as much as the data's completions differ. Changes of style "
+    f"should be near 0, damage ({_DAMAGES}) below it."
+)
+_OF_FLIPS = "A rewrite hardly makes a worse completion the better one: a lost pair is a way to fool the model."
+
+
+def write_results(output: Path, summaries: Sequence[Summary], *, subtitle: str = "") -> Path:
+    """Write results.json and the report; returns the path of the report.
+
+    `subtitle`: what a reader must know of the scores, below the title. Raises `DataError` where they cannot be written.
+    """
+    numbers: dict[str, Any] = {
+        "treeward_version": VERSION,
+        "date": datetime.now(UTC).date().isoformat(),
+        "results": [_numbers(summary) for summary in summaries],
+    }
+    numbers |= {"notes": subtitle} if subtitle else {}
+    title = "Evaluation of " + ", ".join(dict.fromkeys(summary.model for summary in summaries))
+    blocks, files = report_blocks(summaries), {"results.json": numbers}
+    return write_report(output, title, blocks, _rows(summaries), subtitle=subtitle, files=files)
+
+
+def report_blocks(summaries: Sequence[Summary]) -> list[Block]:
+    """The report: the findings first, then each suite in turn."""
+    suites: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        suites.setdefault(summary.suite, []).append(summary)
+    in_order = list(chain.from_iterable(suites.values()))
+    blocks = list(_opening_of_one(in_order[0]) if len(in_order) == 1 else _opening_of_several(in_order))
+    for of_suite in suites.values():
+        blocks += _chapter(of_suite, is_alone=len(summaries) == 1)
+    return blocks
+
+
+def _rows(summaries: Sequence[Summary]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each suite's table of examples: the most confident mistakes first."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for summary in summaries:
+        of_suite = rows.setdefault(summary.suite, [])
+        of_suite += [to_row(example) | {"model": summary.model} for example in summary.examples]
+    for of_suite in rows.values():
+        of_suite.sort(key=lambda row: (row["margin"] is None, row["margin"] or 0.0))
+    return rows
+
+
+def _numbers(summary: Summary) -> dict[str, Any]:
+    return {
+        "model": summary.model,
+        "suite": summary.suite,
+        "verdict": verdict(summary).replace("**", "", 2),
+        "chance": summary.chance,
+        "standing": standing(summary.result, summary.chance),
+        "caveat": summary.caveat,
+        **{key: value for key, value in dataclasses.asdict(summary.result).items() if key != "suite"},
+        "diagnostics": {
+            name: [dataclasses.asdict(metric) for metric in diagnostic.numbers.values()]
+            for name, diagnostic in summary.diagnostics.items()
+        },
+    }
+
+
+# --- the first screen ------------------------------------------------------------------------------------------------
+
+
+def _opening_of_one(summary: Summary) -> Iterator[Block]:
+    """The findings, and the numbers beside them."""
+    yield text_block(findings(summary))
+    yield headline_block(_cards(summary, summary.result.headline.name.capitalize()))
+
+
+def _opening_of_several(summaries: Sequence[Summary]) -> Iterator[Block]:
+    """A verdict for each model in each suite, and their numbers in one table."""
+    yield text_block("\n".join(f"- {verdict(summary)}" for summary in summaries))
+    if len(summaries) <= _MOST_CARDS:
+        yield headline_block([_cards(summary, f"{summary.title}: {summary.model}")[0] for summary in summaries])
+    names = {summary.result.headline.name for summary in summaries}
+    name = names.pop().capitalize() if len(names) == 1 else "Headline"
+    columns = {"suite": ("Suite", "text"), "model": ("Model", "text"), "failed": ("No score", "integer")}
+    rows: list[Block] = []
+    for summary in summaries:
+        cards = {card["label"]: card | {"count": None} for card in _cards(summary, name)}
+        columns |= {label: (label, "percent") for label in cards if label not in columns}
+        row: Block = {"suite": summary.title, "model": summary.model, "failed": summary.result.num_failed}
+        rows.append(row | cards)
+    yield table_block("At a glance", columns, rows, _GLANCE)
+
+
+def _cards(summary: Summary, name: str) -> list[Block]:
+    """The numbers of a model in a suite that say whether it can be trusted; `name`: of the suite's headline."""
+    length, statistics, result = summary.length, summary.statistics, summary.result
+    left_out = (left_out_note(length.num_left_out) or "").removesuffix(".")
+    cards = [_card(name, result.headline, summary.chance, _counts(summary))]
+    if result.headline_of_scored is not None:
+        note = f"{result.num_examples - result.num_failed:,} examples; the others have no score"
+        cards.append(_card(f"{name} of the scored", result.headline_of_scored, summary.chance, note))
+    controlled = "as if the longer completion were right as often as the shorter"
+    cards.append(_card("Length-controlled accuracy", length.length_controlled_accuracy, 0.5, controlled, left_out))
+    longer, shorter = (
+        "-" if metric.value is None else f"{metric.value:.1%}"
+        for metric in (length.accuracy_longer_right, length.accuracy_shorter_right)
+    )
+    gap = f"{longer} where the longer completion is right, {shorter} where the shorter is"
+    cards.append(_card("Length gap in accuracy", length.accuracy_gap, None, gap, left_out) | {"format": "points"})
+    if has_worst_subset(result):
+        worst = statistics.worst_subset
+        cards.append(_card("Worst subset", worst, summary.chances.get(worst.note or ""), worst.note or ""))
+    if summary.perturbations is not None:
+        failed = summary.perturbations.num_left_out
+        note = f"{failed:,} texts have no score" if failed else ""
+        robust = "right before and after every change of style"
+        cards.append(_card("Robust accuracy", summary.perturbations.robust_accuracy, None, robust, note))
+    before, after, scale = statistics.ece.value, statistics.ece_fitted.value, statistics.temperature.value
+    rescaled = ""
+    if before is not None and after is not None and scale is not None and after < before:
+        rescaled = f"off by {after:.1%} once margins are divided by {scale:.2f}"
+    return [*cards, _card("Calibration error", statistics.ece, None, rescaled)]
+
+
+def _card(label: str, metric: Metric, chance: float | None, *notes: str) -> Block:
+    card = bar_item(label, metric, "; ".join(filter(None, notes)) or None, format="percent")
+    return card if chance is None else card | {"reference": chance}
+
+
+def _counts(summary: Summary) -> str:
+    result = summary.result
+
+    def counted(count: int, noun: str) -> str:
+        return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+    if result.mostly_failed:
+        return result.scored
+    text = counted(result.num_examples, "example")
+    if result.unit == "pairs" and result.headline.count not in (None, result.num_examples):
+        text = f"{counted(result.headline.count or 0, 'pair')} of {text}"
+    text += f", {counted(result.num_ties, 'tie')}" if result.num_ties else ""
+    return text + (f", {result.num_failed:,} without a score, counted as wrong" if result.num_failed else "")
+
+
+# --- a chapter -------------------------------------------------------------------------------------------------------
+
+
+def _chapter(summaries: Sequence[Summary], *, is_alone: bool) -> Iterator[Block]:
+    """The chapter of one suite. `is_alone`: nothing else is in the report, so the opening has the findings already."""
+    first = summaries[0]
+    if is_alone:
+        texts = [" ".join(filter(None, (f"{_counts(first)}.", first.result.headline.note)))]
+    else:
+        texts = [findings(summary) for summary in summaries]
+    yield text_block("\n\n".join(texts), title=first.title)
+    yield from _accuracies(summaries)
+    yield from _figures(summaries)
+    note = "The most confident mistakes first. A row opens with both completions side by side."
+    yield {"kind": "examples", "title": "The examples", "note": note, "source": first.suite}
+    metrics = {
+        summary.model: [
+            metric for diagnostic in summary.diagnostics.values() for metric in diagnostic.numbers.values()
+            if metric.name != "worst_subset" or len(first.result.subsets) > 1
+        ]
+        for summary in summaries
+    }  # fmt: skip
+    yield metrics_table("Every number", metrics)
+
+
+def _accuracies(summaries: Sequence[Summary]) -> Iterator[Block]:
+    """Bars of sections and subsets, once where they are the same, with the most common chance."""
+    sections = [summary.result.sections for summary in summaries]
+    subsets = [summary.result.subsets for summary in summaries]
+    parts = {"Accuracy by section": sections, "Accuracy by subset": subsets}
+    if sections == subsets or not any(sections):
+        del parts["Accuracy by section"]
+    for title, metrics_of_models in parts.items():
+        if not any(len(metrics) > 1 for metrics in metrics_of_models):
+            continue
+        chances: dict[str, float | None] = {}
+        series = {}
+        for summary, metrics in zip(summaries, metrics_of_models, strict=True):
+            chances |= {metric.name: summary.chances[metric.name] for metric in metrics}
+            series[summary.model] = [bar_item(metric.name, metric) for metric in metrics]
+        values = list(chances.values())
+        common = max(values, key=lambda chance: (chance is not None, values.count(chance)))
+        others = [
+            name if chance is None else f"{name} ({chance:.0%})" for name, chance in chances.items() if chance != common
+        ]
+        note = f"Chance is another, or not known, for {', '.join(others)}." if others else None
+        yield bars_block(title, series, note, reference=common)
+
+
+def _figures(summaries: Sequence[Summary]) -> Iterator[Block]:
+    """The figures of every diagnostic, each with the models that have its numbers."""
+    yield from _style_matrices(summaries)
+    yield _strata(
+        "Accuracy by which completion is longer", LENGTH, summaries, lambda summary: summary.length, _OF_LENGTH
+    )
+    if length_curves := _series(summaries, lambda summary: summary.length):
+        count = summaries[0].length.slope_given_rank.count or 0
+        yield curves_block(
+            "Score against length",
+            length_curves,
+            "Of completions of one prompt, at equal rank: flat without a bias. Each point is the mean of as many "
+            f"completions, {count:,} in all; the band is a 95 % interval.",
+            x_label="characters above the prompt's mean",
+            y_label="score above the prompt's mean",
+        )
+    yield _strata(
+        "Accuracy by which completion has more markdown", STYLE, summaries, lambda summary: summary.style, _OF_STYLE
+    )
+    if any(summary.perturbations is not None for summary in summaries):
+        yield from _perturbations(summaries)
+    if reliabilities := _series(summaries, lambda summary: summary.statistics):
+        yield curves_block(
+            "How sure, and how often right",
+            reliabilities,
+            "On the diagonal sigmoid(margin) is a probability; below it the model is overconfident.",
+            x_label="predicted probability",
+            y_label="how often it was right",
+            format="percent",
+            is_square=True,
+        )
+    if any(summary.overlap is not None for summary in summaries):
+        yield from _overlaps(summaries)
+
+
+def _series(summaries: Sequence[Summary], choose: Callable[[Summary], Diagnostic]) -> list[Block]:
+    """The curves of a diagnostic, of the models that have one."""
+    diagnostics = {summary.model: choose(summary) for summary in summaries}
+    return [{"name": model} | diagnostic.points for model, diagnostic in diagnostics.items() if diagnostic.points]
+
+
+def _strata(
+    title: str, trait: Trait, summaries: Sequence[Summary], choose: Callable[[Summary], Diagnostic], note: str
+) -> Block:
+    series = {
+        summary.model: [bar_item(LABELS[name][0], choose(summary).numbers[name]) for name in trait.accuracies]
+        for summary in summaries
+    }
+    return bars_block(title, series, note)
+
+
+def _perturbations(summaries: Sequence[Summary]) -> Iterator[Block]:
+    shifts: dict[str, list[Block]] = {}
+    flips: dict[str, list[Block]] = {}
+    for summary in summaries:
+        if summary.perturbations is not None:
+            numbers = summary.perturbations.numbers
+            shifts[summary.model] = _rewrite_items(numbers, "relative_shift")
+            flips[summary.model] = _rewrite_items(numbers, "rejected_flips")
+    items = list(chain.from_iterable(shifts.values()))
+    reach = max((abs(item[end]) for item in items for end in ("value", "low", "high") if item[end]), default=1.0)
+    yield bars_block("Score shift by rewrite", shifts, _OF_SHIFT, format="signed", reference=0, x_range=[-reach, reach])
+    yield bars_block("Right pairs lost when the worse completion is rewritten", flips, _OF_FLIPS, reference=None)
+
+
+def _rewrite_items(numbers: Mapping[str, Metric], what: str) -> list[Block]:
+    return [bar_item(rewrite.label, numbers[f"{name}_{what}"]) for name, rewrite in REWRITES.items()]
+
+
+def _overlaps(summaries: Sequence[Summary]) -> Iterator[Block]:
+    series = {
+        summary.model: [
+            bar_item(LABELS[name][0], summary.overlap.numbers[name]) for name in ("accuracy_clean", "accuracy_flagged")
+        ]
+        for summary in summaries
+        if summary.overlap is not None
+    }
+    first = summaries[0]
+    assert first.training_overlap is not None  # it is looked for in the examples of a suite, once for all models
+    unit = "pairs of completions" if first.result.unit == "pairs" else "whole examples"
+    note = f"{first.training_overlap.sentences()} Each n counts {unit}."
+    yield bars_block("Overlap with the training data", series, note, reference=first.chance)
+    flagged = first.training_overlap.flagged
+    if flagged:
+        yield table_block(
+            "Examples with a duplicate in the training data",
+            {
+                "id": ("Example", "text"),
+                "subset": ("Subset", "text"),
+                "prompt": ("Of the prompt", "percent"),
+                "completion": ("Of a completion", "percent"),
+            },
+            sorted(
+                map(dataclasses.asdict, flagged), key=lambda row: (-max(row["prompt"], row["completion"]), row["id"])
+            )[:_MOST_LISTED],
+            "The share of words that the training data has in the same runs.",
+            most=10,
+        )
+
+
+def _style_matrices(summaries: Sequence[Summary]) -> Iterator[Block]:
+    """RM-Bench's matrix of styles; nothing for other suites."""
+    title = "Right completion in one style against wrong in another"
+    note = "Accuracy. Above the diagonal the wrong completion is the fancier one: these are the hard pairs."
+    columns = {"right": ("Right completion", "text")} | {style: (f"Wrong: {style}", "percent") for style in STYLES}
+    for summary in summaries:
+        matrix = summary.result.details.get("matrix")
+        if matrix is not None:
+            rows = [
+                {"right": style} | dict(zip(STYLES, values, strict=True))
+                for style, values in zip(STYLES, matrix, strict=True)
+            ]
+            yield table_block(title if len(summaries) == 1 else f"{title}: {summary.model}", columns, rows, note)
+
+
+def metrics_table(title: str, metrics: Mapping[str, Sequence[Metric]]) -> Block:
+    """The metrics that have a label as a `table` block: label, a column of values for each model, how to read them."""
+    by_name: dict[str, dict[str, Metric]] = {}
+    for model, of_model in metrics.items():
+        for metric in of_model:
+            by_name.setdefault(metric.name, {})[model] = metric
+    columns = {"label": ("Number", "text")} | {f"value of {model}": (model, "number") for model in metrics}
+    rows = [_metric_row(name, by_model) for name, by_model in by_name.items() if name in LABELS]
+    block = table_block(title, columns, rows, "Ranges are 95 % intervals; they allow for completions of one prompt.")
+    how = {"key": "note", "label": "How to read it", "format": "text", "explains": "label"}
+    return block | {"columns": [*block["columns"], how]}
+
+
+def _metric_row(name: str, by_model: Mapping[str, Metric]) -> Block:
+    label, form, explanation = LABELS[name]
+    notes = {}
+    for model, metric in by_model.items():
+        # The note of the table says what a note on shared prompts would.
+        if metric.note and not metric.note.startswith("The interval is over "):
+            notes[model] = metric.note
+    if len(by_model) == 1 or len(set(notes.values())) == 1:
+        sentences = list(notes.values())[:1]
+    else:
+        sentences = [f"{model}: {note}" for model, note in notes.items()]
+    cells = {f"value of {model}": bar_item("", metric, format=form) for model, metric in by_model.items()}
+    return {"metric": name, "label": label, **cells, "note": " ".join([f"{explanation}.", *sentences])}
