@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,10 +11,10 @@ from typing import Any
 import pytest
 from loopback import Asked, Loopback
 
-from treeward.client.rewards import AsyncRewardClient, RewardClient, _loop
+from treeward.client.rewards import AsyncRewardClient, RewardClient
 from treeward.errors import ConfigError, DataError, TreewardError
 from treeward.http import RewardServerError
-from treeward.scoring.score import ConversationScorer, Score
+from treeward.scoring.score import Score
 
 
 def chat(number: int) -> list[dict[str, Any]]:
@@ -125,29 +123,6 @@ def test_long_conversations_are_sent_in_bodies_that_a_server_takes(serve: Callab
     assert sorted(len(request.json["conversations"]) for request in server.requests) == [1, 2, 2]
 
 
-def test_threads_that_begin_together_share_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, start = [], threading.Barrier(17)
-    before = sys.getswitchinterval()
-    monkeypatch.setattr("treeward.client.rewards._LOOPS", {})
-
-    def begin() -> None:
-        start.wait(timeout=60)
-        found.append(_loop())
-
-    threads = [threading.Thread(target=begin) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    try:
-        sys.setswitchinterval(1e-5)
-        start.wait(timeout=60)
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    assert len(found) == 16 and len(set(found)) == 1
-    found[0].call_soon_threadsafe(found[0].stop)
-
-
 def test_it_asks_again_where_that_may_help(serve: Callable[..., Loopback]) -> None:
     busy = 429, {"error": {"message": "many wait", "code": "queue_full"}}, {"retry-after": "0"}
     server = serve(busy, (503, b"<html>restarting</html>"), None, scored)
@@ -247,14 +222,6 @@ def test_models_and_readiness(serve: Callable[..., Loopback]) -> None:
             RewardClient(serve(wrong).url).ready()
     with pytest.raises(RewardServerError, match="lists no models"):
         RewardClient(serve((200, {"data": [1]})).url).models()
-
-
-def test_it_can_stand_for_a_scorer() -> None:
-    asked = inspect.signature(ConversationScorer.score).parameters
-    for method in (RewardClient.score, AsyncRewardClient.score):
-        assert {name: p.kind for name, p in inspect.signature(method).parameters.items()} == {
-            name: p.kind for name, p in asked.items()
-        }
 
 
 def test_connections_are_kept(serve: Callable[..., Loopback]) -> None:

@@ -2,7 +2,7 @@
 
 examples:
   treeward merge results/a/final results/b/final --output results/merged
-  treeward merge A B C --output merged --weights 0.5,0.25,0.25 --dtype bfloat16
+  treeward merge A B C --output merged --weights 0.5,0.25,0.25
 
 Merge models of one initialisation that differ in data order, seed or learning rate.
 """
@@ -10,7 +10,7 @@ Merge models of one initialisation that differ in data order, seed or learning r
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -19,14 +19,11 @@ from treeward.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-Dtype = Literal["float32", "bfloat16"]
-
 
 def run(
     models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Folders of reward models, two or more.")],
     output: Annotated[str, typer.Option(metavar="DIR", help="A new folder for the merged model.")],
     weights: Annotated[str | None, typer.Option(metavar="W,W", help="Share of each model; default: equal.")] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Of the backbone on disk; default: as the models'.")] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> int:
     try:
@@ -35,10 +32,8 @@ def run(
         need = "a number for each model, as 0.5,0.5"
         raise ConfigError("the weights are no numbers", where="--weights", got=weights, need=need) from error
 
-    from treeward.model.pretrained import DTYPES
     from treeward.scoring.merging import merge_models
 
-    kind = None if dtype is None else DTYPES[dtype]
-    folder = merge_models(models, output, weights=shares, dtype=kind, trust_remote_code=trust_remote_code)
+    folder = merge_models(models, output, weights=shares, trust_remote_code=trust_remote_code)
     logger.info("Merged the weights into %s.", folder)
     return 0

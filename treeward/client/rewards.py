@@ -34,7 +34,6 @@ _Value = TypeVar("_Value")
 
 _BODY_BYTES = 2**23
 """A request with a larger body is split, since servers limit bodies."""
-_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
 
 
 class _Client:
@@ -62,8 +61,9 @@ class _Client:
                 raise ConfigError(f"{name} is not positive", field=name, got=number, need="a positive number")
         self.model, self.timeout_seconds = model, timeout_seconds
         self.max_conversations, self._max_concurrency = max_conversations, max_concurrency
-        of_connection = {"token": token, "max_retries": max_retries, "transport": transport}
-        self._connection = Connection(url, max_connections=max_concurrency, **of_connection)  # type: ignore[arg-type]
+        self._connection = Connection(
+            url, token=token, max_retries=max_retries, max_connections=max_concurrency, transport=transport
+        )
         self.url = self._connection.url
 
     async def _rewards(
@@ -213,16 +213,12 @@ class AsyncRewardClient(_Client):
         await self.aclose()
 
 
-def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of the synchronous clients of this process, in a thread of its own."""
-    process = os.getpid()
-    if process not in _LOOPS:
-        made = asyncio.new_event_loop()
-        if _LOOPS.setdefault(process, made) is made:  # no other thread was faster
-            threading.Thread(target=made.run_forever, name="treeward-client", daemon=True).start()
-        else:
-            made.close()
-    return _LOOPS[process]
+@functools.cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """The event loop of the synchronous clients of a process, in a thread of its own; a fork has none of its parent."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="treeward-client", daemon=True).start()
+    return loop
 
 
 def _blocking(
@@ -233,7 +229,7 @@ def _blocking(
     @functools.wraps(method)
     def call(self: RewardClient, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Value:
         coroutine = method(cast("AsyncRewardClient", self), *args, **kwargs)
-        future = asyncio.run_coroutine_threadsafe(coroutine, _loop())
+        future = asyncio.run_coroutine_threadsafe(coroutine, _loop(os.getpid()))
         try:
             return future.result()
         finally:

@@ -24,7 +24,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from treeward import processes
-from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError
@@ -138,17 +137,20 @@ def sign_folder(
         heads = like.heads
     else:
         heads = _default_heads(model)
-    sign = _signer(
+    sign = sign_later(
         folder,
         model=model,
         renderer=renderer,
         heads=heads,
-        saved=partial(as_saved, model, None),
+        is_loaded=True,
         pads_alike=pads_alike,
         has_template=has_template,
-        reward_shaping=None if like is None else like.reward_shaping,
     )
-    return sign()
+    contract = sign()
+    if like is not None and like.reward_shaping is not None:
+        contract = contract.model_copy(update={"reward_shaping": like.reward_shaping})
+        write_contract(contract, folder)
+    return contract
 
 
 def sign_later(
@@ -159,6 +161,9 @@ def sign_later(
     heads: Sequence[HeadContract] | None = None,
     mesh: Mesh = _ALONE,
     is_checkpoint: bool = False,
+    is_loaded: bool = False,
+    pads_alike: bool | None = None,
+    has_template: bool = True,
 ) -> Callable[[], ScoringContract]:
     """`sign_folder` of a model that was exported with `renderer`, in two: it is run now, by every process of `mesh`;
     what is returned reads the files when they are written, in any thread of one process.
@@ -166,19 +171,67 @@ def sign_later(
     The golden scores are of the weights in memory: files that hold others are refused when they are loaded. Of a
     checkpoint only the head is hashed, as all tensors take about a second per GB, and weights that give no finite score
     are signed with a warning. `heads`: None for a model whose score is its only value, or their sum.
+
+    `is_loaded`: the model was loaded from the folder. `pads_alike`: config.json and tokenizer have one padding token;
+    None: they are compared. Then transformers finds the last token of a padded row where it is read here, unless
+    conversations end with padding. `has_template`: the folder has a chat template.
     """
     config = processes.on_main(lambda: raw_config(folder))
-    heads = list(heads or _default_heads(model))
-    saved = partial(as_saved, model, DTYPES[config_dtype(config) or "float32"], mesh)
-    return _signer(
-        folder,
-        model=model,
-        renderer=renderer,
-        heads=heads,
-        saved=saved,
-        pads_alike=raw_pad_token_id(config) == renderer.tokenizer.pad_token_id,
-        is_checkpoint=is_checkpoint,
-    )
+    heads, tokenizer = list(heads or _default_heads(model)), renderer.tokenizer
+    if pads_alike is None:
+        pads_alike = raw_pad_token_id(config) == tokenizer.pad_token_id
+    saved = partial(as_saved, model, None if is_loaded else DTYPES[config_dtype(config) or "float32"], mesh)
+    with saved(computed=torch.float32) as exact:
+        golden = _golden(exact, renderer, heads, may_be_broken=is_checkpoint)
+    rows = [example.token_ids for example in golden]
+    with saved(computed=torch.bfloat16) as rounded:
+        scores = [combined_heads(values, heads) for values in rounded.score_tokens(rows).tolist()]
+
+    def sign() -> ScoringContract:
+        stored = read_stored(folder)
+        head = of_head(stored, *stored_heads(model.hf))
+        dtype = dtype_of([tensor for tensor in stored if tensor not in head])
+        hashes = {} if is_checkpoint else {tensor.name: sha256_of([tensor]) for tensor in stored}
+        pad = raw_pad_token_id(config)
+        is_read_alike = model.read_position != "last token" or all(row[-1] != pad for row in rows)
+        is_plain = pads_alike and is_read_alike and bool(rows) and not getattr(model.hf, "made_by_treeward", False)
+        begins_with_bos = bool(rows) and all(row[0] == tokenizer.bos_token_id for row in rows)
+        contract = ScoringContract(
+            treeward_version=VERSION,
+            rendering=RenderingContract(
+                chat_template_sha256=text_sha256(renderer.chat_template),
+                chat_template=renderer.chat_template,
+                template_in_folder=has_template,
+                chat_template_kwargs=renderer.chat_template_kwargs,
+                max_length=renderer.max_length,
+                truncation=renderer.truncation,
+                frame="cls_sep" if renderer.kind == "encoder" else "bos" if begins_with_bos else "none",
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=pad,
+                tokenizer_sha256=tokenizer_sha256(tokenizer),
+            ),
+            read=ReadContract(position=model.read_position, plain_transformers=is_plain, token=renderer.read_token),
+            dtypes=DtypeContract(weights=dtype, head=dtype_of(head), config=config_dtype(config) or dtype),
+            heads=heads,
+            problem_type=config.get("problem_type"),
+            weights=WeightsContract(
+                architecture=type(model.hf).__name__,
+                num_parameters=num_parameters(stored),
+                num_tensors=len(stored),
+                shapes_sha256=shapes_sha256(stored),
+                head_sha256=sha256_of(head),
+                sha256=text_sha256(json.dumps(sorted(hashes.items()))) if hashes else None,
+                tensors={name: digest[:HASH_DIGITS] for name, digest in hashes.items()},
+                config=architecture_of(config),
+            ),
+            golden=golden,
+            tolerance=_tolerance(golden, scores),
+        )
+        write_contract(contract, folder)
+        return contract
+
+    return sign
 
 
 @contextlib.contextmanager
@@ -354,78 +407,3 @@ def _mistaken(ids: list[int], bos: int | None, model: RewardModel) -> Iterator[t
         yield "no_bos", end[1:]
         if model.max_positions is None or len(end) < model.max_positions:
             yield "two_bos", [bos, *end]
-
-
-def _signer(
-    folder: Path,
-    *,
-    model: RewardModel,
-    renderer: Renderer,
-    heads: Sequence[HeadContract],
-    saved: Callable[..., contextlib.AbstractContextManager[RewardModel]],
-    pads_alike: bool,
-    has_template: bool = True,
-    reward_shaping: RewardShapingConfig | None = None,
-    is_checkpoint: bool = False,
-) -> Callable[[], ScoringContract]:
-    """Score the golden conversations; what is returned makes the contract of the files in the folder and writes it.
-
-    `saved`: `as_saved` of the model. `pads_alike`: config.json and tokenizer have one padding token. Then transformers
-    finds the last token of a padded row where it is read here, unless conversations end with padding.
-    """
-    with saved(computed=torch.float32) as exact:
-        golden = _golden(exact, renderer, heads, may_be_broken=is_checkpoint)
-    rows = [example.token_ids for example in golden]
-    with saved(computed=torch.bfloat16) as rounded:
-        scores = [combined_heads(values, heads) for values in rounded.score_tokens(rows).tolist()]
-    tokenizer = renderer.tokenizer
-    bos = tokenizer.bos_token_id
-    begins_with_bos = bos is not None and bool(rows) and all(row[0] == bos for row in rows)
-
-    def sign() -> ScoringContract:
-        stored, config = read_stored(folder), raw_config(folder)
-        head = of_head(stored, *stored_heads(model.hf))
-        backbone_dtype = dtype_of([tensor for tensor in stored if tensor not in head])
-        hashes = {} if is_checkpoint else {tensor.name: sha256_of([tensor]) for tensor in stored}
-        pad = raw_pad_token_id(config)
-        is_read_alike = model.read_position != "last token" or all(row[-1] != pad for row in rows)
-        is_plain = pads_alike and is_read_alike and bool(rows) and not getattr(model.hf, "made_by_treeward", False)
-        contract = ScoringContract(
-            treeward_version=VERSION,
-            rendering=RenderingContract(
-                chat_template_sha256=text_sha256(renderer.chat_template),
-                chat_template=renderer.chat_template,
-                template_in_folder=has_template,
-                chat_template_kwargs=renderer.chat_template_kwargs,
-                max_length=renderer.max_length,
-                truncation=renderer.truncation,
-                frame="cls_sep" if renderer.kind == "encoder" else "bos" if begins_with_bos else "none",
-                bos_token_id=bos,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=pad,
-                tokenizer_sha256=tokenizer_sha256(tokenizer),
-            ),
-            read=ReadContract(position=model.read_position, plain_transformers=is_plain, token=renderer.read_token),
-            dtypes=DtypeContract(
-                weights=backbone_dtype, head=dtype_of(head), config=config_dtype(config) or backbone_dtype
-            ),
-            heads=list(heads),
-            problem_type=config.get("problem_type"),
-            reward_shaping=reward_shaping,
-            weights=WeightsContract(
-                architecture=type(model.hf).__name__,
-                num_parameters=num_parameters(stored),
-                num_tensors=len(stored),
-                shapes_sha256=shapes_sha256(stored),
-                head_sha256=sha256_of(head),
-                sha256=text_sha256(json.dumps(sorted(hashes.items()))) if hashes else None,
-                tensors={name: digest[:HASH_DIGITS] for name, digest in hashes.items()},
-                config=architecture_of(config),
-            ),
-            golden=golden,
-            tolerance=_tolerance(golden, scores),
-        )
-        write_contract(contract, folder)
-        return contract
-
-    return sign

@@ -57,15 +57,12 @@ def merge_models(
     output: str | Path,
     *,
     weights: Sequence[float] | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
 ) -> Path:
     """Average the members in `folders` into a new folder `output`, with the first member's tokenizer and configuration.
 
-    `weights`: each member's share; None: equal shares. `dtype`: of the backbone on disk; None: each tensor keeps the
-    members' own, or the wider of them. The head keeps its own in any case. `device`: where the golden conversations of
-    the contract are scored. The folder appears whole or not at all; its path is returned.
+    `weights`: each member's share; None: equal shares. Tensors have the number format of the first member. The folder
+    appears whole or not at all; its path is returned.
 
     Raises `ConfigError` for wrong shares and an `output` that exists, `ModelError` for members that cannot be averaged;
     it names the first difference.
@@ -83,11 +80,11 @@ def merge_models(
     partial = output.parent / f".{output.name}.{os.getpid()}"
     try:
         partial.mkdir(parents=True)
-        cosines = _write_weights(members, shares, dtype, partial)
+        cosines = _write_weights(members, shares, partial)
         _write_settings(members, shares, partial)
         contract = read_contract(members[0])
         like = contract and contract.model_copy(update={"reward_shaping": None})
-        sign_folder(partial, like=like, device=device, trust_remote_code=trust_remote_code)
+        sign_folder(partial, like=like, trust_remote_code=trust_remote_code)
         os.rename(partial, output)
     except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
         raise ModelError("the merged model cannot be written", where=str(output), got=str(error)) from error
@@ -122,38 +119,37 @@ def _shares(weights: Sequence[float] | None, num_members: int) -> list[float]:
 
 def _identity(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
     """What members must have in common."""
-    tensors = read_stored(folder)
     config = read_config(str(folder), trust_remote_code).to_dict()
     tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
     contract = read_contract(folder)
-    of_config = {name: value for name, value in config.items() if not (name.startswith("_") or "drop" in name)}
-    backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
     return {
-        **{f"config.{name}": value for name, value in of_config.items() if name not in _MAY_DIFFER},
+        **{
+            f"config.{name}": value
+            for name, value in config.items()
+            if not (name in _MAY_DIFFER or name.startswith("_") or "drop" in name)
+        },
         "chat_template": tokenizer.chat_template,
         "tokenizer": tokenizer_sha256(tokenizer),
-        **{f"tokenizer.{name}": backend.get(name) for name in ("normalizer", "pre_tokenizer")},
-        **{tensor.name: list(tensor.shape) for tensor in tensors},
+        **{tensor.name: list(tensor.shape) for tensor in read_stored(folder)},
         **({} if contract is None else contract.model_dump(include={"rendering", "read", "heads"})),
     }
 
 
 def _check_alike(first: dict[str, Any], other: dict[str, Any], first_folder: Path, folder: Path) -> None:
     for name in dict.fromkeys([*first, *other]):
-        one, its = first.get(name), other.get(name)
-        if one != its and not (name in {"rendering", "read", "heads"} and None in (one, its)):  # there is no contract
+        need, got = first.get(name), other.get(name)
+        has_contracts = None not in (need, got)
+        if need != got and (has_contracts or name not in {"rendering", "read", "heads"}):
             raise ModelError(
                 "the models differ, and cannot be averaged",
                 where=str(folder),
                 field=name,
-                got=its,
-                need=f"{one}, as in {first_folder}",
+                got=got,
+                need=f"{need}, as in {first_folder}",
             )
 
 
-def _write_weights(
-    members: Sequence[Path], shares: Sequence[float], dtype: torch.dtype | None, partial: Path
-) -> list[float]:
+def _write_weights(members: Sequence[Path], shares: Sequence[float], partial: Path) -> list[float]:
     """Write the average of each tensor into the file that it has in the first member.
 
     Returns each member's cosine with the first one, of the matrices of the backbone or of the head, the lower of both:
@@ -167,13 +163,12 @@ def _write_weights(
     for file, names in files.items():
         averaged: dict[str, Tensor] = {}
         for name in names:
-            of_head = name.split(".")[0] in HEAD_NAMES
             values = [member[name].read() for member in stored]
-            averaged[name] = _average(name, values, shares, None if of_head else dtype, members)
-            if averaged[name].is_floating_point() and averaged[name].dim() > 1:
-                a = values[0].double().flatten()
-                rows = [[a @ b, a @ a, b @ b] for b in (value.double().flatten() for value in values)]
-                products[int(of_head)] += torch.tensor(rows, dtype=torch.float64)
+            averaged[name] = _average(name, values, shares, members)
+            if values[0].is_floating_point() and values[0].dim() > 1:
+                first, *others = (value.double().flatten() for value in values)
+                rows = [[first @ other, first @ first, other @ other] for other in (first, *others)]
+                products[int(name.split(".")[0] in HEAD_NAMES)] += torch.tensor(rows, dtype=torch.float64)
         save_file(averaged, partial / file, metadata={"format": "pt"})
         (partial / file).chmod(partial.stat().st_mode & 0o666)  # safetensors writes for the owner alone
     cosines = products[..., 0] / (products[..., 1] * products[..., 2]).sqrt()
@@ -181,20 +176,17 @@ def _write_weights(
     return lowest
 
 
-def _average(
-    name: str, values: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype | None, members: Sequence[Path]
-) -> Tensor:
+def _average(name: str, values: Sequence[Tensor], shares: Sequence[float], members: Sequence[Path]) -> Tensor:
     """In float64; whole numbers must be equal."""
-    total, widest = torch.zeros(values[0].shape, dtype=torch.float64), values[0].dtype
-    for value, share, member in zip(values, shares, members, strict=True):
+    for value, member in zip(values, members, strict=True):
         if not value.isfinite().all():
             raise ModelError("the weights hold NaN or infinity", where=str(member), field=name)
-        is_whole = not (value.is_floating_point() and widest.is_floating_point)
-        if is_whole and not (value.dtype == widest and value.equal(values[0])):
+        if not (value.is_floating_point() and values[0].is_floating_point()) and not torch.equal(value, values[0]):
             raise ModelError("a tensor of whole numbers differs: it has no average", where=str(member), field=name)
-        total += share * value.double()
-        widest = torch.promote_types(widest, value.dtype)
-    return total.to(dtype or widest) if widest.is_floating_point else values[0]
+    if not values[0].is_floating_point():
+        return values[0]
+    terms = [share * value.double() for value, share in zip(values, shares, strict=True)]
+    return torch.stack(terms).sum(0).to(values[0].dtype)
 
 
 def _write_settings(members: Sequence[Path], shares: Sequence[float], partial: Path) -> None:
@@ -206,5 +198,7 @@ def _write_settings(members: Sequence[Path], shares: Sequence[float], partial: P
     config = raw_config(members[0]) | {"dtype": dtype_of(backbone)}
     config = {name: value for name, value in config.items() if name not in ("_name_or_path", "torch_dtype")}
     (partial / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    rows = [{"model": "/".join(one.parts[-2:]), "weight": share} for one, share in zip(members, shares, strict=True)]
+    rows = [
+        {"model": "/".join(folder.parts[-2:]), "weight": share} for folder, share in zip(members, shares, strict=True)
+    ]
     (partial / "README.md").write_text(_CARD + markdown_table(rows, ["model", "weight"]) + "\n", encoding="utf-8")
