@@ -11,7 +11,7 @@ from verbs import call
 
 from treeward.cli import bon
 from treeward.errors import CheckpointError, ConfigError, DataError
-from treeward.evaluation.best_of_n.analysis import SampledPrompt, analyse
+from treeward.evaluation.best_of_n.analysis import analyse
 from treeward.scoring.scorer import Scorer
 
 Write = Callable[..., Path]
@@ -59,11 +59,12 @@ def test_a_model_against_numbers_of_the_rows(
     assert run("--proxy", model_folder, "--data", samples, "--output", output, "--device", "cpu") == 0
     found = result_of(output)
     scorer = Scorer.load(model_folder, device="cpu")
-    prompts = []
+    proxy, gold = [], []
     for row in map(json.loads, samples.read_text(encoding="utf-8").splitlines()):
         scores = scorer.score_completions([{"role": "user", "content": row["prompt"]}], row["responses"])
-        prompts.append(SampledPrompt([score.score for score in scores], row["gold_scores"]))
-    expected = analyse(prompts)
+        proxy.append([score.score for score in scores])
+        gold.append(row["gold_scores"])
+    expected = analyse({"model": proxy}, gold)["model"]
     assert found["n"] == [1, 2, 3, 4, 5]
     for name in ("gold", "proxy", "regret"):
         assert found["curves"][name]["mean"] == pytest.approx(expected.curves[name].mean, abs=1e-5)

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -16,9 +15,16 @@ from hypothesis import strategies as st
 from treeward.data.sources import Row
 from treeward.data.synthetic import bundled_path
 from treeward.errors import ConfigError, DataError
-from treeward.evaluation.best_of_n.analysis import SampledPrompt, analyse, analyse_several, judge
-from treeward.evaluation.best_of_n.blocks import blocks, legend, sentences, table, to_json
-from treeward.evaluation.best_of_n.expectation import curve_sizes, expected_best_of, kl_of_best_of, selection_weights
+from treeward.evaluation.best_of_n.analysis import (
+    BestOfN,
+    analyse,
+    curve_sizes,
+    expected_best_of,
+    judge,
+    kl_of_best_of,
+    selection_weights,
+)
+from treeward.evaluation.best_of_n.page import legend, report_blocks, sentences, table, to_json
 from treeward.evaluation.best_of_n.samples import SampledRow, by_field, by_gold_quality, sampled_rows
 from treeward.evaluation.report.build import build_report
 from treeward.evaluation.results import Metric
@@ -33,25 +39,24 @@ def best_of_every_subset(proxy: Sequence[float], gold: Sequence[float], n: int) 
     return float(np.mean(chosen))
 
 
-def of_arrays(proxy: Any, gold: Any) -> list[SampledPrompt]:
-    return [SampledPrompt(p.tolist(), g.tolist()) for p, g in zip(np.asarray(proxy), np.asarray(gold), strict=True)]
+def analysed(proxy: Any, gold: Any, **options: Any) -> BestOfN:
+    """The result of one proxy."""
+    proxy, gold = (scores.tolist() if isinstance(scores, np.ndarray) else scores for scores in (proxy, gold))
+    return analyse({"proxy": proxy}, gold, **options)["proxy"]
 
 
-def gaussian_prompts(
-    rng: np.random.Generator, num: int, samples: int, *, correlation: float = 0.5, spread: float = 1.0
-) -> list[SampledPrompt]:
-    proxy = rng.normal(size=(num, samples))
-    noise = rng.normal(size=(num, samples))
-    gold = correlation * proxy + math.sqrt(1 - correlation**2) * noise + spread * rng.normal(size=(num, 1))
-    return of_arrays(proxy, gold)
+def gaussian_prompts(rng: np.random.Generator, num: int, samples: int, *, correlation: float = 0.5) -> tuple[Any, Any]:
+    """Proxy and gold scores (num, samples); each prompt has a level of its own."""
+    proxy, noise = rng.normal(size=(num, samples)), rng.normal(size=(num, samples))
+    return proxy, correlation * proxy + math.sqrt(1 - correlation**2) * noise + rng.normal(size=(num, 1))
 
 
-def peaked_prompts(num: int = 12, samples: int = 12) -> list[SampledPrompt]:
+def peaked_prompts(num: int = 12, samples: int = 12) -> tuple[Any, Any]:
     """Prompts whose gold is highest at n = 5, each with a level of its own."""
     sizes = tuple(range(1, samples + 1))
     by_rank = np.linalg.solve(selection_weights(samples, sizes), [-0.1 * abs(n - 5) for n in sizes])
     orders = [np.random.default_rng(i).permutation(samples) for i in range(num)]
-    return of_arrays(np.array(orders, float), [by_rank[order] + i for i, order in enumerate(orders)])
+    return np.array(orders, float), np.array([by_rank[order] + i for i, order in enumerate(orders)])
 
 
 # --- choosing --------------------------------------------------------------------------------------------------------
@@ -94,9 +99,9 @@ def test_gold_as_proxy_has_no_regret_and_none_or_less_has_more() -> None:
     gold = np.random.default_rng(1).normal(size=(30, 8))
 
     def regret(proxy: Any) -> list[float]:
-        result = analyse(of_arrays(proxy, gold), num_resamples=20)
-        assert result.curves["normalised_regret"].mean[0] is None  # of one there is nothing to choose
-        return [float(value) for value in result.curves["normalised_regret"].mean[1:] if value is not None]
+        first, *others = analysed(proxy, gold, num_resamples=20).curves["normalised_regret"].mean
+        assert first is None  # of one there is nothing to choose
+        return [float(value) for value in others if value is not None]
 
     assert regret(gold) == pytest.approx([0.0] * 7, abs=1e-12)
     assert regret(np.zeros_like(gold)) == pytest.approx([1.0] * 7)
@@ -104,13 +109,12 @@ def test_gold_as_proxy_has_no_regret_and_none_or_less_has_more() -> None:
 
 
 def test_curves_are_means_over_prompts_in_their_units() -> None:
-    prompts = gaussian_prompts(np.random.default_rng(2), 20, 6)
-    proxy, gold = (np.array([getattr(one, name) for one in prompts]) for name in ("proxy", "gold"))
-    a = analyse(prompts, num_resamples=100)
-    b = analyse(of_arrays(10 * proxy + 3, 100 * gold - 7), num_resamples=100)
+    proxy, gold = gaussian_prompts(np.random.default_rng(2), 20, 6)
+    a = analysed(proxy, gold, num_resamples=100)
+    b = analysed(10 * proxy + 3, 100 * gold - 7, num_resamples=100)
     last, best = gold[np.arange(20), proxy.argmax(axis=1)], gold.max(axis=1)
-    found = [a.at(name, n).value for name, n in (("gold", 1), ("gold", 6), ("best", 6), ("regret", 6))]
-    assert found == pytest.approx([gold.mean(), last.mean(), best.mean(), (best - last).mean()])
+    values = [a.at(name, n).value for name, n in (("gold", 1), ("gold", 6), ("best", 6), ("regret", 6))]
+    assert values == pytest.approx([gold.mean(), last.mean(), best.mean(), (best - last).mean()])
     assert b.at("gold", 3).value == pytest.approx(100 * (a.at("gold", 3).value or 0) - 7)
     for name in ("gold_gain", "proxy_gain", "normalised_regret"):
         one, other = a.at(name, 6), b.at(name, 6)
@@ -119,44 +123,38 @@ def test_curves_are_means_over_prompts_in_their_units() -> None:
 
 
 def test_samples_and_prompts_that_are_left_out_are_counted() -> None:
-    prompts = gaussian_prompts(np.random.default_rng(4), 40, 6)
-    with_holes = [
-        SampledPrompt([*one.proxy[:3], None, 5.0, *one.proxy[3:]], [*one.gold[:3], -9.0, None, *one.gold[3:]])
-        for one in prompts
-    ]
-    few = SampledPrompt([1.0, None, 2.0], [100.0, 100.0, 100.0])
-    plain, found = analyse(prompts, num_resamples=50), analyse([*with_holes, few], num_resamples=50)
-    assert found.curves == plain.curves and found.max_n == 6  # the same prompts stand behind every n
-    assert found.counts["num_without_proxy"] == 41 and found.counts["num_without_gold"] == 40
-    assert found.counts["num_prompts_with_fewer_samples"] == 1
-    assert analyse([*prompts[:9], few], num_resamples=20).max_n == 2  # a tenth is too much to leave out
-    assert analyse([*prompts[:9], few], max_n=6, num_resamples=20).counts["num_prompts"] == 9
+    proxy, gold = (scores.tolist() for scores in gaussian_prompts(np.random.default_rng(4), 40, 6))
+    holes = [[*row[:3], None, 5.0, *row[3:]] for row in proxy], [[*row[:3], -9.0, None, *row[3:]] for row in gold]
+    few = [1.0, None, 2.0], [100.0, 100.0, 100.0]
+    plain = analysed(proxy, gold, num_resamples=50)
+    result = analysed([*holes[0], few[0]], [*holes[1], few[1]], num_resamples=50)
+    assert result.curves == plain.curves and result.max_n == 6  # the same prompts stand behind every n
+    assert result.counts["num_without_proxy"] == 41 and result.counts["num_without_gold"] == 40
+    assert result.counts["num_prompts_with_fewer_samples"] == 1
+    ten = [*proxy[:9], few[0]], [*gold[:9], few[1]]
+    assert analysed(*ten, num_resamples=20).max_n == 2  # a tenth is too much to leave out
+    assert analysed(*ten, max_n=6, num_resamples=20).counts["num_prompts"] == 9
 
 
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        ([SampledPrompt([1.0, None], [0.5, 0.5])], "no prompt has two samples"),
-        ([], "no prompt has two samples"),
-        ([SampledPrompt([1.0, math.inf], [0.5, 0.5], where="x.jsonl:2")], "x.jsonl:2: a score is not finite"),
-        ([SampledPrompt([1.0] * 6, [0.5] * 6)], "max_n"),
-    ],
-)
-def test_what_cannot_be_analysed(prompts: list[SampledPrompt], message: str) -> None:
-    with pytest.raises((DataError, ConfigError), match=message):
-        analyse(prompts, max_n=7 if message == "max_n" else None)
+def test_what_cannot_be_analysed() -> None:
+    for proxy, gold in (([[1.0, None]], [[0.5, 0.5]]), ([], [])):
+        with pytest.raises(DataError, match="no prompt has two samples"):
+            analysed(proxy, gold)
+    with pytest.raises(ConfigError, match="max_n"):
+        analysed([[1.0] * 6], [[0.5] * 6], max_n=7)
 
 
 def test_rows_of_one_prompt_are_drawn_together() -> None:
     rng = np.random.default_rng(6)
-    first = gaussian_prompts(rng, 25, 5)
-    other = [replace(one, proxy=rng.normal(size=5).tolist()) for one in first]
-    proxies = {"a": first, "b": other}
-    rows = {
-        name: [replace(p, cluster=f"prompt {i}") for i, p in enumerate(prompts) for _ in range(4)]
-        for name, prompts in proxies.items()
-    }
-    once, four_times = analyse_several(proxies, num_resamples=200), analyse_several(rows, num_resamples=200)
+    proxy, gold = gaussian_prompts(rng, 25, 5)
+    proxies = {"a": proxy, "b": rng.normal(size=(25, 5))}
+    once = analyse({name: scores.tolist() for name, scores in proxies.items()}, gold.tolist(), num_resamples=200)
+    four_times = analyse(
+        {name: scores.repeat(4, axis=0).tolist() for name, scores in proxies.items()},
+        gold.repeat(4, axis=0).tolist(),
+        [f"prompt {i // 4}" for i in range(100)],
+        num_resamples=200,
+    )
     assert four_times["a"].counts["num_clusters"] == 25 and four_times["a"].counts["num_prompts"] == 100
     for a, b in (
         (once["a"].at("gold", 5), four_times["a"].at("gold", 5)),
@@ -170,7 +168,7 @@ def test_intervals_hold_what_they_promise() -> None:
     """Of 12 prompts the plain percentile interval holds the truth in 89 of 100 of these runs."""
     rng = np.random.default_rng(19)
     truth = 0.5 * 1.4236
-    runs = [analyse(gaussian_prompts(rng, 12, 8), num_resamples=300).at("gold", 8) for _ in range(250)]
+    runs = [analysed(*gaussian_prompts(rng, 12, 8), num_resamples=300).at("gold", 8) for _ in range(250)]
     covered = np.mean([one.low <= truth <= one.high for one in runs])  # type: ignore[operator]
     assert 0.915 <= covered <= 0.985
 
@@ -183,13 +181,13 @@ def test_over_optimisation_is_seen() -> None:
     rng = np.random.default_rng(9)
     proxy = rng.normal(size=(150, 64))
     gold = np.where(proxy < 1.0, proxy, 1.0 - 3.0 * (proxy - 1.0)) + rng.normal(size=proxy.shape)
-    verdict = analyse(of_arrays(proxy, gold), num_resamples=500).verdict
+    verdict = analysed(proxy, gold, num_resamples=500).verdict
     assert verdict.state == "seen" and 2 <= verdict.peak <= 20
     assert verdict.p_value is not None and verdict.p_value < 0.01
     assert verdict.sentence.startswith(f"Over-optimisation is seen: gold is highest at n = {verdict.peak}")
-    falls = analyse(of_arrays(proxy[:12, :12], -proxy[:12, :12])).verdict
+    falls = analysed(proxy[:12, :12], -proxy[:12, :12]).verdict
     assert falls.peak == 1 and "highest at n = 1" in falls.sentence
-    few = analyse(peaked_prompts(num=9))
+    few = analysed(*peaked_prompts(num=9))
     assert few.verdict.state == "unclear" and few.verdict.p_value is None and few.correlation.low is None
 
 
@@ -212,8 +210,8 @@ def test_a_proxy_that_knows_nothing_is_seldom_accused() -> None:
 def test_numbers_that_are_all_equal() -> None:
     numbers = [1.0, 2.0, 3.0, 4.0, 5.0]
     for result in (
-        analyse([SampledPrompt(numbers, [0.1] * 5)] * 12),
-        analyse([SampledPrompt([0.3] * 5, numbers)] * 12),
+        analysed([numbers] * 12, [[0.1] * 5] * 12),
+        analysed([[0.3] * 5] * 12, [numbers] * 12),
     ):
         assert result.verdict.state == "not seen"
         assert "gold is the same at every n" in result.verdict.sentence
@@ -230,9 +228,9 @@ def test_proxies_differ_by_themselves_alone() -> None:
     rng = np.random.default_rng(20)
     gold = rng.normal(size=(30, 6))
     good, bad = gold + rng.normal(size=gold.shape), rng.normal(size=gold.shape)
-    proxies = {"good": of_arrays(good, gold), "bad": of_arrays(bad, gold), "good again": of_arrays(good, gold)}
-    proxies["good"] = [replace(one, proxy=[None, *one.proxy[1:]]) for one in proxies["good"]]  # it counts for none
-    found = analyse_several(proxies, num_resamples=500)
+    proxies = {"good": good.tolist(), "bad": bad.tolist(), "good again": good.tolist()}
+    proxies["good"] = [[None, *row[1:]] for row in proxies["good"]]  # it counts for none
+    found = analyse(proxies, gold.tolist(), num_resamples=500)
     assert list(found) == list(proxies) and found["good"].difference is None
     assert {one.max_n for one in found.values()} == {5}
     assert len({one.curves["best"].mean for one in found.values()}) == 1
@@ -254,8 +252,8 @@ def test_the_report_of_several_proxies_says_which_helps() -> None:
     gold = rng.normal(size=(40, 8))
     noise, other = rng.normal(size=gold.shape), rng.normal(size=gold.shape)
     proxies = {"noise": noise, "gold": gold, "other noise": other, "-": -gold}
-    found = analyse_several({name: of_arrays(one, gold) for name, one in proxies.items()}, num_resamples=300)
-    shown = blocks(found, "judge")
+    found = analyse({name: one.tolist() for name, one in proxies.items()}, gold.tolist(), num_resamples=300)
+    shown = list(report_blocks(found, "judge"))
     words = shown[0]["markdown"]
     assert "gold helps" in words and "- harms" in words and "gold is `judge`" in words
     assert "other noise is not shown to differ" in words and all(one in words for one in sentences(found))
@@ -266,9 +264,9 @@ def test_the_report_of_several_proxies_says_which_helps() -> None:
 
 
 def test_the_report_of_one_proxy() -> None:
-    prompts = [SampledPrompt([None, *one.proxy], [1.0, *one.gold]) for one in peaked_prompts()]
-    found = {"length": analyse(prompts, num_resamples=50)}
-    shown = blocks(found, "rank")
+    proxy, gold = (scores.tolist() for scores in peaked_prompts())
+    found = analyse({"length": [[None, *row] for row in proxy]}, [[1.0, *row] for row in gold], num_resamples=50)
+    shown = list(report_blocks(found, "rank"))
     said = shown[0]["markdown"]
     assert found["length"].verdict.sentence in said and "12 samples without a proxy score" in said
     build_report("Best of n", shown, {})
@@ -279,9 +277,6 @@ def test_the_report_of_one_proxy() -> None:
     content = json.loads(json.dumps(to_json(found["length"]), allow_nan=False))
     assert content["n"] == list(range(1, 13)) and len(content["curves"]["gold"]["mean"]) == 12
     assert content["verdict"]["peak"] == 5
-
-
-# --- real completions ------------------------------------------------------------------------------------------------
 
 
 # --- rows and fields -------------------------------------------------------------------------------------------------
@@ -310,8 +305,9 @@ COMPLETIONS = [[{"role": "assistant", "content": text}] for text in ("4.", "Five
 )
 def test_every_shape_of_row(row: dict[str, Any]) -> None:
     (found,) = read({**row, "ground_truth": "4"})
-    assert found.conversations == [[USER, *completion] for completion in COMPLETIONS]
-    assert found.context == [USER] and found.info == {"ground_truth": "4"}
+    samples, columns = found
+    assert samples.conversations == [[USER, *completion] for completion in COMPLETIONS]
+    assert samples.context == (USER,) and columns == {"ground_truth": "4"}
 
 
 @pytest.mark.parametrize(

@@ -58,38 +58,34 @@ def run(
     options: ModelOptions,
 ) -> int:
     from treeward.data.sources import read_rows
-    from treeward.evaluation.best_of_n.analysis import SampledPrompt, analyse_several
-    from treeward.evaluation.best_of_n.blocks import legend, sentences, table, write
+    from treeward.evaluation.best_of_n.analysis import analyse
+    from treeward.evaluation.best_of_n.page import legend, sentences, table, write
     from treeward.evaluation.best_of_n.samples import by_field, fields_of, rate, sampled_rows
 
     fields = fields_of(next(sampled_rows(read_rows(data))))
     proxies = [_rater(text, "--proxy", fields, options) for text in proxy]
     right = _rater(gold, "--gold", fields, options)
-    names = [one.name for one in proxies]
+    names = [rater.name for rater in proxies]
     if len({*names, right.name}) <= len(names):
         got, need = [*names, right.name], "different ones: {name: ..., model: ...} gives a model a name of its own"
         raise ConfigError("two of the proxies and gold are the same", where="--proxy, --gold", got=got, need=need)
-    clusters = []
+    prompts = []
     for row in sampled_rows(read_rows(data)):  # an error in the last row comes before anything is loaded
-        clusters.append((row.cluster, row.where))
+        prompts.append(row[0].context_key)
         for name in (gold, *proxy):
             if name in fields:
                 by_field(name)([row])
     folder = None if output is None else Path(output)
     with ShownProgress(unit="prompts") as progress:
-        of_gold, *every = (
-            rate(data, one, folder and folder / "scores", len(clusters), progress.show) for one in (right, *proxies)
+        gold_scores, *proxy_scores = (
+            rate(data, rater, folder and folder / "scores", len(prompts), progress.show) for rater in (right, *proxies)
         )
-    scores = dict(zip(names, every, strict=True))
-    failed = _tell_failures([("gold", of_gold), *([("proxy", every[0])] if len(names) == 1 else scores.items())])
-    samples = {
-        name: [
-            SampledPrompt([one.score for one in p], [one.score for one in g], *cluster)
-            for p, g, cluster in zip(own, of_gold, clusters, strict=True)
-        ]
-        for name, own in scores.items()
-    }
-    results = analyse_several(samples, max_n=max_n)
+    shown_names = ["proxy"] if len(names) == 1 else names
+    failed = _tell_failures([("gold", gold_scores), *zip(shown_names, proxy_scores, strict=True)])
+    gold_values, *proxy_values = (
+        [[score.score for score in row] for row in scores] for scores in (gold_scores, *proxy_scores)
+    )
+    results = analyse(dict(zip(names, proxy_values, strict=True)), gold_values, prompts, max_n=max_n)
     sys.stdout.write(results_table(*table(results)) + "\n")
     sys.stdout.write("\n".join(["", legend(right.name), "", *sentences(results)]) + "\n")
     first_result = next(iter(results.values()))
@@ -148,8 +144,8 @@ def _by_environment(section: Mapping[str, Any], option: str, stack: ExitStack) -
     stack.callback(lambda: logger.info("%s", told) if (told := usage_line(option, scorer.usage())) else None)
 
     def grade(rows: Sequence[Any]) -> Any:
-        infos = [row.info for row in rows]
-        return scorer.score_groups([row.conversations for row in rows], infos=infos, on_error="mask")
+        conversations, infos = zip(*((samples.conversations, columns) for samples, columns in rows), strict=True)
+        return scorer.score_groups(conversations, infos=infos, on_error="mask")
 
     return grade
 

@@ -1,16 +1,19 @@
 """`analyse`: from the proxy and gold scores of N samples of each prompt to the curves of best-of-n and what they say.
 
-    prompts = [SampledPrompt(proxy=(0.3, 1.2, -0.4), gold=(0.5, 0.1, 0.9), cluster="2 + 2?"), ...]
-    result = analyse(prompts)
-    result.curves["gold"].mean       # expected gold of what the proxy chooses among n, for each n of result.sizes
-    result.verdict.sentence
+    proxies = {"plain": [(0.3, 1.2, -0.4), ...], "worst of two": [...]}      # of each prompt, one score a sample
+    results = analyse(proxies, gold=[(0.5, 0.1, 0.9), ...])
+    results["plain"].curves["gold"].mean       # expected gold of what the proxy chooses among n, for each n of `sizes`
+    results["plain"].verdict.sentence
+    results["worst of two"].difference         # its gold at the largest n, less that of the first proxy
 
-    found = analyse_several({"plain": prompts, "worst of two": others})      # the same samples, another proxy
-    found["worst of two"].difference                                         # gold at the largest n, less the first's
+Of N samples sorted by a score, the i-th from below is the best of n drawn without replacement with the probability
+w_i(n) = C(i-1, n-1) / C(N, n). So sum_i w_i(n) gold_(i) is the mean over all subsets of n, an unbiased estimate from
+all samples at once (Nakano et al. 2021, arXiv 2112.09332, appendix I).
 
 The same prompts stand behind every n. Rows of one prompt are averaged and count as one. Intervals are of 95 %, by a
-bootstrap over prompts with the quantiles of `treeward.evaluation.statistics.cluster_bootstrap`. Array suffixes: C
-prompts, R resamples, G values of n, K statistics.
+bootstrap over prompts with the quantiles of `treeward.evaluation.statistics.cluster_bootstrap`.
+
+Shapes: N samples, C prompts, R resamples, G values of n, K statistics.
 """
 
 from __future__ import annotations
@@ -18,34 +21,27 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 from treeward.errors import ConfigError, DataError
-from treeward.evaluation.best_of_n.expectation import Floats, curve_sizes, expected_best_of, kl_of_best_of
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import expanded_tail, resampled
+
+Floats = NDArray[np.float64]
+Scores = Sequence[Sequence[float | None]]
+"""A score of each sample of each prompt; None where there is none."""
 
 _SHARE_OF_PROMPTS = 0.95
 _FEWEST_PROMPTS = 10  # with fewer, nothing is said of certainty
 _ROUNDING = 1e-12  # relative to what they were computed from, smaller differences are none
+_ALL_SIZES_TO, _SIZES_PER_DOUBLING = 64, 16
 _CURVES = ("gold", "proxy", "best", "regret", "normalised_regret", "gold_gain", "proxy_gain", "best_gain")
-
-
-@dataclass(frozen=True, slots=True)
-class SampledPrompt:
-    """The N samples of one prompt: a proxy and a gold score of each, None where there is none.
-
-    `cluster`: the same for rows of one prompt; None: this row is one of its own. `where`: file and line, for errors.
-    """
-
-    proxy: Sequence[float | None]
-    gold: Sequence[float | None]
-    cluster: str | None = None
-    where: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +73,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class BestOfN:
-    """The result. `sizes` (G,): the n; `kl` (G,): KL(n) in nats; `curves`, each of G values:
+    """The result of one proxy. `sizes` (G,): the n; `kl` (G,): KL(n) in nats; `curves`, each of G values:
 
     `gold`, `proxy`: of what the proxy chooses, in their own units. `best`: gold of the best by gold. `regret` = best -
     gold. `normalised_regret` = regret(n) / (best(n) - gold(1)): 0 is choosing by gold, 1 choosing at random, more is
     worse than that. `gold_gain`, `proxy_gain`, `best_gain`: over n = 1, in standard deviations within a prompt.
-    `correlation`: of proxy and gold within prompts, without an interval for fewer than
-    10 of them. `counts`: rows (`num_prompts`), prompts (`num_clusters`), samples, and what is left out. `difference`:
-    of several proxies, gold of what this one chooses among the largest n less that of what the first chooses.
+    `correlation`: of proxy and gold within prompts, without an interval for fewer than 10 of them. `counts`: rows
+    (`num_prompts`), prompts (`num_clusters`), samples, and what is left out. `difference`: of several proxies, gold of
+    what this one chooses among the largest n less that of what the first chooses.
     """
 
     sizes: tuple[int, ...]
@@ -107,55 +103,135 @@ class BestOfN:
 
 
 def analyse(
-    prompts: Sequence[SampledPrompt], *, max_n: int | None = None, num_resamples: int = 2000, seed: int = 0
-) -> BestOfN:
-    """The curves of best-of-n and what `BestOfN` has besides.
-
-    A sample without a proxy or a gold score is left out and counted; so is a prompt with fewer than `max_n` samples
-    left. `max_n`: None is the largest n that 95 % of the prompts have. Raises `DataError` where no prompt has two
-    samples with both scores, or a score is not finite, and `ConfigError` for a `max_n` that no prompt has.
-    """
-    return analyse_several({"proxy": prompts}, max_n=max_n, num_resamples=num_resamples, seed=seed)["proxy"]
-
-
-def analyse_several(
-    prompts: Mapping[str, Sequence[SampledPrompt]],
+    proxies: Mapping[str, Scores],
+    gold: Scores,
+    prompts: Sequence[str] | None = None,
     *,
     max_n: int | None = None,
     num_resamples: int = 2000,
     seed: int = 0,
 ) -> dict[str, BestOfN]:
-    """`analyse` for each proxy on the samples that all have scored, and how its gold differs from that of the first.
+    """The result of each proxy on the samples that all have scored, so that the curves differ by the proxy alone.
 
-    Each proxy has the same prompts in the same order, with the same gold. A sample that one proxy could not score is
-    left out for all, so that the curves differ by the proxy alone. Raises as `analyse`.
+    `prompts`: the same for rows of one prompt; None: each row has its own. A sample without a gold score or the score
+    of a proxy is left out and counted; so is a row with fewer than `max_n` samples left. `max_n`: None is the largest n
+    that 95 % of the rows have. Raises `DataError` where no row has two samples with all scores, and `ConfigError` for a
+    `max_n` that no row has.
     """
-    shared: dict[str, list[SampledPrompt]] = {name: [] for name in prompts}
-    for row in zip(*prompts.values(), strict=True):
-        known = [None not in scores for scores in zip(*(one.proxy for one in row), strict=True)]
-        for own, one in zip(shared.values(), row, strict=True):
-            proxy = [score if all_know else None for score, all_know in zip(one.proxy, known, strict=True)]
-            own.append(replace(one, proxy=proxy))
-    found: dict[str, BestOfN] = {}
+    rows = [_scored_by_all(scores) for scores in zip(gold, *proxies.values(), strict=True)]
+    sizes = curve_sizes(_largest_size([row.shape[1] for row in rows], max_n))
+    kept = [i for i, row in enumerate(rows) if row.shape[1] >= sizes[-1]]
+    clusters = [str(i) if prompts is None else prompts[i] for i in kept]
+    samples = [sample for row in zip(*proxies.values(), strict=True) for sample in zip(*row, strict=True)]
+    counts = {
+        "num_prompts": len(kept),
+        "num_clusters": len(set(clusters)),
+        "num_prompts_with_fewer_samples": len(rows) - len(kept),
+        "num_samples": sum(rows[i].shape[1] for i in kept),
+        "num_without_proxy": sum(None in scores for scores in samples),
+        "num_without_gold": sum(score is None for row in gold for score in row),
+    }
+    results: dict[str, BestOfN] = {}
     first_gold: Floats | None = None
-    for name, own in shared.items():
-        scored = [_both_known(prompt) for prompt in own]
-        sizes = curve_sizes(_largest_size([len(proxy) for proxy, _ in scored], max_n))
-        kept = [(*scores, one.cluster) for scores, one in zip(scored, own, strict=True) if len(scores[0]) >= sizes[-1]]
-        table_CK = _by_prompt([_statistics(proxy, gold, sizes) for proxy, gold, _ in kept], [one[2] for one in kept])
-        counts = {
-            "num_prompts": len(kept),
-            "num_clusters": len(table_CK),
-            "num_prompts_with_fewer_samples": len(own) - len(kept),
-            "num_samples": sum(len(proxy) for proxy, _, _ in kept),
-            "num_without_proxy": sum(value is None for prompt in own for value in prompt.proxy),
-            "num_without_gold": sum(value is None for prompt in own for value in prompt.gold),
-        }
+    for place, name in enumerate(proxies, start=1):
+        table_CK = _by_prompt([_statistics(rows[i][place], rows[i][0], sizes) for i in kept], clusters)
         last_gold = table_CK[:, len(sizes) - 1]
         beyond_first = None if first_gold is None else last_gold - first_gold
         first_gold = last_gold if first_gold is None else first_gold
-        found[name] = _summarize(table_CK, sizes, counts, beyond_first, num_resamples, seed)
-    return found
+        results[name] = _summarize(table_CK, sizes, counts, beyond_first, num_resamples, seed)
+    return results
+
+
+def _scored_by_all(scores: Sequence[Sequence[float | None]]) -> Floats:
+    """Gold and each proxy (1 + P, N) of the samples that have all scores."""
+    samples = [sample for sample in zip(*scores, strict=True) if None not in sample]
+    return np.array(samples, dtype=np.float64).reshape(-1, len(scores)).T
+
+
+def _largest_size(lengths: Sequence[int], max_n: int | None) -> int:
+    ordered = sorted(lengths, reverse=True)
+    if not ordered or ordered[0] < 2:
+        raise DataError(
+            "no prompt has two samples with both scores",
+            got=f"{len(ordered)} prompts with at most {max(ordered, default=0)} such samples",
+            need="two or more completions of a prompt",
+        )
+    if max_n is None:
+        return max(2, ordered[math.ceil(_SHARE_OF_PROMPTS * len(ordered)) - 1])
+    if not 2 <= max_n <= ordered[0]:
+        raise ConfigError("no prompt has so many samples", field="max_n", got=max_n, need=f"2 to {ordered[0]}")
+    return max_n
+
+
+# --- choosing --------------------------------------------------------------------------------------------------------
+
+
+def curve_sizes(max_n: int) -> tuple[int, ...]:
+    """The n that curves are computed at: each up to 64, then 16 for every doubling, and `max_n`."""
+    steps = range(_SIZES_PER_DOUBLING * max_n.bit_length())
+    sizes = {*range(1, _ALL_SIZES_TO + 1), *(round(2 ** (i / _SIZES_PER_DOUBLING)) for i in steps), max_n}
+    return tuple(sorted(n for n in sizes if n <= max_n))
+
+
+@lru_cache(maxsize=16)
+def selection_weights(num_samples: int, sizes: tuple[int, ...]) -> Floats:
+    """(G, N): the probability that the i-th of N samples, from below, is the best of n drawn without replacement.
+
+    C(i-1, n-1) / C(N, n) for n from 1 to N, to a relative error below 1e-11 for thousands of samples.
+    """
+    # From the top down: w_N = n / N and w_(i-1) / w_i = (i - n) / (i - 1). All factors lie in [0, 1]: nothing overflows
+    # or cancels, and the error is a few roundings per factor, less than with logarithms of binomials.
+    n_G1 = np.asarray(sizes, dtype=np.float64)[:, None]
+    i = np.arange(num_samples, 1, -1, dtype=np.float64)[None, :]
+    factors = np.concatenate([n_G1 / num_samples, np.maximum(i - n_G1, 0.0) / (i - 1.0)], axis=1)
+    weights: Floats = np.cumprod(factors, axis=1)[:, ::-1].copy()
+    weights.setflags(write=False)
+    return weights
+
+
+def expected_best_of(by: ArrayLike, values: ArrayLike, sizes: Sequence[int]) -> Floats:
+    """(G,): the expected `values` (N,) of the sample with the highest `by` (N,) among n, over all subsets of n.
+
+    Samples that are equal `by` are chosen from at random: they share the mean of their values. All numbers are finite.
+    """
+    keys, amounts = np.asarray(by, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    _, tie, count = np.unique(keys, return_inverse=True, return_counts=True)
+    shared = np.bincount(tie, weights=amounts) / count
+    return selection_weights(len(keys), tuple(sizes)) @ np.repeat(shared, count)
+
+
+def kl_of_best_of(sizes: ArrayLike) -> Floats:
+    """KL(n) = ln n - (n - 1) / n, in nats: how far best-of-n is from plain sampling.
+
+    Source: Stiennon et al. 2020, arXiv 2009.01325, appendix G.3. It is exact where no two samples are equal and an
+    upper bound otherwise (Beirami et al. 2024, arXiv 2401.01879).
+    """
+    n = np.asarray(sizes, dtype=np.float64)
+    return np.asarray(np.log(n) - (n - 1.0) / n, dtype=np.float64)
+
+
+# --- curves ----------------------------------------------------------------------------------------------------------
+
+
+def _statistics(proxy: Floats, gold: Floats, sizes: tuple[int, ...]) -> Floats:
+    """(3 G + 3,): one row's curves of gold, proxy and best, its two variances and its covariance."""
+    covariance = np.cov(proxy, gold)  # divides by N - 1
+    return np.concatenate(
+        [
+            expected_best_of(proxy, gold, sizes),
+            expected_best_of(proxy, proxy, sizes),
+            expected_best_of(gold, gold, sizes),
+            [covariance[0, 0], covariance[1, 1], covariance[0, 1]],
+        ]
+    )
+
+
+def _by_prompt(rows: Sequence[Floats], clusters: Sequence[str]) -> Floats:
+    """(C, K): the mean of the rows of each prompt."""
+    members: dict[str, list[Floats]] = {}
+    for row, cluster in zip(rows, clusters, strict=True):
+        members.setdefault(cluster, []).append(row)
+    return np.stack([np.mean(of_prompt, axis=0) for of_prompt in members.values()])
 
 
 def _summarize(
@@ -177,11 +253,11 @@ def _summarize(
         if num >= fewest:
             tail = expanded_tail(num)
             ends = np.quantile(drawn[name], (tail, 1.0 - tail), axis=0)
-        return Curve(*(tuple(v if math.isfinite(v) else None for v in row.tolist()) for row in (point[name], *ends)))
+        return Curve(mean=_known(point[name]), low=_known(ends[0]), high=_known(ends[1]))
 
     def metric(name: str, fewest: int = 2) -> Metric:
-        one = curve(name, fewest)
-        return Metric(name, one.mean[0], one.low[0], one.high[0], counts["num_prompts"])
+        only = curve(name, fewest)
+        return Metric(name, only.mean[0], only.low[0], only.high[0], counts["num_prompts"])
 
     return BestOfN(
         sizes=sizes,
@@ -194,44 +270,8 @@ def _summarize(
     )
 
 
-def _both_known(prompt: SampledPrompt) -> tuple[Floats, Floats]:
-    """Proxy and gold of the samples that have both."""
-    both = [pair for pair in zip(prompt.proxy, prompt.gold, strict=True) if None not in pair]
-    values = np.array(both, dtype=np.float64).reshape(-1, 2)
-    if not np.isfinite(values).all():
-        need = "a number, or None where there is none"
-        raise DataError("a score is not finite", where=prompt.where, got=values.tolist(), need=need)
-    return values[:, 0], values[:, 1]
-
-
-def _largest_size(lengths: Sequence[int], max_n: int | None) -> int:
-    ordered = sorted(lengths, reverse=True)
-    if not ordered or ordered[0] < 2:
-        raise DataError(
-            "no prompt has two samples with both scores",
-            got=f"{len(ordered)} prompts with at most {max(ordered, default=0)} such samples",
-            need="two or more completions of a prompt",
-        )
-    if max_n is None:
-        return max(2, ordered[math.ceil(_SHARE_OF_PROMPTS * len(ordered)) - 1])
-    if not 2 <= max_n <= ordered[0]:
-        raise ConfigError("no prompt has so many samples", field="max_n", got=max_n, need=f"2 to {ordered[0]}")
-    return max_n
-
-
-def _statistics(proxy: Floats, gold: Floats, sizes: tuple[int, ...]) -> Floats:
-    """(3 G + 3,): one row's curves of gold, proxy and best, its two variances and its covariance."""
-    curves = [expected_best_of(by, values, sizes) for by, values in ((proxy, gold), (proxy, proxy), (gold, gold))]
-    covariance = np.cov(proxy, gold)  # divides by N - 1
-    return np.concatenate([*curves, [covariance[0, 0], covariance[1, 1], covariance[0, 1]]])
-
-
-def _by_prompt(rows: Sequence[Floats], clusters: Sequence[str | None]) -> Floats:
-    """(C, K): the mean of the rows of each prompt."""
-    members: dict[str | int, list[Floats]] = {}
-    for number, (row, cluster) in enumerate(zip(rows, clusters, strict=True)):
-        members.setdefault(number if cluster is None else cluster, []).append(row)
-    return np.stack([np.mean(own, axis=0) for own in members.values()])
+def _known(values: Floats) -> tuple[float | None, ...]:
+    return tuple(value if math.isfinite(value) else None for value in values.tolist())
 
 
 def _derive(means: Floats, num: int) -> dict[str, Floats]:
@@ -262,6 +302,9 @@ def _divisor(values: Floats, beside: Floats) -> Floats:
     return np.where(values > _ROUNDING * np.abs(beside).max(axis=-1, keepdims=True), values, np.nan)
 
 
+# --- the verdict -----------------------------------------------------------------------------------------------------
+
+
 def judge(sizes: Sequence[int], gold_CG: Floats, rise: Metric) -> Verdict:
     """The verdict on the gold curves (C, G) of prompts; `rise`: gold at the largest n less that at n = 1."""
     gold_G, end = gold_CG.mean(axis=0), sizes[-1]
@@ -271,19 +314,20 @@ def judge(sizes: Sequence[int], gold_CG: Floats, rise: Metric) -> Verdict:
     if len(gold_CG) >= _FEWEST_PROMPTS:
         tested = [i for i, n in enumerate(sizes[:-1]) if n & (n - 1) == 0]
         with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of differences that do not vary
-            found = stats.ttest_1samp(gold_CG[:, tested] - gold_CG[:, -1:], 0.0, axis=0, alternative="greater")
-        p_value = min(1.0, len(tested) * float(np.nan_to_num(found.pvalue, nan=1.0).min()))
-    highest = f"gold is highest at n = {peak} ({gold_G[at]:.3g}) and lower by {drop:.3g} at n = {end}"
+            tests = stats.ttest_1samp(gold_CG[:, tested] - gold_CG[:, -1:], 0.0, axis=0, alternative="greater")
+        p_value = min(1.0, len(tested) * float(np.nan_to_num(tests.pvalue, nan=1.0).min()))
     if drop <= rounding:
         return Verdict("not seen", peak, 0.0, p_value, _not_seen(end, rise, rounding))
+    highest = f"gold is highest at n = {peak} ({gold_G[at]:.3g}) and lower by {drop:.3g} at n = {end}"
     if p_value is not None and p_value < 0.05:
         sentence = f"Over-optimisation is seen: {highest}, while the proxy keeps rising; p = {p_value:.2g}."
         return Verdict("seen", peak, drop, p_value, sentence)
-    few = f"{len(gold_CG)} {'prompt is' if len(gold_CG) == 1 else 'prompts are'} too few to say more"
-    doubt = few if p_value is None else f"this may be chance (p = {p_value:.2g})"
-    return Verdict(
-        "unclear", peak, drop, p_value, f"Over-optimisation is neither shown nor excluded: {highest}, but {doubt}."
-    )
+    if p_value is None:
+        doubt = f"{len(gold_CG)} {'prompt is' if len(gold_CG) == 1 else 'prompts are'} too few to say more"
+    else:
+        doubt = f"this may be chance (p = {p_value:.2g})"
+    sentence = f"Over-optimisation is neither shown nor excluded: {highest}, but {doubt}."
+    return Verdict("unclear", peak, drop, p_value, sentence)
 
 
 def _not_seen(end: int, rise: Metric, rounding: float) -> str:

@@ -12,7 +12,6 @@ the others again. What has no number is counted and never becomes one.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from treeward.data.formats import conversations_of, is_single
-from treeward.data.preference import Message, parse_json_list, split_common_prefix
+from treeward.data.preference import Completion, Message, Preference, parse_json_list, split_common_prefix
 from treeward.data.sources import Row, fingerprint, read_rows
 from treeward.data.synthetic.gold import gold_quality
 from treeward.errors import DataError
@@ -35,26 +34,9 @@ _PROMPTS = ("context", "prompt", "instruction")
 _CONVERSATION = (*_COMPLETIONS, *_PROMPTS, "messages", "chosen", "rejected")
 _ROWS_AT_ONCE = 64
 
-
-@dataclass(frozen=True, slots=True)
-class SampledRow:
-    """A row of the file: the `context` of its N `conversations`, and all its columns as `values`."""
-
-    where: str
-    context: list[Message]
-    conversations: list[list[Message]]
-    values: Mapping[str, Any]
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """What the row says of the prompt, as `ground_truth`: the columns that are no part of a conversation."""
-        return {key: value for key, value in self.values.items() if key not in _CONVERSATION}
-
-    @property
-    def cluster(self) -> str:
-        """The same for rows of one prompt."""
-        return hashlib.sha256(json.dumps(self.context, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
+SampledRow = tuple[Preference, Mapping[str, Any]]
+"""A row of the file: its samples, whose `grades` are the fields with a number for each (NaN for null); and the columns
+that are no part of a conversation, as `ground_truth`."""
 
 Grader = Callable[[Sequence[SampledRow]], list[list[Score]]]
 """Gives a list of N scores for each of some rows, in order."""
@@ -73,19 +55,49 @@ def sampled_rows(rows: Iterable[Row]) -> Iterator[SampledRow]:
     """Rows of several completions, as `conversations_of` reads them; with `responses` or `completions` a row may have
     its prompt as `messages`. Raises `DataError` for any other row."""
     for row in rows:
-        conversations = _conversations(row.values, row.where)
-        context, _ = split_common_prefix([tuple(one) for one in conversations])
-        yield SampledRow(row.where, list(context), conversations, row.values)
+        context, ends = split_common_prefix([tuple(chat) for chat in _conversations(row.values, row.where)])
+        columns = {key: value for key, value in row.values.items() if key not in _CONVERSATION}
+        fields = _fields(row, columns, len(ends))
+        completions = [
+            Completion(0, end, grades={name: values[i] for name, values in fields.items()})
+            for i, end in enumerate(ends)
+        ]
+        yield Preference(context, tuple(completions), where=row.where), columns
 
 
 def _conversations(values: Mapping[str, Any], where: str) -> list[list[Message]]:
-    given = {key: value for key, value in values.items() if value is not None}
-    if "messages" in given and given.keys() & _COMPLETIONS and not given.keys() & _PROMPTS:
-        given["context"] = given.pop("messages")
-    if is_single(given, where):
+    columns = {key: value for key, value in values.items() if value is not None}
+    if "messages" in columns and columns.keys() & _COMPLETIONS and not columns.keys() & _PROMPTS:
+        columns["context"] = columns.pop("messages")
+    if is_single(columns, where):
         need = "a prompt with completions or responses, or chosen and rejected; docs/data.md has the keys"
-        raise DataError("the row has one completion, and no list", where=where, got=sorted(given), need=need)
-    return conversations_of(given, where)
+        raise DataError("the row has one completion, and no list", where=where, got=sorted(columns), need=need)
+    return conversations_of(columns, where)
+
+
+def _fields(row: Row, columns: Mapping[str, Any], count: int) -> dict[str, list[float]]:
+    """The numbers of each sample by field: a column with a list of them, or a key of each completion.
+
+    `rank`, where lower is better, counts with the other sign; chosen and rejected completions have the ranks 0 and 1.
+    """
+    raw = next((row.values[key] for key in _COMPLETIONS if row.values.get(key) is not None), None)
+    items = [item if isinstance(item, Mapping) else {} for item in parse_json_list(raw, "completions", row.where) or ()]
+    nested = {key for item in items for key in item} - {"completion", "role", "content"}
+    fields: dict[str, list[Any]] = {name: [item.get(name) for item in items] for name in sorted(nested)}
+    if raw is None:
+        fields["rank"] = [0, 1]
+    for name, value in columns.items():
+        try:
+            fields[name] = parse_json_list(value, name, row.where)
+        except DataError:  # text that begins with a bracket
+            continue
+    return {
+        name: [math.nan if value is None else (-1.0 if name == "rank" else 1.0) * value for value in values]
+        for name, values in fields.items()
+        if isinstance(values, list)
+        and len(values) == count
+        and all(value is None or isinstance(value, int | float) for value in values)
+    }
 
 
 # --- graders ---------------------------------------------------------------------------------------------------------
@@ -93,15 +105,15 @@ def _conversations(values: Mapping[str, Any], where: str) -> list[list[Message]]
 
 def by_scorer(scorer: ConversationScorer) -> Grader:
     """Scores of a reward model."""
-    return lambda rows: score_groups(scorer, [row.conversations for row in rows], on_error="mask")
+    return lambda rows: score_groups(scorer, [samples.conversations for samples, _ in rows], on_error="mask")
 
 
 def by_gold_quality(rows: Sequence[SampledRow]) -> list[list[Score]]:
     """`gold_quality` of the bundled data's world; a prompt of another world raises `DataError`."""
-    return [[_quality(conversation, row.where) for conversation in row.conversations] for row in rows]
+    return [[_quality(chat, samples.where) for chat in samples.conversations] for samples, _ in rows]
 
 
-def _quality(conversation: Sequence[Message], where: str) -> Score:
+def _quality(conversation: Sequence[Message], where: str | None) -> Score:
     content = conversation[-1].get("content")
     if not isinstance(content, str):
         return Score(None, error="the completion is not text")
@@ -112,69 +124,32 @@ def _quality(conversation: Sequence[Message], where: str) -> Score:
 
 
 def by_field(name: str) -> Grader:
-    """Numbers that the rows hold: a list as long as the completions, or a key of each completion.
+    """Numbers that the rows hold. Raises `DataError` for a row without one for each of its samples."""
 
-    `rank`, where lower is better, counts with the other sign; chosen and rejected completions have the ranks 0 and 1.
-    Raises `DataError` for a row without the field, or with another number of them.
-    """
+    def grade(samples: Preference, columns: Mapping[str, Any]) -> list[Score]:
+        grades = [completion.grades for completion in samples.completions]
+        if name not in grades[0]:
+            raise DataError(
+                f"the row has no {name} with a number for each completion",
+                where=samples.where,
+                field=name,
+                got=columns.get(name, f"keys {sorted(map(str, columns))}"),
+                need=f"a list of {len(grades)} numbers",
+            )
+        return [_as_score(of_completion[name], name) for of_completion in grades]
 
-    def grade(rows: Sequence[SampledRow]) -> list[list[Score]]:
-        return [[_as_score(value, name) for value in _required(row, name)] for row in rows]
-
-    return grade
+    return lambda rows: [grade(samples, columns) for samples, columns in rows]
 
 
 def fields_of(row: SampledRow) -> list[str]:
     """The fields of a row that hold a number for each of its samples."""
-    nested = {key for item in _completions(row) if isinstance(item, Mapping) for key in item} | {"rank"}
-    names = [key for key in row.values if key not in _CONVERSATION]
-    names += sorted(nested - {"completion", "role", "content", *names})
-    return [name for name in names if _numbers(row, name) is not None]
+    return list(row[0].completions[0].grades)
 
 
-def _required(row: SampledRow, name: str) -> list[float | None]:
-    values = _numbers(row, name)
-    if values is None:
-        raise DataError(
-            f"the row has no {name} with a number for each completion",
-            where=row.where,
-            field=name,
-            got=row.values.get(name, f"keys {sorted(map(str, row.values))}"),
-            need=f"a list of {len(row.conversations)} numbers",
-        )
-    return values
-
-
-def _numbers(row: SampledRow, name: str) -> list[float | None] | None:
-    """A number, or None, for each sample; None where the row has no such field."""
-    values = row.values.get(name)
-    if values is not None:
-        try:
-            values = parse_json_list(values, name, row.where)
-        except DataError:  # text that begins with a bracket
-            return None
-    elif completions := _completions(row):
-        values = [item.get(name) if isinstance(item, Mapping) else None for item in completions]
-        values = None if all(value is None for value in values) else values
-    elif name == "rank":  # of chosen and rejected
-        values = [0, 1]
-    if not isinstance(values, list) or len(values) != len(row.conversations):
-        return None
-    if not all(value is None or isinstance(value, int | float) for value in values):
-        return None
-    return [None if value is None else (-1.0 if name == "rank" else 1.0) * value for value in values]
-
-
-def _completions(row: SampledRow) -> list[Any]:
-    given: Any = next((row.values[key] for key in _COMPLETIONS if row.values.get(key) is not None), [])
-    items = parse_json_list(given, "completions", row.where)
-    return items if isinstance(items, list) else []
-
-
-def _as_score(value: float | None, name: str) -> Score:
-    if value is None:
-        return Score(None, error=f"{name} is null")
-    return Score(value) if math.isfinite(value) else Score(None, error=f"{name} is {value}")
+def _as_score(value: float, name: str) -> Score:
+    if math.isfinite(value):
+        return Score(value)
+    return Score(None, error=f"{name} is {'null' if math.isnan(value) else value}")
 
 
 # --- rating a file ---------------------------------------------------------------------------------------------------
@@ -190,18 +165,18 @@ def rate(
     path = None if folder is None else folder / f"{_file_name(rater.name)}.jsonl"
     with ExitStack() as stack:
         grader, identity = rater.load(stack)
-        own = {"data": fingerprint(data), "rater": rater.name, **identity} if path else {}
-        file = stack.enter_context(resumable_rows(path, own, _kept_scores))
-        found = file.kept
-        on_progress(rater.name, len(found), num_rows)
-        left = islice(sampled_rows(read_rows(data)), len(found), None)
-        while chunk := list(islice(left, _ROWS_AT_ONCE)):
-            for row, scores in zip(chunk, grader(chunk), strict=True):
+        full_identity = {"data": fingerprint(data), "rater": rater.name, **identity} if path else {}
+        file = stack.enter_context(resumable_rows(path, full_identity, _kept_scores))
+        rated = file.kept
+        on_progress(rater.name, len(rated), num_rows)
+        remaining = islice(sampled_rows(read_rows(data)), len(rated), None)
+        while chunk := list(islice(remaining, _ROWS_AT_ONCE)):
+            for (samples, _), scores in zip(chunk, grader(chunk), strict=True):
                 errors = [score.error for score in scores]
-                file.add({"where": row.where, "scores": [score.score for score in scores], "errors": errors})
-                found.append(scores)
-            on_progress(rater.name, len(found), num_rows)
-    return found
+                file.add({"where": samples.where, "scores": [score.score for score in scores], "errors": errors})
+                rated.append(scores)
+            on_progress(rater.name, len(rated), num_rows)
+    return rated
 
 
 def _kept_scores(row: Any, where: str) -> list[Score]:
