@@ -1,0 +1,69 @@
+"""The house: how many files a walk enters, and no two files that import each other, inside functions included."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import runpy
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import treeward
+from treeward.errors import ConfigError, shown
+
+PACKAGE = Path(treeward.__file__).parent
+WALKS = PACKAGE.parent / "docs" / "walks.py"
+MOST_FILES = {"A row becomes a gradient": 22, "A request becomes a score": 23, "A prompt becomes an update": 33}
+"""Each walk in docs/architecture.md is to be followed file by file; lower a number when a walk becomes shorter."""
+
+
+def test_walks_are_short() -> None:
+    done = subprocess.run([sys.executable, WALKS], capture_output=True, text=True, check=True)
+    titles = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+    counts = {title: int(number.split()[0]) for title, number in (line.split(": ") for line in titles)}
+    assert counts.keys() == MOST_FILES.keys()
+    assert {title: max(count, MOST_FILES[title]) for title, count in counts.items()} == MOST_FILES, done.stdout
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text("utf-8")
+    assert all(f"## {title}" in text for title in counts)
+
+
+def test_a_walk_records_what_runs_alone() -> None:
+    walk = runpy.run_path(str(WALKS))["Walk"]()
+    try:
+        with walk.traced():
+            shown("a text")
+        ConfigError("what runs outside is not of the walk")
+        assert walk.taken() == ["errors.py"] and walk.taken() == []
+    finally:
+        sys.setprofile(None)
+
+
+def test_no_files_import_each_other() -> None:
+    modules = {_name(path): path for path in PACKAGE.rglob("*.py")}
+    graph = {name: set(_imports(path, modules)) - {name} for name, path in modules.items()}
+    assert graph["treeward.cli.main"] and graph["treeward.data.encoding"]
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path: Path, modules: Collection[str]) -> Iterator[str]:
+    """Those of the modules that a file imports anywhere but for types alone."""
+    tree = ast.parse(path.read_text("utf-8"))
+    for_types = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in modules and id(node) not in for_types:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in modules else node.module for name in names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
