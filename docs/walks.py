@@ -102,7 +102,7 @@ def walks() -> dict[str, list[str]]:
             }
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
 
 def _row(walk: Walk, folder: Path) -> list[str]:
