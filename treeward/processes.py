@@ -103,6 +103,18 @@ def broadcast(value: _T, group: ProcessGroup | None = None) -> _T:
     return values[0]
 
 
+def broadcast_tensor(tensor: Tensor | None, like: Tensor) -> Tensor:
+    """The main process's tensor, on each process, with the shape and dtype of `like`; the others give None."""
+    if size() == 1:
+        assert tensor is not None
+        return tensor
+    shared = torch.empty(like.shape, dtype=like.dtype, device=device())
+    if tensor is not None:
+        shared.copy_(tensor)
+    distributed.broadcast(shared.reshape(-1).view(torch.uint8), src=0)
+    return shared
+
+
 def on_main(function: Callable[[], _T], group: ProcessGroup | None = None) -> _T:
     """What `function` returns on the main process, which alone calls it; an error there is raised on each."""
     if size() == 1:

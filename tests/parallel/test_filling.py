@@ -1,4 +1,4 @@
-"""A model that is filled in parts, by several processes, is the one that one process loads."""
+"""A model that is filled after it was sharded is the one that one process loads."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def pairs(got: torch.nn.Module, want: torch.nn.Module) -> Any:
 
 
 @pytest.mark.slow
-def test_each_process_reads_its_parts(
+def test_each_process_gets_its_parts(
     run_processes: Callable[..., list[Any]], tmp_path: Path, tiny_tokenizer: Any
 ) -> None:
     inform: Any = tiny_model("llama")  # a published head of its own, which is known by its architecture

@@ -11,31 +11,35 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, split_torch_state_dict_into_shards
 from huggingface_hub.errors import HfHubHTTPError
+from safetensors.torch import save_file
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from treeward import processes
 from treeward.errors import ModelError
 from treeward.model.lora import plain_state, plain_weights
 from treeward.model.policy_model import PolicyModel
 from treeward.model.reward_model import RewardModel, head_name
-from treeward.model.shards import FILE_BYTES, files_by_size, whole, write_whole
+from treeward.model.shards import whole
 from treeward.model.wrapped import WrappedModel
 
+FILE_BYTES = 5 * 1000**3
+"""The size of a file of weights."""
+
 DeferredWrite = Callable[[ProcessGroup | None], None]
-"""What remains to be written when all is staged; it is given the group of processes that only its thread uses."""
+"""Writes weights that are staged; its argument is the group of processes that only its thread uses."""
 
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
 """Base error of the hub's HTTP client, raised if there is no connection."""
@@ -53,19 +57,19 @@ def export_model(
 ) -> DeferredWrite | None:
     """Write a model folder; the caller makes it atomic. Adapters are merged into the weights.
 
-    Every process of a run calls it; of a sharded model each writes other files. `rendering`: the settings of the
-    `Renderer` that was used; its template becomes the tokenizer's. `dtype`: of the backbone's weights, None for what it
-    is; the head's are float32 always. `card`: the text of README.md. `staged`: the weights are copied to the host, and
-    what is returned writes them, in any thread.
+    Every process of a run calls it, and the main one writes. `rendering`: the settings of the `Renderer` that was used;
+    its template becomes the tokenizer's. `dtype`: of the backbone's weights, None for their own; the head's are float32
+    always. `card`: the text of README.md. `staged`: the weights are copied to the host's memory, and a function is
+    returned that writes them, in any thread.
     """
     head, dtype = head_name(model.hf), dtype or model.compute_dtype or model.hf.dtype
     # Otherwise pipelines of transformers, and servers like them, apply a sigmoid to a single label.
     changes = {"dtype": dtype, "problem_type": "regression"}
     template = rendering["chat_template"]
-    rest = _write(model, tokenizer, folder, dtype, head, changes=changes, chat_template=template, staged=staged)
+    write = _write(model, tokenizer, folder, dtype, head, changes=changes, chat_template=template, staged=staged)
     if card is not None:
         processes.on_main(lambda: (folder / "README.md").write_text(card, encoding="utf-8"))
-    return rest
+    return write
 
 
 def _write(
@@ -84,56 +88,30 @@ def _write(
     Model and tokenizer stay as they are.
     """
     processes.on_main(lambda: _write_settings(model.hf, tokenizer, folder, changes, chat_template))
-    file_of = _files(model, dtype)
-    own = {name for name, number in file_of.items() if number % processes.size() == processes.rank()}
-    state = plain_state(model, dtype, float32=head, wanted=own.__contains__, copied=staged)
-    rest = partial(_write_files, model.hf, folder, state, file_of)
+    state = plain_state(model, dtype, float32=head, copied=staged)
+
+    def write(group: ProcessGroup | None) -> None:
+        processes.on_main(lambda: _write_weights(model.hf, folder, state), group)
+
     if staged:
-        return rest
-    rest(None)
+        return write
+    write(None)
     return None
 
 
-def _files(model: WrappedModel, dtype: torch.dtype | None) -> dict[str, int]:
-    """The number of the file of each weight; those of a layer lie together, as transformers may save them as others."""
-    layers: dict[str, int] = {}
-    sizes = {name: weight.numel() * (dtype or weight.dtype).itemsize for name, weight, _ in plain_weights(model)}
-    for name, size in sizes.items():
-        layers[_layer(name)] = layers.get(_layer(name), 0) + size
-    file_of = files_by_size(layers, FILE_BYTES)
-    return {name: file_of[_layer(name)] for name in sizes}
-
-
-def _layer(name: str) -> str:
-    found = re.match(r".*?\.\d+\.", name)
-    return found.group() if found else name
-
-
-def _write_files(
-    hf: PreTrainedModel,
-    folder: Path,
-    state: dict[str, torch.Tensor],
-    file_of: Mapping[str, int],
-    group: ProcessGroup | None,
-) -> None:
-    """Write this process's files of weights, under the names that they have in checkpoints; together with the others.
-
-    `state`: its weights, whole. `group`: of the processes, for the thread that calls it.
-    """
-    tied, left_out = getattr(hf, "all_tied_weights_keys", None) or {}, hf._keys_to_ignore_on_save or ()
-    own: dict[str, torch.Tensor] = {}
-    numbers: dict[str, int] = {}
-    for number in sorted({file_of[name] for name in state}):
-        of_file = {
-            name: tensor.contiguous()
-            for name, tensor in state.items()
-            if file_of[name] == number and name not in tied and name not in left_out
-        }
-        renamed = revert_weight_conversion(hf, of_file)
-        own |= renamed
-        numbers |= dict.fromkeys(renamed, number)
-    all_numbers = {name: number for one in processes.gather(numbers, group) for name, number in one.items()}
-    write_whole(folder, own, all_numbers, group=group)
+def _write_weights(hf: PreTrainedModel, folder: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Write the weights under the names that they have in checkpoints; those that are tied or ignored are left out."""
+    left_out = {*(getattr(hf, "all_tied_weights_keys", None) or ()), *(hf._keys_to_ignore_on_save or ())}
+    kept = {name: weight for name, weight in state.items() if name not in left_out}
+    weights = {name: weight.contiguous() for name, weight in revert_weight_conversion(hf, kept).items()}
+    split = split_torch_state_dict_into_shards(
+        weights, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES
+    )
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: weights[name] for name in names}, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def _write_settings(
@@ -195,8 +173,13 @@ def exported_weights(model: WrappedModel, dtype: torch.dtype) -> Iterator[tuple[
 
     Of a sharded model every process iterates, with one decoder layer whole in memory at a time.
     """
+
+    def layer(weight: tuple[str, torch.Tensor, Any]) -> str:
+        match = re.match(r".*?\.\d+\.", weight[0])
+        return match.group() if match else weight[0]
+
     tied = getattr(model.hf, "all_tied_weights_keys", None) or {}
-    for _, weights in itertools.groupby(plain_weights(model), key=lambda one: _layer(one[0])):
+    for _, weights in itertools.groupby(plain_weights(model), key=layer):
         of_layer = {name: whole(plain(dtype)) for name, _, plain in weights if name not in tied}
         yield from revert_weight_conversion(model.hf, of_layer).items()
 

@@ -1,37 +1,23 @@
-"""A model that is made without weights, sharded, and then filled: each process reads its parts, no one the whole.
+"""A model that is made without weights, sharded, and then filled, so that no GPU holds the whole.
 
-    model = load_reward_model(name, on_meta=True, ...).model    # on the meta device: no weight has memory
-    shard(model, mesh, ...)
-    model.fill(device)
-
-Where the weights on the disk are other tensors than the model's (the experts of some mixtures), are adapters beside a
-base, or lack more than a score head, the main process loads them whole, and the others get their parts from it.
+model = load_reward_model(name, on_meta=True, ...).model    # on the meta device: no weight has memory
+shard(model, mesh, ...)
+model.fill(device)
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from treeward import processes
-from treeward.errors import ModelError
 from treeward.model.lora import plain_weights
-from treeward.model.pretrained import base_of_adapters, check_used
-from treeward.model.reward_model import HEAD_NAMES
-from treeward.model.shards import own_part, put
+from treeward.model.shards import put
 from treeward.model.wrapped import WrappedModel
-
-logger = logging.getLogger(__name__)
 
 
 def without_weights(model_class: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
@@ -45,36 +31,17 @@ def without_weights(model_class: Any, config: PreTrainedConfig, **settings: Any)
 
 
 @torch.no_grad()
-def fill(model: WrappedModel, name: str, load_whole: Callable[[], PreTrainedModel], *, new_head: bool) -> bool:
-    """Read the weights of `name` into a model that has memory; whether its head is new and has no values yet.
+def fill(model: WrappedModel, load_whole: Callable[[], PreTrainedModel]) -> None:
+    """Fill a model that has memory: the main process loads the whole, and gives the others their parts.
 
-    `load_whole`: loads the model in one process. `new_head`: a checkpoint without a head will do. Every process calls
-    it.
+    `load_whole`: loads the model as a single process does. Every process calls it.
     """
-    hf = model.hf
     restore_buffers(model)
-    weights = {plain: weight for plain, weight, _ in plain_weights(model)}
-    embeddings: Any = hf.get_input_embeddings()
-    own_part(embeddings.weight)[0].zero_()  # a row for padding may be in no file
-    sources, others = processes.together(lambda: _sources(hf, name, weights))
-    read = {id(weights[target]) for target in sources}
-    lacking = [plain for plain, weight in weights.items() if id(weight) not in read]
-    lacks_head = bool(lacking) and all(_is_of_head(plain) and plain not in others for plain in lacking)
-    if lacking and not (lacks_head and new_head):
-        logger.info("The weights of %s are loaded whole by the main process, which gives the others their parts.", name)
-        whole: dict[str, Tensor] = {}  # stays empty on the others
-        with processes.patience() as group:
-            processes.on_main(lambda: whole.update(load_whole().state_dict()), group)
-        for plain, weight in weights.items():
-            put(weight, processes.broadcast(whole.get(plain)))
-        lacks_head = False
-    else:
-        processes.together(lambda: _read(sources, weights))
-    broken = [plain for plain, weight in weights.items() if not bool(own_part(weight)[0].isfinite().all())]
-    if found := sorted({plain for one in processes.gather(broken) for plain in one} - set(lacking)):
-        got = f"{len(found)} tensors, the first of them {found[0]}"
-        raise ModelError("the weights hold NaN or infinity", where=name, got=got)
-    return lacks_head
+    state: dict[str, Tensor] = {}  # stays empty on the others
+    with processes.patience() as group:
+        processes.on_main(lambda: state.update(load_whole().state_dict()), group)
+    for name, weight, _ in plain_weights(model):
+        put(weight, processes.broadcast_tensor(state.pop(name, None), weight))
 
 
 def restore_buffers(model: WrappedModel) -> None:
@@ -92,58 +59,3 @@ def restore_buffers(model: WrappedModel) -> None:
     for module in hf.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(model.device)
-
-
-def _sources(
-    hf: PreTrainedModel, name: str, weights: Mapping[str, Tensor]
-) -> tuple[dict[str, tuple[str, str]], set[str]]:
-    """For each weight that can be read as it is, its file and its name there; and those that have another shape."""
-    if base_of_adapters(name) is not None:
-        return {}, set()
-    conversions = get_model_conversion_mapping(hf)
-    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
-    converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    found, others, unused = dict[str, tuple[str, str]](), set[str](), set[str]()
-    try:
-        file = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
-        files = [file] if file else get_checkpoint_shard_files(name, cached_file(name, SAFE_WEIGHTS_INDEX_NAME))[0]
-        for path in files:
-            with safe_open(path, framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118 (it is no mapping)
-                    target, converted = rename_source_key(
-                        key, renamings, converters, hf.base_model_prefix, dict(weights)
-                    )
-                    if target not in weights and key in weights:
-                        target, converted = key, None
-                    shape = tuple(opened.get_slice(key).get_shape())
-                    if converted is None and target in weights:
-                        if _fits(shape, weights[target], is_head=_is_of_head(target)):
-                            found[target] = (str(path), key)
-                        else:
-                            others.add(target)
-                    elif converted is None:
-                        unused.add(target)
-    except (OSError, SafetensorError) as error:
-        raise ModelError("the model cannot be loaded", where=name, got=str(error)) from error
-    check_used(hf, unused, name)
-    return found, others
-
-
-def _fits(shape: tuple[int, ...], weight: Tensor, *, is_head: bool) -> bool:
-    """Whether it has the weight's shape, or fewer rows of an embedding, of which one was added for padding."""
-    return shape == tuple(weight.shape) or (
-        not is_head and len(shape) == 2 and shape[1:] == tuple(weight.shape[1:]) and weight.shape[0] - shape[0] == 1
-    )
-
-
-def _read(sources: Mapping[str, tuple[str, str]], weights: Mapping[str, Tensor]) -> None:
-    for path in dict.fromkeys(path for path, _ in sources.values()):
-        with safe_open(path, framework="pt") as opened:
-            for target, (of, key) in sources.items():
-                if of == path:
-                    part = opened.get_slice(key)
-                    put(weights[target], part if part.get_shape() else opened.get_tensor(key))
-
-
-def _is_of_head(name: str) -> bool:
-    return name.split(".")[0] in HEAD_NAMES

@@ -39,7 +39,6 @@ from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
 from treeward.model.pretrained import bare_model, load_tokenizer, load_weights, override_fields, read_config
 from treeward.model.published import Adapter, end_template, find
 from treeward.model.reward_model import RewardModel, head_name
-from treeward.model.shards import put
 from treeward.model.wrapped import WrappedModel
 
 logger = logging.getLogger(__name__)
@@ -94,6 +93,7 @@ def load_reward_model(
         config.id2label, config.label2id = _named(labels)
     elif published is None and not (several_heads and is_classifier):
         config.num_labels = 1  # a causal LM says nothing of labels, and would be given two
+    settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "load_in_4bit": load_in_4bit}
     tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
     model_class = classifier_class(config, trust_remote_code)
     if published is not None:
@@ -101,40 +101,52 @@ def load_reward_model(
         model_class, head_seed = published.reader(config, model_class), None
         end_template(tokenizer, config.to_dict(), str(name))
     if on_meta:
-        settings: dict[str, Any] = {"dtype": dtype, "head_seed": head_seed, "head_std": head_std}
-        settings |= {"several_heads": several_heads, "labels": labels}
-        settings |= {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
-        return _to_be_filled(str(name), without_weights(model_class, config), attention, settings, published)
+        hf = without_weights(model_class, config)
+    else:
+        hf = _with_weights(str(name), config, model_class, published, tokenizer, head_seed, head_std, **settings)
+    if published is not None:
+        published.settle(hf)
+    num_known_tokens, pad = RewardModel(hf).num_embeddings, config.get_text_config().pad_token_id
+    keep_padding = keep_padding and published is None
+    model = _ready(hf, tokenizer, attention, "meta" if on_meta else device, keep_padding=keep_padding)
+    model.num_known_tokens = num_known_tokens
+    if on_meta:
+        same: dict[str, Any] = {"head_seed": head_seed, "head_std": head_std, "labels": labels}
+        same |= {"several_heads": several_heads, "tokenizer": tokenizer, "attention": "rows"}
+        model.unfilled.append(partial(fill, model, lambda: load_reward_model(name, **same, **settings).model.hf))
+    elif is_classifier and pad not in (None, tokenizer.pad_token_id) and not keep_padding:
+        logger.warning("Plain transformers reads this classifier before its padding token, %r. Here it is read at the "
+                       "last token of conversations, and so will be its export.", tokenizer.decode([pad]))  # fmt: skip
+    return Loaded(model, tokenizer)
+
+
+def _with_weights(
+    name: str,
+    config: PreTrainedConfig,
+    model_class: type[PreTrainedModel],
+    published: Adapter | None,
+    tokenizer: PreTrainedTokenizerBase,
+    head_seed: int | None,
+    head_std: float | None,
+    **settings: Any,
+) -> PreTrainedModel:
+    """The classifier with the weights of a checkpoint; a head that it lacks is drawn from the seed, if there is one."""
     is_token = published is not None and published.tokens is not None
     # Other missing weights (the pooler of an encoder) are drawn from the seed, like the head.
     with _head_kept_in_float32(model_class), torch.random.fork_rng(devices=[]):
         torch.manual_seed(head_seed or 0)
-        hf, new_head = load_weights(
-            *(AutoModelForCausalLM if is_token else model_class, str(name)),
-            config=config,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            load_in_4bit=load_in_4bit,
-        )
+        loaded_class = AutoModelForCausalLM if is_token else model_class
+        hf, new_head = load_weights(loaded_class, name, config=config, **settings)
     if published is not None and is_token:
         hf = published.of_tokens(model_class, config, hf, tokenizer)
-    for name_of_child, child in hf.named_children():
-        if name_of_child != head_name(hf) and any(kept in name_of_child for kept in _HEADS):
-            child.to(dtype)  # transformers matches parts of names: pre_classifier as well
+    for child_name, child in hf.named_children():
+        if child_name != head_name(hf) and any(kept in child_name for kept in _HEADS):
+            child.to(settings["dtype"])  # transformers matches parts of names: pre_classifier as well
     if new_head and head_seed is None:
-        raise _no_head_error(str(name), config, new_head, published)
+        raise _no_head_error(name, config, new_head, published)
     if new_head:
         initialise_head(hf, seed=head_seed or 0, std=head_std)
-    if published is not None:
-        published.settle(hf)
-    num_known_tokens = RewardModel(hf).num_embeddings
-    pad = config.get_text_config().pad_token_id
-    model = _ready(hf, tokenizer, attention, device, keep_padding=keep_padding and published is None)
-    if is_classifier and not new_head and pad not in (None, tokenizer.pad_token_id) and not keep_padding:
-        logger.warning("Plain transformers reads this classifier before its padding token, %r. Here it is read at the "
-                       "last token of conversations, and so will be its export.", tokenizer.decode([pad]))  # fmt: skip
-    model.num_known_tokens = num_known_tokens
-    return Loaded(model, tokenizer)
+    return hf
 
 
 def _no_head_error(
@@ -148,30 +160,6 @@ def _no_head_error(
         got=f"{architecture}, without {', '.join(lost[:3])}",
         fix=f"train one: treeward train --config FILE policy.model_name={name}" if published is None else None,
     )
-
-
-def _to_be_filled(
-    name: str,
-    hf: PreTrainedModel,
-    attention: Literal["tree", "rows"],
-    settings: dict[str, Any],
-    published: Adapter | None,
-) -> Loaded[RewardModel]:
-    """A reward model on the meta device. `settings`: how one process would load it."""
-    num_known_tokens = RewardModel(hf).num_embeddings
-    model = _ready(hf, settings["tokenizer"], attention, "meta")
-    model.num_known_tokens = num_known_tokens
-    seed = settings["head_seed"]
-
-    def fill_all() -> None:
-        whole = partial(load_reward_model, name, attention="rows", **settings)
-        if fill(model, name, lambda: whole().model.hf, new_head=seed is not None):
-            initialise_head(model.hf, seed=seed, std=settings["head_std"])
-        if published is not None:
-            published.settle(model.hf)
-
-    model.unfilled.append(fill_all)
-    return Loaded(model, settings["tokenizer"])
 
 
 def build_reward_model(
@@ -250,23 +238,17 @@ def load_policy(
         )
     override_fields(config, config_overrides or {}, "policy.hf_config_overrides")
     tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
-    if on_meta:
-        hf = without_weights(AutoModelForCausalLM, config, trust_remote_code=trust_remote_code)
-        with contextlib.suppress(OSError):
-            hf.generation_config = GenerationConfig.from_pretrained(str(name))
-        loaded = _policy(hf, tokenizer, str(name), attention, "meta", chunk_tokens)
-        settings: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
-        whole = partial(load_weights, AutoModelForCausalLM, str(name), **settings)
-        loaded.model.unfilled.append(partial(fill, loaded.model, str(name), lambda: whole()[0], new_head=False))
-        return loaded
-    hf, _ = load_weights(
-        *(AutoModelForCausalLM, str(name)),
-        config=config,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        load_in_4bit=load_in_4bit,
-    )
-    return _policy(hf, tokenizer, str(name), attention, device, chunk_tokens)
+    settings: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    if not on_meta:
+        hf, _ = load_weights(AutoModelForCausalLM, str(name), load_in_4bit=load_in_4bit, **settings)
+        return _policy(hf, tokenizer, str(name), attention, device, chunk_tokens)
+    hf = without_weights(AutoModelForCausalLM, config, trust_remote_code=trust_remote_code)
+    with contextlib.suppress(OSError):
+        hf.generation_config = GenerationConfig.from_pretrained(str(name))
+    loaded = _policy(hf, tokenizer, str(name), attention, "meta", chunk_tokens)
+    load_whole = partial(load_weights, AutoModelForCausalLM, str(name), **settings)
+    loaded.model.unfilled.append(partial(fill, loaded.model, lambda: load_whole()[0]))
+    return loaded
 
 
 def build_policy(
@@ -319,7 +301,7 @@ def initialise_head(hf: PreTrainedModel, *, seed: int, std: float | None = None)
             with torch.no_grad():
                 if module.weight.dtype != torch.float32:
                     module.float()
-                put(module.weight, weight)
+                module.weight.copy_(weight)
                 if module.bias is not None:
                     module.bias.zero_()
 

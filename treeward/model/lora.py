@@ -186,26 +186,24 @@ def plain_state(
     dtype: torch.dtype | None = None,
     *,
     float32: str | None = None,
-    wanted: Callable[[str], bool] = lambda name: True,
     copied: bool = False,
 ) -> dict[str, Tensor]:
-    """The state of the plain model that computes what `model` does, on the CPU; with or without adapters.
+    """The state of the plain model that computes what `model` does, with or without adapters: on the CPU of the main
+    process, empty on the others. Every process calls it.
 
     Adapted weights are merged in float32, those of four bits are what these stand for, and both are new tensors; others
     may be the model's own, unless they are `copied`. What is tied is one tensor. `dtype`: of floating-point weights;
-    None for their own. `float32`: a module whose weights are float32. `wanted`: which names this process needs of a
-    sharded model; every process calls it, and has one whole tensor beside those at a time.
+    None for their own. `float32`: a module whose weights are float32.
     """
     state: dict[str, Tensor] = {}
-    copies: dict[int, Tensor | None] = {}
+    copies: dict[int, Tensor] = {}
     for name, weight, plain in plain_weights(model):
         if id(weight) not in copies:
             made = whole(plain(torch.float32 if name.split(".")[0] == float32 else dtype))
-            copies[id(weight)] = made.to("cpu", copy=copied and made.device.type == "cpu") if wanted(name) else None
-        held = copies[id(weight)]
-        if held is not None:
-            state[name] = held
-    return state
+            is_new = copied and made.device.type == "cpu"
+            copies[id(weight)] = made.to("cpu", copy=is_new) if processes.is_main() else torch.empty(0)
+        state[name] = copies[id(weight)]
+    return state if processes.is_main() else {}
 
 
 def plain_weights(model: WrappedModel) -> Iterator[tuple[str, Tensor, Callable[[torch.dtype | None], Tensor]]]:

@@ -12,11 +12,10 @@ pickle is written or read, unlike by `torch.distributed.checkpoint`'s other writ
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,12 +27,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from treeward import processes
 
-FILE_BYTES = 5 * 1000**3
-"""The size of a file of weights, which a process has in its memory while it writes it."""
+_FILE_BYTES = 5 * 1000**3
+"""The size of a process's file of tensors, which it has in its memory while it writes it."""
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None) -> None:
@@ -41,52 +39,14 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, group: Process
 
     `group`: the processes, over a group that no other thread uses. Raises on all of them what one of them has raised.
     """
-    own = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    sizes = {name: size for one in processes.gather(own, group) for name, size in one.items()}
-    file_of = files_by_size(sizes, FILE_BYTES * processes.size())
+    rank_sizes = processes.gather({name: tensor.nbytes for name, tensor in tensors.items()}, group)
+    sizes = {name: size for rank in rank_sizes for name, size in rank.items()}
+    last_bytes = itertools.accumulate(sizes.values())
+    file_of = {name: 1 + end // (_FILE_BYTES * processes.size()) for name, end in zip(sizes, last_bytes, strict=True)}
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of, save_distributed=True)
     if sizes:
         with _together():
             save(dict(tensors), storage_writer=writer, process_group=group)
-
-
-def write_whole(
-    folder: Path, tensors: Mapping[str, Tensor], file_of: Mapping[str, int], *, group: ProcessGroup | None = None
-) -> None:
-    """Write the weights of a Hugging Face folder, each process its own whole tensors, with an index of the files.
-
-    `file_of`: the number of the file of every tensor of all processes, from 1; no two processes have one file.
-    """
-    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=dict(file_of))
-    with _together():
-        save(dict(tensors), storage_writer=writer, process_group=group)
-    processes.on_main(lambda: _as_transformers_has_it(folder), group)
-
-
-def _as_transformers_has_it(folder: Path) -> None:
-    """A single file has its plain name and no index; equal weights are equal files, without the writer's notes on
-    parts, whose order is random."""
-    files = sorted(folder.glob("model-*.safetensors"))
-    for path in files:
-        with path.open("r+b") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = {**json.loads(file.read(size)), "__metadata__": {"format": "pt"}}
-            file.seek(8)
-            file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
-    if len(files) == 1:
-        (folder / SAFE_WEIGHTS_INDEX_NAME).unlink()
-        files[0].rename(folder / SAFE_WEIGHTS_NAME)
-
-
-def files_by_size(sizes: Mapping[str, int], most_bytes: int) -> dict[str, int]:
-    """The number of a file, from 1, for each of `sizes`, in bytes and in order."""
-    file_of: dict[str, int] = {}
-    number, in_file = 1, 0
-    for name, size in sizes.items():
-        if in_file and in_file + size > most_bytes:
-            number, in_file = number + 1, 0
-        file_of[name], in_file = number, in_file + size
-    return file_of
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -131,17 +91,7 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 
 @torch.no_grad()
-def put(tensor: Tensor, values: Any) -> None:
-    """Fill a tensor from the whole: this process's part of it.
-
-    `values`: a tensor, or a slice of safetensors, of which no more is read; it may have fewer rows, and the others
-    stay.
-    """
+def put(tensor: Tensor, values: Tensor) -> None:
+    """Fill a tensor from the whole one: this process's part of it."""
     part, place = own_part(tensor)
-    if not place:
-        part.copy_(values)
-        return
-    num_rows = values.shape[0] if isinstance(values, Tensor) else values.get_shape()[0]
-    rows = slice(place[0].start, min(place[0].stop, num_rows))
-    if part.numel() and rows.start < rows.stop:
-        part[: rows.stop - rows.start].copy_(values[(rows, *place[1:])])
+    part.copy_(values[place])
