@@ -18,7 +18,7 @@ from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import CONTRACT_FILE, read_contract, text_sha256
 from treeward.model.loading import load_reward_model
 from treeward.model.reward_model import RewardModel
-from treeward.model.stored import read_stored, sha256_of
+from treeward.model.stored import StoredModel, sha256_of
 from treeward.scoring.golden import (
     GOLDEN_CONVERSATIONS,
     sign_folder,
@@ -60,7 +60,7 @@ def test_what_the_contract_says_of_the_folder(tiny_tokenizer: Any, tmp_path: Pat
     assert "long completion" not in {example.name for example in contract.golden}  # of more than 200 tokens
     assert all(len(example.token_ids) <= 200 for example in contract.golden)
     # every tensor is hashed; of a checkpoint the head alone
-    hashes = {tensor.name: sha256_of([tensor]) for tensor in read_stored(tmp_path)}
+    hashes = {tensor.name: sha256_of([tensor]) for tensor in StoredModel(tmp_path).tensors}
     assert hashes.keys() == model.hf.state_dict().keys() and len(set(hashes.values())) == len(hashes)
     assert contract.weights.tensors == {name: digest[:12] for name, digest in hashes.items()}
     of_checkpoint = sign_later(tmp_path, model=model, renderer=renderer, is_checkpoint=True)().weights

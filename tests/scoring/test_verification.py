@@ -142,7 +142,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda f: replace_text(f / "chat_template.jinja", "{%- endfor -%}", "{%- end"), "template", "cannot be parsed",
     ),
     "template gone": (lambda f: (f / "chat_template.jinja").unlink(), "template", "gone.*fix restore chat_templ"),
-    "template empty": (lambda f: (f / "chat_template.jinja").write_text(""), "template", "gone.*fix restore chat"),
     "words of the vocabulary swapped": (swap_words, "tokens", "another tokenizer"),
     "BOS added": (add_bos, "tokens", r"becomes other tokens got .*at 0, '<\|system\|>.*need .*at 0"),
     "pad = eos in config.json": (
@@ -188,22 +187,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "architecture": (
         lambda f: edit(f / "config.json", rms_norm_eps=0.1), "files", "by rms_norm_eps got rms_norm_eps 0.1 need",
     ),
-    "fewer positions than a golden conversation has tokens": (
-        lambda f: edit(f / "config.json", max_position_embeddings=50), "files", "by max_position_embeddings got",
-    ),
     "weights that give no number": (
         lambda f: change_weights(f, lambda t: t.update({k: 1e30 * t[k] for k in (NORM, "score.weight")})),
         "weights", "2 of 21 tensors are others: model.norm.weight, score.weight got (nan|-?inf) for",
     ),
     "config gone": (lambda f: (f / "config.json").unlink(), "files", "config.json is missing"),
-    "config is a list": (
-        lambda f: (f / "config.json").write_text("[1]", encoding="utf-8"), "files", "no JSON object got .*1",
-    ),
     "tokenizer gone": (
         lambda f: [file.unlink() for file in f.glob("tokenizer*")], "files", "tokenizer",
     ),
     "tokenizer is a list": (lambda f: (f / "tokenizer.json").write_text("[]"), "files", "tokenizer cannot be loaded"),
-    "padding is text": (lambda f: edit(f / "config.json", pad_token_id="x"), "files", "cannot be loaded got .*pad_tok"),
     "no contract": (lambda f: (f / CONTRACT_FILE).unlink(), "contract", "no scoring contract .* --write"),
 }  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""The safetensors and the config.json of a model folder as they are on disk, without loading a model.
+"""`StoredModel`: the safetensors and the config.json of a model folder as they are on disk, without loading a model.
 
-    tensors = read_stored(Path("results/rm/final"))
-    dtype_of(of_head(tensors, "score")), num_parameters(tensors)
-    sha256_of(tensors)                  # of the bytes on disk: about a second per GB
+    stored = StoredModel(Path("results/rm/final"))
+    stored.num_parameters, stored.config_dtype, stored.pad_token_id
+    sha256_of(stored.tensors)           # of the bytes on disk: about a second per GB
 
 Loading casts weights and repairs settings, so changes on disk show only here.
 """
@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,45 +49,77 @@ class StoredTensor:
         return tensor
 
 
-def read_stored(folder: Path) -> list[StoredTensor]:
-    """All tensors of a model folder, by name. Raises `ModelError` naming the first file that is missing or damaged."""
-    tensors: list[StoredTensor] = []
-    path = folder / SAFE_WEIGHTS_INDEX_NAME
-    try:
-        names = [SAFE_WEIGHTS_NAME]
-        if path.is_file() and not (folder / SAFE_WEIGHTS_NAME).is_file():
-            names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-        for name in names:
-            path = folder / name
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (it is no mapping)
-                    part = file.get_slice(key)
-                    dtype = part.get_dtype()
-                    tensors.append(StoredTensor(key, path, _DTYPES.get(dtype, dtype), tuple(part.get_shape())))
-    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
-        if (folder / ADAPTER_CONFIG).is_file():
-            summary, need = "this is a folder of adapters", "a model folder with weights and tokenizer of its own"
-            raise ModelError(
-                summary, where=str(folder), need=need, fix=f"merge them: {merging_line(folder)}"
-            ) from error
-        state = "missing" if isinstance(error, FileNotFoundError) else "damaged"
-        raise ModelError(f"a file of weights is {state}", where=str(path), got=str(error)) from error
-    return sorted(tensors, key=lambda tensor: tensor.name)
+class StoredModel:
+    """The files of a model folder, each read when it is asked for first. Raises `ModelError` for one that is missing or
+    damaged."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
-def of_head(tensors: Sequence[StoredTensor], *heads: str) -> list[StoredTensor]:
-    """The tensors of the modules `heads`."""
-    return [tensor for tensor in tensors if tensor.name.split(".")[0] in heads]
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """`config.json` as it is on disk; loading repairs it in memory."""
+        try:
+            content: dict[str, Any] = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ModelError("config.json is missing or damaged", where=str(self.folder), got=str(error)) from error
+        return content
 
+    @cached_property
+    def tensors(self) -> list[StoredTensor]:
+        """All tensors, by name."""
+        tensors: list[StoredTensor] = []
+        path = self.folder / SAFE_WEIGHTS_INDEX_NAME
+        try:
+            names = [SAFE_WEIGHTS_NAME]
+            if path.is_file() and not (self.folder / SAFE_WEIGHTS_NAME).is_file():
+                names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+            for name in names:
+                path = self.folder / name
+                with safe_open(path, framework="pt") as file:
+                    for key in file.keys():  # noqa: SIM118 (it is no mapping)
+                        part = file.get_slice(key)
+                        dtype = part.get_dtype()
+                        tensors.append(StoredTensor(key, path, _DTYPES.get(dtype, dtype), tuple(part.get_shape())))
+        except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
+            if (self.folder / ADAPTER_CONFIG).is_file():
+                raise ModelError(
+                    "this is a folder of adapters",
+                    where=str(self.folder),
+                    need="a model folder with weights and tokenizer of its own",
+                    fix=f"merge them: {merging_line(self.folder)}",
+                ) from error
+            state = "missing" if isinstance(error, FileNotFoundError) else "damaged"
+            raise ModelError(f"a file of weights is {state}", where=str(path), got=str(error)) from error
+        return sorted(tensors, key=lambda tensor: tensor.name)
 
-def num_parameters(tensors: Iterable[StoredTensor]) -> int:
-    """Numbers in all tensors."""
-    return sum(math.prod(tensor.shape) for tensor in tensors)
+    def split(self, heads: Sequence[str]) -> tuple[list[StoredTensor], list[StoredTensor]]:
+        """The tensors of the backbone, and those of the modules `heads`."""
+        head = [tensor for tensor in self.tensors if tensor.name.split(".")[0] in heads]
+        return [tensor for tensor in self.tensors if tensor not in head], head
 
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all tensors."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
-def shapes_sha256(tensors: Iterable[StoredTensor]) -> str:
-    """SHA-256 of every name and shape."""
-    return hashlib.sha256(json.dumps([[tensor.name, tensor.shape] for tensor in tensors]).encode()).hexdigest()
+    @property
+    def shapes_sha256(self) -> str:
+        """SHA-256 of every name and shape."""
+        shapes = [[tensor.name, tensor.shape] for tensor in self.tensors]
+        return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+
+    @property
+    def config_dtype(self) -> str | None:
+        """The number format in which transformers loads the weights: `dtype` of `config.json`, once `torch_dtype`."""
+        value = self.config.get("dtype") or self.config.get("torch_dtype")
+        return None if value is None else str(value).removeprefix("torch.")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The padding token that transformers looks for; a model with a text model inside has that model's."""
+        pad: int | None = (self.config.get("text_config") or self.config).get("pad_token_id")
+        return pad
 
 
 def sha256_of(tensors: Iterable[StoredTensor]) -> str:
@@ -107,23 +140,6 @@ def dtype_of(tensors: Iterable[StoredTensor]) -> str:
     return sizes.most_common(1)[0][0] if sizes else "none"
 
 
-def raw_config(folder: Path) -> dict[str, Any]:
-    """`config.json` as it is on disk; loading repairs it in memory. Raises `ModelError`."""
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError("config.json is missing or damaged", where=str(folder), got=str(error)) from error
-    if not isinstance(content, dict):
-        raise ModelError("config.json is no JSON object", where=str(folder), got=content)
-    return content
-
-
-def config_dtype(config: Mapping[str, Any]) -> str | None:
-    """The number format in which transformers loads the weights: `dtype` of `config.json`, once `torch_dtype`."""
-    value = config.get("dtype") or config.get("torch_dtype")
-    return None if value is None else str(value).removeprefix("torch.")
-
-
 def architecture_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of `config.json` that decide about a forward pass in given weights and a given number format.
 
@@ -134,9 +150,3 @@ def architecture_of(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if key not in _NOT_ARCHITECTURE
     }
-
-
-def raw_pad_token_id(config: Mapping[str, Any]) -> int | None:
-    """The padding token that transformers looks for; a model with a text model inside has that model's."""
-    pad = (config.get("text_config") or config).get("pad_token_id")
-    return None if pad is None else int(pad)

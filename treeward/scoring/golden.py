@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from treeward import processes
 from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
-from treeward.errors import ConfigError, DataError
+from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.contract import (
     DtypeContract,
     GoldenExample,
@@ -45,18 +45,7 @@ from treeward.model.loading import PAD_TOKEN, load_reward_model
 from treeward.model.lora import has_adapters
 from treeward.model.pretrained import DTYPES, has_room, load_tokenizer
 from treeward.model.reward_model import RewardModel, check_finite, stored_heads
-from treeward.model.stored import (
-    architecture_of,
-    config_dtype,
-    dtype_of,
-    num_parameters,
-    of_head,
-    raw_config,
-    raw_pad_token_id,
-    read_stored,
-    sha256_of,
-    shapes_sha256,
-)
+from treeward.model.stored import StoredModel, architecture_of, dtype_of, sha256_of
 from treeward.parallel.mesh import Mesh
 from treeward.parallel.sharding import plain_copy
 from treeward.version import VERSION
@@ -117,10 +106,12 @@ def sign_folder(
     `weighted_heads`; None: as in `like`. Raises `ConfigError` for several labels without weights, `ModelError` for
     a model that gives no finite score.
     """
-    read_stored(folder)  # refuses a folder of adapters, and one without a model
+    stored = StoredModel(folder)
+    if not stored.tensors:  # which raises for a folder of adapters, and for one without a model
+        raise ModelError("the files of weights are empty", where=str(folder))
     tokenizer = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
     has_template = bool(tokenizer.chat_template)
-    pads_alike = raw_pad_token_id(raw_config(folder)) == tokenizer.pad_token_id  # loading may change the tokenizer's
+    pads_alike = stored.pad_token_id == tokenizer.pad_token_id  # loading may change the tokenizer's
     model = load_reward_model(
         folder,
         tokenizer=tokenizer,
@@ -176,11 +167,12 @@ def sign_later(
     None: they are compared. Then transformers finds the last token of a padded row where it is read here, unless
     conversations end with padding. `has_template`: the folder has a chat template.
     """
-    config = processes.on_main(lambda: raw_config(folder))
+    stored = StoredModel(folder)
+    stored.config = processes.on_main(lambda: stored.config)
     heads, tokenizer = list(heads or _default_heads(model)), renderer.tokenizer
     if pads_alike is None:
-        pads_alike = raw_pad_token_id(config) == tokenizer.pad_token_id
-    saved = partial(as_saved, model, None if is_loaded else DTYPES[config_dtype(config) or "float32"], mesh)
+        pads_alike = stored.pad_token_id == tokenizer.pad_token_id
+    saved = partial(as_saved, model, None if is_loaded else DTYPES[stored.config_dtype or "float32"], mesh)
     with saved(computed=torch.float32) as exact:
         golden = _golden(exact, renderer, heads, may_be_broken=is_checkpoint)
     rows = [example.token_ids for example in golden]
@@ -188,11 +180,9 @@ def sign_later(
         scores = [combined_heads(values, heads) for values in rounded.score_tokens(rows).tolist()]
 
     def sign() -> ScoringContract:
-        stored = read_stored(folder)
-        head = of_head(stored, *stored_heads(model.hf))
-        dtype = dtype_of([tensor for tensor in stored if tensor not in head])
-        hashes = {} if is_checkpoint else {tensor.name: sha256_of([tensor]) for tensor in stored}
-        pad = raw_pad_token_id(config)
+        backbone, head = stored.split(stored_heads(model.hf))
+        dtype, pad = dtype_of(backbone), stored.pad_token_id
+        hashes = {} if is_checkpoint else {tensor.name: sha256_of([tensor]) for tensor in stored.tensors}
         is_read_alike = model.read_position != "last token" or all(row[-1] != pad for row in rows)
         is_plain = pads_alike and is_read_alike and bool(rows) and not getattr(model.hf, "made_by_treeward", False)
         begins_with_bos = bool(rows) and all(row[0] == tokenizer.bos_token_id for row in rows)
@@ -212,18 +202,18 @@ def sign_later(
                 tokenizer_sha256=tokenizer_sha256(tokenizer),
             ),
             read=ReadContract(position=model.read_position, plain_transformers=is_plain, token=renderer.read_token),
-            dtypes=DtypeContract(weights=dtype, head=dtype_of(head), config=config_dtype(config) or dtype),
+            dtypes=DtypeContract(weights=dtype, head=dtype_of(head), config=stored.config_dtype or dtype),
             heads=heads,
-            problem_type=config.get("problem_type"),
+            problem_type=stored.config.get("problem_type"),
             weights=WeightsContract(
                 architecture=type(model.hf).__name__,
-                num_parameters=num_parameters(stored),
-                num_tensors=len(stored),
-                shapes_sha256=shapes_sha256(stored),
+                num_parameters=stored.num_parameters,
+                num_tensors=len(stored.tensors),
+                shapes_sha256=stored.shapes_sha256,
                 head_sha256=sha256_of(head),
                 sha256=text_sha256(json.dumps(sorted(hashes.items()))) if hashes else None,
                 tensors={name: digest[:HASH_DIGITS] for name, digest in hashes.items()},
-                config=architecture_of(config),
+                config=architecture_of(stored.config),
             ),
             golden=golden,
             tolerance=_tolerance(golden, scores),

@@ -32,7 +32,7 @@ from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import CONTRACT_FILE, read_contract
 from treeward.model.pretrained import check_local, load_tokenizer, read_config
 from treeward.model.reward_model import HEAD_NAMES
-from treeward.model.stored import dtype_of, raw_config, read_stored
+from treeward.model.stored import StoredModel, dtype_of
 from treeward.scoring.golden import sign_folder, tokenizer_sha256
 from treeward.tables import markdown_table
 
@@ -130,7 +130,7 @@ def _identity(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
         },
         "chat_template": tokenizer.chat_template,
         "tokenizer": tokenizer_sha256(tokenizer),
-        **{tensor.name: list(tensor.shape) for tensor in read_stored(folder)},
+        **{tensor.name: list(tensor.shape) for tensor in StoredModel(folder).tensors},
         **({} if contract is None else contract.model_dump(include={"rendering", "read", "heads"})),
     }
 
@@ -155,7 +155,7 @@ def _write_weights(members: Sequence[Path], shares: Sequence[float], partial: Pa
     Returns each member's cosine with the first one, of the matrices of the backbone or of the head, the lower of both:
     near 1 for models trained from one initialisation, near 0 for others.
     """
-    stored = [{tensor.name: tensor for tensor in read_stored(member)} for member in members]
+    stored = [{tensor.name: tensor for tensor in StoredModel(member).tensors} for member in members]
     files: defaultdict[str, list[str]] = defaultdict(list)
     for name, tensor in stored[0].items():
         files[tensor.file.name].append(name)
@@ -194,8 +194,8 @@ def _write_settings(members: Sequence[Path], shares: Sequence[float], partial: P
     for entry in members[0].iterdir():
         if entry.is_file() and entry.suffix != ".safetensors" and entry.name not in _NOT_COPIED:
             shutil.copyfile(entry, partial / entry.name)
-    backbone = [tensor for tensor in read_stored(partial) if tensor.name.split(".")[0] not in HEAD_NAMES]
-    config = raw_config(members[0]) | {"dtype": dtype_of(backbone)}
+    backbone, _ = StoredModel(partial).split(HEAD_NAMES)
+    config = StoredModel(members[0]).config | {"dtype": dtype_of(backbone)}
     config = {name: value for name, value in config.items() if name not in ("_name_or_path", "torch_dtype")}
     (partial / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     rows = [

@@ -28,19 +28,7 @@ from treeward.model.export import HTTP_ERROR
 from treeward.model.loading import load_reward_model
 from treeward.model.pretrained import check_local, choose_device, load_tokenizer
 from treeward.model.reward_model import stored_heads
-from treeward.model.stored import (
-    StoredTensor,
-    architecture_of,
-    config_dtype,
-    dtype_of,
-    num_parameters,
-    of_head,
-    raw_config,
-    raw_pad_token_id,
-    read_stored,
-    sha256_of,
-    shapes_sha256,
-)
+from treeward.model.stored import StoredModel, StoredTensor, architecture_of, dtype_of, sha256_of
 from treeward.scoring.diagnosis import (
     Check,
     Part,
@@ -121,8 +109,8 @@ class _Replay:
     trust_remote_code: bool
     scores: list[float] = field(default_factory=list)
     num_hashed: int = 0
-    config: dict[str, Any] = field(init=False)
-    stored: list[StoredTensor] = field(init=False)
+    stored: StoredModel = field(init=False)
+    backbone: list[StoredTensor] = field(init=False)
     head: list[StoredTensor] = field(init=False)
     tokenizer: PreTrainedTokenizerBase = field(init=False)
     renderer: Renderer = field(init=False)
@@ -170,11 +158,12 @@ class _Replay:
         return "float32" if self.dtype == torch.float32 else "bfloat16"
 
     def files(self) -> Iterator[Row]:
-        self.config = raw_config(self.folder)
-        self.stored = read_stored(self.folder)
+        self.stored = StoredModel(self.folder)
+        if not self.stored.tensors:
+            raise ModelError("the files of weights are empty", where=self.name)
         self.tokenizer = load_tokenizer(str(self.folder), trust_remote_code=self.trust_remote_code)
         # Compared in the file: a limit or a window may change no conversation as short as the golden ones.
-        observed, expected = architecture_of(self.config), self.contract.weights.config
+        observed, expected = architecture_of(self.stored.config), self.contract.weights.config
         for key in sorted(observed.keys() | expected.keys()):
             summary = f"config.json is of another architecture, by {key}"
             yield Row(key, expected.get(key), observed.get(key), summary, _RESTORE_CONFIG)
@@ -220,7 +209,7 @@ class _Replay:
         expected, is_plain = self.contract.rendering.pad_token_id, self.contract.read.plain_transformers
         summary = "{} pads with another token: transformers may read the score elsewhere"
         if is_plain or keeps_padding(self.contract):
-            observed, meaning = raw_pad_token_id(self.config), summary.format("config.json")
+            observed, meaning = self.stored.pad_token_id, summary.format("config.json")
             yield Row("pad_token_id", expected, observed, meaning, _RESTORE_CONFIG)
         if is_plain:
             observed, meaning = self.tokenizer.pad_token_id, summary.format("tokenizer_config.json")
@@ -228,16 +217,16 @@ class _Replay:
 
     def activation(self) -> Iterator[Row]:
         summary = "config.json has other programs apply another function to the score"
-        observed = self.config.get("problem_type")
+        observed = self.stored.config.get("problem_type")
         yield Row("problem_type", self.contract.problem_type, observed, summary, _RESTORE_CONFIG)
 
     def load(self) -> None:
         """Load the weights, and score the golden conversations."""
         expected = self.contract.weights
-        if shapes_sha256(self.stored) != expected.shapes_sha256:
+        if self.stored.shapes_sha256 != expected.shapes_sha256:
             raise ModelError(
                 "these are tensors of other names or shapes",
-                got=f"{len(self.stored)} tensors, {num_parameters(self.stored):,} numbers",
+                got=f"{len(self.stored.tensors)} tensors, {self.stored.num_parameters:,} numbers",
                 need=f"{expected.num_tensors} tensors, {expected.num_parameters:,} numbers of {expected.architecture}",
                 fix=_RESTORE_WEIGHTS,
             )
@@ -253,15 +242,14 @@ class _Replay:
         with exact_scoring(model):
             values_SH = model.score_tokens([example.token_ids for example in self.contract.golden]).tolist()
         self.scores = [combined_heads(values, self.contract.heads) for values in values_SH]
-        self.head = of_head(self.stored, *stored_heads(model.hf))
+        self.backbone, self.head = self.stored.split(stored_heads(model.hf))
 
     def precision(self) -> Iterator[Row]:
-        expected, head = self.contract.dtypes, self.head
-        backbone = dtype_of([tensor for tensor in self.stored if tensor not in head])
+        expected = self.contract.dtypes
         summary = "the {}'s weights are stored in another number format"
-        yield Row("format", expected.weights, backbone, summary.format("backbone"), _RESTORE_WEIGHTS)
-        yield Row("format", expected.head, dtype_of(head), summary.format("head"), _RESTORE_WEIGHTS)
-        if (dtype := config_dtype(self.config)) is not None:
+        yield Row("format", expected.weights, dtype_of(self.backbone), summary.format("backbone"), _RESTORE_WEIGHTS)
+        yield Row("format", expected.head, dtype_of(self.head), summary.format("head"), _RESTORE_WEIGHTS)
+        if (dtype := self.stored.config_dtype) is not None:
             summary = "config.json has transformers load the weights in another number format"
             yield Row("dtype", expected.config, dtype, summary, _RESTORE_CONFIG)
 
@@ -285,15 +273,15 @@ class _Replay:
         """Tensors whose bytes are others: of all that were hashed at signing, or of the head alone."""
         expected = self.contract.weights
         if expected.tensors:
-            self.num_hashed = len(self.stored)
-            digests = {tensor.name: sha256_of([tensor])[:HASH_DIGITS] for tensor in self.stored}
+            self.num_hashed = len(self.stored.tensors)
+            digests = {tensor.name: sha256_of([tensor])[:HASH_DIGITS] for tensor in self.stored.tensors}
             return [name for name, digest in digests.items() if digest != expected.tensors.get(name)]
         return [] if sha256_of(self.head) == expected.head_sha256 else [tensor.name for tensor in self.head]
 
     def named(self, changed: Sequence[str], verdict: Check) -> Check:
         """The check of weights whose bytes are others; `verdict`: what the scores say."""
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        summary = f"{len(changed)} of {len(self.stored)} tensors are others: {', '.join(changed[:3])}{more}"
+        summary = f"{len(changed)} of {len(self.stored.tensors)} tensors are others: {', '.join(changed[:3])}{more}"
         if verdict.part == "precision":
             return replace(verdict, summary=f"{verdict.summary}; {summary}", fix=_RESTORE_WEIGHTS)
         if verdict.state == "differs":
