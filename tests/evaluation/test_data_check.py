@@ -18,9 +18,8 @@ from treeward.data.encoding import encode_dataset
 from treeward.data.rendering import Renderer
 from treeward.data.sources import read_rows
 from treeward.evaluation.data_check import reading
-from treeward.evaluation.data_check.check import check_data, open_sets
-from treeward.evaluation.data_check.page import DataCheck, write_check
-from treeward.evaluation.data_check.reading import stops_early
+from treeward.evaluation.data_check.check import DataCheck, check_data, open_sets
+from treeward.evaluation.data_check.page import write_check
 
 Write = Callable[..., Path]
 Row = dict[str, Any]
@@ -46,7 +45,7 @@ def checked(write_rows: Write, tiny_tokenizer: Any) -> Callable[..., DataCheck]:
     def check(rows: list[Row | str], validation: list[Row] | None = None, **how: Any) -> DataCheck:
         streams = open_sets([DatasetConfig(data_path=str(write_rows("train.jsonl", rows)))])
         held_out = () if validation is None else [DatasetConfig(data_path=str(write_rows("held.jsonl", validation)))]
-        renderer = Renderer(tiny_tokenizer, chat_template=how.pop("chat_template", None))
+        renderer = Renderer(tiny_tokenizer)
         return check_data(streams, renderer, tokenizer="tiny", validation=open_sets(held_out), **how)
 
     return check
@@ -88,7 +87,6 @@ def swapped(row: Row) -> Row:
     return row | {"chosen": row["rejected"], "rejected": row["chosen"]}
 
 
-CUT = text(7).removesuffix(".")
 LONG = [row | {"chosen": f"{row['chosen']} {text(i)}"} for i, row in enumerate(clean())]
 MARKED = [row | {"chosen": f"**{row['chosen']}**"} for row in clean()]
 AGAIN = [row | {"prompt": clean()[i % 30]["prompt"]} for i, row in enumerate(clean())]
@@ -96,7 +94,6 @@ GROUP_LONG = [
     *({"prompt": one["prompt"], "completions": [one["chosen"], one["rejected"]], "scores": [1, 0]} for one in clean()),
     {"prompt": text(997), "completions": [text(998), text(999), text(5, words=900)], "scores": [2, 0, 1]},
 ]
-NO_END = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -111,12 +108,10 @@ NO_END = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
         (edited((2, {"chosen": text(5, words=900)})), {"max_length": 600}, {"too_long": (1, 60)}),
         (GROUP_LONG, {"max_length": 600, "truncation": "drop_comparison"}, {"too_long": (1, 61)}),
         (GROUP_LONG, {"max_length": 600}, {}),
-        (edited(*((i, {"rejected": CUT}) for i in range(6))), {}, {"stops_early": (6, 120)}),
         (LONG, {}, {"longer": (60, 60)}),
         (MARKED, {}, {"style": (60, 60)}),
         (AGAIN, {}, {"shared_prompts": (60, 60)}),
         (clean(), {"validation": [*clean(80)[60:], clean()[0]]}, {"validation_overlap": (1, 21)}),
-        (edited((2, {"chosen": f"{text(5)} So"})), {"chat_template": NO_END}, {"no_end_token": (120, 120)}),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) and "style" not in value else None,
 )
@@ -124,7 +119,7 @@ def test_a_planted_fault_is_found_and_no_other(
     checked: Callable[..., DataCheck], rows: list[Row], how: Row, expected: dict[str, Any]
 ) -> None:
     found = checked(rows, **how)
-    others = {"longer"} if "style" in expected else {"shared_prompts", "stops_early"} - expected.keys()
+    others = {"longer"} if "style" in expected else {"shared_prompts"} - expected.keys()
     assert {name: count for name, count in names(found).items() if name not in others} == expected
     assert all(one.why and one.fix for one in found.findings)
 
@@ -167,7 +162,7 @@ def test_grades_are_counted_and_need_no_order(tmp_path: Path, write_rows: Write,
     counts = encode_dataset(stream, Renderer(tiny_tokenizer), attributes=grades, cache_dir=tmp_path).counts
     assert (found.numbers["tokens"], found.numbers["tree_tokens"]) == (counts.tokens, counts.tree_tokens)
     [row] = found.lengths
-    assert (row["dropped"], row["too_long"], row["identical_if_cut"]) == (1 / 7, 1 / 7, 0)  # the long one is alone
+    assert (row["dropped"], row["too_long"]) == (1 / 7, 1 / 7)
 
 
 @pytest.mark.parametrize("limit", [1, 60, 90, 110, 130, 400])
@@ -194,29 +189,9 @@ def test_what_a_limit_costs_is_what_training_drops(
     (row,) = found.lengths
     assert row["dropped"] == pytest.approx(1 - len(kept) / len(compared))
     assert row["too_long"] == np.mean([max(map(len, one.token_ids)) > limit for one in compared])
-    same = [len({tuple(ids[:limit].tolist()) for ids in one.token_ids}) == 1 for one in compared]
-    assert row["identical_if_cut"] == np.mean(same)
     if kept:
         strict = encode_dataset(open_dataset(config), Renderer(tiny_tokenizer, max_length=limit), cache_dir=tmp_path)
         assert strict.counts.kept == len(kept)
-
-
-@pytest.mark.parametrize(
-    ("said", "is_cut"),
-    [
-        (f"{text(1)} It rained, and the", True),
-        (f"{text(1)} It rained, and then,", True),
-        (f"{text(1)}\n```python\nx = 1", True),
-        (text(1), False),
-        ("Paris", False),
-        (f"{text(1)}\n- the last item of a list", False),
-        (f"{text(1)}\nBest regards,\nJohn", False),
-        (f"{text(1)}\n```python\nx = 1\n```", False),
-        (f'{text(1)} He said: "Let it rain and snow."', False),
-    ],
-)
-def test_what_is_cut_short(said: str, is_cut: bool) -> None:
-    assert stops_early(said) is is_cut
 
 
 @pytest.mark.slow
@@ -236,7 +211,7 @@ def test_real_data(shared_data: Path, part: str, rows: int, write_rows: Write, t
     if part == "hh_harmless":
         assert 0.3 < found.numbers["saved_by_tree"] < 0.5
         assert style["more_refusals"] > 0.6 and style["longer"] < 0.5  # the harmless completion declines, briefly
-        assert {"style", "stops_early", "empty"} == {one.name for one in found.findings}
+        assert {"style", "empty"} == {one.name for one in found.findings}
     else:
         assert style["longer"] > 0.6 and style["more_markdown"] > 0.6  # a judge that likes length
         assert {"longer", "style"} <= {one.name for one in found.findings}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from treeward.config.run import RewardModelRunConfig
     from treeward.data.preference import Preference
     from treeward.data.rendering import Renderer
-    from treeward.evaluation.data_check.page import DataCheck
+    from treeward.evaluation.data_check.check import DataCheck
 
 _MOST_ERRORS, _MOST_NAMED = 10, 3
 _Files = list[str] | None
@@ -121,7 +121,6 @@ def _tell(checked: DataCheck) -> None:
 
     columns = [Column("what", ", ".join(checked.files)), Column("number"), Column("share", format=".1%")]
     limits = [Column("length", "tokens at most"), Column("dropped", "comparisons left out", ".1%")]
-    limits.append(Column("identical_if_cut", "same if cut at the end", ".1%"))
     lines = [results_table(summary_rows(checked), columns), "", results_table(checked.lengths, limits)]
     lines += [f"Tokens of {checked.tokenizer}.", ""]
     lines += [str(error) for error in checked.errors[:_MOST_ERRORS]]

@@ -10,6 +10,7 @@ What they are compared with, validation sets and benchmarks, is held in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -19,9 +20,9 @@ from treeward.data.encoding import Ties
 from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
-from treeward.evaluation.data_check.findings import Overlap, findings_of, losses_at, numbers_of
-from treeward.evaluation.data_check.page import DataCheck
-from treeward.evaluation.data_check.reading import examples_of, read_data, rows_of
+from treeward.errors import DataError
+from treeward.evaluation.data_check.findings import Finding, Overlap, findings_of, losses_at, numbers_of
+from treeward.evaluation.data_check.reading import read_data, rows_of
 from treeward.evaluation.diagnostics.overlap import find_overlap
 
 _LENGTHS = (512, 1024, 2048, 4096, 8192)
@@ -29,9 +30,24 @@ _LENGTHS = (512, 1024, 2048, 4096, 8192)
 _TEXTS_FOR_TOKENIZER, _CHARACTERS_FOR_TOKENIZER, _VOCABULARY = 6000, 10_000, 8192
 
 
+@dataclass(frozen=True)
+class DataCheck:
+    """The results of a check. `numbers`: see `findings.numbers_of`; `lengths`: `findings.losses_at`. `tokenizer`: whose
+    tokens are counted. `streams`: the data, to show rows of it."""
+
+    files: tuple[str, ...]
+    tokenizer: str
+    numbers: dict[str, Any]
+    lengths: list[dict[str, Any]]
+    findings: list[Finding]
+    errors: list[DataError]
+    overlaps: list[Overlap]
+    streams: tuple[RowDataset, ...]
+
+
 def open_sets(configs: Sequence[DatasetConfig]) -> tuple[RowDataset, ...]:
     """The sets, their formats told by the first rows that are sound."""
-    return tuple(open_dataset(recognised(one, skip_broken=True)) for one in configs)
+    return tuple(open_dataset(recognised(config, skip_broken=True)) for config in configs)
 
 
 def own_renderer(streams: Sequence[RowDataset], **template: Any) -> Renderer:
@@ -42,8 +58,7 @@ def own_renderer(streams: Sequence[RowDataset], **template: Any) -> Renderer:
     for stream in streams:
         stream.broken = lambda error: None
     texts = (text[:_CHARACTERS_FOR_TOKENIZER] for text in islice(texts_of(streams), _TEXTS_FOR_TOKENIZER))
-    tokenizer = train_tokenizer(texts, vocab_size=_VOCABULARY)
-    return Renderer(tokenizer, **template)
+    return Renderer(train_tokenizer(texts, vocab_size=_VOCABULARY), **template)
 
 
 def check_data(
@@ -65,23 +80,30 @@ def check_data(
     run that is to train on the data; `max_lengths`: limits to say the cost of.
     """
     data = read_data(streams, renderer, ties=ties, on_progress=lambda done: on_progress("reading", done))
-    sets = [(stream.name.rpartition("/")[2], list(examples_of(stream, data)), False) for stream in validation]
+    sets = [
+        (stream.name.rpartition("/")[2], [preference for preference, _ in rows_of([stream], data)], False)
+        for stream in validation
+    ]
     sets += [(name, list(examples), True) for name, examples in (benchmarks or {}).items()]
     overlaps = []
     if sets:
-        examples = [example for _, own, _ in sets for example in own]
+        examples = [example for _, of_set, _ in sets for example in of_set]
         training = (preference for preference, _ in rows_of(streams))
-        found = find_overlap(examples, training, on_progress=lambda done, _: on_progress("looking for overlap", done))
-        flags = iter(found.flags)
-        overlaps = [Overlap(name, tuple(islice(flags, len(own))), is_one) for name, own, is_one in sets]
+        overlap = find_overlap(examples, training, on_progress=lambda done, _: on_progress("looking for overlap", done))
+        flags = iter(overlap.flags)
+        for name, of_set, is_benchmark in sets:
+            overlaps.append(Overlap(name, tuple(islice(flags, len(of_set))), is_benchmark))
     numbers = numbers_of(data)
     limits = sorted({*(max_lengths or _LENGTHS), *([] if max_length is None else [max_length])})
     if max_lengths is None:  # one that keeps all is enough
-        limits = [
-            limit for below, limit in zip([0, *limits], limits, strict=False) if below < numbers["tokens_longest"]
-        ]
-    findings = findings_of(data, numbers, max_length=max_length, truncation=truncation, overlaps=overlaps)
+        limits = [n for below, n in zip([0, *limits], limits, strict=False) if below < numbers["tokens_longest"]]
     return DataCheck(
-        tuple(stream.name for stream in streams), tokenizer, numbers, losses_at(data, limits), findings, data.errors,
-        overlaps, tuple(streams),
-    )  # fmt: skip
+        files=tuple(stream.name for stream in streams),
+        tokenizer=tokenizer,
+        numbers=numbers,
+        lengths=losses_at(data, limits),
+        findings=findings_of(data, numbers, max_length=max_length, truncation=truncation, overlaps=overlaps),
+        errors=data.errors,
+        overlaps=overlaps,
+        streams=tuple(streams),
+    )

@@ -5,12 +5,14 @@
         finding.text, finding.why, finding.fix, finding.rows
 
 A finding has its number, why it matters and what to do; a clean set has none.
+
+Shapes: N rows (comparisons), P pairs of a better and a worse completion of one row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +28,6 @@ Severity = Literal["error", "warning", "note"]
 _SEVERITIES = ("error", "warning", "note")
 _SOME, _MUCH, _TEMPLATED = 0.01, 0.1, 0.25  # shares
 _IMBALANCED, _VERY_IMBALANCED = 0.55, 0.6
-_FEWEST_CUT = 5
 
 _LEARNT = "A model that knows only this is right as often, and a policy that is optimised against it exploits it."
 _REMEMBERED = "Accuracy on them tells what is remembered, and nothing of new data."
@@ -62,14 +63,6 @@ _ADVICE = {
     "too_long": (
         "data.truncation leaves them out or cuts them, and long conversations are rarely like the others.",
         "Raise policy.max_total_sequence_length; data.truncation=truncate_left cuts prompts and leaves little out.",
-    ),
-    "stops_early": (
-        "Where one side is cut more often, the cut is learnt. An estimate, by punctuation.",
-        "Generate with a higher limit of tokens, or remove them.",
-    ),
-    "no_end_token": (
-        "The score is read at a last word, so a completion that was cut looks like one that has ended.",
-        "Set policy.tokenizer.chat_template to one that ends each message with a token of its own.",
     ),
     "shared_prompts": (
         "A split by rows would put one prompt on both sides, and a row for each prompt computes it once.",
@@ -122,48 +115,49 @@ class Overlap:
     @property
     def flagged(self) -> list[OverlapFlag]:
         """Examples with an exact or near duplicate, the exact ones first."""
-        return sorted((one for one in self.flags if one.is_flagged), key=lambda one: not one.is_exact)
+        return sorted((flag for flag in self.flags if flag.is_flagged), key=lambda flag: not flag.is_exact)
 
 
 def numbers_of(data: DataRead) -> dict[str, Any]:
     """Every number of a pass by its name: sums, lengths in tokens, repetitions, and a `Metric` for each trait."""
     sums, longest = data.sums, data.column("longest")
-    prompts, of_prompt = np.unique(data.column("prompt"), return_counts=True)
     longest = longest[longest > 0]
-    shared = data.column("shared").astype(np.int64)
-    quantiles = np.quantile(longest, [0.5, 0.99, 1], method="lower").tolist() if len(longest) else [0, 0, 0]
+    median, most, maximum = np.quantile(longest, [0.5, 0.99, 1], method="lower").tolist() if len(longest) else [0] * 3
+    prompts, rows_of_prompt = np.unique(data.column("prompt"), return_counts=True)
+    repeated_tokens = data.column("shared").astype(np.int64)[_repeated(data.column("prompt"))].sum()
     names = (
         *("rows", "broken", "turns", "completions", "tokens", "tree_tokens", "ties", "tied_pairs"),
-        *("scores_against_ranks", "identical", "identical_texts", "empty", "stops_early", "ungraded"),
+        *("scores_against_ranks", "identical", "identical_texts", "empty", "ungraded"),
     )
-    numbers: dict[str, Any] = {name: sums[name] for name in names}
-    graded = {name.removeprefix("graded "): count for name, count in sums.items() if name.startswith("graded ")}
-    return numbers | {
-        "grades": graded,
+    return {name: sums[name] for name in names} | {
+        "grades": {name.removeprefix("graded "): n for name, n in sums.items() if name.startswith("graded ")},
         "pairs": len(data.columns["pair"]),
         "prompts": len(prompts),
-        "rows_of_shared_prompts": int(of_prompt[of_prompt > 1].sum()),
+        "rows_of_shared_prompts": int(rows_of_prompt[rows_of_prompt > 1].sum()),
         "saved_by_tree": _share(sums["tokens"] - sums["tree_tokens"], sums["tokens"]),
-        "saved_by_grouping": _share(int(shared[_again(data.column("prompt"))].sum()), sums["tree_tokens"]),
-        "duplicates": len(_again(data.column("digest"))),
+        "saved_by_grouping": _share(int(repeated_tokens), sums["tree_tokens"]),
+        "duplicates": len(_repeated(data.column("digest"))),
         "contradictions": len(np.unique(data.column("row")[_contradicting(data)])),
-        "tokens_median": quantiles[0],
-        "tokens_99_percent": quantiles[1],
-        "tokens_longest": quantiles[2],
+        "tokens_median": median,
+        "tokens_99_percent": most,
+        "tokens_longest": maximum,
         "style": {name: _trait(data, name, len(prompts)) for name in TRAITS},
     }
 
 
 def losses_at(data: DataRead, lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """What limits in tokens cost: comparisons that `data.truncation: drop` leaves out, those of which a completion is
-    too long, and those whose completions become the same where the end is cut off, as other toolkits do."""
-    needed, longest, shared = (data.column(name) for name in ("needed", "longest", "shared"))
-    needed, longest, shared = (one[longest > 0] for one in (needed, longest, shared))
-    found = []
-    for length in lengths:
-        counts = {"dropped": needed > length, "too_long": longest > length, "identical_if_cut": shared >= length}
-        found.append({"length": length} | {name: _share(int(own.sum()), len(own)) for name, own in counts.items()})
-    return found
+    """What limits in tokens cost: comparisons that `data.truncation: drop` leaves out, and those of which a completion
+    is too long."""
+    has_tokens = data.column("longest") > 0
+    needed, longest = data.column("needed")[has_tokens], data.column("longest")[has_tokens]
+    return [
+        {
+            "length": length,
+            "dropped": _share(int((needed > length).sum()), len(needed)),
+            "too_long": _share(int((longest > length).sum()), len(longest)),
+        }
+        for length in lengths
+    ]
 
 
 def findings_of(
@@ -175,23 +169,26 @@ def findings_of(
     overlaps: Sequence[Overlap] = (),
 ) -> list[Finding]:
     """The findings, the gravest first. `max_length`, `truncation`: of the run that is to train on the data."""
-    found = [*_of_labels(data, numbers), *(_of_overlap(one) for one in overlaps if one.flagged)]
-    found += [
+    findings = [
+        *_of_labels(data, numbers),
+        *(_of_overlap(overlap) for overlap in overlaps),
         *_of_rows(data, numbers),
         *_of_length(data, max_length, truncation),
         *_of_style(numbers),
     ]
-    found = [replace(one, rows=one.rows or tuple(data.noted.get(one.name, ()))) for one in found if one.count]
-    return sorted(found, key=lambda one: _SEVERITIES.index(one.severity))
+    return sorted(
+        (finding for finding in findings if finding.count), key=lambda finding: _SEVERITIES.index(finding.severity)
+    )
 
 
 def _finding(
-    name: str, count: int, of: int, what: str, said: str, rows: Iterable[str] = (), severity: Severity | None = None
+    name: str, count: int, of: int, what: str, verb: str, rows: Sequence[str] = (), severity: Severity | None = None
 ) -> Finding:
+    """A sentence with the share; more than a hundredth is a warning, where `severity` says nothing else."""
     share = count / max(of, 1)
-    shown = "under 0.1%" if 0 < share < 0.001 else f"{share:.1%}"
-    found: Severity = "warning" if share > _SOME else "note"
-    return Finding(name, severity or found, count, of, f"{count:,} of {of:,} {what} ({shown}) {said}", tuple(rows))
+    percent = "under 0.1%" if 0 < share < 0.001 else f"{share:.1%}"
+    text = f"{count:,} of {of:,} {what} ({percent}) {verb}"
+    return Finding(name, severity or ("warning" if share > _SOME else "note"), count, of, text, tuple(rows))
 
 
 def _of_labels(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
@@ -201,67 +198,64 @@ def _of_labels(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
     yield _finding("broken", broken, rows + broken, "rows", f"cannot be read.{stopped}", places, "error")
     pairs = _contradicting(data)
     in_order = data.column("row")[pairs[np.argsort(data.column("pair")[pairs], kind="stable")]]
-    said = "rank two completions one way that another ranks the other way."
-    both = numbers["contradictions"]
-    yield _finding("contradictions", both, rows, "comparisons", said, _wheres(data, in_order), "warning")
-    against, said = numbers["scores_against_ranks"], "rank a completion above one with a higher score."
-    yield _finding("scores_against_ranks", against, rows, "comparisons", said)
+    verb = "rank two completions one way that another ranks the other way."
+    count = numbers["contradictions"]
+    yield _finding("contradictions", count, rows, "comparisons", verb, _wheres(data, in_order), "warning")
+    verb = "rank a completion above one with a higher score."
+    against = numbers["scores_against_ranks"]
+    yield _finding("scores_against_ranks", against, rows, "comparisons", verb, _noted(data, "scores_against_ranks"))
 
 
 def _of_overlap(overlap: Overlap) -> Finding:
     flagged, total = overlap.flagged, len(overlap.flags)
-    exact = sum(one.is_exact for one in flagged)
-    said = f"are in the data too, {f'{exact:,}' if exact else 'none'} word for word"
-    said += f", the others in runs of {NUM_WORDS} words." if exact < len(flagged) else "."
+    exact = sum(flag.is_exact for flag in flagged)
+    verb = f"are in the data too, {f'{exact:,}' if exact else 'none'} word for word"
+    verb += f", the others in runs of {NUM_WORDS} words." if exact < len(flagged) else "."
     is_templated = len(flagged) > _TEMPLATED * total and exact < len(flagged) / 2
-    said += " So many near duplicates with few exact ones are expected of templated data." if is_templated else ""
+    verb += " So many near duplicates with few exact ones are expected of templated data." if is_templated else ""
     name = "benchmark_overlap" if overlap.is_benchmark else "validation_overlap"
-    places, severity = [one.id for one in flagged[:MOST_KEPT]], "note" if is_templated and not exact else "warning"
-    return _finding(name, len(flagged), total, f"examples of {overlap.name}", said, places, severity)  # type: ignore[arg-type]
+    places = [flag.id for flag in flagged[:MOST_KEPT]]
+    severity: Severity = "note" if is_templated and not exact else "warning"
+    return _finding(name, len(flagged), total, f"examples of {overlap.name}", verb, places, severity)
 
 
 def _of_rows(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
-    sums, rows, completions = data.sums, data.sums["rows"], data.sums["completions"]
-    places = _wheres(data, _again(data.column("digest")))
+    rows, completions = numbers["rows"], numbers["completions"]
+    places = _wheres(data, _repeated(data.column("digest")))
     yield _finding("duplicates", numbers["duplicates"], rows, "comparisons", "are there before.", places)
-    said = f"have the tokens of another of their comparison, in {numbers['identical_texts']:,} rows the same text."
-    yield _finding("identical", numbers["identical"], completions, "completions", said)
-    yield _finding("empty", numbers["empty"], completions, "completions", "are empty.")
-    said = f"have no {' and no '.join(numbers['grades'])}."
-    yield _finding("ungraded", numbers["ungraded"], rows, "comparisons", said)
+    same_text = numbers["identical_texts"]
+    verb = f"have the tokens of another of their comparison, in {same_text:,} rows the same text."
+    yield _finding("identical", numbers["identical"], completions, "completions", verb, _noted(data, "identical"))
+    yield _finding("empty", numbers["empty"], completions, "completions", "are empty.", _noted(data, "empty"))
+    verb = f"have no {' and no '.join(numbers['grades'])}."
+    yield _finding("ungraded", numbers["ungraded"], rows, "comparisons", verb, _noted(data, "ungraded"))
     many: Severity = "warning" if numbers["ties"] > _MUCH * rows else "note"
-    yield _finding("ties", numbers["ties"], rows, "comparisons", "have one rank for all completions.", severity=many)
-    if (count := numbers["stops_early"]) >= max(_FEWEST_CUT, _SOME * completions):
-        better, worse = (_share(sums[f"cut_{side}"], sums[side]) for side in ("better", "worse"))
-        said = f"seem to be cut short, in a sentence or in code: {better:.1%} of the best and {worse:.1%} of the worst."
-        severity: Severity = "warning" if abs(better - worse) > 2 * _SOME else "note"
-        yield _finding("stops_early", count, completions, "completions", said, severity=severity)
-    if len(data.ends) > 1:
-        said = "end with a token of their own: the chat template puts none after them."
-        yield _finding("no_end_token", completions, completions, "completions", said)
+    verb = "have one rank for all completions."
+    yield _finding("ties", numbers["ties"], rows, "comparisons", verb, _noted(data, "ties"), many)
     if (saved := numbers["saved_by_grouping"]) > _SOME:
-        said = f"share a prompt with another; as one row for each prompt they take about {saved:.0%} fewer tokens."
-        yield _finding("shared_prompts", numbers["rows_of_shared_prompts"], rows, "comparisons", said, severity="note")
+        verb = f"share a prompt with another; as one row for each prompt they take about {saved:.0%} fewer tokens."
+        count = numbers["rows_of_shared_prompts"]
+        yield _finding("shared_prompts", count, rows, "comparisons", verb, severity="note")
 
 
 def _of_length(data: DataRead, max_length: int | None, truncation: str) -> Iterator[Finding]:
     tokens = data.column("needed" if truncation == "drop" else "longest")
     if max_length is not None:
-        said = f"do not fit in {max_length:,} tokens; {int(tokens.max(initial=0)):,} would keep all."
-        yield _finding("too_long", int((tokens > max_length).sum()), len(tokens), "comparisons", said)
+        verb = f"do not fit in {max_length:,} tokens; {int(tokens.max(initial=0)):,} would keep all."
+        yield _finding("too_long", int((tokens > max_length).sum()), len(tokens), "comparisons", verb)
 
 
 def _of_style(numbers: dict[str, Any]) -> Iterator[Finding]:
     """Length alone, and all other traits in one sentence."""
-    skewed = {name: one for name, one in numbers["style"].items() if _imbalance(one) > _IMBALANCED}
-    for finding, names in (("longer", ["longer"]), ("style", [name for name in TRAITS if name != "longer"])):
-        own = {name: skewed[name] for name in names if name in skewed}
-        if own:
-            strongest = max(own.values(), key=_imbalance)
+    skewed = {name: metric for name, metric in numbers["style"].items() if _imbalance(metric) > _IMBALANCED}
+    for finding in ("longer", "style"):
+        traits = {name: metric for name, metric in skewed.items() if (name == "longer") == (finding == "longer")}
+        if traits:
+            strongest = max(traits.values(), key=_imbalance)
             severity: Severity = "warning" if _imbalance(strongest) > _VERY_IMBALANCED else "note"
-            said = f"The {'; the '.join(_more(name, one) for name, one in own.items())}."
+            text = f"The {'; the '.join(_more(name, metric) for name, metric in traits.items())}."
             count = round((strongest.value or 0.0) * (strongest.count or 0))
-            yield Finding(finding, severity, count, strongest.count or 0, said)
+            yield Finding(finding, severity, count, strongest.count or 0, text)
 
 
 def _more(name: str, metric: Metric) -> str:
@@ -286,7 +280,8 @@ def _trait(data: DataRead, name: str, num_prompts: int) -> Metric:
     if not count:
         return Metric(name, None, count=0)
     independent = min(count, num_prompts)
-    return Metric(name, more / count, *wilson(more / count * independent, independent), count)
+    low, high = wilson(more / count * independent, independent)
+    return Metric(name, more / count, low, high, count)
 
 
 def _contradicting(data: DataRead) -> NDArray[np.int64]:
@@ -298,15 +293,19 @@ def _contradicting(data: DataRead) -> NDArray[np.int64]:
     return np.flatnonzero((first > 0) & (first < counts[number]))
 
 
-def _again(digests: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Indices of the rows that have come before."""
-    is_again = np.ones(len(digests), dtype=bool)
-    is_again[np.unique(digests, return_index=True)[1]] = False
-    return np.flatnonzero(is_again)
+def _repeated(digests: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Indices of the rows (N,) that have come before."""
+    is_repeated = np.ones(len(digests), dtype=bool)
+    is_repeated[np.unique(digests, return_index=True)[1]] = False
+    return np.flatnonzero(is_repeated)
 
 
 def _wheres(data: DataRead, rows: NDArray[Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(data.where(int(row)) for row in rows[: 2 * MOST_KEPT]))[:MOST_KEPT]
+
+
+def _noted(data: DataRead, name: str) -> Sequence[str]:
+    return data.noted.get(name, ())
 
 
 def _share(part: float, whole: float) -> float:

@@ -7,47 +7,29 @@ summary_rows(checked)                           # what, number and share: the sh
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from treeward.data.datasets import RowDataset
 from treeward.data.preference import last_text
 from treeward.errors import DataError
-from treeward.evaluation.data_check.findings import Finding, Overlap
+from treeward.evaluation.data_check.check import DataCheck
 from treeward.evaluation.data_check.reading import TRAITS, rows_of
-from treeward.evaluation.report.blocks import bar_item, bars_block, table_block
+from treeward.evaluation.report.blocks import bar_item, bars_block, table_block, text_block
 from treeward.evaluation.report.build import write_report
-from treeward.evaluation.results import Block, Metric
-from treeward.storage import write_text
+from treeward.evaluation.results import Block
 from treeward.version import VERSION
 
 _MOST_SHOWN = 50  # rows of one finding, with their texts
 _EXCERPT = 400
 
 
-@dataclass(frozen=True)
-class DataCheck:
-    """What a check found. `numbers`: see `findings.numbers_of`; `lengths`: `findings.losses_at`. `tokenizer`: whose
-    tokens are counted. `streams`: the data, to show rows of it."""
-
-    files: tuple[str, ...]
-    tokenizer: str
-    numbers: dict[str, Any]
-    lengths: list[dict[str, Any]]
-    findings: list[Finding]
-    errors: list[DataError]
-    overlaps: list[Overlap]
-    streams: tuple[RowDataset, ...]
-
-
 def summary_rows(checked: DataCheck) -> list[dict[str, Any]]:
     """The numbers that everybody asks for first."""
     numbers, longer = checked.numbers, checked.numbers["style"]["longer"]
     rows, completions, tokens = numbers["rows"], numbers["completions"], numbers["tokens"]
-    listed: list[tuple[str, int, int | None]] = [
+    num_longer = round((longer.value or 0.0) * (longer.count or 0))
+    counts: list[tuple[str, int, int | None]] = [
         ("comparisons", rows, None),
         ("broken rows", numbers["broken"], rows + numbers["broken"]),
         ("different prompts", numbers["prompts"], None),
@@ -60,86 +42,85 @@ def summary_rows(checked: DataCheck) -> list[dict[str, Any]]:
         ("ties", numbers["ties"], rows),
         ("repeated comparisons", numbers["duplicates"], rows),
         ("contradicted labels", numbers["contradictions"], rows),
-        ("completions that seem cut short", numbers["stops_early"], completions),
-        ("pairs in which the better completion is longer", _counted(longer), longer.count),
-        *((f"examples of {one.name} in the data", len(one.flagged), len(one.flags)) for one in checked.overlaps),
+        ("pairs in which the better completion is longer", num_longer, longer.count),
+        *((f"examples of {sets.name} in the data", len(sets.flagged), len(sets.flags)) for sets in checked.overlaps),
     ]
-    return [{"what": what, "number": number, "share": None if of is None else number / max(1, of)}
-            for what, number, of in listed]  # fmt: skip
-
-
-def _counted(share: Metric) -> int:
-    return round((share.value or 0.0) * (share.count or 0))
+    return [
+        {"what": what, "number": number, "share": None if of is None else number / max(1, of)}
+        for what, number, of in counts
+    ]
 
 
 def write_check(folder: Path, checked: DataCheck) -> Path:
     """Write results.json, report.json and report.html; returns the path of the page."""
+    style = [dataclasses.asdict(metric) for metric in checked.numbers["style"].values()]
     content = {
         "treeward_version": VERSION,
         "files": checked.files,
         "tokenizer": checked.tokenizer,
-        "numbers": checked.numbers | {"style": list(map(dataclasses.asdict, checked.numbers["style"].values()))},
+        "numbers": checked.numbers | {"style": style},
         "lengths": checked.lengths,
         "findings": [dataclasses.asdict(one) | {"why": one.why, "fix": one.fix} for one in checked.findings],
         "overlap": [{"set": one.name} | dataclasses.asdict(flag) for one in checked.overlaps for flag in one.flagged],
-        "broken": list(map(_error, checked.errors)),
+        "broken": [_error_row(error) for error in checked.errors],
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "results.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     title, subtitle = f"Data check of {', '.join(checked.files)}", f"Tokens of {checked.tokenizer}."
-    return write_report(folder, title, list(_blocks(checked)), {}, subtitle=subtitle)
+    blocks, files = list(_blocks(checked)), {"results.json": content}
+    return write_report(folder, title, blocks, {}, subtitle=subtitle, files=files)
 
 
 def _blocks(checked: DataCheck) -> Iterator[Block]:
-    said = [f"- **{one.text}** {one.why} {one.fix}" for one in checked.findings]
-    yield {"kind": "text", "markdown": "\n".join(said) or "Nothing was found."}
+    findings = [f"- **{finding.text}** {finding.why} {finding.fix}" for finding in checked.findings]
+    yield text_block("\n".join(findings) or "Nothing was found.")
     columns = {"what": ("What", "text"), "number": ("Number", "integer"), "share": ("Share", "percent")}
     yield table_block("Numbers", columns, summary_rows(checked))
-    items = [bar_item(f"{TRAITS[name][0]}", metric) for name, metric in checked.numbers["style"].items()]
+    items = [bar_item(TRAITS[name][0], metric) for name, metric in checked.numbers["style"].items()]
     note = "Of the pairs of one prompt that differ in it; 50% is even. Intervals: as many pairs as prompts, at most."
     yield bars_block("The better completion ...", {", ".join(checked.files): items}, note)
-    titles = {"dropped": "Comparisons left out", "too_long": "With a completion too long"}
-    titles["identical_if_cut"] = "Same if cut at the end"
-    columns = {"length": ("Tokens at most", "integer")} | {name: (said, "percent") for name, said in titles.items()}
-    note = "Left out: with data.truncation=drop. The last column is for toolkits that cut the end of a conversation."
-    yield table_block("Limits of the length", columns, checked.lengths, note)
+    columns = {
+        "length": ("Tokens at most", "integer"),
+        "dropped": ("Comparisons left out", "percent"),
+        "too_long": ("With a completion too long", "percent"),
+    }
+    yield table_block("Limits of the length", columns, checked.lengths, "Left out: with data.truncation=drop.")
     if checked.errors:
         columns = {name: (name.capitalize(), "text") for name in ("where", "problem", "field", "got", "need", "fix")}
-        yield table_block("Broken rows", columns, list(map(_error, checked.errors)), most=10)
-    for one in checked.overlaps:
+        yield table_block("Broken rows", columns, [_error_row(error) for error in checked.errors], most=10)
+    for overlap in checked.overlaps:
         columns = {"id": ("Example", "text"), "prompt": ("Of the prompt", "percent")}
         columns["completion"] = ("Of a completion", "percent")
-        rows = list(map(dataclasses.asdict, one.flagged[:_MOST_SHOWN]))
+        rows = [dataclasses.asdict(flag) for flag in overlap.flagged[:_MOST_SHOWN]]
         note = "The share of words that the data has in the same runs."
-        yield from [table_block(f"Examples of {one.name} in the data", columns, rows, note, most=10)] if rows else []
+        if rows:
+            yield table_block(f"Examples of {overlap.name} in the data", columns, rows, note, most=10)
     yield from _row_tables(checked)
 
 
 def _row_tables(checked: DataCheck) -> Iterator[Block]:
     """The first rows of each finding that names rows of the data, with their texts."""
-    of_rows = [one for one in checked.findings if one.rows and one.name != "broken" and "overlap" not in one.name]
-    texts = _excerpts(checked.streams, {where for one in of_rows for where in one.rows[:_MOST_SHOWN]})
-    names = {"where": "Row", "prompt": "Prompt", "better": "Better", "worse": "Worse"}
-    for one in of_rows:
-        columns = {name: (label, "text") for name, label in names.items()}
-        rows = [{"where": where.rpartition("/")[2], **texts.get(where, {})} for where in one.rows[:_MOST_SHOWN]]
-        yield table_block(one.name.replace("_", " ").capitalize(), columns, rows, one.text, most=10)
+    findings = [one for one in checked.findings if one.rows and one.name != "broken" and "overlap" not in one.name]
+    texts = _excerpts(checked, {where for finding in findings for where in finding.rows[:_MOST_SHOWN]})
+    columns = {"where": ("Row", "text"), "prompt": ("Prompt", "text"), "better": ("Better", "text")}
+    columns["worse"] = ("Worse", "text")
+    for finding in findings:
+        shown = finding.rows[:_MOST_SHOWN]
+        rows = [{"where": where.rpartition("/")[2], **texts.get(where, {})} for where in shown]
+        yield table_block(finding.name.replace("_", " ").capitalize(), columns, rows, finding.text, most=10)
 
 
-def _excerpts(streams: Iterable[RowDataset], wanted: set[str]) -> dict[str, dict[str, str]]:
+def _excerpts(checked: DataCheck, wanted: set[str]) -> dict[str, dict[str, str]]:
     """Prompt, best and worst completion of the rows, which are read again."""
-    found: dict[str, dict[str, str]] = {}
-    for preference, where in rows_of(streams) if wanted else ():
+    excerpts: dict[str, dict[str, str]] = {}
+    for preference, where in rows_of(checked.streams) if wanted else ():
         if where in wanted:
-            by_rank = sorted(preference.completions, key=lambda one: one.rank)
+            by_rank = sorted(preference.completions, key=lambda completion: completion.rank)
             sides = {"prompt": preference.context, "better": by_rank[0].messages, "worse": by_rank[-1].messages}
-            found[where] = {name: last_text(messages)[:_EXCERPT] for name, messages in sides.items()}
-            if len(found) == len(wanted):
+            excerpts[where] = {name: last_text(messages)[:_EXCERPT] for name, messages in sides.items()}
+            if len(excerpts) == len(wanted):
                 break
-    return found
+    return excerpts
 
 
-def _error(error: DataError) -> dict[str, Any]:
-    got = None if error.got is None else str(error.got)[:_EXCERPT]
-    return {"where": error.where, "problem": error.summary, "field": error.field, "got": got, "need": error.need,
-            "fix": error.fix}  # fmt: skip
+def _error_row(error: DataError) -> dict[str, Any]:
+    row = {name: getattr(error, name) for name in ("where", "field", "need", "fix")}
+    return row | {"problem": error.summary, "got": None if error.got is None else str(error.got)[:_EXCERPT]}

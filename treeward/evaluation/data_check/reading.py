@@ -39,8 +39,6 @@ _MOST_CHARACTERS = 2**20
 _REFUSAL = re.compile(
     r"\b(?:sorry|apologi[sz]e|unable to|I (?:can(?:'|’)?t|cannot|won(?:'|’)t)|as an AI)\b", re.IGNORECASE
 )
-_LIST_OR_TABLE = re.compile(r"\s*(?:[-*+|#>]|\d{1,3}[.)])")
-_FEWEST_WORDS, _FEWEST_IN_LINE = 20, 5
 
 TRAITS: Mapping[str, tuple[str, Callable[[str], float]]] = {
     "longer": ("is the longer", len),
@@ -64,14 +62,13 @@ class DataRead:
     completions of different rank do, or one where grades are learnt (`needed`); tokens that all conversations share
     (`shared`); these three are 0 in rows that say nothing. Columns (P,): `pair`, equal for the same two completions of
     the same prompt; `first_is_better`, 0 or 1; `row`. `errors`: the first ones of broken rows. `noted`: the first rows
-    of findings, by name. `stopped`: sets that could not be read to their end. `ends`: kinds of last tokens.
+    of findings, by name. `stopped`: sets that could not be read to their end.
     """
 
     sums: Counter[str] = field(default_factory=Counter)
     errors: list[DataError] = field(default_factory=list)
     noted: dict[str, list[str]] = field(default_factory=dict)
     stopped: list[str] = field(default_factory=list)
-    ends: set[int] = field(default_factory=set)
     sources: dict[str, int] = field(default_factory=dict)
     columns: dict[str, array[Any]] = field(
         default_factory=lambda: {name: array(kind) for name, kind in (_ROW_COLUMNS | _PAIR_COLUMNS).items()}
@@ -105,7 +102,7 @@ def read_data(
     """
     data, rules = DataRead(), Rules(ties, keep_rest=True, attributes=streams[0].config.attributes if streams else ())
     for rows in portions(rows_of(streams, data)):
-        for (preference, where), record in encoded(rows, renderer, rules, data):
+        for (preference, where), record in _encoded(rows, renderer, rules, data):
             _add_row(data, preference, where, record, rules.attributes)
         on_progress(data.sums["rows"])
     return data
@@ -118,8 +115,8 @@ def rows_of(streams: Iterable[RowDataset], data: DataRead | None = None) -> Iter
         stream.broken = data.broken
         try:
             for preference, where in stream:
-                ends = tuple(replace(one, messages=_shortened(one.messages)) for one in preference.completions)
-                yield replace(preference, context=_shortened(preference.context), completions=ends), where
+                ends = tuple(replace(end, messages=_shortened(end.messages)) for end in preference.completions)
+                yield replace(preference, context=_shortened(preference.context), completions=ends, id=where), where
         except DataError as error:  # of the file, not of one row
             data.broken(error)
             data.stopped.append(stream.name)
@@ -130,12 +127,7 @@ def _shortened(messages: Messages) -> Messages:
     return tuple(m | {"content": m["content"][:most]} if len(m.get("content") or "") > most else m for m in messages)
 
 
-def examples_of(stream: RowDataset, data: DataRead) -> list[Preference]:
-    """The rows of a set in whose place overlap is looked for; `data` counts those that are broken."""
-    return [replace(preference, id=where) for preference, where in rows_of([stream], data)]
-
-
-def encoded(
+def _encoded(
     rows: Sequence[tuple[Preference, str]], renderer: Renderer, rules: Rules, data: DataRead
 ) -> list[tuple[tuple[Preference, str], dict[str, Any]]]:
     """The rows with their records of `encode_rows`; those that the template refuses are broken."""
@@ -143,7 +135,7 @@ def encoded(
         return list(zip(rows, encode_rows(rows, renderer, rules), strict=True))
     except DataError as error:
         if len(rows) > 1:
-            return [found for row in rows for found in encoded([row], renderer, rules, data)]
+            return [encoded for row in rows for encoded in _encoded([row], renderer, rules, data)]
         data.broken(error)
         return []
 
@@ -151,40 +143,32 @@ def encoded(
 def _add_row(
     data: DataRead, preference: Preference, where: str, record: Mapping[str, Any], attributes: Sequence[str]
 ) -> None:
-    sums, completions = data.sums, preference.completions
-    prompt, keys = key_of(preference.context), [key_of(one.messages) for one in completions]
-    texts, ranks = [last_text(one.messages) for one in completions], [one.rank for one in completions]
-    digest = hash((prompt, frozenset(zip(keys, ranks, strict=True))))
-    best, worst = min(ranks), max(ranks)
-    scored = [(one.rank, one.score) for one in completions if one.score is not None]
-    cut = [stops_early(text) for text in texts]
-    found = {
-        "ties": int(best == worst and not attributes),
+    completions, ranks = preference.completions, preference.ranks
+    prompt, keys = key_of(preference.context), [key_of(completion.messages) for completion in completions]
+    texts = [last_text(completion.messages) for completion in completions]
+    scored = [(completion.rank, completion.score) for completion in completions if completion.score is not None]
+    counts = {
+        "ties": int(len(set(ranks)) == 1 and not attributes),
         "ungraded": int(record["outcome"] == "dropped_ungraded"),
         "scores_against_ranks": int(any(a < b and s < t for (a, s), (b, t) in itertools.permutations(scored, 2))),
         "empty": sum(not text.strip() for text in texts),
-        "stops_early": sum(cut),
         "identical": record["deduplicated"] or int(record["outcome"] == "dropped_identical"),
     }
-    sums.update(
-        found,
+    for name, count in counts.items():
+        places = data.noted.setdefault(name, [])
+        if count and len(places) < MOST_KEPT:
+            places.append(where)
+    data.sums.update(
+        counts,
         rows=1,
         completions=len(completions),
         turns=len(preference.context),
         identical_texts=int(len(set(keys)) < len(keys)),
         **{name: record[name] for name in ("tokens", "tree_tokens", "tied_pairs")},
-        **{f"graded {name}": sum(one.grade(name) is not None for one in completions) for name in attributes},
+        **{f"graded {name}": sum(end.grade(name) is not None for end in completions) for name in attributes},
     )
-    for name in (name for name, count in found.items() if count):
-        kept = data.noted.setdefault(name, [])
-        kept += [where] if len(kept) < MOST_KEPT else []
-    if best < worst:
-        for rank, is_cut in zip(ranks, cut, strict=True):
-            side = "better" if rank == best else "worse" if rank == worst else "between"
-            sums.update({side: 1, f"cut_{side}": is_cut})
     ids, sizes = record["token_ids"], list(map(len, record["token_ids"]))
-    if len(data.ends) < 2:
-        data.ends.update(int(one[-1]) for one in ids)
+    digest = hash((prompt, frozenset(zip(keys, ranks, strict=True))))
     source = where.rstrip("0123456789")
     row = {
         "source": data.sources.setdefault(source, len(data.sources)),
@@ -193,7 +177,7 @@ def _add_row(
         "prompt": prompt if preference.context else digest,
         "longest": max(sizes, default=0),
         "needed": min(sizes, default=0) if attributes else _needed(sizes, record["ranks"]),
-        "shared": len(os.path.commonprefix([one.tolist() for one in ids])) if len(ids) > 1 else 0,
+        "shared": len(os.path.commonprefix([of_one.tolist() for of_one in ids])) if len(ids) > 1 else 0,
     }
     for name, value in row.items():
         data.columns[name].append(value)
@@ -202,16 +186,16 @@ def _add_row(
 
 def _add_pairs(data: DataRead, prompt: int, keys: Sequence[int], texts: Sequence[str], ranks: Sequence[int]) -> None:
     row = len(data.columns["digest"]) - 1
-    amounts = [[of_text(text) for _, of_text in TRAITS.values()] for text in texts]
+    amounts = [[amount_of(text) for _, amount_of in TRAITS.values()] for text in texts]
     for a, b in itertools.permutations(range(len(keys)), 2):
         if ranks[a] >= ranks[b] or keys[a] == keys[b]:
             continue
         data.columns["pair"].append(hash((prompt, min(keys[a], keys[b]), max(keys[a], keys[b]))))
         data.columns["first_is_better"].append(keys[a] < keys[b])
         data.columns["row"].append(row)
-        for name, own, other in zip(TRAITS, amounts[a], amounts[b], strict=True):
-            if own != other:
-                data.sums[f"{name} in {'better' if own > other else 'worse'}"] += 1
+        for name, better, worse in zip(TRAITS, amounts[a], amounts[b], strict=True):
+            if better != worse:
+                data.sums[f"{name} in {'better' if better > worse else 'worse'}"] += 1
 
 
 def _needed(sizes: Sequence[int], ranks: Sequence[int]) -> int:
@@ -220,23 +204,8 @@ def _needed(sizes: Sequence[int], ranks: Sequence[int]) -> int:
     return next((size for size, rank in in_order if rank != in_order[0][1]), 0)
 
 
-def stops_early(text: str) -> bool:
-    """Whether a text looks cut short: a code block is open, or its last line is prose that ends within a sentence.
-
-    Texts of fewer than 20 words, and last lines of fewer than five words or of a list, a table or a heading, end
-    without a full stop by habit, and do not count.
-    """
-    text = text.rstrip()
-    if text.count("```") % 2:
-        return True
-    last = text.rpartition("\n")[2]
-    if len(text.split()) < _FEWEST_WORDS or len(last.split()) < _FEWEST_IN_LINE or _LIST_OR_TABLE.match(last):
-        return False
-    return last[-1].isalnum() or last[-1] in ",;-"
-
-
 def key_of(messages: Sequence[Message]) -> int:
     """The same number for the same messages, in every process."""
-    parts = [(one["role"], one.get("content"), one.get("tool_calls")) for one in messages]
+    parts = [(message["role"], message.get("content"), message.get("tool_calls")) for message in messages]
     digest = hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
