@@ -428,12 +428,12 @@ def test_metrics(own_client: Any, service: Service, conversations: Any, loaded_m
         labels = (("handler", "/v1/rewards"), ("method", "POST"), ("status", status))
         assert samples["treeward_http_requests_total", labels] == 1
     assert samples["treeward_refused_requests_total", (("code", "cannot_be_scored"),)] == 1
-    assert samples["treeward_conversations_total", tiny] == 8
+    assert samples["treeward_scores_count", tiny] == 8
     assert samples["treeward_failures_total", (("fault", "request"), ("model", "tiny"))] == 1
     assert samples["treeward_tokens_total", tiny] == sum(i.num_tokens for i in loaded_model.prepare(conversations))
     assert samples["treeward_computed_tokens_total", tiny] == loaded_model.num_computed_tokens - before
     assert samples["treeward_batch_fill_ratio_count", tiny] == 1
-    assert samples["treeward_score_mean", tiny] == pytest.approx(sum(scores) / 8, abs=1e-6)
+    assert samples["treeward_scores_sum", tiny] == pytest.approx(sum(scores), abs=1e-5)
     assert samples["treeward_queued_conversations", ()] == 0 and samples["treeward_prefix_cache_bytes", tiny] >= 0
     assert samples["process_resident_memory_bytes", ()] > 0
 

@@ -305,7 +305,7 @@ def test_a_cancelled_request_is_forgotten_and_no_other(run: Any, model: FakeMode
         await asyncio.sleep(0)
         model.gate.set()
         assert await asyncio.gather(*tasks[1::2]) == [[float(i)] * 2 for i in range(1, 40, 2)]
-        await until(lambda: counted(batcher, "conversations") == 40)
+        await until(lambda: batcher.num_queued == 0)
         assert counted(batcher, "forgotten_conversations") == 41
 
     run(story)

@@ -27,8 +27,6 @@ Devices = Annotated[
 class RunningStatisticsConfig(Strict):
     """Rewards of NeMo Gym's `/verify` are normalised by the mean and standard deviation of all rewards so far."""
 
-    file: str | None = None
-    """File of the rewards, which several servers can share and a restarted one reads. None: in memory."""
     size: Annotated[int, Field(ge=2)] = 1000
     """Conversations whose rewards the statistics are made of; then they are fixed."""
     reward_clip: PositiveFloat | None = 5.0

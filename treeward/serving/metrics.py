@@ -10,9 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
-
-from treeward.serving.running import RunningStatistics
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    Summary,
+    disable_created_metrics,
+)
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _FILL = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 2.0)
@@ -27,7 +33,6 @@ class ServerMetrics:
         self.registry = CollectorRegistry() if registry is None else registry
         ProcessCollector(registry=self.registry)
         self._batch_tokens = batch_tokens
-        self._statistics: dict[str, RunningStatistics] = {}
         self._gauges: dict[str, Gauge] = {}
 
         def counter(name: str, what: str, *labels: str) -> Counter:
@@ -37,7 +42,7 @@ class ServerMetrics:
             return Histogram(f"treeward_{name}", what, ("model",), buckets=buckets, registry=self.registry)
 
         self.errors = counter("refused_requests", "Requests that got no scores.", "code")
-        self.conversations = counter("conversations", "Conversations that were scored.")
+        self.scores = Summary("treeward_scores", "Conversations that were scored.", ("model",), registry=self.registry)
         self.failures = counter("failures", "Conversations without a score.", "model", "fault")
         self.forgotten = counter("forgotten_conversations", "Those whose request had ended before they were scored.")
         self.tokens = counter("tokens", "Tokens of the conversations that were scored, as plain rows.")
@@ -64,9 +69,4 @@ class ServerMetrics:
         if value is None:
             self.failures.labels(model, "server" if by_server else "request").inc()
             return
-        self.conversations.labels(model).inc()
-        if model not in self._statistics:
-            self._statistics[model] = statistics = RunningStatistics()
-            self.watch("score_mean", "Mean of all scores so far.", lambda: statistics.mean, model=model)
-            self.watch("score_std", "Standard deviation of all scores so far.", lambda: statistics.std, model=model)
-        self._statistics[model].update([value])
+        self.scores.labels(model).observe(value)

@@ -20,8 +20,7 @@ from typing import Any, Literal, Protocol
 
 import orjson
 
-from treeward.config.server import RunningStatisticsConfig, ServerConfig
-from treeward.errors import ConfigError
+from treeward.config.server import ServerConfig
 from treeward.scoring.rewarding import Rewarder
 from treeward.scoring.score import Conversation, Reward, Score
 from treeward.serving.api_error import APIError
@@ -29,7 +28,7 @@ from treeward.serving.batcher import Batcher, FailedScore
 from treeward.serving.metrics import ServerMetrics
 from treeward.serving.models import LoadedModel, ServedModel
 from treeward.serving.rendered_text import RenderedText
-from treeward.serving.running import RewardLog
+from treeward.serving.running import RunningRewards
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class Service:
         self.config, self.metrics, self.batcher = config, metrics, batcher
         self.started = time.time()
         self._shaping = ThreadPoolExecutor(1, thread_name_prefix="treeward-shaping")
-        self.reward_log = None if config.running is None else _reward_log(config.running, next(iter(models)))
+        self.running = None if config.running is None else RunningRewards(config.running)
         metrics.watch("queued_conversations", "Conversations that wait for a score.", lambda: batcher.num_queued)
 
     @classmethod
@@ -183,13 +182,6 @@ def check_length(asked: Conversation | RenderedText, limit: int) -> str | None:
     if length <= limit:
         return None
     return f"the conversation is too long: at most {limit} characters, or token ids (max_conversation_characters)"
-
-
-def _reward_log(config: RunningStatisticsConfig, model: ServedModel) -> RewardLog:
-    try:
-        return RewardLog(config, identity=model.identity)
-    except OSError as error:
-        raise ConfigError("the statistics cannot be kept", field="running.file", got=str(error)) from error
 
 
 def _sum(caches: Sequence[Any], name: str) -> float:

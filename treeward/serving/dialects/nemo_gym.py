@@ -24,19 +24,17 @@ import orjson
 from fastapi import APIRouter
 from fastapi import Body as FromBody
 from pydantic import Field
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
 from treeward.data.responses_items import conversation_of
-from treeward.errors import ConfigError, DataError
+from treeward.errors import DataError
 from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError, in_words
 from treeward.serving.dialects.bodies import Body, JSONRoute, List, Server
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.rollout_statistics import aggregate_metrics
-from treeward.serving.running import RewardLog
 
 PATHS = ("/verify", "/seed_session", "/close_session", "/aggregate_metrics")
 """How the addresses of its bodies end."""
@@ -89,9 +87,9 @@ async def verify(body: VerifyBody, request: Request, server: Server) -> Response
     try:
         asked = parse(given, model)
         [reward] = await server.rewards(model, [asked], reference_answers=references, on_error="mask")
-        if (log := server.service.reward_log) is not None:
+        if (running := server.service.running) is not None:
             key = hashlib.sha256(json.dumps([asked, references]).encode()).hexdigest()
-            reward = await run_in_threadpool(_normalized, log, reward, key)
+            reward = running.normalized(reward, key)
         added = verdict(reward, body.reward_threshold)
     except DataError as error:
         added = failure(in_words(error))
@@ -135,14 +133,6 @@ async def reverify_mode() -> JSON:
 router.include_router(sessions)
 router.include_router(_verify)
 router.include_router(_verify, prefix=ROLLOUT_PREFIX, include_in_schema=False)
-
-
-def _normalized(log: RewardLog, reward: Reward, key: str) -> Reward:
-    try:
-        return log.normalized(reward, key)
-    except (OSError, ConfigError) as error:
-        reason = in_words(error) if isinstance(error, ConfigError) else error
-        raise APIError(500, "statistics_failed", f"the running statistics cannot be kept: {reason}") from error
 
 
 def parse(given: Mapping[str, Any], model: ServedModel) -> Conversation:
