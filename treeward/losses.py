@@ -4,26 +4,39 @@
     loss_sum = bradley_terry(scores_S, pairs)        # divide once, by the `num_units` of the whole step
     loss_sum = plackett_luce(scores_S, ranked_pairs([(0, 1, 2, 2)], unit="choice"))
     loss_sum = squared_error(values_SH, graded([[(4.0, nan), (1.0, 2.0)]], stds=(1.0, 1.0)))
-    loss_sum = mean_over_heads(bradley_terry, values_SH, pairs)                 # heads that learn the same
+
+    heads = heads_of(config, grades_NH, num_heads)   # all that a training step knows of its loss
+    loss_sum = heads.loss(values_SH, heads.labels(comparisons))
 
 A comparison group of K completions gives the pairs of completions with different ranks. By default each group weighs 1
 however many pairs it has (Ouyang et al. 2022, arXiv 2203.02155, eq. 1): its loss is the mean over its pairs, and sums
 over groups go up to whoever knows the count of the whole step.
 
-Shapes: S scores of a batch, H heads, G groups, P pairs.
+Grades are learnt as they are: a mean and a scale that were taken out would have to be folded into the head at the
+export, and the heads of decoders in transformers have no bias to hold a mean. The squared errors are in units of the
+training data's standard deviation, so that no attribute counts more for its scale alone.
+
+Shapes: S scores of a batch, H heads, G groups, P pairs, N completions of the training data.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from treeward.config.loss import LOSS_KINDS
+from treeward.config.run import RewardModelRunConfig
+from treeward.data.encoding import Comparison
+from treeward.model.contract import ESTIMATE_MEANING, HeadContract
 from treeward.tree.batch import Movable
 
 Strength = Literal["margin", "soft_label", "weight"]
@@ -213,17 +226,130 @@ def squared_error(values_SH: Tensor, targets: Targets) -> Tensor:
     return (targets.weight_SH * (values_SH.float() - targets.values_SH).square()).sum()
 
 
-def mean_over_heads(loss_of: Callable[..., Tensor], values_SH: Tensor, labels: Pairs | Targets) -> Tensor:
-    """The mean of `loss_of`, a function of `LOSSES`, over heads that learn the same scores; a float32 scalar."""
-    scores_of = values_SH.unbind(dim=1) if isinstance(labels, Pairs) else values_SH.split(1, dim=1)
-    return torch.stack([loss_of(own, labels) for own in scores_of]).mean()
-
-
 LOSSES: Mapping[str, Callable[..., Tensor]] = {
     "bradley_terry": bradley_terry,
     "plackett_luce": plackett_luce,
     "regression": squared_error,
     "attributes": squared_error,
 }
-"""By `policy.reward_model_cfg.reward_model_type`. Each takes scores (S,) with `Pairs`, or values (S, H) with `Targets`,
-and its options, keys of `LossConfig` of the same names and defaults; and gives a sum."""
+"""By `policy.reward_model_cfg.reward_model_type`, as in `LOSS_KINDS` of `config/loss.py`. Each
+takes scores (S,) with `Pairs`, or values (S, H) with `Targets`, and its options, keys of `LossConfig` of the same names
+and defaults; and gives a sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Labels(Movable):
+    """The labels of completions: `pairs` of them, and the `targets` of a loss of grades."""
+
+    pairs: Pairs
+    targets: Targets | None = None
+
+    @property
+    def num_units(self) -> int:
+        """What the sum of the loss is divided by."""
+        return self.pairs.num_units if self.targets is None else self.targets.num_units
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What each head of a reward model learns, and how the heads make one score.
+
+    `attributes`: the grades that are learnt; none where the score learns an order. Of each head `weights`: in the
+    score; `means`, `stds`: of its grades in the training data, 0 and 1 without grades. `are_estimates`: all of them
+    learn the one score, each from other initial weights. `loss_of`: a function of `LOSSES` with its options.
+    `pair_options`: of `ranked_pairs`.
+    """
+
+    attributes: tuple[str, ...] = ()
+    weights: tuple[float, ...] = (1.0,)
+    means: tuple[float, ...] = (0.0,)
+    stds: tuple[float, ...] = (1.0,)
+    are_estimates: bool = False
+    loss_of: Callable[..., Tensor] = bradley_terry
+    pair_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def labels(self, comparisons: Sequence[Comparison]) -> Labels:
+        """The labels of comparisons whose values lie one comparison after another."""
+        strengths = [one.scores if one.strength is None else one.strength for one in comparisons]
+        known_strengths = strengths if "strength" in self.pair_options else None
+        pairs = ranked_pairs([one.ranks for one in comparisons], strengths=known_strengths, **self.pair_options)
+        if not self.attributes:
+            return Labels(pairs)
+        return Labels(pairs, graded([one.grades for one in comparisons], self.stds[: len(self.attributes)]))
+
+    def combine(self, values_SH: Tensor) -> Tensor:
+        """The scores (S,)."""
+        heads = zip(self.weights, values_SH.unbind(dim=1), strict=True)
+        return torch.stack([weight * values_S for weight, values_S in heads], dim=1).sum(dim=1)
+
+    def grades(self, values_SH: Tensor) -> Tensor:
+        """The values that are compared with grades, one for each attribute."""
+        return self.combine(values_SH)[:, None] if self.are_estimates else values_SH
+
+    def loss(self, values_SH: Tensor, labels: Labels) -> Tensor:
+        """The sum of the loss of a training step, a float32 scalar; of estimates the mean over heads."""
+        if not self.are_estimates:
+            return self.score_loss(values_SH, labels)
+        return torch.stack([self._loss(values_S, labels) for values_S in values_SH.unbind(dim=1)]).mean()
+
+    def score_loss(self, values_SH: Tensor, labels: Labels) -> Tensor:
+        """The sum of the loss of the score, or of the attributes' values; a float32 scalar."""
+        if labels.targets is None or self.are_estimates:
+            return self._loss(self.combine(values_SH), labels)
+        return self.loss_of(values_SH, labels.targets)
+
+    def _loss(self, scores_S: Tensor, labels: Labels) -> Tensor:
+        if labels.targets is None:
+            return self.loss_of(scores_S, labels.pairs)
+        return self.loss_of(scores_S[:, None], labels.targets)
+
+    def chance(self, labels: Labels, num_scores: int) -> float:
+        """The sum of the loss where each head gives the mean of its grades, and so all scores are equal."""
+        means_SH = torch.tensor(self.means).expand(num_scores, -1)
+        return float(self.score_loss(means_SH, labels)) if num_scores else 0.0
+
+    def contract(self) -> list[HeadContract] | None:
+        """The heads of the scoring contract; None: the model's own."""
+        if self.are_estimates:
+            weights = enumerate(self.weights)
+            return [HeadContract(name=f"LABEL_{h}", meaning=ESTIMATE_MEANING, weight=weight) for h, weight in weights]
+        if not self.attributes:
+            return None
+        return [
+            HeadContract(name=name, meaning=f"the grade {name} of the training data", weight=weight)
+            for name, weight in zip(self.attributes, self.weights, strict=True)
+        ]
+
+
+def heads_of(config: RewardModelRunConfig, grades_NH: npt.NDArray[np.floating[Any]], num_heads: int) -> Heads:
+    """The heads of a run, whose model has `num_heads`. Weights that are to be fitted are those of the mean until then.
+
+    `grades_NH`: those of the training data, for each of the run's labels. The values of a published model without
+    attributes are parts of its score.
+    """
+    section, loss = config.policy.reward_model_cfg, config.rm.loss
+    names, num_estimates, chosen = section.labels, section.num_heads, section.attribute_weights
+    if names:
+        shares = [chosen.get(name, 0.0) if isinstance(chosen, dict) else 1 / len(names) for name in names]
+        stds_H = np.nanstd(grades_NH, axis=0)
+        weights = tuple(share / num_estimates for share in shares) * num_estimates
+        means = tuple(np.nanmean(grades_NH, axis=0).tolist()) * num_estimates
+        stds = tuple(np.where(stds_H > 0, stds_H, 1.0).tolist()) * num_estimates
+    else:
+        weights, means, stds = (1 / num_estimates,) * num_heads, (0.0,) * num_heads, (1.0,) * num_heads
+    pair_options: dict[str, Any] = {
+        "ties": "half" if config.known_ties == "half" else "drop",
+        "weight": loss.weight,
+        "unit": LOSS_KINDS[section.reward_model_type].unit,
+    }
+    if loss.strength is not None:
+        pair_options |= {"strength": loss.strength, "strength_scale": loss.strength_scale}
+    return Heads(
+        attributes=names,
+        weights=weights,
+        means=means,
+        stds=stds,
+        are_estimates=num_estimates > 1,
+        loss_of=partial(LOSSES[section.reward_model_type], **config.loss_options),
+        pair_options=pair_options,
+    )

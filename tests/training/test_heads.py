@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -18,7 +19,7 @@ from treeward.config.scoring import EnsembleConfig
 from treeward.data.sources import Row
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError
-from treeward.losses import bradley_terry, graded, mean_over_heads, ranked_pairs, squared_error
+from treeward.losses import Heads, Labels, graded, ranked_pairs, squared_error
 from treeward.metrics import RewardSums
 from treeward.model.contract import read_contract
 from treeward.scoring.ensemble import EnsembleScorer
@@ -60,7 +61,8 @@ def test_the_loss_is_the_mean_of_each_heads_loss() -> None:
         expected = expected - F.logsigmoid(values[0, h] - values[1, h]) / 3
         for worse in (2, 4):
             expected = expected - F.logsigmoid(values[3, h] - values[worse, h]) / 2 / 3
-    got = mean_over_heads(bradley_terry, values, pairs)
+    estimates = Heads(weights=(1 / 3,) * 3, are_estimates=True)
+    got = estimates.loss(values, Labels(pairs))
     assert float(got) == pytest.approx(float(expected), rel=1e-6)
     [by_hand], [ours] = torch.autograd.grad(expected, values), torch.autograd.grad(got, values)
     torch.testing.assert_close(ours, by_hand, atol=1e-6, rtol=1e-5)
@@ -70,7 +72,8 @@ def test_the_loss_is_the_mean_of_each_heads_loss() -> None:
         for h in range(3)
         for s, grade, size in ((0, 1.0, 2), (2, 0.0, 3), (3, 2.0, 3), (4, 4.0, 3))
     )
-    assert float(mean_over_heads(squared_error, values, grades)) == pytest.approx(float(error), rel=1e-6)
+    got = replace(estimates, loss_of=squared_error).loss(values, Labels(pairs, grades))
+    assert float(got) == pytest.approx(float(error), rel=1e-6)
 
 
 def test_estimates_of_a_grade_are_averaged(tiny_run: Callable[..., Any], write_rows: Callable[..., Path]) -> None:

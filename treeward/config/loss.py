@@ -1,24 +1,46 @@
 """`rm.loss`: the options of a reward model's loss, each with the losses that read it.
 
-    margin: Annotated[PositiveFloat, ReadBy("hinge")] = 1.0
-    '''By how much the better score should exceed the other.'''
+    "hinge": LossKind("pairs"),                                 # in LOSS_KINDS, and its name in RewardModelType
+    margin: Annotated[PositiveFloat, ReadBy("hinge")] = 1.0     # in LossConfig, with a docstring that documents the key
 
-makes `rm.loss.margin` an argument of `losses.hinge`, and an error with every other loss. `policy.reward_model_cfg.
-reward_model_type` names the loss.
+makes `rm.loss.margin` an argument of `hinge` in `losses.py`, and an error with every other loss.
+`policy.reward_model_cfg.reward_model_type` names the loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from pydantic.fields import FieldInfo
 
 from treeward.config.base import Strict
+from treeward.config.data import Ties
 from treeward.errors import ConfigError
 
 RewardModelType = Literal["bradley_terry", "plackett_luce", "regression", "attributes"]
+
+
+class LossKind(NamedTuple):
+    """What a loss learns: pairs of completions, choices of the best one, or grades; and which `data.ties` it allows."""
+
+    learns: Literal["pairs", "choices", "grades"]
+    ties: tuple[Ties, ...] = ("drop",)
+
+    @property
+    def unit(self) -> Literal["pair", "choice"]:
+        """What shares the weight of a comparison."""
+        return "choice" if self.learns == "choices" else "pair"
+
+
+LOSS_KINDS: Mapping[RewardModelType, LossKind] = {
+    "bradley_terry": LossKind("pairs", get_args(Ties)),
+    "plackett_luce": LossKind("choices", ("drop", "error")),
+    "regression": LossKind("grades"),
+    "attributes": LossKind("grades"),
+}
+"""The functions are in `LOSSES` of `losses.py`, by the same names."""
 
 
 class ReadBy:

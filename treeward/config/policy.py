@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from treeward.config.base import Strict
-from treeward.config.loss import RewardModelType
+from treeward.config.loss import LOSS_KINDS, RewardModelType
 from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
 from treeward.errors import ConfigError, nearest_name
 
@@ -148,7 +148,7 @@ class RewardModelConfig(Strict):
     @property
     def labels(self) -> tuple[str, ...]:
         """The grades that are learnt, one by each head; none where the data's order is."""
-        return ("score",) if self.reward_model_type == "regression" else self.attributes
+        return (self.attributes or ("score",)) if LOSS_KINDS[self.reward_model_type].learns == "grades" else ()
 
     @property
     def head_names(self) -> tuple[str, ...]:

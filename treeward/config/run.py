@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from treeward.config.base import Limit, OneIsAList, Period, Strict
 from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKey, parse_metric_name
 from treeward.config.cluster import ClusterConfig
-from treeward.config.data import DataConfig, DatasetConfig, Ties
+from treeward.config.data import DataConfig, DatasetConfig
 from treeward.config.logger import LoggerConfig
-from treeward.config.loss import LossConfig, readers
+from treeward.config.loss import LOSS_KINDS, LossConfig, readers
 from treeward.config.policy import PolicyConfig
 from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.errors import ConfigError, nearest_name
@@ -218,7 +218,7 @@ class RewardModelRunConfig(Strict):
         for name, option in LossConfig.model_fields.items():
             is_idle = kind not in readers(option) and getattr(self.rm.loss, name) != option.default
             self.refuse(is_idle, f"rm.loss.{name} {key}", f"no such key, or the type {' or '.join(readers(option))}")
-        allowed = {"bradley_terry": get_args(Ties), "plackett_luce": ("drop", "error")}.get(kind, ("drop",))
+        allowed = LOSS_KINDS[kind].ties
         need = f"{' or '.join(allowed)}, or the type bradley_terry: its pairs alone may be tied"
         self.refuse(self.data.ties not in allowed, f"data.ties {key}", need)
         drawn = [f"data.train[{i}]" for i, one in enumerate(self.data.train) if one.non_contextual_answer]

@@ -24,6 +24,7 @@ from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.encoding import Comparison
 from treeward.data.prompt_sets import Prompt
+from treeward.losses import heads_of
 from treeward.model.checks import choose_layout, tree_or_rows
 from treeward.model.loading import classifier_class
 from treeward.model.lora import AdapterReference, has_adapters
@@ -34,7 +35,6 @@ from treeward.model.wrapped import WrappedModel
 from treeward.parallel.mesh import Mesh
 from treeward.rl.experience import CompletionGroup, SampledCompletion
 from treeward.rl.update import PolicyUpdater, Reference
-from treeward.training.heads import Heads
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import EpochOrder
 from treeward.training.setup import adapt, make_ready, steps_on_host
@@ -115,12 +115,12 @@ def _reward_model(config: RewardModelRunConfig, mesh: Mesh, filling: Filling) ->
     policy = config.policy.model_copy(update=sizes)
     section, shapes = policy.reward_model_cfg, _config_of(policy)
     number = len(section.head_names) or 1
-    heads = Heads(section.labels, *((1.0,) * number,) * 3, are_estimates=section.num_heads > 1)
     hf = _classifier(shapes, policy.trust_remote_code, num_labels=number)
     model = _trained(RewardModel(hf, layout=choose_layout(hf, policy.attention)), policy, mesh)
     optimizer = build_optimizer(model, policy.optimizer, cpu_offload=steps_on_host(policy, mesh))
+    config = config.model_copy(update={"policy": policy})
     setup = SimpleNamespace(
-        config=config.model_copy(update={"policy": policy}),
+        config=config,
         mesh=mesh,
         model=model,
         order=EpochOrder([size], seed=0),
@@ -130,7 +130,7 @@ def _reward_model(config: RewardModelRunConfig, mesh: Mesh, filling: Filling) ->
         scheduler=build_scheduler(optimizer, policy.scheduler, total_steps=1),
         total_steps=1,
         identity={},
-        heads=heads,
+        heads=heads_of(config, np.ones((1, len(section.labels))), number),
         features={},
     )
     run = RewardModelRun(cast(Any, setup))

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+from scipy.special import expit
 from torch.distributed import ProcessGroup
 
 from treeward import processes
 from treeward.config.reward_shaping import RewardCalibration
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset
-from treeward.losses import ranked_pairs
+from treeward.losses import Heads, ranked_pairs
 from treeward.model.contract import write_contract
 from treeward.model.export import export_model
 from treeward.model.pretrained import DTYPES
@@ -28,7 +33,6 @@ from treeward.scoring.calibration import calibrate
 from treeward.scoring.golden import as_saved, sign_later
 from treeward.scoring.scorer import Scorer
 from treeward.tables import Column, markdown_table
-from treeward.training.heads import Heads
 from treeward.training.setup import RewardModelSetup
 
 logger = logging.getLogger(__name__)
@@ -94,7 +98,33 @@ def fitted_heads(setup: RewardModelSetup, model: RewardModel, saved: torch.dtype
     with as_saved(model, saved, setup.mesh) as exact:
         values_SH = exact.score_tokens([ids for one in comparisons for ids in one.token_ids])
     pairs = ranked_pairs([one.ranks for one in comparisons])
-    return setup.heads.fitted((values_SH[pairs.better_P] - values_SH[pairs.worse_P]).double().numpy())
+    weights = weights_of_order((values_SH[pairs.better_P] - values_SH[pairs.worse_P]).double().numpy())
+    if weights is None:
+        logger.warning("The weights of the heads stay as they are: there are no pairs to fit them to.")
+        return setup.heads
+    return replace(setup.heads, weights=weights)
+
+
+def weights_of_order(differences_PH: NDArray[np.float64]) -> tuple[float, ...] | None:
+    """The weights under which the score orders pairs best; None where there is nothing to fit them to.
+
+    `differences_PH`: of the values of the better completion and the worse one. Logistic regression without a constant;
+    a small penalty keeps the weights of pairs finite that can be told apart.
+    """
+    units_H = differences_PH.std(axis=0) if len(differences_PH) else np.zeros(1)
+    if not units_H.all():
+        return None
+    x_PH = differences_PH / units_H
+    penalty = 1 / len(x_PH)  # as of one pair in all
+
+    def loss(weights_H: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        margins_P = x_PH @ weights_H
+        slope_H = -(x_PH * expit(-margins_P)[:, None]).mean(axis=0)
+        value = np.logaddexp(0.0, -margins_P).mean() + penalty * (weights_H**2).sum()
+        return float(value), slope_H + 2 * penalty * weights_H
+
+    weights_H = minimize(loss, np.zeros(x_PH.shape[1]), jac=True).x / units_H
+    return tuple(weights_H.tolist())
 
 
 def _fitted(

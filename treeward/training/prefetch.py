@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from treeward.data.encoding import Comparison, EncodedDataset
-from treeward.losses import Pairs, Targets, graded, ranked_pairs
+from treeward.losses import Labels, ranked_pairs
 from treeward.model.reward_model import FeatureBatch
 from treeward.training.setup import RewardModelSetup
 from treeward.tree.batch import Batch, Movable, plan_micro_batches, plan_padded
@@ -32,19 +32,6 @@ _T = TypeVar("_T")
 
 _MOST_FEATURES = 4096
 """Completions whose features are in one micro-batch, at most: 64 MB of float32 at a hidden size of 4096."""
-
-
-@dataclass(frozen=True, slots=True)
-class Labels(Movable):
-    """What completions are labelled with: `pairs` of them, and the `targets` of a loss of grades."""
-
-    pairs: Pairs
-    targets: Targets | None = None
-
-    @property
-    def num_units(self) -> int:
-        """What the sum of the loss is divided by."""
-        return self.pairs.num_units if self.targets is None else self.targets.num_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +79,7 @@ class BatchPreparer:
 
     def __init__(self, setup: RewardModelSetup) -> None:
         self.setup, self.config, self.model, self.mesh = setup, setup.config, setup.model, setup.mesh
+        self.heads, self.max_tokens = setup.heads, setup.config.policy.micro_batch_tokens
 
     def step(self, number: int) -> StepBatches:
         """The batches of the step of this number, counted from 1."""
@@ -99,11 +87,14 @@ class BatchPreparer:
         rows = [(sets[which], row) for which, row in self.setup.order.batch(number - 1, size)]
         shares = list(self.shares(rows))
         own = [one for share in shares for one in share.comparisons.values()]
-        of_pairs = self.config.rm.loss.weight == "pair"
+        num_units = len(rows)
+        if self.config.rm.loss.weight == "pair":
+            ranks = [dataset.ranks(row) for dataset, row in rows]
+            num_units = ranked_pairs(ranks, **self.heads.pair_options).num_units
         return StepBatches(
-            self._pairs([dataset.ranks(row) for dataset, row in rows]).num_units if of_pairs else len(rows),
+            num_units,
             tuple(share.micro_batch for share in shares),
-            self._labels(own),
+            self.heads.labels(own),
             num_scores=sum(len(one.ranks) for one in own),
             num_row_tokens=sum(one.num_tokens for one in own),
         )
@@ -124,10 +115,10 @@ class BatchPreparer:
 
         With several processes that of rank r are each so many-th from the r-th on, as `plan_micro_batches` gives them.
         """
-        policy, max_groups = self.config.policy, self.config.policy.train_micro_batch_size
+        max_groups = self.config.policy.train_micro_batch_size
         if validation:
             max_groups = self.config.rm.val_micro_batch_size or max_groups
-        limits = {"max_tokens": policy.micro_batch_tokens, "max_groups": max_groups}
+        limits = {"max_tokens": self.max_tokens, "max_groups": max_groups}
         num_ranks = self.mesh.data_size
         if self.setup.features:
             sizes = [int(dataset.shapes[row][0]) for dataset, row in rows]
@@ -156,12 +147,12 @@ class BatchPreparer:
             batches.append(features)
         elif comparisons:
             groups = [one.token_ids for one in comparisons]
-            parts, order_S = self.model.pack_parts(groups, max_tokens=self.config.policy.micro_batch_tokens)
+            parts, order_S = self.model.pack_parts(groups, max_tokens=self.max_tokens)
             batches.extend(parts)
         if len(batches) < num_passes:
             order_S = torch.arange(sum(len(one.ranks) for one in comparisons)) if order_S is None else order_S
             batches += [self.model.pack([[[0]]])] * (num_passes - len(batches))
-        packed = MicroBatch(tuple(batches), order_S, self._labels(comparisons))
+        packed = MicroBatch(tuple(batches), order_S, self.heads.labels(comparisons))
         return packed.pin() if self.model.device.type == "cuda" else packed
 
     def _features(self, rows: Sequence[tuple[EncodedDataset, int]]) -> FeatureBatch | None:
@@ -173,37 +164,13 @@ class BatchPreparer:
 
     def _num_passes(self, rows: Sequence[tuple[EncodedDataset, int]]) -> int:
         """The forward passes of a micro-batch: one, unless a single comparison exceeds the budget."""
-        most, share = self.config.policy.micro_batch_tokens, self.model.layout == "tree"
+        most, share = self.max_tokens, self.model.layout == "tree"
         if self.mesh.data_size == 1 or most is None or len(rows) != 1 or self.setup.features:
             return 1
         dataset, row = rows[0]
         if (dataset.tree_tokens[row] if share else dataset.shapes[row].prod()) <= most:
             return 1
         return len(split_group(dataset[row].token_ids, max_tokens=most, share=share))
-
-    def _labels(self, comparisons: Sequence[Comparison]) -> Labels:
-        """What the loss and the metrics compare the values of the model with."""
-        strengths = [one.scores if one.strength is None else one.strength for one in comparisons]
-        pairs = self._pairs([one.ranks for one in comparisons], strengths)
-        heads = self.setup.heads
-        targets: Targets | None = None
-        if heads.attributes:
-            targets = graded([one.grades for one in comparisons], heads.stds[: len(heads.attributes)])
-        return Labels(pairs, targets)
-
-    def _pairs(
-        self, ranks: Sequence[Sequence[int]], strengths: Sequence[float | Sequence[float | None] | None] | None = None
-    ) -> Pairs:
-        loss, ties = self.config.rm.loss, self.config.known_ties
-        return ranked_pairs(
-            ranks,
-            strengths=None if loss.strength is None else strengths,
-            strength=loss.strength or "margin",
-            strength_scale=loss.strength_scale,
-            ties="half" if ties == "half" else "drop",
-            weight=loss.weight,
-            unit="choice" if self.config.policy.reward_model_cfg.reward_model_type == "plackett_luce" else "pair",
-        )
 
 
 class Prefetcher(Generic[_T]):

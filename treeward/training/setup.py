@@ -32,6 +32,7 @@ from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.diagnostics.perturbations import sample_examples
 from treeward.evaluation.suites import PreferenceSuite
+from treeward.losses import Heads, heads_of
 from treeward.model.checks import check_before_training, check_positions
 from treeward.model.contract import CONTRACT_FILE
 from treeward.model.liger import use_liger_kernel
@@ -44,7 +45,6 @@ from treeward.parallel.mesh import Mesh, make_mesh
 from treeward.parallel.sharding import shard
 from treeward.parallel.tensor import cut
 from treeward.training.checkpoints import Checkpoint
-from treeward.training.heads import Heads, heads_of
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import EpochOrder, planned_steps
 from treeward.training.state import check_identity
@@ -181,7 +181,7 @@ def set_up(
         *(config, mesh, model, tokenizer, renderer, order, training_sets, validation_sets, validation_sizes),
         *(optimizer, scheduler, total_steps, identity, perturbed, num_trained_on),
         num_ranked=_num_ranked(config, total_steps),
-        heads=heads_of(config.policy.reward_model_cfg, training_sets.values(), model.num_heads),
+        heads=heads_of(config, np.concatenate([one.grades for one in training_sets.values()]), model.num_heads),
     )
 
 

@@ -33,7 +33,6 @@ from treeward.errors import ConfigError, TreewardError
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.gates import scored_comparison
 from treeward.evaluation.results import Metric
-from treeward.losses import LOSSES, mean_over_heads
 from treeward.metrics import METRIC_NAMES, GradeSums, RewardMetrics, RewardSums
 from treeward.model.export import DeferredWrite, export_model, push_folder
 from treeward.model.loading import load_reward_model
@@ -48,7 +47,7 @@ from treeward.training.features import with_features
 from treeward.training.learning import LearningWatch, learnt
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.optimisation import SkippedSteps, advance
-from treeward.training.prefetch import BatchPreparer, Labels, MicroBatch, Prefetcher
+from treeward.training.prefetch import BatchPreparer, MicroBatch, Prefetcher
 from treeward.training.reporting import ReportPlan, check_report, plan_report
 from treeward.training.setup import RewardModelSetup, save_adapted, set_up
 from treeward.training.state import RunState
@@ -123,15 +122,12 @@ class RewardModelRun(Run):
             total_steps=setup.total_steps,
             validates=bool(setup.validation_sets),
         )
-        self.setup, self.config, self.model = setup, setup.config, setup.model
+        self.setup, self.config, self.model, self.heads = setup, setup.config, setup.model, setup.heads
         self._changed = self._warned_of_ranking = False
         self.skipped = SkippedSteps()
         self._preparer = BatchPreparer(setup)
         self._prefetcher = Prefetcher(self._preparer.step, num_steps=setup.total_steps)
         self._watch = LearningWatch(setup.total_steps, learning_rate=self.optimizer.defaults["lr"])
-        loss = LOSSES[self.config.policy.reward_model_cfg.reward_model_type]
-        self._loss_of = partial(loss, **self.config.loss_options)
-        self._weights_H = torch.tensor(setup.heads.weights, device=self.model.device)
 
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
         self.model.train()
@@ -159,11 +155,9 @@ class RewardModelRun(Run):
             self.backward(micro_batch, batches.num_units, sums)
         # the one place in a step, with the gradients' norm, where the host waits for a GPU
         total = sums.read(setup.mesh.data_group)
-        baseline_scores_SH = torch.tensor(setup.heads.means).expand(batches.num_scores, -1)
-        chance = float(self._loss(baseline_scores_SH, batches.labels)) if batches.num_scores else 0.0
-        own = [batches.num_computed_tokens, batches.num_row_tokens, chance]
-        of_all = processes.summed(torch.tensor(own, dtype=torch.float64), setup.mesh.data_group)
-        computed_tokens, row_tokens, chance = of_all.tolist()
+        chance = self.heads.chance(batches.labels, batches.num_scores)
+        counts_3 = torch.tensor([batches.num_computed_tokens, batches.num_row_tokens, chance], dtype=torch.float64)
+        computed_tokens, row_tokens, chance = processes.summed(counts_3, setup.mesh.data_group).tolist()
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         grad_norm = self._update_weights(number, total)
         if math.isfinite(grad_norm):
@@ -192,30 +186,11 @@ class RewardModelRun(Run):
         here = micro_batch.to(self.model.device, non_blocking=True)
         values_SH, loss_sum = backward_in_parts(
             [partial(self.model.heads, batch) for batch in here.batches],
-            lambda values_SH: self._training_loss(values_SH, here.labels),
+            lambda values_SH: self.heads.loss(values_SH, here.labels),
             order_S=here.order_S,
             scale=1 / num_units,
         )
-        sums.add(self._scores(values_SH), here.labels.pairs, loss_sum, here.labels.num_units)
-
-    def _loss(self, values_SH: Tensor, labels: Labels) -> Tensor:
-        """The sum of the loss: of the scores, or of the values that are compared with grades."""
-        if labels.targets is None:
-            return self._loss_of(self._scores(values_SH), labels.pairs)
-        return self._loss_of(self._grades(values_SH), labels.targets)
-
-    def _training_loss(self, values_SH: Tensor, labels: Labels) -> Tensor:
-        """Where several heads estimate one score, each learns it."""
-        if self.setup.heads.are_estimates:
-            return mean_over_heads(self._loss_of, values_SH, labels.targets or labels.pairs)
-        return self._loss(values_SH, labels)
-
-    def _scores(self, values_SH: Tensor) -> Tensor:
-        return (values_SH * self._weights_H).sum(dim=1)
-
-    def _grades(self, values_SH: Tensor) -> Tensor:
-        """The values that are compared with grades, one for each attribute."""
-        return self._scores(values_SH)[:, None] if self.setup.heads.are_estimates else values_SH
+        sums.add(self.heads.combine(values_SH), here.labels.pairs, loss_sum, here.labels.num_units)
 
     def _update_weights(self, number: int, total: RewardMetrics) -> float:
         """Clip, step, and return the gradients' norm before clipping; NaN, and no step, where it or the loss is not
@@ -293,10 +268,10 @@ class RewardModelRun(Run):
         values_SH = torch.cat([self.model.heads(batch) for batch in here.batches])
         if here.order_S is not None:
             values_SH = values_SH[here.order_S]
-        scores_S = self._scores(values_SH)
+        scores_S = self.heads.combine(values_SH)
         if here.labels.targets is not None:
-            grades.add(self._grades(values_SH), here.labels.targets)
-        sums.add(scores_S, here.labels.pairs, self._loss(values_SH, here.labels), here.labels.num_units)
+            grades.add(self.heads.grades(values_SH), here.labels.targets)
+        sums.add(scores_S, here.labels.pairs, self.heads.score_loss(values_SH, here.labels), here.labels.num_units)
         return scores_S
 
     def _warn_of_ranking(self, step: int, metric: Metric | None) -> None:
