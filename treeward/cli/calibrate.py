@@ -87,14 +87,14 @@ def run(
                 progress.show("calibrating", number, 0)
                 yield preference
 
-        found = calibrate(scorer, counted(), name=name, length_unit=length_unit)
-    constants = flattened(found.model_dump(exclude=_NOT_SHOWN))
-    rows = [{"constant": key, "value": f"{one:.4f}" if isinstance(one, float) else one} for key, one in constants]
+        calibration = calibrate(scorer, counted(), name=name, length_unit=length_unit)
+    constants = flattened(calibration.model_dump(exclude=_NOT_SHOWN))
+    rows = [{"constant": key, "value": f"{x:.4f}" if isinstance(x, float) else x} for key, x in constants]
     sys.stdout.write(results_table(rows, ["constant", "value"]) + "\n")
     if contract is not None:
-        output = str(write_contract(contract.model_copy(update={"calibration": found, **added}), model))
+        output = str(write_contract(contract.model_copy(update={"calibration": calibration, **added}), model))
     elif output is not None:
         Path(output).parent.mkdir(parents=True, exist_ok=True)
-        write_text(Path(output), found.model_dump_json(indent=2) + "\n")
+        write_text(Path(output), calibration.model_dump_json(indent=2) + "\n")
     logger.info("Wrote the constants to %s.", output)
     return 0

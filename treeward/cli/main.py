@@ -50,8 +50,8 @@ class _Verbs(TyperGroup):
         self.commands = {verb: TyperCommand(verb, short_help=summary) for verb, summary in VERBS.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, command if name is None else _load(name), rest
+        name, command, words = super().resolve_command(ctx, args)
+        return name, command if name is None else _load(name), words
 
 
 app = typer.Typer(cls=_Verbs, rich_markup_mode=None, no_args_is_help=True)

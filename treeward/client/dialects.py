@@ -2,7 +2,7 @@
 
     dialect = DIALECTS["vllm"]
     body = dialect.body("text", [RenderedConversation(messages, text, ...)])
-    [one.values for one in dialect.read(response)]      # the server's numbers for each conversation
+    [score.values for score in dialect.read(response)]      # the server's numbers for each conversation
 
 Requests are those of verl, OpenRLHF and text-embeddings-inference's own client. They ask for raw scores where a dialect
 has a parameter for it.
@@ -56,7 +56,7 @@ class Dialect:
 
 
 def _sent(form: Form, conversations: Sequence[RenderedConversation]) -> list[Any]:
-    contents = [getattr(one, form) for one in conversations]
+    contents = [getattr(conversation, form) for conversation in conversations]
     return contents if form in ("text", "bare") else [list(content) for content in contents]
 
 
@@ -79,8 +79,8 @@ def _read_sglang(response: Any) -> list[ServerScore]:
 def _openrlhf_body(form: Form, conversations: Sequence[RenderedConversation]) -> dict[str, Any]:
     queries = _sent(form, conversations)
     prompts = [
-        query[: query.rfind(one.completion)] if one.completion in query else query
-        for query, one in zip(queries, conversations, strict=True)
+        query[: query.rfind(chat.completion)] if chat.completion in query else query
+        for query, chat in zip(queries, conversations, strict=True)
     ]
     return {"query": queries, "prompts": prompts, "labels": [""] * len(queries)}
 
@@ -88,8 +88,8 @@ def _openrlhf_body(form: Form, conversations: Sequence[RenderedConversation]) ->
 def _read_tei(response: Any) -> list[ServerScore]:
     rows = response if response and isinstance(response[0], list) else [response]
     # TEI sorts by score; the labels are LABEL_0, LABEL_1, ...
-    ordered = [sorted(row, key=lambda one: (len(one["label"]), one["label"])) for row in rows]
-    return [ServerScore([one["score"] for one in row]) for row in ordered]
+    ordered = [sorted(row, key=lambda value: (len(value["label"]), value["label"])) for row in rows]
+    return [ServerScore([value["score"] for value in row]) for row in ordered]
 
 
 def _read_treeward(response: Any) -> list[ServerScore]:
@@ -122,7 +122,7 @@ DIALECTS: Mapping[str, Dialect] = {
         ("text", "bare"),
         _openrlhf_body,
         # A server may give each reward as a list of one.
-        lambda response: [ServerScore(one if isinstance(one, list) else [one]) for one in response["rewards"]],
+        lambda response: [ServerScore(x if isinstance(x, list) else [x]) for x in response["rewards"]],
     ),
     "tei": Dialect(
         "/predict",

@@ -76,7 +76,7 @@ class _Client:
         reference_answers: Sequence[Any] | None = None,
     ) -> list[Reward]:
         """The server's reward for each conversation; a malformed one is not sent."""
-        found: dict[int, Reward] = {}
+        rewards: dict[int, Reward] = {}
         sent: dict[int, Conversation] = {}
         parts: list[list[int]] = []
         num_bytes = 0
@@ -93,7 +93,7 @@ class _Client:
                 if on_error == "raise":
                     raise
                 why = " ".join(str(error).split())
-                found[i] = Reward(None, Score(None, error=why), error=why)
+                rewards[i] = Reward(None, Score(None, error=why), error=why)
                 continue
             if not parts or len(parts[-1]) >= self.max_conversations or num_bytes + size > _BODY_BYTES:
                 parts.append([])
@@ -113,7 +113,7 @@ class _Client:
             for i, reward in zip(part, _read(reply, len(part)), strict=True):
                 if on_error == "raise" and (reward.value if shaped else reward.score.score) is None:
                     raise reply.error(f"{names[i]} has no score", got=reward.error)
-                found[i] = reward
+                rewards[i] = reward
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -121,7 +121,7 @@ class _Client:
                     group.create_task(send(part))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [found[i] for i in range(len(conversations))]
+        return [rewards[i] for i in range(len(conversations))]
 
     def _until(self) -> float:
         return time.monotonic() + self.timeout_seconds
@@ -187,10 +187,10 @@ class AsyncRewardClient(_Client):
         """The models of the server (id, contract, ...); the first is the default."""
         reply = await self._connection.request("/v1/models", until=self._until())
         try:
-            listed: list[dict[str, Any]] = [dict(one, id=one["id"]) for one in reply.json["data"]]
+            models: list[dict[str, Any]] = [dict(model, id=model["id"]) for model in reply.json["data"]]
         except (LookupError, TypeError, ValueError) as error:
             raise reply.error("the response lists no models", field="data", got=reply.json) from error
-        return listed
+        return models
 
     async def ready(self) -> bool:
         """Whether the server accepts requests now; one attempt. Raises for a response of another kind of server."""

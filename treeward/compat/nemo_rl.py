@@ -80,11 +80,11 @@ class _PreferenceSets:
         val_split: str | None = None,
         **keys: Any,
     ) -> None:
-        given = {key: value for key, value in locals().items() if isinstance(value, str)}
+        arguments = {key: value for key, value in locals().items() if isinstance(value, str)}
         newer = {"data_path": "train_data_path", "split": "train_split"}
-        section = {"dataset_name": self.dataset_name, **given, **{newer.get(key, key): keys[key] for key in keys}}
+        section = {"dataset_name": self.dataset_name, **arguments, **{newer.get(key, key): keys[key] for key in keys}}
         data = load_section(DataConfig, section, where=type(self).__name__)
-        train, *validation = (open_dataset(one) for one in (*data.train, *data.validation))
+        train, *validation = (open_dataset(section) for section in (*data.train, *data.validation))
         held_out = _rows(validation[0]) if validation else None
         self.formatted_ds: dict[str, Dataset] = {"train": _rows(train), "validation": held_out}
         self.task_spec: TaskDataSpec = train.task_spec

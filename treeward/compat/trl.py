@@ -94,13 +94,13 @@ class TreeForward:
             self._attention = None
 
     def _is_of_loss(self, kwargs: dict[str, Any]) -> bool:
-        given = {name for name, value in kwargs.items() if value is not None and value is not False} - _HARMLESS
+        arguments = {name for name, value in kwargs.items() if value is not None and value is not False} - _HARMLESS
         wanted = self.arguments | {"input_ids", "attention_mask"}
-        if self.arguments - given or "use_cache" in given:  # of generation, or of the user
+        if self.arguments - arguments or "use_cache" in arguments:  # of generation, or of the user
             return False
-        if given - wanted:
-            _say(f"the model is called with {', '.join(sorted(given - wanted))}")
-        return given == wanted
+        if arguments - wanted:
+            _say(f"the model is called with {', '.join(sorted(arguments - wanted))}")
+        return arguments == wanted
 
     def _on_trees(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **_: Any) -> Any:
         if self.is_exact is None:
@@ -188,7 +188,7 @@ class LogProbsForward(TreeForward):
         before_N = np.concatenate([path[at - 1] for path, at in zip(paths, at_rows, strict=True)])[first_N]
         targets_N = batch.tokens_T[torch.from_numpy(at_N)].to(device)
         with _giving(self._model.backbone, self._hidden(batch, before_N, device)[None]):
-            found = self._plain(input_ids=targets_N[None], shift_labels=targets_N[None], fused_lm_head=True)
+            output = self._plain(input_ids=targets_N[None], shift_labels=targets_N[None], fused_lm_head=True)
         mask = labels[:, 1:] != -100
         index_on = torch.from_numpy(index).to(device)
 
@@ -197,7 +197,7 @@ class LogProbsForward(TreeForward):
                 return None
             return values.new_zeros(mask.shape).masked_scatter(mask, values[0].index_select(0, index_on))
 
-        return FusedCausalLMOutput(log_probs=spread(found.log_probs), entropy=spread(found.entropy), label_mask=mask)
+        return FusedCausalLMOutput(log_probs=spread(output.log_probs), entropy=spread(output.entropy), label_mask=mask)
 
 
 def _on_host(*tensors: Tensor) -> np.ndarray:
@@ -323,10 +323,10 @@ def _by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same completions in as many batches of the same size, those of a prompt next to each other."""
     prompts = torch.cat([batch["prompt_ids"] for batch in batches]).tolist()
     order = torch.tensor(sorted(range(len(prompts)), key=prompts.__getitem__))
-    found = [dict(batch) for batch in batches]
+    sorted_batches = [dict(batch) for batch in batches]
     for name, value in batches[0].items():
         if isinstance(value, Tensor) and value.dim() > 0:
             rows = torch.cat([batch[name] for batch in batches])[order.to(value.device)]
-            for batch, part in zip(found, rows.chunk(len(batches)), strict=True):
+            for batch, part in zip(sorted_batches, rows.chunk(len(batches)), strict=True):
                 batch[name] = part
-    return found
+    return sorted_batches

@@ -89,7 +89,14 @@ def plan(config: RunConfig, gpu: str, *, mean_tokens: int | None = None) -> Plan
     sampling = sum(memory.values()) - memory["activations"] - memory["gradients"] + sum(run.sampled.values())
     peak = run.rewards + max(sum(memory.values()), sampling)
     usable = 0 if gpu == "cpu" else GPUS[gpu].usable
-    others = {"reward models": run.rewards, **run.sampled, "peak": peak, "usable": usable, "host": host, **run.own}
+    others = {
+        "reward models": run.rewards,
+        **run.sampled,
+        "peak": peak,
+        "usable": usable,
+        "host": host,
+        **run.other_devices,
+    }
     micro_batches = ceil(share / budget)
     sent = Counter[Link]()
     for link, size in tracker.sent.items():  # tensor parallelism sends tokens, FSDP weights in every micro-batch
@@ -100,8 +107,8 @@ def plan(config: RunConfig, gpu: str, *, mean_tokens: int | None = None) -> Plan
     return Plan(
         model=type(run.model.hf).__name__,
         layout=f"{nodes} nodes of " * (nodes > 1) + f"{devices // nodes} x {gpu}",
-        parameters=sum(one.numel() for one in run.model.parameters()),
-        trained=sum(one.numel() for one in run.model.parameters() if one.requires_grad),
+        parameters=sum(weight.numel() for weight in run.model.parameters()),
+        trained=sum(weight.numel() for weight in run.model.parameters() if weight.requires_grad),
         memory=memory | {name: size for name, size in others.items() if size},
         sent={
             name: sum(size for link, size in sent.items() if link.leaves_node is leaves)
@@ -120,9 +127,9 @@ def _measure(run: PlannedRun, tracker: Tracker, policy: TrainedModelConfig) -> t
     offloads, alone = policy.dtensor_cfg.cpu_offload, processes.size() == 1
     on_host = offloads and alone  # the host steps tensors of its own; else FSDP keeps the shards there
     parameters, masters = [*run.model.parameters()], getattr(run.optimizer, "masters", [])
-    for one in parameters:  # the first step of an optimiser makes its states
-        one.grad = torch.zeros_like(one, dtype=one.grad_dtype) if one.requires_grad else None
-    gradients = _num_bytes(one.grad for one in parameters)
+    for weight in parameters:  # the first step of an optimiser makes its states
+        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype) if weight.requires_grad else None
+    gradients = _num_bytes(weight.grad for weight in parameters)
     run.optimizer.step()
     run.optimizer.zero_grad()
     states = [value for state in run.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
@@ -143,14 +150,14 @@ def _measure(run: PlannedRun, tracker: Tracker, policy: TrainedModelConfig) -> t
     memory |= dict.fromkeys(moved, 0) | {"activations": activations}
     if policy.load_in_4bit:  # planned in `precision`, which they have while they compute
         head, modules = getattr(run.model, "head", None), run.model.modules()
-        linear = [one.weight for one in modules if isinstance(one, nn.Linear) and one is not head]
-        saved = [int(one.numel() * (one.itemsize - _FOUR_BITS)) for one in linear if not one.requires_grad]
-        memory["weights"] -= sum(saved)
+        linear = [module.weight for module in modules if isinstance(module, nn.Linear) and module is not head]
+        packed = [weight for weight in linear if not weight.requires_grad]
+        memory["weights"] -= sum(int(weight.numel() * (weight.itemsize - _FOUR_BITS)) for weight in packed)
     return memory, host
 
 
 def _num_bytes(tensors: Iterable[Tensor | None]) -> int:
-    storages = {storage for one in tensors if one is not None for storage in get_untyped_storages(one)}
+    storages = {storage for tensor in tensors if tensor is not None for storage in get_untyped_storages(tensor)}
     return sum(storage.nbytes() for storage in storages)
 
 

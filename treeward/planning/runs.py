@@ -81,8 +81,9 @@ class Filling:
     @property
     def density(self) -> float:
         """The share of a micro-batch's pairs of tokens of which one attends to the other."""
-        own = self.completion * (self.prompt + (self.completion + 1) / 2)
-        return self.number * (self.prompt * (self.prompt + 1) / 2 + self.group * own) / self.tokens**2
+        of_prompt = self.prompt * (self.prompt + 1) / 2
+        of_completion = self.completion * (self.prompt + (self.completion + 1) / 2)
+        return self.number * (of_prompt + self.group * of_completion) / self.tokens**2
 
     def sequences(self, number: int) -> list[list[int]]:
         """The conversations of one group; groups share no prefix."""
@@ -93,7 +94,7 @@ class Filling:
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
     """`step`: takes a step of `MICRO_BATCHES` on each device. `frozen`: the reference. Bytes: what is `sampled` with
-    besides, the reward models beside the policy (`rewards`), and by environment on devices of their `own`."""
+    besides, the reward models beside the policy (`rewards`), and by environment on `other_devices`."""
 
     model: WrappedModel
     optimizer: torch.optim.Optimizer
@@ -101,7 +102,7 @@ class PlannedRun:
     frozen: WrappedModel | None = None
     sampled: dict[str, int] = field(default_factory=dict)
     rewards: int = 0
-    own: dict[str, int] = field(default_factory=dict)
+    other_devices: dict[str, int] = field(default_factory=dict)
 
 
 def planned_run(config: RunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
@@ -148,7 +149,8 @@ def _grpo(config: GRPORunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
         reference.requires_grad_(False).eval()
     optimizer = build_optimizer(policy, section.optimizer, cpu_offload=steps_on_host(section, mesh))
     updater = PolicyUpdater(
-        *(policy, optimizer),
+        policy,
+        optimizer,
         reference=reference,
         loss=config.loss_fn,
         micro_batch_tokens=filling.tokens,
@@ -158,11 +160,15 @@ def _grpo(config: GRPORunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
     )
     groups = [_completion_group(filling, i) for i in range(filling.number * MICRO_BATCHES * mesh.data_size)]
     used_PG = torch.tensor([[True] * filling.group] * len(groups))  # a real tensor, as this constructor makes them
-    rewards, own = _reward_model_bytes(config)
+    rewards, other_devices = _reward_model_bytes(config)
     return PlannedRun(
-        *(policy, optimizer, lambda: updater.learn(groups, used_PG.float(), used_PG)),
-        *(reference if isinstance(reference, PolicyModel) else None, _bytes_of_sampling(config, policy, mesh)),
-        *(rewards, own),
+        policy,
+        optimizer,
+        step=lambda: updater.learn(groups, used_PG.float(), used_PG),
+        frozen=reference if isinstance(reference, PolicyModel) else None,
+        sampled=_bytes_of_sampling(config, policy, mesh),
+        rewards=rewards,
+        other_devices=other_devices,
     )
 
 
@@ -184,17 +190,17 @@ def _bytes_of_sampling(config: GRPORunConfig, policy: PolicyModel, mesh: Mesh) -
 
 def _reward_model_bytes(config: GRPORunConfig) -> tuple[int, dict[str, int]]:
     """Weights of the reward models on the policy's device, and by environment on each of their own devices."""
-    here, own = 0, {}
+    beside_policy, other_devices = 0, {}
     for name, section in config.reward_models.items():
         if section.url or not section.resources.gpus_per_node:
             continue
-        models = [_classifier(read_config(one, section.trust_remote_code)) for one in section.models]
-        size = sum(one.num_parameters() for one in models) * DTYPES[section.dtype].itemsize
+        models = [_classifier(read_config(model, section.trust_remote_code)) for model in section.models]
+        size = sum(model.num_parameters() for model in models) * DTYPES[section.dtype].itemsize
         if config.is_apart(name):
-            own[f"env.{name}, on its own devices"] = size // section.dtensor_cfg.tensor_parallel_size
+            other_devices[f"env.{name}, on its own devices"] = size // section.dtensor_cfg.tensor_parallel_size
         elif not section.dtensor_cfg.cpu_offload:  # such weights come for the scoring alone
-            here += size
-    return here, own
+            beside_policy += size
+    return beside_policy, other_devices
 
 
 def _policy(policy: GRPOPolicyConfig) -> PolicyModel:
@@ -230,7 +236,7 @@ class _Comparisons:
         self.shapes = np.array([[filling.group, filling.prompt + filling.completion]] * number)
 
     def __getitem__(self, row: int) -> Comparison:
-        rows, group = [np.array(one, dtype=np.int32) for one in self.filling.sequences(row)], self.filling.group
+        rows, group = [np.array(ids, dtype=np.int32) for ids in self.filling.sequences(row)], self.filling.group
         grades = ((1.0,) * self.num_grades,) * group
         tokens = self.tree_tokens[row]
         return Comparison(tuple(rows), self.ranks(row), (1,) * group, "", None, "planned", tokens, grades=grades)

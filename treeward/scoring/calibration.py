@@ -14,9 +14,11 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import combinations, islice, pairwise
+from itertools import groupby, islice, permutations
 from pathlib import PurePath
 
 import numpy as np
@@ -34,7 +36,7 @@ from treeward.config.reward_shaping import (
 )
 from treeward.data.preference import Preference, preference_to_dict
 from treeward.errors import DataError
-from treeward.scoring.score import Conversation, ConversationScorer
+from treeward.scoring.score import ConversationScorer
 from treeward.scoring.scorer import PreparedScorer
 from treeward.scoring.shaping import completion_length
 from treeward.version import VERSION
@@ -53,8 +55,15 @@ _ROBUST_ROUNDS = 3
 _EXACT_UP_TO = 1000  # points; above that, local regressions are skipped within a hundredth of the range
 
 
-_Scored = tuple[int, float, int, dict[str, float]]
-"""Rank, score and length of a completion, and the values of several heads by name."""
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A completion with its score; `group`: the number of its comparison; `heads`: several values, by name."""
+
+    group: int
+    rank: int
+    score: float
+    length: int
+    heads: dict[str, float]
 
 
 def calibrate(
@@ -68,51 +77,68 @@ def calibrate(
     """
     tokenizer = scorer.members[0].renderer.tokenizer if isinstance(scorer, PreparedScorer) else None
     assert tokenizer is not None or length_unit == "characters", "the model's own tokenizer counts"
-    found: list[list[_Scored]] = []
+    scored: list[_Scored] = []
     errors: list[str] = []
-    digest = hashlib.sha256()
+    num_comparisons, digest = 0, hashlib.sha256()
     remaining = iter(preferences)
     while chunk := list(islice(remaining, _COMPARISONS_AT_ONCE)):
+        completions = []
         for preference in chunk:
             row = preference_to_dict(preference)
             digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-        found += _scored(scorer, chunk, lambda chat: completion_length(chat, length_unit, tokenizer), errors)
-    _check(found, errors, name)
-    flat = [one for group in found for one in group]
-    logger.info("Fitting the constants to %d scores.", len(flat))
-    ranks, scores, lengths = (
-        np.array(column, dtype=np.float64) for column in zip(*(one[:3] for one in flat), strict=True)
-    )
-    values_H = {head: np.array([one[3][head] for one in flat]) for head in flat[0][3]}
-    starts = np.cumsum([0, *map(len, found)])
-    pairs = [pair for start, end in pairwise(starts.tolist()) for pair in combinations(range(start, end), 2)]
-    ordered = [(i, j) if ranks[i] < ranks[j] else (j, i) for i, j in pairs if ranks[i] != ranks[j]]
-    better, worse = np.asarray(ordered, dtype=np.int64).reshape(-1, 2).T
-    temperature = fit_temperature(scores[better] - scores[worse], name=name)
+            completions += [
+                (num_comparisons, completion.rank, [*preference.context, *completion.messages])
+                for completion in preference.completions
+            ]
+            num_comparisons += 1
+        results = scorer.score([chat for *_, chat in completions], on_error="mask")
+        for result, (group, rank, chat) in zip(results, completions, strict=True):
+            if result.score is None:
+                errors.append(result.error or "there is no score")
+                continue
+            heads = dict(zip(result.head_names, result.heads, strict=False)) if len(result.heads) > 1 else {}
+            length = completion_length(chat, length_unit, tokenizer)
+            scored.append(_Scored(group, rank, result.score, length, heads))
+    _check(scored, errors, num_comparisons, name)
+    logger.info("Fitting the constants to %d scores.", len(scored))
+    scores = np.array([completion.score for completion in scored], dtype=np.float64)
+    lengths = np.array([completion.length for completion in scored], dtype=np.float64)
+    better, worse = _ordered_pairs(scored)
     curve = fit_length_curve(scores, lengths, unit=length_unit)
     if curve is not None:
-        left = scores - np.interp(lengths, curve.lengths, curve.values)
-        of_rest = fit_temperature(left[better] - left[worse], name=f"{name}, beside the length curve")
-        curve = curve.model_copy(update={"residual_temperature": of_rest})
+        residuals = scores - np.interp(lengths, curve.lengths, curve.values)
+        residual_temperature = fit_temperature(
+            residuals[better] - residuals[worse], name=f"{name}, beside the length curve"
+        )
+        curve = curve.model_copy(update={"residual_temperature": residual_temperature})
+    values_H = {head: np.array([completion.heads[head] for completion in scored]) for head in scored[0].heads}
     return RewardCalibration(
-        normalization=NormalizationConstants(mean=float(scores.mean()), std=float(scores.std())),
-        heads={
-            head: NormalizationConstants(mean=float(values.mean()), std=float(values.std()))
-            for head, values in values_H.items()
-            if values.std() > 0
-        },
+        normalization=_constants(scores),
+        heads={head: _constants(values) for head, values in values_H.items() if values.std() > 0},
         length_curve=curve,
-        temperature=temperature,
+        temperature=fit_temperature(scores[better] - scores[worse], name=name),
         provenance=CalibrationProvenance(
             data=PurePath(name).name if PurePath(name).is_absolute() else name,
             fingerprint=digest.hexdigest(),
-            num_comparisons=len(found),
-            num_conversations=len(flat),
+            num_comparisons=num_comparisons,
+            num_conversations=len(scored),
             num_failed=len(errors),
             treeward_version=VERSION,
             date=datetime.now(UTC).date().isoformat(),
         ),
     )
+
+
+def _constants(values: Floats) -> NormalizationConstants:
+    return NormalizationConstants(mean=float(values.mean()), std=float(values.std()))
+
+
+def _ordered_pairs(scored: Sequence[_Scored]) -> tuple[list[int], list[int]]:
+    """The places of the better and of the worse completion, of each two of one comparison with different ranks."""
+    groups = groupby(range(len(scored)), key=lambda i: scored[i].group)
+    pairs = [pair for _, group in groups for pair in permutations(group, 2)]
+    ordered = [(i, j) for i, j in pairs if scored[i].rank < scored[j].rank]
+    return [i for i, _ in ordered], [j for _, j in ordered]
 
 
 def fit_length_curve(scores: Floats, lengths: Floats, *, unit: LengthUnit) -> LengthCurve | None:
@@ -153,15 +179,13 @@ def fit_temperature(differences: Floats, *, name: str | None = None) -> Calibrat
     num_pairs = len(differences)
     if num_pairs == 0 or differences.mean() <= 0:
         reason = "no temperature: the better completion does not score higher on average"
-    elif differences.min() >= 0:
-        reason = "the temperature is a cautious guess: no pair is in the wrong order, so any lower one fits better"
-    else:
-        reason = None
-    if reason is not None:
         logger.warning("%s: %s, over %d ordered pairs.", name or "calibration", reason, num_pairs)
-    if num_pairs == 0 or differences.mean() <= 0:
         return None
-    target = 1.0 if reason is None else (num_pairs + 1) / (num_pairs + 2)
+    target = 1.0
+    if differences.min() >= 0:
+        reason = "the temperature is a cautious guess: no pair is in the wrong order, so any lower one fits better"
+        logger.warning("%s: %s, over %d ordered pairs.", name or "calibration", reason, num_pairs)
+        target = (num_pairs + 1) / (num_pairs + 2)
 
     def slope(log_b: float) -> float:
         scaled = differences * math.exp(log_b)
@@ -186,38 +210,20 @@ def preference_nll(differences: Floats, temperature: float) -> float:
     return float(np.mean(np.logaddexp(0.0, -differences / temperature)))
 
 
-def _scored(
-    scorer: ConversationScorer, chunk: Sequence[Preference], length_of: Callable[[Conversation], int], errors: list[str]
-) -> Iterator[list[_Scored]]:
-    """The scored completions of each comparison; `errors` collects why others have no score."""
-    conversations = [[*p.context, *completion.messages] for p in chunk for completion in p.completions]
-    results = iter(zip(scorer.score(conversations, on_error="mask"), conversations, strict=True))
-    for preference in chunk:
-        group: list[_Scored] = []
-        for completion in preference.completions:
-            result, conversation = next(results)
-            if result.score is None:
-                errors.append(result.error or "there is no score")
-            else:
-                several = zip(result.head_names, result.heads, strict=False) if len(result.heads) > 1 else ()
-                group.append((completion.rank, result.score, length_of(conversation), dict(several)))
-        yield group
-
-
-def _check(found: Sequence[Sequence[_Scored]], errors: Sequence[str], name: str) -> None:
-    usable, scores = sum(len(group) > 1 for group in found), [one[1] for group in found for one in group]
-    if usable < 2:
+def _check(scored: Sequence[_Scored], errors: Sequence[str], num_comparisons: int, name: str) -> None:
+    num_usable = sum(number > 1 for number in Counter(completion.group for completion in scored).values())
+    if num_usable < 2:
         reason = f"; the first failure: {errors[0]}" if errors else ""
         raise DataError(
             "there are too few comparisons to calibrate on",
             where=name,
-            got=f"{usable} with two scored completions, of {len(found)} comparisons{reason}",
+            got=f"{num_usable} with two scored completions, of {num_comparisons} comparisons{reason}",
         )
-    if min(scores) == max(scores):
+    if len({completion.score for completion in scored}) == 1:
         raise DataError("all completions have the same score, so there is nothing to calibrate", where=name)
     if errors:
         logger.warning("%d of %d completions have no score and are left out; the first: %s.",
-                       len(errors), len(errors) + len(scores), errors[0])  # fmt: skip
+                       len(errors), len(errors) + len(scored), errors[0])  # fmt: skip
 
 
 def _smooth(scores: Floats, lengths: Floats) -> Floats:

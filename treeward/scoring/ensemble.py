@@ -49,7 +49,7 @@ def combine(
     values = np.asarray(values_SM, dtype=np.float64, order="C")
     assert values.ndim == 2 and values.shape[1] > 0, f"got shape {values.shape}, need (conversations, members)"
     if constants is not None:
-        means_M, stds_M = (np.asarray(one, dtype=np.float64) for one in constants)
+        means_M, stds_M = (np.asarray(values_M, dtype=np.float64) for values_M in constants)
         values = (values - means_M) / stds_M
     if method == "worst":
         worst_S: NDArray[np.float64] = values.min(axis=1)
@@ -131,47 +131,50 @@ class EnsembleScorer(PreparedScorer):
 
     def score_prepared(self, prepared: Sequence[Prepared], *, on_error: OnError = "raise") -> list[Score]:
         by_member = self._each(
-            lambda m, scorer: scorer.score_prepared([one.members[m] for one in prepared], on_error=on_error)
+            lambda m, scorer: scorer.score_prepared(
+                [conversation.members[m] for conversation in prepared], on_error=on_error
+            )
         )
         if self.config.over == "heads":
-            joined = [one if one.score is None else replace(one, members=one.heads) for one in by_member[0]]
+            joined = [score if score.score is None else replace(score, members=score.heads) for score in by_member[0]]
         else:
             joined = [self._joined(scores) for scores in zip(*by_member, strict=True)]
-        values_SM = [one.members for one in joined if one.score is not None]
+        values_SM = [score.members for score in joined if score.score is not None]
         if not values_SM:
             return joined
         coefficient, constants = self.config.uncertainty_coefficient, self._constants
         values_S = combine(values_SM, self.config.method, uncertainty_coefficient=coefficient, constants=constants)
         combined = iter(values_S.tolist())
-        return [one if one.score is None else replace(one, score=next(combined)) for one in joined]
+        return [score if score.score is None else replace(score, score=next(combined)) for score in joined]
 
     def _joined(self, scores: Sequence[Score]) -> Score:
         """One conversation's scores by the members; the first member without one gives the error."""
-        joined = replace(scores[0], heads=(), truncated=any(one.truncated for one in scores))
-        for m, one in enumerate(scores):
-            if one.score is None:
-                return replace(joined, score=None, error=f"{self._label(m)}: {one.error}")
-        return replace(joined, members=tuple(one.score for one in scores if one.score is not None))
+        joined = replace(scores[0], heads=(), truncated=any(score.truncated for score in scores))
+        for m, score in enumerate(scores):
+            if score.score is None:
+                return replace(joined, score=None, error=f"{self._label(m)}: {score.error}")
+        return replace(joined, members=tuple(score.score for score in scores if score.score is not None))
 
     def _each(self, ask: Callable[[int, Scorer], list[_T]]) -> list[list[_T]]:
         """What every member gives; its errors name it."""
-        found = []
+        by_member = []
         for m, member in enumerate(self.members):
             try:
-                found.append(ask(m, member))
+                by_member.append(ask(m, member))
             except TreewardError as error:
                 if self.config.over == "heads":
                     raise
                 raise error.but(summary=f"{error.summary} ({self._label(m)})") from error
-        return found
+        return by_member
 
     def _label(self, m: int) -> str:
         return f"member {m + 1} of {len(self.members)}, {self.names[m]}"
 
 
 def _of_members(members: tuple[Prepared, ...]) -> Prepared:
-    error = next((one.error for one in members if one.error is not None), None)
-    return replace(members[0], num_tokens=sum(one.num_tokens for one in members), error=error, members=members)
+    error = next((member.error for member in members if member.error is not None), None)
+    num_tokens = sum(member.num_tokens for member in members)
+    return replace(members[0], num_tokens=num_tokens, error=error, members=members)
 
 
 def _constants(
@@ -189,21 +192,21 @@ def _constants(
         if config.over == "models":
             _check_number(config.means, len(names), "models")
         return config.means, config.stds
-    if config.over == "heads" and contracts[0] is not None and contracts[0].calibration is not None:
-        of_heads = contracts[0].calibration.heads
-        if of_heads and all(head.name in of_heads for head in contracts[0].heads):
-            own = [of_heads[head.name] for head in contracts[0].heads]
-            return tuple(one.mean for one in own), tuple(one.std for one in own)
-    calibrations = [None if contract is None else contract.calibration for contract in contracts]
-    known = [one.normalization for one in calibrations if one is not None and one.normalization is not None]
-    data = {one.provenance.fingerprint for one in calibrations if one is not None and one.provenance}
-    if config.over == "models" and len(known) == len(names) and len(data) <= 1:
-        return tuple(one.mean for one in known), tuple(one.std for one in known)
+    calibrations = [contract.calibration for contract in contracts if contract and contract.calibration]
+    data = {calibration.provenance.fingerprint for calibration in calibrations if calibration.provenance}
+    if config.over == "heads":
+        heads = [head.name for contract in contracts if contract for head in contract.heads]
+        by_head = calibrations[0].heads if calibrations else {}
+        constants, num_needed = [by_head[name] for name in heads if name in by_head], max(1, len(heads))
+    else:
+        constants, num_needed = [c.normalization for c in calibrations if c.normalization], len(names)
+    if len(constants) == num_needed and len(data) <= 1:
+        return tuple(member.mean for member in constants), tuple(member.std for member in constants)
     raise ConfigError(
         "the members cannot be standardized",
         where=names[0],
         field="means, stds",
-        got=f"{len(known)} of {len(names)} models with a calibration, on {len(data)} data sets",
+        got=f"{len(calibrations)} of {len(names)} models with a calibration, on {len(data)} data sets",
         fix="treeward calibrate MODEL --data FILE for each; or give means and stds, or set standardize=false",
     )
 

@@ -90,19 +90,19 @@ def completion_prefixes(renderer: Renderer, conversation: Conversation) -> Compl
     after = next((i for i in range(first, len(spans)) if spans[i][0] >= end), len(spans))
     if start >= end or first >= after:
         raise DataError("the completion has no text", got=last.get("content"))
-    rest = whole[first + _added_in_front(renderer, raw, whole) :]
-    assert rest[: after - first] == raw[first:after], "the tokens with offsets are the scored ones"
+    tail = whole[first + _added_in_front(renderer, raw, whole) :]
+    assert tail[: after - first] == raw[first:after], "the tokens with offsets are the scored ones"
     if spans[after - 1][1] > end:
         raise DataError("the completion ends within a token of the end of turn", need="another last word")
-    if fitted.token_ids[-len(rest) :] != rest:
+    if fitted.token_ids[-len(tail) :] != tail:
         raise DataError("the completion has other tokens once the context is cut", need="a shorter context")
     return CompletionPrefixes(
         text=text[start:end],
         end=text[end:],
         pieces=_pieces(text[start:end], [(a - start, b - start) for a, b in spans[first:after]]),
-        prompt_ids=tuple(fitted.token_ids[: -len(rest)]),
-        completion_ids=tuple(rest[: after - first]),
-        end_ids=tuple(rest[after - first :]),
+        prompt_ids=tuple(fitted.token_ids[: -len(tail)]),
+        completion_ids=tuple(tail[: after - first]),
+        end_ids=tuple(tail[after - first :]),
         truncated=fitted.truncated,
     )
 
@@ -111,8 +111,8 @@ def _added_in_front(renderer: Renderer, raw: Sequence[int], framed: Sequence[int
     """The number of tokens that the renderer adds in front; it writes one BOS, whatever the text has."""
     tokenizer = renderer.tokenizer
     first = tokenizer.cls_token_id if renderer.kind == "encoder" else tokenizer.bos_token_id
-    own = next((i for i, token in enumerate(raw) if token != first), len(raw))
-    return int(framed[0] == first) - own
+    num_in_text = next((i for i, token in enumerate(raw) if token != first), len(raw))
+    return int(framed[0] == first) - num_in_text
 
 
 def _pieces(text: str, spans: Sequence[tuple[int, int]]) -> tuple[Piece, ...]:

@@ -153,15 +153,17 @@ def _with_scores(row: Row, rewarded: Sequence[Reward], ours: Sequence[str]) -> S
     # Values of an earlier scoring would be taken for this one's.
     result = {key: value for key, value in row.values.items() if key not in ours}
     single = is_single(row.values, row.where)
-    numbers = {"score": [one.raw for one in rewarded], "reward": [one.value for one in rewarded]}
-    spreads = [one.score.spread for one in rewarded]
-    for key, own in (numbers if spreads == [None] * len(spreads) else numbers | {"spread": spreads}).items():
+    columns = {"score": [reward.raw for reward in rewarded], "reward": [reward.value for reward in rewarded]}
+    spreads = [reward.score.spread for reward in rewarded]
+    if any(spread is not None for spread in spreads):
+        columns["spread"] = spreads
+    for key, numbers in columns.items():
         if key in ours:
-            result |= {key: own[0]} if single else {f"{key}s": own}
-    errors = {i: one.error for i, one in enumerate(rewarded) if one.error is not None}
+            result |= {key: numbers[0]} if single else {f"{key}s": numbers}
+    errors = {i: reward.error for i, reward in enumerate(rewarded) if reward.error is not None}
     if errors:
         alone = len(rewarded) == 1
         result["error"] = errors[0] if alone else "; ".join(f"[{i}] {error}" for i, error in errors.items())
-    if any(one.score.truncated for one in rewarded):
+    if any(reward.score.truncated for reward in rewarded):
         result["truncated"] = True
     return ScoredRow(result, len(errors))

@@ -101,21 +101,21 @@ class Shaper:
     ) -> None:
         self.config, self.calibration = config, calibration
         self._tokenizer = tokenizer
-        known = calibration or RewardCalibration()
+        calibration = calibration or RewardCalibration()
         self._curve: LengthCurve | None = None
         if config.length_calibration:
-            self._curve = _fitted(known.length_curve, "length_calibration", "a length curve")
+            self._curve = _fitted(calibration.length_curve, "length_calibration", "a length curve")
         if config.temperature == "calibrated":
             # The scores after the length curve have another spread, and so another temperature.
-            found = known.temperature if self._curve is None else self._curve.residual_temperature
-            self._temperature = _fitted(found, "temperature", "a temperature").value
+            temperature = calibration.temperature if self._curve is None else self._curve.residual_temperature
+            self._temperature = _fitted(temperature, "temperature", "a temperature").value
         else:
             self._temperature = config.temperature or 1.0
         self._constants: tuple[float, float] | None = None
         if config.uses_contract_constants and self._curve is not None:
             self._constants = self._curve.residual_mean, self._curve.residual_std
-        elif config.uses_contract_constants and (config.missing_constants == "refuse" or known.normalization):
-            normalization = _fitted(known.normalization, "normalize_rewards", "a mean and a standard deviation")
+        elif config.uses_contract_constants and (config.missing_constants == "refuse" or calibration.normalization):
+            normalization = _fitted(calibration.normalization, "normalize_rewards", "a mean and a standard deviation")
             self._constants = normalization.mean, normalization.std
         elif config.uses_contract_constants:
             logger.warning(
@@ -127,11 +127,8 @@ class Shaper:
             self._constants = mean / self._temperature, std / self._temperature
         if config.normalize_rewards and config.reward_mean is not None and config.reward_std is not None:
             self._constants = config.reward_mean, config.reward_std
-        units = {
-            "length_calibration": self._curve and self._curve.unit,
-            "length_penalty.unit": config.length_penalty and config.length_penalty.unit,
-        }
-        if tokenizer is None and "tokens" in units.values():
+        units = {part.unit for part in (self._curve, config.length_penalty) if part is not None}
+        if tokenizer is None and "tokens" in units:
             raise ConfigError(
                 "lengths are counted in tokens, and there is no tokenizer",
                 where=_WHERE,
@@ -155,9 +152,9 @@ class Shaper:
         `references`: the reference completions of each sample, read where the configuration asks for them; a sample
         without references, or with a reference that has no score, gets no reward.
         """
-        given = [None] * len(scores) if references is None else references
-        shaped = [self._relative(*item) for item in zip(scores, conversations, given, strict=True)]
-        return [one if one.value is None else self._normalized(one, one.value) for one in shaped]
+        references = [None] * len(scores) if references is None else references
+        shaped = [self._relative(*sample) for sample in zip(scores, conversations, references, strict=True)]
+        return [reward if reward.value is None else self._normalized(reward, reward.value) for reward in shaped]
 
     def _relative(self, score: Score, conversation: Conversation, references: Sequence[Reference] | None) -> Reward:
         """All steps before the normalisation."""
@@ -170,10 +167,10 @@ class Shaper:
             if not references:
                 return Reward(None, score, error=f"there are no {key} to compare with")
             adjusted = []
-            for i, (one, text) in enumerate(references):
-                if one.score is None or not math.isfinite(one.score):
+            for i, (reference, text) in enumerate(references):
+                if reference.score is None or not math.isfinite(reference.score):
                     return Reward(None, score, error=f"{key}[{i}] has no score")
-                adjusted.append(self._adjusted(one.score, text))
+                adjusted.append(self._adjusted(reference.score, text))
             value = relative_reward(value, adjusted, self.config.reference)
         elif self.config.preference_score:
             value = float(expit(value))
@@ -207,7 +204,7 @@ def reference_conversations(conversation: Conversation, completions: Any, where:
     Raises `DataError` for anything else; `where` names the sample.
     """
     listed = [completions] if isinstance(completions, str) else [] if completions is None else completions
-    if not isinstance(listed, Sequence) or any(isinstance(one, Mapping) for one in listed):
+    if not isinstance(listed, Sequence) or any(isinstance(completion, Mapping) for completion in listed):
         raise DataError(
             "the reference completions cannot be read",
             where=where,
@@ -215,10 +212,10 @@ def reference_conversations(conversation: Conversation, completions: Any, where:
             need="a text, or texts and message lists",
         )
     ends = [
-        [{"role": "assistant", "content": one}]
-        if isinstance(one, str)
-        else list(check_messages(one, f"reference completion {i}", where))
-        for i, one in enumerate(listed)
+        [{"role": "assistant", "content": completion}]
+        if isinstance(completion, str)
+        else list(check_messages(completion, f"reference completion {i}", where))
+        for i, completion in enumerate(listed)
     ]
     return [[*(dict(message) for message in conversation[:-1]), *end] for end in ends]
 
