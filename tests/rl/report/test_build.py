@@ -168,7 +168,7 @@ def test_runs_with_hardly_anything_are_shown(tmp_path: Path) -> None:
     }
     named = [replace(run, name=name) for name, run in cases.items()]
     for run in named:
-        report_blocks([run])
+        list(report_blocks([run]))
     (series,) = by_title([cases["many steps"]])["Proxy"]["series"]  # means of neighbours
     assert len(series["x"]) == 60 and series["x"] == series["y"]
     assert "Proxy over the distance moved" in (found := by_title([blind])) and "Gold reward" not in found

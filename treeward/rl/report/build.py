@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from treeward.errors import ConfigError
-from treeward.evaluation.report.blocks import bar_item, format_number, table_block
+from treeward.evaluation.report.blocks import bar_item, curves_block, format_number, table_block, text_block
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Block
 from treeward.rl.report.reading import Z95, Curve, RLRun, RunSummary, opening, sum_up
@@ -51,6 +51,11 @@ _FIGURES: tuple[tuple[str, str, str, str, str], ...] = (
 
 _FOLDED = ("loss", "grad_norm", "lr", "clip_fraction", "token_mult_prob_error")
 _WITH_ALARM = ("gold_reward", "reward", "kl", "mean_gen_tokens_per_sample")
+_ERRORS = {"gold_reward": "watch/gold_error", "reward": "watch/proxy_error"}
+_OVER_STEPS = (
+    "Solid: validation, always on the same prompts; dotted: training batches. A band is a 95% interval over "
+    "prompts. Of many steps, a point is the mean of neighbours. Values that are not finite are left out."
+)
 
 
 def write_rl_report(runs: Sequence[RLRun], path: Path, *, title: str) -> Path:
@@ -62,34 +67,35 @@ def write_rl_report(runs: Sequence[RLRun], path: Path, *, title: str) -> Path:
     if not names or len(set(names)) < len(names):
         raise ConfigError("a report needs runs of different names", got=names, need="one run or more")
     subtitle = f"{len(runs)} runs: {', '.join(names)}" if len(runs) > 1 else f"Run {names[0]}"
-    return write_report(path.parent, title, report_blocks(runs), {}, subtitle=subtitle, name=path.stem)
+    return write_report(path.parent, title, list(report_blocks(runs)), {}, subtitle=subtitle, name=path.stem)
 
 
-def report_blocks(runs: Sequence[RLRun]) -> list[Block]:
+def report_blocks(runs: Sequence[RLRun]) -> Iterator[Block]:
     """The blocks of the page."""
     summaries = [sum_up(run) for run in runs]
-    said = [opening(summaries), _bullets([one.sentence() for one in summaries])]
+    texts = [opening(summaries), _bullets([summary.sentence() for summary in summaries])]
     if len(runs) > 1:
-        said.append("Proxies of runs compare only where the settings of their rewards are the same.")
-    advice = [f"**{one.run.name}:** {text}" for one in summaries for text in one.advice()]
-    steps = (
-        "Solid: validation, always on the same prompts; dotted: training batches. A band is a 95% interval over "
-        "prompts. Of many steps, a point is the mean of neighbours. Values that are not finite are left out."
-    )
-    return [
-        {"kind": "text", "markdown": "\n\n".join(said)},
-        *_over_distance(summaries),
-        _numbers(summaries),
-        *([{"kind": "text", "title": "What to do next", "markdown": _bullets(advice)}] if advice else []),
-        {"kind": "text", "title": "Over the steps", "markdown": steps},
-        *(block for figure in _FIGURES if (block := _over_steps(runs, *figure)) is not None),
-        *_samples(summaries),
-        *_settings(runs),
-    ]
+        texts.append("Proxies of runs compare only where the settings of their rewards are the same.")
+    yield text_block("\n\n".join(texts))
+    yield from _over_distance(summaries)
+    yield _numbers(summaries)
+    advice = [f"**{summary.run.name}:** {text}" for summary in summaries for text in summary.advice()]
+    if advice:
+        yield text_block(_bullets(advice), title="What to do next")
+    yield text_block(_OVER_STEPS, title="Over the steps")
+    for figure in _FIGURES:
+        yield from _over_steps(runs, *figure)
+    yield from _samples(summaries)
+    yield from _settings(runs)
 
 
 def _bullets(texts: Sequence[str]) -> str:
     return "\n".join(f"- {text}" for text in texts)
+
+
+def _prefix(run: RLRun, runs: Sequence[Any]) -> str:
+    """The name of the run before that of a curve, where there are several."""
+    return f"{run.name}: " if len(runs) > 1 else ""
 
 
 def _numbers(summaries: Sequence[RunSummary]) -> Block:
@@ -111,128 +117,121 @@ def _numbers(summaries: Sequence[RunSummary]) -> Block:
     return table_block("From the first validation to the last", known, rows, note)
 
 
-def _over_distance(summaries: Sequence[RunSummary]) -> list[Block]:
+def _over_distance(summaries: Sequence[RunSummary]) -> Iterator[Block]:
     """Gold and the proxy over sqrt(KL): gains over the first validation."""
-    curves: dict[str, list[Block]] = {"gold": [], "proxy": []}
+    notes = {
+        "gold": "How much was gained for the distance that the policy has moved.",
+        "proxy": "In its own units. What it is worth only gold can tell.",
+    }
+    series: dict[str, list[Block]] = {"gold": [], "proxy": []}
     lines: list[Block] = []
-    for colour, one in enumerate(summaries):
-        run, prefix = one.run, f"{one.run.name}: " if len(summaries) > 1 else ""
-        found = {"gold": run.curve("validation/gold_reward"), "proxy": run.curve("validation/reward")}
+    for colour, summary in enumerate(summaries):
+        run, prefix = summary.run, _prefix(summary.run, summaries)
+        curves = {"gold": run.curve("validation/gold_reward"), "proxy": run.curve("validation/reward")}
         distances = {
             step: math.sqrt(max(kl, 0.0))
             for step, kl in run.curve("validation/kl").items()
-            if any(step in curve for curve in found.values())
+            if any(step in curve for curve in curves.values())
         }
-        if one.source == "train" or len(distances) < 2:
+        if summary.source == "train" or len(distances) < 2:
             continue
-        for name, curve in found.items():
+        for name, curve in curves.items():
             steps = [step for step in distances if step in curve]
             if steps:
-                gains = [curve[step] - next(iter(curve.values())) for step in steps]
-                look = {"name": f"{prefix}{name}", "colour": colour, "dash": _SOLID, "dots": True}
+                start = next(iter(curve.values()))
+                points = {"x": [distances[step] for step in steps], "y": [curve[step] - start for step in steps]}
                 labels = [f"step {step:,}, distance {format_number(distances[step])}" for step in steps]
-                curves[name].append(look | {"x": [distances[step] for step in steps], "y": gains, "labels": labels})
+                look = {"name": f"{prefix}{name}", "colour": colour, "dash": _SOLID, "dots": True}
+                series[name].append(look | points | {"labels": labels})
         if run.alarm_step in distances:
             lines.append({"x": distances[run.alarm_step], "label": f"{prefix}alarm", "colour": colour})
-    notes = {"gold": "How much was gained for the distance that the policy has moved."}
-    return [
-        {
-            "kind": "curves",
-            "title": f"{name.capitalize()} over the distance moved",
-            "note": notes.get(name, "In its own units. What it is worth only gold can tell."),
-            "x_label": "square root of KL to the reference, KL in nats",
-            "y_label": "gain over the first validation",
-            "series": curves[name],
-            "lines": lines,
-        }
-        for name in curves
-        if curves[name]
-    ]
+    for name, of_runs in series.items():
+        if of_runs:
+            yield curves_block(
+                f"{name.capitalize()} over the distance moved",
+                of_runs,
+                notes[name],
+                x_label="square root of KL to the reference, KL in nats",
+                y_label="gain over the first validation",
+                lines=lines,
+            )
 
 
-def _over_steps(runs: Sequence[RLRun], title: str, key: str, y_label: str, note: str, format: str) -> Block | None:
-    """A metric over the steps; None where no run has it."""
+def _over_steps(runs: Sequence[RLRun], title: str, key: str, y_label: str, note: str, format: str) -> Iterator[Block]:
+    """A metric over the steps; nothing where no run has it."""
     series: list[Block] = []
-    for colour, run in enumerate(runs):
-        prefix = f"{run.name}: " if len(runs) > 1 else ""
-        look = {"colour": colour, "dots": False}
-        if curve := run.curve(f"validation/{key}"):
-            error = run.curve({"gold_reward": "watch/gold_error", "reward": "watch/proxy_error"}.get(key, ""))
-            look["dots"] = len(curve) <= _MOST_POINTS // 2
-            series.append(look | {"name": f"{prefix}validation", "dash": _SOLID} | _thinned(curve, error))
-        if curve := run.curve(f"train/{key}"):
-            series.append(look | {"name": f"{prefix}training", "dash": _DOTTED, "dots": False} | _thinned(curve))
-    if not series:
-        return None
+    lines: list[Block] = []
     tops: dict[int, float] = {}
-    for one in series:
-        tops[one["colour"]] = max(*one["y"], tops.get(one["colour"], 0.0))
-    *_, second, first = [0.0, *sorted(tops.values())]
-    is_far = key == "kl" and first > _MUCH_HIGHER * second > 0.0
-    return {
-        "kind": "curves",
-        "title": title,
-        "note": note + (" One run went much further: the axis is logarithmic above 1." if is_far else ""),
-        "x_label": "step",
-        "y_label": y_label,
-        "y_scale": "symlog" if is_far else "linear",
-        "format": format,
-        "series": series,
-        "lines": [
-            {"x": run.alarm_step, "label": f"{run.name}: alarm" if len(runs) > 1 else "alarm", "colour": colour}
-            for colour, run in enumerate(runs)
-            if run.alarm_step is not None and key in _WITH_ALARM
-        ],
-        "folded": key in _FOLDED or not any(any(one["y"]) for one in series),
-    }
+    for colour, run in enumerate(runs):
+        prefix = _prefix(run, runs)
+        for name, part, dash in (("validation", "validation", _SOLID), ("training", "train", _DOTTED)):
+            if curve := run.curve(f"{part}/{key}"):
+                error = run.curve(_ERRORS.get(key, "")) if name == "validation" else None
+                dots = name == "validation" and len(curve) <= _MOST_POINTS // 2
+                look = {"name": f"{prefix}{name}", "colour": colour, "dash": dash, "dots": dots}
+                series.append(look | _thinned(curve, error))
+                tops[colour] = max(*series[-1]["y"], tops.get(colour, 0.0))
+        if run.alarm_step is not None and key in _WITH_ALARM:
+            lines.append({"x": run.alarm_step, "label": f"{prefix}alarm", "colour": colour})
+    if series:
+        *_, second, first = [0.0, *sorted(tops.values())]
+        is_far = key == "kl" and first > _MUCH_HIGHER * second > 0.0
+        yield curves_block(
+            title,
+            series,
+            note + (" One run went much further: the axis is logarithmic above 1." if is_far else ""),
+            x_label="step",
+            y_label=y_label,
+            y_scale="symlog" if is_far else "linear",
+            format=format,
+            lines=lines,
+            folded=key in _FOLDED or not any(any(one["y"]) for one in series),
+        )
 
 
-def _thinned(curve: Curve, error: Curve | None = None) -> Block:
+def _thinned(curve: Curve, error: Curve | None) -> Block:
     """The points of a curve, at most so many as can be seen; with a 95 % interval where none is left out."""
     number = min(len(curve), _MOST_POINTS)
-    x, y = (
-        [float(part.mean()) for part in np.array_split(list(values), number)]
-        for values in (curve.keys(), curve.values())
-    )
+    x = [float(part.mean()) for part in np.array_split(list(curve.keys()), number)]
+    y = [float(part.mean()) for part in np.array_split(list(curve.values()), number)]
     if not error or len(x) < len(curve):
         return {"x": x, "y": y}
     halves = [Z95 * error.get(step, math.nan) for step in curve]
-    low, high = ([value + sign * half for value, half in zip(y, halves, strict=True)] for sign in (-1, 1))
+    low = [value - half for value, half in zip(y, halves, strict=True)]
+    high = [value + half for value, half in zip(y, halves, strict=True)]
     return {"x": x, "y": y, "low": low, "high": high}
 
 
-def _samples(summaries: Sequence[RunSummary]) -> list[Block]:
+def _samples(summaries: Sequence[RunSummary]) -> Iterator[Block]:
     """The same prompts at the first, a middle and the last validation; the middle one is where gold was best."""
     items: dict[str, Block] = {}
-    for colour, one in enumerate(summaries):
+    for colour, summary in enumerate(summaries):
         by_prompt: dict[str, dict[int, Mapping[str, Any]]] = {}
-        for line in one.run.samples:
+        for line in summary.run.samples:
             if line["completions"]:
                 by_prompt.setdefault(json.dumps(line["prompt"], sort_keys=True), {})[line["step"]] = line
-        for key, lines in by_prompt.items():
+        for prompt, lines in by_prompt.items():
             steps = sorted(lines)
-            middle = one.best_step if one.best_step in steps[1:-1] else steps[len(steps) // 2]
-            item = items.setdefault(key, {"prompt": lines[steps[0]]["prompt"], "rows": []})
+            middle = summary.best_step if summary.best_step in steps[1:-1] else steps[len(steps) // 2]
             shown = [lines[step] for step in dict.fromkeys((steps[0], middle, steps[-1]))]
-            name = one.run.name if len(summaries) > 1 else ""
-            completions = [_completion(line, one.best_step) for line in shown]
+            name = summary.run.name if len(summaries) > 1 else ""
+            completions = [_completion(line, summary.best_step) for line in shown]
+            item = items.setdefault(prompt, {"prompt": shown[0]["prompt"], "rows": []})
             item["rows"].append({"name": name, "colour": colour, "completions": completions})
-    if not items:
-        return []
-    note = "The first completion that was sampled to each prompt, not a chosen one. samples.jsonl has all."
-    return [
-        {"kind": "text", "title": "Completions over time", "markdown": note},
-        {"kind": "samples", "title": "Prompts and completions", "items": list(items.values())[:_MOST_PROMPTS]},
-    ]
+    if items:
+        note = "The first completion that was sampled to each prompt, not a chosen one. samples.jsonl has all."
+        yield text_block(note, title="Completions over time")
+        shown_items = list(items.values())[:_MOST_PROMPTS]
+        yield {"kind": "samples", "title": "Prompts and completions", "items": shown_items}
 
 
 def _completion(line: Mapping[str, Any], best_step: int | None) -> Block:
     completion = line["completions"][0]
-    shown = (("reward", "reward", "signed"), ("gold", "gold_reward", "number"), ("KL", "kl", "number"),
+    forms = (("reward", "reward", "signed"), ("gold", "gold_reward", "number"), ("KL", "kl", "number"),
              ("tokens", "num_tokens", "integer"))  # fmt: skip
     numbers = [
         {"label": label, "value": completion.get(key), "format": form}
-        for label, key, form in shown
+        for label, key, form in forms
         if completion.get(key) is not None or key == "reward"  # a reward that failed shows as a dash
     ]
     flags = ["cut"] if completion.get("truncated") else []
@@ -240,20 +239,19 @@ def _completion(line: Mapping[str, Any], best_step: int | None) -> Block:
     return {"label": f"step {line['step']:,}", "text": completion["text"], "numbers": numbers, "flags": flags}
 
 
-def _settings(runs: Sequence[RLRun]) -> list[Block]:
+def _settings(runs: Sequence[RLRun]) -> Iterator[Block]:
     """First the settings that differ, then all, folded."""
     settings = [run.settings() for run in runs]
     rows = [
-        {"setting": key, **{f"run{i}": one.get(key) for i, one in enumerate(settings)}}
-        for key in dict.fromkeys(key for one in settings for key in one)
+        {"setting": key, **{f"run{i}": of_run.get(key) for i, of_run in enumerate(settings)}}
+        for key in dict.fromkeys(key for of_run in settings for key in of_run)
     ]
     if not rows:
-        return []
+        return
     columns = {"setting": ("Setting", "text")}
     columns |= {f"run{i}": (run.name if len(runs) > 1 else "Value", "text") for i, run in enumerate(runs)}
+    yield text_block("The resolved configuration of each run.", title="Settings")
     differing = [row for row in rows if len({row[f"run{i}"] for i in range(len(runs))}) > 1]
-    return [
-        {"kind": "text", "title": "Settings", "markdown": "The resolved configuration of each run."},
-        *([table_block("What differs", columns, differing)] if differing else []),
-        table_block("All settings", columns, rows, most=400, folded=True),
-    ]
+    if differing:
+        yield table_block("What differs", columns, differing)
+    yield table_block("All settings", columns, rows, most=400, folded=True)
