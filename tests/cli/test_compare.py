@@ -63,18 +63,6 @@ def test_table(models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) ->
     assert [" ".join(line.split()) for line in lines[-3:]] == ["prompt: Question 37?", "better: Good.", "worse: Bad."]
 
 
-def test_what_only_one_could_score_has_a_line_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, margins in {"mine": [1.0] * 4 + [None] * 6, "other": [1.0] * 3 + [-1.0] + [1.0] * 6}.items():
-        write(tmp_path / name / "suite", [row(i, margin) for i, margin in enumerate(margins)])
-    assert run(tmp_path / "mine", tmp_path / "other") == 0
-    text = capsys.readouterr().out
-    lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
-    assert lines["all"][1:5] == ["10", "40.0%", "90.0%", "-50.0%"]
-    assert lines["both scored"][2:6] == ["4", "100.0%", "75.0%", "+25.0%"]
-    assert "Neither is shown to be better: p = 1 over the 4 that both could score." in text
-    assert "6 examples that it could not score." in text
-
-
 def test_json(models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*models, "--json", "--disagreements", "0") == 0
     content = json.loads(capsys.readouterr().out)

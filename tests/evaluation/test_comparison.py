@@ -76,7 +76,6 @@ def test_numbers_are_those_of_the_statistics() -> None:
         and found.parts == ()
     )
     assert (overall.difference.low, overall.difference.high) == paired_bootstrap(a > 0, b > 0, range(120))
-    assert found.same_outcome.value == np.mean((a > 0) == (b > 0))
     assert found.notes == ("p is of McNemar's exact test, two-sided.",)
 
 
@@ -147,13 +146,6 @@ def test_ties_and_failures_are_not_right_and_counted() -> None:
     assert (found.overall.only_first, found.overall.only_second, found.overall.count) == (1, 3, 5)
     assert "Not right for a model: 1 example on which it ties." in found.notes
     assert "Not right for a model: 2 examples that it could not score." in found.notes
-    both = found.both_scored
-    assert both is not None and (both.only_first, both.only_second, both.count) == (0, 2, 3)
-    assert (both.first.value, both.second.value) == (pytest.approx(1 / 3), 1.0)
-    assert of_margins([1.0, 0.0], [1.0, 1.0]).both_scored is None
-    none = of_margins([1.0, None], [None, 1.0])
-    assert none.both_scored is None and any("No example was scored by both" in note for note in none.notes)
-    assert "both scored" not in " ".join(none.notes)
     # an example that one could not score has no margin to compare
     assert {one.example.id for one in found.disagreements} == {"1", "3"}
 
@@ -190,7 +182,7 @@ def test_disagreements_are_sorted_by_standardized_margins() -> None:
     apart = np.abs(np.array(first) / scales[0] - np.array(second) / scales[1])
     expected = sorted([0, 1, 2], key=lambda n: -apart[n])
     assert [int(one.example.id) for one in found.disagreements] == expected == [0, 1, 2]
-    assert found.disagreements[0].outcomes == ("wrong", "right")
+    assert not found.disagreements[0].first_is_right
     rescaled = of_margins(first, [margin / 1000 for margin in second])
     assert [one.example.id for one in rescaled.disagreements] == [one.example.id for one in found.disagreements]
 

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from treeward.data.preference import last_text
 from treeward.errors import ConfigError
 from treeward.tables import Column, results_table
 
 if TYPE_CHECKING:
-    from treeward.evaluation.comparison import Comparison, PairedResult
+    from treeward.evaluation.comparison import Comparison
 
 
 def run(
@@ -38,49 +39,52 @@ def run(
 
     from treeward.evaluation.comparison import compare, read_evaluation
 
-    found = compare(read_evaluation(first), read_evaluation(second), num_disagreements=disagreements)
+    comparison = compare(read_evaluation(first), read_evaluation(second), num_disagreements=disagreements)
     if as_json:
-        sys.stdout.write(json.dumps(asdict(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(asdict(comparison), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
         return 0
-    _write_table(found)
-    both, same = found.both_scored, found.same_outcome
+    a, b = comparison.names
+    overall = comparison.overall
+    better, worse = (a, b) if (overall.difference.value or 0) > 0 else (b, a)
+    verdict = "Neither is shown to be better"
+    if overall.p_value < 0.05:
+        verdict = f"{better} is right more often than {worse}"
     lines = [
+        _table(comparison),
         "",
-        f"{_verdict(found.names, found.overall)} over {found.overall.count} examples.",
-        *([f"{_verdict(found.names, both)} over the {both.count} that both could score."] if both else []),
-        *found.notes,
-        "",
-        f"Same outcome: {same.value:.1%} ({same.low:.1%} to {same.high:.1%}) of {same.count} examples.",
-        *_disagreements(found),
+        f"{verdict}: p = {overall.p_value:.2g} over {overall.count} examples.",
+        *comparison.notes,
+        *_disagreements(comparison),
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
-def _verdict(names: tuple[str, str], result: PairedResult) -> str:
-    better, worse = names if (result.difference.value or 0) > 0 else names[::-1]
-    said = f"{better} is right more often than {worse}" if result.p_value < 0.05 else "Neither is shown to be better"
-    return f"{said}: p = {result.p_value:.2g}"
-
-
-def _write_table(comparison: Comparison) -> None:
+def _table(comparison: Comparison) -> str:
     a, b = comparison.names
     columns = [
-        *(Column("name", "set"), Column("count", "examples"), Column("a", a, ".1%"), Column("b", b, ".1%")),
-        *(Column("less", "difference", "+.1%"), Column("interval", "95 % interval")),
-        *(Column("only_first", f"only {a}"), Column("only_second", f"only {b}")),
-        *(Column("p_value", "p", ".2g"), Column("adjusted_p_value", "p (Holm)", ".2g")),
+        Column("name", "set"),
+        Column("count", "examples"),
+        Column("a", a, ".1%"),
+        Column("b", b, ".1%"),
+        Column("less", "difference", "+.1%"),
+        Column("interval", "95 % interval"),
+        Column("only_first", f"only {a}"),
+        Column("only_second", f"only {b}"),
+        Column("p_value", "p", ".2g"),
+        Column("adjusted_p_value", "p (Holm)", ".2g"),
     ]
     rows = []
-    for one in filter(None, (comparison.overall, comparison.both_scored, *comparison.parts)):
-        low, high = one.difference.low, one.difference.high
-        values = {"a": one.first.value, "b": one.second.value, "less": one.difference.value}
-        rows.append(asdict(one) | values | {"interval": None if low is None else f"{low:+.1%} to {high:+.1%}"})
-    sys.stdout.write(results_table(rows, columns) + "\n")
+    for result in (comparison.overall, *comparison.parts):
+        low, high = result.difference.low, result.difference.high
+        interval = None if low is None else f"{low:+.1%} to {high:+.1%}"
+        values = {"a": result.first.value, "b": result.second.value, "less": result.difference.value}
+        rows.append(asdict(result) | values | {"interval": interval})
+    return results_table(rows, columns)
 
 
 def _disagreements(comparison: Comparison) -> list[str]:
-    """Each in a few lines: whose choice is right, the prompt, and the two completions that it is between."""
+    """Each in a few lines: whose choice is right, the prompt, and its best and its worst completion."""
     if not comparison.disagreements:
         return []
     lines = [
@@ -88,15 +92,15 @@ def _disagreements(comparison: Comparison) -> list[str]:
         f"The {len(comparison.disagreements)} of {comparison.num_disagreements} examples furthest apart that only one "
         "has right (margins in units of each model's root mean square; a negative one prefers the worse completion).",
     ]
-    for one in comparison.disagreements:
-        example = one.example
-        right = comparison.names[0 if one.outcomes[0] == "right" else 1]
-        pairs = zip(comparison.names, one.standardized_margins, strict=True)
+    for item in comparison.disagreements:
+        example, right = item.example, comparison.names[0 if item.first_is_right else 1]
+        pairs = zip(comparison.names, item.standardized_margins, strict=True)
         margins = ", ".join(f"{name} {margin:+.2f}" for name, margin in pairs)
-        place = " / ".join(dict.fromkeys((one.suite, example.task_name)))
+        place = " / ".join(dict.fromkeys((item.suite, example.task_name)))
         lines += ["", f"{place}, id {example.id}: only {right} is right ({margins})"]
-        better, worse = example.completions[one.better].messages, example.completions[one.worse].messages
-        for name, messages in (("prompt", example.context), ("better", better), ("worse", worse)):
-            text = str(messages[-1].get("content") or "") if messages else ""
-            lines.append(f"  {name + ':':<7} {textwrap.shorten(text, 100, placeholder='...')}")
+        by_rank = sorted(example.completions, key=lambda completion: completion.rank)
+        texts = {"prompt": example.context, "better": by_rank[0].messages, "worse": by_rank[-1].messages}
+        for name, messages in texts.items():
+            text = textwrap.shorten(last_text(messages), 100, placeholder="...")
+            lines.append(f"  {name + ':':<7} {text}")
     return lines

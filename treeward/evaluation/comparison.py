@@ -22,7 +22,7 @@ from statsmodels.stats.multitest import multipletests
 from treeward.data.preference import Preference
 from treeward.data.sources import KINDS, file_suffix, read_file
 from treeward.errors import DataError, nearest_path
-from treeward.evaluation.examples import Outcome, ScoredExample, scored_from_row
+from treeward.evaluation.examples import ScoredExample, scored_from_row
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import accuracy_metric, paired_bootstrap, paired_test
 
@@ -89,34 +89,25 @@ class PairedResult:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """An example that one model has right and the other has not; pairs hold the first model's value, then the second's.
-
-    `standardized_margins`: margins in units of the model's root mean square margin, so that 0 stays where a choice
-    turns; `better` and `worse`: indices of the two completions that it is about, of the best-ranked that which the
-    model without it right scores lowest, of the others that which it scores highest.
-    """
+    """An example that one model alone has right. `standardized_margins`: of the first model and of the second, in units
+    of the model's root mean square margin, so that 0 stays where a choice turns."""
 
     suite: str
     example: Preference
-    outcomes: tuple[Outcome | None, Outcome | None]
+    first_is_right: bool
     standardized_margins: tuple[float, float]
-    better: int
-    worse: int
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two models, the first and the second. `both_scored`: of the examples that both could score; None where these are
-    all or none. `parts`: the suites where there are several, and the subsets of each suite that has several.
-    `same_outcome`: the share of examples with one outcome (right, wrong, tie, failed). `disagreements`: the furthest
-    apart of `num_disagreements`. `notes`: what a reader must know, a sentence each.
+    """Two models, the first and the second. `parts`: the suites where there are several, and the subsets of each suite
+    that has several. `disagreements`: the furthest apart of `num_disagreements`. `notes`: what a reader must know, a
+    sentence each.
     """
 
     names: tuple[str, str]
     overall: PairedResult
-    both_scored: PairedResult | None
     parts: tuple[PairedResult, ...]
-    same_outcome: Metric
     disagreements: tuple[Disagreement, ...]
     num_disagreements: int
     notes: tuple[str, ...]
@@ -175,20 +166,16 @@ def compare(
         return _result(name, pairs, num_resamples, seed)
 
     overall = result("all", pairs)
-    with_scores = [pair for pair in pairs if not (pair.first.failed or pair.second.failed)]
     parts = [result(name, group) for name, group in _groups(pairs).items()]
     p_values = multipletests([part.p_value for part in parts], method="holm")[1].tolist() if parts else []
     disagreements = _disagreements(pairs)
-    same_outcome = [float(pair.first.outcome == pair.second.outcome) for pair in pairs]
     return Comparison(
         names=(first.name, second.name) if first.name != second.name else (first.path, second.path),
         overall=overall,
-        both_scored=result("both scored", with_scores) if 0 < len(with_scores) < len(pairs) else None,
         parts=tuple(replace(part, adjusted_p_value=p_value) for part, p_value in zip(parts, p_values, strict=True)),
-        same_outcome=accuracy_metric(same_outcome, "same outcome", [pair.prompt for pair in pairs]),
         disagreements=tuple(disagreements[:num_disagreements]),
         num_disagreements=len(disagreements),
-        notes=tuple(_notes(counts, overall, len(parts), len(with_scores))),
+        notes=tuple(_notes(counts, overall, len(parts))),
     )
 
 
@@ -229,14 +216,12 @@ def _content(example: Preference) -> tuple[object, ...]:
     return example.context, [(completion.rank, completion.messages) for completion in example.completions]
 
 
-def _notes(counts: Mapping[str, int], overall: PairedResult, num_parts: int, num_scored: int) -> list[str]:
+def _notes(counts: Mapping[str, int], overall: PairedResult, num_parts: int) -> list[str]:
     notes = [
         text.format(f"{counts[name]} example{'s' if counts[name] != 1 else ''}")
         for name, text in _NOTES.items()
         if counts[name]
     ]
-    if num_scored == 0:
-        notes.append("No example was scored by both models: this says nothing of which is better.")
     if overall.num_prompts == overall.count:
         notes.append("p is of McNemar's exact test, two-sided.")
     else:
@@ -291,20 +276,8 @@ def _disagreements(pairs: Sequence[_Pair]) -> list[Disagreement]:
     margins = np.array([[pair.first.margin, pair.second.margin] for pair in pairs], dtype=np.float64).reshape(-1, 2)
     scales = np.sqrt(np.mean(margins**2, axis=0)) if pairs else np.ones(2)
     disagreements = []
-    for pair, (a, b) in zip(pairs, margins / np.where(scales > 0, scales, 1.0), strict=True):
-        if (pair.first.outcome == "right") == (pair.second.outcome == "right"):
-            continue
-        mistaken = pair.second if pair.first.outcome == "right" else pair.first
-        ranks, scores = mistaken.example.ranks, [score or 0.0 for score in mistaken.scores]
-        best = [i for i, rank in enumerate(ranks) if rank == min(ranks)]
-        disagreements.append(
-            Disagreement(
-                suite=pair.suite,
-                example=pair.first.example,
-                outcomes=(pair.first.outcome, pair.second.outcome),
-                standardized_margins=(float(a), float(b)),
-                better=min(best, key=lambda i: scores[i]),
-                worse=max((i for i in range(len(ranks)) if i not in best), key=lambda i: scores[i]),
-            )
-        )
+    for pair, (a, b) in zip(pairs, (margins / np.where(scales > 0, scales, 1.0)).tolist(), strict=True):
+        first_is_right = pair.first.outcome == "right"
+        if first_is_right != (pair.second.outcome == "right"):
+            disagreements.append(Disagreement(pair.suite, pair.first.example, first_is_right, (a, b)))
     return sorted(disagreements, key=lambda item: -abs(item.standardized_margins[0] - item.standardized_margins[1]))

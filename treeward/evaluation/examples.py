@@ -28,8 +28,7 @@ class ScoredExample:
     """A preference with a score for each completion, None where there is none and `errors` says why.
 
     `lengths`: characters of each completion's last message. `num_tokens`: of each scored conversation. `heads`: the
-    values of the model's heads by name, for each completion, where the example has grades of such names, or the heads
-    are estimates of one score.
+    values of the model's heads by name, for each completion, where the example has grades of such names.
     """
 
     example: Preference

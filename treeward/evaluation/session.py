@@ -325,13 +325,11 @@ def _score(scorer: ConversationScorer, examples: Sequence[Preference]) -> Iterat
 
 
 def _kept_heads(example: Preference, scores: Sequence[Score]) -> tuple[dict[str, float], ...]:
-    """The values of heads of whose names the example has grades, or that are estimates of one score."""
+    """The values of the heads of whose names the example has grades."""
     grades = {name for completion in example.completions for name in completion.all_grades}
-    heads = []
-    for score in scores:
-        named = zip(score.head_names, score.heads, strict=False)
-        heads.append({name: value for name, value in named if name in grades or score.spread is not None})
-    return tuple(heads) if any(heads) else ()
+    named = [dict(zip(score.head_names, score.heads, strict=False)) for score in scores]
+    heads = tuple({name: value for name, value in values.items() if name in grades} for values in named)
+    return heads if any(heads) else ()
 
 
 def common_reasons(errors: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -14,7 +14,6 @@ LABELS: Mapping[str, tuple[str, str, str]] = {
     "best_of_k": ("Best completion scores highest", "percent", "a missing score or a tie with others is wrong"),
     "mse": ("Squared error of grades", "number", "mean over the grades of the data, and over attributes"),
     "pearson": ("Correlation with grades", "signed", "1 is a straight line; mean over attributes"),
-    "spread_auroc": ("Wrong pairs by the heads' spread", "number", "AUROC of how much heads differ: 0.5 says nothing"),
     "ece": ("Calibration error (ECE)", "percent", "mean distance of sigmoid(margin) from how often it holds"),
     "ece_fitted": ("Calibration error, rescaled", "percent", "the same, with margins divided by the temperature"),
     "brier": ("Brier score", "number", "squared error of sigmoid(margin): 0 is perfect, 0.25 a coin"),
@@ -22,7 +21,6 @@ LABELS: Mapping[str, tuple[str, str, str]] = {
     "worst_subset": ("Worst subset", "percent", "the lowest accuracy of all subsets"),
     "score_mean": ("Mean score", "number", "of all completions"),
     "score_std": ("Standard deviation of the scores", "number", "of all completions"),
-    "saturated": ("Saturated pairs", "percent", "margin above 5 temperatures, as sure as 99.3 % or more"),
     # length
     "slope_given_rank": ("Length: score per 100 characters", "signed", "the bias itself, at equal rank: 0 is fair"),
     "relative_slope": ("Length bias in standard deviations", "signed", "of the scores of one prompt's completions"),

@@ -3,15 +3,13 @@
     statistics = statistics_of(scored, suite.summarize(scored))
     statistics.pair_accuracy, statistics.auroc, statistics.ece, statistics.temperature
 
-Bradley and Terry's model reads a margin m as the probability sigma(m / T). Beyond 5 T that is above 0.993: a pair is
-saturated. It teaches next to nothing any more, and a policy that is optimised against the scores is driven by their
-size alone.
+Bradley and Terry's model reads a margin m as the probability sigma(m / T).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,8 +31,6 @@ from treeward.losses import graded
 from treeward.metrics import GradeSums, grade_metrics
 from treeward.scoring.calibration import fit_temperature
 
-_SATURATED = 5.0  # temperatures
-
 
 def statistics_of(
     scored: Sequence[ScoredExample], result: SuiteResult | None = None, *, name: str | None = None
@@ -43,7 +39,7 @@ def statistics_of(
     where most examples failed.
 
     `temperature`: the T for which sigma(margin / T) predicts these pairs best; no value where none does. `ece_fitted`:
-    at that temperature, and `saturated` too (at 1 where there is none). `worst_subset`: of `result`. `score_mean`,
+    at that temperature. `worst_subset`: of `result`. `score_mean`,
     `score_std`: over all completions. The others are those of `orders_and_confidences`. `name`: for the log. The points
     are those of the reliability curve.
     """
@@ -55,8 +51,6 @@ def statistics_of(
     scale = None if fitted is None else fitted.value
     ece_fitted = None if scale is None else expected_calibration_error(*pair_confidences(margins, scale))
     missing = "There is none: the better completions do not score higher on average." if scale is None else None
-    saturated = (np.abs(margins) > _SATURATED * (scale or 1.0)).astype(float).tolist()
-    assumed = "No temperature is fitted, so it is taken as 1." if scale is None else None
     outcomes = [] if result is not None and result.mostly_failed else pairs.outcomes.tolist()
     scores = np.array([score for example in scored for score in example.scores if score is not None])
     numbers = (
@@ -64,13 +58,11 @@ def statistics_of(
         accuracy_metric((margins == 0).astype(float).tolist(), "ties", prompts, of="pairs"),
         *orders_and_confidences(scored).values(),
         *grade_errors(scored).values(),
-        *spread_metric(scored).values(),
         Metric("ece_fitted", ece_fitted, count=count),
         Metric("temperature", scale, count=count, note=missing),
         _worst_subset(result),
         Metric("score_mean", float(scores.mean()) if len(scores) else None, count=len(scores)),
         Metric("score_std", float(scores.std()) if len(scores) else None, count=len(scores)),
-        replace(accuracy_metric(saturated, "saturated", prompts, of="pairs"), note=assumed),
     )
     bins = reliability_curve(*pair_confidences(margins))
     points: Block = {
@@ -94,16 +86,18 @@ def _worst_subset(result: SuiteResult | None) -> Metric:
 def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """`mse` and `pearson` of the values of heads and the grades of their names, over all of them and of each, as in
     `metrics.grade_metrics`; empty where no example has both."""
-    names = sorted({name for example in scored for heads in example.heads for name in graded_heads(example, heads)})
+    names = sorted({name for example in scored for heads in example.heads for name in heads})
     sums = GradeSums()
     for example in scored:
-        graded_places = [i for i, heads in enumerate(example.heads) if graded_heads(example, heads)]
-        if not graded_places:
-            continue
-        completions = [example.example.completions[i] for i in graded_places]
-        grades = [[_or_nan(completion.grade(name)) for name in names] for completion in completions]
-        values_SH = torch.tensor([[example.heads[i].get(name, 0.0) for name in names] for i in graded_places])
-        sums.add(values_SH, graded([grades], (1.0,) * len(names)))
+        pairs = [
+            (heads, completion)
+            for heads, completion in zip(example.heads, example.example.completions, strict=False)
+            if heads
+        ]
+        if pairs:
+            grades = [[_or_nan(completion.grade(name)) for name in names] for _, completion in pairs]
+            values_SH = torch.tensor([[heads.get(name, 0.0) for name in names] for heads, _ in pairs])
+            sums.add(values_SH, graded([grades], (1.0,) * len(names)))
     if sums.sums_6H is None:
         return {}
     values, count = grade_metrics(sums.sums_6H, names), int(sums.sums_6H[0].sum())
@@ -112,33 +106,6 @@ def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
 
 def _or_nan(grade: float | None) -> float:
     return math.nan if grade is None else grade
-
-
-def graded_heads(scored: ScoredExample, heads: Iterable[str]) -> list[str]:
-    """The heads by whose names a completion of the example has a grade."""
-    grades = {name for completion in scored.example.completions for name in completion.all_grades}
-    return [name for name in heads if name in grades]
-
-
-def spread_metric(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
-    """`spread_auroc`: how often the heads differ more about a pair in the wrong order than about one in the right
-    order, by the standard deviation over heads of the difference of the two values; empty where the heads are no
-    estimates of one score."""
-    wrong: list[float] = []
-    right: list[float] = []
-    for example in scored:
-        estimates_SH = [
-            [heads[name] for name in sorted(heads.keys() - graded_heads(example, heads))] for heads in example.heads
-        ]
-        for better, worse in example.pairs() if any(estimates_SH) else ():
-            a, b = example.scores[better], example.scores[worse]
-            if a is not None and b is not None:
-                spread = float(np.std(np.subtract(estimates_SH[better], estimates_SH[worse])))
-                (right if a > b else wrong).append(spread)
-    if not wrong and not right:
-        return {}
-    note = None if wrong and right else "It needs pairs in the right order and in the wrong one."
-    return {"spread_auroc": Metric("spread_auroc", auroc(wrong, right), count=len(wrong) + len(right), note=note)}
 
 
 def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
