@@ -20,13 +20,12 @@ from treeward.config.reward_environments import (
     RewardModelEnvironmentConfig,
     RuleEnvironmentConfig,
 )
-from treeward.config.reward_shaping import LengthCurve, RewardShapingConfig
+from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.config.run import EvaluationConfig
 from treeward.config.scoring import EnsembleConfig
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
 
-CURVE = "unit: tokens, residual_mean: 0, residual_std: 1"
 LINEAR = "{name: torch.optim.lr_scheduler.LinearLR, kwargs: {total_iters: 5}}"
 BARE = "model_config: {model_type: qwen3, max_position_embeddings: 32, vocab_size: 300}"
 
@@ -152,8 +151,6 @@ SECTIONS = [
     (RewardShapingConfig, "reward_mean: 1.0", "reward_std"),
     (RewardShapingConfig, "normalize_rewards: true, reference: par", "normalize_rewards"),
     (RewardShapingConfig, "temperature: fitted", "temperature"),
-    *((LengthCurve, f"{CURVE}, {knots}", "lengths") for knots in
-      ("lengths: [5, 1], values: [0, 2]", "lengths: [1, 1], values: [0, 2]", "lengths: [1, 5], values: [0]")),
     (EnsembleConfig, "means: [1.0]", "stds"),
     (EnsembleConfig, "means: [1.0, 2.0], stds: [1.0]", "stds"),
     (EnsembleConfig, "means: [1.0], stds: [1.0], standardize: false", "standardize"),

@@ -20,10 +20,10 @@ from treeward.config.load import load_section
 from treeward.config.optimisation import TorchScheduleConfig
 from treeward.config.policy import PolicyConfig
 from treeward.config.reward_environments import HybridEnvironmentConfig, RewardModelEnvironmentConfig
-from treeward.config.reward_shaping import RewardCalibration
 from treeward.config.run import EvaluationConfig
 from treeward.config.server import ServedModelConfig
 from treeward.errors import ConfigError
+from treeward.model.contract import RewardCalibration
 
 
 def policy(**keys):

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from treeward.config.reward_shaping import RewardCalibration, RewardShapingConfig
+from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.data.rendering import Renderer
 from treeward.environments.interface import DETAILS
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, DataError, ModelError
-from treeward.model.contract import write_contract
+from treeward.model.contract import RewardCalibration, write_contract
 from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
 

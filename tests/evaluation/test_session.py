@@ -16,7 +16,7 @@ import torch
 from evaluated import preference
 from families import tiny_model
 
-from treeward.config.reward_shaping import NormalizationConstants, RewardCalibration, RewardShapingConfig
+from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.config.scoring import EnsembleConfig
 from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
@@ -26,7 +26,13 @@ from treeward.evaluation.session import Candidate, folder_names, run_evaluation,
 from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.suites import get_suite
 from treeward.evaluation.suites.interface import Suite
-from treeward.model.contract import ScoringContract, read_contract, write_contract
+from treeward.model.contract import (
+    NormalizationConstants,
+    RewardCalibration,
+    ScoringContract,
+    read_contract,
+    write_contract,
+)
 from treeward.model.export import export_model
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.ensemble import EnsembleScorer

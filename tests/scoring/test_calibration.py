@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from treeward.config.reward_shaping import RewardCalibration, RewardShapingConfig
+from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.data.preference import Completion, Preference
 from treeward.errors import DataError
+from treeward.model.contract import RewardCalibration
 from treeward.scoring.calibration import (
     MAX_KNOTS,
     calibrate,

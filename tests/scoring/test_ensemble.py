@@ -16,12 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from signed import signed
 
-from treeward.config.reward_shaping import NormalizationConstants, RewardCalibration
 from treeward.config.scoring import EnsembleConfig
 from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
-from treeward.model.contract import HeadContract, write_contract
+from treeward.model.contract import HeadContract, NormalizationConstants, RewardCalibration, write_contract
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.calibration import calibrate
 from treeward.scoring.ensemble import EnsembleScorer, combine

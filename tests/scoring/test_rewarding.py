@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from treeward.config.reward_shaping import LengthCurve, NormalizationConstants, RewardCalibration, RewardShapingConfig
+from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.errors import ModelError
+from treeward.model.contract import LengthCurve, NormalizationConstants, RewardCalibration
 from treeward.scoring.rewarding import RewardScorer
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.shaping import Shaper

@@ -10,14 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeward.config.reward_shaping import (
-    CalibratedTemperature,
-    LengthCurve,
-    NormalizationConstants,
-    RewardCalibration,
-    RewardShapingConfig,
-)
+from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.errors import ConfigError
+from treeward.model.contract import CalibratedTemperature, LengthCurve, NormalizationConstants, RewardCalibration
 from treeward.scoring.score import Reward, Score
 from treeward.scoring.shaping import (
     Reference,

@@ -14,9 +14,9 @@ import pytest
 from chromium import chromium
 from playground import COMPLETIONS, PROMPT, Visits, answered, expect, score, serving, settled, visiting, write
 
-from treeward.config.reward_shaping import CalibratedTemperature, RewardCalibration
 from treeward.config.scoring import EnsembleConfig
 from treeward.config.server import ServedModelConfig
+from treeward.model.contract import CalibratedTemperature, RewardCalibration
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.serving.models import LoadedModel
 

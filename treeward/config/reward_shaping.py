@@ -1,4 +1,4 @@
-"""`RewardShapingConfig`: how scores become rewards; and `RewardCalibration`, the constants that were fitted for it.
+"""`RewardShapingConfig`: how scores become rewards.
 
     reward_shaping: {normalize_rewards: true, reward_mean: 0.0, reward_std: 1.0}      # as written here
     reward_shaping: {normalize_rewards: true}                                         # those of the model's contract
@@ -10,10 +10,9 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Tag
+from pydantic import Discriminator, NonNegativeFloat, PositiveFloat, Tag
 
 from treeward.config.base import Strict
 
@@ -92,77 +91,3 @@ ShapingOrContract = Annotated[
     Annotated[RewardShapingConfig, Tag("<other>")] | Annotated[Literal["contract"], Tag("<text>")], _is_text
 ]
 """A section, or `contract` for the section in the model's scoring contract."""
-
-
-class NormalizationConstants(Strict):
-    """The scores of the calibration data, one for each completion."""
-
-    mean: float
-    """Their mean."""
-    std: PositiveFloat
-    """Their standard deviation, of the population."""
-
-
-class CalibratedTemperature(Strict):
-    """The temperature at which sigmoid((s_i - s_j) / T) predicts the preferences of the data best."""
-
-    value: PositiveFloat
-    """T."""
-    nll_before: NonNegativeFloat
-    """Mean negative log-likelihood of the preferences at T = 1, in nats."""
-    nll_after: NonNegativeFloat
-    """The same at T."""
-    num_pairs: PositiveInt
-    """Ordered pairs of completions in the fit, without ties."""
-
-
-class LengthCurve(Strict):
-    """The score that length alone predicts: piecewise linear between knots, constant beyond the first and last."""
-
-    unit: LengthUnit
-    """Unit of length."""
-    lengths: tuple[float, ...] = Field(min_length=1)
-    """Lengths of the knots, strictly increasing."""
-    values: tuple[float, ...] = Field(min_length=1)
-    """The predicted score at each knot."""
-    residual_mean: float
-    """The mean of the calibration data's scores after the curve is subtracted."""
-    residual_std: PositiveFloat
-    """Their standard deviation, of the population, after the curve is subtracted."""
-    residual_temperature: CalibratedTemperature | None = None
-    """The temperature that fits the preferences after the curve is subtracted."""
-
-    def check(self) -> None:
-        is_rising = all(a < b for a, b in itertools.pairwise(self.lengths))
-        need = "strictly increasing lengths, and one value for each"
-        self.refuse(len(self.lengths) != len(self.values) or not is_rising, "lengths values", need)
-
-
-class CalibrationProvenance(Strict):
-    """The data that the constants were fitted on."""
-
-    data: str
-    """The data's name as it was given, without folders of the machine."""
-    fingerprint: str
-    """SHA-256 over the comparisons in order: the same data gives the same."""
-    num_comparisons: PositiveInt
-    """Comparisons read."""
-    num_conversations: PositiveInt
-    """Completions with a score, on which the constants were fitted."""
-    num_failed: NonNegativeInt
-    """Completions without a score, for example too long ones."""
-    treeward_version: str
-    """The version of treeward."""
-    date: str
-    """Day of the calibration, as 2025-01-31, in UTC."""
-
-
-class RewardCalibration(Strict):
-    """The constants that `treeward calibrate` has fitted for one model; None where a fit was not possible."""
-
-    normalization: NormalizationConstants | None = None
-    heads: dict[str, NormalizationConstants] = {}
-    """Of the values of each head, by its name; empty for a model with one."""
-    length_curve: LengthCurve | None = None
-    temperature: CalibratedTemperature | None = None
-    provenance: CalibrationProvenance | None = None

@@ -11,15 +11,16 @@ conversations, with their token ids and scores, in another program, on another m
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from transformers.utils.hub import cached_file
 
 from treeward.config.base import Strict
-from treeward.config.reward_shaping import RewardCalibration, RewardShapingConfig
+from treeward.config.reward_shaping import LengthUnit, RewardShapingConfig
 from treeward.errors import ModelError
 from treeward.model.pretrained import check_local
 from treeward.storage import write_text
@@ -137,6 +138,76 @@ class ToleranceContract(Strict):
     def of(self, dtype: Dtype) -> float:
         """The tolerance of scores that a backbone computes in `dtype`; float16 rounds less than bfloat16."""
         return self.float32 if dtype == "float32" else self.bfloat16
+
+
+class NormalizationConstants(Strict):
+    """Mean and standard deviation (of the population) of the scores of all completions of the calibration data."""
+
+    mean: float
+    std: PositiveFloat
+
+
+class CalibratedTemperature(Strict):
+    """The temperature T (`value`) at which sigmoid((s_i - s_j) / T) predicts the preferences of the data best.
+
+    `nll_before`, `nll_after`: the mean negative log-likelihood of the preferences at T = 1 and at T, in nats.
+    `num_pairs`: ordered pairs of completions in the fit, without ties.
+    """
+
+    value: PositiveFloat
+    nll_before: NonNegativeFloat
+    nll_after: NonNegativeFloat
+    num_pairs: PositiveInt
+
+
+class LengthCurve(Strict):
+    """The score that length alone predicts: piecewise linear between knots, constant beyond the first and last.
+
+    `lengths`: of the knots, strictly increasing, and `values` the predicted score at each. After the curve is
+    subtracted the calibration data's scores have `residual_mean`, `residual_std` (of the population), and
+    `residual_temperature`.
+    """
+
+    unit: LengthUnit
+    lengths: tuple[float, ...] = Field(min_length=1)
+    values: tuple[float, ...] = Field(min_length=1)
+    residual_mean: float
+    residual_std: PositiveFloat
+    residual_temperature: CalibratedTemperature | None = None
+
+    def check(self) -> None:
+        is_rising = all(a < b for a, b in itertools.pairwise(self.lengths))
+        need = "strictly increasing lengths, and one value for each"
+        self.refuse(len(self.lengths) != len(self.values) or not is_rising, "lengths values", need)
+
+
+class CalibrationProvenance(Strict):
+    """The data that the constants were fitted on.
+
+    `data`: its name as it was given, without folders of the machine. `fingerprint`: SHA-256 over the comparisons in
+    order. `num_conversations`: completions with a score; `num_failed`: those without. `date`: as 2025-01-31, in UTC.
+    """
+
+    data: str
+    fingerprint: str
+    num_comparisons: PositiveInt
+    num_conversations: PositiveInt
+    num_failed: NonNegativeInt
+    treeward_version: str
+    date: str
+
+
+class RewardCalibration(Strict):
+    """The constants that `treeward calibrate` has fitted for one model; None where a fit was not possible.
+
+    `heads`: of the values of each head, by its name; empty for a model with one.
+    """
+
+    normalization: NormalizationConstants | None = None
+    heads: dict[str, NormalizationConstants] = {}
+    length_curve: LengthCurve | None = None
+    temperature: CalibratedTemperature | None = None
+    provenance: CalibrationProvenance | None = None
 
 
 class ScoringContract(Strict):

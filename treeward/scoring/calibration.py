@@ -26,16 +26,16 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from statsmodels.nonparametric.smoothers_lowess import lowess
 
-from treeward.config.reward_shaping import (
+from treeward.config.reward_shaping import LengthUnit
+from treeward.data.preference import Preference, preference_to_dict
+from treeward.errors import DataError
+from treeward.model.contract import (
     CalibratedTemperature,
     CalibrationProvenance,
     LengthCurve,
-    LengthUnit,
     NormalizationConstants,
     RewardCalibration,
 )
-from treeward.data.preference import Preference, preference_to_dict
-from treeward.errors import DataError
 from treeward.scoring.score import ConversationScorer
 from treeward.scoring.scorer import PreparedScorer
 from treeward.scoring.shaping import completion_length

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treeward.config.reward_shaping import RewardCalibration
 from treeward.config.scoring import HeadWeights, ScoringConfig
 from treeward.data.formats import as_conversations
 from treeward.data.preference import check_messages
@@ -32,7 +31,7 @@ from treeward.data.rendering import Renderer
 from treeward.data.responses_items import as_conversation
 from treeward.errors import DataError, ModelError, TreewardError, shown
 from treeward.model import loading
-from treeward.model.contract import CONTRACT_FILE, ScoringContract, keeps_padding, read_contract
+from treeward.model.contract import CONTRACT_FILE, RewardCalibration, ScoringContract, keeps_padding, read_contract
 from treeward.model.prefix_cache import PrefixCache, RecentTokens
 from treeward.model.pretrained import DTYPES, choose_device, load_tokenizer
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite

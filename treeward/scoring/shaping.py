@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from scipy.special import expit, log_expit
 
-from treeward.config.reward_shaping import LengthCurve, LengthUnit, RewardCalibration, RewardShapingConfig
+from treeward.config.reward_shaping import LengthUnit, RewardShapingConfig
 from treeward.data.preference import Message, check_messages, last_text
 from treeward.errors import ConfigError, DataError
+from treeward.model.contract import LengthCurve, RewardCalibration
 from treeward.scoring.score import Conversation, Reward, Score
 
 if TYPE_CHECKING:

@@ -21,11 +21,10 @@ from scipy.special import expit
 from torch.distributed import ProcessGroup
 
 from treeward import processes
-from treeward.config.reward_shaping import RewardCalibration
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset
 from treeward.losses import Heads, ranked_pairs
-from treeward.model.contract import write_contract
+from treeward.model.contract import RewardCalibration, write_contract
 from treeward.model.export import export_model
 from treeward.model.pretrained import DTYPES
 from treeward.model.reward_model import RewardModel
