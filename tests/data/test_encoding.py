@@ -23,7 +23,7 @@ from treeward.data.encoding import EncodedDataset, count_tree_tokens, encode_dat
 from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
-from treeward.training.setup import num_shared
+from treeward.training.validation import num_shared
 
 CHATML = (
     "{% for m in messages %}"

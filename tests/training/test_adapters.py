@@ -23,7 +23,7 @@ from treeward.errors import CheckpointError
 from treeward.model.loading import load_reward_model
 from treeward.model.lora import add_adapters, is_quantized, load_adapters
 from treeward.model.policy_model import PolicyModel
-from treeward.training.setup import adapt
+from treeward.training.models import adapt
 from treeward.training.train import RewardModelRun, train
 
 LAYOUTS = {

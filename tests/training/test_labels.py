@@ -167,7 +167,7 @@ def test_weights_that_are_fitted_at_the_end_of_a_run_order_its_validation_sets(
     sets = [f"data.{role}=[{{data_path: {path}}}]" for role in ("train", "validation")]
     setup = set_up(tiny_run(*KINDS["attributes"], *sets, "checkpointing.metric_name=null"))
     weights = np.array(fitted_heads(setup, setup.model, torch.float32).weights)
-    [dataset] = setup.validation_sets.values()
+    [dataset] = [one.comparisons for one in setup.validation_sets.values()]
     losses = []
     for one in dataset[:]:
         scores = setup.model.score_tokens(one.token_ids).double().numpy() @ weights

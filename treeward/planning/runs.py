@@ -35,9 +35,9 @@ from treeward.model.wrapped import WrappedModel
 from treeward.parallel.mesh import Mesh
 from treeward.rl.experience import CompletionGroup, SampledCompletion
 from treeward.rl.update import PolicyUpdater, Reference
+from treeward.training.models import adapt, make_ready, steps_on_host
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import EpochOrder
-from treeward.training.setup import adapt, make_ready, steps_on_host
 from treeward.training.train import RewardModelRun
 
 RunConfig = RewardModelRunConfig | GRPORunConfig

@@ -35,8 +35,8 @@ from treeward.rl.setup import GRPOSetup, set_up
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
+from treeward.training.models import save_adapted
 from treeward.training.optimisation import SkippedSteps
-from treeward.training.setup import save_adapted
 from treeward.training.state import RunState
 from treeward.training.step_file import StepFile
 from treeward.training.tracking import METRICS_FILE, TrackerGroup, read_metrics

@@ -40,19 +40,19 @@ from treeward.rl.update import PolicyUpdater, Reference
 from treeward.rl.vllm_generation import VllmGenerator, check_gpus
 from treeward.rl.watch import OverOptimisationWatch
 from treeward.training.checkpoints import Checkpoint
-from treeward.training.optimisation import advance, build_optimizer, build_scheduler
-from treeward.training.order import EpochOrder, planned_steps
-from treeward.training.setup import (
+from treeward.training.models import (
     adapt,
+    device_of,
     find_tokenizer,
     how_to_load,
     identity_of_adapters,
     make_ready,
     short_hash,
     steps_on_host,
-    where_to_load,
     with_weights,
 )
+from treeward.training.optimisation import advance, build_optimizer, build_scheduler
+from treeward.training.order import EpochOrder, planned_steps
 from treeward.training.state import check_identity
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ def _load_policy(
     config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None, mesh: Mesh
 ) -> PolicyModel:
     policy, lora = config.policy, config.policy.dtensor_cfg.lora_cfg
-    common: dict[str, Any] = {"attention": policy.attention, "device": where_to_load(policy, mesh)}
+    common: dict[str, Any] = {"attention": policy.attention, "device": device_of(policy, mesh)}
     common["chunk_tokens"] = policy.logprob_chunk_size or DEFAULT_CHUNK_TOKENS
     saved = None if checkpoint is None or lora.enabled else checkpoint.path / "model"  # adapters are merged there
     if saved is None and policy.architecture is not None:

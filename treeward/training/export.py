@@ -90,7 +90,7 @@ def fitted_heads(setup: RewardModelSetup, model: RewardModel, saved: torch.dtype
     to be. Every process calls it."""
     if setup.config.policy.reward_model_cfg.attribute_weights != "fit":
         return setup.heads
-    validation = [(one, setup.validation_sizes[name]) for name, one in setup.validation_sets.items()]
+    validation = [(one.comparisons, one.size) for one in setup.validation_sets.values()]
     sets = validation or [(one, len(one)) for one in setup.training_sets.values()]
     comparisons = [one for dataset, size in sets for one in dataset[: min(size, _MOST_FITTED)]]
     logger.info("Fitting the weights of the heads to the order of %d comparisons.", len(comparisons))
@@ -211,7 +211,7 @@ same values as its logits; render conversations with the tokenizer's chat templa
 
 def _results(setup: RewardModelSetup, validation: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Tables and sentences: the metrics, why they may be too good, and the effect of length."""
-    rows = result_rows(setup.validation_sizes, validation)
+    rows = result_rows({name: one.size for name, one in setup.validation_sets.items()}, validation)
     parts = [markdown_table(rows, result_columns(setup.config))]
     parts += [f"{name}: {caveat}" for name, means in validation.items() if (caveat := setup.caveat(name, means))]
     if any("length_controlled_accuracy" in means for means in validation.values()):

@@ -55,7 +55,7 @@ def with_features(setup: RewardModelSetup, show_progress: bool = False) -> Rewar
     """
     if not setup.config.policy.reward_model_cfg.freeze_backbone:
         return setup
-    sizes = {one.path: (one, setup.validation_sizes[name]) for name, one in setup.validation_sets.items()}
+    sizes = {one.comparisons.path: (one.comparisons, one.size) for one in setup.validation_sets.values()}
     sizes |= {one.path: (one, len(one)) for one in setup.training_sets.values()}
     backbone, features = _backbone(setup), dict[Path, Callable[[int], Tensor]]()
     for path, (dataset, size) in sizes.items():

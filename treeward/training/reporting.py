@@ -23,7 +23,6 @@ from typing import Any
 
 from treeward.config.data import DatasetConfig
 from treeward.config.run import RewardModelRunConfig
-from treeward.data.encoding import EncodedDataset
 from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError, DataError, TreewardError
@@ -35,7 +34,8 @@ from treeward.model.contract import read_contract
 from treeward.progress import ShownProgress
 from treeward.scoring.scorer import Scorer
 from treeward.storage import write_text
-from treeward.training.setup import RewardModelSetup, as_measured
+from treeward.training.setup import RewardModelSetup
+from treeward.training.validation import ValidationSet, as_measured
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +99,8 @@ def plan_report(setup: RewardModelSetup, model: Path, caveats: Mapping[str, str]
     """
     suites: list[tuple[Suite, str | None]] = []
     for dataset in setup.config.validation_sets:
-        name = str(dataset.name)
-        encoded, size = setup.validation_sets[name], setup.validation_sizes[name]
-        suites.append((ValidationSuite(dataset, encoded, setup.renderer, size, caveat=caveats.get(name)), None))
+        held_out, caveat = setup.validation_sets[str(dataset.name)], caveats.get(str(dataset.name))
+        suites.append((ValidationSuite(dataset, held_out, setup.renderer, caveat=caveat), None))
     return ReportPlan(setup.config, model, (*suites, *_named_suites(setup.config)))
 
 
@@ -175,7 +174,7 @@ class ReportPlan:
         """The model, the examples and the settings that a complete report is of."""
         contract = read_contract(self.model)
         assert contract is not None  # it was exported with one
-        sizes = {one.name: one.size for one, _ in self.suites if isinstance(one, ValidationSuite)}
+        sizes = {one.name: one.held_out.size for one, _ in self.suites if isinstance(one, ValidationSuite)}
         settings = self.config.evaluation.model_dump(mode="json", exclude={"output"})
         return json.dumps({"model": contract.scores_sha256, "validation": sizes, "evaluation": settings}, indent=2)
 
@@ -185,21 +184,22 @@ class ValidationSuite(PreferenceSuite):
     bfloat16 is evaluated in float32).
 
     The comparisons and completions that the encoding has left out (too long, ties, identical tokens) are left out here
-    too; `size` is the number of comparisons that validation measures. `caveat`: a sentence beside the verdict.
+    too. `caveat`: a sentence beside the verdict.
     """
 
     title = ""  # its name is its title
 
     def __init__(
-        self, config: DatasetConfig, encoded: EncodedDataset, renderer: Renderer, size: int, *, caveat: str | None
+        self, config: DatasetConfig, held_out: ValidationSet, renderer: Renderer, *, caveat: str | None
     ) -> None:
         super().__init__(str(config.name), config)
-        self.encoded, self.renderer, self.size, self.caveat = encoded, renderer, size, caveat
+        self.held_out, self.renderer, self.caveat = held_out, renderer, caveat
 
     def load(self, source: str | None = None) -> list[Preference]:
         """The examples, in the order of the data; ids are the rows' numbers. Raises `DataError` for data that has
         changed since the run read it."""
-        return as_measured(super().load(source), (self.encoded[i] for i in range(self.size)), self.renderer)
+        comparisons = (self.held_out.comparisons[i] for i in range(self.held_out.size))
+        return as_measured(super().load(source), comparisons, self.renderer)
 
 
 def verdicts(report: Path) -> list[str]:

@@ -41,15 +41,17 @@ from treeward.model.pretrained import DTYPES
 from treeward.parallel.sharding import shard, sum_over_copies
 from treeward.parallel.stopping import StopRequest
 from treeward.scoring.golden import sign_later
+from treeward.scoring.scorer import Scorer
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.export import export_final
 from treeward.training.features import with_features
 from treeward.training.learning import LearningWatch, learnt
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
+from treeward.training.models import save_adapted
 from treeward.training.optimisation import SkippedSteps, advance
 from treeward.training.prefetch import BatchPreparer, MicroBatch, Prefetcher
 from treeward.training.reporting import ReportPlan, check_report, plan_report
-from treeward.training.setup import RewardModelSetup, save_adapted, set_up
+from treeward.training.setup import RewardModelSetup, set_up
 from treeward.training.state import RunState
 from treeward.training.tracking import METRICS_FILE, TrackerGroup, read_metrics
 from treeward.training.validation import SetValidation, pooled, robust_accuracy, values_of
@@ -134,7 +136,8 @@ class RewardModelRun(Run):
         self.skipped = SkippedSteps(**state.run.get("skipped_steps", {}))
         if state.step > 0:
             return
-        for role, sets in (("train", self.setup.training_sets), ("validation", self.setup.validation_sets)):
+        held_out = {name: one.comparisons for name, one in self.setup.validation_sets.items()}
+        for role, sets in (("train", self.setup.training_sets), ("validation", held_out)):
             for name, dataset in sets.items():
                 counts = asdict(dataset.counts)
                 trackers.log({f"data/{role}/{name}/{key}": value for key, value in counts.items()}, step=0)
@@ -237,7 +240,8 @@ class RewardModelRun(Run):
     def validate_set(self, name: str, should_stop: Callable[[], object] = lambda: None) -> SetValidation | None:
         """Measure a validation set in the precision of training; None if `should_stop` gave a reason on the way."""
         setup, model, sums, grades = self.setup, self.model, RewardSums(), GradeSums()
-        dataset, size = setup.validation_sets[name], setup.validation_sizes[name]
+        held_out = setup.validation_sets[name]
+        dataset, size = held_out.comparisons, held_out.size
         scored: dict[int, ScoredExample] = {}  # by its place; of those that this process has scored
         model.eval()
         try:
@@ -255,12 +259,23 @@ class RewardModelRun(Run):
             total = sums.read(setup.mesh.data_group)
             grades_6H, attributes = grades.read(setup.mesh.data_group), setup.heads.attributes
             measured = SetValidation(total, in_order, grades_6H=grades_6H, attributes=attributes)
-            if name not in setup.perturbed:
+            if not held_out.perturbed:
                 return measured
-            robust = robust_accuracy(setup, name, should_stop)
+            robust = robust_accuracy(self._scorer(), held_out.perturbed, should_stop)
             return None if robust is None else replace(measured, robust=robust)
         finally:
             model.train()
+
+    def _scorer(self) -> Scorer:
+        policy = self.config.policy
+        groups = self.config.rm.val_micro_batch_size or policy.train_micro_batch_size
+        return Scorer(
+            self.model,
+            self.setup.renderer,
+            batch_tokens=policy.micro_batch_tokens,
+            max_sequences=None if groups is None else 2 * groups,
+            head_weights=self.heads.weights,
+        )
 
     def evaluate(self, here: MicroBatch, sums: RewardSums, grades: GradeSums) -> Tensor:
         """The scores (S,) of one micro-batch, on its device; its metrics are added to `sums` and `grades`. Waits for
@@ -344,7 +359,7 @@ class RewardModelRun(Run):
         caveats = {name: setup.caveat(name, validation.get(name, {})) for name in setup.validation_sets}
         for name, dataset in setup.training_sets.items():
             caveats[f"training data, {name}"] = dataset.counts.much_dropped
-        sizes = setup.validation_sizes
+        sizes = {name: one.size for name, one in setup.validation_sets.items()}
         file = Path(self.config.logger.log_dir) / METRICS_FILE
         lines = read_metrics(file) if processes.is_main() and file.exists() else []
         losses = [line["train/rm/loss"] for line in lines if "train/rm/loss" in line]

@@ -11,19 +11,105 @@ are kept: K floats and a few small objects for each comparison, no texts and no 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from treeward.evaluation.diagnostics.perturbations import score_perturbed, summarize_perturbations
+from treeward.config.data import DatasetConfig
+from treeward.data.encoding import Comparison, EncodedDataset
+from treeward.data.preference import Completion, Preference
+from treeward.data.rendering import Renderer
+from treeward.errors import DataError
+from treeward.evaluation.diagnostics.perturbations import sample_examples, score_perturbed, summarize_perturbations
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.gates import gate_metrics, pooled_gate_metrics
 from treeward.evaluation.results import Metric
+from treeward.evaluation.suites import PreferenceSuite
 from treeward.metrics import RewardMetrics, grade_metrics
 from treeward.scoring.scorer import Scorer
-from treeward.training.setup import RewardModelSetup
+
+_DIGESTS_AT_ONCE = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationSet:
+    """A named set: of its `comparisons` a validation measures the first `size`, of which `num_trained_on` are in the
+    training data too; `perturbed`: those whose completions are rewritten to measure `robust_accuracy`."""
+
+    comparisons: EncodedDataset
+    size: int
+    num_trained_on: int = 0
+    perturbed: Sequence[Preference] = ()
+
+
+def num_shared(dataset: EncodedDataset, training_sets: Iterable[EncodedDataset], *, limit: int | None = None) -> int:
+    """How many of the first `limit` comparisons (None: all) have the same conversations and ranks as one of the
+    training data, in any order. Completions of other prompts, which training may add, do not count."""
+    own, counts = np.unique(dataset.digests(0, limit), return_counts=True)
+    is_shared = np.zeros(len(own), dtype=bool)
+    for training in training_sets:
+        for start in range(0, len(training), _DIGESTS_AT_ONCE):  # so that memory does not grow with the training data
+            digests = training.digests(start, start + _DIGESTS_AT_ONCE)
+            places = np.searchsorted(own, digests).clip(max=len(own) - 1)
+            is_shared[places[own[places] == digests]] = True
+    return int(counts[is_shared].sum())
+
+
+def examples_to_perturb(
+    comparisons: Sequence[Comparison], config: DatasetConfig, num_examples: int, renderer: Renderer
+) -> list[Preference]:
+    """At most `num_examples` of the comparisons, which a validation measures, with their texts.
+
+    They are those that `treeward eval --perturbations` draws. Raises `DataError` if no comparison has a better and a
+    worse completion that are text.
+    """
+    examples = as_measured(PreferenceSuite(str(config.name), config).load(), comparisons, renderer)
+    sampled = sample_examples(examples, num_examples)
+    if not sampled:
+        got = f"{len(examples)} comparisons, none with a better and a worse completion that are text"
+        fix = "set rm.val_perturbations=null, and another checkpointing.metric_name"
+        where = str(config.name)
+        raise DataError("robust_accuracy cannot be measured: nothing can be rewritten", where=where, got=got, fix=fix)
+    return sampled
+
+
+def as_measured(
+    examples: Iterable[Preference], comparisons: Iterable[Comparison], renderer: Renderer
+) -> list[Preference]:
+    """The examples of the comparisons, which are in the same order, with the completions that a validation measures.
+
+    Those that are too long, or have the tokens of an earlier one, are left out. Raises `DataError` for data that has
+    changed since the comparisons were read.
+    """
+    remaining, measured = iter(examples), []
+    for comparison in comparisons:
+        place = place_of(comparison.where)
+        example = next((one for one in remaining if place_of(one.where) == place), None)
+        if example is None or len(example.completions) < len(comparison.ranks):
+            need = "the data as it was when the run was set up"
+            summary = "the validation set is not what the run has read"
+            raise DataError(summary, where=comparison.where, got="other rows", need=need)
+        if len(example.completions) > len(comparison.ranks):
+            example = _without_left_out(example, comparison, renderer)
+        measured.append(example)
+    return measured
+
+
+def _without_left_out(example: Preference, comparison: Comparison, renderer: Renderer) -> Preference:
+    firsts: dict[tuple[int, ...], Completion] = {}
+    for completion, conversation in zip(example.completions, example.conversations, strict=True):
+        if fitted := renderer.fit(conversation, where=example.where):
+            firsts.setdefault(tuple(fitted.token_ids), completion)
+    completions = zip(firsts.values(), comparison.ranks, strict=True)
+    return replace(example, completions=tuple(replace(completion, rank=rank) for completion, rank in completions))
+
+
+def place_of(where: str | None) -> str:
+    """A row's file and number without the folder: data that has moved is read from the cache, with its old path."""
+    return (where or "").rpartition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +149,11 @@ def values_of(metrics: dict[str, Metric]) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items() if metric.value is not None}
 
 
-def robust_accuracy(setup: RewardModelSetup, name: str, should_stop: Callable[[], object]) -> Metric | None:
+def robust_accuracy(scorer: Scorer, examples: Sequence[Preference], should_stop: Callable[[], object]) -> Metric | None:
     """The share of pairs that are right and stay so under every rewrite of style; None if `should_stop` gave a reason
     on the way."""
-    policy, scores = setup.config.policy, []
-    groups = setup.config.rm.val_micro_batch_size or policy.train_micro_batch_size
-    limit = None if groups is None else 2 * groups
-    scorer = Scorer(
-        *(setup.model, setup.renderer),
-        batch_tokens=policy.micro_batch_tokens,
-        max_sequences=limit,
-        head_weights=setup.heads.weights,
-    )
-    for one in score_perturbed(scorer, setup.perturbed[name]):
+    scores = []
+    for one in score_perturbed(scorer, examples):
         if should_stop():
             return None
         scores.append(one)
