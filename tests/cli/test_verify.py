@@ -63,6 +63,8 @@ def test_several_labels_need_weights(labelled: Path, model_folder: Path, verify:
     contract = read_contract(labelled)
     assert contract is not None
     assert [(head.name, head.weight) for head in contract.heads] == [("helpful", 1.0), ("brief", 0.25)]
+    for example in contract.golden:
+        assert example.score == pytest.approx(example.heads[0] + 0.25 * example.heads[1])
     # What the contract says is kept, unless other weights are given.
     assert verify(labelled, "--write", "--force")[0] == 0 and read_contract(labelled) == contract
     assert verify(labelled, "--write", "--force", "--head-weights=helpful=-1,brief=2")[0] == 0
@@ -110,7 +112,7 @@ def test_constants_of_a_contract_are_not_those_of_other_weights_of_heads(
         assert re.search("weights of heads|0 of 2 models with a calibration", capsys.readouterr().err)
 
 
-def test_json(folder: Path, verify: Verify) -> None:
+def test_json_and_nothing_to_compare(folder: Path, verify: Verify) -> None:
     code, text = verify(folder, "--json")
     result = json.loads(text)
     assert code == 0 and result["equal"] is True and result["first_difference"] is None
@@ -118,9 +120,6 @@ def test_json(folder: Path, verify: Verify) -> None:
     damage(folder)
     code, text = verify(folder, "--json")
     assert code == 1 and json.loads(text)["first_difference"] == "template"
-
-
-def test_nothing_to_compare(folder: Path, verify: Verify) -> None:
     (folder / CONTRACT_FILE).unlink()
     code, text = verify(folder)
     assert code == 2 and "what differs first is the contract" in text and "not checked" in text

@@ -144,18 +144,11 @@ def rounded(served: Served) -> RewardModel:
 
 MISTAKES: dict[str, tuple[Callable[[Served], dict[str, Any]], str, str]] = {
     "sigmoid": (lambda s: {"activation": sigmoid}, "activation", "a sigmoid is applied to the score"),
-    "softmax": (lambda s: {"activation": lambda x: 1.0}, "activation", "softmax over one label"),
     "bfloat16": (lambda s: {"model": rounded(s)}, "precision", "(vLLM, SGLang, TEI: --dtype float32)"),
     "two BOS": (
         lambda s: {"tokenize": lambda text: s.renderer.tokenizer(text)["input_ids"]},
         "tokens",
         "two BOS tokens",
-    ),
-    "no BOS": (lambda s: {"tokenize": lambda text: plain(s, text.removeprefix("<s>"))}, "tokens", "lacks its BOS"),
-    "the newline is cut": (
-        lambda s: {"tokenize": lambda text: plain(s, text.strip())},
-        "read position",
-        "before the last",
     ),
     "another model": (lambda s: {"model": s.other}, "weights", "no known mistake explains them"),
     "padding": (lambda s: {"pads": True}, "read position", "beside others it has not: padding is read"),

@@ -14,7 +14,7 @@ from families import plain_scores, tiny_model
 from signed import signed
 from transformers import AutoTokenizer
 
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ModelError
 from treeward.model.contract import CONTRACT_FILE, read_contract, text_sha256
 from treeward.model.loading import load_reward_model
 from treeward.model.reward_model import RewardModel
@@ -24,7 +24,6 @@ from treeward.scoring.golden import (
     sign_folder,
     sign_later,
     tokenizer_sha256,
-    weighted_heads,
 )
 from treeward.tree import attention
 
@@ -181,16 +180,3 @@ def test_weights_that_give_no_score(tiny_tokenizer: Any, tmp_path: Path, caplog:
     contract = sign_later(tmp_path, model=model, renderer=renderer, is_checkpoint=True)()
     assert [one.score for one in contract.golden] == pytest.approx([one.score for one in others], abs=1e-5)
     assert "no finite score to 1 of 10" in caplog.text
-
-
-def test_several_labels(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    labels = ["helpful", "brief", "polite"]
-    hf = tiny_model("llama", num_labels=3)
-    hf.config.id2label = dict(enumerate(labels))
-    with pytest.raises(ConfigError, match="several labels(?s:.*)helpful, brief, polite"):
-        signed(tmp_path, tiny_tokenizer, hf)
-    silent = sign_folder(tmp_path, head_weights={"polite": -2.0, "helpful": 1.0})
-    assert [(head.name, head.weight) for head in silent.heads] == [("helpful", 1.0), ("brief", 0.0), ("polite", -2.0)]
-    for example in silent.golden:
-        assert example.score == pytest.approx(example.heads[0] - 2 * example.heads[2])
-    assert weighted_heads(labels, [1.0, 0.0, -2.0]) == silent.heads

@@ -219,7 +219,7 @@ def test_a_whole_folder_is_equal(folder: Path) -> None:
     assert all(one.state == "equal" for one in result.checks), result.checks
     assert result.num_scores == 10 and result.largest_difference is not None and result.tolerance is not None
     assert result.largest_difference <= result.tolerance / 4
-    assert result.num_tensors == 21 and "21 tensors are equal" in result.checks[-1].summary
+    assert "21 tensors are equal" in result.checks[-1].summary
 
 
 def test_the_same_numbers_in_other_files_are_equal(folder: Path) -> None:
@@ -231,7 +231,7 @@ def test_the_same_numbers_in_other_files_are_equal(folder: Path) -> None:
     index = {"metadata": {}, "weight_map": {name: file for file, names in shards.items() for name in names}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     result = check(folder)
-    assert result.equal and result.num_tensors == 21, result.first_difference
+    assert result.equal and "21 tensors" in result.checks[-1].summary, result.first_difference
 
 
 @pytest.mark.parametrize(("factor", "name"), [(2.0, "score.weight"), (-1.0, "model.norm.weight")])

@@ -21,7 +21,7 @@ from treeward.data.preference import last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
 from treeward.http import Connection, RewardServerError, run_async
-from treeward.model.contract import CONTRACT_FILE, Dtype, GoldenExample, ScoringContract, read_contract
+from treeward.model.contract import CONTRACT_FILE, Dtype, ScoringContract, read_contract
 from treeward.model.pretrained import load_tokenizer
 from treeward.scoring.diagnosis import PARTS, Check, Part, Row, Verification, compare, diagnose, verification
 from treeward.scoring.golden import combined_heads
@@ -70,7 +70,7 @@ def verify_server(
     if form is None:
         form = "bare" if renderer.kind == "encoder" and "bare" in forms else forms[0]
     connection = Connection(url.rstrip("/").removesuffix(DIALECTS[dialect].path), token=token, max_retries=3)
-    replay = _Replay(str(name), contract, connection, dialect, form, model, dtype)
+    replay = _Replay(str(name), contract, contract.scores_sha256, connection, dialect, form, model, dtype)
     replay.add_conversations(renderer)
     return run_async(replay.run())
 
@@ -84,18 +84,18 @@ class _Replay:
 
     name: str
     contract: ScoringContract
+    contract_sha256: str
     connection: Connection
     dialect: str
     form: Form
     model: str | None
     dtype: Dtype
-    examples: list[GoldenExample] = field(default_factory=list)
     conversations: list[RenderedConversation] = field(default_factory=list)
     answers: list[ServerScore | str] = field(default_factory=list)
 
     def add_conversations(self, renderer: Renderer) -> None:
         """The golden conversations in every form. One that was truncated has no text, and is left out."""
-        tokenizer = renderer.tokenizer
+        tokenizer, golden = renderer.tokenizer, []
         for example in self.contract.golden:
             fitted = renderer.fit(example.messages)
             if fitted is None or fitted.token_ids != example.token_ids:
@@ -113,8 +113,9 @@ class _Replay:
             elif renderer.adds_bos:
                 bare = text.removeprefix(tokenizer.bos_token or "")
             completion = last_text(example.messages)
-            self.examples.append(example)
+            golden.append(example)
             self.conversations.append(RenderedConversation(example.messages, text, bare, fitted.token_ids, completion))
+        self.contract = self.contract.model_copy(update={"golden": golden})
 
     async def run(self) -> Verification:
         """Ask for the golden scores, alone and together, and say what explains them."""
@@ -125,7 +126,7 @@ class _Replay:
             can_batch = not (self.form == "messages" and self.dialect == "vllm")
             if verdict.state == "equal" and can_batch and len(scores) > 1:
                 together = [self._score(answer) for answer in await self._ask(self.conversations)]
-                in_batch = diagnose(self.contract, together, dtype=self.dtype, golden=self.examples)
+                in_batch = diagnose(self.contract, together, dtype=self.dtype)
                 if in_batch.state != "equal":
                     summary = "alone every conversation has its score, and beside others it has not: padding is read"
                     fix = "pad with a token that ends no conversation, and read each score by its conversation's length"
@@ -139,7 +140,6 @@ class _Replay:
             list(self._checks(verdict)),
             scores,
             dtype=self.dtype,
-            golden=self.examples,
             against=f"{self.connection.url} (as {self.dialect}, {self.form} sent{model})",
         )
 
@@ -192,14 +192,14 @@ class _Replay:
         """The one difference that explains the scores."""
         refusals = [
             f"{answer} (for {example.name!r})"
-            for answer, example in zip(self.answers, self.examples, strict=True)
+            for answer, example in zip(self.answers, self.contract.golden, strict=True)
             if isinstance(answer, str)
         ]
         if refusals:
             summary = f"the server refuses {len(refusals)} of {len(scores)} conversations"
             fix = "let the server read as many tokens as the model does, and all of the characters"
             return Check("tokens", "differs", summary, refusals[0], "a score for each", fix)
-        verdict = diagnose(self.contract, scores, dtype=self.dtype, golden=self.examples)
+        verdict = diagnose(self.contract, scores, dtype=self.dtype)
         if verdict.part not in ("weights", "precision") or verdict.state == "equal" or None in scores:
             return verdict
         # A few tokens too many may change a score as little as rounding does, so the server's own counts decide.
@@ -210,7 +210,7 @@ class _Replay:
     def _token_counts(self) -> Iterator[Row]:
         made = "rendered in another way" if self.form == "messages" else "made into other tokens"
         fix = "serve the model with the chat template and tokenizer of its folder, and cut nothing"
-        for answer, example in zip(self.answers, self.examples, strict=True):
+        for answer, example in zip(self.answers, self.contract.golden, strict=True):
             if isinstance(answer, ServerScore) and answer.num_tokens is not None:
                 count, more = len(example.token_ids), answer.num_tokens - len(example.token_ids)
                 summary = f"conversations are {made} by the server, {more:+d} tokens for {example.name!r}"
@@ -218,7 +218,7 @@ class _Replay:
 
     def _checks(self, verdict: Check) -> Iterator[Check]:
         """The checks of the parts that can be made from outside: whose contract it is, then `verdict`."""
-        expected = self.contract.scores_sha256
+        expected = self.contract_sha256
         answers = [answer for answer in self.answers if isinstance(answer, ServerScore)]
         served = next((answer.contract for answer in answers if answer.contract), None)
         hashes = "+".join(digest[:12] for digest in (served or expected).split("+"))

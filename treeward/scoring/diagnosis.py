@@ -81,13 +81,11 @@ class Check:
 class Verification:
     """The result of a verification. `checks`: one per part, in order.
 
-    `largest_difference`: of golden scores, None if they were not scored. `num_tensors`: tensors whose bytes were
-    compared, beside the head's. `against`: the server that was asked, and how.
+    `largest_difference`: of golden scores, None if they were not scored. `against`: the server that was asked, and how.
     """
 
     model: str
     checks: tuple[Check, ...]
-    num_tensors: int = 0
     num_scores: int = 0
     largest_difference: float | None = None
     tolerance: float | None = None
@@ -137,37 +135,30 @@ def verification(
     scores: Sequence[float | None],
     *,
     dtype: Dtype,
-    golden: Sequence[GoldenExample] | None = None,
-    **details: Any,
+    against: str | None = None,
 ) -> Verification:
-    """The result of the checks and the scores of golden conversations (as `diagnose` takes them), with `details`."""
-    examples = contract.golden if golden is None else golden
-    off = [abs(score - example.score) for score, example in zip(scores, examples, strict=False) if score is not None]
-    is_complete = bool(off) and len(off) == len(examples) and all(map(math.isfinite, off))
+    """The result of the checks and the scores of the golden conversations, which may be missing."""
+    golden = contract.golden
+    off = [abs(score - example.score) for score, example in zip(scores, golden, strict=False) if score is not None]
+    is_complete = bool(off) and len(off) == len(golden) and all(map(math.isfinite, off))
     return Verification(
         model,
         table(checks),
-        num_scores=len(examples),
+        num_scores=len(golden),
         largest_difference=max(off) if is_complete else None,
         tolerance=contract.tolerance.of(dtype),
-        **details,
+        against=against,
     )
 
 
-def diagnose(
-    contract: ScoringContract,
-    scores: Sequence[float | None],
-    *,
-    dtype: Dtype = "float32",
-    golden: Sequence[GoldenExample] | None = None,
-) -> Check:
+def diagnose(contract: ScoringContract, scores: Sequence[float | None], *, dtype: Dtype = "float32") -> Check:
     """One check that explains the scores of the golden conversations, made by whatever program.
 
     Equal within the tolerance of `dtype`: part "weights" in state "equal". Otherwise the part is what explains them: a
     known mistake of reading or framing, a function applied to the score, rounding, or, if nothing does, the weights.
-    `golden`: those that were scored, where they are not all. Raises `ValueError` for another number of scores.
+    Raises `ValueError` for another number of scores.
     """
-    examples = list(contract.golden if golden is None else golden)
+    examples = contract.golden
     for example, score in zip(examples, scores, strict=True):
         if score is None or not math.isfinite(score):
             return Check(

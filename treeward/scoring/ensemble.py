@@ -206,7 +206,7 @@ def _constants(
         "the members cannot be standardized",
         where=names[0],
         field="means, stds",
-        got=f"{len(calibrations)} of {len(names)} models with a calibration, on {len(data)} data sets",
+        got=f"{len(constants)} of {num_needed} {config.over} with a calibration, on {len(data)} data sets",
         fix="treeward calibrate MODEL --data FILE for each; or give means and stds, or set standardize=false",
     )
 

@@ -336,9 +336,7 @@ def _tolerance(golden: Sequence[GoldenExample], rounded: Sequence[float]) -> Tol
     """By how much scores of this model may differ, measured by how much they differ in bfloat16 (`rounded`).
 
     bfloat16 keeps 8 bits of a number and float32 24, so rounding is 2^16 times coarser, and a model amplifies both
-    alike. Another kernel adds up sums in another order and loses a few more bits, and ten conversations do not show the
-    largest difference; 2^8 of the 2^16 are left for both. A TF32 product (11 bits) and rounded weights exceed the
-    tolerance by an order of magnitude.
+    alike; 2^8 of it are left to other orders of summation, and to other conversations than these ten.
     """
     off = [abs(score - example.score) for score, example in zip(rounded, golden, strict=True)]
     worst = max(filter(math.isfinite, off), default=0.0)

@@ -144,14 +144,7 @@ class _Replay:
             checks += [compare("precision", self.precision(), about["precision"]), self.weights()]
         except TreewardError as error:  # without this part the later ones cannot be compared
             checks.append(failed(part, error))
-        return verification(
-            self.name,
-            contract,
-            checks,
-            self.scores,
-            dtype=self.computed_in,
-            num_tensors=self.num_hashed,
-        )
+        return verification(self.name, contract, checks, self.scores, dtype=self.computed_in)
 
     @property
     def computed_in(self) -> Dtype:
