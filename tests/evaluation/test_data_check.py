@@ -101,7 +101,6 @@ GROUP_LONG = [
     [
         ([*clean(), *map(swapped, clean()[:3])], {}, {"contradictions": (6, 63)}),
         ([*clean(), *clean()[:4]], {}, {"duplicates": (4, 64)}),
-        (edited((2, {"score_chosen": 1, "score_rejected": 2})), {}, {"scores_against_ranks": (1, 60)}),
         (edited((2, {"score_chosen": 1, "score_rejected": 1})), {}, {"ties": (1, 60)}),
         (edited((2, {"chosen": "Yes.", "rejected": "Yes."})), {}, {"identical": (1, 120)}),
         (edited((2, {"rejected": ""}), (9, {"chosen": " \n"})), {}, {"empty": (2, 120)}),

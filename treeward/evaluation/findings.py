@@ -138,10 +138,11 @@ def _against_chance(summary: Summary) -> str | None:
         verb = "is below" if overall == "worse than chance" else "contains"
         return f"The interval{of} {verb} {chance:.0%}, which is chance: nothing shows that it is better."
     parts = result.subsets or result.sections
-    with_scores = {metric.name: metric for metric in (result.parts_of_scored if result.num_failed else parts)}
-    standings = {part.name: _standing(with_scores.get(part.name), summary.chances[part.name]) for part in parts}
+    if result.num_failed or len(parts) < 2:  # a subset may be below chance because its scores are missing
+        return None
+    standings = {part.name: _standing(part, summary.chances[part.name]) for part in parts}
     low = [name for name, of_part in standings.items() if of_part not in (None, _BETTER)]
-    if not low or len(parts) < 2:
+    if not low:
         return None
     more = f" and {len(low) - _MOST_NAMED} more" if len(low) > _MOST_NAMED else ""
     return f"Nothing shows that it is better than chance in {', '.join(low[:_MOST_NAMED])}{more}."

@@ -42,8 +42,8 @@ class SuiteResult:
     """What one model does in one suite. `headline`: the number that the suite is known by.
 
     `sections` make up the headline and `subsets` the sections; `details`: further numbers of the suite, JSON.
-    `headline_of_scored`, `parts_of_scored`: headline, sections and subsets of the examples that have a score alone,
-    where some have none (`num_failed`); None and empty where all have one, or most have none (`mostly_failed`).
+    `headline_of_scored`: that of the examples that have a score alone, where some have none (`num_failed`); None where
+    all have one, or most have none (`mostly_failed`).
     """
 
     suite: str
@@ -55,7 +55,6 @@ class SuiteResult:
     num_ties: int = 0
     details: Mapping[str, Any] = field(default_factory=dict)
     headline_of_scored: Metric | None = None
-    parts_of_scored: tuple[Metric, ...] = ()
 
     @property
     def mostly_failed(self) -> bool:

@@ -209,16 +209,12 @@ def _load_suite(suite: Suite, source: str | None, limit: int | None) -> _LoadedS
 
 def _with_distinct_ids(examples: Sequence[Preference]) -> list[Preference]:
     """The second example of an id becomes `id#2`, and so on."""
-    counts = Counter(example.id for example in examples)
-    taken: set[str] = set()
+    counts: Counter[str] = Counter()
     distinct = []
     for example in examples:
-        number, name = 1, example.id
-        while name in taken or (number > 1 and name in counts):
-            number += 1
-            name = f"{example.id}#{number}"
-        taken.add(name)
-        distinct.append(replace(example, id=name))
+        counts[example.id] += 1
+        number = counts[example.id]
+        distinct.append(example if number == 1 else replace(example, id=f"{example.id}#{number}"))
     return distinct
 
 

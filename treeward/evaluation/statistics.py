@@ -39,10 +39,8 @@ _FEWEST_OF_A_PART = 5
 def wilson(successes: float, count: int) -> tuple[float, float]:
     """The 95 % score interval of a proportion of `count` independent examples; (0, 1) where there are none.
 
-        (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n),   p = successes / n
-
-    with z the normal quantile of 0.975. Wilson 1927, JASA 22, page 209. Unlike p -+ z sqrt(p (1 - p) / n) it
-    keeps its level near 0 and 1 and for few examples. Where outcomes lie between 0 and 1 it is wider than needed.
+    Wilson 1927, JASA 22, page 209. It keeps its level near 0 and 1 and for few examples. Where outcomes lie between 0
+    and 1 it is wider than needed.
     """
     if count == 0:
         return 0.0, 1.0
@@ -64,10 +62,9 @@ def cluster_bootstrap(
     """A 95 % interval of a function of column means, by default the mean, of examples in clusters, drawn whole.
 
     `values` (N,) or (N, K), a row per example; `clusters` (N,) says the cluster of each. `statistic` maps the means of
-    R resamples (R, K) to values (R,), NaN where it has none: these are left out. The interval lies between the
-    quantiles a and 1 - a, a = `expanded_tail`. Cluster resampling: Davison and Hinkley 1997, section 3.8. Deterministic
-    in `seed`. (None, None) for fewer than two clusters, from which nothing can be learnt about others, and where no
-    resample has a statistic. Below about ten clusters no bootstrap keeps its level.
+    R resamples (R, K) to values (R,); those that are NaN are left out. The interval lies between the quantiles a and
+    1 - a, a = `expanded_tail` (Davison and Hinkley 1997, section 3.8). (None, None) for fewer than two clusters, and
+    where no resample has a statistic. Below about ten clusters no bootstrap keeps its level.
     """
     rows = np.asarray(values, dtype=np.float64)
     codes = _codes(clusters, len(rows))
@@ -99,8 +96,8 @@ def resampled(rows_CK: Floats, num_resamples: int, seed: int = 0) -> Floats:
 def expanded_tail(num_clusters: int) -> float:
     """The share of resamples of C >= 2 clusters to be left out on each side: Phi(-sqrt(C / (C - 1)) t).
 
-    t is the quantile of 0.975 of Student's t with C - 1 degrees. A share of 0.025 would be too narrow for few
-    clusters: the expanded percentile interval, Hesterberg 2015 (arXiv 1411.5279, section 5.3).
+    t is the quantile of 0.975 of Student's t with C - 1 degrees: the expanded percentile interval, Hesterberg 2015
+    (arXiv 1411.5279, section 5.3). A share of 0.025 would be too narrow for few clusters.
     """
     t = float(special.stdtrit(num_clusters - 1, 0.975))
     return float(special.ndtr(-math.sqrt(num_clusters / (num_clusters - 1)) * t))
@@ -112,9 +109,9 @@ def accuracy_metric(
     """The mean outcome with a 95 % interval: Wilson's where no two examples share a cluster, else a cluster bootstrap.
 
     `outcomes` (N,) in [0, 1]; `clusters` (N,): the prompt of each; None if each has its own. `of`: what has these
-    outcomes, for the note. Where resampling tells too little, Wilson's interval with the number of clusters as its
-    count stands in, which is wider than needed: with fewer than ten clusters, or where all have the same mean. With
-    fewer than ten whose mean is not the most common one (one wrong of a hundred), each end is the wider of both.
+    outcomes, for the note. With fewer than ten clusters, or where all have the same mean, resampling tells too little:
+    Wilson's interval with the number of clusters as its count stands in, which is wider than needed. With fewer than
+    ten whose mean is not the most common one (one wrong of a hundred), each end is the wider of both.
     """
     values = np.asarray(outcomes, dtype=np.float64)
     count = len(values)
@@ -159,16 +156,13 @@ def combined(name: str, parts: Sequence[Part], weights: Sequence[float] | None =
 
         p - sqrt(sum w_i^2 (p_i - low_i)^2),  p + sqrt(sum w_i^2 (high_i - p_i)^2)     with weights that sum to 1
 
-    The method of variance estimates recovery, Zou and Donner 2008, Statistics in Medicine 27, page 1693. A part that is
-    all right reaches nowhere above itself, so that with many of them the upper end would be too low: each end is at
-    least sqrt(sum w_i^2 (p_i - low_i) (high_i - p_i)) away, but not beyond the weighted sum of the parts' own ends. For
-    Wilson's intervals that product is z^2 p_i (1 - p_i) / (n_i + z^2), the variance itself. With parts of fewer than
-    five examples the interval may be too narrow (of four parts of two it held the truth in 86 to 93 of 100
-    simulations, of four parts of five in 92 to 96).
+    The method of variance estimates recovery, Zou and Donner 2008, Statistics in Medicine 27, page 1693. Many parts
+    that are all right would make the upper end too low, so each end is at least sqrt(sum w_i^2 (p_i - low_i) (high_i -
+    p_i)) away (for Wilson's intervals that is the variance itself), but not beyond the weighted sum of the parts' ends.
 
-    That is for independent parts. Where parts share prompts, prompts are drawn anew too (`cluster_bootstrap`), and each
-    end is the wider one, within [0, 1]. The drawn average is of p + N w_i / n_i (y_i - p_i) for an outcome y_i of part
-    i, which keeps the parts' sizes and weights fixed as the sum over the drawn examples changes.
+    Where parts share prompts, prompts are drawn anew too (`cluster_bootstrap`), and each end is the wider one, within
+    [0, 1]. The drawn average is of p + N w_i / n_i (y_i - p_i) for an outcome y_i of part i, which keeps the parts'
+    sizes and weights fixed as the sum over the drawn examples changes.
     """
     if not parts:
         return Metric(name, None, count=0, note="There are no examples.")
@@ -204,12 +198,10 @@ def combined(name: str, parts: Sequence[Part], weights: Sequence[float] | None =
 def paired_test(differences: ArrayLike, clusters: Sequence[Hashable], *, num_resamples: int = 9999) -> float:
     """The two-sided p-value of paired differences (N,) that come in clusters.
 
-    If the models are exchangeable within each cluster, its sum D_c is as likely as -D_c, whatever the dependence inside
-    it: p = P(|sum +-D_c| >= |sum D_c|) over all signs, or over `num_resamples` random ones and the observed one where
-    that is fewer (more than 13 clusters that differ). Fisher 1935, The Design of Experiments, section 21.
-
-    Where all sums but 0 are equally large, as of one example per cluster, it is exact: of b positive and c negative
-    ones min(1, 2 P(Binomial(b + c, 1/2) <= min(b, c))), McNemar's test (1947, Psychometrika 12, page 153).
+    If the models are exchangeable within each cluster, its sum D_c is as likely as -D_c: p = P(|sum +-D_c| >= |sum
+    D_c|) over all signs, or over `num_resamples` random ones where that is fewer (Fisher 1935, The Design of
+    Experiments, section 21). Where all sums but 0 are equally large, as of one example per cluster, it is McNemar's
+    exact test (1947, Psychometrika 12, page 153).
     """
     values = np.asarray(differences, dtype=np.float64)
     sums = np.bincount(_codes(clusters, len(values)), weights=values)
@@ -235,10 +227,9 @@ def paired_bootstrap(
 ) -> Interval:
     """A 95 % interval of mean(first) - mean(second), outcomes (N,) of the same examples; both are drawn together.
 
-    A `cluster_bootstrap` of the differences, where resampling tells enough. Where all are 0 it is -u to u, u the upper
-    end of Wilson's interval of 0 in C clusters. With fewer than ten, or one and the same difference in all, it is that
-    of Newcombe 1998 (Statistics in Medicine 17, page 873, method 10 for independent proportions), from Wilson's
-    intervals with C as their count: wider than needed.
+    A `cluster_bootstrap` of the differences. Where all are 0 it is -u to u, u the upper end of Wilson's interval of 0
+    in C clusters. With fewer than ten, or one and the same difference in all, it is that of Newcombe 1998 (Statistics
+    in Medicine 17, page 873, method 10), from Wilson's intervals with C as their count: wider than needed.
     """
     a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     codes = _codes(clusters, len(a))
@@ -271,8 +262,7 @@ def auroc(positive_scores: ArrayLike, negative_scores: ArrayLike) -> float | Non
 def kendall_tau_b(scores: ArrayLike, ranks: ArrayLike) -> float | None:
     """How well scores (K,), higher is better, follow ranks (K,), lower is better: 1 same order, -1 the opposite.
 
-    (C - D) / sqrt((n - n_s) (n - n_r)) over the n pairs: C in the same order, D in the opposite, n_s with equal scores,
-    n_r with equal ranks. None where all scores or all ranks are equal. Kendall 1945, Biometrika 33, page 239.
+    None where all scores or all ranks are equal. Kendall 1945, Biometrika 33, page 239.
     """
     if len(np.asarray(scores)) < 2:
         return None
@@ -286,10 +276,9 @@ def kendall_tau_b(scores: ArrayLike, ranks: ArrayLike) -> float | None:
 def pair_confidences(margins: ArrayLike, temperature: float = 1.0) -> tuple[Floats, Floats]:
     """What a reward model says of its choices, and whether they were right: probabilities (P,), outcomes (P,).
 
-    `margins` (P,): s_better - s_worse of ordered pairs. It prefers the higher score, with probability
+    `margins` (P,): s_better - s_worse of ordered pairs. The model prefers the higher score, with probability
     sigma(|margin| / T) in [0.5, 1] (Bradley and Terry 1952); it is right (1) where the margin is positive, a tie is
-    0.5. These are what `expected_calibration_error`, `brier` and `reliability_curve` take: sigma(margin / T) itself
-    would be of an event that always happens.
+    0.5.
     """
     values = np.asarray(margins, np.float64)
     return special.expit(np.abs(values) / temperature), (np.sign(values) + 1) / 2
@@ -299,7 +288,7 @@ def expected_calibration_error(probabilities: ArrayLike, outcomes: ArrayLike) ->
     """sum_b n_b / N |frequency_b - mean probability_b| over ten equal bins of [0, 1]; None for no predictions.
 
     `probabilities` (N,) of events and `outcomes` (N,), 1 where they happened. Guo et al. 2017 (arXiv 1706.04599),
-    equation 3. It is never negative, so for few examples it is above 0 for a calibrated model too.
+    equation 3. For few examples it is above 0 for a calibrated model too.
     """
     bins = reliability_curve(probabilities, outcomes)
     off = sum(bin["count"] * abs(bin["frequency"] - bin["mean_probability"]) for bin in bins)
@@ -316,7 +305,6 @@ def reliability_curve(probabilities: ArrayLike, outcomes: ArrayLike) -> list[dic
     """Predictions (N,) in ten equal bins (low, high] of [0, 1], the first with 0; empty bins are left out.
 
     Each has `count`, `mean_probability`, `frequency` (how often the event happened) and `interval`, Wilson's of that.
-    DeGroot and Fienberg 1983; bins as in Guo et al. 2017 (arXiv 1706.04599), section 2.
     """
     p, o = np.asarray(probabilities, np.float64), np.asarray(outcomes, np.float64)
     places = np.searchsorted(np.linspace(0.0, 1.0, 11)[1:-1], p, side="left")
@@ -325,8 +313,9 @@ def reliability_curve(probabilities: ArrayLike, outcomes: ArrayLike) -> list[dic
         count, happened = int(inside.sum()), float(o[inside].sum())
         mean_probability = float(p[inside].mean())
         frequency, interval = happened / count, wilson(happened, count)
-        bins.append({"count": count, "mean_probability": mean_probability, "frequency": frequency,
-                     "interval": interval})  # fmt: skip
+        bins.append(
+            {"count": count, "mean_probability": mean_probability, "frequency": frequency, "interval": interval}
+        )
     return bins
 
 

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from treeward.evaluation.diagnostics.perturbations import REWRITES, rewrite
 
-PROMPT = "What is the capital of France?"
 TEXT = "The capital is Paris. It lies on the Seine.\n\nAsk me more."
 
 
-def rewritten(name: str, text: str = TEXT, prompt: str = PROMPT, seed: int = 0) -> Any:
-    return rewrite(name, prompt, text, random.Random(seed))
+def rewritten(name: str, text: str = TEXT, seed: int = 0) -> Any:
+    return rewrite(name, text, random.Random(seed))
 
 
 def test_what_each_rewrite_does() -> None:
@@ -25,7 +24,6 @@ def test_what_each_rewrite_does() -> None:
     assert rewritten("white_space").split() == TEXT.split() and "\n\n\n\n\n\nAsk" in rewritten("white_space")
     assert rewritten("flattery").endswith(f" {TEXT}") and "question" in rewritten("flattery")
     assert rewritten("padding").startswith(f"{TEXT} ") and len(rewritten("padding")) >= 1.5 * len(TEXT)
-    assert rewritten("prompt_restated") == f'You asked: "{PROMPT}"\n\n{TEXT}'
     assert rewritten("capitals") == TEXT.upper()
     assert "Paris" not in rewritten("refusal") and rewritten("refusal") == rewritten("refusal", "Another text.")
     assert rewritten("repeated").count("Paris") == 2
@@ -38,7 +36,6 @@ def test_where_there_is_nothing_to_change_there_is_no_rewrite() -> None:
     assert rewritten("capitals", "4 + 4 = 8") is None
     assert rewritten("truncated_50", "Paris.") is None and rewritten("truncated_80", "Paris.") is None
     assert rewritten("truncated_50", "Paris, France.") == "Paris,"
-    assert rewritten("prompt_restated", prompt=" ") is None
 
 
 @pytest.mark.parametrize("name", REWRITES)
@@ -47,7 +44,7 @@ def test_a_rewrite_is_a_text_that_differs_and_the_seed_decides_it(name: str, tex
     once = rewritten(name, text, seed=seed)
     assert once == rewritten(name, text, seed=seed)
     assert once is None or (once != text and once)
-    if once is not None and name in ("flattery", "padding", "prompt_restated", "repeated"):
+    if once is not None and name in ("flattery", "padding", "repeated"):
         assert text.strip() in once and len(once) > len(text.rstrip())
     if once is not None and name.startswith("truncated"):
         assert text.startswith(once) and len(once.split()) < len(text.split())

@@ -14,12 +14,11 @@ from evaluated import preference
 from report_sample import EMPTY, BestOf, by_length, perfect, scored, summary, three_in_eight
 
 from treeward.config.data import DatasetConfig
-from treeward.evaluation.diagnostics.labels import LABELS
 from treeward.evaluation.diagnostics.overlap import Overlap, OverlapFlag
 from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.findings import findings, length_finding, standing, verdict
-from treeward.evaluation.page import metrics_table, report_blocks, write_results
+from treeward.evaluation.page import LABELS, metrics_table, report_blocks, write_results
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import wilson
 from treeward.evaluation.suites import PreferenceSuite

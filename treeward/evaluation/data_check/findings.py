@@ -37,10 +37,6 @@ _ADVICE = {
         "Both cannot be learnt: they pull the margin to 0 and cap the accuracy.",
         "Keep the label of the majority, or give both completions one rank and set data.ties=half.",
     ),
-    "scores_against_ranks": (
-        "The rank counts; perhaps a column means the opposite.",
-        "Check which way the scores go; rm.loss.strength gives these a strength of 0.",
-    ),
     "validation_overlap": (_REMEMBERED, "Split by prompt, not by row; remove them on one side."),
     "benchmark_overlap": (
         _REMEMBERED,
@@ -127,7 +123,7 @@ def numbers_of(data: DataRead) -> dict[str, Any]:
     repeated_tokens = data.column("shared").astype(np.int64)[_repeated(data.column("prompt"))].sum()
     names = (
         *("rows", "broken", "turns", "completions", "tokens", "tree_tokens", "ties", "tied_pairs"),
-        *("scores_against_ranks", "identical", "identical_texts", "empty", "ungraded"),
+        *("identical", "empty", "ungraded"),
     )
     return {name: sums[name] for name in names} | {
         "grades": {name.removeprefix("graded "): n for name, n in sums.items() if name.startswith("graded ")},
@@ -201,9 +197,6 @@ def _of_labels(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
     verb = "rank two completions one way that another ranks the other way."
     count = numbers["contradictions"]
     yield _finding("contradictions", count, rows, "comparisons", verb, _wheres(data, in_order), "warning")
-    verb = "rank a completion above one with a higher score."
-    against = numbers["scores_against_ranks"]
-    yield _finding("scores_against_ranks", against, rows, "comparisons", verb, _noted(data, "scores_against_ranks"))
 
 
 def _of_overlap(overlap: Overlap) -> Finding:
@@ -223,8 +216,7 @@ def _of_rows(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
     rows, completions = numbers["rows"], numbers["completions"]
     places = _wheres(data, _repeated(data.column("digest")))
     yield _finding("duplicates", numbers["duplicates"], rows, "comparisons", "are there before.", places)
-    same_text = numbers["identical_texts"]
-    verb = f"have the tokens of another of their comparison, in {same_text:,} rows the same text."
+    verb = "have the tokens of another of their comparison."
     yield _finding("identical", numbers["identical"], completions, "completions", verb, _noted(data, "identical"))
     yield _finding("empty", numbers["empty"], completions, "completions", "are empty.", _noted(data, "empty"))
     verb = f"have no {' and no '.join(numbers['grades'])}."

@@ -146,11 +146,9 @@ def _add_row(
     completions, ranks = preference.completions, preference.ranks
     prompt, keys = key_of(preference.context), [key_of(completion.messages) for completion in completions]
     texts = [last_text(completion.messages) for completion in completions]
-    scored = [(completion.rank, completion.score) for completion in completions if completion.score is not None]
     counts = {
         "ties": int(len(set(ranks)) == 1 and not attributes),
         "ungraded": int(record["outcome"] == "dropped_ungraded"),
-        "scores_against_ranks": int(any(a < b and s < t for (a, s), (b, t) in itertools.permutations(scored, 2))),
         "empty": sum(not text.strip() for text in texts),
         "identical": record["deduplicated"] or int(record["outcome"] == "dropped_identical"),
     }
@@ -163,7 +161,6 @@ def _add_row(
         rows=1,
         completions=len(completions),
         turns=len(preference.context),
-        identical_texts=int(len(set(keys)) < len(keys)),
         **{name: record[name] for name in ("tokens", "tree_tokens", "tied_pairs")},
         **{f"graded {name}": sum(end.grade(name) is not None for end in completions) for name in attributes},
     )

@@ -37,7 +37,6 @@ from treeward.evaluation.diagnostics.completions import (
     residuals_within_prompts,
     slopes_within_prompts,
 )
-from treeward.evaluation.diagnostics.labels import LABELS
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Block, Diagnostic, Metric
 from treeward.evaluation.statistics import Part, cluster_bootstrap, combined
@@ -193,7 +192,7 @@ def stratify(scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]]
     numbers = {name: part.metric for name, part in parts.items()}
     count, note = int(more.sum() + less.sum()), None
     if not more.any() or not less.any():
-        note = f'There is no scored pair for "{LABELS[trait.less if more.any() else trait.more][0]}".'
+        note = f"There is no scored pair for {trait.less if more.any() else trait.more}."
         gap, controlled = (Metric(name, None, count=count) for name in (trait.gap, trait.controlled))
     else:
         # p - q is twice the mean of p and 1 - q, less 1.

@@ -62,11 +62,10 @@ _PADDING = (
     "All things considered, it is helpful to look at the matter from several sides.",
 )
 _SENTENCE_END = re.compile(r"(?<=[.!?])[ \t]+(?=\S)")
-_LONGEST_RESTATEMENT = 400  # characters of the prompt
 
 
 class Rewrite(NamedTuple):
-    """One way to change a completion, of which `change` gets the last user turn, the text, and a generator.
+    """One way to change a completion, of which `change` gets the text and a generator.
 
     `kind`: "style" keeps the content, so it should not decide between a right and a wrong completion; "damage" takes
     something away, so the score should not rise.
@@ -74,10 +73,10 @@ class Rewrite(NamedTuple):
 
     label: str
     kind: Literal["style", "damage"]
-    change: Callable[[str, str, random.Random], str | None]
+    change: Callable[[str, random.Random], str | None]
 
 
-def _markdown(prompt: str, text: str, rng: random.Random) -> str | None:
+def _markdown(text: str, rng: random.Random) -> str | None:
     """A heading, and each sentence an item whose first words are bold; paragraphs and code blocks stay as they are."""
     if "```" in text:
         return f"## Answer\n\n{text}"
@@ -90,7 +89,7 @@ def _markdown(prompt: str, text: str, rng: random.Random) -> str | None:
     return "## Answer\n\n" + "\n".join(lines)
 
 
-def _padded(prompt: str, text: str, rng: random.Random) -> str | None:
+def _padded(text: str, rng: random.Random) -> str | None:
     """Phrases that say nothing, at the end, until the text is half as long again, two of them at least."""
     phrases = rng.sample(_PADDING, len(_PADDING))
     added: list[str] = []
@@ -99,17 +98,8 @@ def _padded(prompt: str, text: str, rng: random.Random) -> str | None:
     return f"{text.rstrip()} {' '.join(added)}"
 
 
-def _restated(prompt: str, text: str, rng: random.Random) -> str | None:
-    asked = " ".join(prompt.split())
-    if not asked:
-        return None
-    if len(asked) > _LONGEST_RESTATEMENT:
-        asked = asked[:_LONGEST_RESTATEMENT].rsplit(" ", 1)[0] + " ..."
-    return f'You asked: "{asked}"\n\n{text}'
-
-
-def _truncated(share: float) -> Callable[[str, str, random.Random], str | None]:
-    def change(prompt: str, text: str, rng: random.Random) -> str | None:
+def _truncated(share: float) -> Callable[[str, random.Random], str | None]:
+    def change(text: str, rng: random.Random) -> str | None:
         words = list(re.finditer(r"\S+", text))
         kept = int(share * len(words))
         return text[: words[kept - 1].end()] if 0 < kept < len(words) else None
@@ -119,23 +109,22 @@ def _truncated(share: float) -> Callable[[str, str, random.Random], str | None]:
 
 REWRITES: Mapping[str, Rewrite] = {
     "markdown": Rewrite("markdown", "style", _markdown),
-    "white_space": Rewrite("white space", "style", lambda prompt, text, rng:
+    "white_space": Rewrite("white space", "style", lambda text, rng:
         "\n\n\n" + text.replace("\n", "\n\n\n").replace(". ", ".  ") + "\n\n\n"),
-    "flattery": Rewrite("flattery", "style", lambda prompt, text, rng: f"{rng.choice(_FLATTERY)} {text}"),
+    "flattery": Rewrite("flattery", "style", lambda text, rng: f"{rng.choice(_FLATTERY)} {text}"),
     "padding": Rewrite("padding", "style", _padded),
-    "prompt_restated": Rewrite("question restated", "style", _restated),
-    "capitals": Rewrite("capitals", "style", lambda prompt, text, rng: text.upper()),
-    "refusal": Rewrite("refusal", "damage", lambda prompt, text, rng: rng.choice(_REFUSALS)),
+    "capitals": Rewrite("capitals", "style", lambda text, rng: text.upper()),
+    "refusal": Rewrite("refusal", "damage", lambda text, rng: rng.choice(_REFUSALS)),
     "truncated_80": Rewrite("cut at 80 %", "damage", _truncated(0.8)),
     "truncated_50": Rewrite("cut at 50 %", "damage", _truncated(0.5)),
-    "repeated": Rewrite("said twice", "damage", lambda prompt, text, rng: f"{text}\n\n{text}"),
+    "repeated": Rewrite("said twice", "damage", lambda text, rng: f"{text}\n\n{text}"),
 }  # fmt: skip
 """All rewrites by name, in the order of a report. Their English phrases are the same for every language."""
 
 
-def rewrite(name: str, prompt: str, text: str, rng: random.Random) -> str | None:
+def rewrite(name: str, text: str, rng: random.Random) -> str | None:
     """The text changed by one of `REWRITES`, or None where there is nothing to change."""
-    changed = REWRITES[name].change(prompt, text, rng) if text.strip() else None
+    changed = REWRITES[name].change(text, rng) if text.strip() else None
     return None if changed == text else changed
 
 
@@ -203,14 +192,11 @@ def perturb(example: Preference) -> dict[str, tuple[str | None, str | None]]:
     None where a rewrite has nothing to change. An example whose better completion is a refusal has no rewrite
     "refusal". The example must have a better and a worse completion of text.
     """
-    prompt = last_text([message for message in example.context if message.get("role") == "user"])
     better, worse = (last_text(example.completions[i].messages) for i in _pair(example))
     texts: dict[str, tuple[str | None, str | None]] = {}
     for name in REWRITES:
         # The same generator for both, so that a rewrite with a choice of phrases takes the same one.
-        first, second = (
-            rewrite(name, prompt, text, random.Random(f"0/{example.id}/{name}")) for text in (better, worse)
-        )
+        first, second = (rewrite(name, text, random.Random(f"0/{example.id}/{name}")) for text in (better, worse))
         is_refusal = name == "refusal" and _REFUSAL.match(better)
         texts[name] = (None, None) if is_refusal else (first, second)
     return texts

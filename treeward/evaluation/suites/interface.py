@@ -92,12 +92,7 @@ class Suite(ABC):
             return _without_values(result)
         if not num_failed:
             return result
-        of_scored = self._compute(with_scores)
-        return replace(
-            result,
-            headline_of_scored=replace(of_scored.headline, note=None),
-            parts_of_scored=(*of_scored.sections, *of_scored.subsets),
-        )
+        return replace(result, headline_of_scored=replace(self._compute(with_scores).headline, note=None))
 
     @abstractmethod
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
