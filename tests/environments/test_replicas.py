@@ -42,7 +42,7 @@ def scores(folder: str) -> list[float]:
 
 def make(folder: str, **keys: Any) -> RewardModelEnvironment:
     """An environment here whose model is in Ray workers; one conversation in a pass, so that steps take a while."""
-    config = {"model_name": folder, "precision": "float32", "batch_size": 1, "cpus_per_replica": 0.5}
+    config = {"model_name": folder, "precision": "float32", "batch_size": 1}
     return RewardModelEnvironment(config | keys, workers="ray")
 
 

@@ -44,7 +44,6 @@ def test_exact_match() -> None:
     ]
     assert rewards(config, *samples) == [1, 0, 0, 1, 1, 0, 1]
     assert rewards(config | {"ignore_case": True}, *samples) == [1, 0, 1, 1, 1, 0, 1]
-    assert rewards(config | {"strip": False}, *samples) == [0, 0, 0, 1, 1, 0, 1]
     assert rewards(config | {"correct": 0.5, "wrong": -2}, *samples[:2]) == [0.5, -2]
 
 

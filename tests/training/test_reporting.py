@@ -57,7 +57,7 @@ def test_the_report_has_the_accuracies_that_training_printed(
     sets = f"{{data_path: {uneven}, name: uneven}}, {binary}"
     config = tiny_run(
         REPORT, f"data.validation=[{sets}]", "rm.val_batches=1", "rm.val_global_batch_size=4",
-        "checkpointing.metric_name=null", "evaluation.look_for_training_data=false",
+        "checkpointing.metric_name=null",
     )  # fmt: skip
     outcome = train(config, show_progress=False)
     assert outcome.exit_code == 0 and outcome.report == tmp_path / "checkpoints" / "report" / "report.html"

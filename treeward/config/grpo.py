@@ -126,20 +126,10 @@ class WatchConfig(Strict):
     """Watch every validation."""
     z: PositiveFloat = 3.0
     """Threshold of the test for a fall of the gold reward, in standard deviations; 3 has 0.00135 false alarms a run."""
-    min_validations: int = Field(default=3, ge=2)
-    """Validations before the first test."""
     max_kl: PositiveFloat | None = None
     """Budget for KL(policy || reference). None: no budget."""
     max_length_growth: float | None = Field(default=2.0, gt=1.0)
     """Alarm when completions are this many times as long as at the first validation. None: never."""
-    min_length_correlation: float = Field(default=0.3, ge=-1.0, le=1.0)
-    """Raise that alarm only if reward and length correlate at least this much within groups, where that is known."""
-    min_entropy_share: Share | None = 0.1
-    """Alarm when the entropy falls below this share of its value at the first validation. None: never."""
-    max_truncation_rate: Share | None = 0.5
-    """Alarm when a larger share of completions is truncated. None: never."""
-    max_groups_without_signal: Share | None = 0.9
-    """Alarm when a larger share of groups has equal rewards. None: never."""
     stop: bool = False
     """End the run at an alarm of a kind in `stop_on`."""
     stop_on: tuple[AlarmKind, ...] = ("gold_falls",)

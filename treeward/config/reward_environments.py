@@ -78,14 +78,10 @@ class RewardModelEnvironmentConfig(ScoringConfig):
     num_replicas: PositiveInt | None = None
     """Replicas of the model, which share the load. None: one for each `dtensor_cfg.tensor_parallel_size` GPUs of
     `resources`, otherwise one."""
-    cpus_per_replica: PositiveFloat = 1.0
-    """CPUs that Ray reserves for each process of a replica; also its threads where it has no GPU."""
     max_retries: NonNegativeInt = 3
     """Further attempts of a part of a step whose worker died or took too long; the worker is started again."""
     worker_timeout_seconds: PositiveFloat | None = None
     """Time limit of a worker for its part of a step; then it is killed. None: no limit."""
-    start_timeout_seconds: PositiveFloat = 1800.0
-    """Time limit for placing the workers and loading the model."""
     on_failure: Literal["mask", "raise"] = "mask"
     """Samples without a reward are NaN, with the reason in the metadata (`mask`), or the step fails (`raise`)."""
 
@@ -168,8 +164,6 @@ class RuleEnvironmentConfig(Strict):
     """With `regex`: the pattern to find in the answer, in the syntax of the package `regex`; needs no ground truth."""
     ignore_case: bool = False
     """Ignore case in `exact_match` and `regex`."""
-    strip: bool = True
-    """Ignore white space around answer and ground truth in `exact_match`."""
     correct: float = 1.0
     """The reward of a right answer."""
     wrong: float = 0.0
@@ -235,8 +229,6 @@ class JudgeEnvironmentConfig(Strict):
     """Longest message of the judge, in tokens; a truncated message is not a verdict. None: not sent."""
     extra_body: dict[str, Any] = {}
     """Further fields of the request, as `{max_completion_tokens: 1024}`."""
-    max_characters: PositiveInt = 100_000
-    """A sample with a longer prompt for the judge has no reward: nothing is cut silently."""
     max_concurrency: PositiveInt = 16
     """Most requests at a time."""
     timeout_seconds: PositiveFloat = 60.0

@@ -75,12 +75,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         for match in matches:
             about = match.samples[0]
             question = make_question(self.config, transcript(conversations[about][:-1]), match.texts, about)
-            if question.num_characters > self.config.max_characters:
-                limit = self.config.max_characters
-                why = f"the prompt of the judge has {question.num_characters} characters, max_characters is {limit}"
-                errors |= dict.fromkeys(match.samples, why)
-            else:
-                asked.append((question, match))
+            asked.append((question, match))
         # A sample that has no reward anyway is not asked about alone.
         asked = [(question, match) for question, match in asked if any(i not in errors for i in match.samples)]
         outcomes: dict[int, list[_Outcome]] = defaultdict(list)

@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+_START_SECONDS = 1800.0
+"""Time limit for placing the workers and loading the model."""
+
 
 class ScoringWorker:
     """Loads the model of `config` and scores on `device`, "cpu" or "cuda". `rank`: its number in a group.
@@ -142,12 +145,12 @@ class ReplicaPool:
         size = config.dtensor_cfg.tensor_parallel_size
         self._places = reserve(
             count=config.num_workers,
-            cpus=size * config.cpus_per_replica,
+            cpus=size,
             gpus=size if config.resources.gpus_per_node else 0,
             what="the reward model",
             where=WHERE,
-            field="resources num_replicas cpus_per_replica",
-            seconds=config.start_timeout_seconds,
+            field="resources num_replicas",
+            seconds=_START_SECONDS,
         )
         self._replicas = [_Replica(config, self._places, number) for number in range(config.num_workers)]
         try:
@@ -157,7 +160,7 @@ class ReplicaPool:
             self.shutdown()
             if not isinstance(error, _WorkerLost):
                 raise
-            fix = "look into Ray's logs; free memory or processors, raise start_timeout_seconds, or use fewer replicas"
+            fix = "look into Ray's logs; free memory or processors, or use fewer replicas"
             raise ModelError("a worker of the reward model does not start", got=str(error), fix=fix) from error
 
     @property
@@ -212,8 +215,8 @@ class _Replica:
             raise ModelError("the environment was shut down", got="a step", fix="make a new RewardModelEnvironment")
         if self._workers:
             return
-        config, on_gpu, seconds = self._config, self._places.on_gpu, self._config.start_timeout_seconds
-        options = {"num_cpus": config.cpus_per_replica, "num_gpus": int(on_gpu), **self._places.options(self._number)}
+        config, on_gpu, seconds = self._config, self._places.on_gpu, _START_SECONDS
+        options = {"num_cpus": 1, "num_gpus": int(on_gpu), **self._places.options(self._number)}
         actor = self._ray.remote(ScoringWorker).options(**options)
         size, device = config.dtensor_cfg.tensor_parallel_size, "cuda" if on_gpu else "cpu"
         self._workers = [actor.remote(config, device, rank) for rank in range(size)]

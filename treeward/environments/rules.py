@@ -104,7 +104,7 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
             raise _UndecidedError(f"the pattern {pattern!r} took more than {seconds:g} seconds") from None
 
     def _normal(self, text: str) -> str:
-        text = text.strip() if self.config.strip else text
+        text = text.strip()
         return text.casefold() if self.config.ignore_case else text
 
 

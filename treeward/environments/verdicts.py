@@ -88,10 +88,6 @@ class Question(NamedTuple):
     about: int
     messages: tuple[Message, ...]
 
-    @property
-    def num_characters(self) -> int:
-        return len(self.messages[-1]["content"])
-
 
 class TokenChoice(NamedTuple):
     """A token of a judge's message, and the log-probabilities of those that could stand in its place, itself too."""

@@ -67,9 +67,9 @@ _NOT_OF_THE_RUN = {
 """Keys of `grpo` that a resumed run may change: no weight depends on them, nor how many prompts a validation completes
 and how often (`max_val_samples`, `num_val_generations`), without which its numbers could not be compared."""
 _NOT_OF_THE_REWARD = {
-    *("resources", "num_replicas", "cpus_per_replica", "batch_size", "batch_tokens", "dtensor_cfg", "cpu_offload"),
+    *("resources", "num_replicas", "batch_size", "batch_tokens", "dtensor_cfg", "cpu_offload"),
     *("activation_checkpointing", "dynamic_batching", "sequence_packing", "megatron_cfg", "max_retries"),
-    *("worker_timeout_seconds", "start_timeout_seconds", "step_timeout_seconds", "timeout_seconds"),
+    *("worker_timeout_seconds", "step_timeout_seconds", "timeout_seconds"),
     *("workers", "num_workers", "max_concurrency", "base_url", "api_key_env", "served_model", "token_env"),
 }
 """Keys of our environments that change where and how fast a reward is computed, or whether there is one in time."""

@@ -36,6 +36,14 @@ ALARMS_FILE = "alarms.json"
 """The file in a run's log folder that holds its alarms; the report reads it."""
 
 _ROUNDING = 1e-9
+_MIN_VALIDATIONS = 3
+"""Validations with a gold reward before the first test."""
+_MIN_LENGTH_CORRELATION = 0.3
+"""Of reward and length within groups, where it is known: below it, longer completions are no alarm."""
+_MIN_ENTROPY_SHARE = 0.1
+"""Of the entropy at the first validation."""
+_MAX_TRUNCATION_RATE = 0.5
+_MAX_GROUPS_WITHOUT_SIGNAL = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +179,7 @@ class OverOptimisationWatch:
 
     def _gold_falls(self, now: Mapping[str, Any]) -> str | None:
         best, t, gold, kl = self._best, self._num_golds + 1, _mean(now["gold"]), now["kl"]
-        if best is None or math.isnan(gold) or t < self.config.min_validations:
+        if best is None or math.isnan(gold) or t < _MIN_VALIDATIONS:
             return None
         change, rise = _difference(best["gold"], now["gold"]), _difference(best["proxy"], now["proxy"]).value
         largest_p = float(special.ndtr(-self.config.z)) * 2.0 / ((t - 1) * t * (t + 1))
@@ -190,17 +198,12 @@ class OverOptimisationWatch:
 
     def _signs(self, now: Mapping[str, Any]) -> dict[AlarmKind, str]:
         """The other alarms that hold: each is a quantity beyond its limit. None of them is a proof."""
-        config, kl, length, entropy = self.config, now["kl"], now["length"], now["entropy"]
+        kl, length, entropy = now["kl"], now["length"], now["entropy"]
         first_length, first_entropy = (self._first.get(name, math.nan) for name in ("length", "entropy"))
-        budget, growth, share = (
-            config.max_kl or math.inf,
-            config.max_length_growth or math.inf,
-            config.min_entropy_share,
-        )
-        cut, without = config.max_truncation_rate, config.max_groups_without_signal
+        budget, growth = self.config.max_kl or math.inf, self.config.max_length_growth or math.inf
         rise = _difference(self._first.get("proxy", []), now["proxy"]).value
         # A gold reward tells more than lengths do.
-        grows = math.isnan(_mean(now["gold"])) and rise > 0 and not now["correlation"] < config.min_length_correlation
+        grows = math.isnan(_mean(now["gold"])) and rise > 0 and not now["correlation"] < _MIN_LENGTH_CORRELATION
         table: list[tuple[AlarmKind, bool, str]] = [
             (
                 "kl_budget", kl > budget,
@@ -213,16 +216,16 @@ class OverOptimisationWatch:
                 f"{rise:.3g}: the reward model may pay for length.",
             ),
             (
-                "entropy_collapse", share is not None and entropy < share * first_entropy,
+                "entropy_collapse", entropy < _MIN_ENTROPY_SHARE * first_entropy,
                 f"The policy's entropy is {entropy:.3g}, at the first validation {first_entropy:.3g}: it gives nearly "
                 "the same completion every time and explores no more.",
             ),
             (
-                "truncation", cut is not None and now["truncated"] > cut,
+                "truncation", now["truncated"] > _MAX_TRUNCATION_RATE,
                 f"{now['truncated']:.0%} of the completions reach the length limit and are cut.",
             ),
             (
-                "no_signal", without is not None and now["without"] > without,
+                "no_signal", now["without"] > _MAX_GROUPS_WITHOUT_SIGNAL,
                 f"{now['without']:.0%} of the groups have completions with equal rewards, which teach nothing.",
             ),
         ]  # fmt: skip

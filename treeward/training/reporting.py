@@ -158,7 +158,7 @@ class ReportPlan:
                 folder,
                 limit=evaluation.limit,
                 num_perturbations=evaluation.perturbations,
-                training_data=self.config.training_sets if evaluation.look_for_training_data else (),
+                training_data=self.config.training_sets,
                 on_progress=on_progress,
                 skip_unreadable=True,
             )
