@@ -87,8 +87,7 @@ class Reply:
 class Connection:
     """Requests to the server at `url`, which may have a path (`https://host/rm`).
 
-    `token`: sent as a bearer token. `transport`: takes the requests in place of the network, as
-    `httpx.ASGITransport`. Raises `ConfigError` for a URL or token that cannot be used.
+    `token`: sent as a bearer token. Raises `ConfigError` for a URL or token that cannot be used.
     """
 
     def __init__(
@@ -98,7 +97,6 @@ class Connection:
         token: str | None = None,
         max_retries: int = 5,
         max_connections: int = 8,
-        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         headers = {"User-Agent": f"treeward/{VERSION}", "Content-Type": "application/json"}
         if token is not None:
@@ -111,7 +109,6 @@ class Connection:
             "verify": ssl.create_default_context(),  # the system's certificates, or those of SSL_CERT_FILE
             "limits": httpx.Limits(max_connections=max_connections),
             "timeout": httpx.Timeout(None, connect=10.0),
-            "transport": transport,
         }
         self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
 

@@ -81,9 +81,7 @@ def test_what_is_rewritten_is_what_is_validated(tiny_run: Callable[..., Any]) ->
     held_out, config = setup.validation_sets["held_out"], setup.config.data.validation[0]
     dataset = held_out.comparisons
     places = [comparison.where for comparison in dataset[:16]]
-    assert [example.where for example in held_out.perturbed] == places, (
-        "no more than are validated"
-    )
+    assert [example.where for example in held_out.perturbed] == places, "no more than are validated"
     drawn = examples_to_perturb(dataset[:16], config, 5, setup.renderer)
     assert len(drawn) == 5 and {example.where for example in drawn} <= set(places)
     of_all = sample_examples(PreferenceSuite("held_out", config).load(), 5)

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-import httpx
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from treeward.data.formats import as_conversations
@@ -49,7 +48,6 @@ class _Client:
         max_retries: int = 5,
         max_conversations: int = 256,
         max_concurrency: int = 8,
-        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         positive = {
             "timeout_seconds": timeout_seconds,
@@ -61,9 +59,7 @@ class _Client:
                 raise ConfigError(f"{name} is not positive", field=name, got=number, need="a positive number")
         self.model, self.timeout_seconds = model, timeout_seconds
         self.max_conversations, self._max_concurrency = max_conversations, max_concurrency
-        self._connection = Connection(
-            url, token=token, max_retries=max_retries, max_connections=max_concurrency, transport=transport
-        )
+        self._connection = Connection(url, token=token, max_retries=max_retries, max_connections=max_concurrency)
         self.url = self._connection.url
 
     async def _rewards(
@@ -131,9 +127,8 @@ class AsyncRewardClient(_Client):
     """A client for coroutines; `RewardClient` has the same methods for synchronous code.
 
     `url`: of the server, as http://host:8000. `token`: the bearer token that the server asks for. `model`: one of its
-    models, None for its first. `timeout_seconds`: for a whole call. `max_retries`: for one request. `transport`:
-    as in `Connection`. A call with more than `max_conversations` makes several requests, `max_concurrency`
-    at a time.
+    models, None for its first. `timeout_seconds`: for a whole call. `max_retries`: for one request. A
+    call with more than `max_conversations` makes several requests, `max_concurrency` at a time.
 
     Raises `ConfigError` for impossible arguments; methods raise `RewardServerError` for a server that fails.
     """
