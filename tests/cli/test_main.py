@@ -60,8 +60,6 @@ def test_a_misspelt_verb_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -
         (["train", "--config", "run/qickstart.yaml"], "--config", "run/quickstart.yaml"),
         (["eval", "runs/final/modl", "--suite", "llmbar"], "MODEL", "run/final/model"),
         (["eval", "run/final/model", "--suite", "llmbar=run/rows.json"], "--suite", "run/rows.jsonl"),
-        (["eval", "--checkpoints", "rnu", "--suite", "llmbar"], "--checkpoints", "run"),
-        (["compare", "run/finl", "run"], "A", "run/final"),
         (["verify", "run/final/mdel"], "MODEL", "run/final/model"),
     ],
 )
@@ -84,16 +82,6 @@ def test_several_mistakes_in_a_file_keep_their_own_fields(tmp_path: Path, capsys
     assert main(["train", "--config", str(tmp_path / "rm.yaml")]) == 2
     said = capsys.readouterr().err
     assert "mistakes" in said and "field: rm.max_num_stepz" in said and "--config" not in said
-
-
-def test_a_loss_that_is_called_type_is_told_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rm.yaml").write_text("policy: {model_name: some/model}\ndata: {train_data_path: train.jsonl}\n")
-    assert main(["train", "--config", str(tmp_path / "rm.yaml"), "rm.loss.type=regression"]) == 2
-    said = capsys.readouterr().err
-    assert (
-        "rm.loss.type=regression" in said
-        and "policy.reward_model_cfg.reward_model_type, which is one of bradley_terry" in said
-    )
 
 
 @pytest.mark.parametrize(

@@ -134,9 +134,6 @@ def test_constants_of_the_contract_are_adapted_to_the_steps_before() -> None:
     assert fixed == pytest.approx(((3.0 - 1.5) / 2.0 - 1.0) / 0.5)
 
 
-# --- lengths
-
-
 # --- missing scores, references and constants
 
 
@@ -159,6 +156,3 @@ def test_a_sample_without_its_references_has_no_reward() -> None:
         assert "reference_answers" in (one.error or "")
     assert shaper(reference="par").shape([Score(1.0)], [chat("x")])[0].value is None
     assert shape(shaper(), [1.0], references=[None]) == [1.0]  # not read
-
-
-# --- reference completions of the data
