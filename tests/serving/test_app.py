@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import datetime
 import json
@@ -29,7 +28,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from treeward.config.server import ServedModelConfig
 from treeward.data.rendering import Renderer
 from treeward.serving import logs
-from treeward.serving.app import create_app
 from treeward.serving.models import LoadedModel, ServedModel
 from treeward.serving.playground.routes import OPEN_PATHS
 from treeward.serving.run import make_server
@@ -134,19 +132,6 @@ def test_of_many_mistakes_only_the_first_is_made_an_error(
     assert 1 <= counts[0] <= 4  # one for each form that an item may have
 
 
-def test_conversations_are_counted_before_they_are_read(
-    make_service: Callable[..., Service], asgi_client: Callable[..., Any]
-) -> None:
-    client = asgi_client(make_service(max_conversations=3))
-    many = {"completions": [""] * 4, "conversations": [[], 1, 1, 1], "documents": ["", 1, 1, 1]}
-    for key, values in many.items():
-        response = client.post("/rerank" if key == "documents" else "/v1/rewards", json={key: values})
-        assert error(response)[0] == 413 and f"{key}: 4 " in response.text
-    assert error(client.post("/v1/rewards", json=dict.fromkeys("abcd"))) == (413, "too_many_conversations")
-    ids = client.post("/classify", json={"input": [5, 6, 7, 8]})
-    assert ids.status_code == 200, ids.text
-
-
 def nested(depth: int) -> bytes:
     return b'{"a":' * depth + b"1" + b"}" * depth
 
@@ -244,94 +229,6 @@ def test_the_page_has_a_strict_policy_and_needs_no_token(
         assert policy.startswith("default-src 'none'") and "unsafe" not in policy
         assert "http://" not in got.text.replace("http://www.w3.org/2000/svg", "") and "https://" not in got.text
         assert without.get(path).status_code == 404
-
-
-def scope_of(content: bytes) -> dict[str, Any]:
-    return {
-        **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http"},
-        **{"path": "/v1/rewards", "raw_path": b"/v1/rewards", "query_string": b"", "root_path": ""},
-        "headers": [(b"content-length", b"%d" % len(content))],
-        "client": ("127.0.0.1", 5),
-        "server": ("127.0.0.1", 80),
-    }
-
-
-def test_bodies_are_held_within_their_limit(make_service: Callable[..., Service], held_model: threading.Event) -> None:
-    """1000 bodies of 1 KB, of which the server holds 200; the others are refused, and nothing is left of them."""
-    service = make_service(max_queued_bytes=200 * 1024, access_log=False)
-    app = create_app(service)
-    content = json.dumps({"conversations": [CHAT]}).encode().ljust(1024)
-    statuses: list[int] = []
-
-    async def one() -> None:
-        messages = [{"type": "http.request", "body": content, "more_body": False}]
-
-        async def receive() -> Any:
-            return messages.pop() if messages else await asyncio.Event().wait()
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                statuses.append(message["status"])
-                assert message["status"] == 200 or int(dict(message["headers"])[b"retry-after"]) >= 1
-
-        await app(scope_of(content), receive, send)
-
-    async def story() -> None:
-        tasks = [asyncio.create_task(one()) for _ in range(1000)]
-        while len(statuses) < 800:
-            await asyncio.sleep(0.01)
-        assert counted(service, "held_bytes") == 200 * 1024
-        held_model.set()
-        await asyncio.gather(*tasks)
-
-    asyncio.run(story())
-    assert (statuses.count(429), statuses.count(200)) == (800, 200)
-    assert counted(service, "held_bytes") == 0
-    assert counted(service, "refused_requests_total", code="memory_full") == 800
-
-
-def test_unfinished_bodies_are_held_too(make_service: Callable[..., Service]) -> None:
-    """Of 50 uploads that stall after 1 KB the server holds 20; they leave nothing, and a larger body may come alone."""
-    service = make_service(max_queued_bytes=20 * 1024, max_body_bytes=100 * 1024, access_log=False)
-    app, statuses, leave = create_app(service), [], asyncio.Event()
-    large = json.dumps({"conversations": [CHAT]}).encode().ljust(50 * 1024)
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            statuses.append(message["status"])
-
-    async def stalled() -> None:
-        parts = [{"type": "http.request", "body": b" " * 1024, "more_body": True}]
-
-        async def receive() -> Any:
-            if not parts:
-                await leave.wait()
-                return {"type": "http.disconnect"}
-            return parts.pop()
-
-        await app(scope_of(large), receive, send)
-
-    async def alone() -> None:
-        starts = range(0, len(large), 1024)
-        parts = [{"body": large[i : i + 1024], "more_body": i != starts[-1]} for i in reversed(starts)]
-
-        async def receive() -> Any:
-            return {"type": "http.request", **parts.pop()} if parts else await asyncio.Event().wait()
-
-        await app(scope_of(large), receive, send)
-
-    async def story() -> None:
-        tasks = [asyncio.create_task(stalled()) for _ in range(50)]
-        while len(statuses) < 30:
-            await asyncio.sleep(0.001)
-        assert statuses == [429] * 30 and counted(service, "held_bytes") == 20 * 1024
-        leave.set()
-        await asyncio.gather(*tasks)
-        assert counted(service, "held_bytes") == 0
-        await alone()
-
-    asyncio.run(asyncio.wait_for(story(), 600))
-    assert statuses[-1] == 200 and counted(service, "held_bytes") == 0
 
 
 def test_a_client_that_leaves_is_forgotten_and_no_other(

@@ -83,8 +83,6 @@ class ServerConfig(Strict):
     """Memory of each model for the keys and values of prompts that were scored before; 0 disables the cache."""
     max_queued: PositiveInt = 20_000
     """Most conversations in the queue. Beyond it requests get 429 with a time for a retry."""
-    max_queued_bytes: PositiveInt = 2**29
-    """Most bytes of request bodies in memory at a time; beyond it requests get 429 as well."""
     max_body_bytes: PositiveInt = 2**25
     """The largest request body; a larger one gets 413 before it is read."""
     max_conversations: PositiveInt = 4096

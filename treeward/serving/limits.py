@@ -3,8 +3,8 @@
     app.add_middleware(RequestLimits, service=service, token=token)
     request.state.request_id, request.state.deadline        # for a route
 
-It gives a request its id and its deadline, asks for the bearer token, refuses a body that is too large, too slow or
-one too many in memory, ends the work when the client goes away, and writes the access log.
+It gives a request its id and its deadline, asks for the bearer token, refuses a body that is too large or slow, ends
+the work when the client goes away, and writes the access log.
 """
 
 from __future__ import annotations
@@ -71,8 +71,6 @@ class RequestLimits:
     def __init__(self, app: ASGIApp, service: Service, token: str | None = None) -> None:
         self.app, self.service, self.config = app, service, service.config
         self._token = None if token is None else token.encode()
-        self._held_bytes = 0
-        service.metrics.watch("held_bytes", "Bytes of request bodies that are held.", lambda: self._held_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -110,7 +108,6 @@ class RequestLimits:
             status = 500
             raise
         finally:
-            self._held_bytes -= state["num_bytes"]
             if self.config.access_log:
                 facts = {"request_id": request_id, "bytes": state["num_bytes"], "error": state.get("error")}
                 shown = {key: value for key, value in facts.items() if value is not None}
@@ -139,11 +136,8 @@ class RequestLimits:
             raise APIError(413, "body_too_large", f"the body is too large: at most {most} bytes")
 
     async def _read(self, receive: Receive, state: dict[str, Any]) -> bytes:
-        """The body, each part of which counts as held once it is there.
-
-        Raises `APIError`: 504 too slow, 413 too large, 429 too many.
-        """
-        body, is_whole, limit = bytearray(), False, self.config.max_queued_bytes
+        """The body. Raises `APIError`: 504 too slow, 413 too large."""
+        body, is_whole = bytearray(), False
         try:
             async with asyncio.timeout(state["deadline"] - time.monotonic()):
                 while not is_whole:
@@ -152,12 +146,8 @@ class RequestLimits:
                         raise APIError(499, "client_disconnected", "the client went away")
                     body += message.get("body", b"")
                     is_whole = not message.get("more_body", False)
-                    self._held_bytes += len(body) - state["num_bytes"]
                     state["num_bytes"] = len(body)
                     self._check_size(len(body))
-                    if limit < self._held_bytes > len(body):  # a body that is alone may be larger
-                        held = f"{self._held_bytes} bytes of requests would be held, and at most {limit} may be"
-                        raise APIError(429, "memory_full", held, retry_after=self.service.batcher.seconds_of_queue)
         except TimeoutError as error:
             late, seconds = "the body did not arrive by the deadline", self.service.batcher.seconds_of_queue
             raise APIError(504, "deadline_exceeded", late, retry_after=seconds) from error

@@ -15,7 +15,6 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from typing import Annotated, Any, NotRequired, TypeVar
 
 import numpy as np
@@ -29,7 +28,6 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from treeward.scoring.score import Conversation, Reward
-from treeward.serving.api_error import APIError
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
@@ -44,10 +42,7 @@ class JSONRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
-            request = _Request(request.scope, request.receive)
-            with suppress(orjson.JSONDecodeError):  # FastAPI says why
-                _check_counts(await request.json(), request)
-            return await handle(request)
+            return await handle(_Request(request.scope, request.receive))
 
         return handle_json
 
@@ -57,27 +52,6 @@ class _Request(Request):
         if not hasattr(self, "_json"):
             self._json = orjson.loads(await self.body())
         return self._json
-
-
-_COUNTED = frozenset(
-    {
-        *("conversations", "completions", "responses", "reference_answers", "input", "text", "input_ids", "text_1"),
-        *("text_2", "queries", "documents", "query", "prompts", "inputs"),
-    }
-)
-"""Keys of lists that have something for each conversation."""
-
-
-def _check_counts(body: Any, request: Request) -> None:
-    """Raise `APIError` 413 for more conversations, or keys, than the server takes, before each costs time."""
-    service: Service | None = getattr(request.app.state, "service", None)  # a resources server of one's own has none
-    if not isinstance(body, dict) or service is None:
-        return
-    lists = {key: body[key] for key in _COUNTED & body.keys() if isinstance(body[key], list)}
-    counts = {key: len(items) for key, items in lists.items() if items and not isinstance(items[0], int)}
-    for what, number in {"the keys": len(body), **counts}.items():
-        if number > (limit := service.config.max_conversations):
-            raise APIError(413, "too_many_conversations", f"{what}: {number} in one request; at most {limit}")
 
 
 class _Server:
