@@ -15,10 +15,10 @@ from signed import signed
 
 from treeward import RewardClient, RewardModelEnvironment
 from treeward.config.reward_shaping import RewardShapingConfig
+from treeward.losses import Heads
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper
 from treeward.serving.rendered_text import RenderedText, beginning_of
-from treeward.training.heads import Heads
 
 CLOSE = 1e-5
 
