@@ -7,7 +7,7 @@
 Each mistake that is looked for has happened in some toolkit with every test passing: a head with two labels, a head
 that was never saved, a score that was read at padding.
 
-Shapes: S sequences, H heads.
+Shapes: S sequences, H heads, D hidden size, N tokens.
 """
 
 from __future__ import annotations
@@ -45,16 +45,14 @@ def choose_layout(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> La
     """
     if head_name(hf) != "score":
         return "encoder"
-    if _has_values(hf) and not getattr(hf, "made_by_treeward", False):
+    if hf.device.type != "meta" and not getattr(hf, "made_by_treeward", False):
         _check_scores(RewardModel(hf, layout="rows"), _probe_sequences(hf))
     return tree_or_rows(hf, requested)
 
 
 def tree_or_rows(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> Layout:
     """`choose_layout` for any decoder."""
-    reason = None
-    if requested == "tree":  # without values it is compared when it has some (`check_before_training`)
-        reason = why_not_tree(hf) if _has_values(hf) else _why_not_by_config(hf)
+    reason = why_not_tree(hf) if requested == "tree" else None
     if reason is not None:
         logger.warning("%s cannot share prefixes (%s): it runs as padded rows.", type(hf).__name__, reason)
     return "rows" if requested == "rows" or reason is not None else "tree"
@@ -62,48 +60,38 @@ def tree_or_rows(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> Lay
 
 @torch.no_grad()
 def why_not_tree(hf: PreTrainedModel) -> str | None:
-    """None if trees are exact for this model, else the reason why not."""
-    if (by_config := _why_not_by_config(hf)) is not None:
-        return by_config
-    model = WrappedModel(hf, layout="tree")
-    sequences = _probe_sequences(hf)
-    with model.plain_attention():
-        rows = [
-            model.backbone(input_ids=torch.tensor([ids], device=model.device), use_cache=False).last_hidden_state[:, -1]
-            for ids in sequences
-        ]
-    want = torch.cat(rows).float()
-    reason = _why_not_equal(model, sequences, want)
-    if reason is not None and model.last_layer is not None:
-        model.last_layer.enabled = False
-        logger.debug("%s computes its last layer for all tokens: %s.", type(hf).__name__, reason)
-        reason = _why_not_equal(model, sequences, want)
-    with model.plain_attention():  # what is set last stays
-        return reason
-
-
-def _has_values(hf: PreTrainedModel) -> bool:
-    return hf.device.type != "meta"
-
-
-def _why_not_by_config(hf: PreTrainedModel) -> str | None:
+    """None if trees are exact for this model, else the reason why not. Without weights its configuration decides, and
+    `check_before_training` compares it when it has some."""
     config = hf.config.get_text_config()
     other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if other:
         return f"it has layers of type {', '.join(sorted(other))}"
     if getattr(config, "attn_temperature_tuning", False):  # Llama 4, from 8192 tokens on: a probe would not show it
         return "its attention temperature depends on the place in the row"
-    return None
+    if hf.device.type == "meta":
+        return None
+    model, sequences = WrappedModel(hf, layout="tree"), _probe_sequences(hf)
+    rows = [torch.tensor([ids], device=model.device) for ids in sequences]
+    with model.plain_attention():
+        states = [model.backbone(input_ids=ids, use_cache=False).last_hidden_state[:, -1] for ids in rows]
+    plain_SD = torch.cat(states).float()
+    reason = _why_not_equal(model, sequences, plain_SD)
+    if reason is not None and model.last_layer is not None:
+        model.last_layer.enabled = False
+        logger.debug("%s computes its last layer for all tokens: %s.", type(hf).__name__, reason)
+        reason = _why_not_equal(model, sequences, plain_SD)
+    with model.plain_attention():  # what is set last stays
+        return reason
 
 
-def _why_not_equal(model: WrappedModel, sequences: Sequence[TokenIds], want: Tensor) -> str | None:
+def _why_not_equal(model: WrappedModel, sequences: Sequence[TokenIds], plain_SD: Tensor) -> str | None:
     """Why a tree of the sequences does not have these last hidden states at its reads; None if it has."""
     try:
         batch = TreeBatch.from_groups([sequences]).to(model.device)
-        tree = model.tree_hidden(batch, batch.reads_N).index_select(0, batch.read_of_S)
+        tree_SD = model.tree_hidden(batch, batch.reads_N).index_select(0, batch.read_of_S).float()
     except (ModelError, TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
         return str(error).splitlines()[0]
-    difference = float((tree.float() - want).abs().max() / want.abs().max().clamp_min(1e-6))
+    difference = float((tree_SD - plain_SD).abs().max() / plain_SD.abs().max().clamp_min(1e-6))
     if difference <= _TOLERANCE.get(model.hf.dtype, 5e-2):
         return None
     return f"a tree's hidden states differ by {difference:.1e} from plain rows"
