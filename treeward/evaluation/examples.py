@@ -11,12 +11,14 @@ from these rows, without the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
-from treeward.data.preference import Completion, Preference
+from treeward.data.preference import Completion, Preference, last_text
 from treeward.errors import DataError
+from treeward.scoring.score import ConversationScorer, Score, score_groups
 
 Outcome = Literal["right", "wrong", "tie", "failed"]
 
@@ -67,6 +69,30 @@ class ScoredExample:
         if margin is None:
             return "failed" if self.failed else None
         return "right" if margin > 0 else "tie" if margin == 0 else "wrong"
+
+
+def score_examples(scorer: ConversationScorer, examples: Iterable[Preference], at_once: int) -> Iterator[ScoredExample]:
+    """The examples as a model scores them, in order; `at_once`: how many the scorer gets in one call."""
+    remaining = iter(examples)
+    while chunk := list(islice(remaining, at_once)):
+        groups = score_groups(scorer, [example.conversations for example in chunk], on_error="mask")
+        for example, scores in zip(chunk, groups, strict=True):
+            yield ScoredExample(
+                example,
+                scores=tuple(score.score for score in scores),
+                lengths=tuple(len(last_text(completion.messages)) for completion in example.completions),
+                num_tokens=tuple(score.num_tokens for score in scores),
+                errors=tuple(score.error for score in scores),
+                heads=_kept_heads(example, scores),
+            )
+
+
+def _kept_heads(example: Preference, scores: Sequence[Score]) -> tuple[dict[str, float], ...]:
+    """The values of the heads of whose names the example has grades."""
+    grades = {name for completion in example.completions for name in completion.all_grades}
+    named = [dict(zip(score.head_names, score.heads, strict=False)) for score in scores]
+    heads = tuple({name: value for name, value in values.items() if name in grades} for values in named)
+    return heads if any(heads) else ()
 
 
 def mostly_failed(scored: Sequence[ScoredExample]) -> bool:

@@ -20,27 +20,31 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
-from treeward.data.preference import Preference, last_text
+from treeward.data.preference import Preference
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.diagnostics.overlap import Overlap, find_overlap
-from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations
-from treeward.evaluation.examples import ScoredExample, scored_from_row, to_row
+from treeward.evaluation.diagnostics.perturbations import (
+    REWRITES,
+    diagnose_perturbations,
+    perturbed,
+    sample_examples,
+)
+from treeward.evaluation.examples import ScoredExample, score_examples, scored_from_row, to_row
 from treeward.evaluation.page import write_results
 from treeward.evaluation.suites.interface import Suite
 from treeward.evaluation.summary import Summary, summarize
 from treeward.resumable import resumable_rows
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.rewarding import RewardScorer
-from treeward.scoring.score import ConversationScorer, GroupScorer, Score, score_groups
+from treeward.scoring.score import ConversationScorer, GroupScorer
 from treeward.scoring.scorer import Scorer
 
 logger = logging.getLogger(__name__)
@@ -49,7 +53,7 @@ Identity = Mapping[str, Any]
 Progress = Callable[[str, int, int], None]
 """Receives the task, how much of it is done, and how much there is; 0 where that is not known."""
 
-_EXAMPLES_AT_ONCE = 64
+_EXAMPLES_AT_ONCE, _REWRITTEN_AT_ONCE = 64, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,22 +254,23 @@ def _evaluate(
         suite, what = loaded.suite, f"{candidate.name} on {loaded.suite.name}"
         full_identity = {**identity, "examples": loaded.digest}
         folder = None if output is None else output / candidate.name / suite.name
-        scored = _score_suite(scorer, loaded, what, folder, full_identity, on_progress)
+        path = None if folder is None else folder / "examples.jsonl"
+        scored = _score(scorer, loaded.examples, what, path, full_identity, on_progress, _EXAMPLES_AT_ONCE)
+        _warn_of_failures(what, scored)
         usage = scorer.usage() if isinstance(scorer, GroupScorer) else {}  # of the rows that were scored now
         perturbations = None
-        if num_perturbations is not None:
-            perturbations = diagnose_perturbations(
-                scorer,
-                loaded.examples,
-                num_examples=num_perturbations,
-                folder=folder,
-                identity=full_identity,
-                on_progress=partial(on_progress, f"{what}, rewritten"),
+        sampled = sample_examples(loaded.examples, num_perturbations or 0)
+        if sampled:
+            task = f"{what}, rewritten"
+            rewritten = [perturbed(example) for example in sampled]
+            path = None if folder is None else folder / "perturbations.jsonl"
+            row_identity = {"rewrites": ", ".join(REWRITES), **full_identity}
+            rows = _score(scorer, rewritten, task, path, row_identity, on_progress, _REWRITTEN_AT_ONCE)
+            perturbations = diagnose_perturbations(sampled, rows)
+        elif num_perturbations is not None:  # an evaluation of hours goes on
+            logger.warning(
+                "%s: no example has a better and a worse completion of text, so none is rewritten.", suite.name
             )
-            if perturbations is None:  # an evaluation of hours goes on
-                logger.warning(
-                    "%s: no example has a better and a worse completion of text, so none is rewritten.", suite.name
-                )
         logger.info("Computing the numbers of %s.", what)
         overlap = overlaps.get(suite.name)
         summary = summarize(suite, scored, candidate.name, perturbations=perturbations, overlap=overlap)
@@ -276,56 +281,36 @@ def _evaluate(
     return summaries
 
 
-def _score_suite(
+def _score(
     scorer: ConversationScorer,
-    loaded: _LoadedSuite,
+    examples: Sequence[Preference],
     what: str,
-    folder: Path | None,
+    path: Path | None,
     identity: Identity,
     on_progress: Progress,
+    at_once: int,
 ) -> tuple[ScoredExample, ...]:
-    """The examples as a model scores them, in the suite's order; those that `folder` keeps are not scored again."""
-    total, ids = len(loaded.examples), {example.id for example in loaded.examples}
-    path = None if folder is None else folder / "examples.jsonl"
+    """The examples as a model scores them, in order; those that the file keeps are not scored again."""
+    total, ids = len(examples), {example.id for example in examples}
     with resumable_rows(path, identity, scored_from_row) as rows:
         # A larger limit may have kept more.
         scored_by_id = {scored.example.id: scored for scored in rows.kept if scored.example.id in ids}
         if scored_by_id:
             logger.info("%s: %d of %d examples were scored before.", what, len(scored_by_id), total)
         on_progress(what, len(scored_by_id), total)
-        remaining = iter([example for example in loaded.examples if example.id not in scored_by_id])
-        while chunk := list(islice(remaining, _EXAMPLES_AT_ONCE)):
-            for scored in _score(scorer, chunk):
-                rows.add(to_row(scored))
-                scored_by_id[scored.example.id] = scored
+        remaining = [example for example in examples if example.id not in scored_by_id]
+        for scored in score_examples(scorer, remaining, at_once):
+            rows.add(to_row(scored))
+            scored_by_id[scored.example.id] = scored
             on_progress(what, len(scored_by_id), total)
-    in_order = tuple(scored_by_id[example.id] for example in loaded.examples)
-    errors = Counter(next(filter(None, scored.errors), "no reason is known") for scored in in_order if scored.failed)
+    return tuple(scored_by_id[example.id] for example in examples)
+
+
+def _warn_of_failures(what: str, scored: Sequence[ScoredExample]) -> None:
+    errors = Counter(next(filter(None, example.errors), "no reason is known") for example in scored if example.failed)
     if errors:
         reasons = "; ".join(reason for reason, _ in common_reasons(errors)[:3])
-        logger.warning("%s: %d of %d examples have no score (%s).", what, errors.total(), total, reasons)
-    return in_order
-
-
-def _score(scorer: ConversationScorer, examples: Sequence[Preference]) -> Iterator[ScoredExample]:
-    groups = score_groups(scorer, [example.conversations for example in examples], on_error="mask")
-    for example, scores in zip(examples, groups, strict=True):
-        yield ScoredExample(
-            example,
-            scores=tuple(score.score for score in scores),
-            lengths=tuple(len(last_text(completion.messages)) for completion in example.completions),
-            num_tokens=tuple(score.num_tokens for score in scores),
-            errors=tuple(score.error for score in scores),
-            heads=_kept_heads(example, scores),
-        )
-
-
-def _kept_heads(example: Preference, scores: Sequence[Score]) -> tuple[dict[str, float], ...]:
-    """The values of the heads of whose names the example has grades."""
-    grades = {name for completion in example.completions for name in completion.all_grades}
-    named = [dict(zip(score.head_names, score.heads, strict=False)) for score in scores]
-    heads = tuple({name: value for name, value in values.items() if name in grades} for values in named)
-    return heads if any(heads) else ()
+        logger.warning("%s: %d of %d examples have no score (%s).", what, errors.total(), len(scored), reasons)
 
 
 def common_reasons(errors: Mapping[str, int]) -> list[tuple[str, int]]:

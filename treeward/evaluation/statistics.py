@@ -8,8 +8,10 @@
     combined("Reasoning", parts, weights=[164, 984])             # a section of two subsets
 
 Examples of one prompt are not independent: wherever `clusters` is given, prompts are drawn, flipped and counted. An
-outcome is 1 for right, 0 for wrong; parts are allowed (a tie as 0.5). A number that cannot be computed is None, never
-NaN. statsmodels is imported where it is used: training needs none of it.
+outcome is 1 for right, 0 for wrong; a tie may be 0.5. A number that cannot be computed is None, never NaN. statsmodels
+is imported where it is used: training needs none of it.
+
+Shapes: N examples, C clusters, R resamples, K columns, P pairs.
 """
 
 from __future__ import annotations

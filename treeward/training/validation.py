@@ -23,8 +23,8 @@ from treeward.data.encoding import Comparison, EncodedDataset
 from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
-from treeward.evaluation.diagnostics.perturbations import sample_examples, score_perturbed, summarize_perturbations
-from treeward.evaluation.examples import ScoredExample
+from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations, perturbed, sample_examples
+from treeward.evaluation.examples import ScoredExample, score_examples
 from treeward.evaluation.gates import gate_metrics, pooled_gate_metrics
 from treeward.evaluation.results import Metric
 from treeward.evaluation.suites import PreferenceSuite
@@ -153,11 +153,11 @@ def robust_accuracy(scorer: Scorer, examples: Sequence[Preference], should_stop:
     """The share of pairs that are right and stay so under every rewrite of style; None if `should_stop` gave a reason
     on the way."""
     scores = []
-    for one in score_perturbed(scorer, examples):
+    for one in score_examples(scorer, map(perturbed, examples), at_once=16):
         if should_stop():
             return None
         scores.append(one)
-    return replace(summarize_perturbations(scores).robust_accuracy, low=None, high=None)
+    return replace(diagnose_perturbations(examples, scores).robust_accuracy, low=None, high=None)
 
 
 def _of_sums(sums: RewardMetrics) -> dict[str, Metric]:

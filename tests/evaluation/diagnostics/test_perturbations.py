@@ -14,13 +14,13 @@ from treeward.data.rendering import Renderer
 from treeward.data.synthetic import gold_quality
 from treeward.evaluation.diagnostics.perturbations import (
     REWRITES,
-    PerturbedScores,
     diagnose_perturbations,
     perturb,
+    perturbed,
     sample_examples,
-    score_perturbed,
     summarize_perturbations,
 )
+from treeward.evaluation.examples import ScoredExample, score_examples
 from treeward.evaluation.results import Diagnostic
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.score import Conversation, OnError, Score
@@ -49,10 +49,13 @@ def by_letters(context: Any, text: str) -> float:
     return float(sum(map(ord, text)) % 997)
 
 
-def diagnosed(rule: Rule, examples: Sequence[Preference], **options: Any) -> Diagnostic:
-    found = diagnose_perturbations(rule, examples, **options)
-    assert found is not None
-    return found
+def scored(scorer: Any, examples: Sequence[Preference]) -> list[ScoredExample]:
+    return list(score_examples(scorer, map(perturbed, examples), at_once=16))
+
+
+def diagnosed(rule: Rule, examples: Sequence[Preference], num_examples: int = 200) -> Diagnostic:
+    sampled = sample_examples(examples, num_examples)
+    return diagnose_perturbations(sampled, scored(rule, sampled))
 
 
 def test_a_scorer_that_likes_length_is_won_by_padding_and_never_by_cutting(bundled: Any) -> None:
@@ -85,8 +88,11 @@ def test_the_numbers_of_a_hand_made_table() -> None:
         "d": ((2.0, 0.0), (2.0, 2.0)),  # right; the worse completion draws level
         "e": ((2.0, 0.0), (None, 1.0)),  # right; the better one could not be rewritten
     }
-    scores = [PerturbedScores(id, id, original, {"padding": padding}) for id, (original, padding) in made.items()]
-    numbers = {name: (metric.value, metric.count) for name, metric in summarize_perturbations(scores).numbers.items()}
+    none = [(None, None)] * len(made)
+    pairs = {name: none for name in REWRITES} | {"": [], "padding": []}
+    pairs[""], pairs["padding"] = zip(*made.values(), strict=True)
+    diagnostic = summarize_perturbations(pairs, list(made))
+    numbers = {name: (metric.value, metric.count) for name, metric in diagnostic.numbers.items()}
     assert numbers["accuracy"] == (4 / 5, 5)
     assert numbers["robust_accuracy"] == (1 / 5, 5)  # a and d are lost to a lifted completion, b to a fallen one
     assert numbers["padding_rejected_flips"] == (2 / 4, 4)
@@ -98,16 +104,14 @@ def test_the_numbers_of_a_hand_made_table() -> None:
 def test_the_scores_are_those_of_the_conversations(bundled: Any, tiny_tokenizer: Any) -> None:
     scorer = Scorer(RewardModel(tiny_model("qwen3"), layout="tree"), Renderer(copy.deepcopy(tiny_tokenizer)))
     examples = [one for one in sample_examples(bundled("validation"), 40) if one.ranks == (0, 1)][:3]
-    scores = list(score_perturbed(scorer, examples))
-    for example, one in zip(examples, scores, strict=True):
-        for side in (0, 1):
-            texts = {name: both[side] for name, both in perturb(example).items()}
-            given = [last_text(example.completions[side].messages), *(text for text in texts.values() if text)]
-            first, *want = [score.score for score in scorer.score_completions(example.context, given)]
-            assert one.original[side] == pytest.approx(first, abs=1e-5)
-            assert [one.rewritten[name][side] for name, text in texts.items() if text] == pytest.approx(want, abs=1e-5)
-            assert all(one.rewritten[name][side] is None for name, text in texts.items() if text is None)
-    found = summarize_perturbations(scores)
+    rows = scored(scorer, examples)
+    for example, row in zip(examples, rows, strict=True):
+        texts = [last_text(completion.messages) for completion in row.example.completions]
+        rewrites = [text for pair in perturb(example).values() for text in pair if text is not None]
+        assert texts == [*(last_text(completion.messages) for completion in example.completions), *rewrites]
+        expected = [score.score for score in scorer.score_completions(example.context, texts)]
+        assert row.scores == pytest.approx(expected, abs=1e-5)
+    found = diagnose_perturbations(examples, rows)
     assert found.num_left_out == 0 and len(found.numbers) == 2 + 2 * len(REWRITES)
 
 
@@ -123,10 +127,9 @@ def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: An
     assert set(ids[0]) < set(ids[1])  # so that a larger sample scores only what it has more
     fewer = [example for example in some if example.id not in ids[0][:3]]
     assert set(ids[0][3:]) <= {example.id for example in sample_examples(fewer, 20)}
-    together = list(score_perturbed(Rule(by_letters), first))
-    assert list(score_perturbed(Rule(by_letters), first[23:])) == together[23:]
+    assert scored(Rule(by_letters), first[23:]) == scored(Rule(by_letters), first)[23:]
     unusable = [make_example("a", "p", ["x", "y"], ranks=[0, 0]), make_example("b", "p", ["x", " "])]
-    assert diagnose_perturbations(Rule(by_letters), unusable) is None
+    assert sample_examples(unusable, 5) == []
 
 
 def test_failures_are_counted_and_left_out(bundled: Any) -> None:

@@ -15,8 +15,8 @@ from report_sample import EMPTY, BestOf, by_length, perfect, scored, summary, th
 
 from treeward.config.data import DatasetConfig
 from treeward.evaluation.diagnostics.overlap import Overlap, OverlapFlag
-from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations
-from treeward.evaluation.examples import ScoredExample
+from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations, perturbed
+from treeward.evaluation.examples import ScoredExample, score_examples
 from treeward.evaluation.findings import findings, length_finding, standing, verdict
 from treeward.evaluation.page import LABELS, metrics_table, report_blocks, write_results
 from treeward.evaluation.results import Metric
@@ -111,7 +111,10 @@ def test_every_number_has_a_name_in_words() -> None:
         BestOf(),
         tuple(examples),
         "m",
-        perturbations=diagnose_perturbations(Lengths(), [one.example for one in examples], num_examples=20),
+        perturbations=diagnose_perturbations(
+            [one.example for one in examples],
+            list(score_examples(Lengths(), [perturbed(one.example) for one in examples], at_once=16)),
+        ),
         overlap=overlap(near=3, exact=1),
     )
     blocks = report_blocks([made])

@@ -7,15 +7,14 @@
     style.density_effect                # Metric: score per markdown mark in 100 words, at equal rank and length
 
 Slopes are those of a regression within prompts (`diagnostics.completions`) that holds the rank fixed, as better
-completions are longer in most data: they are the bias itself as far as ranks tell quality. That of markdown follows the
-style control of the Chatbot Arena (Li, Angelopoulos and Chiang 2024, "Does style matter?"): marks inside a code block
-do not count.
+completions are longer in most data. That of markdown follows the style control of the Chatbot Arena (Li, Angelopoulos
+and Chiang 2024, "Does style matter?"): marks inside a code block do not count.
 
 `stratify` gives the accuracy where the better completion has more of a trait (length, markdown), where it has less, and
 where both have about as much. A bias lifts the first and lowers the second. Their mean is the accuracy on data in which
 the trait tells nothing, so a bias costs accuracy, which is what a gate for checkpoints must see; unlike the regression
 of AlpacaEval (Dubois et al. 2024, arXiv 2404.04475) it needs no model of the effect. A pair with a missing score is
-left out and counted: the longest completions are those that lack one, so counting them as wrong would look like a bias.
+left out and counted: the longest completions lack one, so counting them as wrong would look like a bias.
 """
 
 from __future__ import annotations

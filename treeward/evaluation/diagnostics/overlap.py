@@ -6,15 +6,13 @@
 
 Texts are compared as words, letters and digits in lower case. Exact duplicates are a whole context, and a whole
 completion of N words or more. Near duplicates are texts with 70 % of their words or more in runs of N = 13 words that
-the training data has too, and a whole prompt: the context without system messages, which are the same everywhere.
-
-N = 13 is that of GPT-3 (Brown et al. 2020, arXiv 2005.14165, appendix C). The share of words in common runs, with a
-threshold, is the measure of Llama 3 (2024, arXiv 2407.21783, section 5.1.4) and of Singh et al. 2024 (arXiv
-2411.03923), who compare such measures. A paraphrase or a translation is not found.
+the training data has too, and a whole prompt: the context without system messages. N = 13 is that of GPT-3 (Brown et
+al. 2020, arXiv 2005.14165, appendix C); the share of words in common runs is the measure of Llama 3 (2024, arXiv
+2407.21783, section 5.1.4). A paraphrase or a translation is not found.
 
 Memory holds hashes of the evaluation's words and runs, about 17 bytes for each word, and none of the training data,
-which is read once. Hashes have 64 bits: with 10^6 runs in the evaluation and 10^10 in training, the chance of a single
-false match is about one in 2000.
+which is read once. With 10^6 runs in the evaluation and 10^10 in training, the chance of a single false match of the
+64 bits is about one in 2000.
 """
 
 from __future__ import annotations

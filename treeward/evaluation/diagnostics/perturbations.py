@@ -1,19 +1,16 @@
 """`diagnose_perturbations`: what the score does when a completion is dressed up, padded, cut off or refused.
 
-    numbers = diagnose_perturbations(scorer, examples, num_examples=200)
+    sampled = sample_examples(examples, 200)
+    numbers = diagnose_perturbations(sampled, list(score_examples(scorer, map(perturbed, sampled), at_once=16)))
     numbers.padding_relative_shift     # Metric: mean change of the score, in mean margins of the pairs
     numbers.padding_rejected_flips     # Metric: pairs that were right until the worse completion was padded
     numbers.robust_accuracy            # Metric: pairs that stay right under every change of style to either completion
 
 For each sampled example one pair of a better and a worse completion is scored as it is and with each of them rewritten
-(`REWRITES`). Signs of a fault:
-
-- any rewrite: `rejected_flips`, for no rewrite makes the worse completion the better one;
-- "style": a `relative_shift` of the size of the margins, for the content is the same;
-- "damage": a shift above 0, for the damaged completion is worse than the whole one.
-
-Where a prompt asks for a format (one word, no markdown), a change of style may break it, and a lower score be right.
-Rewrites as a test of reward models: Wu et al. 2025, "reWordBench" (arXiv 2503.11751).
+(`REWRITES`). Signs of a fault are `rejected_flips`, for no rewrite makes the worse completion the better one; a
+`relative_shift` of the size of the margins under a rewrite of kind "style", for the content is the same; and a shift
+above 0 under "damage". Where a prompt asks for a format (one word, no markdown), a change of style may break it, and a
+lower score be right. Rewrites as a test of reward models: Wu et al. 2025, "reWordBench" (arXiv 2503.11751).
 """
 
 from __future__ import annotations
@@ -21,22 +18,18 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treeward.data.preference import Message, Preference, last_text
+from treeward.data.preference import Completion, Preference, last_text
+from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Diagnostic, Metric
 from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap
-from treeward.resumable import resumable_rows
-from treeward.scoring.score import ConversationScorer
 
-_EXAMPLES_AT_ONCE = 16
 _REFUSAL = re.compile(
     r"^\W*(?:(?:i['’]?m|i am) (?:really |very |so )?sorry|sorry|i apologi[sz]e|unfortunately|no,|as an ai|"
     r"i (?:can['’]?t|cannot|can not|won['’]?t|will not|am not able|['’]?m not able|am unable|do not|don['’]?t))",
@@ -128,52 +121,6 @@ def rewrite(name: str, text: str, rng: random.Random) -> str | None:
     return None if changed == text else changed
 
 
-@dataclass(frozen=True, slots=True)
-class PerturbedScores:
-    """The scores of one pair, a row of `perturbations.jsonl`.
-
-    `original`: of the better and the worse completion. `rewritten`: by name of the rewrite; None where there is no text
-    or no score. `num_failed`: texts that the model could not score. `prompt`: a digest of the context.
-    """
-
-    id: str
-    prompt: str
-    original: Sequence[float | None]
-    rewritten: Mapping[str, Sequence[float | None]]
-    num_failed: int = 0
-
-
-def diagnose_perturbations(
-    scorer: ConversationScorer,
-    examples: Sequence[Preference],
-    *,
-    num_examples: int = 200,
-    folder: Path | None = None,
-    identity: Mapping[str, Any] | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Diagnostic | None:
-    """Sample, rewrite, score and sum up; None where no example has a better and a worse completion of text.
-
-    `folder`: where a row of each example is kept as soon as it is scored (perturbations.jsonl); a larger sample scores
-    only what it has more. `identity`: what a row depends on besides its example and the rewrites. `on_progress`:
-    receives the number of examples that are scored and of all. Raises as `resumable_rows`.
-    """
-    sampled = sample_examples(examples, num_examples)
-    if not sampled:
-        return None
-    path = None if folder is None else folder / "perturbations.jsonl"
-    full_identity = {"rewrites": ", ".join(REWRITES), **(identity or {})}
-    with resumable_rows(path, full_identity, lambda row, where: PerturbedScores(**row)) as rows:
-        scores = {row.id: row for row in rows.kept}
-        remaining = [example for example in sampled if example.id not in scores]
-        on_progress(len(sampled) - len(remaining), len(sampled))
-        for number, row in enumerate(score_perturbed(scorer, remaining), start=1):
-            rows.add(asdict(row))
-            scores[row.id] = row
-            on_progress(len(sampled) - len(remaining) + number, len(sampled))
-    return summarize_perturbations([scores[example.id] for example in sampled])
-
-
 def sample_examples(examples: Sequence[Preference], num_examples: int) -> list[Preference]:
     """At most `num_examples` of the examples that have a pair of text, in their order; always the same.
 
@@ -202,22 +149,24 @@ def perturb(example: Preference) -> dict[str, tuple[str | None, str | None]]:
     return texts
 
 
-def score_perturbed(scorer: ConversationScorer, examples: Sequence[Preference]) -> Iterator[PerturbedScores]:
-    """The scores of each example's pair, in order; a row depends on its example alone."""
-    remaining = iter(examples)
-    while chunk := list(islice(remaining, _EXAMPLES_AT_ONCE)):
-        conversations = [_conversations(example) for example in chunk]
-        all_conversations = [conversation for of_example in conversations for conversation in of_example.values()]
-        results = iter(scorer.score(all_conversations, on_error="mask"))
-        for example, of_example in zip(chunk, conversations, strict=True):
-            scores = {key: next(results).score for key in of_example}
-            yield PerturbedScores(
-                id=example.id,
-                prompt=hashlib.blake2b(example.context_key.encode(), digest_size=8).hexdigest(),
-                original=[scores["", 0], scores["", 1]],
-                rewritten={name: [scores.get((name, 0)), scores.get((name, 1))] for name in REWRITES},
-                num_failed=sum(score is None for score in scores.values()),
-            )
+def perturbed(example: Preference) -> Preference:
+    """The pair of an example and its rewrites as completions of one preference: of rank 0 those of the better one.
+
+    Only the last message of a completion is rewritten.
+    """
+    completions = []
+    rewrites = perturb(example)
+    for name, side in _layout(rewrites):
+        *before, last = example.completions[_pair(example)[side]].messages
+        text = rewrites[name][side] if name else last["content"]
+        completions.append(Completion(side, (*before, {**last, "content": text})))
+    return replace(example, completions=tuple(completions))
+
+
+def _layout(rewrites: Mapping[str, tuple[str | None, str | None]]) -> list[tuple[str, int]]:
+    """The rewrite ("" for none) and the side of each completion of `perturbed`."""
+    changed = [(name, side) for name, texts in rewrites.items() for side in (0, 1) if texts[side] is not None]
+    return [("", 0), ("", 1), *changed]
 
 
 def _pair(example: Preference) -> tuple[int, ...]:
@@ -228,29 +177,29 @@ def _pair(example: Preference) -> tuple[int, ...]:
     return random.Random(f"0/{example.id}").choice(pairs) if pairs else ()
 
 
-def _conversations(example: Preference) -> dict[tuple[str, int], list[Message]]:
-    """By rewrite ("" for none) and side; only the last message of a completion is rewritten."""
-    conversations: dict[tuple[str, int], list[Message]] = {}
-    rewritten = perturb(example)
-    for side, index in enumerate(_pair(example)):
-        *before, last = example.conversations[index]
-        conversations["", side] = [*before, last]
-        for name, texts in rewritten.items():
-            if texts[side] is not None:
-                conversations[name, side] = [*before, {**last, "content": texts[side]}]
-    return conversations
+def diagnose_perturbations(examples: Sequence[Preference], scored: Sequence[ScoredExample]) -> Diagnostic:
+    """The diagnostics of examples whose `perturbed` preferences were scored."""
+    pairs: dict[str, list[list[float | None]]] = {name: [] for name in ("", *REWRITES)}
+    for example, row in zip(examples, scored, strict=True):
+        scores = dict(zip(_layout(perturb(example)), row.scores, strict=True))
+        for name, rows in pairs.items():
+            rows.append([scores.get((name, 0)), scores.get((name, 1))])
+    num_failed = sum(score is None for row in scored for score in row.scores)
+    return summarize_perturbations(pairs, [example.context_key for example in examples], num_failed)
 
 
-def summarize_perturbations(scores: Sequence[PerturbedScores]) -> Diagnostic:
-    """The diagnostics of scores (E).
+def summarize_perturbations(
+    pairs: Mapping[str, Sequence[Sequence[float | None]]], contexts: Sequence[str], num_failed: int = 0
+) -> Diagnostic:
+    """The numbers of scores of a better and a worse completion (E, 2), by rewrite and "" for none.
 
     `accuracy`: of the pairs as they are. `robust_accuracy`: pairs that are right and stay so under every rewrite of
     kind "style", of either completion. For each rewrite: `relative_shift`, the mean of the new score less the old over
     both completions, in units of the mean absolute margin before; `rejected_flips`, the share of the right pairs that
     is lost when the worse completion alone is rewritten; a tie is lost. `num_left_out`: texts without a score.
     """
-    prompts = np.array([row.prompt for row in scores], dtype=object)
-    before = _table([row.original for row in scores])
+    tables = {name: np.array(rows, dtype=np.float64).reshape(-1, 2) for name, rows in pairs.items()}  # None is NaN
+    before, prompts = tables.pop(""), np.array(contexts, dtype=object)
     is_right = before[:, 0] > before[:, 1]
     margins = np.abs(before[:, 0] - before[:, 1])
     margins = margins[np.isfinite(margins)]
@@ -261,16 +210,14 @@ def summarize_perturbations(scores: Sequence[PerturbedScores]) -> Diagnostic:
 
     is_robust = is_right.copy()
     metrics = []
-    for name, (_, kind, _) in REWRITES.items():
-        after = _table([row.rewritten.get(name, (None, None)) for row in scores])
+    for name, after in tables.items():
         # A rewrite that does not apply, or a text without a score, says nothing against a pair.
         is_lost = before[:, 0] <= after[:, 1]
         metrics.append(_shift(f"{name}_relative_shift", after - before, prompts, mean_margin))
         metrics.append(share(f"{name}_rejected_flips", is_lost, is_right & np.isfinite(after[:, 1])))
-        if kind == "style":
+        if REWRITES[name].kind == "style":
             is_robust &= ~is_lost & ~(after[:, 0] <= before[:, 1])
-    everywhere = np.ones(len(scores), dtype=bool)
-    num_failed = sum(row.num_failed for row in scores)
+    everywhere = np.ones(len(before), dtype=bool)
     robust = share("robust_accuracy", is_robust, everywhere)
     if num_failed:
         robust = replace(robust, note=f"{num_failed:,} texts without a score are left out.")
@@ -287,7 +234,3 @@ def _shift(name: str, shifts: NDArray[np.float64], prompts: NDArray[Any], mean_m
     moves = shifts[has_shift] / mean_margin
     low, high = cluster_bootstrap(moves, prompts[np.nonzero(has_shift)[0]].tolist())
     return Metric(name, float(moves.mean()), low, high, count)
-
-
-def _table(pairs: Sequence[Sequence[float | None]]) -> NDArray[np.float64]:
-    return np.array(pairs, dtype=np.float64).reshape(-1, 2)  # None becomes NaN

@@ -6,36 +6,29 @@ RM-Bench: right and subtly wrong completions, each in three styles (Liu et al. 2
 
 A[i][j] = P(chosen in style i > rejected in style j), styles from plain to fancy: concise, detailed, detailed markdown.
 Hard is the mean of the upper triangle (the wrong completion is the fancier one), normal of the diagonal, easy of the
-lower triangle. A domain is the mean of its three, which is the mean of its nine cells; overall is the mean of the four
-domains, where the two halves of safety are pooled; hard, normal and easy overall are the means over domains. All as in
-the authors' `compute_accuracy`. With `tie_policy="half"` a tie adds half to its cell. A prompt that lacks a score is
-wrong in every cell.
+lower triangle. A domain is the mean of its three; overall is the mean of the four domains, where the two halves of
+safety are pooled; hard, normal and easy overall are the means over domains. All as in the authors' `compute_accuracy`.
+With `tie_policy="half"` a tie adds half to its cell. A prompt that lacks a score is wrong in every cell.
 
 JudgeBench: pairs of which one is objectively right, with labels A>B or B>A (Tan et al. 2024, arXiv 2410.12784).
 
     JudgeBench().load("judgebench/")                     # or the hub's ScalerLab/JudgeBench
 
-A judge sees each pair in both orders; a vote for the label counts 1, against it -1, anything else 0, and the pair is
-right if the sum is above 0. A reward model's two votes are the same unless its scores tie, which sums to 0: so a pair
-is right where the better completion scores higher, and a tie is not. (With `--single_game`, which the authors' README
-allows for reward models, a tie would be right where the label is B>A.)
-The headline is the accuracy over the 350 pairs that GPT-4o wrote, each counting once, not the mean of the categories:
-the authors' `run_judge.py` takes one writer's file and prints four categories and "Overall", all pairs of the file
-(ScalerLab/JudgeBench at d8740a8; `compute_final_metrics` in `utils/metrics.py`). The 270 pairs of Claude 3.5 Sonnet are
-in subsets of their own. Without any of GPT-4o the headline is of all pairs.
+A judge sees each pair in both orders, and the pair is right if both votes together are for the label. A reward model's
+two votes are the same unless its scores tie, so a pair is right where the better completion scores higher. The headline
+is the accuracy over the 350 pairs that GPT-4o wrote, each counting once: the authors' `run_judge.py` takes one writer's
+file and prints four categories and "Overall" (ScalerLab/JudgeBench at d8740a8; `compute_final_metrics`). The 270 pairs
+of Claude 3.5 Sonnet are in subsets of their own. Without any of GPT-4o the headline is of all pairs.
 
 LLMBar: 419 expert comparisons of who follows the instruction (Zeng et al. 2023, arXiv 2310.07641).
 
     LLMBar().load("LLMBar/Dataset")             # the authors' repository: Natural and four adversarial sets
     LLMBar().load("natural.jsonl.gz")           # one set: rows of input, output_1, output_2, label
 
-The headline is the plain mean of the sets in the data: for Natural alone its accuracy, for all five the mean of five.
-The section Adversarial is the plain mean of the four: the paper's 82.8 % of GPT-4 is that mean of the accuracies in the
-authors' repository (princeton-nlp/LLMBar at caa7bee, `evaluators/GPT-4/Metrics_Reference/statistics.json` of each set);
-over its 319 pairs it would be 84.5 %.
-
-On the hub LLMBar is only a program, and code from the hub is never run; the same 419 pairs are part of RewardBench's
-data, from which they are read when no source is given.
+The headline is the plain mean of the sets in the data. The section Adversarial is the plain mean of the four, as the
+paper's 82.8 % of GPT-4 is (princeton-nlp/LLMBar at caa7bee, `Metrics_Reference`); over its 319 pairs it would be
+84.5 %. On the hub LLMBar is only a program, and code from the hub is never run; the same 419 pairs are part of
+RewardBench's data, from which they are read when no source is given.
 """
 
 from __future__ import annotations

@@ -6,18 +6,11 @@
 
 What holds in every suite:
 
-- An example that could not be scored counts as **wrong**. Left out, a model would be the better the more it cannot
-  read, and its number would be of other examples than everyone else's. `num_failed` and the headline's note count
-  them, and `headline_of_scored`, the headline without them, is compared with chance. Where most examples lack a
-  score the suite's numbers have no values and no intervals.
+- An example that could not be scored counts as **wrong**: left out, a model would be the better the more it cannot
+  read. `headline_of_scored`, the headline without them, is compared with chance. Where most examples lack a score the
+  suite's numbers have no values and no intervals.
 - A tie of chosen and rejected counts 0, as in the published code (`tie_policy="strict"`), or half (`"half"`).
 - A subset or section that the data lacks is left out, not zero, and the headline's note says that examples are missing.
-
-Rows come from the hub, a downloaded copy (`data/filtered-00000-of-00001.parquet` beside a README, or what
-`save_to_disk` wrote) or a file, and are checked against a schema:
-
-    for row in suite_rows(source, "allenai/reward-bench", split="filtered"):
-        pair = read_as(PairRow, row)
 """
 
 from __future__ import annotations
