@@ -28,6 +28,9 @@ from treeward.errors import LostProcessError
 _T = TypeVar("_T")
 _MET_BY_ALL = "met by all processes"
 
+work = "the set-up"
+"""The work of this process, as `doing` has it."""
+
 
 def rank() -> int:
     """The number of this process, from 0."""
@@ -187,6 +190,12 @@ def fails_first() -> bool:
         return bool(_store().compare_set("treeward/fails_first", "", str(rank())).decode() == str(rank()))
     except RuntimeError:  # the process that keeps the store is gone
         return rank() == 1
+
+
+def doing(what: str) -> None:
+    """Note the work of this process, as "step 5", for the error of a process that waits in vain."""
+    global work
+    work = what
 
 
 def _store() -> Any:

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from treeward.config.policy import LoraConfig
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.model.checks import check_policy
-from treeward.model.export import export_policy
+from treeward.model.export import export_policy, exported_weights
 from treeward.model.loading import load_policy
 from treeward.model.lora import (
     AdapterReference,
@@ -27,7 +27,6 @@ from treeward.model.lora import (
     add_adapters,
     is_quantized,
     load_adapters,
-    plain_state,
     save_adapters,
     without_adapters,
 )
@@ -105,7 +104,7 @@ def test_a_fresh_adapter_changes_no_bit(family: str, dtype: torch.dtype) -> None
         policy = adapted(hf, fresh=True)
         assert torch.equal(policy.log_probs(GROUPS, STARTS).values_SL, want)
     assert {weight.dtype for weight in adapter_state(policy).values()} == {torch.float32}
-    state = plain_state(policy)
+    state = dict(exported_weights(policy, None))
     for name, weight in before.items():
         assert torch.equal(state[name], weight), name
         assert state[name].dtype == dtype
@@ -113,7 +112,7 @@ def test_a_fresh_adapter_changes_no_bit(family: str, dtype: torch.dtype) -> None
     with torch.no_grad():
         for name, weight in adapter_state(policy).items():
             weight.copy_(adapters[name])
-    merged = plain_state(policy, torch.float32)
+    merged = dict(exported_weights(policy, torch.float32))
     for name, weight in before.items():
         first, second = (adapters.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight") for x in "AB")
         if first is not None and second is not None:  # alpha / dim is 3; nothing is rounded to the base's dtype

@@ -1,4 +1,4 @@
-"""A model that is filled after it was sharded is the one that one process loads."""
+"""A model that is filled in parts, by several processes, is the one that one process loads."""
 
 from __future__ import annotations
 

@@ -14,12 +14,13 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, split_torch_state_dict_into_shards
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import save_file
 from torch.distributed import ProcessGroup
@@ -29,7 +30,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from treeward import processes
 from treeward.errors import ModelError
-from treeward.model.lora import plain_state, plain_weights
+from treeward.model.lora import plain_weights
 from treeward.model.policy_model import PolicyModel
 from treeward.model.reward_model import RewardModel, head_name
 from treeward.model.shards import whole
@@ -88,30 +89,49 @@ def _write(
     Model and tokenizer stay as they are.
     """
     processes.on_main(lambda: _write_settings(model.hf, tokenizer, folder, changes, chat_template))
-    state = plain_state(model, dtype, float32=head, copied=staged)
+    weights = exported_weights(model, dtype, float32=head)
+    if not staged:
+        _write_weights(folder, weights, None)
+        return None
+    copies = [
+        (name, weight.to("cpu", copy=True) if processes.is_main() else weight.to("meta")) for name, weight in weights
+    ]
+    return partial(_write_weights, folder, copies)
 
-    def write(group: ProcessGroup | None) -> None:
-        processes.on_main(lambda: _write_weights(model.hf, folder, state), group)
 
-    if staged:
-        return write
-    write(None)
-    return None
+def _write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], group: ProcessGroup | None) -> None:
+    """Write weights as files of `FILE_BYTES`, one of them in memory at a time, with the index of transformers.
 
+    The main process writes them; every process calls it, with the same names. `group`: of the processes, for the thread
+    that calls it.
+    """
+    in_file, number_of, total_bytes = dict[str, torch.Tensor](), dict[str, int](), 0
+    number = 1
 
-def _write_weights(hf: PreTrainedModel, folder: Path, state: Mapping[str, torch.Tensor]) -> None:
-    """Write the weights under the names that they have in checkpoints; those that are tied or ignored are left out."""
-    left_out = {*(getattr(hf, "all_tied_weights_keys", None) or ()), *(hf._keys_to_ignore_on_save or ())}
-    kept = {name: weight for name, weight in state.items() if name not in left_out}
-    weights = {name: weight.contiguous() for name, weight in revert_weight_conversion(hf, kept).items()}
-    split = split_torch_state_dict_into_shards(
-        weights, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_BYTES
-    )
-    for file, names in split.filename_to_tensors.items():
-        save_file({name: weights[name] for name in names}, folder / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    def write_file() -> None:
+        path = folder / f"model-{number}.safetensors"
+        processes.on_main(lambda: save_file(in_file, path, metadata={"format": "pt"}), group)
+
+    for name, weight in weights:
+        if in_file and sum(one.nbytes for one in in_file.values()) + weight.nbytes > FILE_BYTES:
+            write_file()
+            in_file, number = {}, number + 1
+        in_file[name] = weight.to("cpu" if processes.is_main() else "meta").contiguous()
+        number_of[name], total_bytes = number, total_bytes + weight.nbytes
+    write_file()
+
+    def name_files() -> None:
+        names = {
+            n: f"model-{n:05d}-of-{number:05d}.safetensors" if number > 1 else SAFE_WEIGHTS_NAME
+            for n in number_of.values()
+        }
+        for n, file in names.items():
+            (folder / f"model-{n}.safetensors").rename(folder / file)
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": {key: names[n] for key, n in number_of.items()}}
+        if number > 1:
+            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    processes.on_main(name_files, group)
 
 
 def _write_settings(
@@ -168,20 +188,29 @@ def export_configuration(
 
 
 @torch.no_grad()
-def exported_weights(model: WrappedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of the folder, by their names in it, on the model's device; what is tied comes once.
+def exported_weights(
+    model: WrappedModel, dtype: torch.dtype | None, *, float32: str | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of the folder, by their names in it, on the model's device; tied ones come once.
 
-    Of a sharded model every process iterates, with one decoder layer whole in memory at a time.
+    Adapted weights are merged in float32, and those of four bits are dequantized. Of a sharded model every process
+    iterates, with one decoder layer whole in memory at a time. `dtype`: of floating-point weights; None for their own.
+    `float32`: a module whose weights are float32.
     """
 
     def layer(weight: tuple[str, torch.Tensor, Any]) -> str:
         match = re.match(r".*?\.\d+\.", weight[0])
         return match.group() if match else weight[0]
 
-    tied = getattr(model.hf, "all_tied_weights_keys", None) or {}
+    hf = model.hf
+    left_out = {*(getattr(hf, "all_tied_weights_keys", None) or ()), *(hf._keys_to_ignore_on_save or ())}
     for _, weights in itertools.groupby(plain_weights(model), key=layer):
-        of_layer = {name: whole(plain(dtype)) for name, _, plain in weights if name not in tied}
-        yield from revert_weight_conversion(model.hf, of_layer).items()
+        whole_weights = {
+            name: whole(plain(torch.float32 if name.split(".")[0] == float32 else dtype))
+            for name, _, plain in weights
+            if name not in left_out
+        }
+        yield from revert_weight_conversion(hf, whole_weights).items()  # transformers saves some as other tensors
 
 
 def push_folder(folder: Path, repo_id: str, *, private: bool) -> str:

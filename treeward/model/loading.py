@@ -39,6 +39,7 @@ from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
 from treeward.model.pretrained import bare_model, load_tokenizer, load_weights, override_fields, read_config
 from treeward.model.published import Adapter, end_template, find
 from treeward.model.reward_model import RewardModel, head_name
+from treeward.model.shards import put
 from treeward.model.wrapped import WrappedModel
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ def load_reward_model(
         hf = without_weights(model_class, config)
     else:
         hf = _with_weights(str(name), config, model_class, published, tokenizer, head_seed, head_std, **settings)
-    if published is not None:
+    if published is not None and not on_meta:
         published.settle(hf)
     num_known_tokens, pad = RewardModel(hf).num_embeddings, config.get_text_config().pad_token_id
     keep_padding = keep_padding and published is None
@@ -113,7 +114,11 @@ def load_reward_model(
     if on_meta:
         same: dict[str, Any] = {"head_seed": head_seed, "head_std": head_std, "labels": labels}
         same |= {"several_heads": several_heads, "tokenizer": tokenizer, "attention": "rows"}
-        model.unfilled.append(partial(fill, model, lambda: load_reward_model(name, **same, **settings).model.hf))
+        draw_head = None if head_seed is None else lambda: initialise_head(model.hf, seed=head_seed, std=head_std)
+        load_whole = partial(load_reward_model, name, **same, **settings)
+        model.unfilled.append(partial(fill, model, str(name), lambda: load_whole().model.hf, draw_head))
+        if published is not None:  # until then the names of its tensors are the authors'
+            model.unfilled.append(partial(published.settle, hf))
     elif is_classifier and pad not in (None, tokenizer.pad_token_id) and not keep_padding:
         logger.warning("Plain transformers reads this classifier before its padding token, %r. Here it is read at the "
                        "last token of conversations, and so will be its export.", tokenizer.decode([pad]))  # fmt: skip
@@ -247,7 +252,7 @@ def load_policy(
         hf.generation_config = GenerationConfig.from_pretrained(str(name))
     loaded = _policy(hf, tokenizer, str(name), attention, "meta", chunk_tokens)
     load_whole = partial(load_weights, AutoModelForCausalLM, str(name), **settings)
-    loaded.model.unfilled.append(partial(fill, loaded.model, lambda: load_whole()[0]))
+    loaded.model.unfilled.append(partial(fill, loaded.model, str(name), lambda: load_whole()[0], None))
     return loaded
 
 
@@ -301,7 +306,7 @@ def initialise_head(hf: PreTrainedModel, *, seed: int, std: float | None = None)
             with torch.no_grad():
                 if module.weight.dtype != torch.float32:
                     module.float()
-                module.weight.copy_(weight)
+                put(module.weight, weight)
                 if module.bias is not None:
                     module.bias.zero_()
 

@@ -180,32 +180,6 @@ def load_adapters(model: WrappedModel, folder: Path) -> None:
         read()
 
 
-@torch.no_grad()
-def plain_state(
-    model: WrappedModel,
-    dtype: torch.dtype | None = None,
-    *,
-    float32: str | None = None,
-    copied: bool = False,
-) -> dict[str, Tensor]:
-    """The state of the plain model that computes what `model` does, with or without adapters: on the CPU of the main
-    process, empty on the others. Every process calls it.
-
-    Adapted weights are merged in float32, those of four bits are what these stand for, and both are new tensors; others
-    may be the model's own, unless they are `copied`. What is tied is one tensor. `dtype`: of floating-point weights;
-    None for their own. `float32`: a module whose weights are float32.
-    """
-    state: dict[str, Tensor] = {}
-    copies: dict[int, Tensor] = {}
-    for name, weight, plain in plain_weights(model):
-        if id(weight) not in copies:
-            made = whole(plain(torch.float32 if name.split(".")[0] == float32 else dtype))
-            is_new = copied and made.device.type == "cpu"
-            copies[id(weight)] = made.to("cpu", copy=is_new) if processes.is_main() else torch.empty(0)
-        state[name] = copies[id(weight)]
-    return state if processes.is_main() else {}
-
-
 def plain_weights(model: WrappedModel) -> Iterator[tuple[str, Tensor, Callable[[torch.dtype | None], Tensor]]]:
     """Each weight and buffer by its name in the plain model, as it is, and what makes the plain one of it, in a dtype:
     merged, and none of four bits."""

@@ -16,6 +16,7 @@ import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +92,16 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 
 @torch.no_grad()
-def put(tensor: Tensor, values: Tensor) -> None:
-    """Fill a tensor from the whole one: this process's part of it."""
+def put(tensor: Tensor, values: Any) -> None:
+    """Fill a tensor from the whole one: this process's part of it.
+
+    `values`: a tensor, or a slice of safetensors, of which no more is read; it may have fewer rows.
+    """
     part, place = own_part(tensor)
-    part.copy_(values[place])
+    if not place:
+        part.copy_(values)
+        return
+    num_rows = values.shape[0] if isinstance(values, Tensor) else values.get_shape()[0]
+    rows = slice(place[0].start, min(place[0].stop, num_rows))
+    if part.numel() and rows.start < rows.stop:
+        part[: rows.stop - rows.start].copy_(values[(rows, *place[1:])])

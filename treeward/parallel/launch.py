@@ -95,7 +95,7 @@ def run_here(function: Callable[..., _T], config: Any) -> _T | None:
             if not _OF_COLLECTIVES.search(str(error)):
                 raise
             raise LostProcessError(
-                f"rank {processes.rank()} waits in vain for another process",
+                f"rank {processes.rank()} waits in vain for another process in {processes.work}",
                 got=str(error).strip().splitlines()[0],
                 need=f"all {processes.size()} at the same point within cluster.timeout_minutes={minutes:g}",
                 fix=f"read {folder}/ranks; the same command goes on from the last checkpoint",

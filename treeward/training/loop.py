@@ -310,6 +310,7 @@ class Loop:
     def take_step(self) -> None:
         run, state = self.run, self.state
         started = time.monotonic()
+        processes.doing(f"step {state.step + 1}")
         with self._saved_if_it_fails(f"step {state.step + 1} cannot be taken"):
             metrics = run.step(state.step + 1)
         state.step += 1
@@ -324,6 +325,7 @@ class Loop:
         if not self.run.validates:
             return
         started = time.monotonic()
+        processes.doing(f"the validation after step {state.step}")
         with self.progress.paused(), self._saved_if_it_fails(f"the model of step {state.step} cannot be validated"):
             found = self.run.validate(state.step, self.stop.agree)
         if found is None:
@@ -365,6 +367,7 @@ class Loop:
         """Save a checkpoint, unless this step has one. `beside`: with `async_save` while the next steps are taken."""
         if self.store is None or self.saved_step == self.state.step or self.state.step == 0:
             return
+        processes.doing(f"the save after step {self.state.step}")
         self._look_for_a_save(wait=True)
         self.save_started = time.monotonic()
         staged = beside and self.run.run_config.checkpointing.async_save
