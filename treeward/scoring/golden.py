@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -252,18 +252,20 @@ def as_saved(
 def exact_scoring(model: RewardModel) -> Iterator[None]:
     """Within it the model scores in the dtype of its weights, and float32 products are not rounded to TF32 or bfloat16,
     whatever `policy.matmul_precision` is; afterwards it trains or scores as before."""
-    was_training, precision = model.training, torch.get_float32_matmul_precision()
+    was_training, common = model.training, torch.get_float32_matmul_precision()
     counters = model.num_computed_tokens, model.num_row_tokens
-    convolutions = cast(Any, torch.backends.cudnn).conv
-    of_convolutions = convolutions.fp32_precision
+    backends: Any = torch.backends
+    products = (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv)
+    precisions = [product.fp32_precision for product in products]  # each may follow PyTorch's common setting
     model.eval()
     try:
         torch.set_float32_matmul_precision("highest")
-        convolutions.fp32_precision = "ieee"
+        backends.cudnn.conv.fp32_precision = "ieee"
         yield
     finally:
-        torch.set_float32_matmul_precision(precision)
-        convolutions.fp32_precision = of_convolutions
+        torch.set_float32_matmul_precision(common)
+        for product, precision in zip(products, precisions, strict=True):
+            product.fp32_precision = precision
         model.train(was_training)
         model.num_computed_tokens, model.num_row_tokens = counters
 
