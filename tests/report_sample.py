@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from evaluated import preference
+from evaluated import preference, rated
 
 from treeward.data.preference import Preference
 from treeward.evaluation.examples import ScoredExample, by_subset, to_row
@@ -113,8 +113,7 @@ def sample_rows() -> list[dict[str, Any]]:
         asked += [_sentences(words, 30), f"Go on, please: what about case {index}?"] if index % 9 == 4 else []
         roles = ("user", "assistant", "user")
         context = [{"role": role, "content": text} for role, text in zip(roles, asked, strict=False)]
-        completions = tuple(({"role": "assistant", "content": text},) for text in texts)
-        example = preference(f"{subset[:3]}-{index}", subset, tuple(context), completions, ranks)
+        example = preference(f"{subset[:3]}-{index}", subset, context, texts, ranks)
         sizes = tuple(map(len, texts))
         row = to_row(ScoredExample(example, tuple(scores), sizes, sizes, errors)) | {"model": model}
         rows.append(json.loads(json.dumps(row)))
@@ -225,15 +224,8 @@ def scored(score: Scoring, count: int = 80, subsets: Sequence[str] = ("hard", "e
     found = []
     for n in range(count):
         texts = ["right " * (4 if n % 2 else 1), "wrong " * (1 if n % 2 else 4), *(["wrong."] if n % 10 == 0 else [])]
-        example = preference(
-            str(n),
-            subsets[n % len(subsets)],
-            ({"role": "user", "content": f"Question {n}?"},),
-            tuple(({"role": "assistant", "content": text},) for text in texts),
-            tuple(range(len(texts))),
-        )
-        sizes = tuple(map(len, texts))
-        found.append(ScoredExample(example, tuple(score(n, text) for text in texts), sizes, sizes))
+        example = preference(str(n), subsets[n % len(subsets)], f"Question {n}?", texts)
+        found.append(rated(example, [score(n, text) for text in texts]))
     return found
 
 

@@ -91,19 +91,6 @@ def test_the_checkpoints_of_a_run_in_the_order_of_their_steps(
     assert "there is no such folder" in capsys.readouterr().err
 
 
-def test_other_data_into_a_folder_with_results_is_refused(
-    model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["eval", str(model_folder), "--output", str(tmp_path / "eval"), "--data"]
-    first, other = (str(write_rows(f"{name}.jsonl", ROWS[:4])) for name in ("first", "other"))
-    assert main([*words, first]) == 0
-    assert main([*words, other]) == 2
-    assert "would drop from its report" in capsys.readouterr().err
-    assert main([*words, first, "--data", other]) == 0
-    results = json.loads((tmp_path / "eval" / "results.json").read_text())["results"]
-    assert [one["suite"] for one in results] == ["first", "other"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

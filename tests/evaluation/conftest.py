@@ -8,20 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evaluated import preference
+from evaluated import preference, rated
 
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.preference import Preference
 from treeward.evaluation.examples import ScoredExample
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
 
 
 @pytest.fixture(scope="session")
@@ -42,9 +34,7 @@ def make_example() -> Callable[..., Preference]:
     def make(
         id: str, prompt: str, texts: Sequence[str], ranks: Sequence[int] | None = None, subset: str = "s"
     ) -> Preference:
-        return preference(
-            id, subset, (user(prompt),), tuple((assistant(t),) for t in texts), tuple(ranks or range(len(texts)))
-        )
+        return preference(id, subset, prompt, texts, ranks)
 
     return make
 
@@ -56,13 +46,13 @@ def score_with() -> Callable[..., list[ScoredExample]]:
     def score(
         examples: Sequence[Preference], function: Callable[[Sequence[Any], str], float | None]
     ) -> list[ScoredExample]:
-        found = []
-        for example in examples:
-            texts = [completion.messages[-1]["content"] for completion in example.completions]
-            scores = tuple(function(example.context, text) for text in texts)
-            lengths = tuple(len(text) for text in texts)
-            found.append(ScoredExample(example, scores, lengths, lengths))
-        return found
+        return [
+            rated(
+                example,
+                [function(example.context, completion.messages[-1]["content"]) for completion in example.completions],
+            )
+            for example in examples
+        ]
 
     return score
 

@@ -7,16 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evaluated import preference
+from evaluated import preference, rated
 
 from treeward.errors import DataError
 from treeward.evaluation.comparison import Comparison, Evaluation, compare, read_evaluation
 from treeward.evaluation.examples import ScoredExample, to_row
 from treeward.evaluation.statistics import paired_bootstrap, paired_test
-
-
-def message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
 
 
 def scored(
@@ -29,15 +25,8 @@ def scored(
     answer: str = "Good.",
 ) -> ScoredExample:
     """An example whose better answer scores `margin` above the other; None: it could not be scored."""
-    example = preference(
-        id=str(key),
-        subset=subset,
-        context=(message("user", f"Question {key}?" if prompt is None else prompt),),
-        completions=((message("assistant", answer),), (message("assistant", "Bad."),)),
-        ranks=ranks,
-    )
-    scores = (margin, 0.0 if margin is not None else None)
-    return ScoredExample(example, scores, lengths=(5, 4), num_tokens=(9, 8), errors=(None, None))
+    example = preference(str(key), subset, f"Question {key}?" if prompt is None else prompt, [answer, "Bad."], ranks)
+    return rated(example, (margin, 0.0 if margin is not None else None))
 
 
 def evaluation(name: str, *examples: ScoredExample, **suites: Sequence[ScoredExample]) -> Evaluation:
@@ -92,15 +81,7 @@ def test_the_interval_and_the_test_do_not_contradict_each_other() -> None:
 
 
 def test_of_more_than_two_completions_right_is_said_to_be_stricter() -> None:
-    three = [
-        ScoredExample(
-            preference(str(i), "s", (message("user", f"{i}?"),), ((message("assistant", "a"),),) * 3, (0, 1, 1)),
-            (1.0, 0.0, 2.0 * (i % 2)),
-            (1, 1, 1),
-            (2, 2, 2),
-        )
-        for i in range(4)
-    ]
+    three = [rated(preference(str(i), "s", f"{i}?", ["a"] * 3, (0, 1, 1)), (1.0, 0.0, 2.0 * (i % 2))) for i in range(4)]
     found = compare(evaluation("a", *three), evaluation("b", *three))
     assert found.overall.first.value == 0.5
     assert any(note.startswith("4 examples with more than two completions") for note in found.notes)

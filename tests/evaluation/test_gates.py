@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from evaluated import preference
+from evaluated import preference, rated
 
 from treeward.config.data import DatasetConfig
 from treeward.evaluation.diagnostics.biases import diagnose_length
@@ -27,11 +27,8 @@ def drawn(seed: int, count: int, *, most: int, missing: int) -> tuple[list[Score
         scores = tuple(generator.choice([*[math.nan] * missing, *found]) for _ in range(size))
         lengths = tuple(generator.randint(0, 40) for _ in range(size))
         subset = generator.choice(["chat", "code", "maths"])
-        context = ({"role": "user", "content": f"question {i // 3}"},)
-        completions = tuple(({"role": "assistant", "content": "x" * length},) for length in lengths)
-        example = preference(str(i), subset, context, completions, ranks)
-        known = tuple(None if math.isnan(score) else score for score in scores)
-        full.append(ScoredExample(example, known, lengths, (1,) * size, (None,) * size))
+        example = preference(str(i), subset, f"question {i // 3}", ["x" * length for length in lengths], ranks)
+        full.append(rated(example, [None if math.isnan(score) else score for score in scores]))
         numbers.append(scored_comparison(str(i), subset, scores=scores, ranks=ranks, lengths=lengths))
     return full, numbers
 

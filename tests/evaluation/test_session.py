@@ -62,9 +62,8 @@ class Questions(Suite):
             preference(
                 id=str(n),
                 subset="even" if n % 2 == 0 else "odd",
-                context=({"role": "user", "content": f"How many are {n} and {n * n} stones, put on one heap?"},),
-                completions=tuple(({"role": "assistant", "content": text.format(n)},) for text in self.answers),
-                ranks=(0, 1),
+                prompt=f"How many are {n} and {n * n} stones, put on one heap?",
+                texts=[text.format(n) for text in self.answers],
             )
             for n in range(int(source or 90))
         ]

@@ -80,8 +80,7 @@ def brute_force(text: list[str], training: list[list[str]], n: int) -> float:
     n=st.integers(1, 5),
 )
 def test_shares_are_those_of_a_plain_count(text: list[str], training: list[list[str]], n: int) -> None:
-    message = {"role": "assistant", "content": " ".join(text)}
-    example = preference("a", "s", ({"role": "user", "content": "zz"},), ((message,),), (0,))
+    example = preference("a", "s", "zz", [" ".join(text)])
     rows = [trained("yy", " ".join(words)) for words in training]
     got = flag_of(example, *rows, num_words=n)
     whole = len(text) >= n and text in training

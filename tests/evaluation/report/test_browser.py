@@ -64,14 +64,6 @@ def test_every_figure_is_drawn_and_nothing_is_loaded_or_run(visit: Visit) -> Non
     assert page.locator(".card-value").all_inner_texts()[2:] == ["8.3%", "+0.00250", "–"]
 
 
-def test_marks_have_tips(visit: Visit) -> None:
-    page = visit()
-    item = next(block for block in sample_report()["blocks"] if block["kind"] == "bars")["series"][0]["items"][1]
-    page.locator(".kind-bars .layer_0_marks path").nth(1).hover(force=True)
-    tip = page.locator("#vg-tooltip-element")
-    expect(tip).to_contain_text(f"{item['label']}\n{format_number(item['value'], 'percent')}")
-
-
 def test_filters_search_and_sorting(visit: Visit) -> None:
     rows = sample_rows()
     page = visit()

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluated import preference
+from evaluated import preference, rated
 from report_sample import EMPTY, BestOf, by_length, perfect, scored, summary, three_in_eight
 
 from treeward.config.data import DatasetConfig
 from treeward.evaluation.diagnostics.overlap import Overlap, OverlapFlag
 from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations, perturbed
-from treeward.evaluation.examples import ScoredExample, score_examples
+from treeward.evaluation.examples import score_examples
 from treeward.evaluation.findings import findings, length_finding, standing, verdict
 from treeward.evaluation.page import LABELS, metrics_table, report_blocks, write_results
 from treeward.evaluation.results import Metric
@@ -209,9 +209,7 @@ def many(scores: list[tuple[float | None, ...]]) -> Summary:
     texts = ("short", "a longer reply", "the longest reply of all")
     found = []
     for n, own in enumerate(scores):
-        completions = tuple(({"role": "assistant", "content": text},) for text in texts)
-        example = preference(str(n), "s", ({"role": "user", "content": f"{n}?"},), completions, (0, 1, 2))
-        found.append(ScoredExample(example, own, tuple(map(len, texts)), (1, 1, 1)))
+        found.append(rated(preference(str(n), "s", f"{n}?", texts), own))
     flags = tuple(OverlapFlag(str(n), "s", float(n < 2), 0.0, n < 2) for n in range(len(scores)))
     suite = PreferenceSuite("mine", DatasetConfig(data_path="x"))
     return summarize(suite, tuple(found), "m", overlap=Overlap(flags, 5))

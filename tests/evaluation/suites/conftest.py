@@ -1,4 +1,4 @@
-"""What the tests of the suites share: scored examples, and data written as the hub's download has it."""
+"""Data written as the download of the hub has it, for the tests of the suites."""
 
 from __future__ import annotations
 
@@ -9,22 +9,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-from treeward.data.preference import Preference
-from treeward.evaluation.examples import ScoredExample
-
-
-@pytest.fixture
-def scored() -> Callable[[Preference, Sequence[float | None]], ScoredExample]:
-    """A function that gives an example the scores; one of None has an error."""
-
-    def make(example: Preference, scores: Sequence[float | None]) -> ScoredExample:
-        assert len(scores) == len(example.completions)
-        errors = tuple("too long" if score is None else None for score in scores)
-        lengths = tuple(len(completion.messages[-1]["content"]) for completion in example.completions)
-        return ScoredExample(example, tuple(scores), lengths, (1,) * len(scores), errors)
-
-    return make
 
 
 @pytest.fixture

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from evaluated import rated
 
 from treeward.data.preference import Preference
-from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.suites.benchmarks import JudgeBench
-
-Make = Callable[[Preference, Sequence[float | None]], ScoredExample]
 
 SOURCES = ("mmlu-pro-computer science", "livebench-reasoning", "livebench-math", "livecodebench")
 
@@ -61,8 +59,8 @@ def test_both_splits_of_the_download(examples: list[Preference]) -> None:
     assert [c.messages[0]["content"] for c in examples[1].completions] == ["a 1", "b 1"]
 
 
-def test_the_headline_is_of_the_pairs_of_gpt(examples: list[Preference], scored: Make) -> None:
-    rows = [scored(e, (1.0, 0.0)) for e in examples]  # the first completion always: right where the label is A>B
+def test_the_headline_is_of_the_pairs_of_gpt(examples: list[Preference]) -> None:
+    rows = [rated(e, (1.0, 0.0)) for e in examples]  # the first completion always: right where the label is A>B
     result = JudgeBench().summarize(rows)
     assert result.headline.value == 5 / 8 and result.headline.count == 8
     assert {m.name: m.value for m in result.sections} == {
@@ -75,15 +73,6 @@ def test_the_headline_is_of_the_pairs_of_gpt(examples: list[Preference], scored:
     assert "8 of 350" in str(result.headline.note)
     claude = JudgeBench().summarize([one for one in rows if "claude" in one.example.task_name])
     assert claude.headline.value == 4 / 6 and claude.headline.count == 6
-
-
-def test_a_file_of_the_authors_repository(tmp_path: Path) -> None:
-    file = write(tmp_path / "dataset=judgebench,response_model=gpt-4o-2024-05-13.jsonl", rows_of("gpt", 3))
-    assert [e.id for e in JudgeBench().load(str(file))] == [
-        "Knowledge (gpt)/gpt-0",
-        "Reasoning (gpt)/gpt-1",
-        "Math (gpt)/gpt-2",
-    ]
 
 
 def test_a_folder_of_one_writer(tmp_path: Path) -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from evaluated import rated
 
 from treeward.config.data import DatasetConfig
-from treeward.data.preference import Preference
-from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.suites import PreferenceSuite
-
-Make = Callable[[Preference, Sequence[float | None]], ScoredExample]
 
 
 def ranked(prompt: str, *ranks: int, **more: Any) -> dict[str, Any]:
@@ -44,10 +41,10 @@ def test_rows_become_examples(suite_of: Callable[..., PreferenceSuite]) -> None:
     ]
 
 
-def test_pairs_are_pooled_as_in_the_trainers_validation(suite_of: Callable[..., PreferenceSuite], scored: Make) -> None:
+def test_pairs_are_pooled_as_in_the_trainers_validation(suite_of: Callable[..., PreferenceSuite]) -> None:
     suite = suite_of(ranked("a", 0, 1), ranked("b", 0, 1, 2), ranked("c", 0, 0, 1))
     a, b, c = suite.load()
-    rows = [scored(a, (0.0, 1.0)), scored(b, (3.0, 1.0, 2.0)), scored(c, (2.0, 0.0, 1.0))]
+    rows = [rated(a, (0.0, 1.0)), rated(b, (3.0, 1.0, 2.0)), rated(c, (2.0, 0.0, 1.0))]
     result = suite.summarize(rows)
     # a: 0 of 1; b: 0>1, 0>2 and not 1>2; c: 0>2 and not 1>2
     assert result.headline.value == 3 / 6 and result.details["num_pairs"] == 6
@@ -56,17 +53,17 @@ def test_pairs_are_pooled_as_in_the_trainers_validation(suite_of: Callable[..., 
 
 
 @pytest.mark.parametrize(("policy", "value"), [("strict", 2 / 6), ("half", 3 / 6)])
-def test_ties_of_scores(suite_of: Callable[..., PreferenceSuite], scored: Make, policy: Any, value: float) -> None:
+def test_ties_of_scores(suite_of: Callable[..., PreferenceSuite], policy: Any, value: float) -> None:
     suite = suite_of(ranked("a", 0, 1, 2), ranked("b", 0, 1, 2), tie_policy=policy)
     a, b = suite.load()
-    result = suite.summarize([scored(a, (1.0, 1.0, 0.0)), scored(b, (1.0, 1.0, 2.0))])
+    result = suite.summarize([rated(a, (1.0, 1.0, 0.0)), rated(b, (1.0, 1.0, 2.0))])
     # a: tie, right, right; b: tie, wrong, wrong
     assert result.headline.value == pytest.approx(value)
 
 
-def test_what_needs_a_missing_score_is_wrong(suite_of: Callable[..., PreferenceSuite], scored: Make) -> None:
+def test_what_needs_a_missing_score_is_wrong(suite_of: Callable[..., PreferenceSuite]) -> None:
     suite = suite_of(ranked("a", 0, 1, 2), ranked("b", 0, 1))
     a, b = suite.load()
-    result = suite.summarize([scored(a, (2.0, 1.0, None)), scored(b, (1.0, 0.0))])
+    result = suite.summarize([rated(a, (2.0, 1.0, None)), rated(b, (1.0, 0.0))])
     assert result.headline.value == 2 / 4 and result.num_failed == 1
     assert result.headline_of_scored.value == 1.0

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluated import preference
+from evaluated import preference, rated
 
 from treeward.data.preference import Preference
 from treeward.errors import DataError
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.suites.rewardbench import WEIGHTS, RewardBench
-
-Make = Callable[[Preference, Sequence[float | None]], ScoredExample]
 
 # The accuracies of Skywork-Reward-V2-Qwen3-8B in NeMo RL's pull request 1026: of the package and of its environment.
 PUBLISHED = Path(__file__).parents[3] / "examples" / "reproduce" / "published.json"
@@ -32,26 +30,24 @@ BY_HAND = {
 
 
 def pair(subset: str, number: int, prompt: str | None = None) -> Preference:
-    user = {"role": "user", "content": prompt or f"{subset} {number}"}
-    good, bad = ({"role": "assistant", "content": text} for text in ("good", "bad"))
-    return preference(f"{subset}/{number}", subset, (user,), ((good,), (bad,)), (0, 1))
+    return preference(f"{subset}/{number}", subset, prompt or f"{subset} {number}", ["good", "bad"])
 
 
-def whole_benchmark(scored: Make, accuracies: Mapping[str, float]) -> list[ScoredExample]:
+def whole_benchmark(accuracies: Mapping[str, float]) -> list[ScoredExample]:
     """Every pair of the published data, as many of each subset right as its accuracy says."""
     sizes = {subset: weight for section in WEIGHTS.values() for subset, weight in section.items()} | {"math-prm": 447}
     right = {subset: round(accuracies[subset] * size) for subset, size in sizes.items()}
     return [
-        scored(pair(subset, number), (1.0, 0.0) if number < right[subset] else (0.0, 1.0))
+        rated(pair(subset, number), (1.0, 0.0) if number < right[subset] else (0.0, 1.0))
         for subset, size in sizes.items()
         for number in range(size)
     ]
 
 
 @pytest.mark.parametrize("column", BY_HAND)
-def test_the_suite_computes_them_from_scores(scored: Make, column: str) -> None:
+def test_the_suite_computes_them_from_scores(column: str) -> None:
     accuracies, sections, overall = BY_HAND[column]
-    result = RewardBench().summarize(whole_benchmark(scored, accuracies))
+    result = RewardBench().summarize(whole_benchmark(accuracies))
     assert {metric.name: metric.value for metric in result.subsets} == pytest.approx(accuracies, abs=1e-12)
     assert [metric.value for metric in result.sections] == pytest.approx(sections, abs=1e-12)
     assert result.headline.value == pytest.approx(overall, abs=1e-9)
@@ -60,16 +56,16 @@ def test_the_suite_computes_them_from_scores(scored: Make, column: str) -> None:
 
 
 @pytest.mark.parametrize(("policy", "value"), [("strict", 0.25), ("half", 0.5)])
-def test_a_tie_counts_by_the_policy(scored: Make, policy: Any, value: float) -> None:
+def test_a_tie_counts_by_the_policy(policy: Any, value: float) -> None:
     scores = [(1.0, 0.0), (2.0, 2.0), (0.0, 1.0), (-1.0, -1.0)]
-    rows = [scored(pair("hep-go", i), pair_of_scores) for i, pair_of_scores in enumerate(scores)]
+    rows = [rated(pair("hep-go", i), pair_of_scores) for i, pair_of_scores in enumerate(scores)]
     result = RewardBench(tie_policy=policy).summarize(rows)
     assert result.headline.value == value and result.num_ties == 2
     assert result.details["tie_policy"] == policy
 
 
-def test_an_example_without_a_score_counts_as_wrong_and_is_reported(scored: Make) -> None:
-    rows = [scored(pair("hep-go", i), (1.0, 0.0)) for i in range(3)] + [scored(pair("hep-go", 3), (5.0, None))]
+def test_an_example_without_a_score_counts_as_wrong_and_is_reported() -> None:
+    rows = [rated(pair("hep-go", i), (1.0, 0.0)) for i in range(3)] + [rated(pair("hep-go", 3), (5.0, None))]
     result = RewardBench().summarize(rows)
     assert result.headline.value == 0.75 and result.num_failed == 1
     assert result.headline_of_scored.value == 1.0

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluated import preference
+from evaluated import preference, rated
 
 from treeward.data.preference import Preference
 from treeward.errors import DataError
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.suites.rewardbench import RewardBench2
 
-Make = Callable[[Preference, Sequence[float | None]], ScoredExample]
 Row = tuple[str, int, list[float]]
 
 # Scores by id and number of correct answers, for which the package's `process_single_model` (reward-bench at a009692)
@@ -55,19 +54,18 @@ PUBLISHED = [(GOLDEN, 0.698339701409386), (RANDOM, 0.5053204193305099)]
 
 
 def prompt_of(identity: str, subset: str, num_correct: int, count: int) -> Preference:
-    answers = tuple(({"role": "assistant", "content": f"answer {i}"},) for i in range(count))
+    answers = [f"answer {i}" for i in range(count)]
     ranks = (0,) * num_correct + (1,) * (count - num_correct)
-    context = ({"role": "user", "content": f"{subset} {identity}"},)
-    return preference(f"{subset}/{identity}", subset, context, answers, ranks)
+    return preference(f"{subset}/{identity}", subset, f"{subset} {identity}", answers, ranks)
 
 
-def ties(scored: Make, rows: Sequence[Row]) -> list[ScoredExample]:
-    return [scored(prompt_of(identity, "Ties", correct, len(scores)), scores) for identity, correct, scores in rows]
+def ties(rows: Sequence[Row]) -> list[ScoredExample]:
+    return [rated(prompt_of(identity, "Ties", correct, len(scores)), scores) for identity, correct, scores in rows]
 
 
 @pytest.mark.parametrize(("rows", "score"), PUBLISHED)
-def test_ties_are_those_of_the_published_function(scored: Make, rows: list[Row], score: float) -> None:
-    result = RewardBench2().summarize(ties(scored, rows))
+def test_ties_are_those_of_the_published_function(rows: list[Row], score: float) -> None:
+    result = RewardBench2().summarize(ties(rows))
     assert result.headline.value == pytest.approx(score, abs=1e-15)
     assert [(metric.name, metric.value) for metric in result.subsets] == [("Ties", pytest.approx(score, abs=1e-15))]
 
@@ -85,16 +83,16 @@ def test_ties_are_those_of_the_published_function(scored: Make, rows: list[Row],
         ([None, 0.0, 0.0, 0.0], 0.0),
     ],
 )
-def test_best_of_four_shares_the_credit_of_a_tie(scored: Make, scores: list[float | None], credit: float) -> None:
-    other = scored(prompt_of("2", "Math", 1, 4), [1.0, 0.0, 0.0, 0.0])
-    result = RewardBench2().summarize([scored(prompt_of("1", "Math", 1, 4), scores), other])
+def test_best_of_four_shares_the_credit_of_a_tie(scores: list[float | None], credit: float) -> None:
+    other = rated(prompt_of("2", "Math", 1, 4), [1.0, 0.0, 0.0, 0.0])
+    result = RewardBench2().summarize([rated(prompt_of("1", "Math", 1, 4), scores), other])
     assert result.headline.value == pytest.approx((credit + 1) / 2)
 
 
-def test_the_overall_score_is_the_plain_mean_of_the_subsets(scored: Make) -> None:
-    rows = ties(scored, GOLDEN)
-    rows += [scored(prompt_of(str(i), "Math", 1, 4), (1.0, 1.0, 0.0, i)) for i in range(4)]  # 1/2, 1/3, 0, 0
-    rows += [scored(prompt_of(str(i), "Focus", 1, 4), (1.0, 0.0, 0.0, 0.0)) for i in range(9)]
+def test_the_overall_score_is_the_plain_mean_of_the_subsets() -> None:
+    rows = ties(GOLDEN)
+    rows += [rated(prompt_of(str(i), "Math", 1, 4), (1.0, 1.0, 0.0, i)) for i in range(4)]  # 1/2, 1/3, 0, 0
+    rows += [rated(prompt_of(str(i), "Focus", 1, 4), (1.0, 0.0, 0.0, 0.0)) for i in range(9)]
     result = RewardBench2().summarize(rows)
     assert {metric.name: metric.value for metric in result.subsets} == pytest.approx(
         {"Math": 5 / 24, "Focus": 1.0, "Ties": 0.698339701409386}
@@ -107,11 +105,11 @@ def test_the_overall_score_is_the_plain_mean_of_the_subsets(scored: Make) -> Non
 
 
 @pytest.mark.parametrize("which", ["tied:2", "ref:2"])
-def test_a_failed_prompt_of_ties_is_as_bad_as_can_be(scored: Make, which: str) -> None:
-    rows = ties(scored, GOLDEN)
-    lost = [scored(one.example, (None, *one.scores[1:])) if one.example.id == f"Ties/{which}" else one for one in rows]
+def test_a_failed_prompt_of_ties_is_as_bad_as_can_be(which: str) -> None:
+    rows = ties(GOLDEN)
+    lost = [rated(one.example, (None, *one.scores[1:])) if one.example.id == f"Ties/{which}" else one for one in rows]
     terrible = [
-        scored(one.example, tuple(-1e9 if rank == 0 else 0.0 for rank in one.example.ranks[:-1]) + (0.0,))
+        rated(one.example, tuple(-1e9 if rank == 0 else 0.0 for rank in one.example.ranks[:-1]) + (0.0,))
         if one.example.id == f"Ties/{which}"
         else one
         for one in rows

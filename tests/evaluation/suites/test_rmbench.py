@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from evaluated import rated
 
 from treeward.data.preference import Preference
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.suites.benchmarks import RMBench
-
-Make = Callable[[Preference, Sequence[float | None]], ScoredExample]
 
 # Scores of the three chosen and the three rejected answers, and what the authors' `compute_accuracy` gives for them:
 # a domain is the mean of hard, normal and easy; overall is the mean over domains.
@@ -56,8 +54,8 @@ def examples(tmp_path: Path) -> list[Preference]:
 
 
 @pytest.fixture
-def table(examples: list[Preference], scored: Make) -> list[ScoredExample]:
-    return [scored(e, (*chosen, *rejected)) for e, (_, chosen, rejected) in zip(examples, TABLE, strict=True)]
+def table(examples: list[Preference]) -> list[ScoredExample]:
+    return [rated(e, (*chosen, *rejected)) for e, (_, chosen, rejected) in zip(examples, TABLE, strict=True)]
 
 
 def test_the_arithmetic_is_the_authors(table: list[ScoredExample]) -> None:
@@ -73,15 +71,15 @@ def test_the_arithmetic_is_the_authors(table: list[ScoredExample]) -> None:
     assert "11 of 1327" in str(result.headline.note)
 
 
-def test_hard_is_where_the_wrong_answer_is_the_fancier_one(examples: list[Preference], scored: Make) -> None:
-    fancy = [scored(e, (0.0, 1.0, 2.0, 0.5, 1.5, 2.5)) for e in examples]  # a model that only likes style
+def test_hard_is_where_the_wrong_answer_is_the_fancier_one(examples: list[Preference]) -> None:
+    fancy = [rated(e, (0.0, 1.0, 2.0, 0.5, 1.5, 2.5)) for e in examples]  # a model that only likes style
     result = RMBench().summarize(fancy)
     assert [metric.value for metric in result.sections[-3:]] == [0.0, 0.0, 1.0]
     assert result.details["matrix"] == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
 
 
-def test_a_prompt_without_all_scores_is_wrong_in_every_cell(table: list[ScoredExample], scored: Make) -> None:
-    lost = [scored(one.example, (*one.scores[:5], None)) if i == 4 else one for i, one in enumerate(table)]
+def test_a_prompt_without_all_scores_is_wrong_in_every_cell(table: list[ScoredExample]) -> None:
+    lost = [rated(one.example, (*one.scores[:5], None)) if i == 4 else one for i, one in enumerate(table)]
     result = RMBench().summarize(lost)
     # The third prompt of math was right in all nine cells.
     assert {m.name: m.value for m in result.sections}["math"] == pytest.approx(DOMAINS["math"] - 1 / 3)

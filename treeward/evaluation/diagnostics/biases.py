@@ -191,7 +191,8 @@ def stratify(scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]]
     numbers = {name: part.metric for name, part in parts.items()}
     count, note = int(more.sum() + less.sum()), None
     if not more.any() or not less.any():
-        note = f"There is no scored pair for {trait.less if more.any() else trait.more}."
+        stratum = (trait.less if more.any() else trait.more).removeprefix("accuracy_").replace("_", " ")
+        note = f"There is no scored pair of the kind: {stratum}."
         gap, controlled = (Metric(name, None, count=count) for name in (trait.gap, trait.controlled))
     else:
         # p - q is twice the mean of p and 1 - q, less 1.
