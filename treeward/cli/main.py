@@ -163,11 +163,11 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
     return reporting
 
 
-def _option_of(where: str | None, run: Callable[..., int], given: Mapping[str, Any]) -> str | None:
+def _option_of(where: str | None, run: Callable[..., int], options: Mapping[str, Any]) -> str | None:
     """The option or argument by which the path was given that an error is about; None if it was given by none."""
     for name, parameter in inspect.signature(run, eval_str=True).parameters.items():
-        info, value = parameter.annotation.__metadata__[0], given[name]
-        if where in [str(one).rpartition("=")[2] for one in (value if isinstance(value, list) else [value])]:
+        info, value = parameter.annotation.__metadata__[0], options[name]
+        if where in [str(word).rpartition("=")[2] for word in (value if isinstance(value, list) else [value])]:
             is_argument = isinstance(info, typer.models.ArgumentInfo)
             return info.metavar if is_argument else next(iter(info.param_decls or ()), f"--{name.replace('_', '-')}")
     return None

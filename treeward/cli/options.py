@@ -69,15 +69,16 @@ def with_model_options(run: Callable[..., int]) -> Callable[..., int]:
     """A verb with the options of `ModelOptions`, which `run` receives as `options`."""
 
     @functools.wraps(run)
-    def command(**given: Any) -> int:
-        own = {name: given.pop(name) for name in shared}
-        return run(**given, options=ModelOptions(**own))
+    def command(**values: Any) -> int:
+        options = ModelOptions(**{name: values.pop(name) for name in of_models})
+        return run(**values, options=options)
 
-    shared = inspect.signature(ModelOptions, eval_str=True).parameters
-    parameters = [one for one in inspect.signature(run, eval_str=True).parameters.values() if one.name != "options"]
-    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*parameters, *shared.values())]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    of_models = inspect.signature(ModelOptions, eval_str=True).parameters
+    parameters = {**inspect.signature(run, eval_str=True).parameters, **of_models}
+    del parameters["options"]
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters.values()]
+    command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in keywords}
     return command
 
 
@@ -165,15 +166,16 @@ def parse_head_weights(text: str) -> dict[str, float] | list[float]:
     """The weights of heads by the names of their labels, `a=1,b=0.5`, or of all in order, `1,0.5`."""
     pairs = [part.rpartition("=") for part in text.split(",")]
     names = [name.strip() for name, _, _ in pairs]
+    by_name = any(names)
     try:
         values = [float(value) for *_, value in pairs]
-        if not all(map(math.isfinite, values)) or (any(names) and ("" in names or len(set(names)) < len(names))):
-            raise ValueError(text)
-    except ValueError as error:
+    except ValueError:
+        values = [math.nan]
+    if not all(map(math.isfinite, values)) or (by_name and len(set(names) - {""}) < len(names)):
         need = "a=1,b=0.5, each name once, or a number for each head, as 1,0.5"
         summary = "the weights of the heads cannot be read"
-        raise ConfigError(summary, where="--head-weights", got=text, need=need) from error
-    return dict(zip(names, values, strict=True)) if any(names) else values
+        raise ConfigError(summary, where="--head-weights", got=text, need=need)
+    return dict(zip(names, values, strict=True)) if by_name else values
 
 
 def usage_line(name: str, usage: Mapping[str, float]) -> str | None:

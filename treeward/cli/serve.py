@@ -55,8 +55,8 @@ def run(
     if not models and (shaping or ensemble or head_weights or device or dtype or trust_remote_code or unchecked):
         summary = "options of models are for models that are named on the command line"
         raise ConfigError(summary, need="MODEL, or the same in the file's models")
-    given = {"host": host, "port": port, "replicas": replicas}
-    values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    settings = {"host": host, "port": port, "replicas": replicas}
+    values: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
     if models:
         keys: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code or None}
         keys["head_weights"] = None if head_weights is None else parse_head_weights(head_weights)
