@@ -127,15 +127,6 @@ def test_members_combined(method: Any, constants: Any, scorer: Callable[..., Sco
     assert [s.num_tokens for s in got] == [len(members[0].renderer.encode(c)) for c in CHATS]
 
 
-def test_alone_as_in_a_crowd(scorer: Callable[..., Scorer]) -> None:
-    config = EnsembleConfig(method="uncertainty", means=(0.3, -0.2), stds=(0.5, 0.8))
-    ensemble = EnsembleScorer([scorer(0), scorer(1)], config)
-    together = values(ensemble.score([*CHATS, LONG, *reversed(CHATS)]))[: len(CHATS)]
-    assert together == pytest.approx([values(ensemble.score([c]))[0] for c in CHATS], abs=CLOSE)
-    question, completions = CHATS[0][:1], [c[-1]["content"] for c in CHATS[:4]]
-    assert values(ensemble.score_completions(question, completions)) == pytest.approx(together[:4], abs=CLOSE)
-
-
 def test_no_score_without_every_member(scorer: Callable[..., Scorer]) -> None:
     ensemble = EnsembleScorer(
         [scorer(0), scorer(1, max_length=60), scorer(2, max_length=50)], RAW, names=["a", "b", "c"]

@@ -49,6 +49,7 @@ def scorer(tiny_tokenizer: Any) -> Scorer:
         ({"prompt": "2 + 2?", "chosen": [ASK, FOUR], "rejected": [ASK, FIVE], "messages": [ASK, FOUR]}, TWO),
         ({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, TWO),
         ({"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}, TWO),
+        ({"messages": None, "prompt": "2 + 2?", "responses": '["4", "5"]'}, TWO),
         ({"prompt": "2 + 2?", "chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}, TWO),
         ({"chosen": "\n\nHuman: 2 + 2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2 + 2?\n\nAssistant: 5"}, TWO),
     ],
@@ -129,11 +130,6 @@ def test_the_rows_before_a_wrong_one_are_scored(wrong: dict[str, Any], scorer: S
         for row in score_rows(scorer, rows):
             done.append(row.values["score"])
     assert len(done) == 2
-
-
-def test_absent_values_and_json_text_are_read_as_a_table_has_them(scorer: Scorer) -> None:
-    assert conversations_of({"messages": None, "prompt": "2 + 2?", "responses": '["4", "5"]'}, "in.csv:2") == TWO
-    assert conversations_of({"context": "2 + 2?", "completions": ["4", "5"]}, "in.csv:2") == TWO
 
 
 def test_what_an_earlier_scoring_has_left_is_replaced_and_told(

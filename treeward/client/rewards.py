@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from treeward.data.formats import as_conversations
 from treeward.data.preference import check_messages
 from treeward.errors import ConfigError, DataError
-from treeward.http import Connection, Reply, RewardServerError
+from treeward.http import Connection, Reply
 from treeward.scoring.score import Conversation, OnError, Reward, Score
 
 _Arguments = ParamSpec("_Arguments")
@@ -187,16 +187,6 @@ class AsyncRewardClient(_Client):
             raise reply.error("the response lists no models", field="data", got=reply.json) from error
         return models
 
-    async def ready(self) -> bool:
-        """Whether the server accepts requests now; one attempt. Raises for a response of another kind of server."""
-        try:
-            reply = await self._connection.request("/ready", until=self._until(), max_retries=0)
-        except RewardServerError as error:
-            if error.status in (None, 502, 503):
-                return False
-            raise
-        return isinstance(reply.json, dict) and reply.json.get("status") == "ready"
-
     async def aclose(self) -> None:
         """Close the connections."""
         await self._connection.close()
@@ -245,7 +235,6 @@ class RewardClient(_Client):
     rewards = _blocking(AsyncRewardClient.rewards)
     detailed_rewards = _blocking(AsyncRewardClient.detailed_rewards)
     models = _blocking(AsyncRewardClient.models)
-    ready = _blocking(AsyncRewardClient.ready)
     close = _blocking(AsyncRewardClient.aclose)
 
     def __enter__(self) -> RewardClient:
