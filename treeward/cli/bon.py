@@ -141,7 +141,7 @@ def _by_environment(section: Mapping[str, Any], option: str, stack: ExitStack) -
 
     scorer = EnvironmentScorer(make_environment("rules", section, where=option))
     stack.callback(scorer.environment.shutdown)
-    stack.callback(lambda: logger.info("%s", told) if (told := usage_line(option, scorer.usage())) else None)
+    stack.callback(lambda: logger.info("%s", usage) if (usage := usage_line(option, scorer.usage())) else None)
 
     def grade(rows: Sequence[Any]) -> Any:
         conversations, infos = zip(*((samples.conversations, columns) for samples, columns in rows), strict=True)
@@ -151,12 +151,12 @@ def _by_environment(section: Mapping[str, Any], option: str, stack: ExitStack) -
 
 
 def _tell_failures(scores: Sequence[tuple[str, Sequence[Sequence[Any]]]]) -> int:
-    """How many scores are missing, told by their reasons."""
+    """Warn of missing scores by their reasons; returns how many there are."""
     from treeward.evaluation.session import common_reasons
 
     num_failed = 0
     for name, rows in scores:
-        errors = Counter(one.error for row in rows for one in row if one.score is None)
+        errors = Counter(score.error for row in rows for score in row if score.score is None)
         num_failed += errors.total()
         for reason, count in common_reasons(errors)[:_MOST_REASONS]:
             logger.warning("%d samples are left out: %s: %s", count, name, reason)

@@ -70,7 +70,7 @@ def run(
             renderer,
             tokenizer=name,
             validation=open_sets(held_out),
-            benchmarks={one.partition("=")[0]: _benchmark(one) for one in benchmark or ()},
+            benchmarks={name.partition("=")[0]: _benchmark(name) for name in benchmark or ()},
             ties=loaded.known_ties if loaded else "drop",
             max_length=loaded.max_sequence_length if loaded else None,
             truncation=loaded.data.truncation if loaded else "drop",
@@ -127,11 +127,11 @@ def _tell(checked: DataCheck) -> None:
     if (more := checked.numbers["broken"] - _MOST_ERRORS) > 0:
         lines.append(f"... and {more:,} more broken rows")
     lines.append("" if checked.errors else "Nothing was found." if not checked.findings else "Findings:")
-    for one in checked.findings:
-        named = ", ".join(where.rpartition("/")[2] for where in one.rows[:_MOST_NAMED])
-        named = f" ({named}{', ...' if len(one.rows) > _MOST_NAMED else ''})" if named else ""
-        said = f"{one.severity}: {one.text}{named} {one.why} {one.fix}"
-        lines += textwrap.wrap(said, 118, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    for finding in checked.findings:
+        named = ", ".join(where.rpartition("/")[2] for where in finding.rows[:_MOST_NAMED])
+        named = f" ({named}{', ...' if len(finding.rows) > _MOST_NAMED else ''})" if named else ""
+        sentence = f"{finding.severity}: {finding.text}{named} {finding.why} {finding.fix}"
+        lines += textwrap.wrap(sentence, 118, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
     sys.stdout.write("\n".join(lines) + "\n")
 
 

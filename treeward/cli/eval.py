@@ -89,7 +89,7 @@ def run(
     from treeward.evaluation.session import run_evaluation
 
     with ShownProgress() as progress:
-        done = run_evaluation(
+        evaluated = run_evaluation(
             candidates,
             suites,
             None if output is None else Path(output),
@@ -99,23 +99,26 @@ def run(
             on_progress=progress.show,
         )
     rows: list[dict[str, Any]] = []
-    for one in done.summaries:
-        parts = {"": one.result.headline, **{section.name: section for section in one.result.sections}}
-        parts["length-controlled"] = one.length.length_controlled_accuracy
-        if one.result.mostly_failed:
-            rows.append({"model": one.model, "suite": one.suite, "part": "", "value": one.result.scored})
+    for summary in evaluated.summaries:
+        parts = {"": summary.result.headline, **{section.name: section for section in summary.result.sections}}
+        parts["length-controlled"] = summary.length.length_controlled_accuracy
+        if summary.result.mostly_failed:
+            rows.append({"model": summary.model, "suite": summary.suite, "part": "", "value": summary.result.scored})
             continue
-        rows += ({"model": one.model, "suite": one.suite, "part": name} | asdict(part) for name, part in parts.items())
+        rows += (
+            {"model": summary.model, "suite": summary.suite, "part": name} | asdict(part)
+            for name, part in parts.items()
+        )
     sys.stdout.write(results_table(rows, _COLUMNS) + "\n")
-    for one in done.summaries:
-        sys.stdout.write("\n" + verdict(one).replace("**", "", 2) + "\n")
-    for one in done.summaries:
-        if told := usage_line(f"{one.model} on {one.suite}", one.result.details.get("usage", {})):
-            sys.stdout.write(f"\n{told}\n")
-    if done.path is not None:
-        sys.stdout.write(f"\nThe report is {done.path}\n")
-    failed = [one.result for one in done.summaries if one.result.num_failed]
-    return 1 if any(unscored == "fail" or one.mostly_failed for one in failed) else 0
+    for summary in evaluated.summaries:
+        sys.stdout.write("\n" + verdict(summary).replace("**", "", 2) + "\n")
+    for summary in evaluated.summaries:
+        if usage := usage_line(f"{summary.model} on {summary.suite}", summary.result.details.get("usage", {})):
+            sys.stdout.write(f"\n{usage}\n")
+    if evaluated.path is not None:
+        sys.stdout.write(f"\nThe report is {evaluated.path}\n")
+    failed = [summary.result for summary in evaluated.summaries if summary.result.num_failed]
+    return 1 if any(unscored == "fail" or result.mostly_failed for result in failed) else 0
 
 
 def _suites(
@@ -124,19 +127,21 @@ def _suites(
     """The suites with their folders, and the files of comparisons, or the dataset called `name`, as suites."""
     from treeward.evaluation.suites import PreferenceSuite, get_suite
 
-    found: list[tuple[Any, str | None]] = []
+    suites: list[tuple[Any, str | None]] = []
     for text in filter(None, ",".join(named).split(",")):
         suite, _, source = text.strip().partition("=")
-        found.append((get_suite(suite, tie_policy=tie_policy), source or None))
+        suites.append((get_suite(suite, tie_policy=tie_policy), source or None))
     paths: list[str | None] = [*data] or ([None] if name is not None else [])
     for path in paths:
         plain = re.sub(r"(\.(jsonl|json|csv|parquet|arrow|gz))+$", "", Path(path or str(name)).name) or "data"
         called = re.sub(r"[^\w.-]+", "-", plain if split is None else f"{plain}-{split}")
-        found.append((PreferenceSuite(called, dataset_config(path, name, split, options), tie_policy=tie_policy), None))
-    if not found:
+        suites.append(
+            (PreferenceSuite(called, dataset_config(path, name, split, options), tie_policy=tie_policy), None)
+        )
+    if not suites:
         need = "suites, as --suite rewardbench, or comparisons, as --data FILE"
         raise ConfigError("there is nothing to evaluate on", where="--suite, --data", got="neither", need=need)
-    return found
+    return suites
 
 
 def _candidates(
@@ -195,10 +200,10 @@ def _judges(texts: list[str], perturbs: bool, ensemble: str | None, shaping: str
             need = "reward models"
             raise ConfigError("an environment's rewards are taken as they are", got=text, need=need,
                               where="--perturbations, --ensemble, --shaping")  # fmt: skip
-        given = section.pop("name", None)
+        own_name = section.pop("name", None)
         check_section("judge", section, where="MODEL")
         parts = [section["type"], section.get("mode"), Path(str(section.get("model", ""))).name]
-        name = given or "-".join(re.sub(r"[^\w.]+", "-", str(part)) for part in parts if part)
+        name = own_name or "-".join(re.sub(r"[^\w.]+", "-", str(part)) for part in parts if part)
         candidates.append(Candidate(name, partial(_environment, section), note=f"rewards of {text.strip()}"))
     return candidates
 
@@ -213,7 +218,7 @@ def _environment(section: dict[str, Any]) -> Any:
 def _checkpoints(folder: Path) -> dict[str, str]:
     """The names of a run's checkpoints by their models, in the order of their steps, and `final` last."""
     steps = {int(path.name[5:]): path for path in folder.glob("step_*") if path.name[5:].isdecimal()}
-    found = {str(path / "model"): path.name for _, path in sorted(steps.items())}
+    names = {str(path / "model"): path.name for _, path in sorted(steps.items())}
     if (folder / "final").is_dir():
-        found[str(folder / "final")] = "final"
-    return found
+        names[str(folder / "final")] = "final"
+    return names

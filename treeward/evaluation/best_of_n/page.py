@@ -124,7 +124,9 @@ def report_blocks(results: Results, gold: str) -> Iterator[Block]:
     yield headline_block(list(_headline(results)))
     yield _gains(results)
     rows, columns = table(results)
-    yield table_block("Best of n in numbers", {one.key: _COLUMNS[one.key][:2] for one in columns}, rows, legend(gold))
+    yield table_block(
+        "Best of n in numbers", {column.key: _COLUMNS[column.key][:2] for column in columns}, rows, legend(gold)
+    )
 
 
 def _headline(results: Results) -> Iterator[Block]:

@@ -12,7 +12,7 @@ Shapes: N rows (comparisons), P pairs of a better and a worse completion of one 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -172,9 +172,12 @@ def findings_of(
         *_of_length(data, max_length, truncation),
         *_of_style(numbers),
     ]
-    return sorted(
-        (finding for finding in findings if finding.count), key=lambda finding: _SEVERITIES.index(finding.severity)
-    )
+    findings = [
+        replace(finding, rows=finding.rows or tuple(data.noted.get(finding.name, ())))
+        for finding in findings
+        if finding.count
+    ]
+    return sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity))
 
 
 def _finding(
@@ -217,13 +220,13 @@ def _of_rows(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
     places = _wheres(data, _repeated(data.column("digest")))
     yield _finding("duplicates", numbers["duplicates"], rows, "comparisons", "are there before.", places)
     verb = "have the tokens of another of their comparison."
-    yield _finding("identical", numbers["identical"], completions, "completions", verb, _noted(data, "identical"))
-    yield _finding("empty", numbers["empty"], completions, "completions", "are empty.", _noted(data, "empty"))
+    yield _finding("identical", numbers["identical"], completions, "completions", verb)
+    yield _finding("empty", numbers["empty"], completions, "completions", "are empty.")
     verb = f"have no {' and no '.join(numbers['grades'])}."
-    yield _finding("ungraded", numbers["ungraded"], rows, "comparisons", verb, _noted(data, "ungraded"))
+    yield _finding("ungraded", numbers["ungraded"], rows, "comparisons", verb)
     many: Severity = "warning" if numbers["ties"] > _MUCH * rows else "note"
     verb = "have one rank for all completions."
-    yield _finding("ties", numbers["ties"], rows, "comparisons", verb, _noted(data, "ties"), many)
+    yield _finding("ties", numbers["ties"], rows, "comparisons", verb, severity=many)
     if (saved := numbers["saved_by_grouping"]) > _SOME:
         verb = f"share a prompt with another; as one row for each prompt they take about {saved:.0%} fewer tokens."
         count = numbers["rows_of_shared_prompts"]
@@ -294,10 +297,6 @@ def _repeated(digests: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _wheres(data: DataRead, rows: NDArray[Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(data.where(int(row)) for row in rows[: 2 * MOST_KEPT]))[:MOST_KEPT]
-
-
-def _noted(data: DataRead, name: str) -> Sequence[str]:
-    return data.noted.get(name, ())
 
 
 def _share(part: float, whole: float) -> float:

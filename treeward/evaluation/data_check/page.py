@@ -60,8 +60,12 @@ def write_check(folder: Path, checked: DataCheck) -> Path:
         "tokenizer": checked.tokenizer,
         "numbers": checked.numbers | {"style": style},
         "lengths": checked.lengths,
-        "findings": [dataclasses.asdict(one) | {"why": one.why, "fix": one.fix} for one in checked.findings],
-        "overlap": [{"set": one.name} | dataclasses.asdict(flag) for one in checked.overlaps for flag in one.flagged],
+        "findings": [
+            dataclasses.asdict(finding) | {"why": finding.why, "fix": finding.fix} for finding in checked.findings
+        ],
+        "overlap": [
+            {"set": overlap.name} | dataclasses.asdict(flag) for overlap in checked.overlaps for flag in overlap.flagged
+        ],
         "broken": [_error_row(error) for error in checked.errors],
     }
     title, subtitle = f"Data check of {', '.join(checked.files)}", f"Tokens of {checked.tokenizer}."
@@ -98,7 +102,11 @@ def _blocks(checked: DataCheck) -> Iterator[Block]:
 
 def _row_tables(checked: DataCheck) -> Iterator[Block]:
     """The first rows of each finding that names rows of the data, with their texts."""
-    findings = [one for one in checked.findings if one.rows and one.name != "broken" and "overlap" not in one.name]
+    findings = [
+        finding
+        for finding in checked.findings
+        if finding.rows and finding.name != "broken" and "overlap" not in finding.name
+    ]
     texts = _excerpts(checked, {where for finding in findings for where in finding.rows[:_MOST_SHOWN]})
     columns = {"where": ("Row", "text"), "prompt": ("Prompt", "text"), "better": ("Better", "text")}
     columns["worse"] = ("Worse", "text")

@@ -62,8 +62,8 @@ def draw(block: Block) -> Figure:
     """The figure of a block of kind bars or curves."""
     is_bars = block["kind"] == "bars"
     chart, columns, rows = _bars(block) if is_bars else _curves(block)
-    looks = [_look(one, order) for order, one in enumerate(block["series"])]
-    legend = [(one["colour"], None if is_bars else one["dash"], one["series"]) for one in looks if len(looks) > 1]
+    looks = [_look(of_model, order) for order, of_model in enumerate(block["series"])]
+    legend = [(look["colour"], None if is_bars else look["dash"], look["series"]) for look in looks if len(looks) > 1]
     shown = [{"key": key, "label": label, "format": form} for key, (label, form) in columns.items()]
     axes = " against ".join(filter(None, (block.get("y_label"), block.get("x_label"))))
     name = "Bar chart" if is_bars else "Curves"

@@ -100,18 +100,18 @@ def _prefix(run: RLRun, runs: Sequence[Any]) -> str:
 
 def _numbers(summaries: Sequence[RunSummary]) -> Block:
     columns: dict[str, tuple[str, str, Callable[[RunSummary], Any]]] = {
-        "run": ("Run", "text", lambda one: one.run.name),
-        "gold": ("Gold, change", "signed", lambda one: one.gold and bar_item("", one.gold.by)),
-        "best": ("Best gold", "number", lambda one: one.best_gold),
-        "best_step": ("Best at step", "integer", lambda one: one.best_step),
-        "proxy": ("Proxy, change", "signed", lambda one: one.proxy and bar_item("", one.proxy.by)),
-        "kl": ("KL, nats", "number", lambda one: one.kl),
-        "first_length": ("Tokens, first", "integer", lambda one: one.length and one.length[0]),
-        "length": ("Tokens, last", "integer", lambda one: one.length and one.length[1]),
-        "alarm": ("Alarm at step", "integer", lambda one: one.run.alarm_step),
-        "steps": ("Steps", "integer", lambda one: one.run.last_step),
+        "run": ("Run", "text", lambda summary: summary.run.name),
+        "gold": ("Gold, change", "signed", lambda summary: summary.gold and bar_item("", summary.gold.by)),
+        "best": ("Best gold", "number", lambda summary: summary.best_gold),
+        "best_step": ("Best at step", "integer", lambda summary: summary.best_step),
+        "proxy": ("Proxy, change", "signed", lambda summary: summary.proxy and bar_item("", summary.proxy.by)),
+        "kl": ("KL, nats", "number", lambda summary: summary.kl),
+        "first_length": ("Tokens, first", "integer", lambda summary: summary.length and summary.length[0]),
+        "length": ("Tokens, last", "integer", lambda summary: summary.length and summary.length[1]),
+        "alarm": ("Alarm at step", "integer", lambda summary: summary.run.alarm_step),
+        "steps": ("Steps", "integer", lambda summary: summary.run.last_step),
     }
-    rows: list[Block] = [{key: get(one) for key, (*_, get) in columns.items()} for one in summaries]
+    rows: list[Block] = [{key: get(summary) for key, (*_, get) in columns.items()} for summary in summaries]
     known = {key: column[:2] for key, column in columns.items() if any(row[key] is not None for row in rows)}
     note = "Changes have 95% intervals that are paired by prompt."
     return table_block("From the first validation to the last", known, rows, note)
@@ -185,7 +185,7 @@ def _over_steps(runs: Sequence[RLRun], title: str, key: str, y_label: str, note:
             y_scale="symlog" if is_far else "linear",
             format=format,
             lines=lines,
-            folded=key in _FOLDED or not any(any(one["y"]) for one in series),
+            folded=key in _FOLDED or not any(any(points["y"]) for points in series),
         )
 
 

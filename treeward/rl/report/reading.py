@@ -142,7 +142,7 @@ class Change:
 
     def course(self) -> str:
         """ "rose from 0.31 to 0.72 (+0.41, 95% interval +0.30 to +0.52)"."""
-        value, low, high = (format_number(one, "signed") for one in (self.by.value, self.by.low, self.by.high))
+        value, low, high = (format_number(number, "signed") for number in (self.by.value, self.by.low, self.by.high))
         interval = "no interval was logged" if self.by.low is None else f"95% interval {low} to {high}"
         return f"{self.verb} from {format_number(self.first)} to {format_number(self.last)} ({value}, {interval})"
 
@@ -236,11 +236,15 @@ def sum_up(run: RLRun) -> RunSummary:
 
 def opening(summaries: Sequence[RunSummary]) -> str:
     """The first sentences of the page: which runs exploited their reward model and which did not."""
-    chosen = [(text, [one for one in summaries if one.outcome == outcome]) for outcome, text in _VERDICTS.items()]
-    signs = [one for one in chosen[-1][1] if one.proxy_rose and any(a.kind in _SIGNS for a in one.run.alarms)]
+    chosen = [
+        (text, [summary for summary in summaries if summary.outcome == outcome]) for outcome, text in _VERDICTS.items()
+    ]
+    signs = [
+        summary for summary in chosen[-1][1] if summary.proxy_rose and any(a.kind in _SIGNS for a in summary.run.alarms)
+    ]
     said = []
     for text, those in [*chosen, ("There are signs of over-optimisation in {}.", signs)]:
-        *names, last = [f"**{one.run.name}**" for one in those] or [""]
+        *names, last = [f"**{summary.run.name}**" for summary in those] or [""]
         if last:
             said.append(text.format(f"{', '.join(names)} and {last}" if names else last))
     return " ".join(said)
