@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -10,14 +11,17 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
+from treeward.training.loop import StepMetrics
 from treeward.training.state import read_state
+from treeward.training.train import RewardModelRun
 
 PATIENCE_SECONDS = 180
 # Started in place of `treeward`, it stands still at one moment, so that the test can kill it just there. What it stands
@@ -43,6 +47,25 @@ def before(owner, name, condition=lambda *a: True):
 before(*moments[moment])
 sys.exit(main(sys.argv[3:]))
 """
+
+
+class Killed(BaseException):
+    """As near as a test in one process comes to kill -9: nothing that handles exceptions handles it."""
+
+
+@contextlib.contextmanager
+def killed_before_step(step: int) -> Iterator[None]:
+    """Within it a run of a reward model is killed when it begins this step."""
+    take_step = RewardModelRun.step
+
+    def replaced(run: RewardModelRun, number: int) -> StepMetrics:
+        if number == step:
+            raise Killed
+        return take_step(run, number)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(RewardModelRun, "step", replaced)
+        yield
 
 
 class User:

@@ -102,15 +102,6 @@ def test_ties() -> None:
     assert equal.grad is not None and equal.grad.tolist() == [0.0, 0.0]
 
 
-def test_nothing_to_compare_is_a_loss_of_zero_that_can_be_differentiated() -> None:
-    scores = torch.randn(3, requires_grad=True)
-    pairs = ranked_pairs([(0,), (1, 1)])
-    assert (pairs.num_units, pairs.better_P.dtype) == (0, torch.long)
-    loss = bradley_terry(scores, pairs, center_rewards_coefficient=0.1)
-    loss.backward()
-    assert float(loss.detach()) == 0.0 and scores.grad is not None and not scores.grad.any()
-
-
 def test_bfloat16_scores_are_compared_in_float32() -> None:
     scores = torch.tensor([8.0, 8.0625], dtype=torch.bfloat16)
     loss = bradley_terry(scores, ranked_pairs([(0, 1)]))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import WORDS
 from families import causal_model
-from killed_run import assert_same_run
+from killed_run import assert_same_run, killed_before_step
 from transformers import AutoModelForSequenceClassification
 
 from treeward import Scorer
@@ -24,7 +24,7 @@ from treeward.model.loading import load_reward_model
 from treeward.model.lora import add_adapters, is_quantized, load_adapters
 from treeward.model.policy_model import PolicyModel
 from treeward.training.models import adapt
-from treeward.training.train import RewardModelRun, train
+from treeward.training.train import train
 
 LAYOUTS = {
     "lora": ("policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4, alpha: 8}",),
@@ -32,10 +32,6 @@ LAYOUTS = {
 }
 QUESTION = [{"role": "user", "content": "Name the sun."}]
 ANSWERS = ["A warm sun.", "The wind, and rain."]
-
-
-class Killed(BaseException):
-    """As near as a test in one process comes to kill -9: nothing that handles exceptions handles it."""
 
 
 def plain_scores(model: Any, sequences: list[list[int]]) -> torch.Tensor:
@@ -92,15 +88,7 @@ def test_a_run_learns_goes_on_exactly_and_exports_what_it_has_trained(
 
     outcome = run("whole")
     assert outcome.validation["held_out"]["accuracy"] == 1.0
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        step = RewardModelRun.step
-
-        def die_at_twelve(self: RewardModelRun, number: int) -> Any:
-            if number == 12:
-                raise Killed
-            return step(self, number)
-
-        patch.setattr(RewardModelRun, "step", die_at_twelve)
+    with killed_before_step(12):
         run("killed")
     with pytest.raises(CheckpointError, match=r"another run(?s:.*)lora_cfg\.dim: got 2, need 4"):
         run("killed", "policy.dtensor_cfg.lora_cfg.dim=2")

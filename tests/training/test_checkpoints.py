@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from killed_run import Killed
 
 from treeward.config.checkpointing import CheckpointingConfig
 from treeward.errors import CheckpointError
@@ -21,10 +22,6 @@ from treeward.storage import write_text
 from treeward.training.checkpoints import CheckpointStore, open_store
 
 WRITES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"}
-
-
-class Killed(BaseException):
-    """As near as a test in one process comes to kill -9: nothing that handles exceptions handles it."""
 
 
 class Killer:
@@ -161,22 +158,6 @@ def test_killed_at_any_operation_of_a_save_a_whole_checkpoint_is_found(tmp_path:
             break
     assert number > 9
     assert found == ({(1,)} if name == "final" else {(1,), (1, 2), (2,)})
-
-
-def test_a_full_disk_is_told_and_what_was_there_stands(tmp_path: Path) -> None:
-    def fail(folder: Path) -> None:
-        writer("new")(folder)
-        raise Exception("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    with opened(tmp_path) as store:
-        store.save(1, writer("old"))
-        store.write_folder("final", writer("old"))
-        for save in (lambda: store.save(2, fail), lambda: store.write_folder("final", fail)):
-            with pytest.raises(CheckpointError, match="No space left on device") as caught:
-                save()
-            assert "cannot be saved" in str(caught.value) and "make room" in str(caught.value)
-        assert steps(store) == [1] and leftovers(tmp_path) == [] and content(tmp_path / "final") == "old"
-        assert content(store.save(2, writer("new")).path) == "new"
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import WORDS
 from families import ENCODERS, tiny_model
-from killed_run import assert_same_run
+from killed_run import Killed, assert_same_run, killed_before_step
 from no_syncs import NoSyncs
 
 from treeward.cli.main import main
@@ -44,10 +44,6 @@ KINDS = {
     "two heads": (GRADES,),
     "three estimates": (FROZEN, "+policy.reward_model_cfg.num_heads=3"),
 }
-
-
-class Killed(BaseException):
-    """As near as a test in one process comes to kill -9: nothing that handles exceptions handles it."""
 
 
 @pytest.fixture
@@ -196,15 +192,7 @@ def test_a_killed_run_goes_on_exactly_and_its_features_stand(
         (tmp_path / name).mkdir(exist_ok=True)
         return train(tiny_runs(tmp_path / name)(*options, FROZEN), show_progress=False)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        step = RewardModelRun.step
-
-        def die_at_four(self: RewardModelRun, number: int) -> Any:
-            if number == 4:
-                raise Killed
-            return step(self, number)
-
-        patch.setattr(RewardModelRun, "step", die_at_four)
+    with killed_before_step(4):
         run("killed")
     written = files(tmp_path)
     with monkeypatch.context() as patch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import resource
@@ -14,18 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_model
-from killed_run import assert_same_run
+from killed_run import Killed, assert_same_run
 
 from treeward.errors import CheckpointError, TreewardError
 from treeward.training import export, loop, state
 from treeward.training.checkpoints import CheckpointStore
 from treeward.training.state import read_state, stored_metric
 from treeward.training.train import RewardModelRun, train
-
-
-class Killed(BaseException):
-    """As near as a test in one process comes to kill -9: nothing that handles exceptions handles it."""
 
 
 @pytest.fixture(scope="module")
@@ -284,33 +278,3 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
     assert list((tmp_path / "checkpoints").iterdir()) == []
     train(tiny_run(), show_progress=False)
     assert_same_run(tmp_path, uninterrupted)
-
-
-def test_where_padding_is_the_end_of_turn_a_resumed_run_equals_the_undisturbed_one(
-    tiny_run: Callable[..., Any],
-    tiny_tokenizer: Any,
-    tmp_path: Path,
-    read_weights: Callable[[Path], dict[str, torch.Tensor]],
-) -> None:
-    """A base model as SmolLM2: the embedding that the score is read at has a gradient, before a resume and after."""
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token
-    end = tokenizer.eos_token_id
-    base = tmp_path / "base"
-    tiny_model("llama", pad_token_id=end, eos_token_id=end).save_pretrained(base)
-    tokenizer.save_pretrained(base)
-
-    def run(name: str, *overrides: str) -> Any:
-        folders = [f"checkpointing.checkpoint_dir={tmp_path}/{name}", f"logger.log_dir={tmp_path}/{name}-logs"]
-        model = [f"policy.model_name={base}", "~policy.model_config", "~policy.tokenizer"]
-        model.append("rm.max_num_steps=3")
-        model.append("policy.optimizer.kwargs.weight_decay=0.0")  # it would move a frozen token too
-        return train(tiny_run(*model, *folders, *overrides), show_progress=False)
-
-    undisturbed = run("undisturbed").model_folder
-    assert run("stopped", "checkpointing.checkpoint_must_save_by=0.01").interrupted_by == "checkpoint_must_save_by"
-    resumed = run("stopped").model_folder
-    weights, again = read_weights(undisturbed), read_weights(resumed)
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
-    before = read_weights(base)["model.embed_tokens.weight"]
-    assert not torch.equal(weights["model.embed_tokens.weight"][end], before[end])
