@@ -106,7 +106,7 @@ def test_the_suites_are_read_once_and_one_model_is_in_memory_at_a_time(tmp_path:
 
     done = run_evaluation([Candidate(name, load) for name in "xy"], [(one, "8") for one in suites], tmp_path)
     assert [suite.num_loads for suite in suites] == [1, 1] and len(living) == 2
-    assert [(one.model, one.suite) for one in done.summaries] == [(m, s) for m in "xy" for s in "ab"]
+    assert [(one.model, one.suite.name) for one in done.summaries] == [(m, s) for m in "xy" for s in "ab"]
     assert done.path == tmp_path / "report.html" and done.path.is_file()
     assert len(json.loads((tmp_path / "results.json").read_text())["results"]) == 4
     limited = run_evaluation([candidate("x")], [(Questions(), None)], limit=7)
@@ -249,7 +249,7 @@ def test_a_suite_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path: Path) 
     with pytest.raises(DataError):
         run_evaluation([candidate("m")], suites, tmp_path / "strict")
     done = run_evaluation([candidate("m")], suites, tmp_path / "eval", skip_unreadable=True)
-    assert [one.suite for one in done.summaries] == ["questions"] and list(done.unread) == ["llmbar"]
+    assert [one.suite.name for one in done.summaries] == ["questions"] and list(done.unread) == ["llmbar"]
     assert "nowhere" in done.unread["llmbar"] and "\n" not in done.unread["llmbar"]
     assert results_of(tmp_path / "eval")["notes"].startswith("llmbar is missing, it could not be read: ")
     with pytest.raises(DataError):  # nothing is left

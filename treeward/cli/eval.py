@@ -103,17 +103,19 @@ def run(
         parts = {"": summary.result.headline, **{section.name: section for section in summary.result.sections}}
         parts["length-controlled"] = summary.length.length_controlled_accuracy
         if summary.result.mostly_failed:
-            rows.append({"model": summary.model, "suite": summary.suite, "part": "", "value": summary.result.scored})
+            rows.append(
+                {"model": summary.model, "suite": summary.suite.name, "part": "", "value": summary.result.scored}
+            )
             continue
         rows += (
-            {"model": summary.model, "suite": summary.suite, "part": name} | asdict(part)
+            {"model": summary.model, "suite": summary.suite.name, "part": name} | asdict(part)
             for name, part in parts.items()
         )
     sys.stdout.write(results_table(rows, _COLUMNS) + "\n")
     for summary in evaluated.summaries:
         sys.stdout.write("\n" + verdict(summary).replace("**", "", 2) + "\n")
     for summary in evaluated.summaries:
-        if usage := usage_line(f"{summary.model} on {summary.suite}", summary.result.details.get("usage", {})):
+        if usage := usage_line(f"{summary.model} on {summary.suite.name}", summary.result.details.get("usage", {})):
             sys.stdout.write(f"\n{usage}\n")
     if evaluated.path is not None:
         sys.stdout.write(f"\nThe report is {evaluated.path}\n")

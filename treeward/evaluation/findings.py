@@ -31,7 +31,7 @@ def verdict(summary: Summary) -> str:
     result = summary.result
     if result.mostly_failed:
         return f"**{summary.model}** on {summary.title}: {result.scored}: no {result.headline.name}."
-    against_chance = standing(result, summary.chance)
+    against_chance = standing(result, summary.suite.chance())
     parts = filter(None, (against_chance, _likes(summary.length.numbers)))
     joined = (", but " if against_chance == _BETTER else ", and ").join(parts)
     headline = f"{result.headline.name} {percent(result.headline)}"
@@ -44,7 +44,7 @@ def verdict(summary: Summary) -> str:
         if result.headline_of_scored is not None:
             headline += f", {percent(result.headline_of_scored)} of the scored ones"
     text = f"**{summary.model}** on {summary.title}: {headline}{f'; {joined}' if joined else ''}."
-    return text if summary.caveat is None else f"{text} {summary.caveat}"
+    return text if summary.suite.caveat is None else f"{text} {summary.suite.caveat}"
 
 
 def findings(summary: Summary) -> str:
@@ -131,7 +131,7 @@ def _reasons(summary: Summary) -> Iterator[str | None]:
 
 
 def _against_chance(summary: Summary) -> str | None:
-    result, chance = summary.result, summary.chance
+    result, chance = summary.result, summary.suite.chance()
     overall = standing(result, chance)
     if overall is not None and overall != _BETTER:
         of = " of the scored examples" if result.num_failed else ""
@@ -140,7 +140,7 @@ def _against_chance(summary: Summary) -> str | None:
     parts = result.subsets or result.sections
     if result.num_failed or len(parts) < 2:  # a subset may be below chance because its scores are missing
         return None
-    standings = {part.name: _standing(part, summary.chances[part.name]) for part in parts}
+    standings = {part.name: _standing(part, summary.suite.chance(part.name)) for part in parts}
     low = [name for name, of_part in standings.items() if of_part not in (None, _BETTER)]
     if not low:
         return None

@@ -127,7 +127,7 @@ def report_blocks(summaries: Sequence[Summary]) -> list[Block]:
     """The report: the findings first, then each suite in turn."""
     suites: dict[str, list[Summary]] = {}
     for summary in summaries:
-        suites.setdefault(summary.suite, []).append(summary)
+        suites.setdefault(summary.suite.name, []).append(summary)
     in_order = list(chain.from_iterable(suites.values()))
     blocks = list(_opening_of_one(in_order[0]) if len(in_order) == 1 else _opening_of_several(in_order))
     for of_suite in suites.values():
@@ -139,7 +139,7 @@ def _rows(summaries: Sequence[Summary]) -> dict[str, list[dict[str, Any]]]:
     """The rows of each suite's table of examples: the most confident mistakes first."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for summary in summaries:
-        of_suite = rows.setdefault(summary.suite, [])
+        of_suite = rows.setdefault(summary.suite.name, [])
         of_suite += [to_row(example) | {"model": summary.model} for example in summary.examples]
     for of_suite in rows.values():
         of_suite.sort(key=lambda row: (row["margin"] is None, row["margin"] or 0.0))
@@ -149,11 +149,11 @@ def _rows(summaries: Sequence[Summary]) -> dict[str, list[dict[str, Any]]]:
 def _numbers(summary: Summary) -> dict[str, Any]:
     return {
         "model": summary.model,
-        "suite": summary.suite,
+        "suite": summary.suite.name,
         "verdict": verdict(summary).replace("**", "", 2),
-        "chance": summary.chance,
-        "standing": standing(summary.result, summary.chance),
-        "caveat": summary.caveat,
+        "chance": summary.suite.chance(),
+        "standing": standing(summary.result, summary.suite.chance()),
+        "caveat": summary.suite.caveat,
         **{key: value for key, value in dataclasses.asdict(summary.result).items() if key != "suite"},
         "diagnostics": {
             name: [dataclasses.asdict(metric) for metric in diagnostic.numbers.values()]
@@ -192,10 +192,10 @@ def _cards(summary: Summary, name: str) -> list[Block]:
     """The numbers of a model in a suite that say whether it can be trusted; `name`: of the suite's headline."""
     length, statistics, result = summary.length, summary.statistics, summary.result
     left_out = (left_out_note(length.num_left_out) or "").removesuffix(".")
-    cards = [_card(name, result.headline, summary.chance, _counts(summary))]
+    cards = [_card(name, result.headline, summary.suite.chance(), _counts(summary))]
     if result.headline_of_scored is not None:
         note = f"{result.num_examples - result.num_failed:,} examples; the others have no score"
-        cards.append(_card(f"{name} of the scored", result.headline_of_scored, summary.chance, note))
+        cards.append(_card(f"{name} of the scored", result.headline_of_scored, summary.suite.chance(), note))
     controlled = "as if the longer completion were right as often as the shorter"
     cards.append(_card("Length-controlled accuracy", length.length_controlled_accuracy, 0.5, controlled, left_out))
     longer, shorter = (
@@ -206,7 +206,7 @@ def _cards(summary: Summary, name: str) -> list[Block]:
     cards.append(_card("Length gap in accuracy", length.accuracy_gap, None, gap, left_out) | {"format": "points"})
     if has_worst_subset(result):
         worst = statistics.worst_subset
-        cards.append(_card("Worst subset", worst, summary.chances.get(worst.note or ""), worst.note or ""))
+        cards.append(_card("Worst subset", worst, summary.suite.chance(worst.note), worst.note or ""))
     if summary.perturbations is not None:
         failed = summary.perturbations.num_left_out
         note = f"{failed:,} texts have no score" if failed else ""
@@ -253,7 +253,7 @@ def _chapter(summaries: Sequence[Summary], *, is_alone: bool) -> Iterator[Block]
     yield from _accuracies(summaries)
     yield from _figures(summaries)
     note = "The most confident mistakes first. A row opens with both completions side by side."
-    yield {"kind": "examples", "title": "The examples", "note": note, "source": first.suite}
+    yield {"kind": "examples", "title": "The examples", "note": note, "source": first.suite.name}
     metrics = {
         summary.model: [
             metric for diagnostic in summary.diagnostics.values() for metric in diagnostic.numbers.values()
@@ -277,7 +277,7 @@ def _accuracies(summaries: Sequence[Summary]) -> Iterator[Block]:
         chances: dict[str, float | None] = {}
         series = {}
         for summary, metrics in zip(summaries, metrics_of_models, strict=True):
-            chances |= {metric.name: summary.chances[metric.name] for metric in metrics}
+            chances |= {metric.name: summary.suite.chance(metric.name) for metric in metrics}
             series[summary.model] = [bar_item(metric.name, metric) for metric in metrics]
         values = list(chances.values())
         common = max(values, key=lambda chance: (chance is not None, values.count(chance)))
@@ -369,7 +369,7 @@ def _overlaps(summaries: Sequence[Summary]) -> Iterator[Block]:
     assert first.training_overlap is not None  # it is looked for in the examples of a suite, once for all models
     unit = "pairs of completions" if first.result.unit == "pairs" else "whole examples"
     note = f"{first.training_overlap.sentences()} Each n counts {unit}."
-    yield bars_block("Overlap with the training data", series, note, reference=first.chance)
+    yield bars_block("Overlap with the training data", series, note, reference=first.suite.chance())
     flagged = first.training_overlap.flagged
     if flagged:
         yield table_block(

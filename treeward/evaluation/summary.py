@@ -6,7 +6,6 @@ summary.result.headline, summary.length.accuracy_gap, summary.statistics.ece
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style
@@ -19,26 +18,23 @@ from treeward.evaluation.suites.interface import Suite
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Every number of one model in one suite.
-
-    `chance`: the headline of random scores, `chances` that of each section and subset; None: not known. `caveat`: of
-    the suite, beside the verdict. `training_overlap`: the examples that the training data has.
-    """
+    """Every number of one model in one suite. `training_overlap`: the examples that the training data has."""
 
     model: str
-    suite: str
-    title: str
+    suite: Suite
     result: SuiteResult
     statistics: Diagnostic
     length: Diagnostic
     style: Diagnostic
     examples: tuple[ScoredExample, ...]
-    chance: float | None
-    chances: Mapping[str, float | None]
     perturbations: Diagnostic | None = None
     overlap: Diagnostic | None = None
     training_overlap: Overlap | None = None
-    caveat: str | None = None
+
+    @property
+    def title(self) -> str:
+        """That of the suite."""
+        return self.suite.title or self.suite.name
 
     @property
     def diagnostics(self) -> dict[str, Diagnostic]:
@@ -65,17 +61,13 @@ def summarize(
     result = suite.summarize(examples)
     return Summary(
         model=model,
-        suite=suite.name,
-        title=suite.title or suite.name,
+        suite=suite,
         result=result,
         statistics=statistics_of(examples, result, name=f"{model} on {suite.name}"),
         length=diagnose_length(examples),
         style=diagnose_style(examples),
         examples=examples,
-        chance=suite.chance(),
-        chances={part.name: suite.chance(part.name) for part in (*result.sections, *result.subsets)},
         perturbations=perturbations,
         overlap=None if overlap is None else diagnose_overlap(suite, examples, overlap),
         training_overlap=overlap,
-        caveat=suite.caveat,
     )
