@@ -73,7 +73,7 @@ def test_strata_are_bounded_by_a_tenth_of_the_longer_completion(make_example: An
 def test_an_empty_stratum_leaves_no_value(make_example: Any, score_with: Any) -> None:
     examples = [make_example(str(i), str(i), ["long " * 9, "short"]) for i in range(4)]
     found = diagnose_length(score_with(examples, lambda context, text: float(len(text))))
-    assert found.length_controlled_accuracy.value is None and "shorter right" in str(
+    assert found.length_controlled_accuracy.value is None and 'right completion is "shorter"' in str(
         found.length_controlled_accuracy.note
     )
     assert found.accuracy_gap.value is None and found.accuracy_longer_right.value == 1

@@ -191,8 +191,8 @@ def stratify(scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]]
     numbers = {name: part.metric for name, part in parts.items()}
     count, note = int(more.sum() + less.sum()), None
     if not more.any() or not less.any():
-        stratum = (trait.less if more.any() else trait.more).removeprefix("accuracy_").replace("_", " ")
-        note = f"There is no scored pair of the kind: {stratum}."
+        stratum = (trait.less if more.any() else trait.more).removeprefix("accuracy_").removesuffix("_right")
+        note = f'There is no scored pair whose right completion is "{stratum.replace("_", " ")}".'
         gap, controlled = (Metric(name, None, count=count) for name in (trait.gap, trait.controlled))
     else:
         # p - q is twice the mean of p and 1 - q, less 1.
