@@ -115,6 +115,8 @@ def test_a_contract_of_the_last_token_is_kept(foreign: Path, tmp_path: Path) -> 
     write_contract(first.model_copy(update={"read": last}), folder)
     again = sign_folder(folder, like=read_contract(folder))
     assert again.read.position == "last token" and Scorer.load(folder).model.padding_token is None
+    is_end = AutoTokenizer.from_pretrained(folder).pad_token == "<|eot_id|>"
+    assert again.read.plain_transformers != is_end
 
 
 def test_training_goes_on_at_the_last_token_and_says_so(

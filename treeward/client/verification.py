@@ -26,8 +26,6 @@ from treeward.model.pretrained import load_tokenizer
 from treeward.scoring.diagnosis import PARTS, Check, Part, Row, Verification, compare, diagnose, verification
 from treeward.scoring.golden import combined_heads
 
-_REFUSED = frozenset({400, 413, 422, 500})
-"""A conversation that a server refuses alone has no score; other refusals are of the whole replay."""
 _SECONDS = 60.0
 """The time for a request."""
 
@@ -161,14 +159,15 @@ class _Replay:
         return scores
 
     async def _ask_for_each(self) -> None:
-        """Fill `answers`. Raises `RewardServerError` where all conversations are refused, and for other errors."""
+        """Fill `answers`. Raises `RewardServerError` where all conversations are refused, and for a server that is not
+        there or busy."""
         for conversation in self.conversations:
             try:
                 self.answers += await self._ask([conversation])
             except RewardServerError as error:
                 self.answers.append(str(error.got))
                 num_refused = sum(isinstance(answer, str) for answer in self.answers)
-                if error.status not in _REFUSED or num_refused == len(self.conversations):
+                if error.status is None or error.is_temporary or num_refused == len(self.conversations):
                     raise
 
     def _score(self, answer: ServerScore) -> float | None:
