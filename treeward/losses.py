@@ -98,13 +98,13 @@ def ranked_pairs(
         num_units += units if weight == "pair" else bool(pairs)
         for i, j, is_tie in pairs:
             share, margin, target = 1.0 if weight == "pair" else 1 / units, 0.0, 0.5 if is_tie else 1.0
-            found = None if is_tie or strengths is None else _strength(strengths[g], i, j)
-            if found is not None and strength == "margin":
-                margin = strength_scale * max(found, 0.0)
-            elif found is not None and strength == "soft_label":
-                target = (1 + math.tanh(strength_scale * found / 2)) / 2
-            elif found is not None:
-                share *= strength_scale * max(found, 0.0)
+            strength_value = None if is_tie or strengths is None else _strength(strengths[g], i, j)
+            if strength_value is not None and strength == "margin":
+                margin = strength_scale * max(strength_value, 0.0)
+            elif strength_value is not None and strength == "soft_label":
+                target = (1 + math.tanh(strength_scale * strength_value / 2)) / 2
+            elif strength_value is not None:
+                share *= strength_scale * max(strength_value, 0.0)
             rows.append((offset + i, offset + j, share, margin, target, is_tie))
         offset += len(group)
     better, worse, shares, margins, targets, tied = zip(*rows, strict=True) if rows else ((),) * 6

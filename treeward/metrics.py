@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -42,15 +42,7 @@ class RewardMetrics:
     gap_sum: float = 0.0
 
     def __add__(self, other: RewardMetrics) -> RewardMetrics:
-        return RewardMetrics(
-            self.loss_sum + other.loss_sum,
-            self.num_units + other.num_units,
-            self.num_pairs + other.num_pairs,
-            self.num_correct + other.num_correct,
-            self.chosen_sum + other.chosen_sum,
-            self.rejected_sum + other.rejected_sum,
-            self.gap_sum + other.gap_sum,
-        )
+        return RewardMetrics(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def means(self) -> dict[str, float]:
         """The metrics of `METRIC_NAMES`; NaN where there was nothing to average."""

@@ -65,11 +65,11 @@ def joined(*, timeout: timedelta = timedelta(minutes=30)) -> Iterator[None]:
     if distributed.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
         return
-    here = device()
-    if here.type == "cuda":
-        torch.cuda.set_device(here)
+    own_device = device()
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
     # both: tensors of the host (checkpoints, Python objects) are exchanged by gloo
-    backend = "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
     try:
         distributed.init_process_group(backend, timeout=timeout)
     except RuntimeError as error:
@@ -151,11 +151,11 @@ def _outcome(function: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))
-            found = error
+            outcome_error = error
         except Exception:
-            found = RuntimeError(f"{type(error).__name__}: {error}")
-        vars(found)[_MET_BY_ALL] = True
-        return None, found
+            outcome_error = RuntimeError(f"{type(error).__name__}: {error}")
+        vars(outcome_error)[_MET_BY_ALL] = True
+        return None, outcome_error
 
 
 def side_group(timeout: timedelta | None = None) -> ProcessGroup | None:

@@ -62,10 +62,10 @@ class VocabularyShard:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Values, normalisers and entropies of the whole vocabulary, of those of each part: a part r with normaliser
         l_r has the probability w_r = exp(l_r - l), and the entropy is sum w_r (h_r - log w_r)."""
-        own = torch.stack([(values_N + norms_N).masked_fill(~is_here_N, -torch.inf), norms_N])
-        own = torch.cat([own, entropies_N[None]]) if len(entropies_N) else own
-        parts = own.new_empty(self.group.size(), *own.shape)
-        distributed.all_gather(list(parts), own, group=self.group)
+        stacked = torch.stack([(values_N + norms_N).masked_fill(~is_here_N, -torch.inf), norms_N])
+        stacked = torch.cat([stacked, entropies_N[None]]) if len(entropies_N) else stacked
+        parts = stacked.new_empty(self.group.size(), *stacked.shape)
+        distributed.all_gather(list(parts), stacked, group=self.group)
         targets_RN, norms_RN, *entropies = parts.unbind(dim=1)
         norms_N = norms_RN.logsumexp(dim=0)
         if entropies:

@@ -324,11 +324,11 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
         spare = [t for t in ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]") if t in vocabulary]
         tokenizer.add_special_tokens({"pad_token": next((t for t in spare if vocabulary[t] not in ends), PAD_TOKEN)})
     if len(tokenizer) > RewardModel(hf).num_embeddings:
-        known = RewardModel(hf).num_embeddings
+        num_rows = RewardModel(hf).num_embeddings
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             hf.resize_token_embeddings(len(tokenizer), mean_resizing=False)
             grown: Any = hf.get_input_embeddings()
-            grown.weight[known:] = 0  # it is never scored, but exports should not differ in it
+            grown.weight[num_rows:] = 0  # it is never scored, but exports should not differ in it
     for config in (hf.config, hf.config.get_text_config()):
         config.pad_token_id = tokenizer.pad_token_id
     embeddings = hf.get_input_embeddings()

@@ -162,8 +162,8 @@ def load_adapters(model: WrappedModel, folder: Path) -> None:
         saved = load_file(folder / _WEIGHTS)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError("the adapters cannot be read", where=str(folder), got=str(error)) from error
-    own = adapter_state(model)
-    need = {"lora_alpha": _settings(model).lora_alpha, **{name: tuple(w.shape) for name, w in own.items()}}
+    state = adapter_state(model)
+    need = {"lora_alpha": _settings(model).lora_alpha, **{name: tuple(w.shape) for name, w in state.items()}}
     got = {"lora_alpha": alpha, **{name: tuple(w.shape) for name, w in saved.items()}}
     if other := [name for name in sorted(need.keys() | got.keys()) if need.get(name) != got.get(name)]:
         summary, fix = "the saved adapters are not those of this model", f"set {_WHERE} as it was when they were saved"
@@ -289,10 +289,10 @@ def _chosen_layers(model: WrappedModel, config: LoraConfig) -> dict[str, nn.Modu
                 need = "one of " + ", ".join(sorted(last))
                 raise ConfigError("no linear layer has this name", where=_WHERE, field=field, got=pattern, need=need)
     # peft takes some layers for experts, which have their names in older checkpoints
-    known = Settings(target_modules=list(linear))
-    convert_peft_config_for_transformers(known, model=model.hf, conversions=None)
+    peft_settings = Settings(target_modules=list(linear))
+    convert_peft_config_for_transformers(peft_settings, model=model.hf, conversions=None)
     tied = {name for name, layer in linear.items() if layer.weight is model.hf.get_input_embeddings().weight}
-    fit = {name for name in set(known.target_modules or ()) - tied if whole.isdisjoint(name.split("."))}
+    fit = {name for name in set(peft_settings.target_modules or ()) - tied if whole.isdisjoint(name.split("."))}
     if not config.target_modules:
         head = model.head if isinstance(model, PolicyModel) else None
         wanted = {name for name in fit & linear.keys() if linear[name] is not head}

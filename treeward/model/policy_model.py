@@ -108,19 +108,20 @@ class PolicyModel(WrappedModel):
         else:
             width = packed.tokens_SL.shape[1]
             places = [np.arange(s * width, s * width + len(sequence)) for s, sequence in enumerate(sequences)]
-        of, batch = _completions(places, starts, self.device), self.on_device(packed)
+        completions, batch = _completions(places, starts, self.device), self.on_device(packed)
         if isinstance(batch, TreeBatch):
-            hidden_MD, tokens_T = self.tree_hidden(batch, of.before_M), batch.tokens_T
+            hidden_MD, tokens_T = self.tree_hidden(batch, completions.before_M), batch.tokens_T
         else:
-            hidden_MD = self.row_hidden(batch).flatten(0, 1).index_select(0, of.before_M)
+            hidden_MD = self.row_hidden(batch).flatten(0, 1).index_select(0, completions.before_M)
             tokens_T = batch.tokens_SL.flatten()
-        hidden_ND, targets_N, mask_SL = hidden_MD.index_select(0, of.before_of_N), tokens_T[of.at_N], of.mask_SL
+        targets_N, mask_SL = tokens_T[completions.at_N], completions.mask_SL
+        hidden_ND = hidden_MD.index_select(0, completions.before_of_N)
         values_N, entropies_N = self._values(hidden_ND, targets_N, temperature, entropies)
 
         def spread(values: Tensor) -> Tensor:
             if not len(values):
                 return values.new_zeros(mask_SL.shape)
-            return torch.where(mask_SL, values[of.index_SL], values.new_zeros(()))
+            return torch.where(mask_SL, values[completions.index_SL], values.new_zeros(()))
 
         return CompletionLogProbs(
             spread(values_N), mask_SL, None if entropies_N is None else spread(entropies_N), batch.num_computed_tokens
@@ -146,7 +147,7 @@ class PolicyModel(WrappedModel):
                 shard=shard,
             )
         values: list[Tensor] = [hidden_ND.new_zeros(0, dtype=torch.float32)]
-        found: list[Tensor] = [hidden_ND.new_zeros(0, dtype=torch.float32)]
+        entropy_chunks: list[Tensor] = [hidden_ND.new_zeros(0, dtype=torch.float32)]
         for hidden, targets in zip(hidden_ND.split(self.chunk_tokens), targets_N.split(self.chunk_tokens), strict=True):
             entropy: list[Tensor] | None = [] if entropies else None
             if torch.is_grad_enabled():
@@ -157,8 +158,8 @@ class PolicyModel(WrappedModel):
             else:
                 value = self._chunk(hidden, targets, temperature, entropy)
             values.append(value)
-            found += entropy or []
-        return torch.cat(values), torch.cat(found) if entropies else None
+            entropy_chunks += entropy or []
+        return torch.cat(values), torch.cat(entropy_chunks) if entropies else None
 
     def _chunk(self, hidden_CD: Tensor, targets_C: Tensor, temperature: float, entropy: list[Tensor] | None) -> Tensor:
         """The values; entropies are appended to `entropy` if it is an empty list, so a recomputation adds none."""

@@ -48,8 +48,8 @@ class PrefixCache:
     def get(self, tokens: TokenIds, num_tokens: int) -> Prefix:
         """The keys and values of the first `num_tokens` tokens, at most as many as `match` gave."""
         key = _key(tokens)
-        entry, known = self._longest(key, whole=True)
-        assert entry is not None and num_tokens <= known, f"{num_tokens} of {known} known tokens"
+        entry, num_known = self._longest(key, whole=True)
+        assert entry is not None and num_tokens <= num_known, f"{num_tokens} of {num_known} known tokens"
         self._entries.move_to_end(entry)
         return self._entries[entry].first(num_tokens)
 
@@ -104,18 +104,18 @@ class RecentTokens:
 
     def add(self, tokens: TokenIds) -> int:
         """How many of the first tokens an earlier sequence had too, in whole blocks."""
-        key, hashed, known = _key(tokens), hashlib.blake2b(digest_size=16), 0
+        key, hashed, num_known = _key(tokens), hashlib.blake2b(digest_size=16), 0
         size = 8 * MIN_PREFIX_TOKENS
         for start in range(0, len(key) - size + 1, size):
             hashed.update(key[start : start + size])
             block = hashed.digest()
             if block in self._seen:
-                known = start // 8 + MIN_PREFIX_TOKENS
+                num_known = start // 8 + MIN_PREFIX_TOKENS
             self._seen[block] = None
             self._seen.move_to_end(block)
         while len(self._seen) > self.max_blocks:
             self._seen.popitem(last=False)
-        return known
+        return num_known
 
 
 def _key(tokens: TokenIds) -> bytes:

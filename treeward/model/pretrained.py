@@ -238,13 +238,13 @@ def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
         unknown -= {key for key, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     if left := sorted(key for key in unknown if not re.search("|".join(patterns), key)):
         heads = [key for key in left if re.search("head|score|reward|value|regress|classif", key)]
-        known = "docs/reward_models.md has the heads that are known; to train a new one, save the model without this"
+        advice = "docs/reward_models.md has the heads that are known; to train a new one, save the model without this"
         raise ModelError(
             "the checkpoint has tensors that this model does not use",
             where=name,
             got=", ".join((heads or left)[:4]) + (", which look like a head" if heads else ""),
             need=f"those of {type(hf).__name__}",
-            fix=known if heads else "mend config.json, or save the model without them",
+            fix=advice if heads else "mend config.json, or save the model without them",
         )
 
 

@@ -118,15 +118,15 @@ class GatedObjectives(nn.Module):
         super().__init__()
         self.num_quantiles = getattr(config, "num_quantiles", None)
         num_objectives = len(_objectives(config.to_dict()))
-        known = getattr(config, "gate_pattern", None) or _ANSWER_BEGINS.get(config.model_type)
-        if known is None:
+        pattern = getattr(config, "gate_pattern", None) or _ANSWER_BEGINS.get(config.model_type)
+        if pattern is None:
             raise ModelError(
                 "nothing says where the prompt ends, which is where this model's gate reads",
                 where="config.json",
                 field="gate_pattern",
                 need="the token ids between a prompt and its completion, as the chat template writes them",
             )
-        self.gate_pattern: tuple[int, ...] = tuple(known)
+        self.gate_pattern: tuple[int, ...] = tuple(pattern)
         self.regression_layer = nn.Linear(config.hidden_size, num_objectives * (self.num_quantiles or 1), bias=False)
         self.reward_transform_matrix = nn.Parameter(torch.eye(num_objectives), requires_grad=False)
         self.gating = Gate(config, num_objectives, normed=self.num_quantiles is not None)
@@ -159,8 +159,8 @@ class SplitGroups(ConversionOps):
 
 def _as_llama(fields: Fields) -> LlamaConfig:
     left_out = {"auto_map", "model_type", "bias", "attn_implementation", "transformers_version"}
-    known = {name: value for name, value in fields.items() if name not in left_out}
-    config: LlamaConfig = LlamaConfig(**known | {"attention_bias": fields.get("bias", False)})
+    llama_fields = {name: value for name, value in fields.items() if name not in left_out}
+    config: LlamaConfig = LlamaConfig(**llama_fields | {"attention_bias": fields.get("bias", False)})
     return config
 
 
@@ -266,8 +266,8 @@ class Adapter:
         """The classifier whose value is a logit of a language model, or the difference of two: their log-odds."""
         assert self.tokens is not None
         tokens = self.tokens(config.to_dict())
-        known, head, text = tokenizer.get_vocab(), lm.get_output_embeddings(), config.get_text_config()
-        ids = [known.get(token) if isinstance(token, str) else token for token in tokens]
+        vocabulary, head, text = tokenizer.get_vocab(), lm.get_output_embeddings(), config.get_text_config()
+        ids = [vocabulary.get(token) if isinstance(token, str) else token for token in tokens]
         if None in ids or len(ids) > 2:
             need = "one token, or two: the one against the score and the one for it, as the vocabulary writes them"
             raise ModelError("these are no tokens", where="config.json", field=TOKENS_KEY, got=tokens, need=need)
@@ -389,9 +389,9 @@ def end_template(tokenizer: PreTrainedTokenizerBase, fields: Fields, name: str) 
     before, after = ("", "") if adapter is None else adapter.end(fields, tokenizer)
     if not after:
         return
-    own = tokenizer.chat_template
-    if not isinstance(own, str):
-        got, need = "several chat templates" if own else "no chat template", "one template"
+    template = tokenizer.chat_template
+    if not isinstance(template, str):
+        got, need = "several chat templates" if template else "no chat template", "one template"
         raise ModelError("nothing can write the end that this model reads", where=name, got=got, need=need)
-    if not own.endswith(after):
-        tokenizer.chat_template = before + own.removesuffix("\n") + after  # Jinja drops that line's end too
+    if not template.endswith(after):
+        tokenizer.chat_template = before + template.removesuffix("\n") + after  # Jinja drops that line's end too

@@ -236,9 +236,9 @@ class RewardModel(WrappedModel):
         share = self.layout == "tree"
         if not share or cache is None or cache.max_bytes == 0 or self.gate_pattern is not None:
             cache = None
-        known = None if cache is None else [cache.match(sequence) for sequence in sequences]
+        num_known = None if cache is None else [cache.match(sequence) for sequence in sequences]
         for groups in plan_sequences(
-            sequences, max_tokens=max_tokens, max_sequences=max_sequences, share=share, known=known
+            sequences, max_tokens=max_tokens, max_sequences=max_sequences, share=share, known=num_known
         ):
             if cache is None:
                 batch = self.make_batch([[sequences[i] for i in group] for group in groups])
@@ -267,17 +267,17 @@ class RewardModel(WrappedModel):
         keep: list[tuple[int, int, int]] = []
         prompts: list[TokenIds] = []
         for g, group in enumerate(groups):
-            known = cache.match(sequences[group[0]])
-            prefixes.append(cache.get(sequences[group[0]], known) if known else None)
-            cache.num_reused_tokens += known * len(group)
-            own = {tuple(map(int, sequences[i][: prompt_lengths[i]])): k for k, i in enumerate(group)}
-            for prompt, k in own.items():
-                if len(prompt) > max(known, MIN_PREFIX_TOKENS - 1):
-                    keep.append((g, k, len(prompt) - known))
+            num_known = cache.match(sequences[group[0]])
+            prefixes.append(cache.get(sequences[group[0]], num_known) if num_known else None)
+            cache.num_reused_tokens += num_known * len(group)
+            prompt_places = {tuple(map(int, sequences[i][: prompt_lengths[i]])): k for k, i in enumerate(group)}
+            for prompt, k in prompt_places.items():
+                if len(prompt) > max(num_known, MIN_PREFIX_TOKENS - 1):
+                    keep.append((g, k, len(prompt) - num_known))
                     prompts.append(prompt)
         starts = [0 if prefix is None else len(prefix) for prefix in prefixes]
-        rests = [[sequences[i][start:] for i in group] for start, group in zip(starts, groups, strict=True)]
-        batch = TreeBatch.from_groups(rests, prefixes=prefixes, keep=keep).to(self.device)
+        remainders = [[sequences[i][start:] for i in group] for start, group in zip(starts, groups, strict=True)]
+        batch = TreeBatch.from_groups(remainders, prefixes=prefixes, keep=keep).to(self.device)
         values = self.heads(batch)
         assert batch.layout.exchange is not None
         for tokens, kept in zip(prompts, batch.layout.exchange.kept(), strict=True):
@@ -285,14 +285,14 @@ class RewardModel(WrappedModel):
         return batch, values
 
     def _check_sequences(self, sequences: Sequence[TokenIds]) -> None:
-        limit, known = self.max_positions, self.num_known_tokens
+        limit, num_tokens_known = self.max_positions, self.num_known_tokens
         for i, sequence in enumerate(sequences):
             if not len(sequence) or (limit is not None and len(sequence) > limit):
                 got = f"{len(sequence)} tokens"
                 need = "1 token or more" if limit is None else f"1 to {limit} tokens, the model's positions"
-            elif min(sequence) < 0 or max(sequence) >= known:
+            elif min(sequence) < 0 or max(sequence) >= num_tokens_known:
                 got = f"token {min(sequence) if min(sequence) < 0 else max(sequence)}"
-                need = f"0 to {known - 1}, the tokens of the model's vocabulary"
+                need = f"0 to {num_tokens_known - 1}, the tokens of the model's vocabulary"
             else:
                 continue
             raise ModelError("the model cannot read this sequence", where=f"sequence {i}", got=got, need=need)
@@ -344,8 +344,8 @@ def _alike(cache: PrefixCache, sequences: Sequence[TokenIds], group: Sequence[in
     """The sequences of a group by their cached beginning, so that each part continues one prefix."""
     parts: dict[bytes, list[int]] = {}
     for i in group:
-        known = np.asarray(sequences[i][: cache.match(sequences[i])], dtype=np.int64)
-        parts.setdefault(known.tobytes(), []).append(i)
+        prefix = np.asarray(sequences[i][: cache.match(sequences[i])], dtype=np.int64)
+        parts.setdefault(prefix.tobytes(), []).append(i)
     return list(parts.values())
 
 

@@ -52,9 +52,11 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, group: Process
 
 def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """The sizes and dtypes of the whole tensors in a folder that `write_tensors` has written, by name."""
-    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata if folder.is_dir() else {}
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata if folder.is_dir() else {}
     return {
-        name: (one.size, one.properties.dtype) for name, one in found.items() if isinstance(one, TensorStorageMetadata)
+        name: (one.size, one.properties.dtype)
+        for name, one in metadata.items()
+        if isinstance(one, TensorStorageMetadata)
     }
 
 

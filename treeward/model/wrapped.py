@@ -342,8 +342,8 @@ class WrappedModel(nn.Module):
     def row_hidden(self, batch: RowBatch) -> Tensor:
         """The last hidden state of every token of the padded rows, (S, L, D)."""
         length = batch.tokens_SL.shape[1]
-        rest = -length % self.tensor_size if self.sequence_parallel else 0
-        tokens_SL, mask_SL = (F.pad(one, (0, rest)) for one in (batch.tokens_SL, batch.mask_SL))
+        padding = -length % self.tensor_size if self.sequence_parallel else 0
+        tokens_SL, mask_SL = (F.pad(one, (0, padding)) for one in (batch.tokens_SL, batch.mask_SL))
         with self.plain_attention():
             hidden: Tensor = self.backbone(
                 input_ids=tokens_SL, attention_mask=mask_SL, use_cache=False

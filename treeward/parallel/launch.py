@@ -62,15 +62,15 @@ def heed_slurm() -> None:
     slurm = {key.removeprefix("SLURM_"): value for key, value in os.environ.items() if key.startswith("SLURM_")}
     if not {"RANK", "RAY_ADDRESS"}.isdisjoint(os.environ) or int(slurm.get("STEP_NUM_TASKS", "1")) == 1:
         return
-    own = int(slurm.get("JOB_ID", "0")) * 7 + int(slurm.get("STEP_ID", "0"))  # two runs may share a node
-    found = {
+    job_number = int(slurm.get("JOB_ID", "0")) * 7 + int(slurm.get("STEP_ID", "0"))  # two runs may share a node
+    variables = {
         "RANK": slurm["PROCID"],
         "WORLD_SIZE": slurm["STEP_NUM_TASKS"],
         "LOCAL_RANK": slurm["LOCALID"],
         "MASTER_ADDR": first_host(slurm.get("STEP_NODELIST") or slurm["JOB_NODELIST"]),
-        "MASTER_PORT": str(20000 + own % 12000),
+        "MASTER_PORT": str(20000 + job_number % 12000),
     }
-    for key, value in found.items():
+    for key, value in variables.items():
         os.environ.setdefault(key, value)
 
 

@@ -118,16 +118,18 @@ def _start_ray(cluster: ClusterConfig) -> None:
 
 def _has_gpus(cluster: ClusterConfig) -> bool:
     """Whether each process gets a GPU. Raises `ConfigError` where this machine has fewer; a cluster may yet grow."""
-    found, need = int(ray.cluster_resources().get("GPU", 0)), cluster.num_processes
+    num_gpus, need = int(ray.cluster_resources().get("GPU", 0)), cluster.num_processes
     if cluster.gpus_per_node == 0:
         return False
-    if found >= need:
+    if num_gpus >= need:
         return True
-    if found and "RAY_ADDRESS" not in os.environ:
-        summary, fix = "this machine has too few GPUs", f"set cluster.gpus_per_node={found}"
-        raise ConfigError(summary, field="cluster.gpus_per_node", got=cluster.gpus_per_node, need=f"{found}", fix=fix)
-    logger.warning("Ray has %d GPUs now for %d processes%s.", found, need, ": it waits" if found else ", on CPUs")
-    return found > 0
+    if num_gpus and "RAY_ADDRESS" not in os.environ:
+        summary, fix = "this machine has too few GPUs", f"set cluster.gpus_per_node={num_gpus}"
+        raise ConfigError(
+            summary, field="cluster.gpus_per_node", got=cluster.gpus_per_node, need=f"{num_gpus}", fix=fix
+        )
+    logger.warning("Ray has %d GPUs now for %d processes%s.", num_gpus, need, ": it waits" if num_gpus else ", on CPUs")
+    return num_gpus > 0
 
 
 def _fit(trainer: TorchTrainer) -> Any:

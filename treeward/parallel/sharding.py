@@ -62,18 +62,20 @@ def shard(model: WrappedModel, mesh: Mesh, *, dtype: torch.dtype, cpu_offload: b
         "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy(),
         "ignored_params": {one.weight for one in model.hf.modules() if is_quantized(one)},
     }
-    own = MixedPrecisionPolicy(cast_forward_inputs=False)
-    low = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=lower and torch.float32, cast_forward_inputs=False)
+    head_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    layer_policy = MixedPrecisionPolicy(
+        param_dtype=lower, reduce_dtype=lower and torch.float32, cast_forward_inputs=False
+    )
     if isinstance(model, RewardModel):
         head: Any = model.head
-        fully_shard(head, mp_policy=own, **options)
+        fully_shard(head, mp_policy=head_policy, **options)
         if model.layout != "encoder":  # which calls its head; here its weights are read
             head.values_of = model.head_values
             register_fsdp_forward_method(head, "values_of")
             model.head_values = head.values_of  # type: ignore[method-assign]
     for layer in reversed(model.layers):  # one within another comes first
-        fully_shard(layer, mp_policy=low, **options)
-    fully_shard(model, mp_policy=low, **options)
+        fully_shard(layer, mp_policy=layer_policy, **options)
+    fully_shard(model, mp_policy=layer_policy, **options)
     for name in _CALLED:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)

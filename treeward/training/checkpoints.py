@@ -120,20 +120,20 @@ class CheckpointStore:
         name = f"step_{step}"
         with self._whole_or_absent(name):
             partial = self._begin(name)
-            rest = write(partial)
-            if rest is None:
+            deferred = write(partial)
+            if deferred is None:
                 self._end(name, None)
-        if rest is None:
+        if deferred is None:
             return self._saved(step)
         future: Future[None] = Future()
         self._writing = step, future
-        Thread(target=self._write_beside, args=(name, rest, future), daemon=True).start()
+        Thread(target=self._write_beside, args=(name, deferred, future), daemon=True).start()
         return None
 
-    def _write_beside(self, name: str, rest: DeferredWrite, future: Future[None]) -> None:
+    def _write_beside(self, name: str, deferred: DeferredWrite, future: Future[None]) -> None:
         try:
             with self._whole_or_absent(name):
-                rest(self._group)
+                deferred(self._group)
                 self._end(name, self._group)
             future.set_result(None)
         except BaseException as error:  # raised where the run looks for it
@@ -220,8 +220,8 @@ class CheckpointStore:
 
     def all(self) -> list[Checkpoint]:
         """Every finished checkpoint, oldest first."""
-        found = [self._checkpoint(path) for path in self.folder.iterdir() if _FINISHED.fullmatch(path.name)]
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
+        checkpoints = [self._checkpoint(path) for path in self.folder.iterdir() if _FINISHED.fullmatch(path.name)]
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:
         return processes.on_main(lambda: next(reversed(self.all()), None))
@@ -298,5 +298,5 @@ def _digests(folder: Path, files: Sequence[str], group: ProcessGroup | None = No
             return None
 
     share = {file: digest(file) for file in files[processes.rank() :: processes.size()]}
-    of_all = {file: one for shares in processes.gather(share, group) for file, one in shares.items()}
-    return {file: of_all[file] for file in files}
+    digests = {file: one for shares in processes.gather(share, group) for file, one in shares.items()}
+    return {file: digests[file] for file in files}

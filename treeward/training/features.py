@@ -144,18 +144,18 @@ def _complete(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, size
 @torch.no_grad()
 def _states(setup: RewardModelSetup, dataset: EncodedDataset, places: range) -> list[Tensor]:
     """Of each of these comparisons, what the head reads, (K, R, D) on the CPU."""
-    model, own = setup.model, dict[int, Tensor]()
+    model, rank_states = setup.model, dict[int, Tensor]()
     model.eval()
     for share in BatchPreparer(setup).shares([(dataset, i) for i in places], validation=True):
-        here = share.micro_batch.to(model.device, non_blocking=True)
-        states_SRD = torch.cat([model.features(batch) for batch in here.batches])
-        if here.order_S is not None:
-            states_SRD = states_SRD[here.order_S]
+        micro_batch = share.micro_batch.to(model.device, non_blocking=True)
+        states_SRD = torch.cat([model.features(batch) for batch in micro_batch.batches])
+        if micro_batch.order_S is not None:
+            states_SRD = states_SRD[micro_batch.order_S]
         sizes = [len(one.ranks) for one in share.comparisons.values()]
-        own |= dict(zip(share.comparisons, states_SRD.cpu().split(sizes), strict=True))
+        rank_states |= dict(zip(share.comparisons, states_SRD.cpu().split(sizes), strict=True))
     model.train()
-    of_all = {i: one for share in processes.gather(own, setup.mesh.data_group) for i, one in share.items()}
-    return [of_all[i] for i in range(len(places))]
+    all_states = {i: one for share in processes.gather(rank_states, setup.mesh.data_group) for i, one in share.items()}
+    return [all_states[i] for i in range(len(places))]
 
 
 def _dtype(setup: RewardModelSetup) -> torch.dtype:

@@ -327,14 +327,14 @@ class Loop:
         started = time.monotonic()
         processes.doing(f"the validation after step {state.step}")
         with self.progress.paused(), self._saved_if_it_fails(f"the model of step {state.step} cannot be validated"):
-            found = self.run.validate(state.step, self.stop.agree)
-        if found is None:
+            validation = self.run.validate(state.step, self.stop.agree)
+        if validation is None:
             return  # it is made up for when the run goes on
         if processes.is_main() and not self._validation_is_logged():
             seconds = {_VALIDATION_SECONDS: time.monotonic() - started}
-            self.trackers.log({**found.metrics, **found.logged, **seconds}, step=state.step)
-        state.validation_step, state.validation = state.step, dict(found.metrics)
-        for line in found.lines:
+            self.trackers.log({**validation.metrics, **validation.logged, **seconds}, step=state.step)
+        state.validation_step, state.validation = state.step, dict(validation.metrics)
+        for line in validation.lines:
             self.progress.message(line)
 
     def _validation_is_logged(self) -> bool:
@@ -397,12 +397,12 @@ class Loop:
         if not staged:
             return None
 
-        def rest(group: ProcessGroup | None) -> None:
+        def write_both(group: ProcessGroup | None) -> None:
             for one in (model, state):
                 if one is not None:
                     one(group)
 
-        return rest
+        return write_both
 
     def _complete_state(self) -> None:
         self.state.run, self.state.ranked = self.run.state(), self._save_is_due()

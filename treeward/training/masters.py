@@ -38,8 +38,8 @@ class MasterWeights(torch.optim.Optimizer):
         for parameter in self.low:
             parameter.grad_dtype = torch.float32
         self.masters = [nn.Parameter(_on_host(one) if on_host else one.detach().float()) for one in self.low]
-        of = dict(zip(self.low, self.masters, strict=True))
-        self.inner = make([of.get(parameter, parameter) for parameter in parameters])
+        master_of = dict(zip(self.low, self.masters, strict=True))
+        self.inner = make([master_of.get(parameter, parameter) for parameter in parameters])
         super().__init__(parameters, self.inner.defaults)
         self._share()
 

@@ -53,14 +53,14 @@ def pack(optimizer: torch.optim.Optimizer, *, with_weights: bool) -> tuple[dict[
     return tensors, {"state": kept, "param_groups": groups}
 
 
-def unpack(optimizer: torch.optim.Optimizer, rest: dict[str, Any], folder: Path) -> None:
+def unpack(optimizer: torch.optim.Optimizer, settings: dict[str, Any], folder: Path) -> None:
     """Put a state back, and the float32 weights where it has them; every process calls it.
 
     Raises `CheckpointError` for the state of another optimiser, and for quantised states of other parts.
     """
     named, weights = _named(optimizer), _float32_weights(optimizer)
-    saved, own = rest["state"], optimizer.state_dict()["param_groups"]
-    if list(saved) != list(named) or len(rest["param_groups"]) != len(own):
+    saved, own_groups = settings["state"], optimizer.state_dict()["param_groups"]
+    if list(saved) != list(named) or len(settings["param_groups"]) != len(own_groups):
         got, need = (f"{len(names)} parameters, the first {next(iter(names), '')}" for names in (saved, named))
         summary, fix = "the saved optimiser is of other weights", "set the model and its adapters as they were"
         raise CheckpointError(summary, where=str(folder), got=got, need=need, fix=fix)
@@ -79,7 +79,9 @@ def unpack(optimizer: torch.optim.Optimizer, rest: dict[str, Any], folder: Path)
             else:
                 of_parameter[key] = value
     read_tensors(folder, targets)
-    groups = [{**group, "params": mine["params"]} for group, mine in zip(rest["param_groups"], own, strict=True)]
+    groups = [
+        {**group, "params": mine["params"]} for group, mine in zip(settings["param_groups"], own_groups, strict=True)
+    ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -114,9 +116,9 @@ def _quantised(
     """A quantised state of this process's part of a parameter, and the tensors, still empty, that it consists of."""
     kind, parts, context = value
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    found = {part: stored.get(_own(name, key, part)) for part in parts}
+    entries = {part: stored.get(_own(name, key, part)) for part in parts}
     held = {
-        part: torch.empty(one[0], dtype=one[1], device=local.device) for part, one in found.items() if one is not None
+        part: torch.empty(one[0], dtype=one[1], device=local.device) for part, one in entries.items() if one is not None
     }
     state = kind.__tensor_unflatten__(held, context) if len(held) == len(parts) else None
     if state is None or state.shape != local.shape:

@@ -83,10 +83,10 @@ class EpochOrder:
         dtype, parts = np.int32 if self._firsts[-1] < 2**31 else np.int64, []
         for first, size, weight in zip(self._firsts.tolist(), self.sizes, self.weights, strict=False):
             wanted = round(size * weight)
-            whole, rest = divmod(wanted, size) if size else (0, 0)
+            whole, remainder = divmod(wanted, size) if size else (0, 0)
             parts += [np.arange(first, first + size, dtype=dtype)] * whole
-            if rest:  # is drawn even where nothing is shuffled: the first rows of a file are seldom a fair sample
-                parts.append((first + np.sort(generator.permutation(size)[:rest])).astype(dtype))
+            if remainder:  # is drawn even where nothing is shuffled: the first rows of a file are seldom a fair sample
+                parts.append((first + np.sort(generator.permutation(size)[:remainder])).astype(dtype))
         order = np.concatenate(parts)
         if self.shuffle:
             generator.shuffle(order)

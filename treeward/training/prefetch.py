@@ -86,7 +86,7 @@ class BatchPreparer:
         size, sets = self.config.policy.train_global_batch_size, list(self.setup.training_sets.values())
         rows = [(sets[which], row) for which, row in self.setup.order.batch(number - 1, size)]
         shares = list(self.shares(rows))
-        own = [one for share in shares for one in share.comparisons.values()]
+        comparisons = [one for share in shares for one in share.comparisons.values()]
         num_units = len(rows)
         if self.config.rm.loss.weight == "pair":
             ranks = [dataset.ranks(row) for dataset, row in rows]
@@ -94,9 +94,9 @@ class BatchPreparer:
         return StepBatches(
             num_units,
             tuple(share.micro_batch for share in shares),
-            self.heads.labels(own),
-            num_scores=sum(len(one.ranks) for one in own),
-            num_row_tokens=sum(one.num_tokens for one in own),
+            self.heads.labels(comparisons),
+            num_scores=sum(len(one.ranks) for one in comparisons),
+            num_row_tokens=sum(one.num_tokens for one in comparisons),
         )
 
     def shares(self, rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool = False) -> Iterator[RankBatch]:
@@ -104,11 +104,11 @@ class BatchPreparer:
         plan, num_ranks = self.plan(rows, validation=validation), self.mesh.data_size
         for start in range(0, len(plan), num_ranks):
             at_once = plan[start : start + num_ranks]
-            own = {i: dataset[row] for i in at_once[self.mesh.data_rank] for dataset, row in [rows[i]]}
+            rank_comparisons = {i: dataset[row] for i in at_once[self.mesh.data_rank] for dataset, row in [rows[i]]}
             num_passes = max(self._num_passes([rows[i] for i in some]) for some in at_once)
-            features = self._features([rows[i] for i in own])
-            packed = self.micro_batch(list(own.values()), num_passes=num_passes, features=features)
-            yield RankBatch(own, packed)
+            features = self._features([rows[i] for i in rank_comparisons])
+            packed = self.micro_batch(list(rank_comparisons.values()), num_passes=num_passes, features=features)
+            yield RankBatch(rank_comparisons, packed)
 
     def plan(self, rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool = False) -> list[list[int]]:
         """Which comparisons share a forward pass: as many as the configured tokens and comparisons allow.
@@ -159,8 +159,8 @@ class BatchPreparer:
         """What the head reads of rows of data sets, of none too; None where the backbone computes it."""
         if not self.setup.features:
             return None
-        own = [self.setup.features[dataset.path](row) for dataset, row in rows]
-        return FeatureBatch(torch.cat(own or [torch.empty(0, *self.model.feature_shape)]))
+        states = [self.setup.features[dataset.path](row) for dataset, row in rows]
+        return FeatureBatch(torch.cat(states or [torch.empty(0, *self.model.feature_shape)]))
 
     def _num_passes(self, rows: Sequence[tuple[EncodedDataset, int]]) -> int:
         """The forward passes of a micro-batch: one, unless a single comparison exceeds the budget."""

@@ -77,18 +77,18 @@ def save_state(
     `with_weights`: the float32 weights too, as the folder's model is rounded. `staged`: the tensors are copied to the
     host, and what is returned writes them, in any thread.
     """
-    tensors, rest = ({}, None) if optimizer is None else pack(optimizer, with_weights=with_weights)
+    tensors, settings = ({}, None) if optimizer is None else pack(optimizer, with_weights=with_weights)
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
-    held = _dumped({"optimizer": rest, "scheduler": scheduler.state_dict(), "rng": rng})
+    contents = _dumped({"optimizer": settings, "scheduler": scheduler.state_dict(), "rng": rng})
     text = _as_json(state)
     if staged:
         tensors = BlockingAsyncStager().stage(tensors)
 
     def write(group: ProcessGroup | None) -> None:
         write_tensors(folder / _TENSORS, tensors, group=group)
-        processes.on_main(lambda: (folder / _OPTIMIZER).write_bytes(held), group)
+        processes.on_main(lambda: (folder / _OPTIMIZER).write_bytes(contents), group)
         processes.on_main(lambda: write_text(folder / _STATE, text), group)
 
     if staged:
@@ -134,15 +134,15 @@ def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRSche
     """Put a saved state back. Raises `CheckpointError` if the optimiser was not saved or cannot be read."""
     state = read_state(folder)
     try:
-        held = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True)
+        contents = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise _unreadable(folder / _OPTIMIZER, error) from error
-    if held["optimizer"] is None:
+    if contents["optimizer"] is None:
         summary = "this checkpoint was saved without its optimiser and cannot be resumed from"
         raise CheckpointError(summary, where=str(folder), fix="start anew in another checkpointing.checkpoint_dir")
-    scheduler.load_state_dict(held["scheduler"])
+    scheduler.load_state_dict(contents["scheduler"])
     try:
-        unpack(optimizer, held["optimizer"], folder / _TENSORS)
+        unpack(optimizer, contents["optimizer"], folder / _TENSORS)
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise _unreadable(folder / _TENSORS, error) from error
     if isinstance(scheduler, LambdaLR):
@@ -158,9 +158,9 @@ def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRSche
                     "The learning rate goes on at %.3g instead of %.3g: the schedule spans the whole run, and the run "
                     "has another length than before (max_num_epochs, max_num_steps).", rate, before,
                 )  # fmt: skip
-    torch.set_rng_state(held["rng"]["cpu"])
-    if torch.cuda.is_available() and "cuda" in held["rng"]:
-        torch.cuda.set_rng_state(held["rng"]["cuda"])
+    torch.set_rng_state(contents["rng"]["cpu"])
+    if torch.cuda.is_available() and "cuda" in contents["rng"]:
+        torch.cuda.set_rng_state(contents["rng"]["cuda"])
     return state
 
 

@@ -129,9 +129,13 @@ class MLflowTracker:
         run_id = _read_id(log_dir / "mlflow_run_id", resume_step)
         if run_id is None:
             name = section.experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "treeward"
-            found = self._client.get_experiment_by_name(name)
+            experiment = self._client.get_experiment_by_name(name)
             location = section.artifact_location
-            number = found.experiment_id if found else self._client.create_experiment(name, artifact_location=location)
+            number = (
+                experiment.experiment_id
+                if experiment
+                else self._client.create_experiment(name, artifact_location=location)
+            )
             run_id = str(self._client.create_run(number, run_name=section.run_name).info.run_id)
             write_text(log_dir / "mlflow_run_id", f"{run_id}\n")
             params = [Param(_MLFLOW_REFUSES.sub("_", key), str(value)[:6000]) for key, value in flattened(settings)]

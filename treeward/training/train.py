@@ -120,7 +120,10 @@ class RewardModelRun(Run):
 
     def __init__(self, setup: RewardModelSetup) -> None:
         super().__init__(
-            *(setup.config, setup.optimizer, setup.scheduler, setup.identity),
+            config=setup.config,
+            optimizer=setup.optimizer,
+            scheduler=setup.scheduler,
+            identity=setup.identity,
             total_steps=setup.total_steps,
             validates=bool(setup.validation_sets),
         )
@@ -178,22 +181,22 @@ class RewardModelRun(Run):
             "timing/train/row_tokens_per_second": row_tokens / (time.monotonic() - started),
         }
         shown = {"loss": means["loss"], "accuracy": means["accuracy"], "margin": means["reward_margin"]}
-        known = {name: value for name, value in shown.items() if name == "loss" or total.num_pairs}
-        return StepMetrics(logged, known, int(row_tokens))
+        progress = {name: value for name, value in shown.items() if name == "loss" or total.num_pairs}
+        return StepMetrics(logged, progress, int(row_tokens))
 
     def backward(self, micro_batch: MicroBatch, num_units: int, sums: RewardSums) -> None:
         """Add the gradient of one micro-batch, for a step of `num_units`, and its metrics to `sums`.
 
         Nothing in it waits for a GPU: the host goes on to the next while the GPU computes.
         """
-        here = micro_batch.to(self.model.device, non_blocking=True)
+        micro_batch = micro_batch.to(self.model.device, non_blocking=True)
         values_SH, loss_sum = backward_in_parts(
-            [partial(self.model.heads, batch) for batch in here.batches],
-            lambda values_SH: self.heads.loss(values_SH, here.labels),
-            order_S=here.order_S,
+            [partial(self.model.heads, batch) for batch in micro_batch.batches],
+            lambda values_SH: self.heads.loss(values_SH, micro_batch.labels),
+            order_S=micro_batch.order_S,
             scale=1 / num_units,
         )
-        sums.add(self.heads.combine(values_SH), here.labels.pairs, loss_sum, here.labels.num_units)
+        sums.add(self.heads.combine(values_SH), micro_batch.labels.pairs, loss_sum, micro_batch.labels.num_units)
 
     def _update_weights(self, number: int, total: RewardMetrics) -> float:
         """Clip, step, and return the gradients' norm before clipping; NaN, and no step, where it or the loss is not
@@ -313,14 +316,14 @@ class RewardModelRun(Run):
         heads, mesh = setup.heads.contract(), setup.mesh
         sign = sign_later(model, model=setup.model, renderer=setup.renderer, heads=heads, mesh=mesh, is_checkpoint=True)
 
-        def rest(group: ProcessGroup | None) -> None:
+        def write_both(group: ProcessGroup | None) -> None:
             if write is not None:
                 write(group)
             processes.on_main(sign, group)
 
         if staged:
-            return rest
-        rest(None)
+            return write_both
+        write_both(None)
         return None
 
     def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
@@ -382,10 +385,10 @@ class RewardModelRun(Run):
 
 def _scored(comparisons: Mapping[int, Comparison], scores: Sequence[float]) -> dict[int, ScoredExample]:
     """Each comparison with its scores, which lie one comparison after another."""
-    rest, scored = iter(scores), {}
+    remaining, scored = iter(scores), {}
     for i, one in comparisons.items():
-        own = [next(rest) for _ in one.ranks]
-        scored[i] = scored_comparison(one.where, one.subset, scores=own, ranks=one.ranks, lengths=one.lengths)
+        values = [next(remaining) for _ in one.ranks]
+        scored[i] = scored_comparison(one.where, one.subset, scores=values, ranks=one.ranks, lengths=one.lengths)
     return scored
 
 

@@ -48,13 +48,13 @@ class ValidationSet:
 def num_shared(dataset: EncodedDataset, training_sets: Iterable[EncodedDataset], *, limit: int | None = None) -> int:
     """How many of the first `limit` comparisons (None: all) have the same conversations and ranks as one of the
     training data, in any order. Completions of other prompts, which training may add, do not count."""
-    own, counts = np.unique(dataset.digests(0, limit), return_counts=True)
-    is_shared = np.zeros(len(own), dtype=bool)
+    distinct, counts = np.unique(dataset.digests(0, limit), return_counts=True)
+    is_shared = np.zeros(len(distinct), dtype=bool)
     for training in training_sets:
         for start in range(0, len(training), _DIGESTS_AT_ONCE):  # so that memory does not grow with the training data
             digests = training.digests(start, start + _DIGESTS_AT_ONCE)
-            places = np.searchsorted(own, digests).clip(max=len(own) - 1)
-            is_shared[places[own[places] == digests]] = True
+            places = np.searchsorted(distinct, digests).clip(max=len(distinct) - 1)
+            is_shared[places[distinct[places] == digests]] = True
     return int(counts[is_shared].sum())
 
 
@@ -169,9 +169,9 @@ def _of_sums(sums: RewardMetrics) -> dict[str, Metric]:
 
 
 def _of_grades(sets: Sequence[SetValidation]) -> dict[str, Metric]:
-    known = [one.grades_6H for one in sets if one.grades_6H is not None]
-    if not known:
+    sums = [one.grades_6H for one in sets if one.grades_6H is not None]
+    if not sums:
         return {}
-    sums_6H = torch.stack(known).sum(dim=0)
+    sums_6H = torch.stack(sums).sum(dim=0)
     metrics, count = grade_metrics(sums_6H, sets[0].attributes), int(sums_6H[0].sum())
     return {name: Metric(name, value, count=count) for name, value in metrics.items() if math.isfinite(value)}
