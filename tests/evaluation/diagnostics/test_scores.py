@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from treeward.data.preference import Completion
 from treeward.evaluation.diagnostics.scores import statistics_of
-from treeward.evaluation.examples import ScoredExample
+from treeward.evaluation.examples import ScoredExample, scored_from_row, to_row
 
 
 def test_the_spread_is_that_of_all_completions(normal_scores: list[ScoredExample]) -> None:
@@ -23,3 +26,15 @@ def test_a_model_that_is_wrong_on_average_has_no_temperature(make_example: Any) 
               for i, margin in enumerate([-6.0, -4.9, 5.1, -0.5, -1.0, -5.0])]  # fmt: skip
     temperature = statistics_of(scored).temperature
     assert temperature.value is None and "do not score higher" in str(temperature.note)
+
+
+def test_a_row_gives_the_example_back_with_its_grades_and_heads(make_example: Any) -> None:
+    example = make_example("7", "Why?", ["a", "b"])
+    completions = (
+        Completion(0, example.completions[0].messages, score=4.0, grades={"brief": 1.0}),
+        *example.completions[1:],
+    )
+    scored = ScoredExample(
+        replace(example, completions=completions), (1.0, None), (1, 1), (3, 3), (None, "too long"), ({"brief": 0.5}, {})
+    )
+    assert scored_from_row(json.loads(json.dumps(to_row(scored))), "examples.jsonl:1") == scored
