@@ -195,17 +195,17 @@ class RunSummary:
         kinds = {alarm.kind for alarm in self.run.alarms} | ({"gold_falls"} if self.outcome == "worse" else set())
         kinds |= {"length_growth"} if is_exploited and last > _LONGER * first else set()
         kinds -= {"gold_falls", "kl_budget"} if is_broken else set()
-        found = []
+        advice = []
         if is_broken:
-            found.append(f"The policy broke, as even the proxy fell: lower `{_LR}`, or raise `{_KL}`.")
+            advice.append(f"The policy broke, as even the proxy fell: lower `{_LR}`, or raise `{_KL}`.")
         if self.outcome == "over-optimised":
-            found.append(f"Take the checkpoint nearest to step {self.best_step}, where gold was best, not the last.")
-        found += dict.fromkeys(text for kind, text in _ADVICE.items() if kind in kinds)
+            advice.append(f"Take the checkpoint nearest to step {self.best_step}, where gold was best, not the last.")
+        advice += dict.fromkeys(text for kind, text in _ADVICE.items() if kind in kinds)
         if is_exploited:
-            found.append("Score with an ensemble, or train the reward model on completions of this policy.")
+            advice.append("Score with an ensemble, or train the reward model on completions of this policy.")
         if self.best_gold is None:
-            found.append("Give a gold reward (`grpo.gold_environment`), or mend the one that gives no values.")
-        return found
+            advice.append("Give a gold reward (`grpo.gold_environment`), or mend the one that gives no values.")
+        return advice
 
 
 def sum_up(run: RLRun) -> RunSummary:
@@ -236,18 +236,20 @@ def sum_up(run: RLRun) -> RunSummary:
 
 def opening(summaries: Sequence[RunSummary]) -> str:
     """The first sentences of the page: which runs exploited their reward model and which did not."""
-    chosen = [
-        (text, [summary for summary in summaries if summary.outcome == outcome]) for outcome, text in _VERDICTS.items()
+    groups = {
+        text: [summary for summary in summaries if summary.outcome == outcome] for outcome, text in _VERDICTS.items()
+    }
+    groups["There are signs of over-optimisation in {}."] = [
+        summary
+        for summary in summaries
+        if summary.outcome == "unknown" and summary.proxy_rose and any(a.kind in _SIGNS for a in summary.run.alarms)
     ]
-    signs = [
-        summary for summary in chosen[-1][1] if summary.proxy_rose and any(a.kind in _SIGNS for a in summary.run.alarms)
-    ]
-    said = []
-    for text, those in [*chosen, ("There are signs of over-optimisation in {}.", signs)]:
-        *names, last = [f"**{summary.run.name}**" for summary in those] or [""]
+    sentences = []
+    for text, members in groups.items():
+        *names, last = [f"**{summary.run.name}**" for summary in members] or [""]
         if last:
-            said.append(text.format(f"{', '.join(names)} and {last}" if names else last))
-    return " ".join(said)
+            sentences.append(text.format(f"{', '.join(names)} and {last}" if names else last))
+    return " ".join(sentences)
 
 
 def _change(run: RLRun, curve: Curve, source: Source, name: str) -> Change | None:
