@@ -192,7 +192,7 @@ def test_a_missing_folder_is_told_before_ray_is_started(
     def started() -> None:
         raise AssertionError("Ray is started")
 
-    monkeypatch.setattr("treeward.environments.actors.start_ray", started)
+    monkeypatch.setattr("treeward.parallel.ray_cluster.start_ray", started)
     data = write_rows("in.jsonl", [SHAPES["messages"]])
     assert main(["score", str(tmp_path / "nowhere"), "--workers", "2", "--data", str(data)]) == 2
     assert "there is no such folder" in capsys.readouterr().err

@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeward.environments.actors import reserve
 from treeward.environments.interface import DETAILS
 from treeward.environments.replicas import ReplicaPool, plan_chunks
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, ModelError
+from treeward.parallel.ray_cluster import reserve
 from treeward.scoring.scorer import Scorer
 
 CLOSE = 1e-5
@@ -71,7 +71,7 @@ def killed_while_busy(process_id: int) -> threading.Thread:
 
 @pytest.mark.slow
 def test_replicas_and_the_death_of_one(folder: str, scores: list[float], ray: Any) -> None:
-    """Without retries, only the chunk of the worker that dies, or takes too long, is masked; then there is another."""
+    """Without retries, only the chunk of the replica that dies, or takes too long, is masked; then there is another."""
     environment = make(folder, num_replicas=2, max_retries=0)
     before = process_ids(environment)
     assert len(set(before)) == 2
@@ -82,18 +82,23 @@ def test_replicas_and_the_death_of_one(folder: str, scores: list[float], ray: An
     step = environment.step(LOGS, INFOS)
     accident.join()
     masked = step.rewards.isnan()
-    assert int(masked.sum()) == len(LOGS) // 2
+    assert len(LOGS) // 5 <= int(masked.sum()) <= len(LOGS) // 2  # of 4 chunks that at the replica
     assert step.rewards[~masked].tolist() == pytest.approx(torch.tensor(scores)[~masked].tolist(), abs=CLOSE)
+    assert "its replica died" in step.metadata[int(masked.nonzero()[0])][DETAILS]["error"]
     assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
-    after = process_ids(environment)
-    assert before[0] not in after and before[1] in after
-    for replica in environment._workers._replicas:  # type: ignore[union-attr]
-        replica._config = replica._config.model_copy(update={"worker_timeout_seconds": 0.001})
-    late = environment.step(LOGS[:5], INFOS[:5])
-    assert bool(late.rewards.isnan().all()) and "its worker died: Get timed out" in late.metadata[0][DETAILS]["error"]
     environment.shutdown()
     with pytest.raises(ModelError, match="was shut down"):
         environment.step(LOGS[:1], [{}])
+
+
+@pytest.mark.slow
+def test_a_chunk_of_a_replica_that_dies_is_scored_by_another(folder: str, scores: list[float], ray: Any) -> None:
+    environment = make(folder, num_replicas=2)
+    before = process_ids(environment)
+    accident = killed_while_busy(before[0])
+    assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
+    accident.join()
+    environment.shutdown()
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from typing import Any
 
 from treeward import processes
 from treeward.config.load import load_grpo_config
-from treeward.environments import actors
 from treeward.errors import TreewardError
+from treeward.parallel import ray_cluster
 from treeward.parallel.stopping import stop_with
 from treeward.rl import grpo as grpo_module
 from treeward.rl.grpo import GRPOOutcome, grpo
@@ -47,7 +47,7 @@ def run_stopped_and_failing(
             found[name] = str(error)
     platform.node = lambda: f"node{processes.rank()}"
     try:
-        actors.start_ray_of_run(spares=False, everywhere=True)
+        ray_cluster.start_ray_of_run(spares=False, everywhere=True)
     except TreewardError as error:
         found["nodes"] = str(error)
     grpo_module.collect = asked

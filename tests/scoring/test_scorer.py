@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -85,11 +86,11 @@ def test_completions_that_come_one_after_another_share_their_prompt(make_scorer:
     prompt = [user("What is the capital of France, and why is it so famous all over the world? " * 3)]
     completions = ["Paris.", "~ Paris", "It is Paris, and for its art.", "Lyon"]
     conversations = [[*prompt, assistant(completion)] for completion in completions]
-    scorer.score(conversations[:1])  # nothing shows yet that its prompt comes again
-    scorer.score(conversations[1:2])
-    known = scorer.prepare(conversations[:1])[0].prompt_length
-    assert known >= 32
-    for conversation in conversations[2:]:
+    scorer.score(conversations[:1])
+    rows = [scorer.renderer.encode(conversation) for conversation in conversations]
+    known = len(os.path.commonprefix(rows))
+    assert known >= 64
+    for conversation in conversations[1:]:
         before = scorer.num_computed_tokens
         scorer.score([conversation])
         assert scorer.num_computed_tokens - before == len(scorer.renderer.encode(conversation)) - known

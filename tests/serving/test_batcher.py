@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 import threading
 import time
@@ -438,7 +439,7 @@ def test_a_prompt_is_computed_once_for_all_requests(loaded_model: LoadedModel) -
         asyncio.run(batcher.score(loaded_model.name, [chat]))
         computed.append(loaded_model.num_computed_tokens - before)
     batcher.close()
-    prepared = loaded_model.prepare(chats)
-    shared, tokens = prepared[0].prompt_length, [one.num_tokens for one in prepared]
-    assert shared >= 32  # known since the second request
-    assert computed == [tokens[0], tokens[1], tokens[2] - shared, tokens[0] - shared]
+    rows = [loaded_model.scorer.members[0].renderer.encode(chat) for chat in chats]
+    shared = len(os.path.commonprefix(rows))
+    assert shared >= 32
+    assert computed == [len(rows[0]), len(rows[1]) - shared, len(rows[2]) - shared, 1]

@@ -145,7 +145,7 @@ def _scored(
         yield from map(ChunkScorer(load_model).score, chunks_of(itertools.islice(rows, skip, None)))
         return
     next(read(), None)
-    from treeward.environments.actors import equal_shares, start_ray
+    from treeward.parallel.ray_cluster import equal_shares, start_ray
 
     ray = start_ray()
     from treeward.scoring.on_ray import scored_on_ray

@@ -12,7 +12,7 @@ change no reward.
 
 Where `model_name` is the address of a `treeward serve`, the server scores (`RewardServer`).
 
-Several replicas of the model are always Ray actors. A worker that dies is restarted, and its chunk of the step is
+Several replicas of the model are processes of Ray Serve. One that dies is replaced, and its chunk of the step is
 repeated.
 """
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,13 +40,16 @@ from treeward.environments.interface import (
     Sample,
     conversation_of,
 )
-from treeward.environments.replicas import ReplicaPool, ScoringWorker
 from treeward.environments.reward_server import RewardServer
+from treeward.environments.scoring_worker import ScoringWorker
 from treeward.errors import ConfigError, ModelError
 from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.rewarding import Rewarder, load_shaper
 from treeward.scoring.shaping import Shaper
+
+if TYPE_CHECKING:
+    from treeward.environments.replicas import ReplicaPool
 
 Workers = Literal["auto", "here", "ray"]
 
@@ -77,7 +80,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         if self.config.url is not None:
             self._workers = RewardServer.connect(self.config) if client is None else RewardServer(client)
         elif workers == "ray" or (workers == "auto" and _needs_ray(self.config)):
-            self._workers = ReplicaPool(self.config)
+            self._workers = _replicas(self.config)
         else:
             self._workers = _worker_here(self.config)
 
@@ -156,7 +159,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
             return workers
         raise ConfigError(
             f"{what} needs the model in this process",
-            got="a model in Ray workers, or at a server",
+            got="a model in other processes, or at a server",
             fix='the folder of the model, one replica, workers="here"',
         )
 
@@ -184,6 +187,15 @@ def _needs_ray(config: RewardModelEnvironmentConfig) -> bool:
     # In an actor without a GPU of its own torch sees none, though the machine may have some.
     inside = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
     return inside and ray.cluster_resources().get("GPU", 0) > 0
+
+
+def _replicas(config: RewardModelEnvironmentConfig) -> ReplicaPool:
+    try:
+        from treeward.environments.replicas import ReplicaPool
+    except ImportError as error:
+        fix = "pip install 'treeward[ray,serve]', or use one replica here"
+        raise ConfigError("Ray Serve is not installed", where=WHERE, got=str(error), fix=fix) from error
+    return ReplicaPool(config)
 
 
 def _worker_here(config: RewardModelEnvironmentConfig) -> ScoringWorker:

@@ -21,11 +21,11 @@ from omegaconf import OmegaConf
 
 from treeward.config.base import Strict
 from treeward.config.load import load_section
-from treeward.environments.actors import start_ray
 from treeward.environments.interface import Environment, Reward
 from treeward.environments.registry import make_environment
 from treeward.environments.remote import RemoteEnvironment
 from treeward.errors import ConfigError, ModelError
+from treeward.parallel.ray_cluster import start_ray
 
 _WHERE = "reward_kwargs"
 

@@ -24,7 +24,6 @@ from treeward.config.reward_environments import RewardModelEnvironmentConfig, is
 from treeward.data.prompt_encoding import EncodedPrompt, EncodedPrompts, encode_prompts
 from treeward.data.prompt_sets import open_prompts
 from treeward.data.rendering import Renderer
-from treeward.environments.actors import start_ray_of_run
 from treeward.environments.reward_server import RewardServer
 from treeward.model.checks import check_policy, check_positions
 from treeward.model.export import DeferredWrite, export_policy
@@ -32,6 +31,7 @@ from treeward.model.loading import build_policy, load_policy
 from treeward.model.lora import AdapterReference, has_adapters
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
 from treeward.parallel.mesh import Mesh, make_mesh
+from treeward.parallel.ray_cluster import start_ray_of_run
 from treeward.parallel.sharding import plain_copy
 from treeward.rl.environment_runner import EnvironmentRunner, make_environment_runner
 from treeward.rl.generation import Generator, LocalGenerator, end_ids_of, template_end_ids

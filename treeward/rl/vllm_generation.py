@@ -28,11 +28,11 @@ from torch import Tensor
 from treeward import processes
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.data.prompt_sets import Prompt
-from treeward.environments.actors import PlacementGroup, first_line, free_port, on_this_node, reserve, start_ray
 from treeward.errors import ConfigError
 from treeward.model.export import export_configuration, exported_weights
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import DTYPES
+from treeward.parallel.ray_cluster import PlacementGroup, first_line, free_port, on_this_node, reserve, start_ray
 from treeward.rl.experience import CompletionGroup
 from treeward.rl.generation import GenerationError
 from treeward.rl.served_generation import Request, Served, ServedGenerator

@@ -40,6 +40,9 @@ from treeward.scoring.golden import weighted_heads
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.tree.token_tree import TokenIds
 
+_TURN_TOKENS = 16
+"""Between a prompt and a completion, at most about so many."""
+
 Text = str | Sequence[Any]
 """A prompt, or a response: a text, messages, or items of the Responses API."""
 
@@ -364,11 +367,17 @@ class Scorer(PreparedScorer):
             return Prepared(name, None, len(ids), error=f"there must be tokens, with ids from 0 to {known - 1}")
         return self._prepared(name, ids)
 
-    def _prepared(self, name: str, token_ids: Sequence[int], *, truncated: bool = False) -> Prepared:
-        """The tokens, and how many of them an earlier conversation had too: those are worth keeping."""
+    def _prepared(
+        self, name: str, token_ids: Sequence[int], conversation: Conversation = (), *, truncated: bool = False
+    ) -> Prepared:
+        """The tokens, and how many of them are worth keeping: those that an earlier conversation had too, or for a new
+        one about as many as its prompt has. The cache compares tokens, so a guess costs time alone."""
         ids = np.asarray(token_ids, dtype=np.int32)
-        shared = 0 if self.prefix_cache is None else min(self._recent.add(ids), len(ids) - 1)
-        return Prepared(name, ids, len(ids), truncated, prompt_length=shared)
+        if self.prefix_cache is None:
+            return Prepared(name, ids, len(ids), truncated)
+        guess = int(len(ids) * _prompt_share(conversation)) + _TURN_TOKENS if conversation else 0
+        length = self._recent.add(ids) or guess
+        return Prepared(name, ids, len(ids), truncated, prompt_length=min(length, len(ids) - 1))
 
     def _too_long(self, name: str, num_tokens: int) -> Prepared:
         error = f"too long to score: {num_tokens} tokens, at most {self.renderer.max_length}"
@@ -389,8 +398,8 @@ class Scorer(PreparedScorer):
         return [
             self._too_long(name, num_tokens)
             if one is None
-            else self._prepared(name, one.token_ids, truncated=one.truncated)
-            for (one, num_tokens), name in zip(fitted, names, strict=True)
+            else self._prepared(name, one.token_ids, conversation, truncated=one.truncated)
+            for (one, num_tokens), name, conversation in zip(fitted, names, conversations, strict=True)
         ]
 
 
@@ -400,6 +409,12 @@ def _one_line(error: TreewardError | UnicodeError) -> str:
     parts = (("got", error.got), ("need", error.need))
     details = [f"{name}: {shown(value)}" for name, value in parts if value is not None]
     return f"{error.summary} ({'; '.join(details)})" if details else error.summary
+
+
+def _prompt_share(conversation: Conversation) -> float:
+    """The share of the characters that come before the last message."""
+    lengths = [len(str(message.get("content") or "")) for message in conversation]
+    return sum(lengths[:-1]) / max(1, sum(lengths))
 
 
 def check_conversation(conversation: Conversation, name: str) -> Conversation:

@@ -19,9 +19,10 @@ from ray.serve.handle import DeploymentHandle
 from treeward.config.load import load_file
 from treeward.config.server import ServerConfig
 from treeward.openai_client import key_from
+from treeward.scoring.replicas import QUIET, deployed
 from treeward.serving import logs
 from treeward.serving.app import create_app
-from treeward.serving.replicas import MANY, QUIET, application, front
+from treeward.serving.replicas import MANY, Replica, front, of_replicas, options_of
 
 
 @serve.ingress()
@@ -55,5 +56,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=config.shutdown_seconds,
         logging_config=QUIET,
     )
-    bound: serve.Application = deploy(Front).bind(config, application(config, {}))
+    bound: serve.Application = deploy(Front).bind(
+        config, deployed(Replica, of_replicas(config), **options_of(config, {}))
+    )
     return bound

@@ -29,9 +29,9 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import RayServeException
 
 from treeward.config.server import ServedModelConfig, ServerConfig
-from treeward.environments.actors import equal_shares, start_ray
-from treeward.errors import ModelError
 from treeward.model.pretrained import check_local
+from treeward.parallel.ray_cluster import equal_shares, start_ray
+from treeward.scoring.replicas import running
 from treeward.scoring.score import Conversation, Score
 from treeward.serving import logs
 from treeward.serving.api_error import APIError
@@ -47,8 +47,6 @@ _BUCKETS = 512
 """Keys of prompts, and so the most calls that a large request becomes."""
 MANY = 2**16
 """Calls that a process has at a time: the limit is the queue of a front."""
-QUIET = {"log_level": "WARNING", "enable_access_log": False}
-"""For Serve's own loggers."""
 _MOST_DEATHS = 3
 """Replicas that may die of a call before it is given up: a conversation may be what they die of."""
 _SECONDS_TO_ANSWER = 5.0
@@ -181,23 +179,21 @@ class _AllMetrics(CollectorRegistry):
         yield from families.values()
 
 
-def application(config: ServerConfig, resources: Mapping[str, Any]) -> serve.Application:
-    """The deployment of the replicas. `resources`: Ray's options of each, beside those that are configured."""
-    alone = config.model_copy(
-        update={"models": tuple(map(_unshaped, config.models)), "max_queued": 2**62, "running": None}
-    )
-    deploy = serve.deployment(
-        name="Replica",
-        num_replicas=config.replicas,
-        ray_actor_options={**resources, **config.ray_actor_options},
-        max_ongoing_requests=MANY,
-        graceful_shutdown_timeout_s=config.shutdown_seconds,
-        max_constructor_retry_count=1,
-        logging_config=QUIET,
-        request_router_config={"request_router_class": "treeward.serving.prompt_router.PromptRouter"},
-    )
-    bound: serve.Application = deploy(Replica).bind(alone)
-    return bound
+def options_of(config: ServerConfig, resources: Mapping[str, Any]) -> dict[str, Any]:
+    """Serve's options of the replicas. `resources`: Ray's of each, beside those that are configured."""
+    return {
+        "num_replicas": config.replicas,
+        "ray_actor_options": {**resources, **config.ray_actor_options},
+        "max_ongoing_requests": MANY,
+        "graceful_shutdown_timeout_s": config.shutdown_seconds,
+        "request_router_config": {"request_router_class": "treeward.serving.prompt_router.PromptRouter"},
+    }
+
+
+def of_replicas(config: ServerConfig) -> ServerConfig:
+    """What the replicas of a server are told: its models, which give scores alone, as the front shapes them."""
+    models = tuple(map(_unshaped, config.models))
+    return config.model_copy(update={"models": models, "max_queued": 2**62, "running": None})
 
 
 def front(handle: Any, config: ServerConfig, models: Sequence[ServedModel]) -> Service:
@@ -220,18 +216,8 @@ def started(config: ServerConfig, name: str) -> Iterator[Service]:
     resources = equal_shares(
         *(ray, config.replicas), num_gpus=num_gpus, required="num_gpus" in given, where="replicas, ray_actor_options"
     )
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    serve.start(proxy_location="Disabled", logging_config=QUIET)
-    try:
-        try:
-            handle = serve.run(application(config, resources), name=name, route_prefix=None)
-        except RuntimeError:
-            status = serve.status().applications[name].deployments["Replica"].message  # with a traceback
-            reason = status.rpartition("treeward.errors.")[2].strip()
-            raise ModelError(f"the replicas do not start: {reason}") from None
+    with running(Replica, of_replicas(config), name=name, **options_of(config, resources)) as handle:
         yield front(handle, config, handle.models.remote().result())
-    finally:
-        serve.delete(name)
 
 
 def _unshaped(section: ServedModelConfig) -> ServedModelConfig:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from treeward.environments.actors import equal_shares
 from treeward.errors import ConfigError
+from treeward.parallel.ray_cluster import equal_shares
 
 GPUS = [{"CPU": 32.0, "GPU": 4.0}]
 

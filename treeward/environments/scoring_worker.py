@@ -1,0 +1,122 @@
+"""`ScoringWorker`: the reward model of an environment, in one process, or its part of a model that is cut.
+
+worker = ScoringWorker(config, "cuda")
+worker.score(conversations)               # one `Score` each; its value is None where there is none
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from treeward.config.policy import ShardingConfig
+from treeward.config.reward_environments import RewardModelEnvironmentConfig
+from treeward.errors import ConfigError, DataError
+from treeward.model.pretrained import DTYPES
+from treeward.model.reward_model import DEFAULT_BATCH_TOKENS
+from treeward.parallel.mesh import make_mesh
+from treeward.parallel.ray_cluster import free_port, start_ray
+from treeward.parallel.sharding import shard
+from treeward.parallel.tensor import cut
+from treeward.processes import joined
+from treeward.scoring.ensemble import EnsembleScorer, load_scorer
+from treeward.scoring.score import Conversation, Score
+from treeward.scoring.scorer import Scorer
+
+logger = logging.getLogger(__name__)
+
+
+class ScoringWorker:
+    """Loads the model of `config` and scores on `device`, "cpu" or "cuda". `rank`: its number in a group.
+
+    With `cpu_offload` the weights are on the GPU only during `score`.
+    """
+
+    def __init__(self, config: RewardModelEnvironmentConfig, device: str, rank: int = 0) -> None:
+        self._config, self._device, self._rank = config, device, rank
+        self._offload = config.dtensor_cfg.cpu_offload and device != "cpu"
+        self._scorer: Scorer | EnsembleScorer | None = None
+        self._group = contextlib.ExitStack()
+
+    @property
+    def scorer(self) -> Scorer | EnsembleScorer:
+        """The model, loaded at the first call. Raises `ModelError` or `ConfigError` where it cannot be loaded."""
+        if self._scorer is None:
+            is_whole = self._config.dtensor_cfg.tensor_parallel_size == 1
+            self._scorer = _load(self._config, self._device if is_whole and not self._offload else "cpu")
+            if not is_whole:
+                self._divide(self._scorer)
+        return self._scorer
+
+    def _divide(self, scorer: Scorer | EnsembleScorer) -> None:
+        """Leave this worker its part of each model: some heads and columns, or of a model that cannot be cut some rows
+        of all weights, which are gathered layer by layer."""
+        cutting, sharding = make_mesh(self._config.dtensor_cfg), make_mesh(ShardingConfig())
+        for member in scorer.members:
+            try:
+                cut(member.model, cutting)
+                member.model.to(self._device)
+            except ConfigError as error:
+                logger.info("The reward model is sharded, and not cut: %s", error.summary)
+                shard(member.model.requires_grad_(False), sharding, dtype=DTYPES[self._config.dtype])
+
+    def address(self) -> str:
+        """Where a group can meet in this process: `host:port`."""
+        return f"{start_ray().util.get_node_ip_address()}:{free_port()}"
+
+    def load(self, address: str | None = None) -> int:
+        """Load the model, and return the id of this process. `address`: that of the first worker of a group."""
+        if address is not None:
+            size, (host, _, port) = self._config.dtensor_cfg.tensor_parallel_size, address.rpartition(":")
+            # each worker sees its own GPU alone
+            launched = {"RANK": self._rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "MASTER_ADDR": host}
+            os.environ.update({name: str(value) for name, value in launched.items()}, MASTER_PORT=port)
+            os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of torchrun, where it has started Ray
+            self._group.enter_context(joined())
+        _ = self.scorer
+        return os.getpid()
+
+    def score(self, conversations: Sequence[Conversation]) -> list[Score]:
+        """Scores in order; a failed conversation has None and the reason in `Score.error`."""
+        scorer = self.scorer
+        if not self._offload:
+            return scorer.score(conversations, on_error="mask")
+        try:
+            for member in scorer.members:
+                member.model.to(self._device)
+            return scorer.score(conversations, on_error="mask")
+        finally:
+            for member in scorer.members:
+                member.model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def preprocess(self, conversations: Sequence[Conversation]) -> dict[str, Tensor]:
+        """See `RewardModelEnvironment.preprocess_data`."""
+        scorer = self.scorer.members[0]
+        rows = []
+        for one in scorer.prepare(conversations):
+            if one.ids is None:
+                raise DataError("the conversation cannot be tokenized", where=one.name, got=one.error)
+            rows.append(one.ids)
+        lengths_B = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        ids_BL = torch.full((len(rows), max(map(len, rows), default=0)), scorer.renderer.tokenizer.pad_token_id or 0)
+        for i, row in enumerate(rows):
+            ids_BL[i, : len(row)] = torch.tensor(row)
+        return {"input_ids": ids_BL, "input_lengths": lengths_B}
+
+    def shutdown(self) -> None:
+        """Free the model."""
+        self._scorer = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _load(config: RewardModelEnvironmentConfig, device: str) -> Scorer | EnsembleScorer:
+    only_size = config.batch_tokens is None and config.batch_size is not None
+    batch_tokens = None if only_size else config.batch_tokens or DEFAULT_BATCH_TOKENS
+    return load_scorer(config, device=device, batch_tokens=batch_tokens, max_sequences=config.batch_size)

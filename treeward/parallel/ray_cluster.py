@@ -1,0 +1,182 @@
+"""`start_ray`: the Ray that runs, or a new one; and room in its cluster for the actors of a run.
+
+    ray = start_ray()
+    places = reserve(count=2, cpus=1, gpus=1, what="the engines", where="policy", field="generation", seconds=60)
+
+Ray is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+import socket
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from treeward import processes
+from treeward.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def start_ray(*, spare_gpus: Collection[int] = (), address: str | None = None) -> Any:
+    """Ray, running: a running one, that of `address`, the cluster of RAY_ADDRESS, or a new one on this machine.
+
+    `spare_gpus`: those that the run computes on, by their places in CUDA_VISIBLE_DEVICES; a new Ray spares them.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            "Ray is not installed", got=str(error), fix="pip install 'treeward[ray]', or use one replica here"
+        ) from error
+    if not ray.is_initialized():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if spare_gpus:
+            gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for i, gpu in enumerate(gpus) if i not in spare_gpus)
+        try:
+            ray.init(address, include_dashboard=False)
+        except ConnectionError as error:
+            got = f"{address or os.environ.get('RAY_ADDRESS')}: {first_line(error)}"
+            fix = "ray start --address=HOST:6379 on each machine of the run, or take RAY_ADDRESS out of the environment"
+            raise ConfigError("the Ray cluster cannot be reached", field="RAY_ADDRESS", got=got, fix=fix) from error
+        finally:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+            os.environ.update({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    return ray
+
+
+def start_ray_of_run(*, spares: bool, everywhere: bool) -> None:
+    """Ray for the main process of a run or, with `everywhere`, for each of its processes: engines lie beside them.
+
+    `spares`: a new Ray spares the GPUs of the run. Raises `ConfigError` for processes on several nodes of no cluster.
+    """
+    import ray
+
+    found = processes.gather((platform.node(), ray.is_initialized() or "RAY_ADDRESS" in os.environ))
+    nodes = sorted({node for node, _ in found})
+    if everywhere and len(nodes) > 1 and not all(is_joined for _, is_joined in found):
+        raise ConfigError(
+            "engines of vLLM beside the processes of several nodes need one Ray cluster over these nodes",
+            field="policy.generation.colocated.enabled",
+            got=f"{', '.join(nodes)}, and no RAY_ADDRESS",
+            need="Ray on each node, and RAY_ADDRESS in the environment of each process",
+            fix="ray start --head on the first, ray start --address=FIRST:6379 on the others, then torchrun with "
+            "RAY_ADDRESS=auto; on Slurm the way with Ray of examples/slurm.sub",
+        )
+    own = set(processes.gather(processes.device().index)) - {None} if spares else ()
+    address = processes.on_main(lambda: str(start_ray(spare_gpus=own).get_runtime_context().gcs_address))
+    if everywhere:
+        processes.together(lambda: start_ray(address=address))
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementGroup:
+    """Room for several actors, or groups of actors, in a Ray cluster, each on one node."""
+
+    ray: Any
+    group: Any
+    on_gpu: bool
+
+    def options(self, number: int) -> dict[str, Any]:
+        """Ray's options of an actor in the place of this number."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=number)
+        return {"scheduling_strategy": place}
+
+    def free(self) -> None:
+        """Give the room back."""
+        self.ray.util.remove_placement_group(self.group)
+
+
+def on_this_node(ray: Any) -> dict[str, Any]:
+    """Ray's options of an actor on the node of this process."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    node = ray.get_runtime_context().get_node_id()
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
+def check_room(ray: Any, *, count: int, cpus: float, gpus: int, what: str, where: str, field: str) -> dict[str, float]:
+    """So many CPUs and GPUs of a cluster as the resources of one place; a cluster without GPUs gives CPUs.
+
+    Raises `ConfigError` where the cluster is too small for `count` of them. `where`, `field`: what asks for them.
+    """
+    cluster = ray.cluster_resources()
+    on_gpu = gpus > 0 and cluster.get("GPU", 0.0) > 0
+    if gpus and not on_gpu:
+        logger.info("The Ray cluster has no GPU: %s runs on CPUs.", what)
+    place = {"CPU": float(cpus)} | ({"GPU": float(gpus)} if on_gpu else {})
+    if any(cluster.get(name, 0.0) < count * amount for name, amount in place.items()):  # Ray would wait for ever
+        raise ConfigError(
+            f"the Ray cluster is too small for {what}",
+            where=where,
+            field=field,
+            got=_listed(cluster),
+            need=f"{count} x ({_listed(place)})",
+            fix="ask for less, or start Ray with more",
+        )
+    return place
+
+
+def reserve(*, count: int, cpus: float, gpus: int, what: str, where: str, field: str, seconds: float) -> PlacementGroup:
+    """`count` places as of `check_room`, once they are free.
+
+    Raises `ConfigError` where the cluster is too small, or they are not free after so many seconds.
+    """
+    ray = start_ray()
+    place = check_room(ray, count=count, cpus=cpus, gpus=gpus, what=what, where=where, field=field)
+    places = PlacementGroup(ray, ray.util.placement_group([place] * count), "GPU" in place)
+    if places.group.wait(seconds):
+        return places
+    places.free()
+    raise ConfigError(
+        f"{what} finds no free place in the Ray cluster",
+        where=where,
+        field=field,
+        got=f"free after {seconds:g} seconds: {_listed(ray.available_resources())}",
+        need=f"{count} x ({_listed(place)})",
+        fix="ask for less, start Ray with more, or free resources",
+    )
+
+
+def equal_shares(ray: Any, number: int, *, num_gpus: float, required: bool, where: str) -> dict[str, float]:
+    """Ray's options of `number` processes: so many GPUs each where there are any, else an equal part of a node's CPUs.
+
+    `required`: they have no use for CPUs. Raises `ConfigError` for more GPUs than a Ray of this machine has; a cluster
+    (RAY_ADDRESS) may grow.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    have = sum(node.get("GPU", 0.0) for node in nodes)
+    if num_gpus and (have or required):
+        if have < number * num_gpus and not os.environ.get("RAY_ADDRESS"):
+            fix = "ask for fewer, or join a cluster (RAY_ADDRESS)"
+            got, need = f"{have:g} GPUs", f"{number * num_gpus:g}"
+            raise ConfigError(f"there are too few GPUs for {number}", where=where, got=got, need=need, fix=fix)
+        return {"num_gpus": num_gpus}
+    cpus = [int(node.get("CPU", 0.0)) for node in nodes]
+    share = next((n for n in range(max(cpus), 0, -1) if sum(one // n for one in cpus) >= number), 0)
+    return {"num_cpus": share or 1 / math.ceil(number / max(1, sum(cpus)))}
+
+
+def _listed(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources.get(name, 0.0):g} {name}s" for name in ("GPU", "CPU"))
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, or else its kind."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.create_server(("", 0)) as found:
+        return int(found.getsockname()[1])
