@@ -79,9 +79,9 @@ class RewardModelEnvironmentConfig(ScoringConfig):
     """Replicas of the model, which share the load. None: one for each `dtensor_cfg.tensor_parallel_size` GPUs of
     `resources`, otherwise one."""
     max_retries: NonNegativeInt = 3
-    """Further attempts of a part of a step whose worker died or took too long; the worker is started again."""
+    """Further attempts of a part of a step whose replica died or took too long."""
     worker_timeout_seconds: PositiveFloat | None = None
-    """Time limit of a worker for its part of a step; then it is killed. None: no limit."""
+    """Time limit of a part of a step. None: no limit."""
     on_failure: Literal["mask", "raise"] = "mask"
     """Samples without a reward are NaN, with the reason in the metadata (`mask`), or the step fails (`raise`)."""
 
