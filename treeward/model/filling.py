@@ -27,7 +27,7 @@ from treeward import processes
 from treeward.errors import ModelError
 from treeward.model.lora import plain_weights
 from treeward.model.pretrained import base_of_adapters, check_used
-from treeward.model.reward_model import HEAD_NAMES
+from treeward.model.reward_model import is_of_head
 from treeward.model.shards import own_part, put
 from treeward.model.wrapped import WrappedModel
 
@@ -60,7 +60,7 @@ def fill(
     sources = processes.together(lambda: _sources(model.hf, name, weights))
     read = {id(weights[target]) for target in sources}
     lacking = [plain for plain, weight in weights.items() if id(weight) not in read]
-    lacks_head = bool(sources) and bool(lacking) and all(map(_is_of_head, lacking))
+    lacks_head = bool(sources) and bool(lacking) and all(map(is_of_head, lacking))
     if lacking and not (lacks_head and draw_head is not None):
         logger.info("The weights of %s are loaded whole by the main process, which gives the others their parts.", name)
         state: dict[str, Tensor] = {}  # stays empty on the others
@@ -116,7 +116,7 @@ def _sources(hf: PreTrainedModel, name: str, weights: Mapping[str, Tensor]) -> d
                         return {}  # other tensors than the model's, as the experts of some mixtures
                     if target not in weights:
                         unused.add(target)
-                    elif not _fits(opened.get_slice(key).get_shape(), weights[target], is_head=_is_of_head(target)):
+                    elif not _fits(opened.get_slice(key).get_shape(), weights[target], is_head=is_of_head(target)):
                         return {}
                     else:
                         sources[target] = (str(path), key)
@@ -139,7 +139,3 @@ def _read(sources: Mapping[str, tuple[str, str]], weights: Mapping[str, Tensor])
                 if target_path == path:
                     part = opened.get_slice(key)
                     put(weights[target], part if part.get_shape() else opened.get_tensor(key))
-
-
-def _is_of_head(name: str) -> bool:
-    return name.split(".")[0] in HEAD_NAMES

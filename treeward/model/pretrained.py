@@ -37,7 +37,7 @@ from transformers.utils.hub import cached_files
 from treeward.errors import ConfigError, ModelError, nearest_name, nearest_path
 from treeward.model.lora import ADAPTER_CONFIG, is_quantized, merge_adapters, merging_line
 from treeward.model.published import end_template, find
-from treeward.model.reward_model import HEAD_NAMES, head_name
+from treeward.model.reward_model import HEAD_NAMES, head_name, is_of_head
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ def load_weights(
         got = f"{len(broken)} tensors, the first of them {broken[0]}"
         fix = "load it in bfloat16 or float32: float16 ends at 65504" if dtype == torch.float16 else None
         raise ModelError("the weights hold NaN or infinity", where=name, got=got, fix=fix)
-    new_head = sorted(key for key in lacking if _is_of_head(key))
+    new_head = sorted(key for key in lacking if is_of_head(key))
     # A pretrained encoder may lack the pooling too, which is above the backbone like the head.
     above = f"{hf.base_model_prefix}."
     if missing := sorted(key for key in lacking if not new_head or (key.startswith(above) and ".pooler." not in key)):
@@ -187,7 +187,7 @@ def _read_weights(
             fix = f"name the same base in full precision as base_model_name_or_path of {ADAPTER_CONFIG}"
             raise ModelError(summary, where=name, got=base, fix=fix)
         hf, lacking = _read_weights(model_class, base, config=config, **settings)
-        if any(_is_of_head(key) for key in lacking):
+        if any(is_of_head(key) for key in lacking):
             hf.get_submodule(head_name(hf)).float()  # or the adapters' own would be cast
         lacking -= merge_adapters(hf, Path(name).expanduser())
         check_used(hf, (), name)
@@ -246,10 +246,6 @@ def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
             need=f"those of {type(hf).__name__}",
             fix=advice if heads else "mend config.json, or save the model without them",
         )
-
-
-def _is_of_head(key: str) -> bool:
-    return key.split(".")[0] in HEAD_NAMES
 
 
 def check_local(name: str) -> None:

@@ -370,6 +370,11 @@ def head_name(hf: PreTrainedModel) -> str:
     raise ModelError(f"{type(hf).__name__} has no head that treeward knows", need="a `score` or `classifier` module")
 
 
+def is_of_head(name: str) -> bool:
+    """Whether a weight of this name is of the classification head."""
+    return name.split(".")[0] in HEAD_NAMES
+
+
 def stored_heads(hf: PreTrainedModel) -> tuple[str, ...]:
     """The names of the head's modules on the disk, which are other ones where a published model has its own."""
     names: tuple[str, ...] = getattr(hf, "stored_head", None) or (head_name(hf),)
