@@ -56,7 +56,7 @@ from trl.trainer.utils import pad
 
 from treeward.config.grpo import GRPOConfig as GRPOSection
 from treeward.config.grpo import PolicyLossConfig
-from treeward.config.optimisation import OptimizerConfig
+from treeward.config.policy import OptimizerConfig
 from treeward.data.encoding import count_tree_tokens
 from treeward.data.preference import Message
 from treeward.data.prompt_sets import Prompt

@@ -35,7 +35,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 
-from treeward.config.optimisation import OptimizerConfig
+from treeward.config.policy import OptimizerConfig
 from treeward.losses import bradley_terry, ranked_pairs
 from treeward.model.reward_model import RewardModel
 from treeward.tables import Column, results_table

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from treeward.data.preference import Message
-from treeward.data.synthetic.gold import Question, grade, parse_question
-from treeward.data.synthetic.world import (
+from treeward.data.synthetic.gold import (
     FILLERS,
     FORMATS,
     KINDS,
@@ -39,6 +38,9 @@ from treeward.data.synthetic.world import (
     RUDE_CLOSERS,
     RUDE_OPENERS,
     Fact,
+    Question,
+    grade,
+    parse_question,
 )
 
 Row = dict[str, Any]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from treeward.cli.main import main
-from treeward.config.reward_shaping import RewardShapingConfig
+from treeward.config.scoring import RewardShapingConfig
 from treeward.model.contract import CONTRACT_FILE, RewardCalibration, ScoringContract, read_contract
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper

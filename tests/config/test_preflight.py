@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from treeward.config.data_forms import COMPARISON_SETS, PROMPT_SETS
+from treeward.config.data import COMPARISON_SETS, PROMPT_SETS
 from treeward.config.load import load_config, load_grpo_config
 from treeward.config.preflight import check_inputs
 from treeward.data.datasets import _DATASETS

@@ -12,17 +12,15 @@ from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.load import load_section
 from treeward.config.loss import LabelConfig, LossConfig, RewardModelType, readers
 from treeward.config.nemo_gym import NemoGymConfig
-from treeward.config.optimisation import OptimizerConfig
-from treeward.config.policy import PolicyConfig
+from treeward.config.policy import OptimizerConfig, PolicyConfig
 from treeward.config.reward_environments import (
     HybridEnvironmentConfig,
     JudgeEnvironmentConfig,
     RewardModelEnvironmentConfig,
     RuleEnvironmentConfig,
 )
-from treeward.config.reward_shaping import RewardShapingConfig
 from treeward.config.run import EvaluationConfig
-from treeward.config.scoring import EnsembleConfig
+from treeward.config.scoring import EnsembleConfig, RewardShapingConfig
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
 

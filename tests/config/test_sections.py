@@ -17,8 +17,7 @@ from treeward.config.checkpointing import (
 )
 from treeward.config.grpo import GRPOConfig
 from treeward.config.load import load_section
-from treeward.config.optimisation import TorchScheduleConfig
-from treeward.config.policy import PolicyConfig
+from treeward.config.policy import PolicyConfig, TorchScheduleConfig
 from treeward.config.reward_environments import HybridEnvironmentConfig, RewardModelEnvironmentConfig
 from treeward.config.run import EvaluationConfig
 from treeward.config.server import ServedModelConfig

@@ -16,9 +16,8 @@ from templates import CASES, SENTENCES, TEMPLATES, byte_bpe, family_renderer, te
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from treeward.data import templates
-from treeward.data.rendering import Renderer
-from treeward.data.templates import DEFAULT_CHAT_TEMPLATE
+from treeward.data import rendering as templates
+from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE, Renderer
 from treeward.errors import ConfigError, DataError
 
 # LLaVA writes a space after `</s>`, GLM-4 writes no end of turn.

@@ -21,7 +21,7 @@ from treeward.data.synthetic import (
     parse_question,
     prompts,
 )
-from treeward.data.synthetic.world import known_words, words_of
+from treeward.data.synthetic.gold import known_words, words_of
 from treeward.user_code import import_object
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "bundled_data.py"

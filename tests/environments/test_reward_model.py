@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from treeward.config.reward_shaping import RewardShapingConfig
+from treeward.config.scoring import RewardShapingConfig
 from treeward.data.rendering import Renderer
 from treeward.environments.interface import DETAILS
 from treeward.environments.reward_model import RewardModelEnvironment

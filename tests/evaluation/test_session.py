@@ -16,8 +16,7 @@ import torch
 from evaluated import preference
 from families import tiny_model
 
-from treeward.config.reward_shaping import RewardShapingConfig
-from treeward.config.scoring import EnsembleConfig
+from treeward.config.scoring import EnsembleConfig, RewardShapingConfig
 from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError, DataError

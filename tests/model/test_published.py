@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from treeward.data.rendering import Renderer
-from treeward.data.templates import DEFAULT_CHAT_TEMPLATE
+from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE, Renderer
 from treeward.errors import ModelError
 from treeward.model.export import export_model
 from treeward.model.loading import load_reward_model

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from treeward import processes
 from treeward.config.checkpointing import CheckpointingConfig
-from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig
-from treeward.config.policy import LoraConfig, ShardingConfig
+from treeward.config.policy import LoraConfig, NamedScheduleConfig, OptimizerConfig, ShardingConfig
 from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError
 from treeward.model import export as of_export

@@ -11,8 +11,7 @@ import torch
 from families import causal_model, forest, gradient_error, score_error, tiny_model
 from torch import Tensor
 
-from treeward.config.optimisation import OptimizerConfig
-from treeward.config.policy import LoraConfig, ShardingConfig
+from treeward.config.policy import LoraConfig, OptimizerConfig, ShardingConfig
 from treeward.errors import ConfigError
 from treeward.model.checks import check_before_training
 from treeward.model.loading import load_reward_model

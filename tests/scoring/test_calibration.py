@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from treeward.config.reward_shaping import RewardShapingConfig
+from treeward.config.scoring import RewardShapingConfig
 from treeward.data.preference import Completion, Preference
 from treeward.errors import DataError
 from treeward.model.contract import RewardCalibration

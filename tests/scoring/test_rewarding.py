@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from treeward.config.reward_shaping import RewardShapingConfig
+from treeward.config.scoring import RewardShapingConfig
 from treeward.errors import ModelError
 from treeward.model.contract import LengthCurve, NormalizationConstants, RewardCalibration
 from treeward.scoring.rewarding import RewardScorer

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeward.config.reward_shaping import RewardShapingConfig
+from treeward.config.scoring import RewardShapingConfig
 from treeward.errors import ConfigError
 from treeward.model.contract import CalibratedTemperature, LengthCurve, NormalizationConstants, RewardCalibration
 from treeward.scoring.score import Reward, Score

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from treeward.config.optimisation import (
+from treeward.config.policy import (
     NamedScheduleConfig,
     OptimizerConfig,
     TorchScheduleConfig,

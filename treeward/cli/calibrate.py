@@ -23,7 +23,7 @@ import typer
 from treeward.cli.comparisons import DataOptions, DatasetName, Split, dataset_config
 from treeward.cli.options import Model, ModelOptions, load, one_model, parse_yaml, with_model_options
 from treeward.config.load import load_section
-from treeward.config.reward_shaping import RewardShapingConfig
+from treeward.config.scoring import RewardShapingConfig
 from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
 from treeward.storage import write_text

@@ -23,7 +23,7 @@ import torch
 from pydantic import ConfigDict, Field
 
 from treeward.data.responses_items import conversation_of
-from treeward.environments.completions import completion_text, prompt_text
+from treeward.environments.interface import completion_text, prompt_text
 from treeward.errors import DataError
 from treeward.scoring.scorer import load_reward_model
 

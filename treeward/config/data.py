@@ -4,15 +4,20 @@
       train: [{data_path: train.jsonl, prompt_key: question}]
       validation: [{data_path: plain.jsonl, name: plain}, {data_path: hard.jsonl, name: hard}]
 
-`treeward.config.data_forms` has two more forms: flat keys, and blocks with shared values.
+Two more forms are turned into that one: NeMo RL's flat keys (with `dataset_type: rank | binary` in older files), and
+the blocks with shared values of its newer guides. A set that brings its own data needs no paths.
+
+    {dataset_name: PreferenceDataset, train_data_path: train.jsonl, val_data_paths: {plain: plain.jsonl}}
+    {train: {data_path: train.jsonl}, validation: {plain: {data_path: plain.jsonl}}, default: {prompt_key: context}}
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import (
+    BaseModel,
     BeforeValidator,
     Field,
     NonNegativeInt,
@@ -23,8 +28,162 @@ from pydantic import (
 )
 
 from treeward.config.base import Strict
-from treeward.config.data_forms import COMPARISON_SETS, PROMPT_SETS, keys_of_forms, normalise_data
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, nearest_name
+
+Block = dict[str, Any]
+Splits = Mapping[str | None, str | None]
+
+_FLAT_KEYS = (
+    *("dataset_name", "subset", "prompt_file", "system_prompt_file", "kwargs"),
+    *("prompt_key", "chosen_key", "rejected_key"),
+    *("input_key", "output_key", "processor", "env_name", "max_samples"),
+)
+"""Keys of a block that may stand beside the blocks, for all of them."""
+_TRAINING_KEYS = ("non_contextual_answer", "split_validation_size")  # flat keys for the training sets alone
+_PATH_KEYS = ("train_data_path", "train_split", "val_data_path", "val_data_paths", "val_split", "default")
+_DATASET_TYPES = {"rank": "PreferenceDataset", "binary": "BinaryPreferenceDataset"}
+
+# The names of the sets in `treeward.data`, which this layer cannot import. Those that bring their own data have the
+# name of each validation set with its split, and under None the training split.
+COMPARISON_SETS: Mapping[str, Splits] = {
+    "auto": {},
+    "PreferenceDataset": {},
+    "BinaryPreferenceDataset": {},
+    **dict.fromkeys(("GradedDataset", "RMB"), {}),
+    **dict.fromkeys(("HelpSteer3", "HelpSteer3Dataset"), {None: "train", "default": "validation"}),
+    "HelpSteer2": {None: "train", "default": "validation"},
+    "UltraFeedback": {None: "train"},
+    **dict.fromkeys(("Tulu3Preference", "Tulu3PreferenceDataset"), {None: "train"}),
+    **dict.fromkeys(("HHTranscripts", "hh-rlhf"), {None: "train", "default": "test"}),
+    "Bundled": {None: "train", "plain": "validation", "length_controlled": "length_controlled"},
+}
+PROMPT_SETS: Mapping[str, Splits] = {
+    **dict.fromkeys(("PromptDataset", "auto"), {}),
+    "ResponseDataset": {},
+    **dict.fromkeys(("OpenMathInstruct-2", "OpenMathInstruct2"), {None: None}),
+    "DeepScaler": {None: None},
+    **dict.fromkeys(("AIME2024", "DAPOMathAIME2024", "DAPOMath17K"), {None: "train", "default": "train"}),
+    "Bundled": {None: "train", "default": "validation"},
+}
+
+
+def keys_of_forms(block_keys: Sequence[str]) -> tuple[str, ...]:
+    """The keys of `data` that only these forms have, for sets whose blocks have `block_keys`."""
+    older = ("dataset_type", *_TRAINING_KEYS) if "chosen_key" in block_keys else ()
+    return (*(key for key in _FLAT_KEYS if key in block_keys), *older, *_PATH_KEYS)
+
+
+def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[str, Any]:
+    """Return `raw` with `train` and `validation` as lists of blocks and without the keys of the other forms.
+
+    `block_keys` are the keys that a block may have. Unknown keys are left in place for the schema to refuse. Raises
+    `ConfigError`, its `field` relative to `data`, for keys that contradict each other and for validation sets that
+    cannot be told apart.
+    """
+    names, own_splits = keys_of_forms(block_keys), COMPARISON_SETS if "chosen_key" in block_keys else PROMPT_SETS
+    given = {key: value for key, value in raw.items() if key in names and value is not None}
+    shared = _shared_values(given, block_keys)
+    train = _blocks(raw.get("train"), "train", shared)
+    flat = {key: given[f"train_{key}"] for key in ("data_path", "split") if f"train_{key}" in given}
+    if flat and len(train) > 1:
+        got, need = next(iter(flat.values())), "only the list data.train"
+        raise ConfigError("training data is given in two forms", field="train_data_path", got=got, need=need)
+    train = [_joined(train[0] if train else shared, flat, "train_")] if flat else train
+    validation = _validation_blocks(raw.get("validation"), given, shared, block_keys)
+    name, val_split = str(shared.get("dataset_name", "")), given.get("val_split")
+    own = own_splits.get(name, {})
+    if not train and (own or "." in name):
+        train = [dict(shared)]
+    if own and raw.get("train") is None and not validation and train[0].get("data_path") is None:
+        splits = {key: val_split or split for key, split in own.items() if key is not None}
+        validation = [{**shared, "name": key, "split": split} for key, split in splits.items()]
+    if val_split is not None and not validation:
+        need = "data.val_data_path too, or no val_split"
+        raise ConfigError("val_split is given, but there is no validation set", field="val_split", need=need)
+    for_training = {key: given[key] for key in _TRAINING_KEYS if key in given}
+    train = [{**for_training, **_with_own_split(block, own_splits, is_train=True)} for block in train]
+    validation = [_with_own_split(block, own_splits, is_train=False) for block in validation]
+    rest = {key: value for key, value in raw.items() if key not in names}
+    return {**rest, "train": train, "validation": _with_names(validation)}
+
+
+def _shared_values(given: Block, block_keys: Sequence[str]) -> Block:
+    """The flat keys and those of the `default` block: the values of every block that does not give its own."""
+    shared = {key: given[key] for key in _FLAT_KEYS if key in given}
+    if (kind := given.get("dataset_type")) is not None:
+        if str(kind) not in _DATASET_TYPES:
+            raise ConfigError("dataset_type is not known", field="dataset_type", got=kind, need="rank or binary")
+        shared = _joined(shared, {"dataset_name": _DATASET_TYPES[str(kind)]}, "")
+    default = _mapping(given.get("default", {}), "default", "{dataset_name: ...}")
+    for key in default.keys() - set(block_keys):
+        near, need = nearest_name(key, block_keys), f"one of {', '.join(block_keys)}"
+        fix = f"did you mean data.default.{near}?" if near else None
+        raise ConfigError("there is no such key", field=f"default.{key}", got=default[key], need=need, fix=fix)
+    return _joined(shared, {key: value for key, value in default.items() if value is not None}, "default.")
+
+
+def _blocks(value: Any, where: str, shared: Block) -> list[Block]:
+    """One block or a list of blocks, completed by the shared values."""
+    items = [] if value is None else value if isinstance(value, list | tuple) else [value]
+    items = [item.model_dump(exclude_unset=True) if isinstance(item, BaseModel) else item for item in items]
+    return [{**shared, **_mapping(item, where, "{data_path: ..., ...} or a list of blocks")} for item in items]
+
+
+def _validation_blocks(value: Any, given: Block, shared: Block, block_keys: Sequence[str]) -> list[Block]:
+    """The validation sets; `val_split` is that of the flat ones, or of all blocks."""
+    are_named = isinstance(value, Mapping) and all(isinstance(block, Mapping) for block in value.values())
+    if value and are_named and not set(value) & set(block_keys):
+        value = [{"name": str(name), **block} for name, block in value.items()]
+    validation = _blocks(value, "validation", shared)
+    flat: list[Block] = [{**shared, "data_path": given["val_data_path"]}] if "val_data_path" in given else []
+    need = "{name: path, ...}; for one unnamed set use data.val_data_path"
+    for name, path in _mapping(given.get("val_data_paths", {}), "val_data_paths", need).items():
+        flat.append({**shared, "data_path": path, "name": str(name)})
+    split = {"split": given["val_split"]} if "val_split" in given else {}
+    if not flat:
+        return [_joined(block, split, "val_") for block in validation]
+    return validation + [_joined(block, split, "val_") for block in flat]
+
+
+def _with_own_split(block: Block, own_splits: Mapping[str, Splits], *, is_train: bool) -> Block:
+    """The block with the split of a set that brings its own data, unless it says which data."""
+    own = own_splits.get(str(block.get("dataset_name")))
+    is_given = any(block.get(key) is not None for key in ("data_path", "split"))
+    if not own or is_given or block.get("split_validation_size"):  # both parts of a set are of one split
+        return block
+    if is_train:
+        return {**block, "split": own[None]}
+    splits = {str(name): split for name, split in own.items() if name is not None}
+    if not splits:
+        need, summary = "a split, or another set to validate on", f"{block['dataset_name']} has no validation split"
+        raise ConfigError(summary, field="validation", need=need)
+    return {**block, "split": splits.get(str(block.get("name")), next(iter(splits.values())))}
+
+
+def _with_names(validation: list[Block]) -> list[Block]:
+    """A set without a name is called `default`; several are called by their datasets."""
+    unnamed = [i for i, block in enumerate(validation) if block.get("name") is None]
+    names = {i: validation[i].get("dataset_name") or "default" for i in unnamed} if unnamed[1:] else {}
+    if len(set(names.values())) < len(names):
+        field, need = f"validation[{unnamed[1]}].name", "a name for each of those with the same dataset_name"
+        raise ConfigError("several validation sets have no name", field=field, got="no name", need=need)
+    return [{**block, "name": names.get(i, "default")} if i in unnamed else block for i, block in enumerate(validation)]
+
+
+def _mapping(value: Any, field: str, need: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{field} is not a mapping", field=field, got=value, need=need)
+    return value
+
+
+def _joined(block: Block, values: Block, prefix: str) -> Block:
+    """The block with further values; `prefix` and a key are the name under which they were given."""
+    for key, value in values.items():
+        if block.get(key) not in (None, value):
+            summary, got = f"data has two values of {key}", f"{value!r} and {block[key]!r}"
+            raise ConfigError(summary, field=f"{prefix}{key}", got=got, need="one of them")
+    return {**block, **values}
+
 
 _NEEDS_A_PATH = (
     "auto",

@@ -22,8 +22,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 from yaml import YAMLError
 
 from treeward.config.load import load_section
-from treeward.config.reward_shaping import RewardShapingConfig
-from treeward.config.scoring import EnsembleConfig
+from treeward.config.scoring import EnsembleConfig, RewardShapingConfig
 from treeward.config.server import RunningStatisticsConfig, ServedModelConfig, ServerConfig
 from treeward.errors import ConfigError
 

@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from treeward.config.data import DatasetConfig, SetConfig
-from treeward.config.data_forms import COMPARISON_SETS, PROMPT_SETS
+from treeward.config.data import COMPARISON_SETS, PROMPT_SETS, DatasetConfig, SetConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import RewardModelEnvironmentConfig, environment_sections
 from treeward.config.run import RewardModelRunConfig

@@ -22,7 +22,7 @@ from treeward.config.data import DataConfig, DatasetConfig
 from treeward.config.logger import LoggerConfig
 from treeward.config.loss import LOSS_KINDS, LossConfig, readers
 from treeward.config.policy import PolicyConfig
-from treeward.config.reward_shaping import RewardShapingConfig
+from treeward.config.scoring import RewardShapingConfig
 from treeward.errors import ConfigError, nearest_name
 
 _PERTURBATIONS = 100  # the docstring of rm.val_perturbations says so

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from treeward.data.datasets import RowDataset
-from treeward.data.templates import DEFAULT_CHAT_TEMPLATE
+from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE
 from treeward.errors import ConfigError
 
 _END, _PAD = "<|endoftext|>", "<|pad|>"

@@ -29,8 +29,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
-from treeward.environments.completions import NO_COMPLETION, completion_text, message_text, plain, transcript
-from treeward.environments.interface import GROUP, ConfiguredEnvironment, Conversations, Infos, Reward
+from treeward.environments.interface import (
+    GROUP,
+    NO_COMPLETION,
+    ConfiguredEnvironment,
+    Conversations,
+    Infos,
+    Reward,
+    completion_text,
+    message_text,
+    plain,
+    transcript,
+)
 from treeward.environments.judge_endpoint import EndpointJudge
 from treeward.environments.judge_local import LocalJudge
 from treeward.environments.verdicts import Question, Verdict, make_question

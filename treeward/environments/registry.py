@@ -5,23 +5,25 @@
     register_environment("mine", MyEnvironment)          # or `type: my_package.MyEnvironment` in the section
 
 A new kind of environment is one file with its class, and a line in `_CLASSES`. The class is imported when an
-environment of its kind is made.
+environment of its kind is made. `RemoteEnvironment` is an environment in a Ray actor, with the methods of one here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from treeward.config.reward_environments import is_enabled
-from treeward.environments.interface import WHERE, Environment
-from treeward.environments.remote import RemoteEnvironment
-from treeward.errors import ConfigError, nearest_name
+from treeward.environments.interface import WHERE, Conversations, Environment, Infos, Reward
+from treeward.errors import ConfigError, ModelError, nearest_name
 from treeward.user_code import import_object
+
+logger = logging.getLogger(__name__)
 
 _CLASSES: dict[str, type[Environment] | str] = {
     "reward_model": "treeward.environments.reward_model.RewardModelEnvironment",
@@ -147,3 +149,52 @@ def _named(where: str) -> Iterator[None]:
         if where == WHERE or not inner.startswith(WHERE):
             raise
         raise error.but(where=where + inner.removeprefix(WHERE)) from error.__cause__
+
+
+_SHUTDOWN_SECONDS = 30.0
+
+
+class RemoteEnvironment(Environment):
+    """The environment of an actor's `handle`, under a name of its own. It raises the errors of that environment."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name, self._handle = name, handle
+
+    def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
+        return list(self._call("rewards", conversations, env_infos))
+
+    def shutdown(self) -> bool:
+        """Free models and workers; an actor that does not answer is killed."""
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
+
+        handle, self._handle = self._handle, None  # the actor ends with its last handle
+        try:
+            return handle is None or bool(ray.get(handle.shutdown.remote(), timeout=_SHUTDOWN_SECONDS))
+        except (GetTimeoutError, RayActorError) as error:
+            logger.warning("%s did not shut down and is killed: %s", self.name, str(error).splitlines()[:1])
+            ray.kill(handle)
+            return False
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        import ray
+        from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
+        try:
+            return ray.get(getattr(self._handle, method).remote(*arguments))
+        except RayTaskError as error:
+            raise error.cause from None
+        except ActorUnavailableError:
+            raise  # it may be back for the next step
+        except RayActorError as error:
+            raise ModelError(
+                "the Ray actor of the environment is gone",
+                where=self.name,
+                got=str(error).splitlines()[0],
+                fix="resume the run",
+            ) from error
+
+
+def as_environment(environment: Any, name: str = "environment") -> Environment:
+    """An environment as it is; the handle of a Ray actor as a `RemoteEnvironment`, under `name`."""
+    return environment if isinstance(environment, Environment) else RemoteEnvironment(name, environment)

@@ -19,8 +19,16 @@ import regex
 
 from treeward.config.reward_environments import MathEnvironmentConfig, RuleEnvironmentConfig
 from treeward.data.preference import Message
-from treeward.environments.completions import NO_COMPLETION, completion_text, plain
-from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward
+from treeward.environments.interface import (
+    NO_COMPLETION,
+    WHERE,
+    ConfiguredEnvironment,
+    Conversations,
+    Infos,
+    Reward,
+    completion_text,
+    plain,
+)
 from treeward.environments.math_answers import MathChecker, MathVerdict, marked, number_text
 from treeward.errors import ConfigError
 

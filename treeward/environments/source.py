@@ -22,8 +22,7 @@ from omegaconf import OmegaConf
 from treeward.config.base import Strict
 from treeward.config.load import load_section
 from treeward.environments.interface import Environment, Reward
-from treeward.environments.registry import make_environment
-from treeward.environments.remote import RemoteEnvironment
+from treeward.environments.registry import RemoteEnvironment, make_environment
 from treeward.errors import ConfigError, ModelError
 from treeward.parallel.ray_cluster import start_ray
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from treeward.client.rewards import AsyncRewardClient, RewardClient
 from treeward.environments.interface import Environment
-from treeward.environments.remote import as_environment
+from treeward.environments.registry import as_environment
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError
 

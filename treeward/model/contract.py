@@ -20,7 +20,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from transformers.utils.hub import cached_file
 
 from treeward.config.base import Strict
-from treeward.config.reward_shaping import LengthUnit, RewardShapingConfig
+from treeward.config.scoring import LengthUnit, RewardShapingConfig
 from treeward.errors import ModelError
 from treeward.model.pretrained import check_local
 from treeward.storage import write_text

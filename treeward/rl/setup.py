@@ -24,7 +24,7 @@ from treeward.config.reward_environments import RewardModelEnvironmentConfig, is
 from treeward.data.prompt_encoding import EncodedPrompt, EncodedPrompts, encode_prompts
 from treeward.data.prompt_sets import open_prompts
 from treeward.data.rendering import Renderer
-from treeward.environments.reward_server import RewardServer
+from treeward.environments.reward_model import RewardServer
 from treeward.model.checks import check_policy, check_positions
 from treeward.model.export import DeferredWrite, export_policy
 from treeward.model.loading import build_policy, load_policy

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from statsmodels.nonparametric.smoothers_lowess import lowess
 
-from treeward.config.reward_shaping import LengthUnit
+from treeward.config.scoring import LengthUnit
 from treeward.data.preference import Preference, preference_to_dict
 from treeward.errors import DataError
 from treeward.model.contract import (

@@ -19,8 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from treeward.config.reward_shaping import RewardShapingConfig
-from treeward.config.scoring import ScoringConfig
+from treeward.config.scoring import RewardShapingConfig, ScoringConfig
 from treeward.data.preference import Message
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.contract import CONTRACT_FILE, read_contract

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from scipy.special import expit, log_expit
 
-from treeward.config.reward_shaping import LengthUnit, RewardShapingConfig
+from treeward.config.scoring import LengthUnit, RewardShapingConfig
 from treeward.data.preference import Message, check_messages, last_text
 from treeward.errors import ConfigError, DataError
 from treeward.model.contract import LengthCurve, RewardCalibration

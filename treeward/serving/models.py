@@ -6,7 +6,7 @@
     scores = loaded.score(prepared)                                                   # the model's work
 
 Routes know the first alone, which has no weights: with replicas it comes from another process. The two steps of the
-second run in different threads.
+second run in different threads. `ClassScorer` is a reward class of the user's own (`reward_class: "my:MyReward"`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ import torch
 
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.data.rendering import Renderer
+from treeward.environments.custom import CustomEnvironment
+from treeward.environments.interface import NO_COMPLETION, completion_text
+from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import read_contract
 from treeward.model.prefix_cache import PrefixCache
 from treeward.model.pretrained import check_device
 from treeward.scoring.ensemble import EnsembleScorer, load_scorer
 from treeward.scoring.rewarding import load_shaper
-from treeward.scoring.score import Conversation, Score
+from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.scorer import Prepared, PreparedScorer, Scorer
 from treeward.scoring.shaping import Shaper
 from treeward.serving.rendered_text import Ending, RenderedText
-from treeward.serving.reward_class import ClassScorer
 from treeward.tree.token_tree import common_prefix_length
 
 
@@ -220,3 +222,48 @@ class LoadedModel:
 
 def _sha256(parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+
+
+NUM_TOKENS = 512
+"""The part of a batch's budget that a conversation takes: what it really has, the class alone knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat(Prepared):
+    conversation: Conversation = ()
+
+
+class ClassScorer(PreparedScorer):
+    """A reward class as the custom environment calls it, made with the path of the model; never two times at once.
+
+    A conversation for which it fails, or gives no finite number, has no score. Raises `ConfigError` for a class that
+    cannot be found, made or called.
+    """
+
+    renderer = None
+    reads_text = False
+    members = ()
+
+    def __init__(self, reward_class: str, model: str) -> None:
+        try:
+            self.environment = CustomEnvironment({"function": reward_class, "kwargs": {"model_path": model}})
+        except ConfigError as error:
+            raise error.but(where=None, field="reward_class", got=reward_class) from error
+
+    def prepare(
+        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+    ) -> list[Prepared]:
+        errors = [NO_COMPLETION if completion_text(one) is None else None for one in conversations]
+        pairs = enumerate(zip(conversations, errors, strict=True))
+        return [_Chat(f"{i}", None, NUM_TOKENS, error=error, conversation=one) for i, (one, error) in pairs]
+
+    def prepare_texts(self, texts: Sequence[str | Sequence[int]]) -> list[Prepared]:
+        error = "this model reads messages: send messages, not rendered text"
+        return [Prepared(f"text {i}", None, error=error) for i in range(len(texts))]
+
+    def score_prepared(self, prepared: Sequence[Prepared], *, on_error: OnError = "raise") -> list[Score]:
+        conversations = [one.conversation for one in prepared if isinstance(one, _Chat)]
+        rewards = self.environment.rewards(conversations, [{} for _ in conversations])
+        if len(rewards) > 1 and all(reward.value is None for reward in rewards):
+            raise ModelError(str(rewards[0].error))  # a batch that fails is tried apart
+        return [Score(reward.value, error=reward.error) for reward in rewards]

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from treeward.config.optimisation import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
+from treeward.config.policy import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
 from treeward.errors import ConfigError, ModelError
 from treeward.parallel.sharding import clip_grad_norm_
 from treeward.training.masters import MasterWeights

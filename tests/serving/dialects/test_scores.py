@@ -14,7 +14,7 @@ from serving.dialects.conftest import CHATS, KINDS, Served
 from signed import signed
 
 from treeward import RewardClient, RewardModelEnvironment
-from treeward.config.reward_shaping import RewardShapingConfig
+from treeward.config.scoring import RewardShapingConfig
 from treeward.losses import Heads
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper
