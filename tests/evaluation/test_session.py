@@ -243,36 +243,6 @@ def test_what_is_complete_is_written_when_a_later_model_fails(tmp_path: Path) ->
     assert not (tmp_path / "none").exists()
 
 
-def test_a_suite_that_cannot_be_read_is_left_out_and_said_to_be(tmp_path: Path) -> None:
-    suites = [(get_suite("llmbar"), str(tmp_path / "nowhere")), (Questions(), "8")]
-    with pytest.raises(DataError):
-        run_evaluation([candidate("m")], suites, tmp_path / "strict")
-    done = run_evaluation([candidate("m")], suites, tmp_path / "eval", skip_unreadable=True)
-    assert [one.suite.name for one in done.summaries] == ["questions"] and list(done.unread) == ["llmbar"]
-    assert "nowhere" in done.unread["llmbar"] and "\n" not in done.unread["llmbar"]
-    assert results_of(tmp_path / "eval")["notes"].startswith("llmbar is missing, it could not be read: ")
-    with pytest.raises(DataError):  # nothing is left
-        run_evaluation([candidate("m")], suites[:1], tmp_path / "empty", skip_unreadable=True)
-
-
-def test_results_that_a_new_evaluation_would_drop_are_refused(tmp_path: Path) -> None:
-    """Other data, or another model, into a folder with results: its report would lack what is there."""
-
-    def run(names: str, *suites: str) -> Any:
-        return run_evaluation(list(map(candidate, names)), [(Questions(one), "8") for one in suites], tmp_path)
-
-    run("x", "first")
-    before = (tmp_path / "results.json").read_bytes()
-    for names, suites in (("x", ["other"]), ("y", ["first"])):
-        with pytest.raises(ConfigError, match="would drop") as raised:
-            run(names, *suites)
-        assert raised.value.got == "x on first" and "another --output" in str(raised.value.fix)
-    assert (tmp_path / "results.json").read_bytes() == before and not (tmp_path / "y").exists()
-    run("xy", "first", "other")
-    found = [(one["model"], one["suite"]) for one in results_of(tmp_path)["results"]]
-    assert found == [(m, s) for m in "xy" for s in ("first", "other")]
-
-
 class Named(Questions):
     """Questions with other ids or subsets."""
 

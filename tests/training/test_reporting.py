@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from treeward.cli.main import main
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, DataError
 from treeward.scoring.scorer import Scorer
 from treeward.training.train import train
 
@@ -93,33 +92,6 @@ def test_a_report_that_is_missing_is_written_and_one_that_is_there_is_left(
 
 
 @pytest.mark.slow
-def test_a_suite_that_the_hub_does_not_give_is_all_that_the_report_lacks(
-    tiny_run: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    caplog.set_level(logging.INFO, "treeward")
-    words = ["rm.max_num_steps=2", REPORT, "evaluation.limit=5"]
-    config = tiny_run(*words, "evaluation.suites=rewardbench")
-    outcome = train(config, show_progress=False)
-    messages = [record.getMessage() for record in caplog.records]
-    (warned,) = [i for i, text in enumerate(messages) if "The suite rewardbench cannot be had now" in text]
-    assert warned < messages.index(next(text for text in messages if text.startswith("Evaluating ")))
-    assert outcome.exit_code == 1 and outcome.interrupted_by is None
-    assert "lacks rewardbench" in outcome.report_error and "allenai/reward-bench" in outcome.report_error
-    assert Scorer.load(outcome.model_folder).contract is not None and outcome.validation
-    found = results(outcome.report.parent)
-    assert set(found) == {"held_out"} and found["held_out"]["num_examples"] == 5
-    assert "rewardbench is missing" in json.loads((outcome.report.parent / "report.json").read_text())["subtitle"]
-    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert str(outcome.report) in said and outcome.report_error in said
-    with monkeypatch.context() as patch:  # without the suite the report is whole, and nothing is scored again
-        patch.setattr(Scorer, "score", lambda *_, **__: pytest.fail("scored again"))
-        again = train(tiny_run(*words), show_progress=False)
-    assert again.exit_code == 0 and again.report_error is None and again.model_folder == outcome.model_folder
-    assert results(again.report.parent) == found
-
-
-@pytest.mark.slow
 def test_a_signal_stops_the_evaluation_and_the_same_command_goes_on(
     tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,3 +129,12 @@ def test_a_folder_with_something_else_is_not_overwritten(tiny_run: Callable[...,
     with pytest.raises(ConfigError, match=r"holds something else(?s:.*)evaluation\.output"):
         train(tiny_run(REPORT, f"evaluation.output={own}"), show_progress=False)
     assert (own / "report.html").read_text() == "mine" and not (tmp_path / "checkpoints").exists()
+
+
+def test_a_suite_that_cannot_be_read_stops_the_run_before_it_trains(
+    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DataError, match="allenai/reward-bench"):
+        train(tiny_run(REPORT, "evaluation.suites=rewardbench"), show_progress=False)
+    assert not (tmp_path / "checkpoints").exists()

@@ -10,7 +10,7 @@ examples:
 Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or a copy.
 A judge is an environment (docs/rewards.md); what it used is told below the table.
 An example without a score counts as wrong, and the exit code is 1, unless --unscored
-allow is given. Where most have none, there is no accuracy and the code is 1.
+allow is given.
 """
 
 from __future__ import annotations
@@ -102,11 +102,6 @@ def run(
     for summary in evaluated.summaries:
         parts = {"": summary.result.headline, **{section.name: section for section in summary.result.sections}}
         parts["length-controlled"] = summary.length.length_controlled_accuracy
-        if summary.result.mostly_failed:
-            rows.append(
-                {"model": summary.model, "suite": summary.suite.name, "part": "", "value": summary.result.scored}
-            )
-            continue
         rows += (
             {"model": summary.model, "suite": summary.suite.name, "part": name} | asdict(part)
             for name, part in parts.items()
@@ -119,8 +114,8 @@ def run(
             sys.stdout.write(f"\n{usage}\n")
     if evaluated.path is not None:
         sys.stdout.write(f"\nThe report is {evaluated.path}\n")
-    failed = [summary.result for summary in evaluated.summaries if summary.result.num_failed]
-    return 1 if any(unscored == "fail" or result.mostly_failed for result in failed) else 0
+    has_failed = any(summary.result.num_failed for summary in evaluated.summaries)
+    return 1 if has_failed and unscored == "fail" else 0
 
 
 def _suites(

@@ -95,16 +95,6 @@ def _kept_heads(example: Preference, scores: Sequence[Score]) -> tuple[dict[str,
     return heads if any(heads) else ()
 
 
-def mostly_failed(scored: Sequence[ScoredExample]) -> bool:
-    """Whether most examples have no pair with both scores: the others are no sample, so there are no accuracies."""
-
-    def is_comparable(example: ScoredExample) -> bool:
-        return any(None not in (example.scores[i], example.scores[j]) for i, j in example.pairs())
-
-    failed = [example for example in scored if example.failed and not is_comparable(example)]
-    return 2 * len(failed) > len(scored)
-
-
 def by_subset(scored: Iterable[ScoredExample]) -> dict[str, list[ScoredExample]]:
     """The examples of each subset, subsets in order of appearance."""
     groups: dict[str, list[ScoredExample]] = {}

@@ -5,8 +5,7 @@
     length_finding(summary.length.numbers)
 
 A finding is reported only where its interval supports it. The length bias is that of pairs whose completions both have
-a score. The headline counts examples without a score as wrong, as the published suites do; the accuracy of the scored
-ones is then reported beside it, and compared with chance.
+a score. The headline counts examples without a score as wrong, as the published suites do.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
-from treeward.evaluation.diagnostics.biases import left_out_note
 from treeward.evaluation.diagnostics.perturbations import REWRITES
 from treeward.evaluation.report.blocks import format_interval
 from treeward.evaluation.results import Metric, SuiteResult
@@ -29,8 +27,6 @@ _BETTER = "better than chance"
 def verdict(summary: Summary) -> str:
     """One sentence: the headline, whether it is chance, the length bias if there is one; then the suite's caveat."""
     result = summary.result
-    if result.mostly_failed:
-        return f"**{summary.model}** on {summary.title}: {result.scored}: no {result.headline.name}."
     against_chance = standing(result, summary.suite.chance())
     parts = filter(None, (against_chance, _likes(summary.length.numbers)))
     joined = (", but " if against_chance == _BETTER else ", and ").join(parts)
@@ -38,11 +34,7 @@ def verdict(summary: Summary) -> str:
     if result.unit == "pairs" and result.headline.count not in (None, result.num_examples):
         headline += f" of {result.headline.count:,} pairs"
     if result.num_failed:
-        headline += (
-            f" with the {result.num_failed:,} of {result.num_examples:,} examples without a score counted as wrong"
-        )
-        if result.headline_of_scored is not None:
-            headline += f", {percent(result.headline_of_scored)} of the scored ones"
+        headline += f", {result.scored}"
     text = f"**{summary.model}** on {summary.title}: {headline}{f'; {joined}' if joined else ''}."
     return text if summary.suite.caveat is None else f"{text} {summary.suite.caveat}"
 
@@ -54,9 +46,10 @@ def findings(summary: Summary) -> str:
 
 
 def standing(result: SuiteResult, chance: float | None) -> str | None:
-    """ "better than chance", "worse than chance" or "no better than chance"; None where chance is not known, or nothing
-    has a score. Examples without a score are left out."""
-    return _standing(result.headline_of_scored if result.num_failed else result.headline, chance)
+    """ "better than chance", "worse than chance" or "no better than chance"; None where that is not known: missing
+    scores, which count as wrong, make no model worse than chance."""
+    overall = _standing(result.headline, chance)
+    return None if result.num_failed and overall != _BETTER else overall
 
 
 def length_finding(length: Mapping[str, Metric], standing: str | None = None) -> str | None:
@@ -91,8 +84,8 @@ def has_worst_subset(result: SuiteResult) -> bool:
     return len({subset.value for subset in result.subsets if subset.value is not None}) > 1
 
 
-def _standing(metric: Metric | None, chance: float | None) -> str | None:
-    if metric is None or chance is None or metric.low is None or metric.high is None:
+def _standing(metric: Metric, chance: float | None) -> str | None:
+    if chance is None or metric.low is None or metric.high is None:
         return None
     return f"{'better' if metric.low > chance else 'worse' if metric.high < chance else 'no better'} than chance"
 
@@ -109,8 +102,6 @@ def _reasons(summary: Summary) -> Iterator[str | None]:
     statistics, result = summary.statistics, summary.result
     yield _against_chance(summary)
     yield length_finding(summary.length.numbers)
-    if left_out := left_out_note(summary.length.num_left_out):
-        yield f"By length and by markdown: {left_out}"
     if has_worst_subset(result):
         yield f"Its worst subset is {statistics.worst_subset.note} with {percent(statistics.worst_subset)}."
     before, after, scale = statistics.ece.value, statistics.ece_fitted.value, statistics.temperature.value
@@ -134,9 +125,8 @@ def _against_chance(summary: Summary) -> str | None:
     result, chance = summary.result, summary.suite.chance()
     overall = standing(result, chance)
     if overall is not None and overall != _BETTER:
-        of = " of the scored examples" if result.num_failed else ""
         verb = "is below" if overall == "worse than chance" else "contains"
-        return f"The interval{of} {verb} {chance:.0%}, which is chance: nothing shows that it is better."
+        return f"The interval {verb} {chance:.0%}, which is chance: nothing shows that it is better."
     parts = result.subsets or result.sections
     if result.num_failed or len(parts) < 2:  # a subset may be below chance because its scores are missing
         return None

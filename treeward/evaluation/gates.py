@@ -18,7 +18,7 @@ from treeward.data.preference import Completion, Preference
 from treeward.evaluation.diagnostics.biases import length_strata
 from treeward.evaluation.diagnostics.completions import collect_pairs
 from treeward.evaluation.diagnostics.scores import orders_and_confidences
-from treeward.evaluation.examples import ScoredExample, by_subset, mostly_failed
+from treeward.evaluation.examples import ScoredExample, by_subset
 from treeward.evaluation.results import Metric
 
 GATE_METRICS = (
@@ -65,8 +65,6 @@ def pooled_gate_metrics(sets: Sequence[Sequence[ScoredExample]]) -> dict[str, Me
 
 
 def _worst_subset(scored: Sequence[ScoredExample]) -> Metric:
-    if mostly_failed(scored):
-        return Metric("worst_subset", None, count=0, note="Most comparisons have no score.")
     outcomes = {name: collect_pairs(examples).outcomes for name, examples in by_subset(scored).items()}
     accuracies = [
         (float(of_subset.mean()), name, len(of_subset)) for name, of_subset in outcomes.items() if len(of_subset)

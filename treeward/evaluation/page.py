@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from treeward.evaluation.diagnostics.biases import LENGTH, STYLE, Trait, left_out_note
+from treeward.evaluation.diagnostics.biases import LENGTH, STYLE, Trait
 from treeward.evaluation.diagnostics.perturbations import REWRITES
 from treeward.evaluation.examples import to_row
 from treeward.evaluation.findings import findings, has_worst_subset, standing, verdict
@@ -191,27 +191,21 @@ def _opening_of_several(summaries: Sequence[Summary]) -> Iterator[Block]:
 def _cards(summary: Summary, name: str) -> list[Block]:
     """The numbers of a model in a suite that say whether it can be trusted; `name`: of the suite's headline."""
     length, statistics, result = summary.length, summary.statistics, summary.result
-    left_out = (left_out_note(length.num_left_out) or "").removesuffix(".")
     cards = [_card(name, result.headline, summary.suite.chance(), _counts(summary))]
-    if result.headline_of_scored is not None:
-        note = f"{result.num_examples - result.num_failed:,} examples; the others have no score"
-        cards.append(_card(f"{name} of the scored", result.headline_of_scored, summary.suite.chance(), note))
     controlled = "as if the longer completion were right as often as the shorter"
-    cards.append(_card("Length-controlled accuracy", length.length_controlled_accuracy, 0.5, controlled, left_out))
+    cards.append(_card("Length-controlled accuracy", length.length_controlled_accuracy, 0.5, controlled))
     longer, shorter = (
         "-" if metric.value is None else f"{metric.value:.1%}"
         for metric in (length.accuracy_longer_right, length.accuracy_shorter_right)
     )
     gap = f"{longer} where the longer completion is right, {shorter} where the shorter is"
-    cards.append(_card("Length gap in accuracy", length.accuracy_gap, None, gap, left_out) | {"format": "points"})
+    cards.append(_card("Length gap in accuracy", length.accuracy_gap, None, gap) | {"format": "points"})
     if has_worst_subset(result):
         worst = statistics.worst_subset
         cards.append(_card("Worst subset", worst, summary.suite.chance(worst.note), worst.note or ""))
     if summary.perturbations is not None:
-        failed = summary.perturbations.num_left_out
-        note = f"{failed:,} texts have no score" if failed else ""
         robust = "right before and after every change of style"
-        cards.append(_card("Robust accuracy", summary.perturbations.robust_accuracy, None, robust, note))
+        cards.append(_card("Robust accuracy", summary.perturbations.robust_accuracy, None, robust))
     before, after, scale = statistics.ece.value, statistics.ece_fitted.value, statistics.temperature.value
     rescaled = ""
     if before is not None and after is not None and scale is not None and after < before:
@@ -230,13 +224,11 @@ def _counts(summary: Summary) -> str:
     def counted(count: int, noun: str) -> str:
         return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
-    if result.mostly_failed:
-        return result.scored
     text = counted(result.num_examples, "example")
     if result.unit == "pairs" and result.headline.count not in (None, result.num_examples):
         text = f"{counted(result.headline.count or 0, 'pair')} of {text}"
     text += f", {counted(result.num_ties, 'tie')}" if result.num_ties else ""
-    return text + (f", {result.num_failed:,} without a score, counted as wrong" if result.num_failed else "")
+    return text + (f", {result.scored}" if result.num_failed else "")
 
 
 # --- a chapter -------------------------------------------------------------------------------------------------------

@@ -42,8 +42,7 @@ class SuiteResult:
     """What one model does in one suite. `headline`: the number that the suite is known by.
 
     `sections` make up the headline and `subsets` the sections; `details`: further numbers of the suite, JSON.
-    `headline_of_scored`: that of the examples that have a score alone, where some have none (`num_failed`); None where
-    all have one, or most have none (`mostly_failed`).
+    `num_failed`: examples without a score, which count as wrong.
     """
 
     suite: str
@@ -54,12 +53,6 @@ class SuiteResult:
     num_failed: int = 0
     num_ties: int = 0
     details: Mapping[str, Any] = field(default_factory=dict)
-    headline_of_scored: Metric | None = None
-
-    @property
-    def mostly_failed(self) -> bool:
-        """Whether there is no headline because too few examples have a score (`examples.mostly_failed`)."""
-        return self.headline.value is None and self.num_failed > 0
 
     @property
     def scored(self) -> str:
@@ -76,12 +69,11 @@ class SuiteResult:
 class Diagnostic:
     """The numbers of one diagnostic of one model, each also an attribute: `length.accuracy_gap.value`.
 
-    `numbers`: by their names in `results.json`. `num_left_out`: pairs or texts without a score, which the accuracies
-    leave out. `points`: its curve, as an item of a block of kind `curves`; None without one.
+    `numbers`: by their names in `results.json`. `points`: its curve, as an item of a block of kind `curves`; None
+    without one.
     """
 
     numbers: Mapping[str, Metric]
-    num_left_out: int = 0
     points: Block | None = None
 
     def __getattr__(self, name: str) -> Metric:

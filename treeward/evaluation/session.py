@@ -8,8 +8,8 @@
     evaluated.summaries[0].result.headline, evaluated.path
 
 The suites are read once, and one model is in memory at a time. Rows are kept as they are scored, those of rewritten
-completions too, so an interrupted evaluation goes on where it stopped when it is called again. A report is always of
-everything that its folder holds: an evaluation that would drop earlier results from it is refused.
+completions too, so an interrupted evaluation goes on where it stopped when it is called again. The report is of the
+models and suites of the call; rows of others stay in their folders.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,11 @@ class Candidate:
 class Evaluated:
     """The results of an evaluation: for each model in turn a summary of each suite, and the file to look at.
 
-    `path`: of the report; None where nothing is written. `unread`: suites that could not be read, and why.
+    `path`: of the report; None where nothing is written.
     """
 
     summaries: list[Summary]
     path: Path | None = None
-    unread: dict[str, str] = field(default_factory=dict)
 
 
 def run_evaluation(
@@ -91,32 +90,26 @@ def run_evaluation(
     num_perturbations: int | None = None,
     training_data: Sequence[DatasetConfig] = (),
     on_progress: Progress = lambda what, done, total: None,
-    skip_unreadable: bool = False,
 ) -> Evaluated:
     """Score every suite (with its source, None for the hub) with every model, and write the results.
 
     `output`: the folder of rows, results.json and the report; None writes nothing. `limit`: most examples of each
     suite, the first. `num_perturbations`: most examples of each suite whose completions are rewritten; None rewrites
-    none. `training_data`: data to look for in the suites. `skip_unreadable`: leave out and note a suite that cannot be
-    read, as long as another can be.
+    none. `training_data`: data to look for in the suites.
 
-    Raises `ConfigError` for two candidates or suites of one name and for a folder with results that this evaluation
-    would drop, `DataError` for a suite that cannot be read or is empty and for files that cannot be written, and
-    `CheckpointError` for rows of another model or of other data. An error of a later candidate is raised after the
-    results of those before it are written.
+    Raises `ConfigError` for two candidates or suites of one name, `DataError` for a suite that cannot be read or is
+    empty and for files that cannot be written, and `CheckpointError` for rows of another model or of other data. An
+    error of a later candidate is raised after the results of those before it are written.
     """
     models = [candidate.name for candidate in candidates]
     suite_names = [suite.name for suite, _ in suites]
     for what, names in (("models", models), ("suites", suite_names)):
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"there are no {what}, or two of one name", got=names, need="different names: of folders")
-    if output is not None:
-        _check_earlier_results(output, {(model, name) for model in models for name in suite_names})
-    loaded, unread = _load_suites(suites, limit, skip_unreadable)
+    loaded = [_load_suite(suite, source, limit) for suite, source in suites]
     # Before any model is loaded: training data that cannot be read is an error at once.
     overlaps = _find_overlaps(loaded, training_data, on_progress) if training_data else {}
     notes = [f"{candidate.name}: {candidate.note}" for candidate in candidates if candidate.note]
-    notes += [f"{name} is missing, it could not be read: {why}" for name, why in unread.items()]
     summaries: list[Summary] = []
 
     def write(notes: list[str]) -> Path | None:
@@ -133,26 +126,7 @@ def run_evaluation(
             if summaries and (path := write([*notes, f"missing, after an error: {missing}"])):
                 logger.warning("%s holds the complete results; it lacks %s.", path, missing)
             raise
-    return Evaluated(summaries, write(notes), unread)
-
-
-def _check_earlier_results(output: Path, pairs: set[tuple[str, str]]) -> None:
-    """Raise `ConfigError` where the folder has results of other models and suites than `pairs`: they would be lost."""
-    try:
-        results = json.loads((output / "results.json").read_text(encoding="utf-8"))["results"]
-        earlier = [(result["model"], result["suite"]) for result in results]
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # nothing that could be lost
-    dropped = [f"{model} on {suite}" for model, suite in earlier if (model, suite) not in pairs]
-    if dropped:
-        raise ConfigError(
-            "the folder has results that this evaluation would drop from its report",
-            where=str(output),
-            field="output",
-            got=", ".join(dropped),
-            need="a new folder, or one command for all models and all data of the folder",
-            fix="choose another --output, or name these models and data too: their rows are not scored again",
-        )
+    return Evaluated(summaries, write(notes))
 
 
 # --- suites ----------------------------------------------------------------------------------------------------------
@@ -165,24 +139,6 @@ class _LoadedSuite:
     suite: Suite
     examples: tuple[Preference, ...]
     digest: str
-
-
-def _load_suites(
-    suites: Sequence[tuple[Suite, str | None]], limit: int | None, skip_unreadable: bool
-) -> tuple[list[_LoadedSuite], dict[str, str]]:
-    """The suites that can be read, and why others cannot, by name. Raises the first error if none can."""
-    loaded: list[_LoadedSuite] = []
-    errors: dict[str, DataError] = {}
-    for suite, source in suites:
-        try:
-            loaded.append(_load_suite(suite, source, limit))
-        except DataError as error:
-            if not skip_unreadable:
-                raise
-            errors[suite.name] = error
-    if errors and not loaded:
-        raise next(iter(errors.values()))
-    return loaded, {name: " ".join(str(error).split()) for name, error in errors.items()}
 
 
 def _load_suite(suite: Suite, source: str | None, limit: int | None) -> _LoadedSuite:

@@ -25,7 +25,7 @@ from treeward.config.data import DatasetConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
-from treeward.errors import CheckpointError, ConfigError, DataError, TreewardError
+from treeward.errors import CheckpointError, ConfigError, TreewardError
 from treeward.evaluation.findings import length_finding
 from treeward.evaluation.results import Metric
 from treeward.evaluation.session import Candidate, Evaluated, folder_names, run_evaluation, scorer_identity
@@ -64,8 +64,7 @@ def check_report(config: RewardModelRunConfig) -> None:
     """Check, before training, that the report can be written at the end, if the configuration wants one.
 
     Raises `ConfigError` for a suite that does not exist or has the name of another, and for a folder of the report that
-    is not this run's; `DataError` for a suite's folder that is not there or cannot be read. A suite that the hub does
-    not give causes a warning: the hub may give it when the run ends.
+    is not this run's; `DataError` for a suite that cannot be read.
     """
     if not config.evaluation.enabled:
         return
@@ -76,16 +75,7 @@ def check_report(config: RewardModelRunConfig) -> None:
             summary = "two sets of the report have one name"
             raise ConfigError(summary, field="evaluation.suites", got=suite.name, need=need)
         names.append(suite.name)
-        try:
-            suite.load(source)  # seconds now, or an error after days
-        except DataError as error:
-            if source is not None:
-                raise
-            logger.warning(
-                "The suite %s cannot be had now (%s). The run trains all the same, and looks for the suite again at "
-                "its end; from a copy: evaluation.suites=[%s=FOLDER].", suite.name, error.got or error.summary,
-                suite.name,
-            )  # fmt: skip
+        suite.load(source)  # seconds now, or an error after days
     folder = _report_folder(config)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARK).exists():
         summary, fix = "the folder of the report holds something else", "set evaluation.output, or move the folder away"
@@ -115,7 +105,7 @@ class ReportPlan:
     def write(self, *, should_stop: Callable[[], str | None], show_progress: bool = True) -> Report:
         """Evaluate the model and write the report, unless it is there. Failures are logged and returned, not raised.
 
-        A suite that cannot be read is missing from the report. `should_stop` is called all the time; a reason ends the
+        `should_stop` is called all the time; a reason ends the
         evaluation, and the rows stay.
         """
         folder, mark = _report_folder(self.config), self._mark()
@@ -129,18 +119,14 @@ class ReportPlan:
             logger.info("Evaluating %s on %s.", self.model, ", ".join(suite.name for suite, _ in self.suites))
             with ShownProgress(lambda: _raise_if(should_stop()), enabled=show_progress, leave=False) as shown:
                 done = self._evaluate(folder, shown.show)
-            if not done.unread:
-                write_text(folder / _MARK, mark)
-                return Report(done.path)
+            write_text(folder / _MARK, mark)
+            return Report(done.path)
         except _Stopped as stopped:
             return Report(stopped_by=str(stopped))
         except Exception as error:  # the model is exported, and no later failure may hide that
             expected = isinstance(error, (TreewardError, OSError))
             logger.error("There is no report: %s\n%s", error, _ADVICE, exc_info=None if expected else error)
             return Report(error=str(error))
-        missing = f"the report lacks {', '.join(done.unread)}: {'; '.join(done.unread.values())}"
-        logger.error("%s is written, and %s\n%s", done.path, missing, _ADVICE)
-        return Report(done.path, error=missing)
 
     def _evaluate(self, folder: Path, on_progress: Callable[[str, int, int], None]) -> Evaluated:
         """Rows of an earlier model of the run, or of other examples, are scored again."""
@@ -160,7 +146,6 @@ class ReportPlan:
                 num_perturbations=evaluation.perturbations,
                 training_data=self.config.training_sets,
                 on_progress=on_progress,
-                skip_unreadable=True,
             )
 
         try:

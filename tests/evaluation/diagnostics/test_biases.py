@@ -85,14 +85,13 @@ def test_a_completion_without_a_score_is_left_out_and_a_tie_is_wrong(make_exampl
     examples = [make_example(str(i), str(i), ["good " * (9 if i % 2 else 2), "poor " * 5]) for i in range(8)]
     tied = diagnose_length(score_with(examples, lambda context, text: float("good" in text and len(text) < 20)))
     assert (tied.accuracy_longer_right.value, tied.accuracy_shorter_right.value) == (0, 1)
-    assert tied.num_left_out == 0 and tied.accuracy_gap.note is None
+    assert tied.accuracy_gap.note is None
     half = diagnose_length(
         score_with(examples[:7], lambda context, text: None if context[0]["content"] == "1" else float("good" in text))
     )
     assert (half.accuracy_longer_right.value, half.accuracy_longer_right.count) == (1, 2)
-    assert half.length_controlled_accuracy.value == 1 and half.accuracy_gap.value == 0 and half.num_left_out == 1
+    assert half.length_controlled_accuracy.value == 1 and half.accuracy_gap.value == 0
     assert half.longer_is_right.count == 7  # of the data
-    assert half.accuracy_gap.note == "1 pair has no score and is left out."
 
 
 def test_markdown_is_counted_outside_code_blocks() -> None:

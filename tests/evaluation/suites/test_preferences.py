@@ -66,4 +66,3 @@ def test_what_needs_a_missing_score_is_wrong(suite_of: Callable[..., PreferenceS
     a, b = suite.load()
     result = suite.summarize([rated(a, (2.0, 1.0, None)), rated(b, (1.0, 0.0))])
     assert result.headline.value == 2 / 4 and result.num_failed == 1
-    assert result.headline_of_scored.value == 1.0

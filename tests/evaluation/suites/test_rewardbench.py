@@ -68,8 +68,7 @@ def test_an_example_without_a_score_counts_as_wrong_and_is_reported() -> None:
     rows = [rated(pair("hep-go", i), (1.0, 0.0)) for i in range(3)] + [rated(pair("hep-go", 3), (5.0, None))]
     result = RewardBench().summarize(rows)
     assert result.headline.value == 0.75 and result.num_failed == 1
-    assert result.headline_of_scored.value == 1.0
-    assert "1 of 4 examples lack a score" in str(result.headline.note)
+    assert result.scored == "3 of 4 scored"
 
 
 def test_loads_the_download_of_the_hub(tmp_path: Path, write_parquet: Any) -> None:

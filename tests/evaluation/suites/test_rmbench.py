@@ -83,7 +83,7 @@ def test_a_prompt_without_all_scores_is_wrong_in_every_cell(table: list[ScoredEx
     result = RMBench().summarize(lost)
     # The third prompt of math was right in all nine cells.
     assert {m.name: m.value for m in result.sections}["math"] == pytest.approx(DOMAINS["math"] - 1 / 3)
-    assert result.num_failed == 1 and result.headline_of_scored.value > result.headline.value  # type: ignore[operator]
+    assert result.num_failed == 1
 
 
 def test_the_total_of_a_folder_counts_and_not_its_parts(tmp_path: Path) -> None:

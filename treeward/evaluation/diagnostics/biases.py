@@ -14,7 +14,7 @@ and Chiang 2024, "Does style matter?"): marks inside a code block do not count.
 where both have about as much. A bias lifts the first and lowers the second. Their mean is the accuracy on data in which
 the trait tells nothing, so a bias costs accuracy, which is what a gate for checkpoints must see; unlike the regression
 of AlpacaEval (Dubois et al. 2024, arXiv 2404.04475) it needs no model of the effect. A pair with a missing score is
-left out and counted: the longest completions lack one, so counting them as wrong would look like a bias.
+left out: the longest completions lack one, so counting them as wrong would look like a bias.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def diagnose_length(scored: Sequence[ScoredExample]) -> Diagnostic:
     lengths_and_places = features[:, [2, 1]]
     numbers = slopes_within_prompts(LENGTH.slopes, scores, lengths_and_places, prompts) | length_strata(scored)
     points = _score_against_length(scores, lengths_and_places, prompts)
-    return Diagnostic(numbers, _num_without_score(scored), points)
+    return Diagnostic(numbers, points)
 
 
 def diagnose_style(scored: Sequence[ScoredExample]) -> Diagnostic:
@@ -110,16 +110,12 @@ def diagnose_style(scored: Sequence[ScoredExample]) -> Diagnostic:
         for example in scored
     ]
     numbers = slopes_within_prompts(STYLE.slopes, *_regression(scored, densities)) | stratify(scored, densities, STYLE)
-    return Diagnostic(numbers, _num_without_score(scored))
+    return Diagnostic(numbers)
 
 
 def length_strata(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """The numbers of `stratify` by length alone."""
     return stratify(scored, [example.lengths for example in scored], LENGTH)
-
-
-def _num_without_score(scored: Sequence[ScoredExample]) -> int:
-    return int(np.isnan(collect_pairs(scored).margins).sum())
 
 
 def _regression(scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]]) -> tuple[Floats, Floats, Integers]:
@@ -202,14 +198,4 @@ def stratify(scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]]
         controlled = combined(trait.controlled, [parts[trait.more], parts[trait.less]])
         if more.sum() == less.sum():
             controlled = part(trait.controlled, more | less).metric
-    left_out = left_out_note(int((~has_scores).sum()))
-    return numbers | {
-        metric.name: replace(metric, note=None).with_notes(note, left_out) for metric in (gap, controlled)
-    }
-
-
-def left_out_note(num_pairs: int) -> str | None:
-    """The sentence that says how many pairs without a score are left out; None where none is."""
-    if not num_pairs:
-        return None
-    return f"{num_pairs:,} pair{' has no score and is' if num_pairs == 1 else 's have no score and are'} left out."
+    return numbers | {metric.name: replace(metric, note=note) for metric in (gap, controlled)}

@@ -184,19 +184,18 @@ def diagnose_perturbations(examples: Sequence[Preference], scored: Sequence[Scor
         scores = dict(zip(_layout(perturb(example)), row.scores, strict=True))
         for name, rows in pairs.items():
             rows.append([scores.get((name, 0)), scores.get((name, 1))])
-    num_failed = sum(score is None for row in scored for score in row.scores)
-    return summarize_perturbations(pairs, [example.context_key for example in examples], num_failed)
+    return summarize_perturbations(pairs, [example.context_key for example in examples])
 
 
 def summarize_perturbations(
-    pairs: Mapping[str, Sequence[Sequence[float | None]]], contexts: Sequence[str], num_failed: int = 0
+    pairs: Mapping[str, Sequence[Sequence[float | None]]], contexts: Sequence[str]
 ) -> Diagnostic:
     """The numbers of scores of a better and a worse completion (E, 2), by rewrite and "" for none.
 
     `accuracy`: of the pairs as they are. `robust_accuracy`: pairs that are right and stay so under every rewrite of
     kind "style", of either completion. For each rewrite: `relative_shift`, the mean of the new score less the old over
     both completions, in units of the mean absolute margin before; `rejected_flips`, the share of the right pairs that
-    is lost when the worse completion alone is rewritten; a tie is lost. `num_left_out`: texts without a score.
+    is lost when the worse completion alone is rewritten; a tie is lost. Texts without a score are left out.
     """
     tables = {name: np.array(rows, dtype=np.float64).reshape(-1, 2) for name, rows in pairs.items()}  # None is NaN
     before, prompts = tables.pop(""), np.array(contexts, dtype=object)
@@ -218,11 +217,8 @@ def summarize_perturbations(
         if REWRITES[name].kind == "style":
             is_robust &= ~is_lost & ~(after[:, 0] <= before[:, 1])
     everywhere = np.ones(len(before), dtype=bool)
-    robust = share("robust_accuracy", is_robust, everywhere)
-    if num_failed:
-        robust = replace(robust, note=f"{num_failed:,} texts without a score are left out.")
-    metrics = [robust, share("accuracy", is_right, everywhere), *metrics]
-    return Diagnostic({metric.name: metric for metric in metrics}, num_failed)
+    accuracies = [share("robust_accuracy", is_robust, everywhere), share("accuracy", is_right, everywhere)]
+    return Diagnostic({metric.name: metric for metric in [*accuracies, *metrics]})
 
 
 def _shift(name: str, shifts: NDArray[np.float64], prompts: NDArray[Any], mean_margin: float | None) -> Metric:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from treeward.evaluation.diagnostics.completions import collect_pairs
-from treeward.evaluation.examples import ScoredExample, mostly_failed
+from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Block, Diagnostic, Metric, SuiteResult
 from treeward.evaluation.statistics import (
     accuracy_metric,
@@ -35,8 +35,7 @@ from treeward.scoring.calibration import fit_temperature
 def statistics_of(
     scored: Sequence[ScoredExample], result: SuiteResult | None = None, *, name: str | None = None
 ) -> Diagnostic:
-    """The numbers of any scored comparisons; ties and failures count as wrong in `pair_accuracy`, which has no value
-    where most examples failed.
+    """The numbers of any scored comparisons; ties and failures count as wrong in `pair_accuracy`.
 
     `temperature`: the T for which sigma(margin / T) predicts these pairs best; no value where none does. `ece_fitted`:
     at that temperature. `worst_subset`: of `result`. `score_mean`,
@@ -51,10 +50,9 @@ def statistics_of(
     scale = None if fitted is None else fitted.value
     ece_fitted = None if scale is None else expected_calibration_error(*pair_confidences(margins, scale))
     missing = "There is none: the better completions do not score higher on average." if scale is None else None
-    outcomes = [] if result is not None and result.mostly_failed else pairs.outcomes.tolist()
     scores = np.array([score for example in scored for score in example.scores if score is not None])
     numbers = (
-        accuracy_metric(outcomes, "pair_accuracy", pairs.prompts.tolist()[: len(outcomes)], of="pairs"),
+        accuracy_metric(pairs.outcomes.tolist(), "pair_accuracy", pairs.prompts.tolist(), of="pairs"),
         accuracy_metric((margins == 0).astype(float).tolist(), "ties", prompts, of="pairs"),
         *orders_and_confidences(scored).values(),
         *grade_errors(scored).values(),
@@ -135,8 +133,6 @@ def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]
         if len(ranked) > 2:
             tau = kendall_tau_b([score for score, _ in ranked], [rank for _, rank in ranked])
             taus += [] if tau is None else [tau]
-    if mostly_failed(scored):
-        all_right, best_wins = [], []
     margins = collect_pairs(scored).with_scores.margins
     predictions = pair_confidences(margins)
     no_pairs = "There is no pair of a better and a worse completion that both have a score."

@@ -7,8 +7,7 @@
 What holds in every suite:
 
 - An example that could not be scored counts as **wrong**: left out, a model would be the better the more it cannot
-  read. `headline_of_scored`, the headline without them, is compared with chance. Where most examples lack a score the
-  suite's numbers have no values and no intervals.
+  read. The result says how many were scored.
 - A tie of chosen and rejected counts 0, as in the published code (`tie_policy="strict"`), or half (`"half"`).
 - A subset or section that the data lacks is left out, not zero, and the headline's note says that examples are missing.
 """
@@ -29,7 +28,7 @@ from treeward.data.datasets import open_dataset
 from treeward.data.preference import Completion, Preference, check_messages
 from treeward.data.sources import KINDS, Row, file_suffix, read_rows
 from treeward.errors import DataError
-from treeward.evaluation.examples import ScoredExample, by_subset, mostly_failed
+from treeward.evaluation.examples import ScoredExample, by_subset
 from treeward.evaluation.results import Metric, SuiteResult
 from treeward.evaluation.statistics import Part
 
@@ -66,26 +65,18 @@ class Suite(ABC):
     def summarize(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         """The suite's numbers; values are None where there is nothing to compute them from."""
         result = self._compute(scored)
-        with_scores = [example for example in scored if not example.failed]
-        num_failed, count = len(scored) - len(with_scores), result.headline.count
-        notes: list[str] = []
+        headline, count = result.headline, result.headline.count
         if self.num_published not in (None, count):
-            notes.append(f"These are {count} of {self.num_published} examples: not comparable with published scores.")
-        if num_failed:
-            notes.append(f"{num_failed} of {len(scored)} examples lack a score; what needs it counts as wrong.")
-        result = replace(
+            note = f"These are {count} of {self.num_published} examples: not comparable with published scores."
+            headline = headline.with_notes(note)
+        return replace(
             result,
-            headline=result.headline.with_notes(*notes),
+            headline=headline,
             num_examples=len(scored),
-            num_failed=num_failed,
+            num_failed=sum(example.failed for example in scored),
             num_ties=sum(example.outcome == "tie" for example in scored),
             details={"tie_policy": self.tie_policy, **result.details},
         )
-        if mostly_failed(scored):
-            return _without_values(result)
-        if not num_failed:
-            return result
-        return replace(result, headline_of_scored=replace(self._compute(with_scores).headline, note=None))
 
     @abstractmethod
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
@@ -112,18 +103,6 @@ class Suite(ABC):
         if scored.outcome == "tie":
             return 0.5 if self.tie_policy == "half" else 0.0
         return float(scored.outcome == "right")
-
-
-def _without_values(result: SuiteResult) -> SuiteResult:
-    """The result of a suite of which most examples have no score."""
-    note = "Too few examples have a score for an accuracy."
-    return replace(
-        result,
-        headline=Metric(result.headline.name, None, count=result.headline.count, note=note),
-        sections=tuple(Metric(section.name, None, count=section.count) for section in result.sections),
-        subsets=tuple(Metric(subset.name, None, count=subset.count) for subset in result.subsets),
-        details={key: value for key, value in result.details.items() if key in ("tie_policy", "num_pairs")},
-    )
 
 
 # --- data of one's own -----------------------------------------------------------------------------------------------
