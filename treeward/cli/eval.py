@@ -8,7 +8,7 @@ examples:
   treeward eval MODEL "{type: judge, base_url: http://localhost:8000/v1, model: qwen, mode: pairwise}" --suite llmbar
 
 Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or a copy.
-A judge is an environment (docs/rewards.md); what it used is told below the table.
+A judge is an environment (docs/environments.md); what it used is told below the table.
 An example without a score counts as wrong, and the exit code is 1, unless --unscored
 allow is given.
 """
