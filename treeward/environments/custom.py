@@ -4,7 +4,7 @@
     def brevity(conversations, env_infos, limit):
         return [min(0.0, limit - len(conversation[-1]["content"])) for conversation in conversations]
 
-The names of its parameters, or `signature`, decide how it is called: `_CONVENTIONS`, and the table in docs/environments.md.
+The names of its parameters, or `signature`, decide how it is called: `_CONVENTIONS`, and docs/environments.md.
 
 The prompt as a text is a single message of the user as it is, otherwise `role: text` per message. A reward is a number,
 True or False, None (no reward), or a mapping with `reward` or `score`, whose other numbers are its components and whose
