@@ -220,8 +220,8 @@ def test_the_template_ends_a_completion(policy: PolicyModel, tiny_grpo: Callable
     assert generator.reader.end_ids == {0, end, turn}  # type: ignore[attr-defined]
     assert generator.reader.completion([5, turn], None).truncated is False  # type: ignore[attr-defined]
     generator.close()
-    assert end_ids_of(policy, tokenizer, of_template=[turn, end]) == [0, end, turn]
-    assert end_ids_of(policy, tokenizer, [7], of_template=[turn]) == [7]
+    assert end_ids_of(policy, tokenizer, template_ids=[turn, end]) == [0, end, turn]
+    assert end_ids_of(policy, tokenizer, [7], template_ids=[turn]) == [7]
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="trl, which carries the templates, is not installed")

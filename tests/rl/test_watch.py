@@ -173,7 +173,7 @@ def test_a_resumed_watch_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     write_alarms(path, whole.alarms)
     assert read_alarms(path) == whole.alarms
     path.write_text('[{"kind": "gold_falls"}]')
-    with pytest.raises(DataError, match="no file of alarms"):
+    with pytest.raises(DataError, match="not a file of alarms"):
         read_alarms(path)
     with pytest.raises(ConfigError, match="cannot be written"):
         write_alarms(tmp_path / "absent" / "alarms.json", [])

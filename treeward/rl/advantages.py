@@ -4,7 +4,7 @@
     advantages(rewards_PG, GRPOConfig())                        # (P, G): (r - mean) / (std + floor) in each group
     used_completions(groups, rewards_PG, config.grpo)           # which of them are learnt from
 
-A completion without a reward is NaN: it is in no mean and no std, and its advantage is 0. Penalties are subtracted,
+A missing reward is NaN: it enters no mean and no std, and its completion's advantage is 0. Penalties are subtracted,
 never multiplied: a factor below 1 would raise a negative reward.
 
 Shapes: P prompts, G completions to each.
@@ -37,7 +37,7 @@ def shaped_rewards(config: GRPORunConfig, groups: Sequence[CompletionGroup], rew
         share = (clipped - scaling.source_min) / (scaling.source_max - scaling.source_min)
         rewards_PG = scaling.target_min + share * (scaling.target_max - scaling.target_min)
     if shaping.enabled:
-        room_P1 = config.policy.max_total_sequence_length - torch.tensor([[len(one.prompt_ids)] for one in groups])
+        room_P1 = config.policy.max_total_sequence_length - torch.tensor([[len(group.prompt_ids)] for group in groups])
         longest_P1 = room_P1.clamp_max(config.max_response_length)
         buffer_P1 = longest_P1.clamp_max(shaping.overlong_buffer_length)
         share = (completion_lengths(groups) - (longest_P1 - buffer_P1)) / buffer_P1
@@ -67,42 +67,42 @@ def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
     rewards = torch.where(rewards_PG.isfinite(), rewards_PG.double(), torch.nan)
     count_P1 = rewards.isfinite().sum(dim=1, keepdim=True)
     if config.estimator == "reinforce_plus_plus":
-        of_batch = not config.adv_estimator.minus_baseline
-        centred = _centred(rewards.reshape(1, -1) if of_batch else rewards).reshape(rewards.shape)
+        centres_batch = not config.adv_estimator.minus_baseline
+        centred = _centred(rewards.reshape(1, -1) if centres_batch else rewards).reshape(rewards.shape)
         std = (centred.square().sum() / (count_P1.sum() - 1).clamp_min(1)).sqrt()
         return (centred / (std + config.advantage_std_floor)).float()
     centred = _centred(rewards)
     others_P1 = (count_P1 - 1).clamp_min(1)
-    found = centred * count_P1 / others_P1 if config.estimator == "leave_one_out" else centred
+    result = centred * count_P1 / others_P1 if config.estimator == "leave_one_out" else centred
     if config.divides_by_std:
         std_P1 = (centred.square().sum(dim=1, keepdim=True) / others_P1).sqrt()
-        found = found / (std_P1 + config.advantage_std_floor)
-    return found.float()
+        result = result / (std_P1 + config.advantage_std_floor)
+    return result.float()
 
 
 def informative_groups(rewards_PG: Tensor) -> Tensor:
     """Which groups have two rewards that differ, bool (P,): the others teach nothing."""
-    known = rewards_PG.isfinite()
-    if not known.shape[1]:
-        return known.any(dim=1)
-    high = rewards_PG.masked_fill(~known, -torch.inf).amax(dim=1)
-    low = rewards_PG.masked_fill(~known, torch.inf).amin(dim=1)
-    return (known.sum(dim=1) > 1) & (high > low)
+    has_reward_PG = rewards_PG.isfinite()
+    if not has_reward_PG.shape[1]:
+        return has_reward_PG.any(dim=1)
+    high = rewards_PG.masked_fill(~has_reward_PG, -torch.inf).amax(dim=1)
+    low = rewards_PG.masked_fill(~has_reward_PG, torch.inf).amin(dim=1)
+    return (has_reward_PG.sum(dim=1) > 1) & (high > low)
 
 
 def used_completions(groups: Sequence[CompletionGroup], rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
-    """Which completions are learnt from, bool (P, G): those with a reward and at least one token.
+    """Which completions to learn from, bool (P, G): those with a reward and at least one token.
 
-    With `truncated: mask` only those that came to an end; the rewards of the others still count in the baseline of
-    their group (overlong filtering, Yu et al. 2025, arXiv 2503.14476, section 3.4).
+    `overlong_filtering` also leaves out truncated completions, whose rewards still count in the baseline of their
+    group (Yu et al. 2025, arXiv 2503.14476, section 3.4).
     """
     used = rewards_PG.isfinite() & (completion_lengths(groups) > 0)
     return used & ~truncated_completions(groups) if config.overlong_filtering else used
 
 
 def _centred(rewards_PG: Tensor) -> Tensor:
-    """Less the mean of the row, 0 where there is no reward; exactly 0 in rows of equal rewards, whose mean is off by
-    rounding: divided by a tiny std that would be a 1.
+    """Rewards less the mean of their row; 0 for missing rewards. Rows of equal rewards give exactly 0: the rounding of
+    their mean, divided by a tiny std, would become 1.
     """
     mean_P1 = rewards_PG.nanmean(dim=1, keepdim=True)
     differ_P1 = informative_groups(rewards_PG)[:, None]

@@ -1,17 +1,17 @@
 """`EnvironmentRunner`: from groups of completions to their rewards, by the environment of each prompt.
 
     runner = make_environment_runner(config, prompts)    # the environments that config and prompts name
-    found = runner.reward(groups)                        # rewards_PG, raw_PG, by_environment, failures
+    rewards = runner.reward(groups)                      # rewards_PG, raw_PG, by_environment, failures
     runner.gold(groups)                                  # (P, G), for watching; never trained on
 
-A prompt may choose for itself: `info["environment"]` is a name. Environments are asked side by side; each gets raw
-messages and, as `env_infos`, copies of the prompt's `info` with `truncated`.
+`info["environment"]` of a prompt names its environment. Environments run side by side; each gets raw messages and, as
+`env_infos`, copies of the prompt's `info` with `truncated`.
 
 A completion without a reward is NaN and listed with the reason; it is never a number that trains. An environment that
 takes too long, or raises, gives no rewards in this step; one that is wrong itself (`ConfigError`, `ModelError`) stops
 the run.
 
-Of several processes the main one has the environments; all call the runner, and get the same.
+The main process has the environments; all processes call the runner and get the same rewards.
 
 Shapes: P prompts, G completions to each.
 """
@@ -54,9 +54,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """`rewards_PG`: float32, NaN where there is none. `raw_PG`: before the environments' own shaping; NaN where not
-    known. `by_environment`: the rewards of each, by the name of its metrics. `failures`: (reason, place) of each
-    completion without a reward.
+    """`rewards_PG`: float32, NaN for none. `raw_PG`: before the environments' shaping, NaN if unknown.
+    `by_environment`: rewards by the name of their metrics. `failures`: (reason, place) of each missing reward.
     """
 
     rewards_PG: Tensor
@@ -66,10 +65,10 @@ class GroupRewards:
 
 
 class EnvironmentRunner:
-    """Runs `environments`, by name; they are its own: nobody else calls them.
+    """Runs `environments`, by name, and shuts them down.
 
-    `default`: for prompts that choose none; None where every prompt does. `gold`: for watching alone, another.
-    `timeout_seconds`: for a step; None: no limit.
+    `default`: for prompts that name none. `gold`: another environment, for the watch alone. `timeout_seconds`: of one
+    step; None for no limit.
     """
 
     def __init__(
@@ -86,7 +85,10 @@ class EnvironmentRunner:
             self.environments[_GOLD] = gold
         self._last: dict[str, Future[Any]] = {}
         names = Counter(environment.name for environment in environments.values())
-        self._labels = {n: one.name if names[one.name] == 1 else f"{n}_env" for n, one in environments.items()}
+        self._labels = {
+            name: environment.name if names[environment.name] == 1 else f"{name}_env"
+            for name, environment in environments.items()
+        }
 
     def reward(self, groups: Sequence[CompletionGroup]) -> GroupRewards:
         """Rewards of every completion of every group.
@@ -97,37 +99,36 @@ class EnvironmentRunner:
 
     def _reward(self, groups: Sequence[CompletionGroup]) -> GroupRewards:
         shape = batch_shape(groups)
-        chosen = [group.prompt.info.get(CHOICE) or self._default for group in groups for _ in group.completions]
-        asked = {name: [i for i, one in enumerate(chosen) if one == name] for name in dict.fromkeys(chosen) if name}
-        found = self._ask(asked, groups)
-        in_order = {name: iter(rewards) for name, rewards in found.items()}
-        rewards = [next(in_order[str(name)]) for name in chosen]
+        names = [group.prompt.info.get(CHOICE) or self._default for group in groups for _ in group.completions]
+        indices = {
+            name: [i for i, choice in enumerate(names) if choice == name] for name in dict.fromkeys(names) if name
+        }
+        rewards_by_name = self._ask(indices, groups)
+        in_order = {name: iter(rewards) for name, rewards in rewards_by_name.items()}
+        rewards = [next(in_order[str(name)]) for name in names]
         failures = []
         for i, reward in enumerate(rewards):
             if reward.value is None:
                 p, g = divmod(i, shape[1])
                 where = f"{groups[p].prompt.where or f'prompt {p}'}, completion {g}"
-                failures.append((f"{chosen[i]}: {reward.error}", where))
+                failures.append((f"{names[i]}: {reward.error}", where))
         if failures:
-            said = failure_summary(failures)
-            logger.warning("%d of %d completions have no reward: %s", len(failures), len(rewards), said)
-        total, raw = [reward.value for reward in rewards], [_finite(Reward(one.raw)).value for one in rewards]
-        by_environment = {self._labels[name]: found[name] for name in asked}
-        return GroupRewards(_tensor(total).reshape(shape), _tensor(raw).reshape(shape), by_environment, failures)
+            summary = failure_summary(failures)
+            logger.warning("%d of %d completions have no reward: %s", len(failures), len(rewards), summary)
+        total, raw = [reward.value for reward in rewards], [_finite(Reward(reward.raw)).value for reward in rewards]
+        labelled_rewards = {self._labels[name]: rewards_by_name[name] for name in indices}
+        return GroupRewards(_tensor(total).reshape(shape), _tensor(raw).reshape(shape), labelled_rewards, failures)
 
     def gold(self, groups: Sequence[CompletionGroup]) -> Tensor:
-        """Rewards of the gold environment, float32 (P, G), NaN where it gives none.
-
-        Raises what `reward` raises.
-        """
+        """Rewards of the gold environment, float32 (P, G), NaN for none. Raises as `reward` does."""
         return processes.on_main(lambda: self._gold(groups))
 
     def _gold(self, groups: Sequence[CompletionGroup]) -> Tensor:
         shape = batch_shape(groups)
-        found = self._ask({_GOLD: range(shape[0] * shape[1])}, groups)[_GOLD]
-        if missing := [reward.error for reward in found if reward.value is None]:
-            logger.warning("%d of %d completions have no gold reward: %s", len(missing), len(found), missing[0])
-        return _tensor([reward.value for reward in found]).reshape(shape)
+        rewards = self._ask({_GOLD: range(shape[0] * shape[1])}, groups)[_GOLD]
+        if missing := [reward.error for reward in rewards if reward.value is None]:
+            logger.warning("%d of %d completions have no gold reward: %s", len(missing), len(rewards), missing[0])
+        return _tensor([reward.value for reward in rewards]).reshape(shape)
 
     def shutdown(self) -> None:
         """Free the models, workers and connections of the environments. Safe to repeat."""
@@ -137,38 +138,41 @@ class EnvironmentRunner:
             if not future.done() or future.exception() is not None:
                 logger.warning("%s did not shut down: %s", name, future.exception() if future.done() else "it hangs")
 
-    def _ask(self, asked: Mapping[str, Sequence[int]], groups: Sequence[CompletionGroup]) -> dict[str, list[Reward]]:
-        """By environment, a reward for each of the completions, which are counted through all groups."""
-        futures = {name: self._start(name, indices, groups) for name, indices in asked.items()}
+    def _ask(
+        self, indices_by_name: Mapping[str, Sequence[int]], groups: Sequence[CompletionGroup]
+    ) -> dict[str, list[Reward]]:
+        """By environment, its rewards. Completions are indexed through all groups."""
+        futures = {name: self._start(name, indices, groups) for name, indices in indices_by_name.items()}
         in_time = wait(futures.values(), timeout=self.timeout_seconds).done
-        found: dict[str, list[Reward]] = {}
+        rewards: dict[str, list[Reward]] = {}
         for name, future in futures.items():
-            count, error = len(asked[name]), future.exception() if future in in_time else None
+            count, error = len(indices_by_name[name]), future.exception() if future in in_time else None
             if isinstance(error, ConfigError | ModelError):
                 raise error
             if future in in_time and error is None:
-                found[name] = [_finite(reward) for reward in future.result()]
+                rewards[name] = [_finite(reward) for reward in future.result()]
                 continue
             future.cancel()
             reason = f"it raised {type(error).__name__}: {error}"
             reason = f"no rewards within {self.timeout_seconds:g} seconds" if error is None else reason
             logger.warning("%s has no rewards in this step: %s", name, reason, exc_info=error)
-            found[name] = [Reward(None, error=reason)] * count
-        return found
+            rewards[name] = [Reward(None, error=reason)] * count
+        return rewards
 
     def _start(self, name: str, indices: Sequence[int], groups: Sequence[CompletionGroup]) -> Future[list[Reward]]:
-        """Reward completions in a thread.
-
-        A step that took too long still runs in its thread: the next one waits for it, within its own time.
-        """
+        """Reward completions in a thread, after the environment's last step, which may have run out of time."""
         environment = self.environments[name]
-        conversations = [one for group in groups for one in group.conversations]
-        infos = [{**one.prompt.info, "truncated": each.truncated} for one in groups for each in one.completions]
+        conversations = [conversation for group in groups for conversation in group.conversations]
+        infos = [
+            {**group.prompt.info, "truncated": completion.truncated}
+            for group in groups
+            for completion in group.completions
+        ]
         # Copies, which an environment may change.
         samples = copy.deepcopy([(conversations[i], infos[i]) for i in indices])
 
         def step() -> list[Reward]:
-            rewards = environment.rewards([one[0] for one in samples], [one[1] for one in samples])
+            rewards = environment.rewards([sample[0] for sample in samples], [sample[1] for sample in samples])
             if len(rewards) != len(samples):
                 summary = f"the environment gives {len(rewards)} rewards for {len(samples)} samples"
                 raise ConfigError(summary, where=name)
@@ -179,11 +183,11 @@ class EnvironmentRunner:
 
 
 def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) -> EnvironmentRunner:
-    """The runner of a run, with those environments of the section `env` that it or one of its prompts uses.
+    """The runner of a run, with the environments of `env` that the configuration or a prompt names.
 
-    They are made in the main process or, those in `grpo.environments_on_ray`, in a Ray actor, whose reward model has
-    workers of its own. Raises `DataError` for a prompt that cannot be rewarded, and what making an environment raises;
-    those that were made are then shut down.
+    The main process makes them; those in `grpo.environments_on_ray` run in a Ray actor, whose reward model has its own
+    workers. Raises `DataError` for a prompt that cannot be rewarded, and passes on the errors of an environment's
+    constructor, after it has shut the others down.
     """
     grpo, default = config.grpo, config.default_environment
     used = dict.fromkeys((*([] if default is None else [default]), *config.named_environments))
@@ -216,7 +220,7 @@ def environment_metrics(by_environment: Mapping[str, Sequence[Reward]]) -> dict[
             for name, value in reward.components.items():
                 if math.isfinite(value):
                     components[name].append(value)
-        metrics |= {f"{label}/component/{name}": sum(found) / len(found) for name, found in components.items()}
+        metrics |= {f"{label}/component/{name}": sum(values) / len(values) for name, values in components.items()}
     return metrics
 
 
@@ -230,8 +234,8 @@ def failure_summary(failures: Sequence[tuple[str, str]]) -> str:
 
 
 def _in_thread(work: Callable[[], Result], *, after: Future[Any] | None = None) -> Future[Result]:
-    """Do `work` in a daemon thread, when `after` is done. One that hangs does not keep the process alive, as a thread
-    of `ThreadPoolExecutor` would.
+    """Do `work` in a daemon thread, after `after`. Unlike `ThreadPoolExecutor`'s, a thread that hangs does not keep the
+    process alive.
     """
     future: Future[Result] = Future()
 
@@ -249,7 +253,7 @@ def _in_thread(work: Callable[[], Result], *, after: Future[Any] | None = None) 
 
 
 def _choice(prompt: Prompt, default: str | None, grpo: GRPOConfig) -> str:
-    """The environment of a prompt; reading the data has checked that it exists."""
+    """The environment of a prompt. The data's reader has checked that it exists."""
     chosen: str | None = prompt.info.get(CHOICE) or default
     if chosen is None:
         summary = "the prompt chooses no environment, and there is no default (grpo.environment, data.env_name)"
@@ -264,8 +268,8 @@ def _finite(reward: Reward) -> Reward:
     """The reward; its value is None where it is no finite float32."""
     value = reward.value
     if value is None or not abs(value) <= _LARGEST:
-        said = "no reward" if value is None else f"the reward is {value}"
-        return replace(reward, value=None, error=reward.error or said)
+        reason = "no reward" if value is None else f"the reward is {value}"
+        return replace(reward, value=None, error=reward.error or reason)
     return reward
 
 

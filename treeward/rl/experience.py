@@ -4,8 +4,8 @@
     group.sequence(0)                   # prompt and completion, as the trainer computes them
     completion_lengths(groups)          # (P, G)
 
-The tokens are those that were sampled: they are never decoded and tokenized again, for that can give others. All groups
-of a batch have the same number of completions.
+The token ids are the sampled ones, never decoded and tokenized again, which can give others. All groups of a batch have
+the same number of completions.
 
 Shapes: P prompts, G completions to each.
 """
@@ -24,9 +24,9 @@ from treeward.data.prompt_sets import Prompt
 
 @dataclass(frozen=True, slots=True)
 class SampledCompletion:
-    """`token_ids`: with the token that ended it; `truncated`: none did. `text`: without that end.
+    """`token_ids`: with the end token; `truncated`: it has none. `text`: without the end token.
 
-    `log_probs`: of each token, by the generator; None where it gives none.
+    `log_probs`: the generator's, per token; None if it gives none.
     """
 
     token_ids: tuple[int, ...]
@@ -54,7 +54,7 @@ class CompletionGroup:
 
     @property
     def conversations(self) -> list[list[Message]]:
-        """The messages of each, for environments: they render them as their own model reads them."""
+        """The messages of each completion, for environments, which render them for their own model."""
         return [
             [*self.prompt.messages, {"role": "assistant", "content": completion.text}]
             for completion in self.completions

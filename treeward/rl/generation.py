@@ -1,4 +1,4 @@
-"""`LocalGenerator`: completions that the processes of the run sample from the policy; and what every generator is.
+"""`LocalGenerator`: completions sampled by the processes of the run; `Generator`: the interface of every generator.
 
     generator = LocalGenerator(policy, tokenizer, GenerationConfig(max_new_tokens=256))
     groups = generator.generate(prompts, prompt_ids, num_completions=8, seed=step)
@@ -45,21 +45,19 @@ _SLACK_TOKENS = 4
 
 
 class GenerationError(ModelError):
-    """A generator failed: the request, and what came instead of completions."""
+    """A generator failed; names the request and the response."""
 
 
 @dataclass(eq=False, repr=False)
 class Generator(ABC):
     """Samples completions: the policy in this process, a server or engines with its weights.
 
-    The run calls `load_weights` after every change of the weights and then `generate`, never two at once; whatever a
-    generator does happens within these calls. Every process of a run makes one and these calls, and gets all
-    completions.
+    The run calls `load_weights` after every change of the weights and then `generate`, never two at once. Every process
+    of a run has a generator, makes these calls, and gets all completions.
 
-    `config`: the section `policy.generation`. `max_total_tokens`: most tokens of prompt and completion together.
-    `end_ids`: tokens that end a completion; None: those of the model's generation settings and the tokenizer's end of
-    text. `chat_template`, `trust_remote_code`: of the policy, for samplers outside this process. `mesh`: the processes
-    that share sampling out in this one.
+    `config`: the section `policy.generation`. `max_total_tokens`: the limit of prompt and completion together.
+    `end_ids`: tokens that end a completion; None takes the model's and the tokenizer's. `chat_template`,
+    `trust_remote_code`: the policy's, for samplers outside this process. `mesh`: the processes that share the sampling.
     """
 
     policy: PolicyModel
@@ -82,18 +80,18 @@ class Generator(ABC):
         """`num_completions` completions to each prompt, sampled from the weights of the last version; in order.
 
         `prompt_ids`: the tokens of each prompt, as the policy's template renders it. Raises `ModelError` for a prompt
-        that leaves no room, `GenerationError` where completions cannot be had.
+        that leaves no room, `GenerationError` if sampling fails.
         """
 
     def load_weights(self, policy: PolicyModel, version: int) -> None:  # noqa: B027
-        """Sample from these weights from now on. `version`: grows with every change. The policy is only read."""
+        """Sample from these weights from now on. `version` grows with every change. Leaves the policy unchanged."""
 
     def close(self) -> None:  # noqa: B027
-        """Free what is held. It can be called twice."""
+        """Free all resources. Safe to repeat."""
 
     def budgets(self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]]) -> list[int]:
         """Most tokens of a completion to each prompt. Raises `ModelError` for a prompt that leaves no room."""
-        limit = min(one or sys.maxsize for one in (self.policy.max_positions, self.max_total_tokens))
+        limit = min(tokens or sys.maxsize for tokens in (self.policy.max_positions, self.max_total_tokens))
         for prompt, ids in zip(prompts, prompt_ids, strict=True):
             if not 0 < len(ids) < limit:
                 raise ModelError(
@@ -109,9 +107,9 @@ class Generator(ABC):
 class LocalGenerator(Generator):
     """Samples from `policy` itself, in the dtype of its weights. Raises `ConfigError` for a layout that cannot.
 
-    Prompts of like length are sampled together, `batch_size` completions at a time, and each is computed once for all
-    its completions. Neither changes what is sampled: `treeward.rl.sampling` says why. The processes of `mesh` share the
-    prompts out, and each has the whole policy in memory meanwhile.
+    Prompts of like length are sampled together, `batch_size` completions at a time, and each prompt is computed once.
+    Neither changes the tokens: `treeward.rl.sampling` says why. The processes of `mesh` share the prompts out, and each
+    holds the whole policy in memory while it samples.
     """
 
     def __post_init__(self) -> None:
@@ -130,24 +128,28 @@ class LocalGenerator(Generator):
     ) -> list[CompletionGroup]:
         """See `Generator`. The p-th prompt's g-th completion depends on the seed, p and g, and on no other prompt."""
         budgets = self.budgets(prompts, prompt_ids)
-        by_length = sorted(range(len(prompts)), key=lambda p: len(prompt_ids[p]))
-        own = {
+        prompts_by_length = sorted(range(len(prompts)), key=lambda p: len(prompt_ids[p]))
+        rows_by_prompt = {
             p: [Row(tuple(prompt_ids[p]), budgets[p], uniforms(seed, p, g, budgets[p])) for g in range(num_completions)]
-            for p in by_length[self.mesh.data_rank :: self.mesh.data_size]
+            for p in prompts_by_length[self.mesh.data_rank :: self.mesh.data_size]
         }
         training = self.policy.training
         self.policy.eval()
         try:
-            rows = [row for of_prompt in own.values() for row in of_prompt]
+            rows = [row for prompt_rows in rows_by_prompt.values() for row in prompt_rows]
             processes.together(lambda: on_whole(self.policy, lambda: self._sample(rows)))
         finally:
-            with self.policy.plain_attention():  # what is set last stays
+            with self.policy.plain_attention():  # the attention that is set last stays
                 self.policy.train(training)
         sampled = {
-            p: tuple(self.reader.completion(row.token_ids, row.log_probs) for row in of_prompt)
-            for p, of_prompt in own.items()
+            p: tuple(self.reader.completion(row.token_ids, row.log_probs) for row in prompt_rows)
+            for p, prompt_rows in rows_by_prompt.items()
         }
-        completions = {p: one for share in processes.gather(sampled, self.mesh.data_group) for p, one in share.items()}
+        completions = {
+            p: group_completions
+            for share in processes.gather(sampled, self.mesh.data_group)
+            for p, group_completions in share.items()
+        }
         return [
             CompletionGroup(prompt, tuple(ids), completions[p])
             for p, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))
@@ -169,8 +171,8 @@ class LocalGenerator(Generator):
 class CompletionReader:
     """From sampled tokens to a `SampledCompletion`: where it ends, and its text.
 
-    `end_ids`: tokens that end a completion, beside those of `config`. A stop string ends it too; the tokens stay as
-    they were sampled, and the text is what comes before.
+    `end_ids`: tokens that end a completion, beside those of `config`. A stop string ends it too: the tokens stay as
+    sampled, and the text stops before the string.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], config: GenerationConfig) -> None:
@@ -188,7 +190,7 @@ class CompletionReader:
     def completion(
         self, tokens: Sequence[int], log_probs: Sequence[float] | None, *, truncated: bool | None = None
     ) -> SampledCompletion:
-        """The completion with these tokens. `truncated`: None: no end and no stop string came."""
+        """The completion with these tokens. `truncated`: None decides by its end token or stop string."""
         ended = bool(tokens) and tokens[-1] in self.end_ids
         text = self._text(tokens[:-1] if ended else tokens)
         stop = self._stop(text)
@@ -210,36 +212,35 @@ class CompletionReader:
 def end_ids_of(
     policy: PolicyModel,
     tokenizer: PreTrainedTokenizerBase,
-    given: Sequence[int] | None = None,
+    config_ids: Sequence[int] | None = None,
     *,
-    of_template: Sequence[int] = (),
+    template_ids: Sequence[int] = (),
 ) -> list[int]:
-    """The tokens that end a completion: those `given`, or else the model's, the tokenizer's and the template's.
+    """The tokens that end a completion: `config_ids`, or else the model's, the tokenizer's and the template's.
 
-    Raises `ConfigError` where nothing says which they are.
+    Raises `ConfigError` if there are none.
     """
-    if given is not None:
-        return list(given)
-    of_model = getattr(getattr(policy.hf, "generation_config", None), "eos_token_id", None)
-    found = [of_model] if isinstance(of_model, int) else list(of_model or ())
-    found += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    if added := [i for i in of_template if i not in found]:
+    if config_ids is not None:
+        return list(config_ids)
+    model_ids = getattr(getattr(policy.hf, "generation_config", None), "eos_token_id", None)
+    end_ids = [model_ids] if isinstance(model_ids, int) else list(model_ids or ())
+    end_ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if added := [i for i in template_ids if i not in end_ids]:
         logger.info("Completions also end with %s, as in the chat template.", tokenizer.convert_ids_to_tokens(added))
-    if not found + added:
+    if not end_ids + added:
         raise ConfigError(
             "nothing says where a completion ends",
             field="end_ids",
             got="no end-of-sequence token in the model's generation settings or the tokenizer",
             need="at least one token id",
         )
-    return found + added
+    return end_ids + added
 
 
 def template_end_ids(renderer: Renderer) -> list[int]:
-    """The special token that the chat template ends a completion with, which a base model's own ends may lack.
+    """The special token that the chat template writes after a completion, which a base model's end tokens may lack.
 
-    Empty where it writes nothing after one, or refuses the question that it is tried with. Where what it writes has no
-    special token, the log warns.
+    Empty if the template writes nothing there, refuses the example, or writes no special token (which is logged).
     """
     try:
         last, followed = (
@@ -255,8 +256,8 @@ def template_end_ids(renderer: Renderer) -> list[int]:
         [int(i) for i in tokenizer(text.strip(), add_special_tokens=False)["input_ids"]]
         for text in (last, followed.partition(_PROBE_NEXT)[0])
     ]
-    # What the last completion alone has may end the text (Phi), and what a followed one alone has begins the next turn.
-    # gpt-oss ends its last completion otherwise.
+    # An end that only the last completion has may end the text (Phi); one that only earlier completions have begins the
+    # next turn. gpt-oss ends its last completion otherwise.
     shared, whole = ([i for i in ids if i in special] for ids in (os.path.commonprefix(rows), rows[0]))
     ends = shared or whole
     if not ends:

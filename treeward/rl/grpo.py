@@ -48,10 +48,9 @@ _SHOWN = ("reward", "gold_reward", "kl", "mean_gen_tokens_per_sample", "truncati
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOOutcome(Outcome):
-    """How a run ended. `total_steps`: of the whole run, or where dynamic sampling has drawn all prompts before, `step`.
+    """How a run ended. `total_steps`: of the whole run, or `step` where dynamic sampling drew all prompts earlier.
 
-    `validation`: the metrics of the exported policy, by the names under which they are logged. `stopped_by`: the alarm
-    that ended the run.
+    `validation`: the metrics of the exported policy, by their logged names. `stopped_by`: the alarm that ended the run.
     """
 
     alarms: tuple[Alarm, ...]
@@ -85,7 +84,10 @@ class GRPORun(Run):
 
     def __init__(self, setup: GRPOSetup) -> None:
         super().__init__(
-            *(setup.config, setup.updater.optimizer, setup.scheduler, setup.identity),
+            setup.config,
+            setup.updater.optimizer,
+            setup.scheduler,
+            setup.identity,
             total_steps=setup.total_steps,
             validates=bool(setup.validation),
         )
@@ -100,19 +102,19 @@ class GRPORun(Run):
         self._steps_begun = setup.updater.steps_begun
 
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
-        """Also: open the file of samples, and heed an alarm that has ended the run, unless it no longer stops."""
+        """Also opens the file of samples, and stops for an alarm that has ended the run, unless it no longer stops."""
         if state.run:
             self.prompts_drawn, self.version = state.run["prompts_drawn"], state.run["version"]
             self.since = state.run["since_validation"]
             self.stopped_by = state.run["stopped_by"]
             self.setup.watch.load_state_dict(state.run["watch"])
             self.setup.updater.skipped = SkippedSteps(**state.run.get("skipped_steps", {}))
-        # Samples are of validations: one that is made up for writes its own again.
+        # A validation that is repeated writes its samples again.
         validated_at = -1 if state.validation_step is None else state.validation_step
         resume_step = None if state.step == 0 else validated_at
         if processes.is_main():
             self._samples = StepFile(self._log_dir / SAMPLES_FILE, resume_step=resume_step)
-        self._write_alarms()  # those of a run that was killed after its last checkpoint are raised again
+        self._write_alarms()  # alarms after the last checkpoint of a killed run are raised again
         if self.stopped_by is not None:
             watch = self.config.grpo.watch
             stops = watch.stop and self.stopped_by in watch.stop_on
@@ -149,7 +151,7 @@ class GRPORun(Run):
         self._steps_begun = setup.updater.steps_begun
         started = time.monotonic()
         self._sync_weights()
-        given = time.monotonic()
+        synced = time.monotonic()
         rollouts = collect(setup, step=number - 1, drawn=self.prompts_drawn)
         sampled = time.monotonic()
         evaluated = setup.updater.evaluate(rollouts.groups, for_reward=loss_fn.kl_in_reward)
@@ -169,7 +171,7 @@ class GRPORun(Run):
                 self.since.setdefault(name, []).append(value)
         means = metrics.means()
         if (per_token := means.pop("kl", None)) is not None and self.config.needs_reference:
-            # `kl` is that of a completion, as at validations.
+            # `kl` is per completion, as in validations.
             lengths = completion_lengths(rollouts.groups)
             length = float(lengths[rollouts.used_PG & (lengths > 0)].float().mean())
             means |= {"kl_per_token": per_token, "kl": per_token * length}
@@ -184,31 +186,31 @@ class GRPORun(Run):
             "train/row_tokens": metrics.row_tokens,
             "epoch": self.prompts_drawn / setup.order.rows_per_epoch,
             "timing/train/policy_training": time.monotonic() - sampled,
-            "timing/train/weight_sync": given - started,
+            "timing/train/weight_sync": synced - started,
         }
         names = {"reward": "reward", "length": "mean_gen_tokens_per_sample", "kl": "kl"}
         shown = {name: logged[f"train/{key}"] for name, key in names.items() if f"train/{key}" in logged}
         return StepMetrics(logged, shown, sum(group.num_row_tokens for group in rollouts.groups))
 
     def _sync_weights(self) -> None:
-        """The generator samples from the weights as they are now."""
+        """Give the generator the current weights."""
         if self._version_given != self.version:
             self.setup.generator.load_weights(self.setup.policy, self.version)
             self._version_given = self.version
 
     def validate(self, step: int, should_stop: Callable[[], str | None]) -> Validation | None:
-        """Also: show the watch what was measured, heed its alarms, and write samples."""
+        """Also shows the measurements to the watch, heeds its alarms, and writes samples."""
         self._steps_begun = self.setup.updater.steps_begun
         self._sync_weights()
-        found = validate(self.setup, should_stop=should_stop)
-        if found is None:
+        validation = validate(self.setup, should_stop=should_stop)
+        if validation is None:
             return None
         since = {name: statistics.fmean(values) for name, values in self.since.items()}
-        measured = {name: value for name, value in found.watched.items() if value is not None}
+        measured = {name: value for name, value in validation.watched.items() if value is not None}
         alarms = processes.on_main(lambda: self.setup.watch.observe(step, **{**since, **measured}))
         self.since = {}
         if self._samples is not None:
-            for sample in found.samples:
+            for sample in validation.samples:
                 self._samples.append({"step": step, **sample})
         for alarm in alarms:
             logger.warning("ALARM after step %d: %s", alarm.step, alarm.sentence)
@@ -216,9 +218,9 @@ class GRPORun(Run):
                 self.stopped_by = alarm.kind
                 logger.warning("The run ends here (grpo.watch.stop).")
         self._write_alarms()
-        known = ((name, found.metrics.get(f"validation/{name}")) for name in _SHOWN)
-        shown = "  ".join(f"{name} {value:.3f}" for name, value in known if value is not None)
-        return Validation(found.metrics, self.setup.watch.metrics(), (f"validation after step {step}: {shown}",))
+        values = ((name, validation.metrics.get(f"validation/{name}")) for name in _SHOWN)
+        shown = "  ".join(f"{name} {value:.3f}" for name, value in values if value is not None)
+        return Validation(validation.metrics, self.setup.watch.metrics(), (f"validation after step {step}: {shown}",))
 
     def _write_alarms(self) -> None:
         if processes.is_main():

@@ -5,8 +5,8 @@
     generator.load_weights(policy, 0)
     groups = generator.generate(prompts, prompt_ids, num_completions=8, seed=1)
 
-Prompts are sent, and completions are read, as token ids: the trainer learns from the tokens that were sampled. A server
-that fails, or whose response does not fit the request, is a `GenerationError` within `timeout_seconds`.
+Prompts and completions travel as token ids: the trainer learns from the tokens that were sampled. A server that fails,
+or whose response does not fit the request, is a `GenerationError` within `timeout_seconds`.
 
 - vLLM: `/v1/completions` with `return_token_ids` (0.10.2 and later). The seed of a completion is the request's plus its
   index. Log-probabilities are those of the raw logits at temperature 1, or with `--logprobs-mode processed_logprobs`
@@ -101,7 +101,7 @@ class HttpGenerator(ServedGenerator):
                 logger.warning("%s", error)
 
     def close(self) -> None:
-        """Remove the weights that were written, also by a session of this run that was killed."""
+        """Remove the weights that this run has written, also before it was killed."""
         if self.config.weight_sync == "folder" and processes.is_main():
             self._clear_weights(keep=None)
 
@@ -114,12 +114,12 @@ class HttpGenerator(ServedGenerator):
         processes.on_main(lambda: self._clear_weights(keep=target))
 
     def _clear_weights(self, *, keep: Path | None) -> None:
-        for found in Path(str(self.config.weight_folder)).resolve().glob("version-*"):
-            if found != keep and found.name.removeprefix("version-").isdigit():
-                shutil.rmtree(found, ignore_errors=True)
+        for folder in Path(str(self.config.weight_folder)).resolve().glob("version-*"):
+            if folder != keep and folder.name.removeprefix("version-").isdigit():
+                shutil.rmtree(folder, ignore_errors=True)
 
     async def _announce(self, folder: Path, version: int) -> None:
-        asked = f"the weights of version {version} in {folder} to be loaded"
+        description = f"the weights of version {version} in {folder} to be loaded"
         unseen = (
             f"the server does not see the folder, or its log says what else is wrong: let it see {folder} under this "
             "path (policy.generation.weight_folder), then give the same command again"
@@ -130,7 +130,7 @@ class HttpGenerator(ServedGenerator):
             requests: dict[str, dict[str, Any]] = {"/update_weights_from_disk": body}
         else:
             fixes[404] = "start vLLM with VLLM_SERVER_DEV_MODE=1, in a version whose reload_weights takes weights_path"
-            # The cache was computed with the weights before; of a request that runs, too.
+            # The cache was computed with the old weights, for running requests too.
             requests = {
                 "/collective_rpc": {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
                 "/reset_prefix_cache?reset_running_requests=true": {},
@@ -138,9 +138,9 @@ class HttpGenerator(ServedGenerator):
         # A load that failed is not repeated: it leaves vLLM without weights, and the next completion ends its engine.
         async with self._client(max_retries=0) as client:
             for path, body in requests.items():
-                reply = await self._post(client, path, body, asked, fixes)
+                reply = await self._post(client, path, body, description, fixes)
                 if isinstance(reply, Mapping) and reply.get("success", True) is not True:
-                    raise self._wrong(path, f"{reply!s:.300}", asked)
+                    raise self._wrong(path, f"{reply!s:.300}", description)
 
     def _client(self, max_retries: int) -> AsyncOpenAI:
         seconds = self.config.timeout_seconds
@@ -155,7 +155,9 @@ class HttpGenerator(ServedGenerator):
             async def one(request: Request) -> list[Served]:
                 async with slots:
                     path, body = _request_of(request, sampling, self.reader.end_ids, log_probs=log_probs)
-                    return self._read(await self._post(client, path, body, request.asked), path, request, log_probs)
+                    return self._read(
+                        await self._post(client, path, body, request.description), path, request, log_probs
+                    )
 
             try:
                 async with asyncio.TaskGroup() as group:
@@ -169,45 +171,45 @@ class HttpGenerator(ServedGenerator):
         client: AsyncOpenAI,
         path: str,
         body: Mapping[str, Any],
-        asked: str,
+        description: str,
         fixes: Mapping[int | None, str] = _FIXES,
     ) -> Any:
         seconds = self.config.timeout_seconds
         try:
             return await post(client, path, body, total_seconds=seconds)
         except ServerError as error:
-            in_time = f"an answer of {self.config.backend} in {seconds:g} s (policy.generation.timeout_seconds)"
+            need = f"an answer of {self.config.backend} in {seconds:g} s (policy.generation.timeout_seconds)"
             raise GenerationError(
                 f"the generator has failed: {error.summary}",
                 where=error.where,
-                got=f"{error.got}; asked for {asked}",
-                need=error.need or (in_time if error.status is None else None),
+                got=f"{error.got}; asked for {description}",
+                need=error.need or (need if error.status is None else None),
                 fix=fixes.get(error.status, "look at the server's log"),
             ) from error
 
     def _read(self, reply: Any, path: str, request: Request, log_probs: bool) -> list[Served]:
-        """The completions, in the order of the request. Raises `GenerationError` for anything but a response to it."""
+        """The completions, in the order of the request. Raises `GenerationError` for any other response."""
         try:
             if self.config.backend == "sglang":
-                given = [_of_sglang(one, log_probs) for one in (reply if isinstance(reply, list) else [reply])]
+                completions = [_of_sglang(part, log_probs) for part in (reply if isinstance(reply, list) else [reply])]
             else:
                 choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
                 if (indices := [choice["index"] for choice in choices]) != list(range(len(choices))):
                     raise ValueError(f"choices with the indices {indices}")
                 if any(choice.get("prompt_token_ids") not in (None, request.prompt_ids) for choice in choices):
                     raise ValueError("completions of another prompt than was sent: prompt_token_ids differ")
-                given = [_of_completions(one, log_probs) for one in choices]
-            if any(one["token_ids"] is None for one in given):
+                completions = [_of_completions(choice, log_probs) for choice in choices]
+            if any(completion["token_ids"] is None for completion in completions):
                 raise ValueError("text without token ids (vLLM gives them from 0.10.2 on)")
-            return self.checked(given, request, log_probs=log_probs)
+            return self.checked(completions, request, log_probs=log_probs)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise self._wrong(path, f"{type(error).__name__}: {error}", request.asked) from None
+            raise self._wrong(path, f"{type(error).__name__}: {error}", request.description) from None
 
-    def _wrong(self, path: str, got: str, asked: str) -> GenerationError:
+    def _wrong(self, path: str, got: str, description: str) -> GenerationError:
         return GenerationError(
             "the generator's response does not fit the request",
             where=self._url + path,
-            got=f"{got}; asked for {asked}",
+            got=f"{got}; asked for {description}",
             need=f"the response of a server of {self.config.backend}",
             fix="check policy.generation.backend and the server's version and log",
         )
@@ -216,7 +218,7 @@ class HttpGenerator(ServedGenerator):
 def _request_of(
     request: Request, config: GenerationConfig, end_ids: Collection[int], *, log_probs: bool
 ) -> tuple[str, dict[str, Any]]:
-    """The path and the JSON of the request. It sets every parameter that a server has a default of its own for."""
+    """The path and the JSON of the request. It sets every parameter that has a default in a server."""
     common: dict[str, Any] = {"temperature": config.temperature, "top_p": config.top_p}
     if config.stop_strings:
         common["stop"] = list(config.stop_strings)
@@ -236,19 +238,19 @@ def _request_of(
 
 
 def _of_completions(choice: Mapping[str, Any], log_probs: bool) -> dict[str, Any]:
-    found = {key: choice.get(key) for key in ("token_ids", "finish_reason")}
-    if log_probs and found["token_ids"] is not None:
-        found["log_probs"] = choice["logprobs"]["token_logprobs"]
-    return found
+    completion = {key: choice.get(key) for key in ("token_ids", "finish_reason")}
+    if log_probs and completion["token_ids"] is not None:
+        completion["log_probs"] = choice["logprobs"]["token_logprobs"]
+    return completion
 
 
 def _of_sglang(part: Mapping[str, Any], log_probs: bool) -> dict[str, Any]:
     meta, ids = part["meta_info"], part.get("output_ids")
-    found = {"token_ids": ids, "finish_reason": meta["finish_reason"]["type"]}
+    completion = {"token_ids": ids, "finish_reason": meta["finish_reason"]["type"]}
     if log_probs:
-        said = meta["output_token_logprobs"]
-        found |= {"log_probs": [one[0] for one in said], "token_ids": [one[1] for one in said]}
+        entries = meta["output_token_logprobs"]
+        completion |= {"log_probs": [entry[0] for entry in entries], "token_ids": [entry[1] for entry in entries]}
         # A token that is trimmed from output_ids, such as a stop token, was sampled nevertheless.
-        if ids is not None and ids != found["token_ids"][: len(ids)]:
+        if ids is not None and ids != completion["token_ids"][: len(ids)]:
             raise ValueError("output_ids are others than those of output_token_logprobs")
-    return found
+    return completion

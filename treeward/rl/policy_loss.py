@@ -27,12 +27,11 @@ Sum = float | Tensor
 
 @dataclass(slots=True)
 class UpdateMetrics:
-    """Plain sums over tokens, of micro-batches and of updates, without gradients; `means` divides them.
+    """Sums over tokens, of micro-batches and of updates, without gradients; `means` divides them.
 
     They stay on the device until `read`. `kl_sum`: KL to the reference (k3); `old_kl_sum`: to the old policy (k3).
-    `clipped`: tokens whose ratio was clipped.
-    `correction_sum`: weights against the generator's mismatch, 1 each where they are not used. `tokens`: counted once
-    for each update that learnt from them. `entropy_tokens`: those whose entropy was asked for. `mismatch_sum`: exp
+    `clipped`: tokens with a clipped ratio. `correction_sum`: weights against the generator's mismatch, 1 each if
+    unused. `tokens`: counted once per update. `entropy_tokens`: tokens with a measured entropy. `mismatch_sum`: exp
     |trainer's less generator's log-probability| of `mismatch_tokens`, before the first update.
     """
 
@@ -56,7 +55,7 @@ class UpdateMetrics:
         return UpdateMetrics(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def read(self) -> UpdateMetrics:
-        """The same as numbers: waits for the device, once."""
+        """The sums as numbers; waits for the device once."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         held = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         if not held:
@@ -68,12 +67,12 @@ class UpdateMetrics:
         """The sums over the processes of `group` (None: all), as numbers."""
         if processes.size() == 1:
             return self.read()
-        own = asdict(self.read())
-        totals = processes.summed(torch.tensor(list(own.values()), dtype=torch.float64), group).tolist()
-        return UpdateMetrics(**{name: type(own[name])(total) for name, total in zip(own, totals, strict=True)})
+        local = asdict(self.read())
+        totals = processes.summed(torch.tensor(list(local.values()), dtype=torch.float64), group).tolist()
+        return UpdateMetrics(**{name: type(local[name])(total) for name, total in zip(local, totals, strict=True)})
 
     def means(self) -> dict[str, float]:
-        """By the names that are logged; those without a value are left out."""
+        """The means by their logged names, without missing values."""
         sums = self.read()
         quotients = {
             "policy_loss": (sums.policy_sum, sums.tokens), "kl": (sums.kl_sum, sums.tokens),
@@ -94,8 +93,8 @@ def kl_coefficient(config: PolicyLossConfig) -> float:
 
 def needs_generator(config: PolicyLossConfig) -> bool:
     """Whether the generator's log-probabilities are in the loss."""
-    in_kl = config.use_on_policy_kl_approximation and kl_coefficient(config) != 0
-    return config.use_importance_sampling_correction or in_kl
+    weights_kl = config.use_on_policy_kl_approximation and kl_coefficient(config) != 0
+    return config.use_importance_sampling_correction or weights_kl
 
 
 def kl_estimate(
@@ -109,9 +108,9 @@ def kl_estimate(
 ) -> Tensor:
     """An estimate of KL(policy || reference) from tokens that the policy sampled, per token, with gradients.
 
-    With x = log pi - log ref: k1 = x, unbiased, may be negative; k2 = x^2 / 2, biased, whose gradient is that of the
-    true KL; k3 = exp(-x) - 1 + x, unbiased, never negative. Schulman 2020, "Approximating KL divergence". As a loss k1
-    has an expected gradient of zero, and k3 that of KL(reference || policy).
+    With x = log pi - log ref: k1 = x, unbiased, may be negative; k2 = x^2 / 2, biased, with the gradient of the true
+    KL; k3 = exp(-x) - 1 + x, unbiased, never negative. Schulman 2020, "Approximating KL divergence". As losses, k1 has
+    an expected gradient of zero, and k3 the gradient of KL(reference || policy).
 
     `weights`: policy over sampling probability, which multiply the estimate. With their gradients the expected gradient
     is that of the estimated quantity, also where the policy has sampled: KL(policy || reference) by k1 and k3 (Tang and
@@ -192,7 +191,7 @@ def policy_loss(
 def _gain(
     log_probs: Tensor, old: Tensor, advantages_S1: Tensor, mask: Tensor, config: PolicyLossConfig
 ) -> tuple[Tensor, Tensor]:
-    """The clipped gain of each token (S, L), and whether the clip took something from it."""
+    """The clipped gain of each token (S, L), and whether the clip lowered it."""
     difference = log_probs - (log_probs.detach() if config.force_on_policy_ratio else old)
     if config.sequence_level_importance_ratios and not config.force_on_policy_ratio:
         mean_S1 = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp_min(1)
@@ -221,6 +220,6 @@ def _correction(old: Tensor, generated: Tensor | None, config: PolicyLossConfig)
 
 
 def _finite_exp(difference: Tensor) -> Tensor:
-    """0, without a gradient, where it is not finite."""
+    """exp(difference); 0 without a gradient where that is not finite."""
     finite = torch.exp(difference.detach()).isfinite()
     return torch.where(finite, torch.exp(torch.where(finite, difference, 0.0)), 0.0)

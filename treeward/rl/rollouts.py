@@ -9,9 +9,7 @@ kill, samples the same completions from the same weights.
 
     result = validate(run, should_stop=lambda: stop.reason)     # the policy on prompts that it is not trained on
 
-A validation completes the same prompts with the same seeds every time, so that two of the same weights are the same.
-`validation/proxy` is the reward on a scale that stays the same over the run: `validation/reward`, or where running
-statistics move that, `validation/raw_reward`. The watch and the report look at this one.
+A validation completes the same prompts with the same seeds every time, so the same weights give the same numbers.
 
 Shapes: P prompts, G completions to each.
 """
@@ -48,8 +46,8 @@ _SAMPLED = ("reward", "raw_reward", "gold_reward", "kl")
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """The groups of a step. `rewards_PG`: those to optimise, NaN where there is none; `used_PG`: which completions are
-    learnt from. `metrics`: of all that was sampled, as they are logged; `watched`: for the watch.
+    """The groups of a step. `rewards_PG`: the rewards to optimise, NaN for none; `used_PG`: which completions to learn
+    from. `metrics`: over all sampled completions, as logged; `watched`: for the watch.
     """
 
     groups: list[CompletionGroup]
@@ -74,8 +72,8 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     """The rollouts of the step after `step` steps, in which `drawn` prompts were drawn.
 
     With dynamic sampling batches of prompts are drawn until there are enough groups whose rewards differ (DAPO, Yu et
-    al. 2025, arXiv 2503.14476). Raises what generator and environments raise, and `ModelError` where too many
-    completions have no reward or no group has two rewards that differ.
+    al. 2025, arXiv 2503.14476). Passes on the errors of generator and environments, and raises `ModelError` where too
+    many completions have no reward or no group has two rewards that differ.
     """
     grpo = run.config.grpo
     wanted, is_dynamic = grpo.num_prompts_per_step, grpo.use_dynamic_sampling
@@ -83,28 +81,28 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     most_draws = grpo.dynamic_sampling_max_gen_batches if is_dynamic else 1
     generation = rewarding = 0.0
     groups: list[CompletionGroup] = []
-    found: list[GroupRewards] = []
+    draws: list[GroupRewards] = []
     rewards_PG = torch.empty(0, grpo.num_generations_per_prompt)
-    while len(found) < most_draws and int(informative_groups(rewards_PG).sum()) < wanted:
+    while len(draws) < most_draws and int(informative_groups(rewards_PG).sum()) < wanted:
         started = time.monotonic()
-        prompts = [run.prompts[i] for i in run.order.take(drawn + len(found) * count, count)]
+        prompts = [run.prompts[i] for i in run.order.take(drawn + len(draws) * count, count)]
         batch = run.generator.generate(
-            [one.prompt for one in prompts],
-            [one.token_ids for one in prompts],
+            [prompt.prompt for prompt in prompts],
+            [prompt.token_ids for prompt in prompts],
             num_completions=grpo.num_generations_per_prompt,
-            seed=sampling_seed(grpo.seed, step, len(found)),
+            seed=sampling_seed(grpo.seed, step, len(draws)),
         )
         sampled = time.monotonic()
-        found.append(run.rewards.reward(batch))
-        processes.on_main(lambda: _check_failures(found[-1], grpo.max_failed_share))
+        draws.append(run.rewards.reward(batch))
+        processes.on_main(lambda: _check_failures(draws[-1], grpo.max_failed_share))
         groups += batch
-        rewards_PG = torch.cat([rewards_PG, shaped_rewards(run.config, batch, found[-1].rewards_PG)])
+        rewards_PG = torch.cat([rewards_PG, shaped_rewards(run.config, batch, draws[-1].rewards_PG)])
         generation, rewarding = generation + sampled - started, rewarding + time.monotonic() - sampled
-    metrics = _metrics(groups, rewards_PG, found)
+    metrics = _metrics(groups, rewards_PG, draws)
     correlation = length_correlation(rewards_PG, completion_lengths(groups))
     if is_dynamic:
         kept = informative_groups(rewards_PG).nonzero().flatten().tolist()[:wanted]
-        processes.on_main(lambda: _check_signal(kept, wanted, len(found)))
+        processes.on_main(lambda: _check_signal(kept, wanted, len(draws)))
         groups, rewards_PG = [groups[i] for i in kept], rewards_PG[kept]
     if grpo.gold_environment is not None:
         started = time.monotonic()
@@ -112,10 +110,13 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         rewarding += time.monotonic() - started
     used_PG = used_completions(groups, rewards_PG, grpo)
     metrics["train/num_masked"] = float((rewards_PG.isfinite() & ~used_PG).sum())
-    known = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    known |= {"timing/train/generation": generation, "timing/train/rewards": rewarding}
-    watched = {"groups_without_signal": known["train/groups_without_signal"], "length_correlation": correlation}
-    return Rollouts(groups, rewards_PG, used_PG, len(found) * count, known, watched)
+    finite_metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    finite_metrics |= {"timing/train/generation": generation, "timing/train/rewards": rewarding}
+    watched = {
+        "groups_without_signal": finite_metrics["train/groups_without_signal"],
+        "length_correlation": correlation,
+    }
+    return Rollouts(groups, rewards_PG, used_PG, len(draws) * count, finite_metrics, watched)
 
 
 def sampling_seed(seed: int, step: int, draw: int, *, validation: bool = False) -> int:
@@ -123,28 +124,28 @@ def sampling_seed(seed: int, step: int, draw: int, *, validation: bool = False) 
     return int(np.random.SeedSequence([seed, int(validation), step, draw]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _check_failures(found: GroupRewards, most: float) -> None:
-    num, failed = found.rewards_PG.numel(), len(found.failures)
+def _check_failures(rewards: GroupRewards, most: float) -> None:
+    num, failed = rewards.rewards_PG.numel(), len(rewards.failures)
     if failed / max(num, 1) > most:
         raise ModelError(
             "too many completions have no reward",
-            got=f"{failed / num:.0%} of {num}; {failure_summary(found.failures)}",
+            got=f"{failed / num:.0%} of {num}; {failure_summary(rewards.failures)}",
             need=f"at most {most:.0%} (grpo.max_failed_share)",
             fix="mend the environment and start the same command again: it resumes before this step",
         )
 
 
-def _metrics(groups: Sequence[CompletionGroup], rewards_PG: Tensor, found: Sequence[GroupRewards]) -> dict[str, float]:
-    """Of all that was sampled in a step, in one draw or several; NaN where nothing is known."""
+def _metrics(groups: Sequence[CompletionGroup], rewards_PG: Tensor, draws: Sequence[GroupRewards]) -> dict[str, float]:
+    """The metrics of all completions that a step sampled, in one draw or several; NaN for missing values."""
     by_environment: dict[str, list[Reward]] = defaultdict(list)
-    for one in found:
-        for label, environment_rewards in one.by_environment.items():
+    for draw in draws:
+        for label, environment_rewards in draw.by_environment.items():
             by_environment[label] += environment_rewards
     rewards = rewards_PG[rewards_PG.isfinite()]
     return {
         "train/reward": float(rewards.mean()),
         "train/reward_std": float(rewards.std(unbiased=False)) if len(rewards) else math.nan,
-        "train/raw_reward": float(torch.cat([one.raw_PG for one in found]).nanmean()),
+        "train/raw_reward": float(torch.cat([draw.raw_PG for draw in draws]).nanmean()),
         "train/mean_gen_tokens_per_sample": float(completion_lengths(groups).float().mean()),
         "train/truncation_rate": float(truncated_completions(groups).float().mean()),
         "train/mean_prompt_length": sum(len(group.prompt_ids) for group in groups) / len(groups),
@@ -171,31 +172,31 @@ def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: 
     grpo = run.config.grpo
     size = grpo.val_batch_size or len(run.validation)
     groups: list[CompletionGroup] = []
-    found: dict[str, list[Tensor]] = defaultdict(list)
+    measurements: dict[str, list[Tensor]] = defaultdict(list)
     for number, start in enumerate(range(0, len(run.validation), size)):
         if should_stop():
             return None
         chosen = run.validation[start : start + size]
         batch = run.generator.generate(
-            [one.prompt for one in chosen],
-            [one.token_ids for one in chosen],
+            [prompt.prompt for prompt in chosen],
+            [prompt.token_ids for prompt in chosen],
             num_completions=grpo.num_val_generations,
             seed=sampling_seed(grpo.seed, 0, number, validation=True),
         )
         groups += batch
         rewards, (kl_PG, entropy_PG) = run.rewards.reward(batch), run.updater.measure(batch)
-        found["reward"].append(shaped_rewards(run.config, batch, rewards.rewards_PG))
-        found["raw_reward"].append(rewards.raw_PG)
-        found["entropy"].append(entropy_PG)
+        measurements["reward"].append(shaped_rewards(run.config, batch, rewards.rewards_PG))
+        measurements["raw_reward"].append(rewards.raw_PG)
+        measurements["entropy"].append(entropy_PG)
         if grpo.gold_environment is not None:
-            found["gold_reward"].append(run.rewards.gold(batch))
+            measurements["gold_reward"].append(run.rewards.gold(batch))
         if kl_PG is not None:
-            found["kl"].append(kl_PG)
-    return _summary(run, groups, {name: torch.cat(tensors) for name, tensors in found.items()})
+            measurements["kl"].append(kl_PG)
+    return _summary(run, groups, {name: torch.cat(tensors) for name, tensors in measurements.items()})
 
 
 def _summary(run: GRPOSetup, groups: Sequence[CompletionGroup], values: Mapping[str, Tensor]) -> Validation:
-    """`values`: by name one number for each completion, (P, G)."""
+    """`values`: by name, one number per completion, (P, G)."""
     lengths_PG = completion_lengths(groups)
     means = {name: _mean(values_PG) for name, values_PG in values.items()} | {
         "entropy": _mean(values["entropy"], lengths_PG),
@@ -206,7 +207,7 @@ def _summary(run: GRPOSetup, groups: Sequence[CompletionGroup], values: Mapping[
     metrics = {f"validation/{name}": value for name, value in means.items() if value is not None}
     names = dict.fromkeys(run.validation_sets)
     for name in names if len(names) > 1 else ():
-        chosen = torch.tensor([of_set == name for of_set in run.validation_sets])
+        chosen = torch.tensor([set_name == name for set_name in run.validation_sets])
         for key in ("reward", "gold_reward"):
             if key in values and (mean := _mean(values[key][chosen])) is not None:
                 metrics[f"validation-{name}/{key}"] = mean
@@ -222,20 +223,25 @@ def _summary(run: GRPOSetup, groups: Sequence[CompletionGroup], values: Mapping[
 
 def _sample(group: CompletionGroup, values: Mapping[str, Tensor], p: int) -> dict[str, Any]:
     def measured(g: int) -> dict[str, float | None]:
-        found = {name: values[name][p, g] if name in values else torch.tensor(torch.nan) for name in _SAMPLED}
-        return {name: float(value) if value.isfinite() else None for name, value in found.items()}
+        values_by_name = {name: values[name][p, g] if name in values else torch.tensor(torch.nan) for name in _SAMPLED}
+        return {name: float(value) if value.isfinite() else None for name, value in values_by_name.items()}
 
     return {
         "prompt": [dict(message) for message in group.prompt.messages],
         "completions": [
-            {"text": one.text, **measured(g), "num_tokens": len(one.token_ids), "truncated": one.truncated}
-            for g, one in enumerate(group.completions)
+            {
+                "text": completion.text,
+                **measured(g),
+                "num_tokens": len(completion.token_ids),
+                "truncated": completion.truncated,
+            }
+            for g, completion in enumerate(group.completions)
         ],
     }
 
 
 def _mean(values_PG: Tensor, weights_PG: Tensor | None = None) -> float | None:
-    """Of the finite values, weighted; None where there are none."""
+    """The weighted mean of the finite values; None if there are none."""
     weights = torch.where(values_PG.isfinite(), 1 if weights_PG is None else weights_PG, 0).double()
     total = float(weights.sum())
     return float((values_PG.nan_to_num().double() * weights).sum()) / total if total else None

@@ -4,9 +4,9 @@
     sample(policy, rows, temperature=1.0, ended=lambda tokens: tokens[-1] == end)
     rows[0].token_ids, rows[0].log_probs
 
-Every token of a row is chosen by one number of its own, drawn before: where it falls among the cumulated probabilities.
-So what a row is depends on its prompt and its numbers, not on the rows beside it or on their number, but for the
-rounding of the logits: a number that falls within it of a border takes the token on the other side.
+One number, drawn beforehand, chooses each token of a row: where it falls among the cumulated probabilities. So a row
+depends on its prompt and its numbers alone, not on the other rows, except for the rounding of the logits: a number that
+is within rounding of a border may take the token on the other side.
 
 Shapes: P distinct prompts, S rows, L tokens, V vocabulary.
 """
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 class DecodeSettings(NamedTuple):
     """How rows are sampled on a kind of device.
 
-    `tokens_at_once`: of each row, read by the host together; those after an end are dropped. `kept_at_most`: rows that
-    have ended leave when no more than this share goes on, at the cost of a copy of the others' keys and values.
-    `static`: shapes stay the same from token to token, for CUDA graphs.
+    `tokens_at_once`: tokens per row that the host reads together; tokens after an end are dropped. `kept_at_most`:
+    ended rows leave when at most this share of rows goes on; that copies the others' keys and values. `static`: shapes
+    stay the same from token to token, for CUDA graphs.
     """
 
     tokens_at_once: int
@@ -85,7 +85,7 @@ def sample(
     top_k: int | None = None,
     top_p: float = 1.0,
 ) -> None:
-    """Sample each row until `ended` says so of its tokens, or it has `most` of them.
+    """Sample each row until `ended(token_ids)` is true or it has `most` tokens.
 
     Raises `ModelError` where the policy's logits are not finite. The caller puts the policy in evaluation mode.
 
@@ -95,23 +95,23 @@ def sample(
     most = max(row.most for row in rows)
     settings = DECODE_SETTINGS.get(policy.device.type, DECODE_SETTINGS["cpu"])
     multiple = policy.tensor_size if policy.sequence_parallel else 1
-    rest = -len(rows) % multiple  # so that the processes of a tensor group have as many rows each
-    going: list[Row | None] = [*rows, *[None] * rest]  # None: has ended, and is computed until enough have
-    rows = [*rows, *[rows[0]] * rest]
+    padding = -len(rows) % multiple  # so that the processes of a tensor group have as many rows each
+    going: list[Row | None] = [*rows, *[None] * padding]  # None: ended, still computed until enough have ended
+    rows = [*rows, *[rows[0]] * padding]
     numbers = np.stack([np.pad(row.uniforms[: row.most], (0, most - row.most)) for row in rows])
     numbers_ST = torch.from_numpy(numbers).to(policy.device)
     tokens_S: Tensor | None = None
     step = 0
     decoder = (_TreeDecoder if policy.layout == "tree" else _RowDecoder)(policy, rows, settings)
     while live := [row for row in going if row is not None]:
-        found = []
+        sampled = []
         for _ in range(min([settings.tokens_at_once, *(row.most - step for row in live)])):
             logits_SV = decoder.start() if tokens_S is None else decoder(tokens_S)
             tokens_S, log_probs_S = _choose(logits_SV, numbers_ST[:, step], temperature, top_k, top_p)
-            found.append(torch.stack([tokens_S.double(), log_probs_S.double()]))
+            sampled.append(torch.stack([tokens_S.double(), log_probs_S.double()]))
             step += 1
         assert tokens_S is not None
-        tokens, log_probs = torch.stack(found, dim=-1).tolist()  # the one time that the host waits
+        tokens, log_probs = torch.stack(sampled, dim=-1).tolist()  # the one time that the host waits
         for s, row in enumerate(going):
             if row is not None and _extend(row, tokens[s], log_probs[s], ended):
                 going[s] = None
@@ -123,7 +123,7 @@ def sample(
 
 
 def _extend(row: Row, tokens: Sequence[float], log_probs: Sequence[float], ended: Callable[[list[int]], bool]) -> bool:
-    """Give a row its next tokens, up to its end; whether that has come."""
+    """Append the next tokens to a row, up to its end; returns whether it has ended."""
     for token, log_prob in zip(tokens, log_probs, strict=True):
         if not math.isfinite(log_prob):
             raise ModelError(
@@ -139,7 +139,7 @@ def _extend(row: Row, tokens: Sequence[float], log_probs: Sequence[float], ended
 
 
 class _TreeDecoder:
-    """Reads each prompt once for all its rows, whose tokens go through the model as those of trees do."""
+    """Computes each prompt once for all its rows, and samples them with tree attention."""
 
     def __init__(self, policy: PolicyModel, rows: Sequence[Row], settings: DecodeSettings) -> None:
         self.policy = policy
@@ -163,13 +163,13 @@ class _TreeDecoder:
             assert batch.layout.exchange is not None
             for n, (p, prefix) in enumerate(zip(chosen, batch.layout.exchange.kept(), strict=True)):
                 prefixes[p], hidden_PD[p] = prefix, read[n]
-        of_row = [self._places[row.prompt_ids] for row in self._rows]
+        prompt_of_S = [self._places[row.prompt_ids] for row in self._rows]
         most = max(row.most for row in self._rows)
         self.decoding = Decoding(
-            [one for one in prefixes if one is not None], of_row, most_tokens=most, static=self._static
+            [prefix for prefix in prefixes if prefix is not None], prompt_of_S, most_tokens=most, static=self._static
         )
-        hidden = torch.stack([one for one in hidden_PD if one is not None])
-        return self.policy.logits(hidden).float()[of_row]
+        hidden = torch.stack([hidden_D for hidden_D in hidden_PD if hidden_D is not None])
+        return self.policy.logits(hidden).float()[prompt_of_S]
 
     def __call__(self, tokens_S: Tensor) -> Tensor:
         """The logits after one token more."""
@@ -193,7 +193,7 @@ class _TreeDecoder:
     def _capture(self, tokens_S: Tensor) -> None:
         """Record the kernels of a token once, for as long as the tensors stay where they are."""
         self._tokens_S = tokens_S.clone()
-        self._forward(self._tokens_S)  # what is made at the first call is made before
+        self._forward(self._tokens_S)  # allocates, outside the graph, what a first call allocates
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may copy and allocate meanwhile, to score for one.
@@ -252,23 +252,23 @@ class _RowDecoder:
 
     def _forward(self, tokens_SL: Tensor) -> Tensor:
         mask_SL = self._mask_SL
-        given: dict[str, Any] = {"input_ids": tokens_SL, "use_cache": True}
+        arguments: dict[str, Any] = {"input_ids": tokens_SL, "use_cache": True}
         if "past_key_values" in self._parameters:
-            given |= {"past_key_values": self.cache, "attention_mask": mask_SL}
+            arguments |= {"past_key_values": self.cache, "attention_mask": mask_SL}
         else:  # state-space models: the mask is for the padding of the prompt alone
-            given["cache_params"] = self.cache
-            given["attention_mask"] = mask_SL if tokens_SL.shape == mask_SL.shape else None
+            arguments["cache_params"] = self.cache
+            arguments["attention_mask"] = mask_SL if tokens_SL.shape == mask_SL.shape else None
         if "position_ids" in self._parameters:
-            given["position_ids"] = (mask_SL.cumsum(dim=1) - 1).clamp_min(0)[:, -tokens_SL.shape[1] :]
+            arguments["position_ids"] = (mask_SL.cumsum(dim=1) - 1).clamp_min(0)[:, -tokens_SL.shape[1] :]
         if "logits_to_keep" in self._parameters:
-            given["logits_to_keep"] = 1
+            arguments["logits_to_keep"] = 1
         with self.policy.plain_attention():
-            logits: Tensor = self.policy.hf(**given).logits
+            logits: Tensor = self.policy.hf(**arguments).logits
         return logits[:, -1].float()
 
 
 def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Padded on the left, int64 (P, L), and the mask of what is no padding."""
+    """Prompts padded on the left, int64 (P, L), and the mask of their tokens."""
     longest = max(map(len, prompts))
     rows = [[_PADDING] * (longest - len(ids)) + list(ids) for ids in prompts]
     mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
@@ -288,6 +288,6 @@ def _choose(
     kept_SV = kept_SV if top_p == 1.0 else TopPLogitsWarper(top_p)(None, kept_SV)
     # In float64: beside the sum of a large vocabulary a rare token's probability is below float32's rounding.
     sums_SV = kept_SV.exp().cumsum(dim=-1, dtype=torch.float64)
-    found_S1 = torch.searchsorted(sums_SV, numbers_S[:, None] * sums_SV[:, -1:], right=True)
-    tokens_S = found_S1[:, 0].clamp_max(logits_SV.shape[-1] - 1)
+    index_S1 = torch.searchsorted(sums_SV, numbers_S[:, None] * sums_SV[:, -1:], right=True)
+    tokens_S = index_S1[:, 0].clamp_max(logits_SV.shape[-1] - 1)
     return tokens_S, log_probs_SV.gather(-1, tokens_S[:, None])[:, 0]

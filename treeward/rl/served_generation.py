@@ -1,8 +1,8 @@
 """`ServedGenerator`: completions that are sampled outside this process, by a server or by engines that the run starts.
 
-What both have in common: requests of one prompt each with a seed of its own, completions that are checked before they
-are learnt from, and the comparison of the sampler's log-probabilities with the policy's after each change of weights.
-Of several processes the main one asks, and all get what came.
+Both send one request per prompt, each with its own seed, check completions before anything is learnt from them, and
+compare the sampler's log-probabilities with the policy's after each change of weights. The main process sends requests,
+and all processes get the completions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FIX = (
 
 
 class Request(NamedTuple):
-    """`num_completions` completions of at most `most` tokens to one prompt. `asked`: what it asks for, in errors.
+    """`num_completions` completions of at most `most` tokens to one prompt. `description`: the request in errors.
 
     The seed of a completion is `seed` plus its index.
     """
@@ -48,7 +48,7 @@ class Request(NamedTuple):
     num_completions: int
     most: int
     seed: int
-    asked: str
+    description: str
 
 
 class Served(BaseModel):
@@ -61,8 +61,8 @@ class Served(BaseModel):
 
 
 class ServedGenerator(Generator):
-    """`version`: of the weights that the sampler was given last. `num_samplers`: each gets requests of the comparison.
-    `sampler_dtype`: in which they compute; None: it is not known.
+    """`version`: of the sampler's weights. `num_samplers`: samplers to compare with the policy. `sampler_dtype`: their
+    dtype; None if it is unknown.
     """
 
     version: int | None = None
@@ -80,42 +80,39 @@ class ServedGenerator(Generator):
 
     @abstractmethod
     def ask(self, requests: Sequence[Request], sampling: GenerationConfig, *, log_probs: bool) -> list[list[Served]]:
-        """The completions of each request, in order. Raises `GenerationError` where they cannot be had.
-
-        The main process alone calls it.
-        """
+        """The completions of each request, in order. The main process alone calls it. Raises `GenerationError`."""
 
     def generate(
         self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_completions: int, seed: int
     ) -> list[CompletionGroup]:
-        """See `Generator`. The completions of a prompt are one request. It is up to the sampler to heed the seed."""
+        """See `Generator`. The completions of a prompt are one request. The sampler may ignore the seed."""
         budgets = self.budgets(prompts, prompt_ids)
         # The sampler adds the completion's index to the seed, which fits into signed 32 bits.
         states = [np.random.SeedSequence([seed % 2**64, p]).generate_state(1)[0] for p in range(len(prompts))]
-        asked = "{} completions of at most {} tokens to a prompt of {} ({})"
+        description = "{} completions of at most {} tokens to a prompt of {} ({})"
         requests = [
             Request(list(ids), num_completions, most, int(state) >> 2,
-                    asked.format(num_completions, most, len(ids), prompt.where))
+                    description.format(num_completions, most, len(ids), prompt.where))
             for prompt, ids, most, state in zip(prompts, prompt_ids, budgets, states, strict=True)
         ]  # fmt: skip
         served = processes.on_main(lambda: self.ask(requests, self.config, log_probs=self.config.gives_log_probs))
         return [
-            CompletionGroup(prompt, tuple(ids), tuple(self._completion(one) for one in completions))
+            CompletionGroup(prompt, tuple(ids), tuple(self._completion(completion) for completion in completions))
             for prompt, ids, completions in zip(prompts, prompt_ids, served, strict=True)
         ]
 
-    def checked(self, given: Sequence[Mapping[str, Any]], request: Request, *, log_probs: bool) -> list[Served]:
-        """Completions as they came, in the order of the request. Raises `ValueError` for what was not asked for."""
-        found = [Served.model_validate(one) for one in given]
-        if len(found) != request.num_completions:
-            raise ValueError(f"{len(found)} completions instead of {request.num_completions}")
-        for one in found:
-            ids, said = one.token_ids, one.log_probs or []
+    def checked(self, responses: Sequence[Mapping[str, Any]], request: Request, *, log_probs: bool) -> list[Served]:
+        """The completions of a response, checked against the request. Raises `ValueError` where they do not fit."""
+        completions = [Served.model_validate(response) for response in responses]
+        if len(completions) != request.num_completions:
+            raise ValueError(f"{len(completions)} completions instead of {request.num_completions}")
+        for completion in completions:
+            ids, log_prob_list = completion.token_ids, completion.log_probs or []
             if len(ids) > request.most or max(ids, default=0) >= self._vocabulary:
                 raise ValueError(f"{len(ids)} token ids up to {max(ids)}; the policy has {self._vocabulary} tokens")
-            if log_probs and len(said) != len(ids):
-                raise ValueError(f"{len(said)} log-probabilities for {len(ids)} tokens")
-        return found
+            if log_probs and len(log_prob_list) != len(ids):
+                raise ValueError(f"{len(log_prob_list)} log-probabilities for {len(ids)} tokens")
+        return completions
 
     def _completion(self, served: Served) -> SampledCompletion:
         truncated = served.finish_reason == "length"
@@ -128,10 +125,10 @@ class ServedGenerator(Generator):
 
     @torch.no_grad()
     def compare(self, policy: PolicyModel, *, where: str) -> GenerationError | None:
-        """The error where a sampler has other weights than the policy, all or in part; None where all have these.
+        """The error where a sampler's weights differ from the policy's, all or in part; None where they agree.
 
-        Sampler and policy give the log-probabilities of the same completions, sampled from all tokens, to prompts that
-        are new with each version. The mean difference of each sampler must be within `probe_tolerance`.
+        Sampler and policy give the log-probabilities of the same completions, to prompts that are new with each
+        version. The mean difference of each sampler must be within `probe_tolerance`.
         """
         random, num_prompts = np.random.default_rng(self.version), _PROBE_PROMPTS * self.num_samplers
         begin = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
@@ -141,16 +138,21 @@ class ServedGenerator(Generator):
         requests = [Request(ids, 1, _PROBE_TOKENS, 0, "the comparison of the weights") for ids in prompts]
         sampling = self.config.model_copy(update=_PROBE_SAMPLING)
         served = processes.on_main(lambda: self.ask(requests, sampling, log_probs=True))
-        sampled = [torch.tensor(one.log_probs) for [one] in served]
-        groups = [[ids + one.token_ids] for ids, [one] in zip(prompts, served, strict=True)]
+        sampled = [torch.tensor(completion.log_probs) for [completion] in served]
+        groups = [[ids + completion.token_ids] for ids, [completion] in zip(prompts, served, strict=True)]
         training, differences = policy.training, []
         policy.eval()
         for temperature in {self.config.temperature} | (set() if self.config.gives_log_probs else {1.0}):
             values = policy.log_probs(groups, [[len(ids)] for ids in prompts], temperature=temperature)
-            computed = values.values_SL[values.mask_SL].float().cpu().split([len(one) for one in sampled])
-            apart = [(ours - theirs).abs() for ours, theirs in zip(computed, sampled, strict=True)]
-            of_samplers = [torch.cat(apart[n :: self.num_samplers]).mean() for n in range(self.num_samplers)]
-            differences.append(float(torch.stack(of_samplers).max()))  # a tensor's maximum keeps NaN
+            computed = values.values_SL[values.mask_SL].float().cpu().split([len(log_probs) for log_probs in sampled])
+            token_differences = [
+                (policy_values - sampler_values).abs()
+                for policy_values, sampler_values in zip(computed, sampled, strict=True)
+            ]
+            sampler_means = [
+                torch.cat(token_differences[n :: self.num_samplers]).mean() for n in range(self.num_samplers)
+            ]
+            differences.append(float(torch.stack(sampler_means).max()))  # a tensor's maximum keeps NaN
         policy.train(training)
         difference, dtypes = min(differences), {policy.compute_dtype or policy.hf.dtype, self.sampler_dtype}
         is_exact = dtypes <= {torch.float32, None}

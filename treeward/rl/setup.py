@@ -64,24 +64,23 @@ _NOT_OF_THE_RUN = {
     *("watch", "log_period", "num_logged_samples", "gold_environment"),
     *("environment_timeout_seconds", "max_failed_share", "environments_on_ray"),
 }
-"""Keys of `grpo` that a resumed run may change: no weight depends on them, nor how many prompts a validation completes
-and how often (`max_val_samples`, `num_val_generations`), without which its numbers could not be compared."""
+"""Keys of `grpo` that a resumed run may change: neither weights nor the comparability of validations depend on them."""
 _NOT_OF_THE_REWARD = {
     *("resources", "num_replicas", "batch_size", "batch_tokens", "dtensor_cfg", "cpu_offload"),
     *("activation_checkpointing", "dynamic_batching", "sequence_packing", "megatron_cfg", "max_retries"),
     *("worker_timeout_seconds", "step_timeout_seconds", "timeout_seconds"),
     *("workers", "num_workers", "max_concurrency", "base_url", "api_key_env", "served_model", "token_env"),
 }
-"""Keys of our environments that change where and how fast a reward is computed, or whether there is one in time."""
+"""Keys of our environments that change where and how fast a reward is computed, not its value."""
 
 
 @dataclass(frozen=True, slots=True)
 class GRPOSetup:
     """A run that is ready for its first step.
 
-    `total_steps`: at most so many; a run also ends when `prompt_limit` prompts are drawn, which dynamic sampling does
-    earlier. `validation`: the prompts that every validation completes, and `validation_sets` the name of the set of
-    each. `mesh`: how policy and reference are shared out over the processes, each of which has such a setup.
+    The run ends after `total_steps` steps or `prompt_limit` drawn prompts, which dynamic sampling reaches earlier.
+    `validation`: the prompts of every validation; `validation_sets`: the set of each. `mesh`: how policy and reference
+    are sharded over the processes, each of which has such a setup.
     """
 
     config: GRPORunConfig
@@ -120,9 +119,9 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
     """
     mesh = make_mesh(config.policy.dtensor_cfg)
     open_set = partial(open_prompts, environments=config.environments)
-    training_sets = [open_set(one) for one in config.data.train]
-    validation_sets = [open_set(one) for one in config.data.validation]
-    texts = (str(m.get("content", "")) for one in training_sets for prompt in one for m in prompt.messages)
+    training_sets = [open_set(dataset) for dataset in config.data.train]
+    validation_sets = [open_set(dataset) for dataset in config.data.validation]
+    texts = (str(m.get("content", "")) for dataset in training_sets for prompt in dataset for m in prompt.messages)
     tokenizer = find_tokenizer(config.policy, texts, checkpoint)
     section = config.policy.tokenizer
     renderer = Renderer(
@@ -149,9 +148,9 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         seed, shuffle = config.grpo.seed, config.data.shuffle
         order = EpochOrder(prompts.sizes, weights=prompts.weights, seed=seed, shuffle=shuffle, what="prompt")
         prompt_limit = order.rows_per_epoch * config.grpo.max_num_epochs
-        # A last step that the epochs leave too few prompts for goes on into the next.
-        in_data = -(-prompt_limit // config.grpo.num_prompts_per_step)
-        total_steps = planned_steps(config.grpo, in_data, "grpo")
+        # If the epochs leave too few prompts for the last step, it draws from the next epoch.
+        steps_in_data = -(-prompt_limit // config.grpo.num_prompts_per_step)
+        total_steps = planned_steps(config.grpo, steps_in_data, "grpo")
         on_host = steps_on_host(config.policy, mesh)
         optimizer = build_optimizer(policy, config.policy.optimizer, cpu_offload=on_host)
         updates = total_steps * config.grpo.updates_per_batch * config.updates_per_pass
@@ -172,11 +171,26 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         )
         generator = _make_generator(config, policy, tokenizer, renderer, mesh)
         opened.callback(generator.close)
-        validation, of_sets = _chosen_for_validation(config, held_out)
+        validation, set_names = _chosen_for_validation(config, held_out)
         watch = OverOptimisationWatch(config.grpo.watch)
         run = GRPOSetup(
-            *(config, mesh, policy, tokenizer, renderer, prompts, order, validation, of_sets),
-            *(generator, rewards, updater, scheduler, watch, identity, total_steps, prompt_limit),
+            config=config,
+            mesh=mesh,
+            policy=policy,
+            tokenizer=tokenizer,
+            renderer=renderer,
+            prompts=prompts,
+            order=order,
+            validation=validation,
+            validation_sets=set_names,
+            generator=generator,
+            rewards=rewards,
+            updater=updater,
+            scheduler=scheduler,
+            watch=watch,
+            identity=identity,
+            total_steps=total_steps,
+            prompt_limit=prompt_limit,
         )
         opened.pop_all()
     return run
@@ -193,7 +207,7 @@ def _load_policy(
         fields = {key: value for key, value in policy.architecture.items() if key != "vocab_size"}
         return build_policy(fields, tokenizer, seed=config.grpo.seed, **common).model
     common |= {"config_overrides": policy.hf_config_overrides} | how_to_load(policy, mesh)
-    name = saved or str(policy.model_name)  # the schema sees to it that there is one
+    name = saved or str(policy.model_name)  # the schema requires one
     return load_policy(name, tokenizer=tokenizer, **common).model
 
 
@@ -204,7 +218,7 @@ def _make_policy(
     mesh: Mesh,
     prompts: EncodedPrompts,
 ) -> PolicyModel:
-    """The policy that is trained, checked and measured on the first prompts."""
+    """The policy to train, checked and measured on the first prompts."""
     policy = _load_policy(config, tokenizer, checkpoint, mesh)
     first = [prompts[i].token_ids for i in range(min(len(prompts), _CHECKED_PROMPTS))]
 
@@ -225,7 +239,7 @@ def _make_policy(
 def _load_reference(
     config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, policy: PolicyModel, mesh: Mesh
 ) -> Reference | None:
-    """The policy that the run began with, frozen; None where nothing is compared with it."""
+    """The run's first policy, frozen; None where the loss and the metrics need no reference."""
     if not config.needs_reference:
         return None
     if has_adapters(policy):
@@ -251,7 +265,7 @@ def _make_generator(
         tokenizer,
         section.model_copy(update=changes),
         max_total_tokens=config.policy.max_total_sequence_length,
-        end_ids=end_ids_of(policy, tokenizer, of_template=template_end_ids(renderer)),
+        end_ids=end_ids_of(policy, tokenizer, template_ids=template_end_ids(renderer)),
         chat_template=renderer.chat_template,
         trust_remote_code=config.policy.trust_remote_code,
         mesh=mesh,
@@ -261,12 +275,12 @@ def _make_generator(
 def _chosen_for_validation(
     config: GRPORunConfig, held_out: EncodedPrompts | None
 ) -> tuple[list[EncodedPrompt], list[str]]:
-    """The prompts that are validated on, spread evenly over all sets, and the name of the set of each."""
+    """The validation prompts, spread evenly over all sets, and the set of each."""
     if held_out is None:
         return [], []
     number = min(len(held_out), config.grpo.max_val_samples or len(held_out))
     indices = np.linspace(0, len(held_out) - 1, number).round().astype(int).tolist()
-    names = np.repeat([one.name or "default" for one in config.data.validation], held_out.sizes).tolist()
+    names = np.repeat([dataset.name or "default" for dataset in config.data.validation], held_out.sizes).tolist()
     return [held_out[i] for i in indices], [names[i] for i in indices]
 
 
@@ -275,10 +289,10 @@ def _log_prompts(prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> No
     if held_out is None:
         return
     logger.info("Prompts to validate on: %s.", held_out.counts.summary())
-    known = {ids.tobytes() for ids in prompts.token_ids}
-    if shared := sum(ids.tobytes() in known for ids in held_out.token_ids):
+    training_ids = {ids.tobytes() for ids in prompts.token_ids}
+    if shared := sum(ids.tobytes() in training_ids for ids in held_out.token_ids):
         logger.warning(
-            "%d of %d validation prompts are trained on too: what is measured on them says little of new prompts.",
+            "%d of %d validation prompts are also training prompts: their rewards say little about new prompts.",
             shared, len(held_out),
         )  # fmt: skip
 
@@ -286,10 +300,9 @@ def _log_prompts(prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> No
 def _identity(
     config: GRPORunConfig, renderer: Renderer, prompts: EncodedPrompts, held_out: EncodedPrompts | None
 ) -> dict[str, Any]:
-    """What a resumed run must have in common with the run that it continues, by names that people know.
+    """The settings and hashes that a resumed run must share with the run that it continues, by readable names.
 
-    It has everything that the weights depend on, also the weights of the first policy and of the reward models, which
-    the configuration only names.
+    They cover everything that the weights depend on, including the weights of the first policy and of reward models.
     """
     policy = config.policy
     sampled_by = {"temperature", "top_p", "top_k", "stop_token_ids", "stop_strings", "max_new_tokens"}
@@ -312,17 +325,16 @@ def _identity(
 
 
 def _section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of an environment's section that rewards depend on, with the weights of the models that it names, or
-    what their server says of them.
+    """The keys of an environment's section that rewards depend on, with hashes of its models' weights.
 
-    Of classes that are not ours every key counts. Raises `RewardServerError` for a server that is not there.
+    Every key counts for a class of the user. Raises `RewardServerError` for a server that does not respond.
     """
     kind = str(section.get("type") or name)
     left_out = set() if "." in kind else _NOT_OF_THE_REWARD
     kept = {key: value for key, value in section.items() if key not in left_out}
     if isinstance(kept.get("members"), Mapping):  # of a hybrid; a member's own keys may stand in `settings`, or beside
-        members = {name: {**(one.get("settings") or {}), **one} for name, one in kept["members"].items()}
-        kept["members"] = {name: _section(name, {**one, "settings": None}) for name, one in members.items()}
+        members = {name: {**(member.get("settings") or {}), **member} for name, member in kept["members"].items()}
+        kept["members"] = {name: _section(name, {**member, "settings": None}) for name, member in members.items()}
     if kind == "reward_model":
         keys = {key: value for key, value in section.items() if key not in ("type", "weight", "settings")}
         config = RewardModelEnvironmentConfig.model_validate(keys)
@@ -334,7 +346,7 @@ def _section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _at_server(config: RewardModelEnvironmentConfig) -> str:
-    """What the rewards of a server depend on."""
+    """The part of a server's identity that its rewards depend on."""
     server = RewardServer.connect(config)
     with server.client:
         return str(server.model["identity"])

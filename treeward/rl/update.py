@@ -5,11 +5,10 @@
     metrics = updater.update(evaluated, advantages_PG, used_PG)
     kl_PG, entropy_PG = updater.measure(groups)         # in validation
 
-Old and reference log-probabilities are computed by the trainer itself, in the numerics of the update, whatever the
-generator says. A batch may be updated from several times, in parts of some prompts each; the sums of an update are
-divided once, so it may be cut into micro-batches anywhere between completions. A group that is larger than
-`micro_batch_tokens` is, and its prompt is computed once in each of them. Several processes have the same groups, share
-out the micro-batches, and have the same results.
+The trainer computes old and reference log-probabilities itself, in the numerics of the update. A batch may give several
+updates, from some prompts each. The sums of an update are divided once, so micro-batches may be cut anywhere between
+completions; a group larger than `micro_batch_tokens` is cut, and its prompt computed once in each part. All processes
+have the same groups, share the micro-batches out, and get the same results.
 
 Shapes: P prompts, G completions to each, L tokens of the longest completion, S completions of a micro-batch.
 """
@@ -38,7 +37,7 @@ from treeward.tree.batch import on_device
 from treeward.tree.parts import plan_parts
 
 Reference = PolicyModel | AdapterReference
-"""What KL is measured from: a frozen model, or a LoRA policy with its adapters off."""
+"""The reference policy of the KL: a frozen model, or a LoRA policy with its adapters off."""
 
 MicroBatch = list[list[tuple[int, int]]]
 """By tree, the completions that share it, each as (prompt, place in its group)."""
@@ -48,9 +47,8 @@ MicroBatch = list[list[tuple[int, int]]]
 class Evaluated:
     """Groups with the log-probabilities before the first update, float32 (P, G, L), 0 beyond the end of a completion.
 
-    `old_PGL` is None where the policy of the update is the old policy, `reference_PGL` where there is no reference.
-    `kl_PG`: on the CPU, the estimate of KL(policy || reference) summed over the tokens of a completion, for the reward;
-    None unless it was asked for and there is a reference.
+    `old_PGL` is None where the updated policy is the old policy, `reference_PGL` where there is no reference. `kl_PG`:
+    KL(policy || reference) summed over a completion's tokens, on the CPU, for the reward; None unless requested.
     """
 
     groups: tuple[CompletionGroup, ...]
@@ -63,15 +61,14 @@ class Evaluated:
 class PolicyUpdater:
     """Updates `policy` by `optimizer`.
 
-    `reference`: None for none. `micro_batch_tokens`: computed tokens of one forward and backward pass; only a single
-    completion may exceed it. `max_grad_norm`: None for no clipping. `temperature`: of the sampling.
-    `prompts_per_update`: how many groups one step of the optimiser learns from; None for all. `updates_per_batch`:
-    passes over the whole batch. `parts_per_batch`: updates that a full batch has in a pass; None: as many as this one.
-    `mesh`: how the processes share the work; None for one process.
+    `micro_batch_tokens`: computed tokens of one forward and backward pass; only a single completion may exceed it.
+    `max_grad_norm`: None for no clipping. `temperature`: of the sampling. `prompts_per_update`: groups per step of the
+    optimiser; None for all. `updates_per_batch`: passes over the batch. `parts_per_batch`: updates of a full batch in
+    a pass; None: as many as this batch has. `mesh`: how the processes share the work; None for one process.
 
-    `on_step`: called after each of these updates, for schedules, also after those without anything to learn from, or
-    for which the batch has too few groups: where a schedule stands follows from the number of batches. `steps_begun`:
-    steps of the optimiser so far, with those of `skipped`; while it has not grown nothing has changed.
+    `on_step`: called once per planned update, for schedules, even if there was nothing to learn from or the batch had
+    too few groups: the schedule depends on the number of batches alone. `steps_begun`: steps of the optimiser so far,
+    skipped ones included.
     """
 
     def __init__(
@@ -99,14 +96,16 @@ class PolicyUpdater:
 
     @torch.no_grad()
     def evaluate(self, groups: Sequence[CompletionGroup], *, for_reward: bool = False) -> Evaluated:
-        """The log-probabilities that an update needs, of the policy as it sampled and of the reference.
+        """The log-probabilities of the old policy and of the reference that an update needs.
 
-        `for_reward`: `kl_PG` as well, at the cost of a pass through the policy that a single update does not need.
-        Raises `ModelError` where the loss needs log-probabilities of the generator that are not there.
+        `for_reward`: also `kl_PG`, for one more pass through the policy. Raises `ModelError` where the loss needs
+        log-probabilities that the generator does not give.
         """
         groups = tuple(groups)
-        completions = [one for group in groups for one in group.completions]
-        if needs_generator(self.loss) and any(one.token_ids and one.log_probs is None for one in completions):
+        completions = [completion for group in groups for completion in group.completions]
+        if needs_generator(self.loss) and any(
+            completion.token_ids and completion.log_probs is None for completion in completions
+        ):
             raise ModelError(
                 "the generator gave no log-probabilities of its own",
                 need="one for each token: loss_fn.use_importance_sampling_correction and "
@@ -116,7 +115,7 @@ class PolicyUpdater:
         self.policy.eval()
         metrics = UpdateMetrics()
         old = reference = kl_PG = None
-        # Updated from once, in one part, the policy is its own old policy.
+        # With a single update the policy is its own old policy.
         several = len(self._parts(len(groups))) * self.updates_per_batch > 1
         if several or (for_reward and self.reference is not None):
             old, _ = self._all(self.policy, groups, metrics)
@@ -131,12 +130,11 @@ class PolicyUpdater:
     def update(
         self, evaluated: Evaluated, advantages_PG: Tensor, used_PG: Tensor, *, entropies: bool = True
     ) -> UpdateMetrics:
-        """Learn from groups in the order given. `used_PG`: which completions are learnt from, bool (P, G).
+        """Learn from groups in their order. `used_PG`: which completions to learn from, bool (P, G).
 
-        `entropies`: measure them too, which costs about a pass over the logits.
-
-        The result has the sums of `evaluated` too. A step with a loss or gradient that is not finite is skipped, and
-        adds its tokens alone to the sums. Raises `ModelError` for several in a row; the weights are those before them.
+        `entropies`: measure them too, which costs about a pass over the logits. The result includes the sums of
+        `evaluated`. A step with a loss or gradient that is not finite is skipped and adds only its tokens; several in a
+        row raise `ModelError` and leave the weights as before them.
         """
         metrics, groups, used_PG = evaluated.metrics.read(), evaluated.groups, used_PG.cpu()
         advantages_PG = advantages_PG.to(self.policy.device, torch.float32)
@@ -155,13 +153,13 @@ class PolicyUpdater:
         return metrics
 
     def learn(self, groups: Sequence[CompletionGroup], advantages_PG: Tensor, used_PG: Tensor) -> UpdateMetrics:
-        """`evaluate` and `update` at once, for advantages that are known beforehand."""
+        """`evaluate` and `update` at once, where the advantages do not depend on the KL."""
         return self.update(self.evaluate(groups), advantages_PG, used_PG)
 
     @torch.no_grad()
     def measure(self, groups: Sequence[CompletionGroup]) -> tuple[Tensor | None, Tensor]:
-        """KL to the reference (k3; None without one), summed over the tokens of a completion, and the mean entropy of
-        what they were drawn from, NaN for no tokens: float32 (P, G), on the CPU.
+        """KL to the reference (k3, summed over a completion's tokens; None without a reference) and the mean entropy of
+        the tokens' distributions (NaN for no tokens): float32 (P, G), on the CPU.
         """
         self.policy.eval()
         values_PGL, entropies_PGL = self._all(self.policy, groups, UpdateMetrics(), entropies=True)
@@ -177,14 +175,13 @@ class PolicyUpdater:
         return [range(start, min(start + size, num_groups)) for start in range(0, num_groups, size)]
 
     def _micro_batches(self, groups: Sequence[CompletionGroup], places: Sequence[tuple[int, int]]) -> list[MicroBatch]:
-        """Completions, as (prompt, place), in micro-batches; a group that is too large is cut into several trees.
-
-        Those of this process: as many, of like size, as of each other one; some may be empty.
+        """The micro-batches of this process, of completions as (prompt, place). A group that is too large is cut into
+        several trees. Every process gets as many, of like size; some may be empty.
         """
-        of_prompt: dict[int, list[tuple[int, int]]] = {}
+        places_by_prompt: dict[int, list[tuple[int, int]]] = {}
         for place in places:
-            of_prompt.setdefault(place[0], []).append(place)
-        chosen = list(of_prompt.values())
+            places_by_prompt.setdefault(place[0], []).append(place)
+        chosen = list(places_by_prompt.values())
         sequences = [[groups[p].sequence(g) for p, g in members] for members in chosen]
         share, rank, num_ranks = self.policy.layout == "tree", self.mesh.data_rank, self.mesh.data_size
         plan = plan_parts(sequences, max_tokens=self.micro_batch_tokens, share=share, num_ranks=num_ranks)
@@ -195,36 +192,35 @@ class PolicyUpdater:
     ) -> tuple[CompletionLogProbs, Tensor, Tensor]:
         """The log-probabilities of a micro-batch, and its prompts and places, int64 (S,) each; counts its tokens.
 
-        For an empty one something is computed all the same: other processes wait for this one's part in each exchange.
+        An empty one computes a dummy, because the other processes wait for this one in each exchange.
         """
         sequences: list[list[tuple[int, ...]]] = [[groups[p].sequence(g) for p, g in part] for part in batch]
         prompt_lengths = [[len(groups[p].prompt_ids) for p, _ in part] for part in batch] or [[1]]
-        found = model.log_probs(
+        log_probs = model.log_probs(
             sequences or [[(0, 0)]], prompt_lengths, temperature=self.temperature, entropies=entropy
         )
         if batch:
-            sums.computed_tokens += found.num_computed_tokens
+            sums.computed_tokens += log_probs.num_computed_tokens
             sums.row_tokens += sum(len(sequence) for part in sequences for sequence in part)
         else:
-            nothing = None if found.entropies_SL is None else found.entropies_SL[:0]
-            found = CompletionLogProbs(found.values_SL[:0], found.mask_SL[:0], nothing, 0)
+            entropies_SL = None if log_probs.entropies_SL is None else log_probs.entropies_SL[:0]
+            log_probs = CompletionLogProbs(log_probs.values_SL[:0], log_probs.mask_SL[:0], entropies_SL, 0)
         places_S2 = np.array([place for part in batch for place in part], dtype=np.int64).reshape(-1, 2)
         p_S, g_S = on_device(places_S2, self.policy.device).unbind(dim=1)
-        return found, p_S, g_S
+        return log_probs, p_S, g_S
 
     def _all(
         self, model: Reference, groups: Sequence[CompletionGroup], metrics: UpdateMetrics, *, entropies: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and (zeros unless asked for) entropies of all completions, float32 (P, G, L).
-
-        On every process those of all; the tokens of all are added to `metrics`.
+        """Log-probabilities and entropies (zeros unless requested) of all completions, float32 (P, G, L), on every
+        process. Adds all tokens to `metrics`.
         """
         num_prompts, size = batch_shape(groups)
         longest = int(completion_lengths(groups).max()) if groups else 0
         values_2PGL, counts = torch.zeros(2, num_prompts, size, longest, device=self.policy.device), UpdateMetrics()
         for batch in self._micro_batches(groups, [(p, g) for p in range(num_prompts) for g in range(size)]):
-            found, p_S, g_S = self._ask(model, groups, batch, counts, entropies)
-            for n, values_SL in enumerate((found.values_SL, found.entropies_SL)):
+            log_probs, p_S, g_S = self._ask(model, groups, batch, counts, entropies)
+            for n, values_SL in enumerate((log_probs.values_SL, log_probs.entropies_SL)):
                 if batch and values_SL is not None:
                     values_2PGL[n, p_S, g_S, : values_SL.shape[1]] = values_SL
         total = counts.over(self.mesh.data_group)
@@ -236,7 +232,7 @@ class PolicyUpdater:
     def _step(
         self, evaluated: Evaluated, places: Sequence[tuple[int, int]], advantages_PG: Tensor, entropies: bool
     ) -> UpdateMetrics:
-        """One step of the optimiser, from completions that have a token."""
+        """One step of the optimiser. Every completion has at least one token."""
         metrics, groups = UpdateMetrics(), evaluated.groups
         num_tokens = sum(len(groups[p].completions[g].token_ids) for p, g in places)
         denominator = num_tokens if self.loss.token_level_loss else len(places)
@@ -267,26 +263,28 @@ class PolicyUpdater:
     def _loss(
         self, evaluated: Evaluated, batch: MicroBatch, advantages_PG: Tensor, entropies: bool
     ) -> tuple[Tensor, UpdateMetrics]:
-        """The loss of a micro-batch, summed, and its sums. The host waits for nothing here."""
+        """The summed loss of a micro-batch, and its metrics. Never makes the host wait for the device."""
         counted = UpdateMetrics()
-        found, p_S, g_S = self._ask(self.policy, evaluated.groups, batch, counted, entropies)
-        values_SL = found.values_SL.detach()
-        before = (evaluated.old_PGL, evaluated.reference_PGL)
-        old, reference = (None if known is None else known[p_S, g_S, : values_SL.shape[1]] for known in before)
+        log_probs, p_S, g_S = self._ask(self.policy, evaluated.groups, batch, counted, entropies)
+        values_SL = log_probs.values_SL.detach()
+        evaluated_PGL = (evaluated.old_PGL, evaluated.reference_PGL)
+        old, reference = (
+            None if values_PGL is None else values_PGL[p_S, g_S, : values_SL.shape[1]] for values_PGL in evaluated_PGL
+        )
         completions = [evaluated.groups[p].completions[g] for part in batch for p, g in part]
         loss, metrics = policy_loss(
-            found.values_SL,
+            log_probs.values_SL,
             values_SL if old is None else old,
             reference,
             advantages_PG[p_S, g_S],
-            found.mask_SL,
+            log_probs.mask_SL,
             self.loss,
             generated_SL=_generated(completions, values_SL)[0] if needs_generator(self.loss) else None,
         )
-        if found.entropies_SL is not None:
-            metrics.entropy_sum = found.entropies_SL.sum(dtype=torch.float64)
+        if log_probs.entropies_SL is not None:
+            metrics.entropy_sum = log_probs.entropies_SL.sum(dtype=torch.float64)
             metrics.entropy_tokens = metrics.tokens
-        if old is None:  # the first and only pass of the trainer over what was sampled
+        if old is None:  # the trainer's first and only pass over the completions
             _add_mismatch(metrics, completions, values_SL)
         return loss, metrics + counted
 
@@ -303,8 +301,8 @@ def _generated(completions: Sequence[SampledCompletion], like_SL: Tensor) -> tup
 
 
 def _add_mismatch(metrics: UpdateMetrics, completions: Sequence[SampledCompletion], values_SL: Tensor) -> None:
-    """How far the generator's own log-probabilities are off, as NeMo RL's `token_mult_prob_error`."""
-    said, num_given = _generated(completions, values_SL)
-    errors = torch.where(said.isnan(), 0.0, (values_SL - said).abs().exp())
+    """Add the error of the generator's log-probabilities, as NeMo RL's `token_mult_prob_error`."""
+    generated_SL, num_generated = _generated(completions, values_SL)
+    errors = torch.where(generated_SL.isnan(), 0.0, (values_SL - generated_SL).abs().exp())
     metrics.mismatch_sum += errors.sum(dtype=torch.float64)
-    metrics.mismatch_tokens += num_given
+    metrics.mismatch_tokens += num_generated

@@ -40,43 +40,53 @@ class VllmEngine:
             transfer = WeightTransferConfig(backend=backend)
             self._llm = LLM(model=self._folder.name, weight_transfer_config=transfer, **options)
         except ValidationError as error:  # Ray cannot pickle it
-            messages = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}".removeprefix(": ") for one in error.errors())
+            messages = (
+                f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ")
+                for problem in error.errors()
+            )
             raise ValueError("; ".join(messages)) from error
 
     def call(self, method: str, *args: Any) -> None:
-        """Call a method of the engine. Raises `RuntimeError` where it returns False, as the reset of a cache in use."""
+        """Call a method of the engine. Raises `RuntimeError` if it returns False, as resetting a used cache does."""
         if getattr(self._llm, method)(*args) is False:
             raise RuntimeError("the engine refuses")
 
     def generate(self, prompts: Sequence[list[int]], sampling: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-        """For each prompt its completions, by index, in the form of `Served`."""
+        """The completions of each prompt, by index, in the form of `Served`."""
         from vllm import SamplingParams
 
-        asked = [{"prompt_token_ids": ids} for ids in prompts]
-        found = self._llm.generate(asked, [SamplingParams(**one) for one in sampling], use_tqdm=False) if asked else []
-        return [[_served(one) for one in sorted(reply.outputs, key=lambda one: one.index)] for reply in found]
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = (
+            self._llm.generate(inputs, [SamplingParams(**parameters) for parameters in sampling], use_tqdm=False)
+            if inputs
+            else []
+        )
+        return [
+            [_served(completion) for completion in sorted(reply.outputs, key=lambda completion: completion.index)]
+            for reply in outputs
+        ]
 
 
 def _served(completion: Any) -> dict[str, Any]:
-    ids, said = list(completion.token_ids), completion.logprobs
-    log_probs = None if said is None else [step[i].logprob for i, step in zip(ids, said, strict=True)]
+    ids, steps = list(completion.token_ids), completion.logprobs
+    log_probs = None if steps is None else [step[i].logprob for i, step in zip(ids, steps, strict=True)]
     return {"token_ids": ids, "log_probs": log_probs, "finish_reason": completion.finish_reason}
 
 
 def engine_options(server: GenerationConfig, *, max_model_len: int | None, dtype: str) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` but for the model."""
-    own = server.vllm_cfg
+    """The arguments of `vllm.LLM`, without the model."""
+    engine = server.vllm_cfg
     return {
-        "tensor_parallel_size": own.tensor_parallel_size,
-        "enable_expert_parallel": own.expert_parallel_size > 1,
-        "distributed_executor_backend": "mp" if own.tensor_parallel_size > 1 else "uni",
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "enable_expert_parallel": engine.expert_parallel_size > 1,
+        "distributed_executor_backend": "mp" if engine.tensor_parallel_size > 1 else "uni",
         "dtype": dtype,
-        "kv_cache_dtype": own.kv_cache_dtype,
-        "gpu_memory_utilization": own.gpu_memory_utilization,
+        "kv_cache_dtype": engine.kv_cache_dtype,
+        "gpu_memory_utilization": engine.gpu_memory_utilization,
         "max_model_len": max_model_len,
-        "enforce_eager": own.enforce_eager,
+        "enforce_eager": engine.enforce_eager,
         "enable_sleep_mode": server.colocated.enabled,
-        # Raw ones are at temperature 1, before top-k and top-p; the others at the temperature, and after them.
+        # Raw: at temperature 1, before top-k and top-p. Processed: at the temperature, after them.
         "logprobs_mode": "raw_logprobs" if server.temperature == 1.0 else "processed_logprobs",
         "load_format": "dummy",
         "generation_config": "vllm",  # every parameter of the sampling is given
@@ -87,7 +97,7 @@ def engine_options(server: GenerationConfig, *, max_model_len: int | None, dtype
 def sampling_parameters(
     request: Request, config: GenerationConfig, end_ids: Sequence[int], *, log_probs: bool
 ) -> dict[str, Any]:
-    """The arguments of `vllm.SamplingParams`; `logprobs: 0` is that of the sampled token alone."""
+    """The arguments of `vllm.SamplingParams`; `logprobs: 0` asks for the sampled token's alone."""
     return {
         "n": request.num_completions,
         "seed": request.seed,

@@ -7,9 +7,9 @@
     generator.close()
 
 An engine starts from the policy's configuration and tokenizer with arbitrary weights, and gets the policy's by vLLM's
-own weight transfer, which has a side in this process: `WeightTransferTrainerFactory` of vLLM 0.29 and later. They
-travel in buckets: to a colocated engine by shared memory of the GPU (CUDA IPC), to others by NCCL. A colocated engine
-sleeps (level 1: its weights go to the host's memory) but from `load_weights` to the end of `generate`.
+weight transfer, whose sending side runs in this process: `WeightTransferTrainerFactory` of vLLM 0.29 and later. Weights
+travel in buckets: to a colocated engine by shared memory of the GPU (CUDA IPC), to others by NCCL. Outside of
+`load_weights` to `generate`, a colocated engine sleeps (level 1: its weights go to the host's memory).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WHERE = "policy.generation"
 
 
 def check_gpus() -> None:
-    """Raise `ConfigError` where vLLM, which must be installed, finds no GPU: its engines get their weights on GPUs."""
+    """Raise `ConfigError` if vLLM finds no GPU: its engines get their weights on GPUs. vLLM must be installed."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda_alike():
@@ -59,26 +59,25 @@ def check_gpus() -> None:
 
 
 class VllmGenerator(ServedGenerator):
-    """See `Generator`. Every process takes part in vLLM's weight transfer; the main one alone starts engines and calls
-    them.
+    """See `Generator`. Every process takes part in vLLM's weight transfer; only the main one starts and calls engines.
 
-    Raises `ConfigError` where there is too little for the engines, `GenerationError` where one does not start.
+    Raises `ConfigError` for too few GPUs, `GenerationError` for an engine that does not start.
     """
 
     def __post_init__(self) -> None:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-        own, world, self._colocated = self.config.vllm_cfg, processes.size(), self.config.colocated.enabled
-        if self._colocated and world % own.tensor_parallel_size:
+        engine, world, self._colocated = self.config.vllm_cfg, processes.size(), self.config.colocated.enabled
+        if self._colocated and world % engine.tensor_parallel_size:
             need, field = f"a divisor of {world}, the processes that train", "vllm_cfg.tensor_parallel_size"
-            got = own.tensor_parallel_size
+            got = engine.tensor_parallel_size
             raise ConfigError("colocated engines do not fit the run", where=_WHERE, field=field, got=got, need=need)
-        limits = (self.max_total_tokens, own.max_model_len, self.policy.max_positions)
+        limits = (self.max_total_tokens, engine.max_model_len, self.policy.max_positions)
         self.max_total_tokens = min(filter(None, limits), default=None)
         super().__post_init__()
         self._ray: Any = start_ray() if self._colocated or processes.is_main() else None
-        self.sampler_dtype = DTYPES[own.precision or "bfloat16"]
-        self.num_samplers = world // own.tensor_parallel_size if self._colocated else self.config.num_engines
+        self.sampler_dtype = DTYPES[engine.precision or "bfloat16"]
+        self.num_samplers = world // engine.tensor_parallel_size if self._colocated else self.config.num_engines
         self._weights = _PolicyWeights(self.policy, self.sampler_dtype)
         self._engines: list[Any] = []
         self._places: PlacementGroup | None = None
@@ -104,7 +103,7 @@ class VllmGenerator(ServedGenerator):
         options = engine_options(self.config, max_model_len=self.max_total_tokens, dtype=name)
         options |= {"trust_remote_code": self.trust_remote_code, **self.config.vllm_kwargs}
         actor = self._ray.remote(VllmEngine)
-        self._engines = [actor.options(**one).remote() for one in self._place(training)]
+        self._engines = [actor.options(**actor_options).remote() for actor_options in self._place(training)]
         self._all("start", files, "ipc" if self._colocated else "nccl", options, seconds=_START_SECONDS)
         size, where = self.config.vllm_cfg.tensor_parallel_size, "beside" if self._colocated else "apart from"
         logger.info("%d engines of vLLM, %d GPUs each, %s those that train.", len(self._engines), size, where)
@@ -115,7 +114,7 @@ class VllmGenerator(ServedGenerator):
         self._wake("weights")
         self._transfer.send_weights()
         self._wake("kv_cache")
-        self._tell("reset_prefix_cache", True)  # of requests that run, too: it was computed with the weights before
+        self._tell("reset_prefix_cache", True)  # True: for running requests too; it holds values of the old weights
         if (error := self.compare(policy, where="an engine of vLLM")) is not None:
             raise error
 
@@ -130,17 +129,20 @@ class VllmGenerator(ServedGenerator):
 
     def ask(self, requests: Sequence[Request], sampling: GenerationConfig, *, log_probs: bool) -> list[list[Served]]:
         count, ends = len(self._engines), sorted(self.reader.end_ids)
-        prompts = [one.prompt_ids for one in requests]
-        asked = [sampling_parameters(one, sampling, ends, log_probs=log_probs) for one in requests]
+        prompts = [request.prompt_ids for request in requests]
+        parameters = [sampling_parameters(request, sampling, ends, log_probs=log_probs) for request in requests]
         seconds = self.config.timeout_seconds * math.ceil(len(requests) / self.config.max_concurrency)
-        shares = [(prompts[e::count], asked[e::count]) for e in range(count)]
+        shares = [(prompts[e::count], parameters[e::count]) for e in range(count)]
         replies: list[Any] = [None] * len(requests)
         for e, share in enumerate(self._all("generate", each=shares, seconds=seconds)):
             replies[e::count] = share
         try:
-            return [self.checked(reply, one, log_probs=log_probs) for one, reply in zip(requests, replies, strict=True)]
+            return [
+                self.checked(reply, request, log_probs=log_probs)
+                for request, reply in zip(requests, replies, strict=True)
+            ]
         except ValueError as error:
-            got = f"{error}; asked for {requests[0].asked}, and others"
+            got = f"{error}; asked for {requests[0].description}, and others"
             raise GenerationError("an engine's completions do not fit the request", where=_WHERE, got=got) from None
 
     def close(self) -> None:
@@ -155,12 +157,12 @@ class VllmGenerator(ServedGenerator):
     def _all(
         self, method: str, *args: Any, each: Sequence[tuple[Any, ...]] | None = None, seconds: float | None = None
     ) -> list[Any]:
-        """What the method of each engine returns, all at once. `each`: further arguments of its own for each.
-
-        The main process alone calls it.
-        """
-        own = each or [()] * len(self._engines)
-        running = [getattr(engine, method).remote(*args, *one) for engine, one in zip(self._engines, own, strict=True)]
+        """Call a method of all engines at once, from the main process. `each`: further arguments, per engine."""
+        arguments = each or [()] * len(self._engines)
+        running = [
+            getattr(engine, method).remote(*args, *engine_arguments)
+            for engine, engine_arguments in zip(self._engines, arguments, strict=True)
+        ]
         try:
             return list(self._ray.get(running, timeout=seconds or self.config.timeout_seconds))
         except self._ray.exceptions.RayError as error:
@@ -172,7 +174,7 @@ class VllmGenerator(ServedGenerator):
             raise GenerationError("an engine of vLLM has failed", where=_WHERE, got=got, fix=fix) from error
 
     def _tell(self, method: str, *args: Any) -> None:
-        """Call a method of each engine; every process calls this, and meets its error."""
+        """Call a method of each engine. Every process calls this, and gets its error."""
         processes.on_main(lambda: self._all("call", method, *args))
 
     def _wake(self, *parts: str) -> None:
@@ -188,7 +190,7 @@ class VllmGenerator(ServedGenerator):
             self._asleep = {"weights", "kv_cache"}
 
     def _place(self, training: Sequence[_Place]) -> list[dict[str, Any]]:
-        """Ray's options of each engine: on the GPUs of the processes that train, or on GPUs of its own."""
+        """Ray's options of each engine: on the training processes' GPUs, or on its own."""
         size, count = self.config.vllm_cfg.tensor_parallel_size, self.config.num_engines
         if self._colocated:
             return [_beside(training[first : first + size]) for first in range(0, len(training), size)]
@@ -209,7 +211,7 @@ class VllmGenerator(ServedGenerator):
 
 
 _Place = tuple[dict[str, Any], str | None]
-"""Of a process that trains: Ray's options for its node, and its GPU."""
+"""Ray's options for the node of a training process, and its GPU."""
 
 
 def _beside(training: Sequence[_Place]) -> dict[str, Any]:
@@ -248,7 +250,7 @@ class _PolicyWeights:
 
 
 class _Client:
-    """vLLM's `VLLMWeightSyncClient`: what its side in this process tells the engines."""
+    """vLLM's `VLLMWeightSyncClient`: the sending side's calls of the engines."""
 
     def __init__(self, generator: VllmGenerator) -> None:
         self._all, self._count = generator._all, len(generator._engines)
@@ -256,8 +258,8 @@ class _Client:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         offsets = [1 + engine * self._size for engine in range(self._count)] if "rank_offset" in init_info else []
-        own = [{**init_info, "rank_offset": offset} for offset in offsets] or [init_info] * self._count
-        self._all("call", "init_weight_transfer_engine", each=[({"init_info": one},) for one in own])
+        inits = [{**init_info, "rank_offset": offset} for offset in offsets] or [init_info] * self._count
+        self._all("call", "init_weight_transfer_engine", each=[({"init_info": init},) for init in inits])
 
     def start_weight_update(self) -> None:
         self._all("call", "start_weight_update")

@@ -9,8 +9,8 @@ It observes every validation, always on the same prompts. With a gold reward it 
 best while the proxy, the reward that is optimised, is higher (Gao, Schulman, Hilton 2022, arXiv 2210.10760). Without
 one there are only signs, and the sentences say so: completions grow longer (Singhal et al. 2023, arXiv 2310.03716),
 entropy collapses (Cui et al. 2025, arXiv 2505.22617), KL leaves its budget, completions are cut, groups carry no
-signal. Each kind is raised once, at the first validation where it holds. A value that is None or not finite is passed
-over.
+signal. Each kind is raised once, at the first validation where it holds. Values that are None or not finite are
+ignored.
 
 Shapes: P validation prompts.
 """
@@ -39,16 +39,16 @@ _ROUNDING = 1e-9
 _MIN_VALIDATIONS = 3
 """Validations with a gold reward before the first test."""
 _MIN_LENGTH_CORRELATION = 0.3
-"""Of reward and length within groups, where it is known: below it, longer completions are no alarm."""
+"""Below this correlation of reward and length within groups, longer completions are no alarm."""
 _MIN_ENTROPY_SHARE = 0.1
-"""Of the entropy at the first validation."""
+"""Share of the first validation's entropy."""
 _MAX_TRUNCATION_RATE = 0.5
 _MAX_GROUPS_WITHOUT_SIGNAL = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """`kind` was first found at `step`. `sentence`: for a person. `stops`: the settings ask for the end of the run."""
+    """`kind` first held at `step`. `sentence`: for a person. `stops`: it ends the run."""
 
     kind: AlarmKind
     step: int
@@ -57,25 +57,25 @@ class Alarm:
 
 
 class _Difference(NamedTuple):
-    """The mean over `num_prompts` of later less earlier, and its standard error; NaN where they are not known."""
+    """The mean over `num_prompts` of later less earlier, and its standard error; NaN if unknown."""
 
     value: float
     error: float
     num_prompts: int
 
     def p_of_a_fall(self) -> float:
-        """The chance of a fall as large as this one where nothing has changed; 1 if its error is not known."""
+        """The probability of so large a fall if nothing has changed; 1 if its error is unknown."""
         if math.isnan(self.error) or self.value >= 0:
             return 1.0
         if self.error <= _ROUNDING * abs(self.value):
-            # All prompts fell by one amount: no spread to compare with. The chance in a sign test stands.
+            # All prompts fell by the same amount, so there is no spread: the probability of a sign test.
             return 0.5**self.num_prompts
         return float(special.stdtr(self.num_prompts - 1, self.value / self.error))
 
 
 @dataclass(slots=True)
 class OverOptimisationWatch:
-    """Compares each validation with those before; see the module for what it raises.
+    """Compares each validation with the earlier ones; the module lists the alarms.
 
     **The test of gold.** At the t-th validation with a gold reward, b is the one before it whose gold is highest. With
     d_i = gold_i(t) - gold_i(b) over the n prompts that have both,
@@ -94,11 +94,11 @@ class OverOptimisationWatch:
 
     config: WatchConfig = field(default_factory=WatchConfig)
     alarms: list[Alarm] = field(default_factory=list, init=False)
-    """All that were raised so far, in order."""
+    """All raised so far, in order."""
     active: frozenset[AlarmKind] = field(default=frozenset(), init=False)
     """The kinds that hold at the last validation."""
     _first: dict[str, Any] = field(default_factory=dict, init=False)
-    """Of each quantity the first value that was known; of proxy and gold (P,), by prompt."""
+    """The first finite value of each quantity; of proxy and gold (P,), by prompt."""
     _best: dict[str, Any] | None = field(default=None, init=False)
     """Step, proxy and gold of the validation whose mean gold is highest."""
     _num_golds: int = field(default=0, init=False)
@@ -117,7 +117,7 @@ class OverOptimisationWatch:
         truncation_rate: float | None = None,
         groups_without_signal: float | None = None,
     ) -> list[Alarm]:
-        """Take in the validation at `step`; returns the alarms of kinds that were not raised before.
+        """Observe the validation at `step`; returns the alarms of kinds that were not raised before.
 
         `proxy_by_prompt`, `gold_by_prompt` (P,): mean reward of each prompt, in the same order every time, NaN where
         scoring failed.
@@ -136,13 +136,13 @@ class OverOptimisationWatch:
         self.active = frozenset(holding)
         raised = {alarm.kind for alarm in self.alarms}
         stops = self.config.stop_on if self.config.stop else ()
-        new = [Alarm(kind, step, said, kind in stops) for kind, said in holding.items() if kind not in raised]
+        new = [Alarm(kind, step, sentence, kind in stops) for kind, sentence in holding.items() if kind not in raised]
         self.alarms.extend(new)
         self._remember(step, now)
         return new
 
     def metrics(self) -> dict[str, float]:
-        """The last validation, in the units of the rewards, for the log; without the values that are not known.
+        """Metrics of the last validation, in the units of the rewards; without unknown values.
 
         watch/alarm: 1 while an alarm of any kind holds. watch/{proxy,gold}_error: standard errors of the means;
         watch/{proxy,gold}_change and _change_error: since the first validation, paired by prompt;
@@ -151,7 +151,7 @@ class OverOptimisationWatch:
         return {"watch/alarm": float(bool(self.active)), **self._metrics}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON holds it."""
+        """The state for a resumed run, as JSON values."""
         alarms = [asdict(alarm) for alarm in self.alarms]
         return {"alarms": alarms, "active": sorted(self.active)} | {name: getattr(self, name) for name in _REMEMBERED}
 
@@ -169,13 +169,13 @@ class OverOptimisationWatch:
             self._num_golds += 1
             if self._best is None or gold > _mean(self._best["gold"]):
                 self._best = {"step": step, "proxy": now["proxy"], "gold": now["gold"]}
-        found = {f"{name}_error": _error(now[name]) for name in ("proxy", "gold")}
+        metrics = {f"{name}_error": _error(now[name]) for name in ("proxy", "gold")}
         for name, change in (
             *((f"{name}_change", _difference(self._first.get(name, []), now[name])) for name in ("proxy", "gold")),
             ("gold_fall", _difference(now["gold"], [] if self._best is None else self._best["gold"])),
         ):
-            found |= {name: change.value, f"{name}_error": change.error}
-        self._metrics = {f"watch/{name}": value for name, value in found.items() if math.isfinite(value)}
+            metrics |= {name: change.value, f"{name}_error": change.error}
+        self._metrics = {f"watch/{name}": value for name, value in metrics.items() if math.isfinite(value)}
 
     def _gold_falls(self, now: Mapping[str, Any]) -> str | None:
         best, t, gold, kl = self._best, self._num_golds + 1, _mean(now["gold"]), now["kl"]
@@ -197,7 +197,7 @@ class OverOptimisationWatch:
         )
 
     def _signs(self, now: Mapping[str, Any]) -> dict[AlarmKind, str]:
-        """The other alarms that hold: each is a quantity beyond its limit. None of them is a proof."""
+        """The other alarms that hold: quantities beyond their limits, none of them a proof."""
         kl, length, entropy = now["kl"], now["length"], now["entropy"]
         first_length, first_entropy = (self._first.get(name, math.nan) for name in ("length", "entropy"))
         budget, growth = self.config.max_kl or math.inf, self.config.max_length_growth or math.inf
@@ -229,7 +229,7 @@ class OverOptimisationWatch:
                 f"{now['without']:.0%} of the groups have completions with equal rewards, which teach nothing.",
             ),
         ]  # fmt: skip
-        return {kind: f"{said} This is a sign, no proof." for kind, holds, said in table if holds}
+        return {kind: f"{sentence} This is a sign, no proof." for kind, holds, sentence in table if holds}
 
 
 _REMEMBERED = ("_first", "_best", "_num_golds", "_metrics")
@@ -241,19 +241,16 @@ def length_correlation(rewards_PG: ArrayLike, lengths_PG: ArrayLike) -> float | 
     Completions whose reward is not finite are left out. None where nothing varies within any group.
     """
     rewards, lengths = np.asarray(rewards_PG, dtype=np.float64), np.asarray(lengths_PG, dtype=np.float64)
-    known = np.isfinite(rewards) & np.isfinite(lengths)
-    count = known.sum(axis=1, keepdims=True).clip(1)
-    r, n = (np.where(known, one, 0.0) for one in (rewards, lengths))
-    r, n = (np.where(known, one - one.sum(axis=1, keepdims=True) / count, 0.0) for one in (r, n))
+    finite_PG = np.isfinite(rewards) & np.isfinite(lengths)
+    count = finite_PG.sum(axis=1, keepdims=True).clip(1)
+    r, n = (np.where(finite_PG, values_PG, 0.0) for values_PG in (rewards, lengths))
+    r, n = (np.where(finite_PG, values_PG - values_PG.sum(axis=1, keepdims=True) / count, 0.0) for values_PG in (r, n))
     spread = math.sqrt(float((r * r).sum()) * float((n * n).sum()))
     return None if spread == 0.0 else float((r * n).sum()) / spread
 
 
 def write_alarms(path: Path, alarms: Sequence[Alarm]) -> None:
-    """Write all alarms of a run: written anew at each validation, those of a resumed run are exact.
-
-    Raises `ConfigError` where the file cannot be written.
-    """
+    """Write all alarms of a run, replacing the file. Raises `ConfigError` if it cannot be written."""
     try:
         write_text(path, json.dumps([asdict(alarm) for alarm in alarms], indent=2, allow_nan=False) + "\n")
     except OSError as error:
@@ -266,7 +263,7 @@ def read_alarms(path: Path) -> list[Alarm]:
     try:
         return [Alarm(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
     except (TypeError, ValueError) as error:
-        raise DataError("this is no file of alarms", where=str(path), got=str(error), fix="remove it") from error
+        raise DataError("this is not a file of alarms", where=str(path), got=str(error), fix="remove it") from error
 
 
 def _values(by_prompt: ArrayLike | None) -> list[float]:
@@ -275,14 +272,14 @@ def _values(by_prompt: ArrayLike | None) -> list[float]:
 
 
 def _mean(values: float | Sequence[float]) -> float:
-    known = [value for value in np.atleast_1d(values) if not math.isnan(value)]
-    return float(np.mean(known)) if known else math.nan
+    finite_values = [value for value in np.atleast_1d(values) if not math.isnan(value)]
+    return float(np.mean(finite_values)) if finite_values else math.nan
 
 
 def _error(values_P: Sequence[float]) -> float:
-    """The standard error of the mean; NaN where it is not known."""
-    known = [value for value in values_P if not math.isnan(value)]
-    return float(np.std(known, ddof=1)) / math.sqrt(len(known)) if len(known) > 1 else math.nan
+    """The standard error of the mean; NaN for fewer than two values."""
+    finite_values = [value for value in values_P if not math.isnan(value)]
+    return float(np.std(finite_values, ddof=1)) / math.sqrt(len(finite_values)) if len(finite_values) > 1 else math.nan
 
 
 def _difference(earlier_P: Sequence[float], later_P: Sequence[float]) -> _Difference:

@@ -94,7 +94,7 @@ def _bullets(texts: Sequence[str]) -> str:
 
 
 def _prefix(run: RLRun, runs: Sequence[Any]) -> str:
-    """The name of the run before that of a curve, where there are several."""
+    """The run's name before a curve's name, if there are several runs."""
     return f"{run.name}: " if len(runs) > 1 else ""
 
 
@@ -112,9 +112,9 @@ def _numbers(summaries: Sequence[RunSummary]) -> Block:
         "steps": ("Steps", "integer", lambda summary: summary.run.last_step),
     }
     rows: list[Block] = [{key: get(summary) for key, (*_, get) in columns.items()} for summary in summaries]
-    known = {key: column[:2] for key, column in columns.items() if any(row[key] is not None for row in rows)}
+    filled_columns = {key: column[:2] for key, column in columns.items() if any(row[key] is not None for row in rows)}
     note = "Changes have 95% intervals that are paired by prompt."
-    return table_block("From the first validation to the last", known, rows, note)
+    return table_block("From the first validation to the last", filled_columns, rows, note)
 
 
 def _over_distance(summaries: Sequence[RunSummary]) -> Iterator[Block]:
@@ -145,11 +145,11 @@ def _over_distance(summaries: Sequence[RunSummary]) -> Iterator[Block]:
                 series[name].append(look | points | {"labels": labels})
         if run.alarm_step in distances:
             lines.append({"x": distances[run.alarm_step], "label": f"{prefix}alarm", "colour": colour})
-    for name, of_runs in series.items():
-        if of_runs:
+    for name, run_curves in series.items():
+        if run_curves:
             yield curves_block(
                 f"{name.capitalize()} over the distance moved",
-                of_runs,
+                run_curves,
                 notes[name],
                 x_label="square root of KL to the reference, KL in nats",
                 y_label="gain over the first validation",
@@ -190,7 +190,7 @@ def _over_steps(runs: Sequence[RLRun], title: str, key: str, y_label: str, note:
 
 
 def _thinned(curve: Curve, error: Curve | None) -> Block:
-    """The points of a curve, at most so many as can be seen; with a 95 % interval where none is left out."""
+    """The points of a curve, thinned to what a screen shows; with 95 % intervals if none is left out."""
     number = min(len(curve), _MOST_POINTS)
     x = [float(part.mean()) for part in np.array_split(list(curve.keys()), number)]
     y = [float(part.mean()) for part in np.array_split(list(curve.values()), number)]
@@ -206,11 +206,11 @@ def _samples(summaries: Sequence[RunSummary]) -> Iterator[Block]:
     """The same prompts at the first, a middle and the last validation; the middle one is where gold was best."""
     items: dict[str, Block] = {}
     for colour, summary in enumerate(summaries):
-        by_prompt: dict[str, dict[int, Mapping[str, Any]]] = {}
+        lines_by_prompt: dict[str, dict[int, Mapping[str, Any]]] = {}
         for line in summary.run.samples:
             if line["completions"]:
-                by_prompt.setdefault(json.dumps(line["prompt"], sort_keys=True), {})[line["step"]] = line
-        for prompt, lines in by_prompt.items():
+                lines_by_prompt.setdefault(json.dumps(line["prompt"], sort_keys=True), {})[line["step"]] = line
+        for prompt, lines in lines_by_prompt.items():
             steps = sorted(lines)
             middle = summary.best_step if summary.best_step in steps[1:-1] else steps[len(steps) // 2]
             shown = [lines[step] for step in dict.fromkeys((steps[0], middle, steps[-1]))]
@@ -243,8 +243,8 @@ def _settings(runs: Sequence[RLRun]) -> Iterator[Block]:
     """First the settings that differ, then all, folded."""
     settings = [run.settings() for run in runs]
     rows = [
-        {"setting": key, **{f"run{i}": of_run.get(key) for i, of_run in enumerate(settings)}}
-        for key in dict.fromkeys(key for of_run in settings for key in of_run)
+        {"setting": key, **{f"run{i}": run_settings.get(key) for i, run_settings in enumerate(settings)}}
+        for key in dict.fromkeys(key for run_settings in settings for key in run_settings)
     ]
     if not rows:
         return

@@ -1,12 +1,12 @@
-"""`RLRun`: what a run of RL has left in its log folder; `RunSummary`: what became of it, in sentences.
+"""`RLRun`: the logs of a run of RL; `RunSummary`: its verdict, in sentences.
 
     run = RLRun.read("no KL", Path("results/hacked/logs"))
     run.curve("validation/gold_reward")                 # {0: 0.31, 10: 0.42, ...}: values by step
     sum_up(run).sentence(), sum_up(run).advice()
 
-Read are `metrics.jsonl`, and where they are there `samples.jsonl`, `alarms.json` and the resolved `config.yaml`. Any
-metric may be absent, at some steps or at all; values that are not finite are left out. A change is said to be one only
-where its 95 % interval says it. Intervals are paired by prompt: the watch logs them (`treeward.rl.watch`).
+It reads `metrics.jsonl` and, if they exist, `samples.jsonl`, `alarms.json` and the resolved `config.yaml`. Any metric
+may be absent, at some steps or at all; values that are not finite are ignored. A metric counts as changed only if its
+95 % interval excludes 0. Intervals are paired by prompt: the watch logs them (`treeward.rl.watch`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Curve = Mapping[int, float]
 Source = Literal["validation", "train"]
 
 Outcome = Literal["over-optimised", "improved", "worse", "level", "unknown"]
-"""What became of gold: `over-optimised` is an alarm of the watch; `unknown` where there is no gold, or no interval."""
+"""The verdict by gold: `over-optimised` is an alarm of the watch; `unknown`: there is no gold, or no interval."""
 
 _VERDICTS: dict[Outcome, str] = {
     "over-optimised": "{} exploited the reward model: gold fell while the proxy rose.",
@@ -94,7 +94,7 @@ class RLRun:
         return cls(
             name,
             dict(sorted(steps.items())),
-            # The reader of metrics knows what a killed run leaves behind, whatever else is in a line beside its step.
+            # The reader of metrics drops the half line that a killed run leaves behind.
             tuple(read_metrics(samples)) if samples.exists() else (),
             tuple(read_alarms(alarms)) if alarms.exists() else (),
             read_yaml(config) if config.exists() else {},
@@ -129,7 +129,7 @@ class RLRun:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A metric from its first to its last validation; `by`: the change, with its interval where that is known."""
+    """A metric from its first to its last validation; `by`: the change, with its interval if known."""
 
     first: float
     last: float
@@ -137,7 +137,7 @@ class Change:
 
     @property
     def verb(self) -> str:
-        """What its interval allows to say."""
+        """The verb that the interval supports."""
         return "rose" if (self.by.low or 0.0) > 0.0 else "fell" if (self.by.high or 0.0) < 0.0 else "went"
 
     def course(self) -> str:
@@ -149,9 +149,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The numbers of a run that its verdict is made of; None for what its logs do not have.
+    """The numbers behind a run's verdict; None for metrics that its logs lack.
 
-    `source`: which metrics these are of, validation or training. `length`: tokens of a completion at first and at last.
+    `source`: validation or training metrics. `length`: mean tokens of a completion, first and last.
     """
 
     run: RLRun
@@ -166,7 +166,7 @@ class RunSummary:
 
     @property
     def proxy_rose(self) -> bool:
-        """Whether its interval says so, or the alarm of gold, which compares the proxy with that at the best gold."""
+        """Whether its interval says so, or the alarm of gold, which compares with the proxy at the best gold."""
         verb = None if self.proxy is None else self.proxy.verb
         return verb == "rose" or (verb == "went" and self.outcome == "over-optimised")
 
@@ -253,7 +253,7 @@ def opening(summaries: Sequence[RunSummary]) -> str:
 
 
 def _change(run: RLRun, curve: Curve, source: Source, name: str) -> Change | None:
-    """With the interval that the watch logs, of validations; None for fewer than two values."""
+    """The change, with the watch's interval for validations; None for fewer than two values."""
     if len(curve) < 2:
         return None
     (_, first), *_, (step, last) = curve.items()
