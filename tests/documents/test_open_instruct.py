@@ -89,7 +89,7 @@ def test_the_documented_metrics(tiny_run: Callable[..., Any], tmp_path: Path) ->
 
 def run_script(script: str, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     """`bash SCRIPT` as quoted, from another folder, into `folder`; the lines of its metrics."""
-    assert f"bash {script}" in (REPOSITORY / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    assert f"bash {script}" in (REPOSITORY / "docs" / "integrations.md").read_text(encoding="utf-8")
     folders = [f"checkpointing.checkpoint_dir={folder}/model", f"logger.log_dir={folder}/logs"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     words = ["bash", str(REPOSITORY / script), *folders, *overrides]
@@ -128,7 +128,7 @@ def test_the_script_of_tulu_3_on_something_small(policy_folder: Path, tmp_path: 
 
 # --- The page for those who come from elsewhere ----------------------------------------------------------------------
 
-PAGE = (REPOSITORY / "docs" / "coming-from.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "integrations.md").read_text(encoding="utf-8")
 BASE = f"""
 defaults: {REPOSITORY / "examples" / "configs" / "rm.yaml"}
 data: {{_override_: true, train: {{data_path: train.jsonl}}, validation: {{data_path: val.jsonl}}}}
@@ -145,8 +145,8 @@ FLAGS = """
 
 def rows(section: str) -> list[tuple[str, str]]:
     """The rows of a section's table of options: theirs, ours."""
-    _, _, text = PAGE.partition(f"\n## {section}\n")
-    lines = [line.strip("| ") for line in text.partition("\n## ")[0].splitlines() if line.startswith("| `")]
+    _, _, text = PAGE.partition(f"\n### From {section}\n")
+    lines = [line.strip("| ") for line in text.partition("\n### ")[0].splitlines() if line.startswith("| `")]
     return [(theirs, ours) for theirs, _, ours in (line.partition(" | ") for line in lines) if "=" in ours]
 
 
@@ -205,4 +205,4 @@ def test_the_left_column_has_options_of_the_others() -> None:
     }
     named = {name for theirs, _ in rows("TRL") for name in re.findall(r"`(\w+)`", theirs)}
     assert named and named <= fields
-    assert set(FLAGS.split()) <= set(re.findall(r"--\w+", PAGE.partition("## TRL")[0]))
+    assert set(FLAGS.split()) <= set(re.findall(r"--\w+", PAGE.partition("### From TRL")[0]))

@@ -27,5 +27,5 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_its_links_are_there() -> None:
     text = NOTEBOOK.read_text(encoding="utf-8")
-    for page in ("pretrained-backbone.md", "shaping.md", "training.md"):
+    for page in ("pretrained-backbone.md", "scoring.md", "training.md"):
         assert f"../docs/{page}" in text and (NOTEBOOK.parents[1] / "docs" / page).is_file()
