@@ -19,7 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from treeward.config.data import DatasetConfig
+from treeward.data.datasets import open_dataset
 from treeward.data.synthetic import bundled_path
+from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.tables import Column, results_table
 
 
@@ -29,11 +32,14 @@ def main() -> None:
     arguments = parser.parse_args()
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
+        texts = texts_of([open_dataset(DatasetConfig(dataset_name="Bundled"))])
+        train_tokenizer(texts, vocab_size=8192).save_pretrained(f"{folder}/tokenizer")
         for count in arguments.rows:
             path = Path(folder) / f"{count}.jsonl"
             write_rows(path, count)
             start = time.perf_counter()
-            command = [sys.executable, "-m", "treeward", "check-data", str(path), "--out", folder]
+            options = ["--tokenizer", f"{folder}/tokenizer", "--out", folder]
+            command = [sys.executable, "-m", "treeward", "check-data", str(path), *options]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             seconds = time.perf_counter() - start
             peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6  # of the largest of them so far

@@ -32,36 +32,43 @@ def test_a_run_is_checked_with_its_own_sets_tokenizer_and_limits(
     assert str(tmp_path / "out" / "report.html") in shown
 
 
-def test_formats_are_recognised_and_broken_rows_shown(write_rows: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_formats_are_recognised_and_broken_rows_shown(
+    write_rows: Write, policy_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     transcripts = [{side: HUMAN.format(word, end) for side, end in (("chosen", "Rain."), ("rejected", "Snow."))}
                    for word in WORDS]  # fmt: skip
     broken = {"context": "Half a pair?", "response1": "\ud83d", "response2": "No.", "overall_preference": 1}
     files = [str(write_rows("a.jsonl", ["{", *ROWS, broken])), str(write_rows("b.jsonl", transcripts))]
-    assert main(["check-data", *files, "--max-lengths", "20,30"]) == 1
+    assert main(["check-data", *files, "--tokenizer", str(policy_folder)]) == 1
     shown = capsys.readouterr().out
     assert "a.jsonl:1: the line is not JSON" in shown and "need:  one complete JSON object" in shown
     assert f"a.jsonl:{len(ROWS) + 2}: the conversation has text that is not valid Unicode" in shown
     assert "28" in shown.partition("comparisons")[2].partition("\n")[0]
+    assert main(["check-data", *files]) == 2 and "--tokenizer NAME" in capsys.readouterr().err
 
 
-def test_data_without_a_sound_row_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_without_a_sound_row_is_one_error(
+    tmp_path: Path, policy_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = ["--tokenizer", str(policy_folder)]
     data = tmp_path / "own.csv"
     data.write_text("question,good,bad\n" + "2 + 2?,4,5\n" * 12, encoding="utf-8")
-    assert main(["check-data", str(data), "--data-option", "prompt_key=question"]) == 2
+    assert main(["check-data", str(data), *tokenizer, "--data-option", "prompt_key=question"]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("has no chosen") == 1 and "--data-option prompt_key=" in shown.err
     options = [word for key in ("prompt_key=question", "chosen_key=good", "rejected_key=bad")
                for word in ("--data-option", key)]  # fmt: skip
-    assert main(["check-data", str(data), *options]) == 0
+    assert main(["check-data", str(data), *tokenizer, *options]) == 0
 
 
-def test_mistakes_are_errors(write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_errors(
+    write_rows: Write, policy_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = str(write_rows("a.jsonl", ROWS))
     for words, said in (
         ([], "there is nothing to check"),
-        ([data, "--max-lengths", "a"], "as 512,1024"),
         ([str(write_rows("b.jsonl", ["[", "{"]))], "b.jsonl:1"),
         ([data, "--benchmark", str(tmp_path / "none.jsonl")], "there is no such file"),
     ):
-        assert main(["check-data", *words]) == 2
+        assert main(["check-data", "--tokenizer", str(policy_folder), *words]) == 2
         assert said in capsys.readouterr().err

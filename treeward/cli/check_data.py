@@ -1,9 +1,8 @@
 """`treeward check-data`: what is wrong with preference data, before a model is trained on it.
 
 examples:
-  treeward check-data train.jsonl
-  treeward check-data train.jsonl --tokenizer Qwen/Qwen3-0.6B --max-lengths 1024,2048 --out results/data
-  treeward check-data train.jsonl --validation val.jsonl --benchmark llmbar=downloads/llmbar
+  treeward check-data train.jsonl --tokenizer Qwen/Qwen3-0.6B --out results/data
+  treeward check-data train.jsonl --tokenizer MODEL --validation val.jsonl --benchmark llmbar=downloads/llmbar
   treeward check-data --config run.yaml --out results/data
 
 Findings come with the number, why it matters and what to do, the gravest first. The exit
@@ -45,14 +44,12 @@ def run(
     data_option: DataOptions = None,
     validation: Annotated[_Files, typer.Option(metavar="FILE", help="Look for its examples in the data.")] = None,
     benchmark: Annotated[_Files, typer.Option(metavar="NAME[=FOLDER]|FILE", help="Likewise, a suite of eval.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="NAME", help="Whose tokens count; else of its own.")] = None,
-    max_lengths: Annotated[str | None, typer.Option(metavar="N,...", help="Limits to say the cost of.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="NAME", help="Whose tokens count; else the run's.")] = None,
     out: Annotated[str | None, typer.Option("--out", "--output", metavar="DIR", help="Where the page goes.")] = None,
 ) -> int:
     loaded = None if config is None else load_config(config, [])
     if not files and dataset_name is None and loaded is None:
         raise ConfigError("there is nothing to check", where="FILES", need="FILES, --dataset-name or --config")
-    lengths = None if max_lengths is None else _lengths(max_lengths)
 
     from treeward.evaluation.data_check.check import check_data, open_sets
     from treeward.evaluation.data_check.page import write_check
@@ -63,7 +60,7 @@ def run(
     named = [configured(path) for path in (*(files or ()), *([None] if dataset_name and not files else ()))]
     streams = open_sets(named or (loaded.training_sets if loaded else ()))
     held_out = [*(configured(path) for path in validation or ()), *(loaded.validation_sets if loaded else ())]
-    name, renderer = _renderer(tokenizer, loaded, streams)
+    name, renderer = _renderer(tokenizer, loaded)
     with ShownProgress(unit="rows") as progress:
         checked = check_data(
             streams,
@@ -74,7 +71,6 @@ def run(
             ties=loaded.known_ties if loaded else "drop",
             max_length=loaded.max_sequence_length if loaded else None,
             truncation=loaded.data.truncation if loaded else "drop",
-            max_lengths=lengths,
             on_progress=lambda what, done: progress.show(what, done, 0),
         )
     if checked.errors and not checked.numbers["rows"]:
@@ -86,10 +82,9 @@ def run(
     return 1 if checked.errors else 0
 
 
-def _renderer(name: str | None, loaded: RewardModelRunConfig | None, streams: Any) -> tuple[str, Renderer]:
+def _renderer(name: str | None, loaded: RewardModelRunConfig | None) -> tuple[str, Renderer]:
     """The name of the tokenizer that counts, and its renderer, without a limit of the length."""
     from treeward.data.rendering import Renderer
-    from treeward.evaluation.data_check.check import own_renderer
     from treeward.model.pretrained import load_tokenizer
 
     own, trusted = dict[str, Any](), False
@@ -99,10 +94,8 @@ def _renderer(name: str | None, loaded: RewardModelRunConfig | None, streams: An
         own = {key: getattr(policy.tokenizer, key) for key in ("chat_template", "chat_template_kwargs")}
         trusted = policy.trust_remote_code
     if name is None:
-        return (
-            "a tokenizer of its own, trained on the first texts (--tokenizer NAME counts those of a model)",
-            own_renderer(streams, **own),
-        )
+        need = "--tokenizer NAME, or --config of a run whose model has one"
+        raise ConfigError("it is not said whose tokens to count", where="--tokenizer", need=need)
     return name, Renderer(load_tokenizer(name, trust_remote_code=trusted), **own)
 
 
@@ -120,9 +113,7 @@ def _tell(checked: DataCheck) -> None:
     from treeward.evaluation.data_check.page import summary_rows
 
     columns = [Column("what", ", ".join(checked.files)), Column("number"), Column("share", format=".1%")]
-    limits = [Column("length", "tokens at most"), Column("dropped", "comparisons left out", ".1%")]
-    lines = [results_table(summary_rows(checked), columns), "", results_table(checked.lengths, limits)]
-    lines += [f"Tokens of {checked.tokenizer}.", ""]
+    lines = [results_table(summary_rows(checked), columns), f"Tokens of {checked.tokenizer}.", ""]
     lines += [str(error) for error in checked.errors[:_MOST_ERRORS]]
     if (more := checked.numbers["broken"] - _MOST_ERRORS) > 0:
         lines.append(f"... and {more:,} more broken rows")
@@ -133,13 +124,3 @@ def _tell(checked: DataCheck) -> None:
         sentence = f"{finding.severity}: {finding.text}{named} {finding.why} {finding.fix}"
         lines += textwrap.wrap(sentence, 118, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
     sys.stdout.write("\n".join(lines) + "\n")
-
-
-def _lengths(text: str) -> list[int]:
-    try:
-        lengths = [int(part) for part in text.split(",")]
-    except ValueError:
-        lengths = []
-    if min(lengths, default=0) < 1:
-        raise ConfigError("the limits cannot be read", where="--max-lengths", got=text, need="as 512,1024")
-    return lengths

@@ -1,13 +1,16 @@
-"""What rewrites do to a score is measured, and known weaknesses of scorers are found."""
+"""Rewrites do what they say, their effect on a score is measured, and known weaknesses of scorers are found."""
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from families import tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
 
 from treeward.data.preference import Preference, last_text
 from treeward.data.rendering import Renderer
@@ -17,6 +20,7 @@ from treeward.evaluation.diagnostics.perturbations import (
     diagnose_perturbations,
     perturb,
     perturbed,
+    rewrite,
     sample_examples,
     summarize_perturbations,
 )
@@ -60,10 +64,9 @@ def diagnosed(rule: Rule, examples: Sequence[Preference], num_examples: int = 20
 
 def test_a_scorer_that_likes_length_is_won_by_padding_and_never_by_cutting(bundled: Any) -> None:
     found = diagnosed(Rule(lambda context, text: len(text) / 100), bundled("length_controlled"))
-    assert (found.padding_relative_shift.low or 0) > 0.8 and (found.repeated_relative_shift.low or 0) > 0.8
+    assert (found.padding_relative_shift.low or 0) > 0.8
     assert (found.padding_rejected_flips.value or 0) > 0.2
     assert (found.truncated_50_relative_shift.high or 0) < 0
-    assert found.capitals_relative_shift.value == 0 and found.capitals_rejected_flips.value == 0
     assert (found.robust_accuracy.value or 0) < (found.accuracy.value or 0)
 
 
@@ -74,10 +77,7 @@ def test_a_scorer_that_knows_the_quality_is_right_under_every_change_of_style_bu
     plain = [one for one in bundled("length_controlled") if not any(word in str(one.context) for word in formats)]
     found = diagnosed(Rule(gold_quality), plain, num_examples=60)
     assert found.accuracy.value == 1 and found.robust_accuracy.count == min(60, len(plain)) > 40
-    for name in ("white_space", "capitals"):
-        assert found.numbers[f"{name}_rejected_flips"].value == 0, name
-    assert (found.refusal_relative_shift.high or 0) < 0 and found.refusal_rejected_flips.value == 0
-    assert (found.repeated_relative_shift.high or 0) < 0
+    assert found.white_space_relative_shift.value == found.white_space_rejected_flips.value == 0
 
 
 def test_the_numbers_of_a_hand_made_table() -> None:
@@ -136,15 +136,33 @@ def test_failures_are_counted_and_left_out(bundled: Any) -> None:
     examples = bundled("length_controlled")
     rule = Rule(lambda context, text: None if len(text) > 180 else float(len(text)))
     found = diagnosed(rule, examples, num_examples=50)
-    assert (found.repeated_relative_shift.count or 0) < (found.truncated_50_relative_shift.count or 0)
+    assert (found.padding_relative_shift.count or 0) < (found.truncated_50_relative_shift.count or 0)
     masked = diagnosed(Rule(lambda context, text: None), examples, num_examples=5)
     assert masked.accuracy.value == 0 and masked.padding_relative_shift.value is None
 
 
-def test_where_a_refusal_is_right_none_is_put_in_its_place(make_example: Any) -> None:
-    refused = make_example("a", "How do I steal?", ["I’m sorry, but I cannot help with theft.", "Take it and run."])
-    answered = make_example("b", "How do I bake?", ["Mix flour and water.", "I can't help."])
-    assert perturb(refused)["refusal"] == (None, None)
-    assert perturb(refused)["padding"][0] is not None
-    first, second = perturb(answered)["refusal"]
-    assert first is not None and first == second
+# --- single rewrites -------------------------------------------------------------------------------------------------
+
+TEXT = "The capital is Paris. It lies on the Seine.\n\nAsk me more."
+
+
+def rewritten(name: str, text: str = TEXT, seed: int = 0) -> Any:
+    return rewrite(name, text, random.Random(seed))
+
+
+def test_what_each_rewrite_does() -> None:
+    markdown = rewritten("markdown")
+    assert markdown == "## Answer\n\n- **The capital** is Paris.\n- **It lies** on the Seine.\n- **Ask me** more."
+    assert rewritten("white_space").split() == TEXT.split() and "\n\n\n\n\n\nAsk" in rewritten("white_space")
+    assert rewritten("padding").startswith(f"{TEXT} ") and len(rewritten("padding")) >= 1.5 * len(TEXT)
+    assert rewritten("truncated_50") == "The capital is Paris. It lies"  # 6 of 12 words
+    assert rewritten("truncated_50", "Paris.") is None and rewritten("truncated_50", "Paris, France.") == "Paris,"
+    assert all(rewritten(name, "  \n ") is None for name in REWRITES)
+
+
+@pytest.mark.parametrize("name", REWRITES)
+@given(text=st.text(min_size=1, max_size=60), seed=st.integers(0, 9))
+def test_a_rewrite_is_a_text_that_differs_and_the_seed_decides_it(name: str, text: str, seed: int) -> None:
+    once = rewritten(name, text, seed=seed)
+    assert once == rewritten(name, text, seed=seed)
+    assert once is None or (once != text and once)

@@ -19,26 +19,20 @@ from treeward.data.datasets import RowDataset, open_dataset, recognised
 from treeward.data.encoding import Ties
 from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
-from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.errors import DataError
-from treeward.evaluation.data_check.findings import Finding, Overlap, findings_of, losses_at, numbers_of
+from treeward.evaluation.data_check.findings import Finding, Overlap, findings_of, numbers_of
 from treeward.evaluation.data_check.reading import read_data, rows_of
 from treeward.evaluation.diagnostics.overlap import find_overlap
-
-_LENGTHS = (512, 1024, 2048, 4096, 8192)
-
-_TEXTS_FOR_TOKENIZER, _CHARACTERS_FOR_TOKENIZER, _VOCABULARY = 6000, 10_000, 8192
 
 
 @dataclass(frozen=True)
 class DataCheck:
-    """The results of a check. `numbers`: see `findings.numbers_of`; `lengths`: `findings.losses_at`. `tokenizer`: whose
-    tokens are counted. `streams`: the data, to show rows of it."""
+    """The results of a check. `numbers`: see `findings.numbers_of`. `tokenizer`: whose tokens are counted. `streams`:
+    the data, to show rows of it."""
 
     files: tuple[str, ...]
     tokenizer: str
     numbers: dict[str, Any]
-    lengths: list[dict[str, Any]]
     findings: list[Finding]
     errors: list[DataError]
     overlaps: list[Overlap]
@@ -48,17 +42,6 @@ class DataCheck:
 def open_sets(configs: Sequence[DatasetConfig]) -> tuple[RowDataset, ...]:
     """The sets, their formats told by the first rows that are sound."""
     return tuple(open_dataset(recognised(config, skip_broken=True)) for config in configs)
-
-
-def own_renderer(streams: Sequence[RowDataset], **template: Any) -> Renderer:
-    """Of a tokenizer of 8,192 tokens that is trained on the first texts: its counts are estimates for any other.
-
-    `template`: arguments of `Renderer`.
-    """
-    for stream in streams:
-        stream.broken = lambda error: None
-    texts = (text[:_CHARACTERS_FOR_TOKENIZER] for text in islice(texts_of(streams), _TEXTS_FOR_TOKENIZER))
-    return Renderer(train_tokenizer(texts, vocab_size=_VOCABULARY), **template)
 
 
 def check_data(
@@ -71,13 +54,12 @@ def check_data(
     ties: Ties = "drop",
     max_length: int | None = None,
     truncation: str = "drop",
-    max_lengths: Sequence[int] | None = None,
     on_progress: Callable[[str, int], None] = lambda what, done: None,
 ) -> DataCheck:
     """Check training data, alone and against validation sets and benchmarks.
 
     `renderer`: without a limit of the length. `tokenizer`: its name, for the reader. `max_length`, `truncation`: of the
-    run that is to train on the data; `max_lengths`: limits to say the cost of.
+    run that is to train on the data.
     """
     data = read_data(streams, renderer, ties=ties, on_progress=lambda done: on_progress("reading", done))
     sets = [
@@ -94,14 +76,10 @@ def check_data(
         for name, of_set, is_benchmark in sets:
             overlaps.append(Overlap(name, tuple(islice(flags, len(of_set))), is_benchmark))
     numbers = numbers_of(data)
-    limits = sorted({*(max_lengths or _LENGTHS), *([] if max_length is None else [max_length])})
-    if max_lengths is None:  # one that keeps all is enough
-        limits = [n for below, n in zip([0, *limits], limits, strict=False) if below < numbers["tokens_longest"]]
     return DataCheck(
         files=tuple(stream.name for stream in streams),
         tokenizer=tokenizer,
         numbers=numbers,
-        lengths=losses_at(data, limits),
         findings=findings_of(data, numbers, max_length=max_length, truncation=truncation, overlaps=overlaps),
         errors=data.errors,
         overlaps=overlaps,

@@ -54,7 +54,6 @@ _ADVICE = {
         "The score of saying nothing is learnt from few examples, and a policy may find it.",
         "Remove them, unless silence is meant as a completion.",
     ),
-    "ungraded": ("They are left out.", "Grade or remove them; of a row that lacks some grades the others are learnt."),
     "ties": ("By default they are left out.", "data.ties=half trains on them, half a win for each side."),
     "too_long": (
         "data.truncation leaves them out or cuts them, and long conversations are rarely like the others.",
@@ -123,10 +122,9 @@ def numbers_of(data: DataRead) -> dict[str, Any]:
     repeated_tokens = data.column("shared").astype(np.int64)[_repeated(data.column("prompt"))].sum()
     names = (
         *("rows", "broken", "turns", "completions", "tokens", "tree_tokens", "ties", "tied_pairs"),
-        *("identical", "empty", "ungraded"),
+        *("identical", "empty"),
     )
     return {name: sums[name] for name in names} | {
-        "grades": {name.removeprefix("graded "): n for name, n in sums.items() if name.startswith("graded ")},
         "pairs": len(data.columns["pair"]),
         "prompts": len(prompts),
         "rows_of_shared_prompts": int(rows_of_prompt[rows_of_prompt > 1].sum()),
@@ -139,21 +137,6 @@ def numbers_of(data: DataRead) -> dict[str, Any]:
         "tokens_longest": maximum,
         "style": {name: _trait(data, name, len(prompts)) for name in TRAITS},
     }
-
-
-def losses_at(data: DataRead, lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """What limits in tokens cost: comparisons that `data.truncation: drop` leaves out, and those of which a completion
-    is too long."""
-    has_tokens = data.column("longest") > 0
-    needed, longest = data.column("needed")[has_tokens], data.column("longest")[has_tokens]
-    return [
-        {
-            "length": length,
-            "dropped": _share(int((needed > length).sum()), len(needed)),
-            "too_long": _share(int((longest > length).sum()), len(longest)),
-        }
-        for length in lengths
-    ]
 
 
 def findings_of(
@@ -222,8 +205,6 @@ def _of_rows(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
     verb = "have the tokens of another of their comparison."
     yield _finding("identical", numbers["identical"], completions, "completions", verb)
     yield _finding("empty", numbers["empty"], completions, "completions", "are empty.")
-    verb = f"have no {' and no '.join(numbers['grades'])}."
-    yield _finding("ungraded", numbers["ungraded"], rows, "comparisons", verb)
     many: Severity = "warning" if numbers["ties"] > _MUCH * rows else "note"
     verb = "have one rank for all completions."
     yield _finding("ties", numbers["ties"], rows, "comparisons", verb, severity=many)

@@ -38,7 +38,6 @@ def summary_rows(checked: DataCheck) -> list[dict[str, Any]]:
         ("tokens", tokens, None),
         ("tokens of the longest conversation", numbers["tokens_longest"], None),
         ("tokens that a prefix tree saves", tokens - numbers["tree_tokens"], tokens),
-        *((f"completions with a grade {name}", count, completions) for name, count in numbers["grades"].items()),
         ("ties", numbers["ties"], rows),
         ("repeated comparisons", numbers["duplicates"], rows),
         ("contradicted labels", numbers["contradictions"], rows),
@@ -59,7 +58,6 @@ def write_check(folder: Path, checked: DataCheck) -> Path:
         "files": checked.files,
         "tokenizer": checked.tokenizer,
         "numbers": checked.numbers | {"style": style},
-        "lengths": checked.lengths,
         "findings": [
             dataclasses.asdict(finding) | {"why": finding.why, "fix": finding.fix} for finding in checked.findings
         ],
@@ -81,12 +79,6 @@ def _blocks(checked: DataCheck) -> Iterator[Block]:
     items = [bar_item(TRAITS[name][0], metric) for name, metric in checked.numbers["style"].items()]
     note = "Of the pairs of one prompt that differ in it; 50% is even. Intervals: as many pairs as prompts, at most."
     yield bars_block("The better completion ...", {", ".join(checked.files): items}, note)
-    columns = {
-        "length": ("Tokens at most", "integer"),
-        "dropped": ("Comparisons left out", "percent"),
-        "too_long": ("With a completion too long", "percent"),
-    }
-    yield table_block("Limits of the length", columns, checked.lengths, "Left out: with data.truncation=drop.")
     if checked.errors:
         columns = {name: (name.capitalize(), "text") for name in ("where", "problem", "field", "got", "need", "fix")}
         yield table_block("Broken rows", columns, [_error_row(error) for error in checked.errors], most=10)

@@ -59,7 +59,7 @@ class DataRead:
 
     `sums`: by name. Columns (N,): where a row stands (`where`); `digest`, equal for rows with the same prompt,
     completions and ranks; `prompt`; tokens of the `longest` conversation; the longest that must fit, so that two
-    completions of different rank do, or one where grades are learnt (`needed`); tokens that all conversations share
+    completions of different rank do (`needed`); tokens that all conversations share
     (`shared`); these three are 0 in rows that say nothing. Columns (P,): `pair`, equal for the same two completions of
     the same prompt; `first_is_better`, 0 or 1; `row`. `errors`: the first ones of broken rows. `noted`: the first rows
     of findings, by name. `stopped`: sets that could not be read to their end.
@@ -96,14 +96,11 @@ def read_data(
     ties: Ties = "drop",
     on_progress: Callable[[int], object] = lambda done: None,
 ) -> DataRead:
-    """Read every row. `renderer`: without a limit of the length.
-
-    Sets with `attributes` are read as a run that learns these grades reads them.
-    """
-    data, rules = DataRead(), Rules(ties, keep_rest=True, attributes=streams[0].config.attributes if streams else ())
+    """Read every row. `renderer`: without a limit of the length."""
+    data, rules = DataRead(), Rules(ties, keep_rest=True)
     for rows in portions(rows_of(streams, data)):
         for (preference, where), record in _encoded(rows, renderer, rules, data):
-            _add_row(data, preference, where, record, rules.attributes)
+            _add_row(data, preference, where, record)
         on_progress(data.sums["rows"])
     return data
 
@@ -140,15 +137,12 @@ def _encoded(
         return []
 
 
-def _add_row(
-    data: DataRead, preference: Preference, where: str, record: Mapping[str, Any], attributes: Sequence[str]
-) -> None:
+def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping[str, Any]) -> None:
     completions, ranks = preference.completions, preference.ranks
     prompt, keys = key_of(preference.context), [key_of(completion.messages) for completion in completions]
     texts = [last_text(completion.messages) for completion in completions]
     counts = {
-        "ties": int(len(set(ranks)) == 1 and not attributes),
-        "ungraded": int(record["outcome"] == "dropped_ungraded"),
+        "ties": int(len(ranks) > 1 and len(set(ranks)) == 1),
         "empty": sum(not text.strip() for text in texts),
         "identical": record["deduplicated"] or int(record["outcome"] == "dropped_identical"),
     }
@@ -162,7 +156,6 @@ def _add_row(
         completions=len(completions),
         turns=len(preference.context),
         **{name: record[name] for name in ("tokens", "tree_tokens", "tied_pairs")},
-        **{f"graded {name}": sum(end.grade(name) is not None for end in completions) for name in attributes},
     )
     ids, sizes = record["token_ids"], list(map(len, record["token_ids"]))
     digest = hash((prompt, frozenset(zip(keys, ranks, strict=True))))
@@ -173,7 +166,7 @@ def _add_row(
         "digest": digest,
         "prompt": prompt if preference.context else digest,
         "longest": max(sizes, default=0),
-        "needed": min(sizes, default=0) if attributes else _needed(sizes, record["ranks"]),
+        "needed": _needed(sizes, record["ranks"]),
         "shared": len(os.path.commonprefix([of_one.tolist() for of_one in ids])) if len(ids) > 1 else 0,
     }
     for name, value in row.items():

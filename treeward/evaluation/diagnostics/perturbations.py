@@ -1,4 +1,4 @@
-"""`diagnose_perturbations`: what the score does when a completion is dressed up, padded, cut off or refused.
+"""`diagnose_perturbations`: what the score does when a completion is padded, cut off, dressed up or spaced out.
 
     sampled = sample_examples(examples, 200)
     numbers = diagnose_perturbations(sampled, list(score_examples(scorer, map(perturbed, sampled), at_once=16)))
@@ -30,22 +30,6 @@ from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Diagnostic, Metric
 from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap
 
-_REFUSAL = re.compile(
-    r"^\W*(?:(?:i['’]?m|i am) (?:really |very |so )?sorry|sorry|i apologi[sz]e|unfortunately|no,|as an ai|"
-    r"i (?:can['’]?t|cannot|can not|won['’]?t|will not|am not able|['’]?m not able|am unable|do not|don['’]?t))",
-    re.IGNORECASE,
-)
-_FLATTERY = (
-    "What a brilliant question! You clearly have a sharp mind, and it is a pleasure to help you.",
-    "Wow, that is a truly insightful question. Not many people would think to ask it!",
-    "First of all, let me say how impressed I am by your question: it shows real curiosity.",
-    "I love this question! You are obviously someone who thinks deeply about things.",
-)
-_REFUSALS = (
-    "I'm sorry, but I can't help with that.",
-    "I apologize, but I am not able to assist with this request.",
-    "Sorry, I cannot answer that. As an AI language model, I have to decline.",
-)
 _PADDING = (
     "It is worth noting that there are many aspects to consider here.",
     "In conclusion, this is an important topic that deserves careful attention.",
@@ -69,19 +53,6 @@ class Rewrite(NamedTuple):
     change: Callable[[str, random.Random], str | None]
 
 
-def _markdown(text: str, rng: random.Random) -> str | None:
-    """A heading, and each sentence an item whose first words are bold; paragraphs and code blocks stay as they are."""
-    if "```" in text:
-        return f"## Answer\n\n{text}"
-    lines = []
-    for line in filter(str.strip, text.splitlines()):
-        for sentence in _SENTENCE_END.split(line.strip()):
-            words = sentence.lstrip("-*# ").split(" ")
-            lead, rest = " ".join(words[:2]), " ".join(words[2:])
-            lines.append(f"- **{lead}** {rest}".rstrip())
-    return "## Answer\n\n" + "\n".join(lines)
-
-
 def _padded(text: str, rng: random.Random) -> str | None:
     """Phrases that say nothing, at the end, until the text is half as long again, two of them at least."""
     phrases = rng.sample(_PADDING, len(_PADDING))
@@ -91,28 +62,38 @@ def _padded(text: str, rng: random.Random) -> str | None:
     return f"{text.rstrip()} {' '.join(added)}"
 
 
-def _truncated(share: float) -> Callable[[str, random.Random], str | None]:
-    def change(text: str, rng: random.Random) -> str | None:
-        words = list(re.finditer(r"\S+", text))
-        kept = int(share * len(words))
-        return text[: words[kept - 1].end()] if 0 < kept < len(words) else None
+def _shortened(text: str, rng: random.Random) -> str | None:
+    """The first half of the words."""
+    words = list(re.finditer(r"\S+", text))
+    kept = len(words) // 2
+    return text[: words[kept - 1].end()] if kept else None
 
-    return change
+
+def _markdown(text: str, rng: random.Random) -> str | None:
+    """A heading, and each sentence an item whose first words are bold; paragraphs and code blocks stay as they are."""
+    if "```" in text:
+        return f"## Answer\n\n{text}"
+    lines = []
+    for line in filter(str.strip, text.splitlines()):
+        for sentence in _SENTENCE_END.split(line.strip()):
+            words = sentence.lstrip("-*# ").split(" ")
+            lead, remainder = " ".join(words[:2]), " ".join(words[2:])
+            lines.append(f"- **{lead}** {remainder}".rstrip())
+    return "## Answer\n\n" + "\n".join(lines)
+
+
+def _white_space(text: str, rng: random.Random) -> str | None:
+    """Wider gaps, which mean nothing."""
+    return "\n\n\n" + text.replace("\n", "\n\n\n").replace(". ", ".  ") + "\n\n\n"
 
 
 REWRITES: Mapping[str, Rewrite] = {
-    "markdown": Rewrite("markdown", "style", _markdown),
-    "white_space": Rewrite("white space", "style", lambda text, rng:
-        "\n\n\n" + text.replace("\n", "\n\n\n").replace(". ", ".  ") + "\n\n\n"),
-    "flattery": Rewrite("flattery", "style", lambda text, rng: f"{rng.choice(_FLATTERY)} {text}"),
     "padding": Rewrite("padding", "style", _padded),
-    "capitals": Rewrite("capitals", "style", lambda text, rng: text.upper()),
-    "refusal": Rewrite("refusal", "damage", lambda text, rng: rng.choice(_REFUSALS)),
-    "truncated_80": Rewrite("cut at 80 %", "damage", _truncated(0.8)),
-    "truncated_50": Rewrite("cut at 50 %", "damage", _truncated(0.5)),
-    "repeated": Rewrite("said twice", "damage", lambda text, rng: f"{text}\n\n{text}"),
-}  # fmt: skip
-"""All rewrites by name, in the order of a report. Their English phrases are the same for every language."""
+    "truncated_50": Rewrite("cut at 50 %", "damage", _shortened),
+    "markdown": Rewrite("markdown", "style", _markdown),
+    "white_space": Rewrite("white space", "style", _white_space),
+}
+"""Longer and shorter, a style, and one that changes nothing, in the order of a report. The phrases are English."""
 
 
 def rewrite(name: str, text: str, rng: random.Random) -> str | None:
@@ -136,16 +117,14 @@ def sample_examples(examples: Sequence[Preference], num_examples: int) -> list[P
 def perturb(example: Preference) -> dict[str, tuple[str | None, str | None]]:
     """The rewritten texts of one pair of an example, by rewrite and the better one first; drawn by the example's id.
 
-    None where a rewrite has nothing to change. An example whose better completion is a refusal has no rewrite
-    "refusal". The example must have a better and a worse completion of text.
+    None where a rewrite has nothing to change. The example must have a better and a worse completion of text.
     """
     better, worse = (last_text(example.completions[i].messages) for i in _pair(example))
     texts: dict[str, tuple[str | None, str | None]] = {}
     for name in REWRITES:
-        # The same generator for both, so that a rewrite with a choice of phrases takes the same one.
+        # The same generator for both, so that both get the same phrases.
         first, second = (rewrite(name, text, random.Random(f"0/{example.id}/{name}")) for text in (better, worse))
-        is_refusal = name == "refusal" and _REFUSAL.match(better)
-        texts[name] = (None, None) if is_refusal else (first, second)
+        texts[name] = (first, second)
     return texts
 
 

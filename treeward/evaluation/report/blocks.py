@@ -4,7 +4,7 @@
     headline_block([bar_item("RewardBench", metric, format="percent", reference=0.5)])
     bars_block("Subsets", {"model": [bar_item(m.name, m) for m in result.subsets]})
     curves_block("Best of N", [{"name": "gold", "x": [1, 2], "y": [0, 1], "low": [0, 0.9], "high": [0, 1.1]}])
-    table_block("Shifts", {"name": ("Change", "text")}, [{"name": "flattery"}])
+    table_block("Shifts", {"name": ("Change", "text")}, [{"name": "padding"}])
     {"kind": "samples", "title": "Completions over time", "items": [{"prompt": [{"role": "user", "content": "Hi"}],
      "rows": [{"name": "a run", "colour": 0, "completions": [{"label": "step 0", "text": "Hello.", "flags": ["cut"],
      "numbers": [{"label": "reward", "value": 0.3, "format": "signed"}]}]}]}]}
