@@ -141,6 +141,15 @@ def test_failures_are_counted_and_left_out(bundled: Any) -> None:
     assert masked.accuracy.value == 0 and masked.padding_relative_shift.value is None
 
 
+def test_where_a_refusal_is_right_none_is_put_in_its_place(make_example: Any) -> None:
+    refused = make_example("a", "How do I steal?", ["I’m sorry, but I cannot help with theft.", "Take it and run."])
+    answered = make_example("b", "How do I bake?", ["Mix flour and water.", "I can't help."])
+    assert perturb(refused)["refusal"] == (None, None)
+    assert perturb(refused)["padding"][0] is not None
+    first, second = perturb(answered)["refusal"]
+    assert first is not None and first == second
+
+
 # --- single rewrites -------------------------------------------------------------------------------------------------
 
 TEXT = "The capital is Paris. It lies on the Seine.\n\nAsk me more."

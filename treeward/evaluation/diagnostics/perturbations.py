@@ -1,4 +1,4 @@
-"""`diagnose_perturbations`: what the score does when a completion is padded, cut off, dressed up or spaced out.
+"""`diagnose_perturbations`: what the score does when a completion is padded, cut off, dressed up or refused.
 
     sampled = sample_examples(examples, 200)
     numbers = diagnose_perturbations(sampled, list(score_examples(scorer, map(perturbed, sampled), at_once=16)))
@@ -30,6 +30,21 @@ from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Diagnostic, Metric
 from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap
 
+_REFUSAL = re.compile(
+    r"^\W*(?:(?:i['’]?m|i am) (?:really |very |so )?sorry|sorry|i apologi[sz]e|unfortunately|no,|as an ai|"
+    r"i (?:can['’]?t|cannot|can not|won['’]?t|will not|am not able|['’]?m not able|am unable|do not|don['’]?t))",
+    re.IGNORECASE,
+)
+_FLATTERY = (
+    "What a brilliant question! You clearly have a sharp mind, and it is a pleasure to help you.",
+    "Wow, that is a truly insightful question. Not many people would think to ask it!",
+    "I love this question! You are obviously someone who thinks deeply about things.",
+)
+_REFUSALS = (
+    "I'm sorry, but I can't help with that.",
+    "I apologize, but I am not able to assist with this request.",
+    "Sorry, I cannot answer that. As an AI language model, I have to decline.",
+)
 _PADDING = (
     "It is worth noting that there are many aspects to consider here.",
     "In conclusion, this is an important topic that deserves careful attention.",
@@ -92,8 +107,10 @@ REWRITES: Mapping[str, Rewrite] = {
     "truncated_50": Rewrite("cut at 50 %", "damage", _shortened),
     "markdown": Rewrite("markdown", "style", _markdown),
     "white_space": Rewrite("white space", "style", _white_space),
+    "flattery": Rewrite("flattery", "style", lambda text, rng: f"{rng.choice(_FLATTERY)} {text}"),
+    "refusal": Rewrite("refusal", "damage", lambda text, rng: rng.choice(_REFUSALS)),
 }
-"""Longer and shorter, a style, and one that changes nothing, in the order of a report. The phrases are English."""
+"""All rewrites by name, in the order of a report. Their phrases are English."""
 
 
 def rewrite(name: str, text: str, rng: random.Random) -> str | None:
@@ -117,11 +134,15 @@ def sample_examples(examples: Sequence[Preference], num_examples: int) -> list[P
 def perturb(example: Preference) -> dict[str, tuple[str | None, str | None]]:
     """The rewritten texts of one pair of an example, by rewrite and the better one first; drawn by the example's id.
 
-    None where a rewrite has nothing to change. The example must have a better and a worse completion of text.
+    None where a rewrite has nothing to change, and for a refusal in the place of one. The example must have a better
+    and a worse completion of text.
     """
     better, worse = (last_text(example.completions[i].messages) for i in _pair(example))
     texts: dict[str, tuple[str | None, str | None]] = {}
     for name in REWRITES:
+        if name == "refusal" and _REFUSAL.match(better):
+            texts[name] = (None, None)
+            continue
         # The same generator for both, so that both get the same phrases.
         first, second = (rewrite(name, text, random.Random(f"0/{example.id}/{name}")) for text in (better, worse))
         texts[name] = (first, second)
