@@ -20,7 +20,7 @@ from treeward.data.preference import Preference
 from treeward.evaluation.examples import ScoredExample, by_subset, to_row
 from treeward.evaluation.report.blocks import bar_item, table_block
 from treeward.evaluation.results import SuiteResult
-from treeward.evaluation.statistics import Part, accuracy_metric
+from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.suites.interface import Suite
 from treeward.evaluation.summary import Summary, summarize
 
@@ -213,10 +213,8 @@ class BestOf(Suite):
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         groups = by_subset(scored)
-        subsets = [Part.of(name, map(self.outcome_value, group), [one.example.id for one in group]).metric
-                   for name, group in groups.items()]  # fmt: skip
-        every = Part.of("overall", map(self.outcome_value, scored), [one.example.id for one in scored])
-        return SuiteResult(self.name, every.metric, subsets=tuple(subsets))
+        subsets = tuple(self.part(name, group) for name, group in groups.items())
+        return SuiteResult(self.name, self.part("overall", scored), subsets=subsets)
 
 
 def scored(score: Scoring, count: int = 80, subsets: Sequence[str] = ("hard", "even", "odd")) -> list[ScoredExample]:

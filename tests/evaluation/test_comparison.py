@@ -98,7 +98,7 @@ def test_examples_of_one_prompt_are_one_draw() -> None:
     assert found.overall.num_prompts == 4
     # With four prompts no more than four signs speak; forty independent examples would say p = 0.002.
     assert found.overall.p_value == paired_test(differences, prompts) == pytest.approx(10 / 16)
-    assert found.overall.difference.low is not None and found.overall.difference.low < 0
+    assert found.overall.difference.low is None
     assert "4 prompts" in " ".join(found.notes)
 
 

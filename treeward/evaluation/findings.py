@@ -117,8 +117,7 @@ def _reasons(summary: Summary) -> Iterator[str | None]:
             f"{percent(overlap.flagged_exact)} word for word: accuracy {percent(overlap.accuracy_flagged)} on these "
             f"and {percent(overlap.accuracy_clean)} on the others."
         )
-    note = result.headline.note or ""
-    yield None if note.startswith("The interval is over") else note  # shared prompts are no finding
+    yield result.headline.note
 
 
 def _against_chance(summary: Summary) -> str | None:

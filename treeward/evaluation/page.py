@@ -410,11 +410,7 @@ def metrics_table(title: str, metrics: Mapping[str, Sequence[Metric]]) -> Block:
 
 def _metric_row(name: str, by_model: Mapping[str, Metric]) -> Block:
     label, form, explanation = LABELS[name]
-    notes = {}
-    for model, metric in by_model.items():
-        # The note of the table says what a note on shared prompts would.
-        if metric.note and not metric.note.startswith("The interval is over "):
-            notes[model] = metric.note
+    notes = {model: metric.note for model, metric in by_model.items() if metric.note}
     if len(by_model) == 1 or len(set(notes.values())) == 1:
         sentences = list(notes.values())[:1]
     else:

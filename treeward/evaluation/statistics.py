@@ -4,7 +4,7 @@
     low, high = cluster_bootstrap(outcomes, prompts)             # of examples that share prompts
     accuracy_metric(outcomes, "accuracy", clusters=prompts)      # the right one of the two, as a `Metric`
 
-    parts = [Part.of("hep-go", [1, 1, 0], prompts), Part.of("math-prm", [1, 0], others)]
+    parts = [accuracy_metric([1, 1, 0], "hep-go"), accuracy_metric([1, 0], "math-prm")]
     combined("Reasoning", parts, weights=[164, 984])             # a section of two subsets
 
 Examples of one prompt are not independent: wherever `clusters` is given, prompts are drawn, flipped and counted. An
@@ -17,15 +17,14 @@ Shapes: N examples, C clusters, R resamples, K columns, P pairs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special, stats
 
-from treeward.evaluation.results import Metric, Unit
+from treeward.evaluation.results import Metric
 
 Floats = NDArray[np.float64]
 Interval = tuple[float | None, float | None]
@@ -105,93 +104,54 @@ def expanded_tail(num_clusters: int) -> float:
     return float(special.ndtr(-math.sqrt(num_clusters / (num_clusters - 1)) * t))
 
 
-def accuracy_metric(
-    outcomes: Sequence[float], name: str, clusters: Sequence[Hashable] | None = None, *, of: str = "examples"
-) -> Metric:
+def accuracy_metric(outcomes: Sequence[float], name: str, clusters: Sequence[Hashable] | None = None) -> Metric:
     """The mean outcome with a 95 % interval: Wilson's where no two examples share a cluster, else a cluster bootstrap.
 
-    `outcomes` (N,) in [0, 1]; `clusters` (N,): the prompt of each; None if each has its own. `of`: what has these
-    outcomes, for the note. With fewer than ten clusters, or where all have the same mean, resampling tells too little:
-    Wilson's interval with the number of clusters as its count stands in, which is wider than needed. With fewer than
-    ten whose mean is not the most common one (one wrong of a hundred), each end is the wider of both.
+    `outcomes` (N,) in [0, 1]; `clusters` (N,): the prompt of each; None if each has its own. With fewer than ten
+    clusters, or where all have the same mean, resampling tells too little: Wilson's interval with the number of
+    clusters as its count stands in, which is wider than needed.
     """
     values = np.asarray(outcomes, dtype=np.float64)
     count = len(values)
     if count == 0:
-        return Metric(name, None, count=0, note=f"There are no {of}.")
-    value = float(values.mean())
+        return Metric(name, None, count=0, note="There are none.")
     codes = np.arange(count) if clusters is None else _codes(clusters, count)
     means = np.bincount(codes, weights=values) / np.bincount(codes)
-    low, high = wilson(value * len(means), len(means))
-    if len(means) == count:
-        return Metric(name, value, low=low, high=high, count=count)
-    if len(means) >= _FEWEST_CLUSTERS and np.ptp(means) >= 1e-12:
-        drawn_low, drawn_high = cluster_bootstrap(values, codes.tolist())
-        assert drawn_low is not None and drawn_high is not None
-        most_common = int(np.unique(np.round(means, 12), return_counts=True)[1].max())
-        few_differ = len(means) - most_common < _FEWEST_CLUSTERS
-        low, high = (min(low, drawn_low), max(high, drawn_high)) if few_differ else (drawn_low, drawn_high)
-    note = f"The interval is over {len(means)} prompts, which the {count} {of} share."
-    return Metric(name, value, low=low, high=high, count=count, note=note)
+    value = float(values.mean())
+    if len(means) < count and _can_resample(means):
+        low, high = cluster_bootstrap(values, codes.tolist())
+    else:
+        low, high = wilson(value * len(means), len(means))
+    return Metric(name, value, low, high, count)
 
 
-# --- sections of a suite ----------------------------------------------------------------------------------------------
+def _can_resample(means_C: Floats) -> bool:
+    """Whether resampling clusters with these means tells how uncertain their mean is."""
+    return len(means_C) >= _FEWEST_CLUSTERS and bool(np.ptp(means_C) >= 1e-12)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Outcomes (N,) whose mean is `metric.value`, and the prompt of each, (N,); empty where none is shared."""
-
-    metric: Metric
-    outcomes: tuple[float, ...]
-    prompts: tuple[Hashable, ...]
-
-    @classmethod
-    def of(cls, name: str, outcomes: Iterable[float], prompts: Iterable[Hashable], unit: Unit = "examples") -> Part:
-        """Outcomes in [0, 1] of pairs or examples; those of one prompt count as dependent."""
-        values, clusters = tuple(outcomes), tuple(prompts)
-        return cls(accuracy_metric(values, name, clusters=clusters, of=unit), values, clusters)
-
-
-def combined(name: str, parts: Sequence[Part], weights: Sequence[float] | None = None) -> Metric:
+def combined(name: str, parts: Sequence[Metric], weights: Sequence[float] | None = None) -> Metric:
     """sum w_i p_i / sum w_i over parts, which all have a value, with a 95 % interval; weights of None are equal.
 
         p - sqrt(sum w_i^2 (p_i - low_i)^2),  p + sqrt(sum w_i^2 (high_i - p_i)^2)     with weights that sum to 1
 
-    The method of variance estimates recovery, Zou and Donner 2008, Statistics in Medicine 27, page 1693. Many parts
-    that are all right would make the upper end too low, so each end is at least sqrt(sum w_i^2 (p_i - low_i) (high_i -
-    p_i)) away (for Wilson's intervals that is the variance itself), but not beyond the weighted sum of the parts' ends.
-
-    Where parts share prompts, prompts are drawn anew too (`cluster_bootstrap`), and each end is the wider one, within
-    [0, 1]. The drawn average is of p + N w_i / n_i (y_i - p_i) for an outcome y_i of part i, which keeps the parts'
-    sizes and weights fixed as the sum over the drawn examples changes.
+    The method of variance estimates recovery, Zou and Donner 2008, Statistics in Medicine 27, page 1693, for
+    independent parts. Many parts that are all right would make the upper end too low, so each end is at least
+    sqrt(sum w_i^2 (p_i - low_i) (high_i - p_i)) away (for Wilson's intervals that is the variance itself), but not
+    beyond the weighted sum of the parts' ends.
     """
     if not parts:
         return Metric(name, None, count=0, note="There are no examples.")
     shares = np.ones(len(parts)) if weights is None else np.array(weights, dtype=np.float64)
     shares = shares / shares.sum()
-    metrics = [part.metric for part in parts]
-    p, lows, highs = np.array([(metric.value, metric.low, metric.high) for metric in metrics], dtype=np.float64).T
-    value, count = float(shares @ p), sum(metric.count or 0 for metric in metrics)
+    p, lows, highs = np.array([(part.value, part.low, part.high) for part in parts], dtype=np.float64).T
+    value, count = float(shares @ p), sum(part.count or 0 for part in parts)
     least = math.sqrt(float(shares**2 @ ((p - lows) * (highs - p)).clip(0.0)))
     low = max(value - max(float(np.linalg.norm(shares * (p - lows))), least), float(shares @ lows))
     high = min(value + max(float(np.linalg.norm(shares * (highs - p))), least), float(shares @ highs))
-    few = len(parts) > 1 and any((metric.count or 0) < _FEWEST_OF_A_PART for metric in metrics)
+    few = len(parts) > 1 and any((part.count or 0) < _FEWEST_OF_A_PART for part in parts)
     note = f"With parts of fewer than {_FEWEST_OF_A_PART} examples the interval may be too narrow." if few else None
-    metric = Metric(name, value, low, high, count, note)
-    prompts = [prompt for part in parts for prompt in part.prompts]
-    if len(set(prompts)) == sum(len(set(part.prompts)) for part in parts):
-        return metric
-    drawn = [
-        value + len(prompts) * share / len(part.outcomes) * (np.array(part.outcomes) - np.mean(part.outcomes))
-        for share, part in zip(shares, parts, strict=True)
-        if part.outcomes
-    ]
-    drawn_low, drawn_high = cluster_bootstrap(np.concatenate(drawn), prompts)
-    if drawn_low is not None and drawn_high is not None:
-        low, high = max(0.0, min(low, drawn_low)), min(1.0, max(high, drawn_high))
-    shared = f"The interval allows for the {len(set(prompts))} prompts that {len(prompts)} examples share."
-    return replace(metric, low=low, high=high).with_notes(shared)
+    return Metric(name, value, low, high, count, note)
 
 
 # --- two models on the same examples --------------------------------------------------------------------------------
@@ -229,21 +189,14 @@ def paired_bootstrap(
 ) -> Interval:
     """A 95 % interval of mean(first) - mean(second), outcomes (N,) of the same examples; both are drawn together.
 
-    A `cluster_bootstrap` of the differences. Where all are 0 it is -u to u, u the upper end of Wilson's interval of 0
-    in C clusters. With fewer than ten, or one and the same difference in all, it is that of Newcombe 1998 (Statistics
-    in Medicine 17, page 873, method 10), from Wilson's intervals with C as their count: wider than needed.
+    A `cluster_bootstrap` of the differences. (None, None) with fewer than ten clusters, or where all of them have the
+    same difference: resampling would not show how uncertain it is.
     """
-    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
-    codes = _codes(clusters, len(a))
-    means = np.bincount(codes, weights=a - b) / np.bincount(codes)
-    if not (a != b).any():
-        beyond = wilson(0, len(means))[1]
-        return -beyond, beyond
-    if len(means) < _FEWEST_CLUSTERS or np.ptp(means) < 1e-12:
-        p, q = float(a.mean()), float(b.mean())
-        (p_low, p_high), (q_low, q_high) = (wilson(share * len(means), len(means)) for share in (p, q))
-        return p - q - math.hypot(p - p_low, q_high - q), p - q + math.hypot(p_high - p, q - q_low)
-    return cluster_bootstrap(a - b, codes.tolist(), num_resamples=num_resamples, seed=seed)
+    differences = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
+    codes = _codes(clusters, len(differences))
+    if not _can_resample(np.bincount(codes, weights=differences) / np.bincount(codes)):
+        return None, None
+    return cluster_bootstrap(differences, codes.tolist(), num_resamples=num_resamples, seed=seed)
 
 
 # --- orders ---------------------------------------------------------------------------------------------------------

@@ -92,27 +92,6 @@ def test_filters_search_and_sorting(visit: Visit) -> None:
     expect(page.locator("table.examples th.margin")).to_have_attribute("aria-sort", "descending")
 
 
-def test_the_examples_on_which_models_disagree_stand_together(visit: Visit, tmp_path: Path) -> None:
-    outcomes = {
-        "both": "right right",
-        "one": "right wrong",
-        "tied": "tie right",
-        "lost": "right failed",
-        "none": "wrong",
-    }
-    rows = [
-        {"id": id, "model": model, "outcome": outcome, "margin": None if outcome == "failed" else at - 2.0}
-        for id, own in outcomes.items()
-        for at, (model, outcome) in enumerate(zip(MODELS, own.split(), strict=False))
-    ]
-    block = {"kind": "examples", "title": "Examples", "source": "s"}
-    page = visit(write_report(tmp_path, "t", [block], {"s": rows}))
-    page.select_option("[data-key=models]", "disagree")
-    assert page.locator("table.examples td.id").all_inner_texts() == ["one", "one", "tied", "tied"]
-    page = visit(write_report(tmp_path, "t", [block], {"s": rows[:2]}))
-    assert count(page, "[data-key=models]") == 0
-
-
 def test_a_row_opens_with_its_completions_side_by_side(visit: Visit) -> None:
     rows = sorted((row for row in sample_rows() if row["margin"] is not None), key=lambda row: row["margin"])
     page = visit()
@@ -163,15 +142,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "light": {},
     "phone": {"width": 375, "height": 812, "color_scheme": "dark", "has_touch": True},
     "narrow": {"width": 320, "height": 640},
-    "print": {"width": 760},
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_layout_overflows_and_axe_finds_nothing_wrong(visit: Visit, name: str) -> None:
     page = visit(**LAYOUTS[name])
-    if name == "print":
-        page.emulate_media(media="print")
     page.locator("table.examples .open").nth(1).click()
     width, room = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
     assert width <= room
@@ -206,26 +182,11 @@ def test_dark_by_preference_and_by_toggle(visit: Visit) -> None:
     assert toggle.inner_text() == "Theme: light" and lightness(page) > 0.9
     toggle.click()
     assert toggle.inner_text() == "Theme: dark" and lightness(page) < 0.15
-    page.emulate_media(media="print")
-    assert lightness(page) > 0.9
-    page.emulate_media(media="screen", color_scheme="light")
+    page.emulate_media(color_scheme="light")
     page.reload()
     assert toggle.inner_text() == "Theme: dark" and lightness(page) < 0.15  # remembered
     axis = page.locator(".kind-curves .plot svg text").first
     assert axis.evaluate("(node) => getComputedStyle(node).fill") == "rgb(169, 175, 184)"  # charts are dark too
-
-
-def test_print_opens_the_first_examples_and_all_samples(visit: Visit) -> None:
-    page = visit(width=760)
-    page.select_option("[data-key=outcome]", "tie")
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert count(page, "td.detail") == 10 and count(page, ".sample[open]") == len(HOSTILE)
-    page.emulate_media(media="print")
-    for selector in (".filters", "#theme", ".contents"):
-        assert not page.locator(selector).first.is_visible()
-    page.evaluate("dispatchEvent(new Event('afterprint'))")
-    assert count(page, "td.detail") == 0 and count(page, ".sample[open]") == 1
-    assert page.pdf()[:5] == b"%PDF-"
 
 
 def test_without_scripts_the_numbers_are_there(visit: Visit) -> None:

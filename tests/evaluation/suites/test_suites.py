@@ -12,7 +12,7 @@ import pytest
 
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.results import Metric
-from treeward.evaluation.statistics import Part, combined, wilson
+from treeward.evaluation.statistics import combined, wilson
 from treeward.evaluation.suites import SUITES, get_suite
 from treeward.evaluation.suites.interface import suite_rows
 
@@ -77,19 +77,12 @@ def test_a_saved_dataset_and_a_pattern(tmp_path: Path) -> None:
 
 
 def test_the_interval_of_parts_by_hand() -> None:
-    parts = [Part(Metric("a", 0.5, 0.25, 0.75, 4), (), ()), Part(Metric("c", 1.0, 0.5, 1.0, 2), (), ())]
+    parts = [Metric("a", 0.5, 0.25, 0.75, 4), Metric("c", 1.0, 0.5, 1.0, 2)]
     found = combined("headline", parts, [1, 3])
     assert "fewer than 5 examples" in str(found.note)
     assert (found.value, found.count) == (0.875, 6) and combined("headline", []).value is None
     assert found.low == pytest.approx(0.875 - math.hypot(0.25 * 0.25, 0.75 * 0.5))
     assert found.high == pytest.approx(0.875 + 0.25 * 0.25)
-
-
-def test_the_interval_of_parts_with_shared_prompts_stays_within_0_and_1() -> None:
-    outcomes = {"a": [1.0] * 10 + [0.0] * 2, "b": [1.0] * 6}
-    parts = [Part.of(name, own, [i // 2 for i in range(len(own))]) for name, own in outcomes.items()]
-    found = combined("c", parts)
-    assert found.value == pytest.approx(11 / 12) and found.low is not None and 0 < found.low < 0.8 and found.high == 1
 
 
 @pytest.mark.parametrize("accuracy", [0.95, 0.99])
@@ -98,24 +91,7 @@ def test_the_interval_of_many_parts_that_are_nearly_all_right_covers(accuracy: f
     rng, held = np.random.default_rng(14), 0
     for _ in range(400):
         counts = rng.binomial(100, accuracy, size=23)
-        found = combined("c", [Part(Metric("p", k / 100, *wilson(int(k), 100), 100), (), ()) for k in counts])
+        found = combined("c", [Metric("p", k / 100, *wilson(int(k), 100), 100) for k in counts])
         assert found.low is not None and found.high is not None and found.high <= 1.0
         held += found.low <= accuracy <= found.high
     assert held / 400 > 0.935
-
-
-@pytest.mark.slow
-def test_the_interval_of_parts_with_shared_prompts_covers_the_truth() -> None:
-    rng, covered = np.random.default_rng(3), {"shared": 0, "independent": 0}
-    num_runs, num_prompts = 200, 80
-    for _ in range(num_runs):
-        ease = rng.beta(0.5, 0.5, num_prompts)  # of each prompt, with mean 0.5; most are easy or hard for all
-        outcomes = [(rng.random(num_prompts) < ease).astype(float).tolist() for _ in "abc"]
-        for name in covered:
-            of_part = [[f"{part if name == 'independent' else ''}{i}" for i in range(num_prompts)] for part in "abc"]
-            parts = [Part.of("p", *one) for one in zip(outcomes, of_part, strict=True)]
-            metric = combined("c", parts, [3.0, 1.0, 2.0])
-            assert metric.low is not None and metric.high is not None
-            covered[name] += metric.low <= 0.5 <= metric.high
-    assert covered["shared"] / num_runs > 0.91
-    assert covered["independent"] / num_runs < 0.88, "the test would not see an interval that is too narrow"

@@ -38,7 +38,7 @@ from treeward.evaluation.diagnostics.completions import (
 )
 from treeward.evaluation.examples import ScoredExample
 from treeward.evaluation.results import Block, Diagnostic, Metric
-from treeward.evaluation.statistics import Part, cluster_bootstrap, combined
+from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap, combined
 
 _SIMILAR = 0.1  # of the larger amount
 _MOST_POINTS, _FEWEST_FOR_A_POINT = 10, 20
@@ -165,8 +165,7 @@ def stratify(scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]]
 
     By the names of the trait: the share of pairs whose better completion has more (of the data, whatever the scores);
     the accuracy where it has clearly more, clearly less, about as much; their gap; the controlled accuracy. A tie
-    counts as wrong. The intervals of gap and controlled accuracy are those of `combined`. Where both strata have as
-    many pairs, the controlled accuracy is the accuracy of all these pairs, with its interval.
+    counts as wrong. The intervals of gap and controlled accuracy are those of `combined`.
     """
     pairs = collect_pairs(scored)
     sides = [[amounts[i][j] for j in pair] for i, pair in zip(pairs.examples, pairs.sides, strict=True)]
@@ -175,16 +174,15 @@ def stratify(scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]]
     similar = np.abs(better - worse) <= _SIMILAR * np.maximum(better, worse)
     more, less = (has_scores & side & ~similar for side in (better > worse, better < worse))
 
-    def part(name: str, mask: NDArray[np.bool_], outcomes: Floats = pairs.outcomes) -> Part:
-        return Part.of(name, outcomes[mask].tolist(), pairs.prompts[mask].tolist(), "pairs")
+    def part(name: str, mask: NDArray[np.bool_], outcomes: Floats = pairs.outcomes) -> Metric:
+        return accuracy_metric(outcomes[mask].tolist(), name, pairs.prompts[mask].tolist())
 
-    parts = {
+    numbers = {
         trait.share: part(trait.share, differ, (better > worse).astype(np.float64)),
         trait.more: part(trait.more, more),
         trait.less: part(trait.less, less),
         trait.similar: part(trait.similar, has_scores & similar),
     }
-    numbers = {name: part.metric for name, part in parts.items()}
     count, note = int(more.sum() + less.sum()), None
     if not more.any() or not less.any():
         stratum = (trait.less if more.any() else trait.more).removeprefix("accuracy_").removesuffix("_right")
@@ -192,10 +190,8 @@ def stratify(scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]]
         gap, controlled = (Metric(name, None, count=count) for name in (trait.gap, trait.controlled))
     else:
         # p - q is twice the mean of p and 1 - q, less 1.
-        half = combined(trait.gap, [parts[trait.more], part(trait.less, less, 1 - pairs.outcomes)])
+        half = combined(trait.gap, [numbers[trait.more], part(trait.less, less, 1 - pairs.outcomes)])
         value, low, high = (None if end is None else 2 * end - 1 for end in (half.value, half.low, half.high))
         gap = Metric(trait.gap, value, low, high, count)
-        controlled = combined(trait.controlled, [parts[trait.more], parts[trait.less]])
-        if more.sum() == less.sum():
-            controlled = part(trait.controlled, more | less).metric
+        controlled = combined(trait.controlled, [numbers[trait.more], numbers[trait.less]])
     return numbers | {metric.name: replace(metric, note=note) for metric in (gap, controlled)}

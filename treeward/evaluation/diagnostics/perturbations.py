@@ -205,7 +205,7 @@ def summarize_perturbations(
     mean_margin = float(margins.mean()) if margins.any() else None
 
     def share(name: str, hits: NDArray[np.bool_], where: NDArray[np.bool_]) -> Metric:
-        return accuracy_metric(hits[where].astype(float).tolist(), name, prompts[where].tolist(), of="pairs")
+        return accuracy_metric(hits[where].astype(float).tolist(), name, prompts[where].tolist())
 
     is_robust = is_right.copy()
     metrics = []

@@ -52,8 +52,8 @@ def statistics_of(
     missing = "There is none: the better completions do not score higher on average." if scale is None else None
     scores = np.array([score for example in scored for score in example.scores if score is not None])
     numbers = (
-        accuracy_metric(pairs.outcomes.tolist(), "pair_accuracy", pairs.prompts.tolist(), of="pairs"),
-        accuracy_metric((margins == 0).astype(float).tolist(), "ties", prompts, of="pairs"),
+        accuracy_metric(pairs.outcomes.tolist(), "pair_accuracy", pairs.prompts.tolist()),
+        accuracy_metric((margins == 0).astype(float).tolist(), "ties", prompts),
         *orders_and_confidences(scored).values(),
         *grade_errors(scored).values(),
         Metric("ece_fitted", ece_fitted, count=count),

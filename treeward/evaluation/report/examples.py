@@ -15,7 +15,6 @@ OUTCOMES = {"wrong": "✗ wrong", "tie": "= tie", "right": "✓ right", "failed"
 
 def example_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows as the page's table shows them; `share` is the size of the margin, the widest of all being 1."""
-    disputed = _disputed(rows)
     widest = max((abs(row["margin"]) for row in rows if is_number(row.get("margin"))), default=1.0) or 1.0
     shown_rows = []
     for row in rows:
@@ -24,20 +23,10 @@ def example_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         shown_rows.append(shown | {
             "outcome": outcome, "rank": list(OUTCOMES).index(outcome),
             "margin": margin, "share": abs(margin or 0.0) / widest,
-            "models": "disagree" if shown["id"] in disputed else "do not",
             "context": messages(row.get("context")), "prompt": prompt_text(row.get("context")),
             "completions": _completions(row),
         })  # fmt: skip
     return shown_rows
-
-
-def _disputed(rows: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The ids that one model has right and another has not, though both have scored them."""
-    outcomes: dict[str, set[bool]] = {}
-    for row in rows:
-        if row.get("outcome") not in ("failed", None):
-            outcomes.setdefault(str(row.get("id")), set()).add(row["outcome"] == "right")
-    return {id for id, of_id in outcomes.items() if len(of_id) > 1}
 
 
 def messages(value: Any) -> list[dict[str, str]]:

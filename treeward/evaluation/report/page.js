@@ -1,9 +1,8 @@
-// The page: charts, tables, examples, the theme, printing. Everything else is HTML already.
+// The page: charts, tables, examples, the theme. Everything else is HTML already.
 "use strict";
 
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 const readJson = (node) => JSON.parse(node.textContent);
-const tables = []; // of examples
 
 // Charts are drawn where they are in sight; those in a closed fold when it opens.
 async function draw(holder) {
@@ -22,7 +21,7 @@ async function drawAll() {
 }
 
 // A row of the examples opens below itself, with its completions side by side.
-const COLUMNS = { outcome: 0, margin: 1, subset: 2, model: 3, id: 4, prompt: 5, models: 6, detail: 7 };
+const COLUMNS = { outcome: 0, margin: 1, subset: 2, model: 3, id: 4, prompt: 5, detail: 6 };
 
 function toggle(row, open = !row.child.isShown()) {
   if (open) row.child(row.data()[COLUMNS.detail].shown, "detail").show();
@@ -31,7 +30,7 @@ function toggle(row, open = !row.child.isShown()) {
 }
 
 function examplesTable(element) {
-  const { outcome, margin, model, id, prompt, models, detail } = COLUMNS;
+  const { outcome, margin, model, prompt, detail } = COLUMNS;
   const filters = element.previousElementSibling;
   const unknownLast = (sign) => (a, b) => (a === "") - (b === "") || sign * (a - b);
   DataTable.type("known", "order", { asc: unknownLast(1), desc: unknownLast(-1) });
@@ -42,17 +41,15 @@ function examplesTable(element) {
     data, deferRender: true, columns: Object.entries(COLUMNS).map(([className, at]) =>
       ({ data: at, className, render: { _: "shown", sort: "order", type: "order", filter: "search" } })),
     autoWidth: false, pageLength: 25, order: [[margin, "asc"]],
-    columnDefs: [{ targets: [models, detail], visible: false }, { targets: margin, type: "known" }, { targets: outcome, type: "string" }, { targets: prompt, orderable: false },
+    columnDefs: [{ targets: detail, visible: false }, { targets: margin, type: "known" }, { targets: outcome, type: "string" }, { targets: prompt, orderable: false },
       { targets: model, visible: filters.querySelector("[data-key=model]") !== null }],
     layout: { topStart: () => filters, topEnd: "search", bottomStart: "info", bottomEnd: "paging" },
     language: { search: "Search", searchPlaceholder: 'words, or "a phrase"', zeroRecords: "No example matches. Fewer words or filters find more." },
   });
-  tables.push(table);
   for (const select of all("select", filters)) {
     select.addEventListener("change", () => {
       const wanted = select.value;
       table.column(COLUMNS[select.dataset.key]).search.fixed("filter", wanted ? (text) => text === wanted : null);
-      if (wanted && select.dataset.key === "models") table.order([[id, "asc"]]); // the rows of one example stand together
       table.draw();
     });
   }
@@ -87,22 +84,7 @@ function theming() {
   apply(names.includes(memory.get()) ? memory.get() : "auto");
 }
 
-// On paper the first ten examples and all samples are open.
-function printing() {
-  let opened = [];
-  addEventListener("beforeprint", () => {
-    opened = all(".sample:not([open]), .sample details:not([open])");
-    for (const one of opened) one.open = true;
-    for (const table of tables) table.rows({ page: "current" }).every(function (_, __, count) { if (count < 10) toggle(this, true); });
-  });
-  addEventListener("afterprint", () => {
-    for (const one of opened) one.open = false;
-    for (const table of tables) table.rows({ page: "current" }).every(function () { toggle(this, false); });
-  });
-}
-
 theming();
-printing();
 all("table.examples").forEach(examplesTable);
 all("table.long").forEach(longTable);
 addEventListener("toggle", (event) => all(".plot", event.target).forEach(draw), true);

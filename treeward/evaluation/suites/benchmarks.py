@@ -49,8 +49,8 @@ from treeward.data.preference import Preference
 from treeward.data.sources import Row, read_rows
 from treeward.errors import DataError
 from treeward.evaluation.examples import ScoredExample, by_subset
-from treeward.evaluation.results import SuiteResult
-from treeward.evaluation.statistics import Part, combined
+from treeward.evaluation.results import Metric, SuiteResult
+from treeward.evaluation.statistics import combined
 from treeward.evaluation.suites.interface import Prompt, Suite, one_of, published_example, read_as, suite_rows
 from treeward.evaluation.suites.rewardbench import RewardBench
 
@@ -97,7 +97,7 @@ class RMBench(Suite):
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         cells = {id(example): self._cells(example) for example in scored}
 
-        def part(name: str, examples: Sequence[ScoredExample], places: Any = ...) -> Part:
+        def part(name: str, examples: Sequence[ScoredExample], places: Any = ...) -> Metric:
             return self.part(name, examples, lambda example: float(cells[id(example)][places].mean()))
 
         domains = {
@@ -115,8 +115,8 @@ class RMBench(Suite):
         return SuiteResult(
             self.name,
             combined("overall", parts),
-            sections=(*(part.metric for part in parts), *difficulties),
-            subsets=tuple(part(name, subsets[name]).metric for name in _SUBSETS if name in subsets),
+            sections=(*parts, *difficulties),
+            subsets=tuple(part(name, subsets[name]) for name in _SUBSETS if name in subsets),
             details={"matrix": np.mean(matrices, axis=0).tolist() if matrices else None},
         )
 
@@ -186,9 +186,9 @@ class JudgeBench(Suite):
         }
         return SuiteResult(
             self.name,
-            self.part("accuracy", main).metric,
-            sections=tuple(self.part(name, examples).metric for name, examples in categories.items() if examples),
-            subsets=tuple(self.part(name, examples).metric for name, examples in by_subset(scored).items()),
+            self.part("accuracy", main),
+            sections=tuple(self.part(name, examples) for name, examples in categories.items() if examples),
+            subsets=tuple(self.part(name, examples) for name, examples in by_subset(scored).items()),
         )
 
 
@@ -251,10 +251,10 @@ class LLMBar(Suite):
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         parts = {name: self.part(name, group) for name, group in by_subset(scored).items()}
         adversarial = [part for name, part in parts.items() if name in SETS[1:]]
-        sections = [parts["Natural"].metric] if "Natural" in parts else []
+        sections = [parts["Natural"]] if "Natural" in parts else []
         sections += [combined("Adversarial", adversarial)] if adversarial else []
-        headline, subsets = combined("accuracy", list(parts.values())), tuple(part.metric for part in parts.values())
-        return SuiteResult(self.name, headline, sections=tuple(sections), subsets=subsets)
+        subsets = tuple(parts.values())
+        return SuiteResult(self.name, combined("accuracy", subsets), sections=tuple(sections), subsets=subsets)
 
 
 def _set_of(file: Path) -> str | None:

@@ -30,7 +30,7 @@ from treeward.data.sources import KINDS, Row, file_suffix, read_rows
 from treeward.errors import DataError
 from treeward.evaluation.examples import ScoredExample, by_subset
 from treeward.evaluation.results import Metric, SuiteResult
-from treeward.evaluation.statistics import Part
+from treeward.evaluation.statistics import accuracy_metric
 
 Schema = TypeVar("Schema", bound=BaseModel)
 TiePolicy = Literal["strict", "half"]
@@ -93,10 +93,10 @@ class Suite(ABC):
 
     def part(
         self, name: str, scored: Sequence[ScoredExample], value: Callable[[ScoredExample], float] | None = None
-    ) -> Part:
+    ) -> Metric:
         """A subset by the `outcome_value` of its examples, or another value of each; those of one prompt depend."""
         prompts = [example.example.context_key for example in scored]
-        return Part.of(name, map(value or self.outcome_value, scored), prompts)
+        return accuracy_metric(list(map(value or self.outcome_value, scored)), name, prompts)
 
     def outcome_value(self, scored: ScoredExample) -> float:
         """1 for right, 0 for wrong or failed, for a tie the value of the policy."""
@@ -141,7 +141,7 @@ class PreferenceSuite(Suite):
             for better, worse in example.pairs():
                 values.append(self._value(example.scores[better], example.scores[worse]))
                 prompts.append(prompt)
-        return Part.of(name, values, prompts, "pairs").metric
+        return accuracy_metric(values, name, prompts)
 
     def _value(self, better: float | None, worse: float | None) -> float:
         if better is None or worse is None:

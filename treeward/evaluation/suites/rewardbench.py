@@ -39,7 +39,7 @@ from treeward.data.sources import Row
 from treeward.errors import DataError
 from treeward.evaluation.examples import ScoredExample, by_subset
 from treeward.evaluation.results import Metric, SuiteResult
-from treeward.evaluation.statistics import Part, cluster_bootstrap, combined, wilson
+from treeward.evaluation.statistics import cluster_bootstrap, combined, wilson
 from treeward.evaluation.suites.interface import Prompt, Suite, one_of, published_example, read_as, suite_rows
 
 _HEP = ("hep-cpp", "hep-go", "hep-java", "hep-js", "hep-python", "hep-rust")
@@ -99,7 +99,7 @@ class RewardBench(Suite):
                 sections.append(combined(section, [parts[subset] for subset in weights], list(weights.values())))
                 shares |= {subset: weight / sum(weights.values()) for subset, weight in weights.items()}
         overall = combined("overall", list(parts.values()), [shares[subset] for subset in parts])
-        return SuiteResult(self.name, overall, tuple(sections), tuple(part.metric for part in parts.values()))
+        return SuiteResult(self.name, overall, tuple(sections), tuple(parts.values()))
 
 
 # --- RewardBench 2 ---------------------------------------------------------------------------------------------------
@@ -129,13 +129,12 @@ class RewardBench2(Suite):
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         groups = by_subset(scored)
-        parts = [
-            _ties_part(groups[subset]) if subset == "Ties" else self.part(subset, groups[subset], _credit)
+        parts = tuple(
+            _ties(groups[subset]) if subset == "Ties" else self.part(subset, groups[subset], _credit)
             for subset in _SUBSETS_2
             if subset in groups
-        ]
-        metrics = tuple(part.metric for part in parts)
-        return SuiteResult(self.name, combined("overall", parts), sections=metrics, subsets=metrics)
+        )
+        return SuiteResult(self.name, combined("overall", parts), sections=parts, subsets=parts)
 
     def chance(self, part: str | None = None) -> float | None:
         """0.25 where the best of four is chosen (Malik et al. 2025, section 3: one right completion, three wrong ones).
@@ -175,7 +174,7 @@ def _tie_number(id: str, where: str | None = None) -> tuple[str, int]:
     return kind, int(number)
 
 
-def _ties_part(scored: Sequence[ScoredExample]) -> Part:
+def _ties(scored: Sequence[ScoredExample]) -> Metric:
     pairs: dict[int, dict[str, ScoredExample]] = {}
     for example in scored:
         kind, number = _tie_number(example.example.id)
@@ -187,7 +186,7 @@ def _ties_part(scored: Sequence[ScoredExample]) -> Part:
     if low is None or high is None or low == high:
         low, high = wilson(min(max(value, 0.0), 1.0) * len(terms), len(terms))
     note = f"The interval is over {len(terms)} pairs of a tied and a reference prompt."
-    return Part(Metric("Ties", value, low, high, len(scored), note), (), ())
+    return Metric("Ties", value, low, high, len(scored), note)
 
 
 def _terms(pairs: Sequence[dict[str, ScoredExample]]) -> NDArray[np.float64]:
