@@ -1,6 +1,6 @@
 """Named datasets of comparisons: from the `data` section of a config to a stream of preferences.
 
-    stream = open_dataset(DatasetConfig(data_path="train.jsonl"))   # dataset_name: auto, told by the keys of a row
+    stream = open_dataset(DatasetConfig(data_path="train.jsonl"))   # dataset_name: auto, recognised by a row's keys
     for preference, where in stream:              # restartable: each loop reads the data again
         ...
 
@@ -63,7 +63,7 @@ _Class = TypeVar("_Class", bound=type[Any])
 _NAMED_KEYS = ("prompt_key", "chosen_key", "rejected_key")
 
 _WINDOW = 4096
-"""Comparisons whose best completions are at hand: data of any size can be streamed."""
+"""Comparisons whose best completions are kept in memory."""
 
 _TRIES = 16
 """Draws of a completion of another prompt; data in which few prompts differ may have none."""
@@ -71,7 +71,7 @@ _TRIES = 16
 
 @dataclass(frozen=True)
 class TaskDataSpec:
-    """The name of a task and the files that its conversations are completed with."""
+    """The name of a task and its prompt files."""
 
     task_name: str
     prompt_file: str | None = None
@@ -86,9 +86,9 @@ def register_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
 def open_dataset(config: DatasetConfig) -> RowDataset:
     """One training or validation set.
 
-    Raises `ConfigError` for an unknown name (with the nearest one), a class that cannot be imported or constructed, or
-    one without the attributes of a dataset; `DataError` for data that is not there, and under "auto" for a first row
-    in no known format. Rows are checked as they come.
+    Raises `ConfigError` for an unknown name (with the nearest one) and for a class that cannot be imported,
+    constructed or used as a dataset; `DataError` for missing data, and under "auto" for an unknown format. Rows are
+    checked while they are read.
     """
     is_open = config.split_validation_size > 0 and config.part is None
     config.refuse(is_open, "part split_validation_size", "part: train, or part: validation for the rows held out")
@@ -101,9 +101,9 @@ def open_dataset(config: DatasetConfig) -> RowDataset:
 
 
 def recognised(config: DatasetConfig, *, skip_broken: bool = False) -> DatasetConfig:
-    """The configuration with the format that `auto` stands for: that of named keys, or of the keys of the first row.
+    """The configuration with `auto` replaced by the format of the named keys, or of the first row's keys.
 
-    `skip_broken`: rows that are wrong are passed over, unless all are.
+    `skip_broken`: skip invalid rows, unless all are.
     """
     if config.dataset_name != "auto":
         return config
@@ -114,13 +114,13 @@ def recognised(config: DatasetConfig, *, skip_broken: bool = False) -> DatasetCo
     try:
         for row in read_rows(str(config.data_path), split=config.split, subset=config.subset, broken=broken):
             try:
-                found = recognise(row.values, row.where)
-                key = prompt_key(row.values, row.where) if found.dataset == "BinaryPreferenceDataset" else None
+                form = recognise(row.values, row.where)
+                key = prompt_key(row.values, row.where) if form.dataset == "BinaryPreferenceDataset" else None
             except DataError as error:
                 broken(error)
                 continue
-            _tell(str(config.data_path), found.title, found.dataset)
-            return config.model_copy(update={"dataset_name": found.dataset, "prompt_key": key or config.prompt_key})
+            _tell(str(config.data_path), form.title, form.dataset)
+            return config.model_copy(update={"dataset_name": form.dataset, "prompt_key": key or config.prompt_key})
     except DataError as error:
         raise errors[0] if errors else error from None
     raise errors[0]
@@ -128,15 +128,15 @@ def recognised(config: DatasetConfig, *, skip_broken: bool = False) -> DatasetCo
 
 @cache
 def _tell(path: str, title: str, dataset_name: str) -> None:
-    """Once for each file, however often it is opened."""
+    """Log the format, once per file."""
     logger.info("%s: taken for %s (dataset_name: %s)", path, title, dataset_name)
 
 
 class RowDataset(RowSource):
-    """A restartable stream of preferences with their places: `to_preference` is all that a subclass needs."""
+    """A restartable stream of preferences with their places. A subclass defines `to_preference`."""
 
     def to_preference(self, row: Row) -> Preference | None:
-        """Parse one row; None for one that compares nothing. Raises `DataError` naming `row.where`."""
+        """Parse one row; None for a row without a comparison. Raises `DataError` naming `row.where`."""
         raise NotImplementedError
 
     @property
@@ -151,11 +151,11 @@ class RowDataset(RowSource):
     def formatted_ds(self) -> dict[str, list[dict[str, Any]]]:
         """The rows in the rank format, under the split's name."""
         parsed = (self.to_preference(row) for row in self.rows())
-        return {self.split or "train": [preference_to_dict(one) for one in parsed if one is not None]}
+        return {self.split or "train": [preference_to_dict(item) for item in parsed if item is not None]}
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes when the content does, or the way it is parsed."""
+        """A digest of the content and of its parsing."""
         cls, config = type(self), self.config
         parts = [
             *(self.content(), cls.__module__, cls.__qualname__, _source_of(cls), self.task_name, repr(self.files)),
@@ -169,7 +169,7 @@ class RowDataset(RowSource):
         return _with_non_contextual(self._completed()) if self.config.non_contextual_answer else self._completed()
 
     def _is_of_other_part(self, preference: Preference) -> bool:
-        """By the prompt alone, so that no prompt is in both parts, and none moves when the data grows."""
+        """Decided by the prompt alone, so that no prompt is in both parts, and none moves when the data grows."""
         share: float = self.config.split_validation_size
         prompt = preference.context or preference.completions[0].messages
         text = json.dumps([self.config.seed, prompt], sort_keys=True, default=repr)
@@ -204,7 +204,10 @@ class RowDataset(RowSource):
             logger.warning(
                 "%s: in %d of %d comparisons a completion does not end with an assistant message (the first is %s); "
                 "its score is read after that other message",
-                *(self.name, others, total, first),
+                self.name,
+                others,
+                total,
+                first,
             )
 
 
@@ -243,22 +246,22 @@ class UltraFeedback(PreferenceDataset):
     hub_path: ClassVar[str | None] = "openbmb/UltraFeedback"
 
     def to_preference(self, row: Row) -> Preference | None:
-        fewest, given = 1 if self.config.attributes else 2, row.values.get("completions")
-        return None if isinstance(given, list) and len(given) < fewest else super().to_preference(row)
+        fewest, completions = 1 if self.config.attributes else 2, row.values.get("completions")
+        return None if isinstance(completions, list) and len(completions) < fewest else super().to_preference(row)
 
 
 @register_dataset("GradedDataset")
 class GradedDataset(UltraFeedback):
-    """Rows of a prompt, one `response` or `completion` of it, and its grades, of which `score` ranks the completions of
-    a prompt; rows of one prompt follow each other."""
+    """Rows of a prompt, a `response` or `completion`, and its grades; `score` ranks the completions of a prompt. Rows
+    of one prompt follow each other."""
 
     hub_path: ClassVar[str | None] = None
     score_key = "score"
 
     def rows(self) -> Iterator[Row]:
-        """One row for each prompt, at the place of its first response; a warning says if prompts come back later."""
+        """One row per prompt, at the place of its first response; warns about prompts that come back later."""
         seen, again = set[int](), 0
-        for prompt, group in groupby(self._responses(), lambda one: one[0]):
+        for prompt, group in groupby(self._responses(), lambda response: response[0]):
             responses, key = list(group), hash(str(prompt))
             again += key in seen
             seen.add(key)
@@ -268,18 +271,19 @@ class GradedDataset(UltraFeedback):
             logger.warning(
                 "%s: %d times a prompt comes back after rows of others. Only rows that follow each other are compared: "
                 "sort the file by its prompt.",
-                *(self.name, again),
+                self.name,
+                again,
             )
 
     def _responses(self) -> Iterator[tuple[Any, dict[str, Any], str]]:
-        """The prompt of each row, its completion, and where it stands."""
+        """The prompt of each row, its completion, and its place."""
         for row in super().rows():
             try:
-                found = self._response(row)
+                response = self._response(row)
             except DataError as error:
                 self.broken(error)
                 continue
-            yield found
+            yield response
 
     def _response(self, row: Row) -> tuple[Any, dict[str, Any], str]:
         need, values = f"a row of prompt, response and {self.score_key}", row.values
@@ -347,27 +351,25 @@ class _ObjectDataset(ObjectRows, PreferenceDataset):
 
     @property
     def task_name(self) -> str:
-        found = getattr(self.spec, "task_name", None) or getattr(self.dataset, "task_name", None)
-        if isinstance(found, str):
-            return found
-        name, need = self.config.dataset_name, 'task_spec = TaskDataSpec(task_name="..."), or an attribute task_name'
-        raise ConfigError(f"{name} has no task name", field="dataset_name", got=found, need=need)
+        name = getattr(self.spec, "task_name", None) or getattr(self.dataset, "task_name", None)
+        if isinstance(name, str):
+            return name
+        dataset, need = self.config.dataset_name, 'task_spec = TaskDataSpec(task_name="..."), or an attribute task_name'
+        raise ConfigError(f"{dataset} has no task name", field="dataset_name", got=name, need=need)
 
 
 # --- completions of other prompts ------------------------------------------------------------------------------------
 
 
 def _with_non_contextual(stream: Iterator[tuple[Preference, str]]) -> Iterator[tuple[Preference, str]]:
-    """The preferences, each with a good completion of another prompt (`Preference.non_contextual`), if one is found.
+    """The preferences, each with a good completion of another prompt (`Preference.non_contextual`), if one fits.
 
-    A reward model that has only seen completions of the prompt never had to learn that a completion must be one: it may
-    like the length, politeness or format of a text whatever the question is, and a policy finds that out. A good
-    completion of another prompt, ranked below all of the prompt's own, prevents it (Liu et al. 2024, "RRM", arXiv
+    Without it a reward model may learn to like the length, politeness or format of a text whatever the prompt is, which
+    a policy exploits. A good completion of another prompt, ranked last, prevents that (Liu et al. 2024, "RRM", arXiv
     2409.13156). On a prefix tree it costs its own tokens and no prompt's.
 
-    It is a best completion of the last 4096 comparisons (for the first ones, of the first 4096). Prompts are the same
-    if their last user messages are, letter case and punctuation aside. Roles must fit. The same data gives the same
-    draw. Whether a comparison is kept depends on its own completions alone: see `encoding`.
+    It is drawn from the best completions of the last 4096 comparisons (at first, of the first 4096), with fitting roles
+    and another last user message, letter case and punctuation aside. The same data gives the same draw.
     """
     head = list(islice(stream, _WINDOW))
     window = deque((preference for preference, _ in head), maxlen=_WINDOW)
@@ -379,30 +381,30 @@ def _with_non_contextual(stream: Iterator[tuple[Preference, str]]) -> Iterator[t
 
 
 def _drawn(preference: Preference, window: deque[Preference], generator: random.Random) -> tuple[Message, ...] | None:
-    own = [completion.messages for completion in preference.completions]
+    siblings = [completion.messages for completion in preference.completions]
     for _ in range(_TRIES):
         other = window[generator.randrange(len(window))]
         best = min(other.completions, key=lambda completion: completion.rank).messages
-        if best not in own and _question(other) != _question(preference) and _roles(other) == _roles(preference):
+        if best not in siblings and _question(other) != _question(preference) and _roles(other) == _roles(preference):
             return best
     return None
 
 
 def _question(preference: Preference) -> str:
-    """The words of the last user message, or of the completion's first message where it brings the question itself."""
+    """The words of the last user message, or of the completion's first message if that holds the question."""
     users = [message for message in preference.context if message["role"] == "user"]
     text = last_text(users[-1:] or preference.completions[0].messages[:1])
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
 def _roles(preference: Preference) -> tuple[str | None, list[str]]:
-    """The role that a completion follows, and those of its own messages."""
+    """The role before a completion, and the roles of its messages."""
     before = preference.context[-1]["role"] if preference.context else None
     return before, [message["role"] for message in preference.completions[0].messages]
 
 
 def _source_of(cls: type[Any]) -> str:
-    """The source of a class outside this package: its author need not remember to raise a version number."""
+    """The source of a class outside this package, so that a change of its code changes the fingerprint."""
     if cls.__module__.startswith("treeward."):
         return ""
     try:

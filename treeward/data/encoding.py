@@ -5,7 +5,7 @@
     dataset.counts.summary()  # rows that were read, kept and dropped (and why), and the tokens that sharing saves
 
 The file has a row for every row of the data, with its outcome: kept, or the reason why it was dropped. The counts are
-sums of its columns. A row that is wrong raises.
+sums of its columns. An invalid row raises.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Ties = Literal["drop", "half", "error"]
-"""What becomes of a comparison none of whose completions outranks another: it is left out, it is kept (the loss counts
-half a win for either side), or it is an error, as any two equal ranks are then."""
+"""A comparison without an order is dropped, kept (the loss counts half a win for either side), or an error, as any two
+equal ranks are under "error"."""
 
 _FORMAT_VERSION = 9  # raise it when the file's layout, the rules for keeping a comparison or the parsing of rows change
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 128, 4_000_000  # enough for a fast tokenizer to use all cores
 _ROWS_IN_BATCH, _TOKENS_IN_BATCH = 4096, 4_000_000  # of the file: each batch costs its readers memory
 
-_MUCH = 0.1  # a larger share that is left out is warned of
+_MUCH = 0.1  # a warning says when a larger share is left out
 _SUMMED = (
     *("tokens", "tree_tokens", "truncated", "deduplicated", "tied_pairs", "non_contextual"),
     *("completions", "completions_too_long", "contradicted"),
@@ -75,11 +75,10 @@ _SCHEMA = pa.schema(
 class Comparison:
     """A tokenized `Preference`: K conversations that begin with the same prompt.
 
-    `token_ids`: K int32 arrays, read-only. `ranks`: lower is better. `lengths`: characters of the last message of each
-    completion. `scores`: the grades that the data has for them; `grades`: those that a run learns, for each attribute,
-    NaN for none. `subset`: the preference's `task_name`. `tree_tokens`:
-    tokens when common beginnings are held once. No two conversations are identical. `non_contextual`: the last of them
-    is a completion of another prompt.
+    `token_ids`: K different int32 arrays, read-only. `ranks`: lower is better. `lengths`: characters of each
+    completion's last message. `scores`: from the data; `grades`: the learnt ones, per attribute, NaN for none.
+    `subset`: the preference's `task_name`. `tree_tokens`: tokens when common beginnings are held once.
+    `non_contextual`: the last conversation completes another prompt.
     """
 
     token_ids: tuple[npt.NDArray[np.int32], ...]
@@ -101,18 +100,17 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class EncodingCounts:
-    """The outcomes of the comparisons that were read: `read` = `kept` + the four `dropped_*`.
+    """The outcomes of the comparisons: `read` = `kept` + the four `dropped_*`.
 
     `dropped_too_long`: no two completions of different rank fit. `dropped_identical`: no pair of different completions
     is left. `dropped_ties`: no completion outranks another. `dropped_ungraded`: none has a grade to learn.
-    `tied_pairs`: pairs of equal rank in kept comparisons; the loss leaves them out unless `ties` is "half".
-    `truncated`: kept comparisons that lost context. `deduplicated`:
-    completions removed from kept comparisons because another has the same tokens. `completions`: those of the kept
-    comparisons; `completions_too_long`: those that were left out of them. `contradicted`: kept comparisons in which a
-    completion outranks one with a higher score in the data; the rank counts. `non_contextual`: kept comparisons with a
-    completion of another prompt, if the config asks for them; the rest has none that fits. `tokens` (plain rows) and
-    `tree_tokens`: tokens of the kept ones. `longest`: tokens of the longest conversation that was read, before
-    truncation; at least so many for one that was too long to be tokenized.
+
+    The others count kept comparisons. `tied_pairs`: pairs of equal rank, which the loss leaves out unless `ties` is
+    "half". `truncated`: comparisons that lost context. `deduplicated`: completions removed because another has the same
+    tokens. `completions` and, left out of them, `completions_too_long`. `contradicted`: comparisons in which a
+    completion outranks one with a higher score; the rank counts. `non_contextual`: comparisons with a completion of
+    another prompt. `tokens` (plain rows), `tree_tokens`. `longest`: tokens of the longest conversation, kept or not,
+    before truncation; a lower bound if it was too long to be tokenized.
     """
 
     read: int = 0
@@ -155,7 +153,7 @@ class EncodingCounts:
 
     @property
     def much_dropped(self) -> str | None:
-        """A sentence, where more than a tenth of the comparisons, or of the completions of the rest, was left out."""
+        """A sentence if more than a tenth of the comparisons, or of the others' completions, was left out."""
         parts = []
         if (dropped := self.read - self.kept) > _MUCH * self.read:
             parts.append(f"{dropped:,} of {self.read:,} comparisons ({dropped / self.read:.0%}: {self._reasons})")
@@ -186,7 +184,7 @@ class EncodedDataset(Sequence[Comparison]):
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
-        self.fingerprint = path.stem  # the digest of everything that the content follows from
+        self.fingerprint = path.stem  # the digest of data, renderer and rules
         try:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
             self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
@@ -207,7 +205,7 @@ class EncodedDataset(Sequence[Comparison]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         row = int(self._kept[index])
-        # By hand: a table of many batches would look through all of them for each value.
+        # By hand: a table of many batches would search all of them for each value.
         place = int(np.searchsorted(self._starts, row, side="right")) - 1
         table, row = self._batches[place], row - int(self._starts[place])
         return Comparison(
@@ -237,7 +235,7 @@ class EncodedDataset(Sequence[Comparison]):
 
     @cached_property
     def tree_tokens(self) -> npt.NDArray[np.int32]:
-        """int32 (N,), `Comparison.tree_tokens` of each: what a step is planned from, without a token being read."""
+        """int32 (N,), `Comparison.tree_tokens` of each, without reading tokens."""
         return self._column("tree_tokens").to_numpy()[self._kept].astype(np.int32)  # type: ignore[no-any-return]
 
     @cached_property
@@ -246,24 +244,24 @@ class EncodedDataset(Sequence[Comparison]):
         nested = self._column("token_ids")
         counts = pa.compute.list_value_length(nested).to_numpy().astype(np.int64)
         lengths = pa.compute.list_value_length(pa.compute.list_flatten(nested)).to_numpy()
-        starts = (np.cumsum(counts) - counts)[self._kept]  # what was dropped has no conversations between these
+        starts = (np.cumsum(counts) - counts)[self._kept]  # dropped rows have no conversations
         longest = np.maximum.reduceat(lengths, starts) if len(starts) else lengths
         return np.stack([counts[self._kept], longest], axis=1).astype(np.int32)
 
     @cached_property
     def grades(self) -> npt.NDArray[np.float64]:
         """float64 (N, H), the grades of all completions, NaN for none."""
-        of_rows = self._column("grades").to_numpy()[self._kept]
-        return np.array([row for rows in of_rows for row in rows], dtype=np.float64)
+        rows = self._column("grades").to_numpy()[self._kept]
+        return np.array([grades for row_grades in rows for grades in row_grades], dtype=np.float64)
 
     @cached_property
     def num_strengths(self) -> int:
-        """Comparisons that say by how much a completion is better, kept or not."""
+        """The number of comparisons with a strength, kept or not."""
         return len(self._column("strength").drop_null())
 
     def digests(self, start: int = 0, end: int | None = None) -> npt.NDArray[np.int64]:
-        """int64, of the comparisons from `start` to `end`; equal for those with the same conversations and ranks, in
-        any order and without completions of other prompts."""
+        """int64, of the comparisons from `start` to `end`: equal for equal conversations and ranks, in any order and
+        without non-contextual completions."""
         kept = self._kept[start:end]
         if not len(kept):
             return np.empty(0, np.int64)
@@ -271,36 +269,36 @@ class EncodedDataset(Sequence[Comparison]):
         return values[kept - kept[0]]  # type: ignore[no-any-return]
 
     def tokens_sha256(self, end: int) -> str:
-        """SHA-256 of the conversations of the first `end` comparisons, whatever their labels are."""
+        """SHA-256 of the conversations of the first `end` comparisons, without their labels."""
         digests = [hashlib.sha256() for _ in range(3)]
         for start, batch in zip(self._starts, self._batches, strict=False):
             first, last = np.searchsorted(self._kept[:end], [start, start + batch.num_rows])
             nested = batch["token_ids"].take(pa.array(self._kept[first:last] - start))
             flat = nested.flatten()
-            lengths = [pa.compute.list_value_length(one) for one in (nested, flat)]
+            lengths = [pa.compute.list_value_length(array) for array in (nested, flat)]
             for digest, values in zip(digests, [*lengths, flat.flatten()], strict=True):
                 digest.update(values.to_numpy().tobytes())
         return hashlib.sha256(b"".join(digest.digest() for digest in digests)).hexdigest()
 
     @cached_property
     def highest_token(self) -> int:
-        """The largest token id, for comparison with a model's vocabulary."""
+        """The largest token id."""
         tokens = pa.compute.list_flatten(pa.compute.list_flatten(self._column("token_ids")))
         return int(pa.compute.max(tokens).as_py() or 0)
 
     @cached_property
     def counts(self) -> EncodingCounts:
-        outcomes = {each["values"]: each["counts"] for each in self._column("outcome").value_counts().to_pylist()}
+        outcomes = {item["values"]: item["counts"] for item in self._column("outcome").value_counts().to_pylist()}
         sums = {name: pa.compute.sum(self._column(name)).as_py() or 0 for name in _SUMMED}
         longest = pa.compute.max(self._column("longest")).as_py() or 0
         return EncodingCounts(read=int(self._starts[-1]), longest=longest, **outcomes, **sums)
 
 
 def count_tree_tokens(sequences: Sequence[npt.NDArray[np.int32] | Sequence[int]]) -> int:
-    """The size of the trie of the sequences: in sorted order each adds what it does not share with its neighbour."""
-    in_order = sorted(s.tolist() if isinstance(s, np.ndarray) else list(s) for s in sequences)
-    shared = [os.path.commonprefix(neighbours) for neighbours in itertools.pairwise(in_order)]
-    return sum(map(len, in_order)) - sum(map(len, shared))
+    """The size of the trie of the sequences: in sorted order each adds the tokens after its neighbour's prefix."""
+    ordered = sorted(s.tolist() if isinstance(s, np.ndarray) else list(s) for s in sequences)
+    shared = [os.path.commonprefix(neighbours) for neighbours in itertools.pairwise(ordered)]
+    return sum(map(len, ordered)) - sum(map(len, shared))
 
 
 def encode_dataset(
@@ -313,15 +311,15 @@ def encode_dataset(
     cache_dir: Path,
     progress: bool = False,
 ) -> EncodedDataset:
-    """Encode every comparison of a dataset, or open the file that an earlier call made of the same content.
+    """Encode every comparison of a dataset, or open the file that an earlier call wrote for the same content.
 
-    A completion whose conversation does not fit in the renderer's `max_length` is left out; without `keep_rest` its
-    whole comparison is. Completions with the same tokens, as some have only once their context was cut, are kept once
-    with the best of their ranks. A comparison without a pair left to compare is dropped. A warning says if it is more
-    than a tenth. With `attributes`, the grades to be learnt, a comparison is kept for its grades, and needs no pair.
+    A completion whose conversation exceeds the renderer's `max_length` is left out; without `keep_rest` the whole
+    comparison is. Completions with the same tokens (perhaps only after truncation) are kept once, with their best rank.
+    A comparison without a pair is dropped, unless it has one of `attributes`, the grades to learn. A warning says if
+    more than a tenth is dropped.
 
-    A fast tokenizer uses all cores. `progress` shows a bar on a terminal, and lines in a log. Raises `DataError` for a
-    row that is wrong or when no comparison is left, `ConfigError` if `cache_dir` cannot be written.
+    `progress` shows a bar on a terminal, and lines in a log. Raises `DataError` for an invalid row or if no comparison
+    is left, `ConfigError` if `cache_dir` cannot be written.
     """
     content = json.dumps([_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties, keep_rest, *attributes])
     path = Path(cache_dir) / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.arrow"
@@ -353,11 +351,11 @@ def encode_dataset(
 
 
 def missing_grade(stream: RowDataset, name: str) -> DataError:
-    """The error of a grade that no completion has, with the nearest key of the first row."""
+    """The error of an attribute that no completion has, with the nearest key of the first row."""
     row = next(iter(stream.rows()))
-    given = row.values.get("completions") or row.values.get("responses")
-    about = given[0] if isinstance(given, list) and isinstance(given[0], dict) else row.values
-    near, keys = nearest_name(name, list(map(str, about))), sorted(map(str, about))
+    completions = row.values.get("completions") or row.values.get("responses")
+    grades = completions[0] if isinstance(completions, list) and isinstance(completions[0], dict) else row.values
+    near, keys = nearest_name(name, list(map(str, grades))), sorted(map(str, grades))
     return DataError(
         "no completion has this grade",
         where=row.where,
@@ -369,7 +367,7 @@ def missing_grade(stream: RowDataset, name: str) -> DataError:
 
 
 class Rules(NamedTuple):
-    """Which comparisons and completions are kept; with `attributes` for their grades."""
+    """Which comparisons and completions to keep; with `attributes`, for their grades."""
 
     ties: Ties
     keep_rest: bool
@@ -382,7 +380,7 @@ class Rules(NamedTuple):
 
     @property
     def fewest(self) -> int:
-        """Completions that a comparison has at least."""
+        """The minimum number of completions of a comparison."""
         return 1 if self.attributes else 2
 
 
@@ -418,7 +416,7 @@ def _write(
 
 
 def portions(stream: Iterable[tuple[Preference, str]]) -> Iterator[list[tuple[Preference, str]]]:
-    """Rows for one call of `encode_rows`: few where they are long, so that memory does not follow their lengths."""
+    """Rows for one call of `encode_rows`: fewer if they are long, to bound memory."""
     rows, characters = [], 0
     for preference, where in stream:
         rows.append((preference, where))
@@ -435,7 +433,7 @@ def portions(stream: Iterable[tuple[Preference, str]]) -> Iterator[list[tuple[Pr
 
 
 def encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, rules: Rules) -> Iterator[dict[str, Any]]:
-    """The rows of the file, with one call of the tokenizer for all of them (and one for completions of others)."""
+    """The rows of the file, from one call of the tokenizer (and one for non-contextual completions)."""
     ordered = [_is_trainable(preference, where, rules) for preference, where in rows]
     wanted = [row for row, has_order in zip(rows, ordered, strict=True) if has_order]
     fitted = iter(
@@ -444,18 +442,19 @@ def encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, rule
             where=[where for p, where in wanted for _ in p.completions],
         )
     )
-    given = [([*p.context, *p.non_contextual], where) for p, where in wanted if p.non_contextual is not None]
-    texts, places = [renderer.render(messages, where=where) for messages, where in given], [w for _, w in given]
+    extras = [([*p.context, *p.non_contextual], where) for p, where in wanted if p.non_contextual is not None]
+    texts = [renderer.render(messages, where=where) for messages, where in extras]
+    places = [where for _, where in extras]
     others = iter(renderer.encode_short(texts, renderer.max_length, where=places))
     for (preference, where), has_order in zip(rows, ordered, strict=True):
         record: dict[str, Any] = dict.fromkeys(_SCHEMA.names, 0) | {"where": where, "subset": "", "strength": None}
         record |= {name: [] for name in ("token_ids", "ranks", "lengths", "scores", "grades")}
         record["outcome"] = "dropped_ungraded" if rules.attributes else "dropped_ties"
         if has_order:
-            own = [next(fitted) for _ in preference.completions]
+            sequences = [next(fitted) for _ in preference.completions]
             other, num_tokens = (None, 0) if preference.non_contextual is None else next(others)
             fits = renderer.max_length is None or num_tokens <= renderer.max_length
-            record |= _encode_row(preference, own, other if fits else None, rules)
+            record |= _encode_row(preference, sequences, other if fits else None, rules)
         yield record
 
 
@@ -466,31 +465,33 @@ def _encode_row(
     rules: Rules,
 ) -> dict[str, Any]:
     longest = max(num_tokens for _, num_tokens in fitted)
-    kept = [(one, own) for (one, _), own in zip(fitted, preference.completions, strict=True) if one is not None]
-    candidates = {own.rank for _, own in kept} if rules.need_order else kept
+    pairs = zip(fitted, preference.completions, strict=True)
+    kept = [(sequence, completion) for (sequence, _), completion in pairs if sequence is not None]
+    candidates = {completion.rank for _, completion in kept} if rules.need_order else kept
     if len(kept) < len(fitted) and (not rules.keep_rest or len(candidates) < rules.fewest):
         return {"outcome": "dropped_too_long", "longest": longest}
     best: dict[tuple[int, ...], Completion] = {}  # in the order of the completions
-    for one, own in kept:
-        ids = tuple(one.token_ids)
-        best[ids] = min(best.get(ids, own), own, key=lambda completion: completion.rank)
+    for sequence, completion in kept:
+        ids = tuple(sequence.token_ids)
+        best[ids] = min(best.get(ids, completion), completion, key=lambda completion: completion.rank)
     ranks = {ids: completion.rank for ids, completion in best.items()}
     if len(best) < rules.fewest or (rules.need_order and len(set(ranks.values())) < 2):
         return {"outcome": "dropped_identical", "longest": longest}
-    scored = [(one.rank, one.score) for one in best.values() if one.score is not None]
+    scored = [(completion.rank, completion.score) for completion in best.values() if completion.score is not None]
     record = {
         "outcome": "kept",
         "subset": preference.task_name,
         "strength": preference.strength,
         "digest": _digest(ranks),
-        "truncated": int(any(one.truncated for one, _ in kept)),
+        "truncated": int(any(sequence.truncated for sequence, _ in kept)),
         "deduplicated": len(kept) - len(best),
         "tied_pairs": sum(a == b for a, b in itertools.combinations(ranks.values(), 2)),
         "completions": len(best),
         "completions_too_long": len(fitted) - len(kept),
         "contradicted": int(any(a[0] < b[0] and a[1] < b[1] for a, b in itertools.permutations(scored, 2))),
     }
-    scores, lengths = ([one.score for one in best.values()], [len(last_text(one.messages)) for one in best.values()])
+    scores = [completion.score for completion in best.values()]
+    lengths = [len(last_text(completion.messages)) for completion in best.values()]
     if other is not None and preference.non_contextual is not None and tuple(other) not in best:
         ranks[tuple(other)] = max(ranks.values()) + 1
         scores, lengths = [*scores, None], [*lengths, len(last_text(preference.non_contextual))]
@@ -500,7 +501,7 @@ def _encode_row(
         "ranks": list(ranks.values()),
         "lengths": lengths,
         "scores": scores,
-        "grades": [[_grade(one, name) for name in rules.attributes] for one in best.values()],
+        "grades": [[_grade(completion, name) for name in rules.attributes] for completion in best.values()],
         "tokens": sum(map(len, ranks)),
         "tree_tokens": count_tree_tokens(list(ranks)),
         "longest": longest,
@@ -513,9 +514,9 @@ def _grade(completion: Completion, name: str) -> float:
 
 
 def _is_trainable(preference: Preference, where: str, rules: Rules) -> bool:
-    """Whether the comparison has an order, or grades, to learn from; raises under "error" if it has no order."""
+    """Whether the comparison has an order or grades to learn from. Raises `DataError` for ties under "error"."""
     if rules.attributes:
-        return any(one.grade(name) is not None for one in preference.completions for name in rules.attributes)
+        return any(item.grade(name) is not None for item in preference.completions for name in rules.attributes)
     if rules.ties == "half":
         return True
     ranks = [completion.rank for completion in preference.completions]

@@ -1,4 +1,4 @@
-"""The formats of rows, told by their keys: one table for files, `/v1/rewards`, the playground and Python.
+"""The formats of rows, recognised by their keys: one table for files, `/v1/rewards`, the playground and Python.
 
     recognise({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, "in.jsonl:1").dataset   # "BinaryPreferenceDataset"
     conversations_of({"messages": [...]}, "in.jsonl:1")                            # one, whose score is "score"
@@ -54,14 +54,14 @@ FORMATS = (
     Format("PreferenceDataset", ("completions",), "completions with ranks or scores"),
     Format("PreferenceDataset", ("responses",), "responses with ranks or scores"),
 )
-"""The formats of comparisons; the first that fits a row is its own."""
+"""The formats of comparisons; the first that fits a row is used."""
 
 _OF_CONVERSATIONS = (
     *({"messages"}, {"completions"}, {"responses"}, {"chosen", "rejected"}),
     *({"response1", "response2"}, {"response_1", "response_2"}, {"response"}, {"completion"}, {"conversations"}),
 )
-"""The keys that hold what is scored: those of a row must be one of these. The last five count where none of the others
-is there, for many files have columns of these names."""
+"""The sets of keys that a row can be scored by. The last five count only without the others, for many files have such
+columns."""
 _ALWAYS_READ = frozenset().union(*_OF_CONVERSATIONS[:4])
 SCORED_KEYS = frozenset({"context", "prompt", "instruction"}).union(*_OF_CONVERSATIONS)
 """The keys of rows that are scored."""
@@ -70,9 +70,9 @@ SCORED_KEYS = frozenset({"context", "prompt", "instruction"}).union(*_OF_CONVERS
 def recognise(values: Mapping[str, Any], where: str) -> Format:
     """The format of a comparison. Raises `DataError` for keys of no known format."""
     keys = {key for key, value in values.items() if value is not None}
-    for one in FORMATS:
-        if keys.issuperset(one.keys) and (one.dataset != "HHTranscripts" or _are_transcripts(values)):
-            return one
+    for row_format in FORMATS:
+        if keys.issuperset(row_format.keys) and (row_format.dataset != "HHTranscripts" or _are_transcripts(values)):
+            return row_format
     raise DataError(
         "the row is a comparison in no known format",
         where=where,
@@ -84,31 +84,31 @@ def recognise(values: Mapping[str, Any], where: str) -> Format:
 
 
 def _are_transcripts(values: Mapping[str, Any]) -> bool:
-    """A completion of a prompt may begin with the name of a speaker too: a model has gone on to write both sides."""
+    """Whether both are transcripts. With a prompt, a completion may begin with a speaker's name without being one."""
     sides, has_prompt = (values["chosen"], values["rejected"]), values.get("prompt") or values.get("context")
     return all(map(is_transcript, sides)) and (not has_prompt or all(side.startswith("\n\nHuman:") for side in sides))
 
 
 def _is_of_rmb(keys: Set[str]) -> bool:
-    return any(keys >= set(one.keys) for one in FORMATS if one.dataset == "RMB")
+    return any(keys >= set(row_format.keys) for row_format in FORMATS if row_format.dataset == "RMB")
 
 
 def scored_keys(values: Mapping[str, Any], where: str) -> frozenset[str]:
-    """The keys that hold what is scored. Raises `DataError` where there is nothing, or where there are two things."""
-    given = {key for key, value in values.items() if value is not None}
-    if _is_of_rmb(given):
+    """The keys to score the row by. Raises `DataError` if no set of keys fits, or two do."""
+    keys = {key for key, value in values.items() if value is not None}
+    if _is_of_rmb(keys):
         return frozenset({"completions"})
-    found = given & _ALWAYS_READ or given & set().union(*_OF_CONVERSATIONS)
-    if found >= {"chosen", "rejected"}:
-        found -= {"messages"}  # a column like others: UltraFeedback's binarized form repeats the chosen ones there
-    if found not in _OF_CONVERSATIONS:
+    scored = keys & _ALWAYS_READ or keys & set().union(*_OF_CONVERSATIONS)
+    if scored >= {"chosen", "rejected"}:
+        scored -= {"messages"}  # a column like others: UltraFeedback's binarized form repeats the chosen ones there
+    if scored not in _OF_CONVERSATIONS:
         raise DataError(
-            "the row cannot be scored with these keys together" if found else "the row has nothing to score",
+            "the row cannot be scored with these keys together" if scored else "the row has nothing to score",
             where=where,
             got=f"keys {sorted(map(str, values))}",
             need="one of messages, completions, responses, chosen with rejected; docs/data.md has the keys",
         )
-    return frozenset(found)
+    return frozenset(scored)
 
 
 def is_single(values: Mapping[str, Any], where: str) -> bool:
@@ -119,8 +119,8 @@ def is_single(values: Mapping[str, Any], where: str) -> bool:
 def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message]]:
     """The conversations of one row, in the order of their scores.
 
-    Lists may be given as JSON text, as in a CSV cell, and keys without a value count as absent. Raises `DataError` for
-    a row of no known format, or of two.
+    Lists may be JSON text, as in a CSV cell, and keys without a value count as absent. Raises `DataError` for a row of
+    no known format, or of two.
     """
     keys = scored_keys(values, where)
     row = {key: value for key, value in values.items() if value is not None}
@@ -128,8 +128,8 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message
     if keys == {"messages"}:
         return [list(check_messages(parse_json_list(row["messages"], "messages", where), "messages", where))]
     if keys == {"conversations"}:
-        given = parse_json_list(row["conversations"], "conversations", where)
-        return [list(check_messages(one, f"conversations[{i}]", where)) for i, one in enumerate(given)]
+        items = parse_json_list(row["conversations"], "conversations", where)
+        return [list(check_messages(item, f"conversations[{i}]", where)) for i, item in enumerate(items)]
     if "chosen" in keys:
         if _are_transcripts(row):
             pair = from_transcripts(row, where)
@@ -137,8 +137,8 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message
             pair = from_binary_row(row, where, prompt_key=prompt_key(row, where) or "prompt")
         return [[*pair.context, *completion.messages] for completion in pair.completions]
     if keys & {"completions", "responses"}:
-        context, given = completions_of(row, where)
-        ends = [messages for messages, _ in given]
+        context, completions = completions_of(row, where)
+        ends = [messages for messages, _ in completions]
     else:
         name = prompt_key(row, where)
         if name is None:
@@ -151,16 +151,16 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message
 
 
 def as_conversations(context: Any, completions: Any) -> list[list[Message]]:
-    """The conversation of each completion of a context; either is messages, or text, which is taken as it is."""
+    """The conversation of each completion of a context; both are messages or literal text."""
     if isinstance(completions, str) or not completions:
         need = 'a list, as ["one", "another"]'
         raise DataError("completions is not a list of completions", got=completions, need=need)
-    before = literally(context, "user")
-    return [[*before, *literally(one, "assistant")] for one in completions]
+    prompt = literally(context, "user")
+    return [[*prompt, *literally(completion, "assistant")] for completion in completions]
 
 
 def literally(value: Any, role: str) -> Any:
-    """Text, also within an object, as one message of the role, whatever it looks like: a policy may have written it."""
+    """Text, also within an object, as one message of the role, never parsed: a policy may have written it."""
     if isinstance(value, dict):
-        return {name: one if isinstance(one, dict) else literally(one, role) for name, one in value.items()}
+        return {name: part if isinstance(part, dict) else literally(part, role) for name, part in value.items()}
     return [{"role": role, "content": value}] if isinstance(value, str) else value

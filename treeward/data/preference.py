@@ -13,9 +13,8 @@
 A lower rank is better and equal ranks are a tie. There may be two completions or many, each of one message or more.
 `treeward.data.formats` has the keys of every format in one table.
 Messages stay raw: only the model that reads them renders them. Each function is pure, and raises `DataError` naming the
-place, the row's own key, what was found and the fix. Where a format gives two whole conversations, their common leading
-messages are the context and the completions are the rest: usually one assistant message each, more if the conversations
-part earlier.
+place, the row's key, its value and the fix. Where a format gives two whole conversations, their common leading messages
+are the context, and the remaining messages the completions.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import Any
 from treeward.errors import DataError, nearest_name
 
 Message = dict[str, Any]
-"""A chat message: `role` and `content`, and whatever else a chat template reads (`tool_calls`, `name`, ...)."""
+"""A chat message: `role`, `content`, and other keys that a chat template reads (`tool_calls`, `name`, ...)."""
 
 Messages = tuple[Message, ...]
 
@@ -39,7 +38,7 @@ _RANK_FORMAT = '{"context": [messages], "completions": [{"rank": 0, "completion"
 _RECOGNISED = "data.dataset_name=auto tells the format by the keys of the first row; docs/data.md has the keys of each"
 _TEXT_KEYS, _SCORE_KEYS = ("completion", "response", "answer"), ("score", "overall_score", "probability")
 _STRENGTH_KEYS = ("strength", "margin", "probability")
-_SURE = 1e-7  # a judge's 0 and 1 are taken for this much and its complement, whose log-odds are finite
+_SURE = 1e-7  # a judge's 0 and 1 count as this and its complement, whose log-odds are finite
 _SIDE_SCORES = ("score_{}", "{}_score", "{}_rating", "{}-rating")
 _TRANSCRIPT = '"\\n\\nHuman: ...\\n\\nAssistant: ..."'
 _TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -53,9 +52,8 @@ _ROLE_OF_SPEAKER = {"Human": "user", "Assistant": "assistant"}
 class Completion:
     """One completion of a prompt.
 
-    `rank`: lower is better. `messages`: at least one. `score`: a grade that the data carries, if any; it is kept for
-    evaluation, for regression, and as the strength of pairs where the row has none. `grades`: those that were asked
-    for, by name, as far as the data has them.
+    `rank`: lower is better. `messages`: at least one. `score`: the data's grade, if any, for evaluation, regression,
+    and as the strength of pairs without one. `grades`: the requested attributes that the data has, by name.
     """
 
     rank: int
@@ -77,9 +75,9 @@ class Completion:
 class Preference:
     """A comparison group: the `context` (messages, may be empty) and at least two `completions` of it.
 
-    `strength` (optional, finite) is by how much a better completion is better; see `rm.loss.strength`.
-    `non_contextual`: a completion of another prompt, worse than all of its own; see `data.datasets`. `id`: its name in
-    an evaluation. `where`: file and row, for errors.
+    `strength` (optional, finite): by how much a better completion is better; see `rm.loss.strength`.
+    `non_contextual`: a completion of another prompt, ranked last; see `data.datasets`. `id`: the name in an evaluation.
+    `where`: file and row, for errors.
     """
 
     context: Messages
@@ -102,7 +100,7 @@ class Preference:
 
     @property
     def context_key(self) -> str:
-        """The context as text: preferences with the same one are dependent."""
+        """The context as text. Statistics treat preferences with the same context as dependent."""
         return json.dumps(list(self.context), sort_keys=True, default=str)
 
 
@@ -162,16 +160,16 @@ def last_text(messages: Sequence[Message]) -> str:
 def check_prompted(messages: Iterable[Message], first: bool | None, where: str | None) -> bool:
     """Whether a conversation has anything beside instructions and completions.
 
-    `first`: whether it does in the first row of the data, None for that row itself. Raises `DataError` for a row that
-    deviates: its prompt, or that of all others, was lost.
+    `first`: whether the data's first row has; None for that row itself. Raises `DataError` for a row that differs from
+    the first.
     """
-    asked = [one.get("content") for one in messages if one["role"] not in ("assistant", "system", "developer")]
-    is_prompted = any(content.strip() if isinstance(content, str) else content for content in asked)
+    contents = [m.get("content") for m in messages if m["role"] not in ("assistant", "system", "developer")]
+    is_prompted = any(content.strip() if isinstance(content, str) else content for content in contents)
     if first is None or is_prompted == first:
         return is_prompted
     summary = "the row has no prompt, and the first row has one" if first else "only later rows have a prompt"
     need, fix = "a prompt in every row, or in none", "mend or remove the row" if first else "mend the first row"
-    raise DataError(summary, where=where, field="prompt", got=asked or "none", need=need, fix=fix)
+    raise DataError(summary, where=where, field="prompt", got=contents or "none", need=need, fix=fix)
 
 
 # --- the rank format -------------------------------------------------------------------------------------------------
@@ -182,12 +180,12 @@ def prompt_key(values: Mapping[str, Any], where: str | None) -> str | None:
 
     Raises `DataError` for a row with two of them, and for an instruction with an `input` (Alpaca's columns).
     """
-    given = [key for key in ("context", "prompt", "instruction") if values.get(key) is not None]
-    if len(given) > 1:
+    keys = [key for key in ("context", "prompt", "instruction") if values.get(key) is not None]
+    if len(keys) > 1:
         need = "one of them; with dataset_name=BinaryPreferenceDataset only that of prompt_key is read"
-        raise DataError("the row has two prompts", where=where, got=" and ".join(given), need=need)
-    _check_no_input(values, given[0] if given else None, where)
-    return given[0] if given else None
+        raise DataError("the row has two prompts", where=where, got=" and ".join(keys), need=need)
+    _check_no_input(values, keys[0] if keys else None, where)
+    return keys[0] if keys else None
 
 
 def _check_no_input(values: Mapping[str, Any], key: str | None, where: str | None) -> None:
@@ -201,33 +199,33 @@ def _check_no_input(values: Mapping[str, Any], key: str | None, where: str | Non
 def completions_of(
     values: Mapping[str, Any], where: str | None
 ) -> tuple[Messages, list[tuple[Messages, Mapping[str, Any]]]]:
-    """The context of the row's `completions` or `responses`, the messages of each, and what else the row says of it.
+    """The context of the row's `completions` or `responses`, and the messages and other attributes of each.
 
     A completion is text, messages, or an object with either as its `completion`, `response` or `answer`. The context is
-    empty where the row has no prompt, and where all completions hold the prompt: they are whole conversations.
+    empty if the row has no prompt, or if all completions are whole conversations.
     """
     key, prompt = "completions" if values.get("completions") is not None else "responses", prompt_key(values, where)
-    given = parse_json_list(values.get(key), key, where)
-    if not _is_list(given):
+    items = parse_json_list(values.get(key), key, where)
+    if not _is_list(items):
         need = '["...", ...], or as in the rank format'
-        raise DataError(f"{key} is not a list of completions", where=where, field=key, got=given, need=need)
+        raise DataError(f"{key} is not a list of completions", where=where, field=key, got=items, need=need)
     is_empty = prompt is None or (prompt == "context" and values[prompt] in ([], (), "[]"))
     context = () if is_empty else as_messages(values[prompt or ""], prompt or "", "user", where)
     sides: dict[str, Messages] = {}
     more: list[Mapping[str, Any]] = []
-    for i, item in enumerate(given):
-        about: Mapping[str, Any] = item if isinstance(item, Mapping) else {}
-        own = next((name for name in _TEXT_KEYS if about.get(name) is not None), None)
-        value, field = (item, f"{key}[{i}]") if own is None else (about[own], f"{key}[{i}].{own}")
+    for i, item in enumerate(items):
+        attributes: Mapping[str, Any] = item if isinstance(item, Mapping) else {}
+        text_key = next((name for name in _TEXT_KEYS if attributes.get(name) is not None), None)
+        value, field = (item, f"{key}[{i}]") if text_key is None else (attributes[text_key], f"{key}[{i}].{text_key}")
         sides[field] = as_messages(value, field, "assistant", where)
-        more.append(about)
+        more.append(attributes)
     return before(context, sides, where), list(zip(sides.values(), more, strict=True))
 
 
 def before(context: Messages, sides: Mapping[str, Messages], where: str | None) -> Messages:
-    """What comes before the completions `sides`, by their fields: the context, or nothing where all of them hold it.
+    """The messages before the completions `sides`, by field: the context, or none if all completions hold it.
 
-    Raises `DataError` where only some do.
+    Raises `DataError` if only some do.
     """
     if context and sides and all(_holds_prompt(side, context) for side in sides.values()):
         return ()
@@ -245,50 +243,48 @@ def preference_from_dict(
 ) -> Preference:
     """Check one row of a prompt and its completions, with ranks or scores, and return it as a `Preference`.
 
-    `attributes`: keys of a completion that are its grades, where null and NaN are none. With them one completion is
-    enough, and the first attribute ranks completions that have neither ranks nor scores; they are tied where one lacks
-    it.
+    `attributes`: keys of a completion that are its grades; null and NaN mean none. With them one completion is enough,
+    and the first attribute ranks completions without ranks and scores; they are tied if one lacks it.
 
-    Where no completion has a `rank`, the scores rank them, the highest first and equal ones as ties: the `score` (or
-    `overall_score`) of each, or the row's list `scores`. Without a prompt the completions are whole conversations.
-    Lists may be JSON text and numbers text, as in CSV cells. Keys that are not part of the schema are left unread.
-    Raises `DataError` naming `where` and the field for a missing key, an empty list, a wrong type, fewer than two
-    completions, or a margin or score that is not finite.
+    Without a `rank` the scores rank completions, highest first and equal ones as ties: `score` (or `overall_score`) of
+    each, or the row's list `scores`. Without a prompt the completions are whole conversations. Lists may be JSON text
+    and numbers text, as in CSV cells. Other keys are ignored. Raises `DataError` naming `where` and the field for a
+    missing key, an empty list, a wrong type, fewer than two completions, or a margin or score that is not finite.
     """
     if not isinstance(row, Mapping):
         raise DataError("a row is not an object", where=where, got=row, need=_RANK_FORMAT)
     key = next((key for key in ("completions", "responses") if row.get(key) is not None), None)
-    context, given = ((), []) if key is None else completions_of(row, where)
-    ends = [messages for messages, _ in given]
+    context, completions = ((), []) if key is None else completions_of(row, where)
+    ends = [messages for messages, _ in completions]
     if not context and ends and all(messages[0]["role"] != "assistant" for messages in ends):
         context, ends = split_common_prefix(ends)
     elif key is None or prompt_key(row, where) is None:
         missing = "completions" if key is None else "context"
         summary = f"the row has no {missing}"
         raise DataError(summary, where=where, field=missing, got=_keys(row), need=_RANK_FORMAT, fix=_RECOGNISED)
-    if len(given) < (1 if attributes else 2):
+    if len(completions) < (1 if attributes else 2):
         summary = f"a comparison needs a list of {'one' if attributes else 'two'} or more completions"
         raise DataError(summary, where=where, field=key, got=row[key or ""], need=_RANK_FORMAT)
     if attributes:
-        given = [(messages, _without_nan(about)) for messages, about in given]
-    ranks = [about.get("rank") for _, about in given]
-    scores = [_score_of(about, f"{key}[{i}]", where) for i, (_, about) in enumerate(given)]
-    if ranks == [None] * len(given):
+        completions = [(messages, _without_nan(about)) for messages, about in completions]
+    ranks = [about.get("rank") for _, about in completions]
+    scores = [_score_of(about, f"{key}[{i}]", where) for i, (_, about) in enumerate(completions)]
+    if ranks == [None] * len(completions):
         listed = parse_json_list(row.get("scores"), "scores", where)
-        if _is_list(listed) and len(listed) == len(given) and scores == ranks:
+        if _is_list(listed) and len(listed) == len(completions) and scores == ranks:
             scores = [_number(score, f"scores[{i}]", where) for i, score in enumerate(listed)]
-    grades = [grades_of(about, attributes, where, f"{key}[{i}].") for i, (_, about) in enumerate(given)]
-    if ranks == [None] * len(given):
-        by = scores if not attributes or scores != ranks else [own.get(attributes[0]) for own in grades]
-        best_first = sorted({value for value in by if value is not None}, reverse=True)
-        ranks = [None if value is None else best_first.index(value) for value in by]
+    grades = [grades_of(about, attributes, where, f"{key}[{i}].") for i, (_, about) in enumerate(completions)]
+    if ranks == [None] * len(completions):
+        values = scores if not attributes or scores != ranks else [grades_.get(attributes[0]) for grades_ in grades]
+        best_first = sorted({value for value in values if value is not None}, reverse=True)
+        ranks = [None if value is None else best_first.index(value) for value in values]
         if attributes and None in ranks:
-            ranks = [0] * len(given)
-    completions = (
-        Completion(_rank(rank, f"{key}[{i}].rank", where), messages, score, own)
-        for i, (rank, messages, score, own) in enumerate(zip(ranks, ends, scores, grades, strict=True))
+            ranks = [0] * len(completions)
+    ranked = (
+        Completion(_rank(rank, f"{key}[{i}].rank", where), messages, score, grades_)
+        for i, (rank, messages, score, grades_) in enumerate(zip(ranks, ends, scores, grades, strict=True))
     )
-    return _preference(row, where, context, completions, task_name)
+    return _preference(row, where, context, ranked, task_name)
 
 
 def preference_to_dict(preference: Preference) -> dict[str, Any]:
@@ -306,7 +302,7 @@ def preference_to_dict(preference: Preference) -> dict[str, Any]:
 
 
 def parse_json_list(value: Any, field: str, where: str | None) -> Any:
-    """The list, if the value is text that begins like the JSON of one; anything else as it is, to be refused later."""
+    """The list, if the value is text that begins like one in JSON; any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
@@ -332,7 +328,7 @@ def _score_of(about: Mapping[str, Any], field: str, where: str | None) -> float 
 def _preference(
     values: Mapping[str, Any], where: str | None, context: Messages, completions: Iterable[Completion], task_name: str
 ) -> Preference:
-    """With the row's own strength and task name, if it has them."""
+    """The preference, with the row's strength and task name, if any."""
     name = values.get("task_name")
     task_name = name if isinstance(name, str) and name else task_name
     key = next((key for key in _STRENGTH_KEYS if values.get(key) is not None), "margin")
@@ -342,11 +338,11 @@ def _preference(
 def grades_of(
     about: Mapping[str, Any], attributes: Sequence[str], where: str | None, prefix: str = ""
 ) -> dict[str, float]:
-    """The grades that a completion has beside its score; null and NaN are none. Raises `DataError` for other things
-    that are no number; `prefix` comes before the key there."""
-    known = _without_nan(about)
-    found = {name: _number(known.get(name), f"{prefix}{name}", where) for name in attributes if name != "score"}
-    return {name: value for name, value in found.items() if value is not None}
+    """The grades of a completion, without its score; null and NaN mean none. Raises `DataError` for values that are not
+    numbers, with `prefix` before the key."""
+    values = _without_nan(about)
+    grades = {name: _number(values.get(name), f"{prefix}{name}", where) for name in attributes if name != "score"}
+    return {name: value for name, value in grades.items() if value is not None}
 
 
 def _without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,7 +350,7 @@ def _without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _graded(value: Any, field: str, where: str | None) -> float | None:
-    """A number, of a `probability` its log-odds."""
+    """A number; for the field `probability`, its log-odds."""
     number = _number(value, field, where)
     if number is None or not field.endswith("probability"):
         return number
@@ -389,12 +385,12 @@ def from_binary_row(
     rejected_key: str = "rejected",
     task_name: str = "preference",
 ) -> Preference:
-    """A row of a prompt, a chosen and a rejected completion; `margin` and `task_name` are taken if there.
+    """A row of a prompt, a chosen and a rejected completion; reads `margin` and `task_name` too.
 
-    The prompt is text or messages. Each completion is text, its messages, or the messages of the whole conversation,
-    which contains the prompt; then the row needs no prompt, and none is looked for with `prompt_key=None`. Two texts
-    that are all the text of the row need none either. Text that is the JSON of a list of messages (a CSV cell) counts
-    as those messages. The scores of the two, as `score_chosen` and `score_rejected`, are kept; equal ones are a tie.
+    The prompt is text or messages. Each completion is text, messages, or a whole conversation; a row of whole
+    conversations needs no prompt (`prompt_key=None` ignores one), nor does a row with no other text than these two.
+    Text that is a JSON list of messages (a CSV cell) counts as messages. `score_chosen` and `score_rejected` are kept;
+    equal scores are a tie.
     """
     need = "a completion; prompt_key, chosen_key and rejected_key of BinaryPreferenceDataset name the keys"
     keys = (chosen_key, rejected_key)
@@ -427,15 +423,16 @@ def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str
     need = f"a row of {', '.join(keys)}; or another format, as {_RECOGNISED}"
     raw_prompt, *responses, raw = (required(values, key, where, need) for key in keys)
     context = as_messages(turns_of(raw_prompt), keys[0], "user", where)
-    first, second = (as_messages(one, key, "assistant", where) for one, key in zip(responses, keys[1:3], strict=True))
+    sides = zip(responses, keys[1:3], strict=True)
+    first, second = (as_messages(side, key, "assistant", where) for side, key in sides)
     grade = _number(raw, keys[3], where)
     if grade not in range(-3, 4):
         need = f"a whole number from -3 ({keys[1]} is much better) to 3 ({keys[2]} is)"
         raise DataError("a grade is not valid", where=where, field=keys[3], got=raw, need=need)
     better, worse = (second, first) if grade in (1, 2, 3) else (first, second)
     completions = (Completion(0, better), Completion(int(grade != 0), worse))
-    about = {"task_name": values.get("task_name"), "strength": abs(grade) if grade else None}
-    return _preference(about, where, context, completions, task_name)
+    attributes = {"task_name": values.get("task_name"), "strength": abs(grade) if grade else None}
+    return _preference(attributes, where, context, completions, task_name)
 
 
 def ranked_row_of_rmb(values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -443,17 +440,17 @@ def ranked_row_of_rmb(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     need = "the best and the worse ones, as chosen and reject or bon_best and loser_list"
     keys = ("chosen", "reject") if values.get("bon_best") is None else ("bon_best", "loser_list")
     best, worse = (parse_json_list(required(values, key, where, need), key, where) for key in keys)
-    given = [
-        one if isinstance(one, Mapping) else {"completion": one}
-        for one in (best, *(worse if _is_list(worse) else [worse]))
+    rows = [
+        completion if isinstance(completion, Mapping) else {"completion": completion}
+        for completion in (best, *(worse if _is_list(worse) else [worse]))
     ]
     context, task = required(values, "conversation_input", where, need), values.get("category_path")
-    completions = [{"rank": int(i > 0), **one} for i, one in enumerate(given)]
+    completions = [{"rank": int(i > 0), **row} for i, row in enumerate(rows)]
     return {"context": context, "completions": completions, "task_name": task}
 
 
 def turns_of(prompt: Any) -> Any:
-    r"""The messages of a prompt with `"\n<extra_id_1>Assistant\n"`, as HelpSteer2 writes turns; another as it is."""
+    r"""The messages of a prompt with HelpSteer2's `"\n<extra_id_1>Assistant\n"` between turns; any other unchanged."""
     if not isinstance(prompt, str) or not _HELPSTEER_TURN.search(prompt):
         return prompt
     parts = ["User", *_HELPSTEER_TURN.split(prompt)]
@@ -478,38 +475,37 @@ def from_transcripts(values: Mapping[str, Any], where: str, *, task_name: str = 
 def parse_transcript(text: Any, where: str | None = None, field: str = "transcript") -> Messages:
     r"""The messages of `"\n\nHuman: ...\n\nAssistant: ..."`; roles alternate.
 
-    A turn begins with a blank line and the name of the *other* speaker. Where the speaker's own name follows a blank
-    line (a model that went on to write both sides leaves such text), it belongs to the turn, so joining
-    `f"\n\n{speaker}: {content}"` gives the transcript back. One space after the colon is not part of the content;
-    other white space is, and the content may be empty. Raises `DataError` for text before the first turn.
+    A turn begins with a blank line and the name of the *other* speaker. The same speaker's name after a blank line
+    belongs to the content, so joining `f"\n\n{speaker}: {content}"` gives the transcript back. One space after the
+    colon is not part of the content, which may be empty. Raises `DataError` for text before the first turn.
     """
-    given, text = text, text if isinstance(text, str) else ""
+    value, text = text, text if isinstance(text, str) else ""
     if not text.startswith("\n\n") and text.lstrip().startswith(("Human:", "Assistant:")):
         text = f"\n\n{text.lstrip()}"
     head, *parts = _TURN.split(text)
     if head.strip() or not parts:
         summary = "a transcript is not text that begins with a turn"
-        raise DataError(summary, where=where, field=field, got=given, need=_TRANSCRIPT, fix=_RECOGNISED)
+        raise DataError(summary, where=where, field=field, got=value, need=_TRANSCRIPT, fix=_RECOGNISED)
     turns: list[tuple[str, str]] = []
-    for speaker, said in zip(parts[::2], parts[1::2], strict=True):
+    for speaker, content in zip(parts[::2], parts[1::2], strict=True):
         if turns and turns[-1][0] == speaker:
-            turns[-1] = (speaker, f"{turns[-1][1]}\n\n{speaker}:{said}")
+            turns[-1] = (speaker, f"{turns[-1][1]}\n\n{speaker}:{content}")
         else:
-            turns.append((speaker, said.removeprefix(" ")))
-    return tuple({"role": _ROLE_OF_SPEAKER[speaker], "content": said} for speaker, said in turns)
+            turns.append((speaker, content.removeprefix(" ")))
+    return tuple({"role": _ROLE_OF_SPEAKER[speaker], "content": content} for speaker, content in turns)
 
 
 def split_common_prefix(conversations: Sequence[Messages]) -> tuple[Messages, list[Messages]]:
-    """The leading messages that all conversations share, and the rest of each: at least one message."""
+    """The leading messages that all conversations share, and the remaining messages of each, at least one."""
     longest, first = min(map(len, conversations)) - 1, conversations[0]
     shared = 0
-    while shared < longest and all(one[shared] == first[shared] for one in conversations):
+    while shared < longest and all(conversation[shared] == first[shared] for conversation in conversations):
         shared += 1
-    return first[:shared], [one[shared:] for one in conversations]
+    return first[:shared], [conversation[shared:] for conversation in conversations]
 
 
 def required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
-    """The row's value for the key; raises `DataError` with the nearest key where there is none."""
+    """The row's value for the key. Raises `DataError` with the nearest key if there is none."""
     value = values.get(key)
     if value is None:
         near = nearest_name(key, [str(name) for name in values if name != key])
@@ -519,7 +515,7 @@ def required(values: Mapping[str, Any], key: str, where: str, need: str) -> Any:
 
 
 def _is_all_text(values: Mapping[str, Any], keys: tuple[str, str]) -> bool:
-    """Whether the row has the two texts and no other, so that no key of it can be a prompt that was not named."""
+    """Whether the row has these two texts and no other, which could be an unnamed prompt."""
     texts = [key for key, value in values.items() if isinstance(value, str)]
     return sorted(texts) == sorted(keys) and not any(is_transcript(values[key]) for key in keys)
 
@@ -532,19 +528,19 @@ def _two_sides(
     keys: tuple[str, str],
     task_name: str,
 ) -> Preference:
-    """The better completion and the worse one, with the scores that the row has for its `keys`."""
+    """A preference of two `sides`, better one first, with the row's scores of their `keys`."""
     names = [[form.format(key) for form in _SIDE_SCORES] for key in keys]
-    found = [next((name for name in own if values.get(name) is not None), "") for own in names]
-    better, worse = (_number(values.get(name), name, where) for name in found)
+    score_keys = [next((name for name in candidates if values.get(name) is not None), "") for candidates in names]
+    better, worse = (_number(values.get(name), name, where) for name in score_keys)
     tie = better is not None and better == worse
     completions = (Completion(0, sides[0], better), Completion(int(not tie), sides[1], worse))
     return _preference(values, where, context, completions, task_name)
 
 
 def _holds_prompt(side: Messages, prompt: Messages | None) -> bool:
-    """Whether it is a whole conversation: it begins with the prompt, or the one prompt text is a user turn of it.
+    """Whether `side` is a whole conversation: it begins with the prompt, or has the single prompt text as a user turn.
 
-    Where there is no prompt, it is one if it does not begin with the assistant.
+    Without a prompt: whether it does not begin with the assistant.
     """
     if prompt is None:
         return bool(side[0]["role"] != "assistant")
@@ -558,7 +554,7 @@ def _holds_prompt(side: Messages, prompt: Messages | None) -> bool:
 
 
 def _check_continues(prompt: Messages, side: Messages, key: str, where: str | None) -> None:
-    """Refuse a completion that is a conversation of its own: its prompt would be lost, or be there twice."""
+    """Raise `DataError` for a completion that is a whole conversation: its prompt would be lost, or be there twice."""
     role, last_role = side[0]["role"], prompt[-1]["role"] if prompt else None
     if _holds_prompt(side, prompt):
         summary = f"{key} holds the prompt and another completion does not"

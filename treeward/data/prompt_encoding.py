@@ -4,8 +4,8 @@
     encoded[0].prompt, encoded[0].token_ids
     encoded.counts.summary()                      # prompts that were read, kept, held out and too long
 
-The policy's own template renders them, with its generation prompt. A prompt is never cut: one that is too long is left
-out and counted.
+The policy's template renders them, with its generation prompt. A prompt is never cut: prompts that are too long are
+left out and counted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PROMPTS_AT_ONCE = 512
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt, and its token ids up to where the completion begins."""
+    """A prompt, and its token ids up to the beginning of the completion."""
 
     prompt: Prompt
     token_ids: tuple[int, ...]
@@ -43,10 +43,10 @@ class EncodedPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """The prompts of one or several sets that are short enough, set after set, N in all.
+    """The prompts of several sets that are short enough, set after set, N in all.
 
-    `token_ids`: N int32 arrays. `sizes`, `weights`: the number of prompts of each set, and the passes over it per
-    epoch. `longest`: tokens of the longest prompt that was read, too long or not.
+    `token_ids`: N int32 arrays. `sizes`, `weights`: prompts of each set, and passes over it per epoch. `longest`:
+    tokens of the longest prompt, kept or not.
     """
 
     prompts: tuple[Prompt, ...]
@@ -67,7 +67,7 @@ class EncodedPrompts:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with the policy's prompts, their order, and the info that environments read."""
+        """A digest of the prompts' tokens, their order, and the info that environments read."""
         digest = hashlib.blake2b(repr((self.sizes, self.weights)).encode(), digest_size=16)
         for prompt, ids in zip(self.prompts, self.token_ids, strict=True):
             content = json.dumps([prompt.messages, prompt.info], sort_keys=True, default=repr)
@@ -80,15 +80,15 @@ def encode_prompts(
 ) -> EncodedPrompts:
     """Render and tokenize the prompts for a policy: see `Renderer.encode_prompt`.
 
-    Prompts of more than `max_length` tokens are left out and counted. Raises `DataError` for a set of which none is
-    left, and for a prompt that the chat template refuses; `ModelError` for an encoder, which completes nothing.
+    Prompts of more than `max_length` tokens are left out and counted. Raises `DataError` if a set has no shorter ones,
+    and for a prompt that the chat template refuses; `ModelError` for an encoder, which completes nothing.
     """
     prompts: list[Prompt] = []
     token_ids: list[npt.NDArray[np.int32]] = []
     sizes, counts, longest = [], PromptCounts(), 0
-    for one in sets:
+    for prompt_set in sets:
         kept, first = 0, None
-        for prompt, ids, num_tokens in _encoded(one, renderer, max_length, progress):
+        for prompt, ids, num_tokens in _encoded(prompt_set, renderer, max_length, progress):
             longest = max(longest, num_tokens)
             if ids is not None and (max_length is None or num_tokens <= max_length):
                 kept += 1
@@ -96,26 +96,27 @@ def encode_prompts(
                 token_ids.append(np.asarray(ids, dtype=np.int32))
             elif first is None:
                 first = f"{prompt.where}, {'' if ids is not None else 'more than '}{num_tokens} tokens"
-        left_out = len(one) - kept
+        num_too_long = len(prompt_set) - kept
         if first is not None and not kept:
             need, fix = f"at most {max_length} tokens (data.max_input_seq_length)", "raise the limit"
-            raise DataError("no prompt is short enough", where=one.name, got=f"the first: {first}", need=need, fix=fix)
+            got = f"the first: {first}"
+            raise DataError("no prompt is short enough", where=prompt_set.name, got=got, need=need, fix=fix)
         if first is not None:
-            left = f"{left_out} of {len(one)} prompts have more than {max_length} tokens and are left out"
-            logger.warning("%s: %s (the first: %s)", one.name, left, first)
+            text = f"{num_too_long} of {len(prompt_set)} prompts have more than {max_length} tokens and are left out"
+            logger.warning("%s: %s (the first: %s)", prompt_set.name, text, first)
         sizes.append(kept)
-        counts += replace(one.counts, kept=kept, too_long=left_out)
-    weights = tuple(one.weight for one in sets)
+        counts += replace(prompt_set.counts, kept=kept, too_long=num_too_long)
+    weights = tuple(prompt_set.weight for prompt_set in sets)
     return EncodedPrompts(tuple(prompts), tuple(token_ids), tuple(sizes), weights, counts, longest)
 
 
 def _encoded(
-    one: PromptSet, renderer: Renderer, max_length: int | None, progress: bool
+    prompt_set: PromptSet, renderer: Renderer, max_length: int | None, progress: bool
 ) -> Iterator[tuple[Prompt, list[int] | None, int]]:
     with ShownProgress(unit="prompts", enabled=progress) as shown:
-        for start in range(0, len(one), _PROMPTS_AT_ONCE):
-            some = one[start : start + _PROMPTS_AT_ONCE]
-            texts = [renderer.render(p.messages, where=p.where, generation_prompt=True) for p in some]
-            encoded = renderer.encode_short(texts, max_length, where=[prompt.where for prompt in some])
-            yield from ((prompt, *ids) for prompt, ids in zip(some, encoded, strict=True))
-            shown.show(f"tokenizing {one.name}", start + len(some), len(one))
+        for start in range(0, len(prompt_set), _PROMPTS_AT_ONCE):
+            batch = prompt_set[start : start + _PROMPTS_AT_ONCE]
+            texts = [renderer.render(p.messages, where=p.where, generation_prompt=True) for p in batch]
+            encoded = renderer.encode_short(texts, max_length, where=[prompt.where for prompt in batch])
+            yield from ((prompt, *ids) for prompt, ids in zip(batch, encoded, strict=True))
+            shown.show(f"tokenizing {prompt_set.name}", start + len(batch), len(prompt_set))

@@ -17,8 +17,8 @@ dataset says how its rows are read, and may bring its own data:
 The config may also name a class by its dotted path, which then needs no base class: see `treeward.data.registry`. Its
 rows are read as those of `PromptDataset`, or are `Prompt`s. Prompts are held in memory, about a kilobyte each.
 
-The columns of a row beside its prompt are the prompt's `info`, under the keys that environments read: `ground_truth`,
-`reference_answers`, `environment`. A row that is wrong is a `DataError` with its place, key and fix.
+A row's other columns are the prompt's `info`, under the keys that environments read: `ground_truth`,
+`reference_answers`, `environment`. An invalid row is a `DataError` with its place, key and fix.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ _ENVIRONMENT_KEYS = ("environment", "env_name")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The messages that a policy completes. `info`: for environments (ground truth, reference answers, the
-    environment's name). `where`: file and line, for errors.
-    """
+    """The messages for a policy to complete. `info`: for environments. `where`: file and line, for errors."""
 
     messages: tuple[Message, ...]
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -67,10 +65,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptCounts:
-    """The outcomes of the rows that were read: `read` = `kept` + `held_out` + `too_long`.
-
-    `held_out`: rows of the other part, training or validation, of a set that holds some out.
-    """
+    """The outcomes of the rows: `read` = `kept` + `held_out` (rows of the other part of a split set) + `too_long`."""
 
     read: int = 0
     kept: int = 0
@@ -82,8 +77,8 @@ class PromptCounts:
 
     def summary(self) -> str:
         """One line for a person."""
-        left = {"of the other part": self.held_out, "too long": self.too_long}
-        reasons = ", ".join(f"{number:,} {reason}" for reason, number in left.items() if number)
+        counts = {"of the other part": self.held_out, "too long": self.too_long}
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in counts.items() if number)
         return f"{self.kept:,} of {self.read:,} prompts kept" + (f" (left out: {reasons})" if reasons else "")
 
 
@@ -103,12 +98,11 @@ def register_prompt_dataset(name: str, *aliases: str) -> Callable[[_Class], _Cla
 def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | None = None) -> PromptSet:
     """Read one training or validation set.
 
-    `environments`: the names of those that there are. Then a row that names another is refused, and a row's `task_name`
-    chooses its environment if it is the name of one. With `split_validation_size` these are the prompts of `part`; the
-    same prompt is never in both parts, however often the data has it.
+    `environments`: the existing names. A row may name no other, and its `task_name` chooses the environment of that
+    name. With `split_validation_size` these are the prompts of `part`; equal prompts are always in the same part.
 
-    Raises `ConfigError` for an unknown name (with the nearest one) or a class that cannot be used, `DataError` for data
-    that is not there or a row that is wrong.
+    Raises `ConfigError` for an unknown name (with the nearest one) or a class that cannot be used, `DataError` for
+    missing data or an invalid row.
     """
     cls: Any = _PROMPT_DATASETS.find(config.dataset_name)
     source: RowPrompts = cls(config) if issubclass(cls, RowPrompts) else _ObjectPrompts(config, cls)
@@ -138,7 +132,7 @@ def _has_tools(info: Mapping[str, Any]) -> bool:
 
 
 class RowPrompts(RowSource):
-    """A dataset that reads the rows of a file, folder or hub dataset: `to_prompt` is all that a subclass needs."""
+    """A dataset that reads the rows of a file, folder or hub dataset. A subclass defines `to_prompt`."""
 
     def to_prompt(self, row: Row) -> Prompt:
         """Read one row; raises `DataError` naming `row.where`."""
@@ -227,37 +221,37 @@ class _ObjectPrompts(ObjectRows, RowPrompts):
     """A dataset of a class by dotted path, whose rows are `Prompt`s, or rows as `PromptDataset` reads them."""
 
     def to_prompt(self, row: Row) -> Prompt:
-        given: Any = row.values
-        if isinstance(given, Prompt):
-            return given if given.where is not None else replace(given, where=row.where)
-        if isinstance(given, Mapping):
-            return from_prompt_row(given, row.where)
-        raise DataError("a row is not an object", where=row.where, got=given, need="an object, or a Prompt")
+        row_value: Any = row.values
+        if isinstance(row_value, Prompt):
+            return row_value if row_value.where is not None else replace(row_value, where=row.where)
+        if isinstance(row_value, Mapping):
+            return from_prompt_row(row_value, row.where)
+        raise DataError("a row is not an object", where=row.where, got=row_value, need="an object, or a Prompt")
 
 
 # --- what happens to every prompt ------------------------------------------------------------------------------------
 
 
-def _with_environment(prompt: Prompt, default: str | None, known: Collection[str] | None) -> Prompt:
-    """The prompt with the environment that its row names, or else its task name or the set's `env_name`."""
-    chosen, task = prompt.info.get("environment"), prompt.info.get("task_name")
-    if chosen is None:
-        chosen = task if known is not None and isinstance(task, str) and task in known else default
-    if chosen is None:
+def _with_environment(prompt: Prompt, default: str | None, environments: Collection[str] | None) -> Prompt:
+    """The prompt with the environment of its row, or else of its task name or the set's `env_name`."""
+    name, task = prompt.info.get("environment"), prompt.info.get("task_name")
+    if name is None:
+        name = task if environments is not None and isinstance(task, str) and task in environments else default
+    if name is None:
         return prompt
-    if not isinstance(chosen, str) or not chosen:
+    if not isinstance(name, str) or not name:
         need = "a name; a mixture is an environment of the type hybrid"
-        raise DataError("environment is not a name", where=prompt.where, field="environment", got=chosen, need=need)
-    if known is None or chosen in known:
-        return replace(prompt, info={**prompt.info, "environment": chosen})
-    near, need = nearest_name(chosen, known), f"one of {', '.join(sorted(known))}"
+        raise DataError("environment is not a name", where=prompt.where, field="environment", got=name, need=need)
+    if environments is None or name in environments:
+        return replace(prompt, info={**prompt.info, "environment": name})
+    near, need = nearest_name(name, environments), f"one of {', '.join(sorted(environments))}"
     fix = f"did you mean {near}?" if near else "add it to env, or change the row or env_name"
     summary = "there is no such environment"
-    raise DataError(summary, where=prompt.where, field="environment", got=chosen, need=need, fix=fix)
+    raise DataError(summary, where=prompt.where, field="environment", got=name, need=need, fix=fix)
 
 
 def _held_out(prompts: Sequence[Prompt], share: float, seed: int, name: str) -> npt.NDArray[np.bool_]:
-    """Which prompts are held out, bool (N,): a share of the different ones, wherever they come again."""
+    """Which of the N prompts are held out, bool (N,): a share of the different prompts, with their repetitions."""
     numbers: dict[str, int] = {}
     number_N = [numbers.setdefault(json.dumps(p.messages, sort_keys=True, default=repr), len(numbers)) for p in prompts]
     wanted = round(share * len(numbers))
@@ -282,16 +276,16 @@ def from_prompt_row(
     - `prompt` (TRL, verl) or `context` (the rank format): messages, or the text of the user's only one.
     - `responses_create_params` (NeMo Gym): a request of OpenAI's Responses API.
 
-    `ground_truth` is the row's own, under `answer_key` if that is given, or verl's `reward_model.ground_truth`, or the
-    reference answer. `environment` or `env_name` is the environment. The entries of verl's `extra_info`, and every
-    other column with a value, are in `info` under their own names.
+    `ground_truth` is the value of `answer_key` if given, of `ground_truth`, of verl's `reward_model.ground_truth`, or
+    the reference answer. `environment` or `env_name` is the environment. The entries of verl's `extra_info`, and all
+    other columns with a value, are in `info` under their names.
     """
     key = prompt_key or _prompt_key(values, where)
     value = required(values, key, where, "the key of the prompt, which input_key names")
     info, reference = _columns(values, key), None
     if key == _REQUEST:
-        messages, rest = _messages_of_request(value, where)
-        info |= {_REQUEST: rest} if rest else {}
+        messages, settings = _messages_of_request(value, where)
+        info |= {_REQUEST: settings} if settings else {}
     else:
         messages = as_messages(value, key, "user", where)
         if key == "messages" and messages[-1]["role"] == "assistant":
@@ -319,11 +313,11 @@ def from_response_row(
     output_key: str = "output",
     keeps_columns: bool = True,
 ) -> Prompt:
-    """A row of a question and its answer, which is its `ground_truth` and, if it is text, its reference answer.
+    """A row of a question and its answer, the `ground_truth` and, if it is text, the reference answer.
 
-    The question is text or messages. A row without the key but with `messages` is read as `from_prompt_row` does.
-    `keeps_columns`: False leaves all but the ground truth away, as for problems that come with a whole solution each.
-    Source: `ResponseDataset` and `math_hf_data_processor` of NeMo RL.
+    The question is text or messages. A row without the key but with `messages` is read by `from_prompt_row`.
+    `keeps_columns`: False keeps the ground truth alone. Source: `ResponseDataset` and `math_hf_data_processor` of NeMo
+    RL.
     """
     has_input = values.get(input_key) is not None or values.get("messages") is None
     keys = (input_key, output_key) if has_input else ("messages", None)
@@ -341,13 +335,10 @@ def from_response_row(
 
 
 def check_prompt(messages: Sequence[Message], field: str, where: str | None) -> tuple[Message, ...]:
-    """The messages, which must ask something: the last is not the assistant's, and says something.
-
-    Instructions (`system`, `developer`) alone ask nothing.
-    """
-    given: Any = messages  # a dataset's own code may have made it
+    """The messages, checked: the last is not the assistant's nor empty, and not all are instructions."""
+    unchecked: Any = messages  # a dataset's own code may have made it
     problem = None
-    if isinstance(given, str) or not all(isinstance(one, Mapping) and "role" in one for one in given):
+    if isinstance(unchecked, str) or not all(isinstance(item, Mapping) and "role" in item for item in unchecked):
         problem = "the prompt is not messages"
     elif not messages:
         problem = "nothing comes before the completion"
@@ -364,12 +355,12 @@ def check_prompt(messages: Sequence[Message], field: str, where: str | None) -> 
 
 
 def _prompt_key(values: Mapping[str, Any], where: str) -> str:
-    found = [key for key in _PROMPT_KEYS if values.get(key) is not None]
-    if found[:1] == [_REQUEST] or len(found) == 1:
-        return found[0]
-    if found:
+    keys = [key for key in _PROMPT_KEYS if values.get(key) is not None]
+    if keys[:1] == [_REQUEST] or len(keys) == 1:
+        return keys[0]
+    if keys:
         need = "one of them, which input_key names"
-        raise DataError("the row has several prompts", where=where, got=" and ".join(found), need=need)
+        raise DataError("the row has several prompts", where=where, got=" and ".join(keys), need=need)
     need = f"a value of one of {', '.join(_PROMPT_KEYS)}"
     fix = "set input_key to the key of the prompt; for questions with answers use dataset_name: ResponseDataset"
     raise DataError("the row asks nothing", where=where, got=f"keys {sorted(map(str, values))}", need=need, fix=fix)
@@ -384,16 +375,16 @@ def _messages_of_request(request: Any, where: str) -> tuple[tuple[Message, ...],
     except DataError as error:
         field = f"{_REQUEST}.{error.field}"
         raise DataError(error.summary, where=where, field=field, got=error.got, need=error.need) from error
-    rest = {key: value for key, value in request.items() if key not in ("input", "instructions") and value is not None}
-    return tuple(messages), rest
+    keys = [key for key, value in request.items() if key not in ("input", "instructions") and value is not None]
+    return tuple(messages), {key: request[key] for key in keys}
 
 
 def _columns(values: Mapping[str, Any], prompt_key: str) -> dict[str, Any]:
-    """The row's columns that have a value, beside its prompt."""
-    given = {key: value for key, value in values.items() if value is not None}
-    extra = given.pop("extra_info", {})
+    """The row's columns with a value, without its prompt."""
+    row_values = {key: value for key, value in values.items() if value is not None}
+    extra = row_values.pop("extra_info", {})
     extra = extra if isinstance(extra, Mapping) else {"extra_info": extra}
     columns = {key: value for key, value in extra.items() if value is not None}
-    columns |= {key: value for key, value in given.items() if key not in (prompt_key, *_ENVIRONMENT_KEYS)}
-    chosen = next((given[key] for key in _ENVIRONMENT_KEYS if key in given), None)
-    return columns if chosen is None else columns | {"environment": chosen}
+    columns |= {key: value for key, value in row_values.items() if key not in (prompt_key, *_ENVIRONMENT_KEYS)}
+    environment = next((row_values[key] for key in _ENVIRONMENT_KEYS if key in row_values), None)
+    return columns if environment is None else columns | {"environment": environment}

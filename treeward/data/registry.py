@@ -1,4 +1,4 @@
-"""From `dataset_name` in a config to rows: datasets by name or by dotted path, and the files that complete a prompt.
+"""From `dataset_name` in a config to rows: datasets by name or by dotted path, and their prompt files.
 
     datasets = Registry("datasets", example="my_module.MyDataset")
 
@@ -7,7 +7,7 @@
 
     datasets.find("HelpSteer3")                   # or the dotted path of any class
 
-A class by dotted path needs to know nothing of this package:
+A class by dotted path needs no import of this package:
 
     # my_module.py, and in the config `dataset_name: my_module.MyDataset`
     class MyDataset:
@@ -43,7 +43,7 @@ _Class = TypeVar("_Class", bound=type[Any])
 
 
 class Registry:
-    """`what`: the plural that errors use. `example`: a dotted path. `classes`: by name and alias."""
+    """`what`: the plural for errors. `example`: a dotted path. `classes`: by name and alias."""
 
     def __init__(self, what: str, *, example: str) -> None:
         self._what, self._example = what, example
@@ -77,8 +77,8 @@ class Registry:
 class PromptFiles:
     """The texts that a config adds to every conversation of a dataset.
 
-    `template`, of `prompt_file`, has one `{}`, in which the last user message of the context is put; `{{` and `}}`
-    stand for braces. `system`, of `system_prompt_file`, is a system message for contexts that have none.
+    `template`, of `prompt_file`, has one `{}` for the last user message; `{{` and `}}` stand for braces. `system`, of
+    `system_prompt_file`, is a system message for contexts that have none.
     """
 
     template: str | None = None
@@ -86,7 +86,7 @@ class PromptFiles:
 
     @classmethod
     def load(cls, prompt_file: str | None, system_prompt_file: str | None) -> PromptFiles:
-        """Read the files; raises `ConfigError` for one that cannot be read and for a template without its one `{}`."""
+        """Read the files. Raises `ConfigError` for an unreadable file and for a template without exactly one `{}`."""
         texts = []
         for field, path in zip(_PROMPT_FILES, (prompt_file, system_prompt_file), strict=True):
             try:
@@ -105,7 +105,7 @@ class PromptFiles:
         return cls(template, system)
 
     def complete(self, messages: tuple[Message, ...], where: str | None) -> tuple[Message, ...]:
-        """The messages of a prompt, completed; raises `DataError` if there is no user message for a template."""
+        """The messages of a prompt with both texts. Raises `DataError` if there is no user message for a template."""
         if self.template is not None:
             last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
             if last is None:
@@ -122,9 +122,8 @@ class PromptFiles:
 class RowSource:
     """What every dataset of rows has: the rows of a file, a folder or a hub dataset, as a config names them.
 
-    A subclass may bring its own data: `hub_path` is read where the config has no `data_path`. `name` is for messages:
-    the path and split. `files` complete its prompts. `broken` receives the error of a row that is wrong; it is raised,
-    unless something else is put there.
+    A subclass may bring its own data: `hub_path` is read if the config has no `data_path`. `name`: path and split, for
+    messages. `files`: its prompt files. `broken` receives the error of an invalid row; by default it raises it.
     """
 
     hub_path: ClassVar[str | None] = None
@@ -156,14 +155,14 @@ class RowSource:
         return read_rows(self.path, split=self.split, subset=self.subset, broken=self.broken)
 
     def content(self) -> str:
-        """Changes when the rows do."""
+        """A digest of the rows."""
         return fingerprint(self.path, split=self.split, subset=self.subset)
 
 
 class ObjectRows(RowSource):
-    """The rows of an object that a class by dotted path makes; its own rows must be iterable again and again.
+    """The rows of an object of a class by dotted path. They must be iterable repeatedly.
 
-    Raises `ConfigError` for arguments that are missing, unknown or of no use to the class, and where it has no rows.
+    Raises `ConfigError` for missing, unknown or unused arguments, and for an object without rows.
     """
 
     def __init__(self, config: SetConfig, cls: Any) -> None:
@@ -174,7 +173,7 @@ class ObjectRows(RowSource):
         self.files = PromptFiles.load(*(getattr(config, f) or getattr(self.spec, f, None) for f in _PROMPT_FILES))
 
     def rows(self) -> Iterator[Row]:
-        """The rows, from the beginning; raises `DataError` if there is none."""
+        """The rows, from the beginning. Raises `DataError` if there are none."""
         number = 0
         for number, values in enumerate(self._rows, 1):  # noqa: B007
             yield Row(values, f"{self.name}:row {number}")
@@ -182,7 +181,7 @@ class ObjectRows(RowSource):
             raise DataError("there are no rows", where=self.name, got="an empty dataset", need="at least one row")
 
     def content(self) -> str:
-        """Of the rows themselves: nobody knows how the class came by them."""
+        """A digest of the rows themselves, as their source is unknown."""
         digest = hashlib.blake2b(digest_size=16)
         for row in self.rows():
             digest.update(repr(row.values).encode("utf-8", "replace"))
@@ -190,7 +189,7 @@ class ObjectRows(RowSource):
 
 
 def _construct(cls: Any, config: SetConfig) -> Any:
-    """Call the class with `kwargs`, and with those values of the config that its signature names."""
+    """Call the class with `kwargs` and the config's values that its signature names."""
     signature = inspect.signature(cls)
     arguments: dict[str, Any] = {}
     for key in (*_ARGUMENTS, *_PROMPT_FILES):
@@ -218,15 +217,13 @@ def _construct(cls: Any, config: SetConfig) -> Any:
 def _rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
     """The rows of an object with `formatted_ds` or `dataset`, and their name in errors.
 
-    The split is `config.split` if `formatted_ds` has it, "validation" for a named set without a path of its own, else
-    "train".
+    The split is `config.split` if `formatted_ds` has it, "validation" for a named set without a path, else "train".
     """
     name, signature = config.dataset_name, inspect.signature(type(dataset))
     reads_split = _takes_any(signature) or bool({"split", "train_split"} & signature.parameters.keys())
     formatted = getattr(dataset, "formatted_ds", None)
     splits = formatted if isinstance(formatted, Mapping) else {"train": getattr(dataset, "dataset", None)}
-    # A class that was given a path has read that one, as its training data.
-    # Prompts that are held out of the training data are read from there too.
+    # A class with a path has read that file as its training data; held-out prompts are read from there too.
     is_part = getattr(config, "part", None) is not None
     is_validation = config.name is not None and config.data_path is None and not is_part
     key = "validation" if is_validation and splits is formatted else "train"
@@ -241,7 +238,7 @@ def _rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
 
 
 def _takes_any(signature: inspect.Signature) -> bool:
-    return any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
 
 def _filled(content: Any, template: str) -> Any:

@@ -1,4 +1,4 @@
-"""`Renderer`: messages to token ids, the one way that every part of treeward reads a conversation.
+"""`Renderer`: messages to token ids, for every part of treeward.
 
     renderer = Renderer(AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B"), max_length=2048, truncation="drop")
     renderer.encode([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}])
@@ -8,8 +8,8 @@ generation prompt. Rendering turn by turn and joining would differ for templates
 SentencePiece, which adds a space at every beginning. The ids begin with exactly one BOS where the tokenizer has one and
 adds it by default, whatever the template writes; an encoder's ids have exactly one CLS and one SEP around them.
 
-A template that writes today's date is given `FIXED_DATE`, so that a score does not depend on the day.
-`Renderer.chat_template` is the template as it is used, so saved with a model it renders the same text everywhere.
+A template that writes today's date writes `FIXED_DATE`, so that a score does not depend on the day.
+`Renderer.chat_template` includes both changes, so saved with a model it renders the same text everywhere.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PROBE_SYSTEM: Message = {"role": "system", "content": "Loquere."}
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The token ids of a conversation, within `max_length`; `truncated`: context was cut."""
+    """The token ids of a conversation, at most `max_length`; `truncated`: context was cut."""
 
     token_ids: list[int]
     truncated: bool
@@ -61,12 +61,12 @@ class Fitted:
 class Renderer:
     """Renders and tokenizes conversations for one tokenizer and one chat template.
 
-    `chat_template`: see `find_template`. `chat_template_kwargs` reach the template (`enable_thinking`, `date_string`,
-    `tools`, ...). `max_length` is in tokens, None for no limit, and `truncation` is what `fit` does about longer
-    conversations. Raises `ConfigError` for a template that cannot be found or parsed, or that fails whatever it is
-    given, and for variables that are arguments of `apply_chat_template`.
+    `chat_template`: see `find_template`. `chat_template_kwargs`: variables of the template (`enable_thinking`,
+    `date_string`, `tools`, ...). `max_length`: tokens, None for no limit. `truncation`: what `fit` does with longer
+    conversations. Raises `ConfigError` for a template that cannot be found or parsed or that always fails, and for
+    variables that are arguments of `apply_chat_template`.
 
-    A Renderer can be pickled. It logs its decisions (default template, fixed date) once, when it is made.
+    A Renderer can be pickled. Its constructor logs its decisions (default template, fixed date).
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class Renderer:
             self.chat_template = self._with_frame(source)
 
     def render(self, messages: Sequence[Message], *, where: str | None = None, generation_prompt: bool = False) -> str:
-        """The text of a whole conversation; with `generation_prompt`, of one that the assistant is to continue.
+        """The text of a whole conversation; with `generation_prompt`, up to where the assistant continues.
 
-        Raises `DataError` where the template refuses it, fails, or writes nothing, and for text that is not valid
-        Unicode; `ModelError` for an encoder that is to continue, for it completes nothing.
+        Raises `DataError` if the template refuses it, fails, or writes nothing, and for invalid Unicode; `ModelError`
+        for an encoder with `generation_prompt`.
         """
         if generation_prompt and self.kind == "encoder":
             got = type(self.tokenizer).__name__
@@ -155,10 +155,8 @@ class Renderer:
         return self.encode_texts([self.render(messages, where=where, generation_prompt=True)], where=[where])[0]
 
     def encode_texts(self, texts: Sequence[str], *, where: Sequence[str | None] | None = None) -> list[list[int]]:
-        """The token ids of rendered texts: for those of `render`, the ids of `encode`.
-
-        A BOS (or CLS and SEP) that a text has is not doubled, and one that is missing is added. Raises `DataError` for
-        a text without a token.
+        """The token ids of rendered texts, each with exactly one BOS (or CLS and SEP). Raises `DataError` for a text
+        without a token.
         """
         places = where if where is not None else [None] * len(texts)
         if not texts:
@@ -170,7 +168,7 @@ class Renderer:
             truncation=False,
             return_attention_mask=False,
             return_token_type_ids=False,
-            verbose=False,  # the truncation policy looks after texts beyond the model's limit
+            verbose=False,  # `truncation` handles texts beyond the model's limit
         )["input_ids"]
         for row, text, place in zip(rows, texts, places, strict=True):
             if not row:
@@ -182,14 +180,13 @@ class Renderer:
     ) -> Fitted | None:
         """Encode a conversation within `max_length`.
 
-        Too long under "error" raises `DataError`; under "drop" gives None. "truncate_left" removes the oldest messages,
-        whole, keeping a leading system message and the last two; if that does not suffice, or the template refuses
-        the rest, it cuts tokens after BOS, out of the context of the last message; None if that is too short. The
-        last message and its end of turn are never touched. `encoded`: the ids of the uncut conversation, if known.
+        If it is too long, "error" raises `DataError` and "drop" returns None. "truncate_left" removes the oldest
+        messages, keeping a leading system message and the last two; if that does not suffice, or the template refuses
+        the remaining ones, it cuts tokens after BOS, from the context of the last message; None if that is too short.
+        The last message and its end of turn stay whole. `encoded`: the ids of the uncut conversation, if known.
 
-        The cut depends on the conversation alone, so that its score is the same alone and among other completions.
-        Tokens are cut in steps of an eighth of `max_length`: completions of similar length keep the same context, and
-        share it.
+        The cut depends on the conversation alone, so its score does not depend on other completions. Tokens are cut in
+        steps of an eighth of `max_length`, so that completions of similar length share their context.
         """
         if encoded is None:
             return self.fit_many([conversation], where=[where])[0][0]
@@ -198,8 +195,8 @@ class Renderer:
     def fit_many(
         self, conversations: Sequence[Sequence[Message]], *, where: Sequence[str | None] | None = None
     ) -> list[tuple[Fitted | None, int]]:
-        """`fit` for many conversations with one call of the tokenizer; and the tokens of each, uncut, as `encode_short`
-        counts them."""
+        """`fit` for many conversations with one call of the tokenizer; with each, its number of tokens when uncut, as
+        `encode_short` counts them."""
         places = where if where is not None else [None] * len(conversations)
         texts = [self.render(messages, where=place) for messages, place in zip(conversations, places, strict=True)]
         encoded = self.encode_short(texts, self.max_length, where=places)
@@ -211,17 +208,19 @@ class Renderer:
     def encode_short(
         self, texts: Sequence[str], max_length: int | None, *, where: Sequence[str | None]
     ) -> list[tuple[list[int] | None, int]]:
-        """`encode_texts`, but a text of more characters than `max_length` tokens can have is not tokenized, so that
-        memory does not follow it: it has None for its ids. Also the number of tokens, at least so many for such a text.
+        """The ids and the number of tokens of each text.
+
+        To bound memory, a text of more characters than `max_length` tokens can have is not tokenized: its ids are None,
+        and its number is a lower bound.
         """
         most = float("inf") if max_length is None else max_length * self._characters_per_token
         short = [i for i, text in enumerate(texts) if len(text) <= most]
         encoded = self.encode_texts([texts[i] for i in short], where=[where[i] for i in short])
-        found: list[tuple[list[int] | None, int]]
-        found = [(None, -(-len(text) // self._characters_per_token)) for text in texts]
+        encoded_texts: list[tuple[list[int] | None, int]]
+        encoded_texts = [(None, -(-len(text) // self._characters_per_token)) for text in texts]
         for i, ids in zip(short, encoded, strict=True):
-            found[i] = ids, len(ids)
-        return found
+            encoded_texts[i] = ids, len(ids)
+        return encoded_texts
 
     def end_of_turn(self, token_ids: Sequence[int]) -> Literal["eos", "newline", "other"]:
         """The kind of a conversation's last token, where its score is read."""
@@ -233,7 +232,7 @@ class Renderer:
 
     @functools.cached_property
     def read_token(self) -> Literal["eos", "newline", "other"] | None:
-        """The last token of one question with its completion; None where the template refuses such a conversation."""
+        """The kind of the last token of a probe conversation; None if the template refuses it."""
         try:
             return self.end_of_turn(self.encode(_PROBE_MESSAGES))
         except DataError:
@@ -241,12 +240,12 @@ class Renderer:
 
     @property
     def developer_role(self) -> str:
-        """The role of a message of the developer: most templates know `system`, and some drop unknown roles."""
+        """The template's role for developer messages: most templates know `system`, and some drop unknown roles."""
         return "developer" if "developer" in self.chat_template else "system"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments of a `Renderer` that renders the same with the same tokenizer; JSON."""
+        """The arguments of an equal `Renderer`, as JSON values."""
         return {
             "chat_template": self.chat_template,
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -256,7 +255,7 @@ class Renderer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Changes when the same messages could give other ids: template, variables, tokenizer, limit or policy."""
+        """A digest of everything that the ids depend on: template, variables, tokenizer, `max_length`, `truncation`."""
         parts = self.settings | {
             "version": _FORMAT_VERSION,
             "tokenizer": _tokenizer_contents(self.tokenizer),
@@ -266,18 +265,18 @@ class Renderer:
 
     @functools.cached_property
     def _characters_per_token(self) -> int:
-        """Most characters of a token. A floor covers tokenizers that drop white space or have a token for unknown
-        words: with them a longer text counts as too long however few its tokens."""
+        """The characters of the longest token, or a minimum: tokenizers may drop white space or have one token for
+        unknown words, and then a long text counts as too long despite few tokens."""
         return max(_MIN_CHARACTERS_PER_TOKEN, *map(len, self.tokenizer.get_vocab()))
 
     def _with_frame(self, source: str) -> str:
         """The template with the BOS (or CLS and SEP) that it does not write itself.
 
-        `_frame` makes sure of them in any case; the template saved with a model makes plain transformers do so too.
+        `_frame` adds them in any case; this makes plain transformers add them with the saved template.
         """
         text = self._try_probe(_PROBE_MESSAGES, SETTING) or self._try_probe([_PROBE_SYSTEM, *_PROBE_MESSAGES], SETTING)
         if not text:
-            return self.chat_template  # it refuses what it could be tried with: nothing shows what it writes
+            return self.chat_template  # it refuses the probe, which would show what it writes
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         first, last = ("cls_token", "sep_token") if self.kind == "encoder" else ("bos_token", None)
         before = "" if ids[:1] == [self._first_id] else f"{{{{ {first} }}}}"
@@ -291,8 +290,8 @@ class Renderer:
 
         Templates of vision models may skip a text silently, and templates for text write a list as Python would.
         """
-        in_parts = [message | {"content": _as_parts(message["content"])} for message in _PROBE_MESSAGES]
-        text, parts = self._try_probe(_PROBE_MESSAGES, name), self._try_probe(in_parts, name)
+        part_messages = [message | {"content": _as_parts(message["content"])} for message in _PROBE_MESSAGES]
+        text, parts = self._try_probe(_PROBE_MESSAGES, name), self._try_probe(part_messages, name)
         if all(message["content"] in text for message in _PROBE_MESSAGES):
             return True, parts == text
         reads_parts = "'type'" not in parts and all(message["content"] in parts for message in _PROBE_MESSAGES)
@@ -311,7 +310,7 @@ class Renderer:
             fix = f"mend the template, or set {SETTING} to another"
             raise ConfigError(f"the chat template {what}", where=name, got=got, fix=fix) from error
         except Exception:
-            return ""  # it may still accept the data's roles; an error of a row gives the template's reason
+            return ""  # it may still accept the data's roles; the error of a row has the template's reason
 
     def _content(self, message: Message, where: str | None) -> Message:
         content = message.get("content")
@@ -330,7 +329,7 @@ class Renderer:
         return message | {"content": "".join(texts)}
 
     def _frame(self, ids: list[int]) -> list[int]:
-        """The ids with exactly one BOS (or CLS and SEP); a BOS stays where the tokenizer adds none but the text has."""
+        """The ids with exactly one BOS (or CLS and SEP); keeps the text's BOS if the tokenizer adds none."""
         first, sep = self._first_id, self.tokenizer.sep_token_id
         if first is not None and (self.adds_bos or ids[:1] == [first]):
             ids = [first, *itertools.dropwhile(lambda token: token == first, ids)]
@@ -366,7 +365,7 @@ class Renderer:
                 return shorter
         alone = None if ids is None else self._encode_if_short(context)
         if ids is None or alone is None:
-            return None  # nowhere to see the end of the context
+            return None  # the end of the context is unknown
         head = 1 if ids[0] == self._first_id else 0
         excess = len(ids) - self.max_length
         most = len(os.path.commonprefix([alone, ids])) - head - 1
@@ -375,7 +374,7 @@ class Renderer:
         return ids[:head] + ids[head + cut :] if cut >= excess else None
 
     def _encode_if_short(self, messages: Sequence[Message]) -> list[int] | None:
-        """None where the template refuses the messages, or the text is too long whatever its tokens are."""
+        """The ids; None if the template refuses the messages, or the text has too many characters."""
         try:
             return self.encode_short([self.render(messages)], self.max_length, where=[None])[0][0]
         except DataError:
@@ -405,11 +404,11 @@ DEFAULT_CHAT_TEMPLATE = """\
 {%- if not loop.last -%}{{- '\\n' -}}{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '\\n<|assistant|>\\n' -}}{%- endif -%}"""
-"""For tokenizers without a template: each role as a header on its own line, then the text; the EOS token (where there
-is one) after each assistant message, and nothing after the last, so that a score is read at EOS."""
+"""For tokenizers without a template: each role as a header on its own line, then the text; EOS (if there is one) after
+each assistant message, and nothing after the last, so that a score is read at EOS."""
 
 FIXED_DATE = "26 Jul 2024"
-"""What `strftime_now` gives, in the format that a template asks for: the date that those of Llama 3 fall back to."""
+"""The date of `strftime_now`, in the template's format: the default date of Llama 3's templates."""
 
 MAX_CHARACTERS = 2**28
 """The longest text that a template may write."""
@@ -420,22 +419,22 @@ _CLOCK = "{% macro strftime_now(format) %}"
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> tuple[str, str]:
-    """The template's text, and a name for it in errors.
+    """The template's text, and its name for errors.
 
-    `chat_template`: None or "default" is the tokenizer's own, or `DEFAULT_CHAT_TEMPLATE` where it has none; else the
-    name of one of the tokenizer's templates, a file, or the text of a template. Raises `ConfigError`.
+    `chat_template`: None or "default" for the tokenizer's, or `DEFAULT_CHAT_TEMPLATE` if it has none; else the name of
+    one of the tokenizer's templates, a file, or the text of a template. Raises `ConfigError`.
     """
-    own = tokenizer.chat_template
+    tokenizer_template = tokenizer.chat_template
     if chat_template is None or chat_template == "default":
-        if not own:
+        if not tokenizer_template:
             logger.warning("the tokenizer has no chat template: using treeward's default, <|role|> headers and EOS")
             return DEFAULT_CHAT_TEMPLATE, "the default chat template"
         try:
             return tokenizer.get_chat_template(), "the tokenizer's chat template"
         except ValueError as error:  # several, and no default
-            raise ConfigError(str(error), field=SETTING, need=f"one of {sorted(own)}") from error
-    if isinstance(own, dict) and chat_template in own:
-        return own[chat_template], f"the tokenizer's chat template {chat_template!r}"
+            raise ConfigError(str(error), field=SETTING, need=f"one of {sorted(tokenizer_template)}") from error
+    if isinstance(tokenizer_template, dict) and chat_template in tokenizer_template:
+        return tokenizer_template[chat_template], f"the tokenizer's chat template {chat_template!r}"
     if any(mark in chat_template for mark in ("{{", "{%", "\n")):
         return chat_template, SETTING
     path = Path(chat_template).expanduser()
@@ -447,7 +446,7 @@ def find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None)
 
 
 def without_clock(template: str, variables: Mapping[str, Any]) -> str:
-    """The template with `strftime_now` fixed; `variables` are those that it is rendered with."""
+    """The template with `strftime_now` fixed. `variables`: of the rendering."""
     if "strftime_now" not in template or template.startswith(_CLOCK):
         return template
     if not {"date_string", "current_date"} & variables.keys():
@@ -456,8 +455,8 @@ def without_clock(template: str, variables: Mapping[str, Any]) -> str:
             "(chat_template_kwargs.date_string sets another where the template reads it)",
             FIXED_DATE,
         )
-    # transformers passes only plain values to a template, so a macro shadows its clock. The macro stands on a line of
-    # its own: transformers trims the newline after a block, which leaves the rest as it was.
+    # transformers passes only plain values to a template, so a macro shadows its clock, on a line of its own:
+    # transformers trims the newline after a block.
     codes = [f"%{code}" for code in ("-d", "-m", *"aAbBcdDeFHIjmMpSTuUwWxXyYzZ")]
     replaced = "".join(f" | replace({code!r}, {_MIDNIGHT.strftime(code)!r})" for code in codes)
     return f"{_CLOCK}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
@@ -466,7 +465,7 @@ def without_clock(template: str, variables: Mapping[str, Any]) -> str:
 def apply_template(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template: str, variables: Mapping[str, Any]
 ) -> str:
-    """What transformers renders, at most `MAX_CHARACTERS`. Raises whatever the template raises."""
+    """The text that transformers renders, at most `MAX_CHARACTERS`. Passes on the template's errors."""
     text = tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **variables)
     assert isinstance(text, str)
     if len(text) > MAX_CHARACTERS:

@@ -1,4 +1,4 @@
-"""Items of OpenAI's Responses API as chat messages, which is what chat templates and reward models read.
+"""Items of OpenAI's Responses API as chat messages.
 
     conversation_of({"input": "2 + 2?"}, [{"type": "message", "role": "assistant",
                                            "content": [{"type": "output_text", "text": "4"}]}])
@@ -7,7 +7,7 @@
 `instructions` become a system message before all others, and text parts their joined text. A `function_call` becomes a
 tool call of the assistant's message before it, with parsed arguments, and a `function_call_output` a message of the
 role `tool`. `reasoning` is left out, for a reward model judges the text that the user sees. Other kinds (images, calls
-of hosted tools) are refused: the score of half a conversation would be wrong.
+of hosted tools) raise an error: the score of half a conversation would be wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from treeward.data.preference import Message
 from treeward.errors import DataError
 
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""The kinds of content parts that are text, and the key that holds it."""
+"""The kinds of content parts with text, and the key of the text."""
 
 
 def conversation_of(
@@ -28,8 +28,8 @@ def conversation_of(
 ) -> list[Message]:
     """The messages of a request (`responses_create_params`) and of its `output`.
 
-    `developer`: the role for messages of the developer; most chat templates know `system` only, and some leave out
-    silently the roles that they do not know. Raises `DataError` for items that are no messages.
+    `developer`: the role for developer messages; most chat templates know `system` only, and some silently drop unknown
+    roles. Raises `DataError` for items that are not messages.
     """
     return [*messages_of_input(params, developer=developer), *_messages(output, "response.output", developer)]
 
@@ -38,8 +38,8 @@ def as_conversation(prompt: Any, response: Any, *, developer: str = "system") ->
     """The conversation of a prompt and its response, each a text, messages, or items of the Responses API."""
     texts = {"prompt": [{"role": "user", "content": prompt}], "response": [{"role": "assistant", "content": response}]}
     messages: list[Message] = []
-    for field, given in (("prompt", prompt), ("response", response)):
-        items = texts[field] if isinstance(given, str) else given
+    for field, value in (("prompt", prompt), ("response", response)):
+        items = texts[field] if isinstance(value, str) else value
         items = _checked(items, list | tuple, field, "a text, messages, or items of the Responses API")
         messages += _messages(items, field, developer)
     return messages
@@ -47,22 +47,22 @@ def as_conversation(prompt: Any, response: Any, *, developer: str = "system") ->
 
 def messages_of_input(params: Mapping[str, Any], *, developer: str = "system") -> list[Message]:
     """The messages of `input`, which is a text of the user or a list of items, after the `instructions`."""
-    instructions, given = params.get("instructions"), params.get("input")
+    instructions, items = params.get("instructions"), params.get("input")
     first: list[Message] = []
     if isinstance(instructions, str) and instructions:
         first.append({"role": "system", "content": instructions})
-    if isinstance(given, str):
-        return [*first, {"role": "user", "content": given}]
-    return [*first, *_messages(_checked(given, Sequence, "input", "a text, or a list of items"), "input", developer)]
+    if isinstance(items, str):
+        return [*first, {"role": "user", "content": items}]
+    return [*first, *_messages(_checked(items, Sequence, "input", "a text, or a list of items"), "input", developer)]
 
 
 def _messages(items: Sequence[Any], field: str, developer: str) -> list[Message]:
     messages: list[Message] = []
     names: dict[str, str] = {}  # of the functions, by the ids of their calls
-    for i, given in enumerate(items):
+    for i, element in enumerate(items):
         where = f"{field}[{i}]"
         # NeMo Gym and the openai client have objects of pydantic.
-        item = given.model_dump(exclude_none=True) if hasattr(given, "model_dump") else given
+        item = element.model_dump(exclude_none=True) if hasattr(element, "model_dump") else element
         match _checked(item, Mapping, where, '{"type": "message", ...}').get("type") or "message":
             case "message":
                 messages.append(_message(item, where, developer))
@@ -73,10 +73,10 @@ def _messages(items: Sequence[Any], field: str, developer: str) -> list[Message]
                 messages[-1] = messages[-1] | {"tool_calls": [*messages[-1].get("tool_calls", ()), call]}
                 names[call["id"]] = call["function"]["name"]
             case "function_call_output":
-                told = {"tool_call_id": item.get("call_id"), "name": names.get(str(item.get("call_id")))}
+                call_fields = {"tool_call_id": item.get("call_id"), "name": names.get(str(item.get("call_id")))}
                 content = _text(item.get("output"), f"{where}.output")
-                known = {key: value for key, value in told.items() if isinstance(value, str) and value}
-                messages.append({"role": "tool", "content": content} | known)
+                text_fields = {key: value for key, value in call_fields.items() if isinstance(value, str) and value}
+                messages.append({"role": "tool", "content": content} | text_fields)
             case "reasoning":
                 pass
             case other:

@@ -1,10 +1,10 @@
-"""Rows from where data lies: a file, a folder, a glob, a saved `datasets` folder, or the Hugging Face hub.
+"""Rows of a file, a folder, a glob, a saved `datasets` folder, or the Hugging Face hub.
 
     for row in read_rows("train.jsonl.gz"):
         row.values, row.where        # {"prompt": ..., "chosen": ...}, "train.jsonl.gz:17"
 
 A row is an object with string keys; its place is the line of a text file, else the number of the row, both from 1.
-Kinds of files by suffix; those of text are also read with `.gz`:
+Kinds of files by suffix; text files may end in `.gz` too:
 
     .jsonl .ndjson    an object per line; blank lines are skipped and still counted
     .json             a list of objects, or an object with that list under "data" or "rows", or lines as above
@@ -12,9 +12,9 @@ Kinds of files by suffix; those of text are also read with `.gz`:
     .parquet          one part after another
     .arrow .feather   Arrow IPC, the file format as well as the stream that `datasets` writes
 
-`datasets` finds the files and splits of a folder, and reads the hub (`org/name`) and what `save_to_disk` wrote; code
-from the hub is never run. Local files are read here, because its Arrow tables hold neither line numbers nor `content`
-that is text in one row and a list in the next. Memory does not grow with the file; only `.json` files are read whole.
+`datasets` finds the files and splits of a folder, and reads the hub (`org/name`) and folders of `save_to_disk`; code
+from the hub is never run. This module reads local files itself, because Arrow tables of `datasets` have no line numbers
+and no columns of mixed types. Memory does not grow with the file; only `.json` files are read whole.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _LONGEST_CELL_CHARACTERS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: its `values` by column, and `where` it stands, as `train.jsonl:17` or `rows.parquet:row 17`."""
+    """One row: its `values` by column, and its place `where`, as `train.jsonl:17` or `rows.parquet:row 17`."""
 
     values: dict[str, Any]
     where: str
 
 
 def raised(error: DataError) -> None:
-    """Raise it: what becomes of a row that is wrong where nobody asks for anything else."""
+    """Raise the error: the default for invalid rows."""
     raise error
 
 
 Broken = Callable[[DataError], object]
-"""Receives the error of a row that is wrong; unless it raises, reading goes on with the next row."""
+"""Receives the error of an invalid row; unless it raises, reading goes on with the next row."""
 
 
 def read_rows(
@@ -63,13 +63,13 @@ def read_rows(
 ) -> Iterator[Row]:
     """The rows of a file, a folder, a glob, a saved dataset or a hub dataset (`org/name`), in order.
 
-    A file is a single split: `split` may be None, "train" (what `datasets` calls any lone file), "validation" where its
-    name does not say "train", or a part of its name. In a folder `split` selects the files so named. `subset` is the
-    configuration name of a hub dataset. The path is looked up at once, the rows are read as they are asked for.
+    A file is a single split: `split` may be None, "train" (the name of any lone file in `datasets`), "validation" if
+    the file's name does not contain "train", or a part of its name. In a folder `split` selects files by name. `subset`
+    is the configuration name of a hub dataset. The path is resolved at once, rows are read lazily.
 
     Raises `DataError` naming the file and line for a missing or empty file, an ambiguous or unknown split, text that
-    is not UTF-8, malformed JSON, CSV or Arrow data, a truncated gzip, and rows that are not objects. Where one line or
-    row alone is wrong, `broken` receives the error.
+    is not UTF-8, malformed JSON, CSV or Arrow data, a truncated gzip, and rows that are not objects. `broken` receives
+    the error of a single line or row.
     """
     files, table, label = _locate(path, split, subset)
     if twice := [file for file in files if f"{file}.gz" in files]:
@@ -83,7 +83,7 @@ def read_rows(
 
 
 def read_file(path: str, broken: Broken = raised) -> Iterator[Row]:
-    """The rows of one existing file, in order; none if it holds none. Raises `DataError` as `read_rows` does."""
+    """The rows of one existing file, in order, perhaps none. Raises `DataError` as `read_rows` does."""
     match file_suffix(path):
         case ".jsonl" | ".ndjson":
             return read_jsonl_stream(_lines(path), path, broken)
@@ -98,20 +98,20 @@ def read_file(path: str, broken: Broken = raised) -> Iterator[Row]:
 
 
 def file_suffix(path: str) -> str:
-    """The lower-case suffix that says the kind of a file, a key of `KINDS` if that is known; `.gz` is passed over."""
+    """The lower-case suffix without `.gz`; one of `KINDS` if the kind is known."""
     return os.path.splitext(path.lower().removesuffix(".gz"))[1]
 
 
 def fingerprint(path: str, *, split: str | None = None, subset: str | None = None) -> str:
-    """A hex digest (128 bits) that changes when the content does.
+    """A hex digest (128 bits) of the content.
 
-    Files: of their bytes, and of several files their names; saved datasets and the hub: of the name, the split, the
-    subset and the fingerprint that `datasets` gives the table. Raises `DataError` as `read_rows` does.
+    For files, of their bytes and, for several files, their names; for saved datasets and the hub, of name, split,
+    subset and the fingerprint in `datasets`. Raises `DataError` as `read_rows` does.
     """
     digest = hashlib.blake2b(digest_size=16)
     files, table, label = _locate(path, split, subset)
     for file in files:
-        # A file that is moved or renamed alone is the same data; of several the names say the order.
+        # A single file may be moved or renamed; the names of several give their order.
         name = None if len(files) == 1 else os.path.relpath(file, path)
         digest.update(json.dumps([name, os.path.getsize(file)]).encode())
         with open(file, "rb") as stream:
@@ -134,7 +134,7 @@ def _at_least_one(rows: Iterator[Row], path: str) -> Iterator[Row]:
 
 
 def _locate(path: str, split: str | None, subset: str | None) -> tuple[list[str], Any, str]:
-    """The files that the path means; or none, and a `datasets.Dataset` with its name in errors."""
+    """The files of the path; or none, and a `datasets.Dataset` with its name for errors."""
     files = [path] if os.path.exists(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
     is_hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) and file_suffix(path) not in KINDS
     if os.path.isdir(path):
@@ -159,9 +159,9 @@ def _locate(path: str, split: str | None, subset: str | None) -> tuple[list[str]
 
 
 def _files_of_splits(folder: str, subset: str | None) -> dict[str, list[str]]:
-    """The files of a folder by split, as `datasets` reads their names, or a README like those on the hub.
+    """The files of a folder by split, as `datasets` reads their names, or a README as on the hub.
 
-    Raises `DataError` for files that it would pass over, unless the README's `configs` say what is read.
+    Raises `DataError` for files that it would ignore, unless the README has `configs`.
     """
     import datasets
 
@@ -171,18 +171,18 @@ def _files_of_splits(folder: str, subset: str | None) -> dict[str, list[str]]:
         summary, need = "the folder holds no data that can be read", f"files that end in {', '.join(KINDS)}"
         got = f"{type(error).__name__}: {error}"
         raise DataError(summary, where=folder, got=got, need=need, fix="check path and subset") from error
-    read = {os.path.basename(file) for files in splits.values() for file in files}
+    split_files = {os.path.basename(file) for files in splits.values() for file in files}
     names = [n for n in os.listdir(folder) if file_suffix(n) in KINDS and not n.startswith((".", "_", "dataset_info"))]
-    left, card = sorted({*names} - read - {"config.json"}), os.path.join(folder, "README.md")
-    if left and not (os.path.exists(card) and "configs:" in "".join(_texts(card))):
-        got = f"{', '.join(left)} beside {', '.join(sorted(read))}"
-        need, fix = "files of one kind, with a split in each name", f"move them, or choose as *{file_suffix(left[0])}"
+    unread, card = sorted({*names} - split_files - {"config.json"}), os.path.join(folder, "README.md")
+    if unread and not (os.path.exists(card) and "configs:" in "".join(_texts(card))):
+        got = f"{', '.join(unread)} beside {', '.join(sorted(split_files))}"
+        need, fix = "files of one kind, with a split in each name", f"move them, or choose as *{file_suffix(unread[0])}"
         raise DataError("files of the folder are in no split", where=folder, got=got, need=need, fix=fix)
     return splits
 
 
 def _table(path: str, split: str | None, subset: str | None) -> tuple[Any, str]:
-    """A `datasets.Dataset`, saved or of the hub, and its name in errors."""
+    """A `datasets.Dataset`, saved or of the hub, and its name for errors."""
     import datasets
 
     is_saved = os.path.isdir(path)
@@ -204,7 +204,7 @@ def _table(path: str, split: str | None, subset: str | None) -> tuple[Any, str]:
 
 
 def _chosen_split(splits: Mapping[str, Any], path: str, split: str | None) -> tuple[Any, str]:
-    """What the splits have under `split`, or the only one, and its name."""
+    """The split called `split`, or the only one, and its name."""
     names = [str(name) for name in splits]
     if split is None and len(names) > 1:
         fix = f"add split: {'train' if 'train' in names else names[0]}"
@@ -233,7 +233,7 @@ def _missing(path: str) -> DataError:
 
 
 def read_jsonl_stream(lines: Iterable[bytes | str], name: str, broken: Broken = raised) -> Iterator[Row]:
-    """Rows of JSON lines that come from anywhere (a pipe, an open file); `name` stands for the file in `where`.
+    """Rows of JSON lines from a pipe or an open file; `name` stands for the file in `where`.
 
     Blank lines are skipped, a byte order mark is ignored. An empty stream gives no rows.
     """
@@ -261,7 +261,7 @@ def _jsonl_row(line: bytes | str, where: str) -> Row | None:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object. Raises `ValueError` for a key that is there twice: `json` would keep its last value, silently."""
+    """The object. Raises `ValueError` for a repeated key, of which `json` would silently keep the last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -290,9 +290,9 @@ def _decode(raw: bytes, where: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        found = f"byte 0x{raw[error.start]:02x} at position {error.start + 1} of the line"
+        got = f"byte 0x{raw[error.start]:02x} at position {error.start + 1} of the line"
         fix = "save the file as UTF-8, or mend the line; a gzip file ends in .gz"
-        raise DataError("the text is not UTF-8", where=where, got=found, need="UTF-8", fix=fix) from error
+        raise DataError("the text is not UTF-8", where=where, got=got, need="UTF-8", fix=fix) from error
 
 
 def _json_rows(path: str, broken: Broken) -> Iterator[Row]:

@@ -21,7 +21,7 @@ _SPECIAL = [_END, _PAD, "<|system|>", "<|user|>", "<|assistant|>"]
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train on texts, which are read once. Raises `ConfigError` if `vocab_size` does not even hold the bytes."""
+    """Train on texts, read once. Raises `ConfigError` if `vocab_size` does not hold the bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + len(_SPECIAL):
         need = f"at least {len(alphabet) + len(_SPECIAL)}: the bytes and the special tokens"
@@ -32,7 +32,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    whole = (text.encode(errors="replace").decode() for text in texts)  # rows with lone surrogates are refused later
+    whole = (text.encode(errors="replace").decode() for text in texts)  # reading refuses lone surrogates later
     tokenizer.train_from_iterator(whole, trainer)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END, pad_token=_PAD, padding_side="right")
     wrapped.chat_template = DEFAULT_CHAT_TEMPLATE

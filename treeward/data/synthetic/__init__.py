@@ -1,11 +1,11 @@
-"""The bundled data: a small closed world of questions whose completions code can grade.
+"""The bundled data: questions of a small closed world, whose completions code can grade.
 
     read_rows(str(bundled_path("train")))            # the committed rows, in the rank format
     prompts("validation")[0]                         # a context to complete, as RL needs it
     gold_quality(prompts("validation")[0], "...")    # how good that completion is, in [0, 1]
 
-`world` holds the facts and the phrases, `gold` grades any text. The committed files are what examples/bundled_data.py
-writes, byte for byte.
+`gold` has the facts and phrases, and grades any text. examples/bundled_data.py writes the committed files, byte for
+byte.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def best_completions(split: str) -> list[list[str]]:
 
 
 def _by_context(split: str) -> list[tuple[list[Message], list[str]]]:
-    found: dict[str, tuple[list[Message], list[str]]] = {}
+    best_by_context: dict[str, tuple[list[Message], list[str]]] = {}
     for line in bundled_path(split).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        _, known = found.setdefault(json.dumps(row["context"]), (row["context"], []))
+        _, best_texts = best_by_context.setdefault(json.dumps(row["context"]), (row["context"], []))
         best = min(completion["rank"] for completion in row["completions"])
-        texts = [each["completion"][-1]["content"] for each in row["completions"] if each["rank"] == best]
-        known += [text for text in texts if text not in known]
-    return list(found.values())
+        texts = [item["completion"][-1]["content"] for item in row["completions"] if item["rank"] == best]
+        best_texts += [text for text in texts if text not in best_texts]
+    return list(best_by_context.values())

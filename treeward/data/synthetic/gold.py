@@ -39,10 +39,9 @@ from treeward.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One thing that can be asked.
+    """One fact to ask for.
 
-    `subject` is what fills a phrasing. `answers` are the words that may be given, `num_answers` of them: one, except
-    for lists, where any `num_answers` different members will do.
+    `subject` fills a phrasing. Any `num_answers` different words of `answers` answer it: one, except for lists.
     """
 
     kind: str
@@ -55,9 +54,9 @@ class Fact:
 class Kind:
     """A family of facts.
 
-    `phrasings` ask for a fact and `follow_up` asks for one after a question of the same kind; `{x}` is the subject.
-    `statements` tell it; `{a}` is the answer. `formats` are the names of the formats that can be asked for. `decoys`
-    are words of the right sort that answer none of the facts.
+    `phrasings` ask for a fact, `follow_up` after a question of the same kind; `{x}` is the subject. `statements` tell
+    it; `{a}` is the answer. `formats`: names of the formats that can be requested. `decoys`: words of the right sort
+    that answer none of the facts.
     """
 
     name: str
@@ -81,14 +80,14 @@ FORMATS: dict[str, tuple[str, ...]] = {name: tuple(requests) for name, requests 
 KINDS = tuple(
     Kind(
         name,
-        phrasings=tuple(given["phrasings"]),
-        follow_up=given["follow_up"],
-        statements=tuple(given["statements"]),
-        formats=tuple(given["formats"]),
-        decoys=tuple(given["decoys"]),
-        facts=tuple(Fact(name, x, tuple(answers), given["num_answers"]) for x, answers in given["facts"].items()),
+        phrasings=tuple(kind["phrasings"]),
+        follow_up=kind["follow_up"],
+        statements=tuple(kind["statements"]),
+        formats=tuple(kind["formats"]),
+        decoys=tuple(kind["decoys"]),
+        facts=tuple(Fact(name, x, tuple(answers), kind["num_answers"]) for x, answers in kind["facts"].items()),
     )
-    for name, given in _WORLD["kinds"].items()
+    for name, kind in _WORLD["kinds"].items()
 )
 FACTS = {fact.subject: fact for kind in KINDS for fact in kind.facts}
 LEAD_INS, FILLERS = tuple(_WORLD["lead_ins"]), tuple(_WORLD["fillers"])
@@ -195,30 +194,30 @@ def parse_question(context: Sequence[Message] | str) -> Question:
     if fact is None:
         summary, need = "the last user turn asks nothing that the bundled data knows", "a prompt of the bundled data"
         raise DataError(summary, field="context", got=asking[-1], need=need)
-    in_force = [asking[-1]]
-    in_force += [text for text in reversed(asking[:-1]) if _STANDING in text.lower()]
-    in_force += [text for role, text in turns if role == "system"]
-    formats = (_requested(text) for text in in_force)
+    instructions = [asking[-1]]
+    instructions += [text for text in reversed(asking[:-1]) if _STANDING in text.lower()]
+    instructions += [text for role, text in turns if role == "system"]
+    formats = (_requested(text) for text in instructions)
     return Question(fact, next((name for name in formats if name is not None), None))
 
 
 @lru_cache(maxsize=65536)
 def _asked(text: str) -> Fact | None:
-    found = [(match.start(), match["x"]) for pattern in _QUESTIONS for match in pattern.finditer(text)]
-    return _FACTS[max(found)[1].lower()] if found else None
+    matches = [(match.start(), match["x"]) for pattern in _QUESTIONS for match in pattern.finditer(text)]
+    return _FACTS[max(matches)[1].lower()] if matches else None
 
 
 def _followed_up(asking: Sequence[str]) -> Fact | None:
-    found = _FOLLOW_UP.findall(asking[-1])
-    fact = _FACTS[found[-1].lower()] if found else None
-    earlier = {known.kind for known in map(_asked, asking[:-1]) if known is not None}
-    return fact if fact is not None and fact.kind in earlier else None
+    subjects = _FOLLOW_UP.findall(asking[-1])
+    fact = _FACTS[subjects[-1].lower()] if subjects else None
+    earlier_kinds = {earlier_fact.kind for earlier_fact in map(_asked, asking[:-1]) if earlier_fact is not None}
+    return fact if fact is not None and fact.kind in earlier_kinds else None
 
 
 def _requested(text: str) -> str | None:
     lowered = text.lower()
-    found = [(lowered.rfind(request.lower()), name) for name, requests in FORMATS.items() for request in requests]
-    position, name = max(found)
+    matches = [(lowered.rfind(request.lower()), name) for name, requests in FORMATS.items() for request in requests]
+    position, name = max(matches)
     return name if position >= 0 else None
 
 
@@ -241,8 +240,8 @@ def _readable(words: Sequence[str]) -> float:
         if triple in seen:
             repeated.update(range(start, start + 3))
         seen.add(triple)
-    known = len([word for word in words if word in known_words()]) / len(words)
-    return (1 - len(repeated) / len(words)) * min(1.0, 2 * known)
+    known_share = len([word for word in words if word in known_words()]) / len(words)
+    return (1 - len(repeated) / len(words)) * min(1.0, 2 * known_share)
 
 
 def _in_brackets(text: str, fact: Fact) -> bool:
