@@ -48,7 +48,7 @@ from treeward.data.prompt_sets import Prompt
 from treeward.data.tokenizers import train_tokenizer
 from treeward.model.lora import add_adapters
 from treeward.model.reward_model import RewardModel
-from treeward.rl.experience import CompletionGroup, SampledCompletion
+from treeward.rl.generation import CompletionGroup, SampledCompletion
 from treeward.tree.attention import VARLEN
 from treeward.tree.batch import TreeBatch
 

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from treeward.rl.experience import CompletionGroup
+from treeward.rl.generation import CompletionGroup
 
 NAME = "benchmark_prefix_grouper"
 

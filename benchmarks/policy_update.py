@@ -64,7 +64,7 @@ from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import train_tokenizer
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.advantages import advantages
-from treeward.rl.experience import CompletionGroup, SampledCompletion, prompt_lengths
+from treeward.rl.generation import CompletionGroup, SampledCompletion, prompt_lengths
 from treeward.rl.policy_loss import UpdateMetrics, policy_loss
 from treeward.rl.update import PolicyUpdater
 from treeward.tables import Column, results_table

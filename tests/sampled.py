@@ -10,7 +10,7 @@ from families import ROW_FAMILIES, config_of, randomise
 from transformers import AutoModelForCausalLM
 
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.experience import CompletionGroup, Prompt, prompt_lengths
+from treeward.rl.generation import CompletionGroup, Prompt, prompt_lengths
 
 __all__ = ["ENDS", "IDS", "PROMPTS", "assert_sampled_from", "moved", "policy_of"]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
+from treeward.rl.generation import CompletionGroup, Prompt, SampledCompletion
 
 FOLDER = Path(__file__).parent.parent.parent / "benchmarks"
 

@@ -11,8 +11,7 @@ import torch
 from families import causal_model
 from torch import Tensor, distributed, nn
 
-from treeward.model.linear_log_probs import VocabularyShard, linear_log_probs
-from treeward.model.policy_model import PolicyModel
+from treeward.model.policy_model import PolicyModel, VocabularyShard, linear_log_probs
 
 N, D, V = 23, 16, 41
 

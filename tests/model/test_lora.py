@@ -31,7 +31,7 @@ from treeward.model.lora import (
     without_adapters,
 )
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
+from treeward.rl.generation import CompletionGroup, Prompt, SampledCompletion
 
 CONFIG = LoraConfig(enabled=True, dim=4, alpha=12)
 TIED = {"qwen3": {"tie_word_embeddings": True}}

@@ -17,7 +17,6 @@ from treeward.model.checks import check_before_training
 from treeward.model.loading import load_reward_model
 from treeward.model.lora import add_adapters
 from treeward.model.policy_model import PolicyModel
-from treeward.model.prefix_cache import PrefixCache
 from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.model.shards import own_part, whole
@@ -25,6 +24,7 @@ from treeward.parallel.mesh import make_mesh
 from treeward.parallel.sharding import clip_grad_norm_, shard
 from treeward.parallel.tensor import cut
 from treeward.training.optimisation import build_optimizer
+from treeward.tree.prefix import PrefixCache
 
 TOLERANCE = 1e-5
 TIED = {"tie_word_embeddings": True, "vocab_size": 601}  # an odd number of tokens

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from treeward.config.grpo import GRPOConfig
 from treeward.rl.advantages import advantages, shaped_rewards, used_completions
-from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
+from treeward.rl.generation import CompletionGroup, Prompt, SampledCompletion
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0], [0.5, -1.0, 3.0, 0.25], [7.0, 1.0, 1.0, 1.0], [5.0] * 4]
 KNOWN = [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]

@@ -18,7 +18,7 @@ from treeward.environments.interface import Environment, Reward
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.rl import environment_runner
 from treeward.rl.environment_runner import EnvironmentRunner, GroupRewards, environment_metrics, make_environment_runner
-from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion
+from treeward.rl.generation import CompletionGroup, Prompt, SampledCompletion
 from treeward.scoring.score import Score
 
 SOON, NEVER = 0.05, 60.0

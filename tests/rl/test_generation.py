@@ -18,8 +18,15 @@ from treeward.errors import ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.parallel.mesh import Mesh
 from treeward.rl import sampling
-from treeward.rl.experience import CompletionGroup, SampledCompletion, prompt_lengths
-from treeward.rl.generation import CompletionReader, LocalGenerator, end_ids_of, template_end_ids
+from treeward.rl.generation import (
+    CompletionGroup,
+    CompletionReader,
+    LocalGenerator,
+    SampledCompletion,
+    end_ids_of,
+    prompt_lengths,
+    template_end_ids,
+)
 from treeward.rl.setup import _make_generator
 from treeward.tree import decoding
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.rl import grpo as grpo_module
 from treeward.rl.advantages import advantages
-from treeward.rl.experience import CompletionGroup
+from treeward.rl.generation import CompletionGroup
 from treeward.rl.grpo import GRPOOutcome, GRPORun, grpo
 from treeward.rl.rollouts import Rollouts
 from treeward.rl.update import PolicyUpdater

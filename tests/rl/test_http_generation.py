@@ -21,8 +21,7 @@ from served_policy import ServedPolicy
 
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.experience import CompletionGroup, SampledCompletion
-from treeward.rl.generation import GenerationError
+from treeward.rl.generation import CompletionGroup, GenerationError, SampledCompletion
 from treeward.rl.http_generation import HttpGenerator
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from treeward.config.grpo import PolicyLossConfig
 from treeward.errors import ModelError
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.experience import CompletionGroup, Prompt, SampledCompletion, completion_lengths
+from treeward.rl.generation import CompletionGroup, Prompt, SampledCompletion, completion_lengths
 from treeward.rl.policy_loss import needs_generator, policy_loss
 from treeward.rl.update import PolicyUpdater
 

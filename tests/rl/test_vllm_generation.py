@@ -19,8 +19,7 @@ from treeward.errors import ConfigError
 from treeward.model.lora import add_adapters
 from treeward.model.policy_model import PolicyModel
 from treeward.rl import vllm_generation
-from treeward.rl.experience import CompletionGroup
-from treeward.rl.generation import GenerationError
+from treeward.rl.generation import CompletionGroup, GenerationError
 from treeward.rl.served_generation import Request
 from treeward.rl.vllm_engine import VllmEngine, engine_options
 from treeward.rl.vllm_generation import VllmGenerator

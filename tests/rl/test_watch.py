@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from treeward.config.grpo import WatchConfig
 from treeward.errors import ConfigError, DataError
-from treeward.rl.watch import OverOptimisationWatch, length_correlation, read_alarms, write_alarms
+from treeward.rl.advantages import length_correlation
+from treeward.rl.watch import OverOptimisationWatch, read_alarms, write_alarms
 
 
 def kinds(watch: OverOptimisationWatch) -> list[str]:
@@ -183,5 +185,7 @@ def test_length_correlation_is_within_groups() -> None:
     rewards = [[1.0, 2.0, 3.0], [10.0, 9.0, float("nan")]]
     lengths = [[100, 90, 80], [1, 2, 500]]
     r, n = np.array([-1, 0, 1, 0.5, -0.5]), np.array([10, 0, -10, -0.5, 0.5])
-    assert length_correlation(rewards, lengths) == pytest.approx(np.corrcoef(r, n)[0, 1])
-    assert length_correlation([[1.0, 1.0]], [[3, 4]]) is None
+    assert length_correlation(torch.as_tensor(rewards), torch.as_tensor(lengths)) == pytest.approx(
+        np.corrcoef(r, n)[0, 1]
+    )
+    assert length_correlation(torch.tensor([[1.0, 1.0]]), torch.tensor([[3, 4]])) is None

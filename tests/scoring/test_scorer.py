@@ -22,10 +22,10 @@ from treeward.data.preference import Completion, Preference, preference_to_dict
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError, TreewardError
 from treeward.model.loading import load_reward_model
-from treeward.model.prefix_cache import PrefixCache
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
+from treeward.tree.prefix import PrefixCache
 from treeward.tree.token_tree import TokenTree
 
 CLOSE = 1e-5

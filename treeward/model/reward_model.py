@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from treeward.errors import ModelError
-from treeward.model.prefix_cache import MIN_PREFIX_TOKENS, PrefixCache
 from treeward.model.wrapped import Layout, WrappedModel
 from treeward.tree.batch import Batch, Movable, RowBatch, TreeBatch, plan_sequences
 from treeward.tree.parts import order_of_parts, split_group
-from treeward.tree.prefix import Prefix
+from treeward.tree.prefix import MIN_PREFIX_TOKENS, Prefix, PrefixCache
 from treeward.tree.token_tree import TokenIds
 
 DEFAULT_BATCH_TOKENS = 4096

@@ -34,9 +34,8 @@ from torch.distributed.tensor.parallel import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from treeward.errors import ConfigError
-from treeward.model.linear_log_probs import VocabularyShard
 from treeward.model.lora import has_adapters, is_quantized
-from treeward.model.policy_model import PolicyModel
+from treeward.model.policy_model import PolicyModel, VocabularyShard
 from treeward.model.wrapped import WrappedModel
 from treeward.parallel.mesh import TENSOR, Mesh
 

@@ -33,7 +33,7 @@ from treeward.model.pretrained import DTYPES, bare_config, read_config
 from treeward.model.reward_model import RewardModel
 from treeward.model.wrapped import WrappedModel
 from treeward.parallel.mesh import Mesh
-from treeward.rl.experience import CompletionGroup, SampledCompletion
+from treeward.rl.generation import CompletionGroup, SampledCompletion
 from treeward.rl.update import PolicyUpdater, Reference
 from treeward.training.models import adapt, make_ready, steps_on_host
 from treeward.training.optimisation import build_optimizer, build_scheduler

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.rl.experience import CompletionGroup, completion_lengths, truncated_completions
+from treeward.rl.generation import CompletionGroup, completion_lengths, truncated_completions
 
 
 def shaped_rewards(config: GRPORunConfig, groups: Sequence[CompletionGroup], rewards_PG: Tensor) -> Tensor:
@@ -107,3 +107,19 @@ def _centred(rewards_PG: Tensor) -> Tensor:
     mean_P1 = rewards_PG.nanmean(dim=1, keepdim=True)
     differ_P1 = informative_groups(rewards_PG)[:, None]
     return torch.where(rewards_PG.isfinite() & differ_P1, rewards_PG - mean_P1, 0.0)
+
+
+def length_correlation(rewards_PG: Tensor, lengths_PG: Tensor) -> float | None:
+    """How reward and length go together within groups: Pearson's correlation of both less their group's means.
+
+    Completions whose reward is not finite are left out. None where nothing varies within any group.
+    """
+    is_rewarded_PG = rewards_PG.isfinite()
+
+    def centred(values_PG: Tensor) -> Tensor:
+        known_PG = values_PG.double().where(is_rewarded_PG, torch.nan)
+        return (known_PG - known_PG.nanmean(dim=1, keepdim=True)).nan_to_num()
+
+    r_PG, n_PG = centred(rewards_PG), centred(lengths_PG)
+    spread = float((r_PG**2).sum().sqrt() * (n_PG**2).sum().sqrt())
+    return None if spread == 0.0 else float((r_PG * n_PG).sum()) / spread

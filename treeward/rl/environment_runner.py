@@ -38,7 +38,7 @@ from treeward.data.prompt_sets import Prompt
 from treeward.environments.interface import Environment, Reward, reward_metrics
 from treeward.environments.registry import make_named, sections_of
 from treeward.errors import ConfigError, DataError, ModelError
-from treeward.rl.experience import CompletionGroup, batch_shape
+from treeward.rl.generation import CompletionGroup, batch_shape
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from treeward.errors import TreewardError
 from treeward.model.export import DeferredWrite
 from treeward.parallel.stopping import StopRequest
 from treeward.rl.advantages import advantages
-from treeward.rl.experience import completion_lengths
+from treeward.rl.generation import completion_lengths
 from treeward.rl.report.build import write_rl_report
 from treeward.rl.report.reading import SAMPLES_FILE, RLRun
 from treeward.rl.rollouts import collect, validate

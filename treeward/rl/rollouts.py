@@ -31,10 +31,9 @@ from torch import Tensor
 from treeward import processes
 from treeward.environments.interface import Reward
 from treeward.errors import ModelError
-from treeward.rl.advantages import informative_groups, shaped_rewards, used_completions
+from treeward.rl.advantages import informative_groups, length_correlation, shaped_rewards, used_completions
 from treeward.rl.environment_runner import GroupRewards, environment_metrics, failure_summary
-from treeward.rl.experience import CompletionGroup, completion_lengths, truncated_completions
-from treeward.rl.watch import length_correlation
+from treeward.rl.generation import CompletionGroup, completion_lengths, truncated_completions
 
 if TYPE_CHECKING:
     from treeward.rl.setup import GRPOSetup

@@ -21,8 +21,7 @@ from treeward import processes
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.data.prompt_sets import Prompt
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.experience import CompletionGroup, SampledCompletion
-from treeward.rl.generation import GenerationError, Generator
+from treeward.rl.generation import CompletionGroup, GenerationError, Generator, SampledCompletion
 
 logger = logging.getLogger(__name__)
 

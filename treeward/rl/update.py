@@ -30,7 +30,7 @@ from treeward.model.lora import AdapterReference
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
 from treeward.parallel.mesh import Mesh
 from treeward.parallel.sharding import sum_over_copies
-from treeward.rl.experience import CompletionGroup, SampledCompletion, batch_shape, completion_lengths
+from treeward.rl.generation import CompletionGroup, SampledCompletion, batch_shape, completion_lengths
 from treeward.rl.policy_loss import UpdateMetrics, kl_estimate, needs_generator, policy_loss
 from treeward.training.optimisation import SkippedSteps
 from treeward.tree.batch import on_device

@@ -33,8 +33,7 @@ from treeward.model.export import export_configuration, exported_weights
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import DTYPES
 from treeward.parallel.ray_cluster import PlacementGroup, first_line, free_port, on_this_node, reserve, start_ray
-from treeward.rl.experience import CompletionGroup
-from treeward.rl.generation import GenerationError
+from treeward.rl.generation import CompletionGroup, GenerationError
 from treeward.rl.served_generation import Request, Served, ServedGenerator
 from treeward.rl.vllm_engine import VllmEngine, engine_options, sampling_parameters
 

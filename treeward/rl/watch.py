@@ -235,20 +235,6 @@ class OverOptimisationWatch:
 _REMEMBERED = ("_first", "_best", "_num_golds", "_metrics")
 
 
-def length_correlation(rewards_PG: ArrayLike, lengths_PG: ArrayLike) -> float | None:
-    """How reward and length go together within groups: Pearson's correlation of both less their group's means.
-
-    Completions whose reward is not finite are left out. None where nothing varies within any group.
-    """
-    rewards, lengths = np.asarray(rewards_PG, dtype=np.float64), np.asarray(lengths_PG, dtype=np.float64)
-    finite_PG = np.isfinite(rewards) & np.isfinite(lengths)
-    count = finite_PG.sum(axis=1, keepdims=True).clip(1)
-    r, n = (np.where(finite_PG, values_PG, 0.0) for values_PG in (rewards, lengths))
-    r, n = (np.where(finite_PG, values_PG - values_PG.sum(axis=1, keepdims=True) / count, 0.0) for values_PG in (r, n))
-    spread = math.sqrt(float((r * r).sum()) * float((n * n).sum()))
-    return None if spread == 0.0 else float((r * n).sum()) / spread
-
-
 def write_alarms(path: Path, alarms: Sequence[Alarm]) -> None:
     """Write all alarms of a run, replacing the file. Raises `ConfigError` if it cannot be written."""
     try:

@@ -32,12 +32,12 @@ from treeward.data.responses_items import as_conversation
 from treeward.errors import DataError, ModelError, TreewardError, shown
 from treeward.model import loading
 from treeward.model.contract import CONTRACT_FILE, RewardCalibration, ScoringContract, keeps_padding, read_contract
-from treeward.model.prefix_cache import PrefixCache, RecentTokens
 from treeward.model.pretrained import DTYPES, choose_device, load_tokenizer
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
 from treeward.scoring.diagnosis import Check, diagnose
 from treeward.scoring.golden import weighted_heads
 from treeward.scoring.score import Conversation, OnError, Score
+from treeward.tree.prefix import PrefixCache, RecentTokens
 from treeward.tree.token_tree import TokenIds
 
 _TURN_TOKENS = 16
@@ -183,6 +183,7 @@ class Scorer(PreparedScorer):
         self.renderer = renderer
         self.batch_tokens, self.max_sequences = batch_tokens, max_sequences
         self.contract = contract
+        self._has_estimates = contract is not None and contract.has_estimates
         self.prefix_cache = prefix_cache
         self._recent = RecentTokens()
         self.head_names = _head_names(model, contract)
@@ -339,12 +340,11 @@ class Scorer(PreparedScorer):
             if on_error == "raise":
                 raise
             return Score(None, one.num_tokens, one.truncated, error=_one_line(error))
-        has_estimates = self.contract is not None and self.contract.has_estimates
         return Score(
             *(self._combined(values), one.num_tokens, one.truncated),
             heads=tuple(values),
             head_names=self.head_names,
-            spread=float(np.std(values)) if has_estimates else None,
+            spread=float(np.std(values)) if self._has_estimates else None,
         )
 
     def _combined(self, values: Sequence[float]) -> float:

@@ -30,7 +30,6 @@ from treeward.environments.custom import CustomEnvironment
 from treeward.environments.interface import NO_COMPLETION, completion_text
 from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import read_contract
-from treeward.model.prefix_cache import PrefixCache
 from treeward.model.pretrained import check_device
 from treeward.scoring.ensemble import EnsembleScorer, load_scorer
 from treeward.scoring.rewarding import load_shaper
@@ -38,6 +37,7 @@ from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.scorer import Prepared, PreparedScorer, Scorer
 from treeward.scoring.shaping import Shaper
 from treeward.serving.rendered_text import Ending, RenderedText
+from treeward.tree.prefix import PrefixCache
 from treeward.tree.token_tree import common_prefix_length
 
 

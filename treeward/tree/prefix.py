@@ -7,16 +7,31 @@
 In a causal model the keys and values at a position depend on the tokens up to it alone: whoever continues the same
 tokens may attend to them as they are. A prefix hangs above the root of a tree, so that the tree holds only what is new.
 
+`PrefixCache` holds prefixes within a budget of bytes: completions of one prompt do not always come in one call, as a
+server receives them one by one. It is exact: equal tokens at the beginning have the same keys and values, whatever
+follows them. An entry serves any beginning of its tokens; a longer entry replaces the one that it continues, and the
+least recently used go first.
+
+    cache = PrefixCache(max_bytes=2**30)
+    model.score_tokens(sequences, cache=cache, prompt_lengths=[120, 120])
+    model.score_tokens(more_completions, cache=cache, prompt_lengths=[120])     # computes only the new tokens
+
 Shapes: J key/value heads, P tokens of the prefix, D head dimension.
 """
 
 from __future__ import annotations
 
+import bisect
+import hashlib
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from treeward.tree.token_tree import TokenIds, common_prefix_length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,3 +102,110 @@ class Exchange:
 def _joined(prefix_JPD: Tensor | None, row_JTD: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     parts = [] if prefix_JPD is None else [prefix_JPD]
     return torch.cat([*parts, *(row_JTD[:, start:end] for start, end in ranges)], dim=1)
+
+
+MIN_PREFIX_TOKENS = 32
+"""Shorter beginnings are not kept: computing them again costs about as much as a lookup."""
+
+
+class PrefixCache:
+    """Prefixes by their tokens. `max_bytes`: of keys and values.
+
+    It belongs to one model: clear it after a change of the weights. One thread uses it at a time.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_reused_tokens = 0
+        """So far: tokens found and not computed again."""
+        self._entries: OrderedDict[bytes, Prefix] = OrderedDict()  # least recently used first
+        self._sorted: list[bytes] = []  # the same keys in lexicographic order, which is that of their tokens
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def match(self, tokens: TokenIds) -> int:
+        """How many of the first tokens are known, at most all but the last; 0 if they are too few to matter."""
+        return self._longest(_key(tokens))[1]
+
+    def get(self, tokens: TokenIds, num_tokens: int) -> Prefix:
+        """The keys and values of the first `num_tokens` tokens, at most as many as `match` gave."""
+        key = _key(tokens)
+        entry, num_known = self._longest(key, whole=True)
+        assert entry is not None and num_tokens <= num_known, f"{num_tokens} of {num_known} known tokens"
+        self._entries.move_to_end(entry)
+        return self._entries[entry].first(num_tokens)
+
+    def put(self, tokens: TokenIds, prefix: Prefix) -> None:
+        """Keep the keys and values of all of these tokens, if they fit."""
+        key = _key(tokens)
+        size = prefix.num_bytes
+        if size > self.max_bytes or len(prefix) < MIN_PREFIX_TOKENS or self._longest(key, whole=True)[1] == len(prefix):
+            return
+        place = bisect.bisect_left(self._sorted, key)
+        if place and key.startswith(self._sorted[place - 1]):  # this one continues it
+            self._drop(self._sorted[place - 1])
+        while self.num_bytes + size > self.max_bytes:
+            self._drop(next(iter(self._entries)))
+        self._entries[key] = prefix
+        bisect.insort(self._sorted, key)
+        self.num_bytes += size
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+        self._sorted.clear()
+        self.num_bytes = 0
+
+    def _drop(self, key: bytes) -> None:
+        self.num_bytes -= self._entries.pop(key).num_bytes
+        del self._sorted[bisect.bisect_left(self._sorted, key)]
+
+    def _longest(self, key: bytes, *, whole: bool = False) -> tuple[bytes | None, int]:
+        """The entry that begins most like `key`, and how many tokens they share; all of the key's only if `whole`."""
+        place = bisect.bisect_left(self._sorted, key)
+        best, most = None, 0
+        for neighbour in self._sorted[max(place - 1, 0) : place + 1]:
+            shared = common_prefix_length(_tokens(neighbour), _tokens(key))
+            if shared > most:
+                best, most = neighbour, shared
+        if not whole:
+            most = min(most, len(key) // 8 - 1)
+        return (best, most) if most >= MIN_PREFIX_TOKENS else (None, 0)
+
+
+class RecentTokens:
+    """The beginnings of recent sequences, to find prompts that come again.
+
+    A rendered text does not say where its prompt ends; the tokens that it shares with an earlier text are the prompt,
+    or more. Kept are hashes of the beginnings that end with a block of 32 tokens; the oldest of `max_blocks` go first.
+    """
+
+    def __init__(self, max_blocks: int = 2**17) -> None:
+        self.max_blocks = max_blocks
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, tokens: TokenIds) -> int:
+        """How many of the first tokens an earlier sequence had too, in whole blocks."""
+        key, hashed, num_known = _key(tokens), hashlib.blake2b(digest_size=16), 0
+        size = 8 * MIN_PREFIX_TOKENS
+        for start in range(0, len(key) - size + 1, size):
+            hashed.update(key[start : start + size])
+            block = hashed.digest()
+            if block in self._seen:
+                num_known = start // 8 + MIN_PREFIX_TOKENS
+            self._seen[block] = None
+            self._seen.move_to_end(block)
+        while len(self._seen) > self.max_blocks:
+            self._seen.popitem(last=False)
+        return num_known
+
+
+def _key(tokens: TokenIds) -> bytes:
+    """Bytes whose order is that of the tokens."""
+    return np.asarray(tokens, dtype=np.int64).astype(">i8").tobytes()
+
+
+def _tokens(key: bytes) -> np.ndarray:
+    return np.frombuffer(key, dtype=">i8")

@@ -80,7 +80,8 @@ class _Server:
         The header `X-Treeward-Warning` says which rendered texts end or begin otherwise than the model's conversations.
         """
         rewards = await self.rewards(model, asked)
-        warning = model.ending.warning([one.text for one in asked if isinstance(one, RenderedText)])
+        texts = [conversation.text for conversation in asked if isinstance(conversation, RenderedText)]
+        warning = model.ending.warning(texts) if texts else None
         return JSON(to_json(rewards), headers={"X-Treeward-Warning": warning} if warning else None)
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tests.families import DECODERS, VOCABULARY, tiny_model
-from treeward.model.prefix_cache import PrefixCache, RecentTokens
 from treeward.model.reward_model import RewardModel
-from treeward.tree.prefix import Prefix
+from treeward.tree.prefix import Prefix, PrefixCache, RecentTokens
 
 TOLERANCE = 1e-5
 
