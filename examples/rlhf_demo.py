@@ -32,7 +32,7 @@ from treeward.model.policy_model import PolicyModel
 from treeward.rl.report.build import write_rl_report
 from treeward.rl.report.reading import RLRun
 from treeward.tables import Column, results_table
-from treeward.tree.parts import plan_parts
+from treeward.tree.batch import plan_parts
 
 CONFIGS = Path(__file__).parent / "configs"
 RESULTS, LOGS = Path("results/rlhf_demo"), Path("logs/rlhf_demo")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeward.data.encoding import count_tree_tokens
-from treeward.tree.parts import backward_in_parts, order_of_parts, plan_parts, split_group
+from treeward.tree.batch import backward_in_parts, order_of_parts, plan_parts, split_group
 
 groups = st.lists(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=6), max_size=4)
 

@@ -90,8 +90,9 @@ def open_dataset(config: DatasetConfig) -> RowDataset:
     constructed or used as a dataset; `DataError` for missing data, and under "auto" for an unknown format. Rows are
     checked while they are read.
     """
-    is_open = config.split_validation_size > 0 and config.part is None
-    config.refuse(is_open, "part split_validation_size", "part: train, or part: validation for the rows held out")
+    if config.split_validation_size > 0 and config.part is None:
+        need = "part: train, or part: validation for the rows held out"
+        config.refuse(True, "part split_validation_size", need)
     config = recognised(config)
     cls = _DATASETS.find(config.dataset_name)
     dataset: RowDataset = cls(config) if issubclass(cls, RowDataset) else _ObjectDataset(config, cls)

@@ -25,8 +25,7 @@ from transformers import PreTrainedModel
 
 from treeward.errors import ModelError
 from treeward.model.wrapped import Layout, WrappedModel
-from treeward.tree.batch import Batch, Movable, RowBatch, TreeBatch, plan_sequences
-from treeward.tree.parts import order_of_parts, split_group
+from treeward.tree.batch import Batch, Movable, RowBatch, TreeBatch, order_of_parts, plan_sequences, split_group
 from treeward.tree.prefix import MIN_PREFIX_TOKENS, Prefix, PrefixCache
 from treeward.tree.token_tree import TokenIds
 

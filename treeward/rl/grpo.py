@@ -170,7 +170,7 @@ class GRPORun(Run):
             if (value := rollouts.watched[name]) is not None:
                 self.since.setdefault(name, []).append(value)
         means = metrics.means()
-        if (per_token := means.pop("kl", None)) is not None and self.config.needs_reference:
+        if (per_token := means.pop("kl", None)) is not None and setup.updater.reference is not None:
             # `kl` is per completion, as in validations.
             lengths = completion_lengths(rollouts.groups)
             length = float(lengths[rollouts.used_PG & (lengths > 0)].float().mean())

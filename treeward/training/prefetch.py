@@ -25,8 +25,7 @@ from treeward.data.encoding import Comparison, EncodedDataset
 from treeward.losses import Labels, ranked_pairs
 from treeward.model.reward_model import FeatureBatch
 from treeward.training.setup import RewardModelSetup
-from treeward.tree.batch import Batch, Movable, plan_micro_batches, plan_padded
-from treeward.tree.parts import split_group
+from treeward.tree.batch import Batch, Movable, plan_micro_batches, plan_padded, split_group
 
 _T = TypeVar("_T")
 
