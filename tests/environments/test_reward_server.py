@@ -148,7 +148,7 @@ def test_a_server_that_fails_gives_reasons_and_no_numbers() -> None:
         with pytest.raises(ModelError, match="401"):
             environment.step(LOGS, INFOS)
         server.status, server.later = 200, {"identity": "two"}  # it starts again just before it scores
-        with pytest.raises(ModelError, match="another model than before"):
+        with pytest.raises(ModelError, match="have changed"):
             environment.step(LOGS, INFOS)
         assert environment.shutdown()
 

@@ -275,14 +275,15 @@ def preference_from_dict(
             scores = [_number(score, f"scores[{i}]", where) for i, score in enumerate(listed)]
     grades = [grades_of(about, attributes, where, f"{key}[{i}].") for i, (_, about) in enumerate(completions)]
     if ranks == [None] * len(completions):
-        values = scores if not attributes or scores != ranks else [grades_.get(attributes[0]) for grades_ in grades]
+        has_scores = not attributes or scores != ranks
+        values = scores if has_scores else [graded.get(attributes[0]) for graded in grades]
         best_first = sorted({value for value in values if value is not None}, reverse=True)
         ranks = [None if value is None else best_first.index(value) for value in values]
         if attributes and None in ranks:
             ranks = [0] * len(completions)
     ranked = (
-        Completion(_rank(rank, f"{key}[{i}].rank", where), messages, score, grades_)
-        for i, (rank, messages, score, grades_) in enumerate(zip(ranks, ends, scores, grades, strict=True))
+        Completion(_rank(rank, f"{key}[{i}].rank", where), messages, score, graded)
+        for i, (rank, messages, score, graded) in enumerate(zip(ranks, ends, scores, grades, strict=True))
     )
     return _preference(row, where, context, ranked, task_name)
 

@@ -5,8 +5,8 @@
     ray.get(environment.step.remote(message_logs, env_infos))
 
 The actor has every public method of the class. A faulty configuration raises in the caller's process at once; an error
-in the actor's constructor (a missing model) is raised by each of its methods. Ray does not restart the actor: running
-statistics would be lost silently. Ray is imported when an actor is made.
+in the actor's constructor (a missing model) is raised by each of its methods. Ray does not restart the actor unless
+`max_restarts` asks for it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class RayActor:
 
     @classmethod
     def options(cls, **ray_options: Any) -> RemoteFactory:
-        """`remote` with options of Ray's `ActorClass.options`, as `name`, or `max_restarts` for a stateless class."""
+        """`remote` with options of Ray's `ActorClass.options`, as `name` or `max_restarts`."""
         return RemoteFactory(cls, ray_options)
 
     @classmethod
     def check_remote(cls, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the actor's object. Called in the caller's process; raises `ConfigError` for wrong ones."""
+        """The arguments of the actor's object, checked in the caller's process. Raises `ConfigError`."""
         return args, kwargs
 
 
@@ -51,17 +51,14 @@ class RemoteFactory:
     ray_options: Mapping[str, Any]
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the actor. Raises `ConfigError` for a faulty configuration, and where Ray is not installed."""
+        """Make the actor. Raises `ConfigError` for a faulty configuration, or if Ray is not installed."""
         args, kwargs = self.cls.check_remote(*args, **kwargs)
         options = {"num_cpus": 0} | dict(self.ray_options)  # the actor's own work needs no CPU
         return start_ray().remote(_deferring(self.cls)).options(**options).remote(*args, **kwargs)
 
 
 def _deferring(cls: type[RayActor]) -> type:
-    """A class with the public methods of `cls` that can always be made: its methods raise the constructor's error.
-
-    Ray keeps only the text of an exception in an actor's constructor.
-    """
+    """A class with the public methods of `cls`, which raise the constructor's error: Ray would keep only its text."""
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         self.error = None

@@ -6,10 +6,10 @@
 
 The names of its parameters, or `signature`, decide how it is called: `_CONVENTIONS`, and docs/environments.md.
 
-The prompt as a text is a single message of the user as it is, otherwise `role: text` per message. A reward is a number,
-True or False, None (no reward), or a mapping with `reward` or `score`, whose other numbers are its components and whose
-`error` is the reason for no reward. An exception costs the sample its reward, or all samples of the call. Functions may
-be async.
+A prompt as text is the user's single message unchanged, or `role: text` per message. A reward is a number, True or
+False, None (no reward), or a mapping with `reward` or `score`, whose other numbers are its components and whose `error`
+is the reason for no reward. An exception costs the sample, or all samples of the call, their reward. Functions may be
+async.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _METHODS = ("score_batch", "score", "predict", "__call__")
 _OWN_FAILURES = (Exception, SystemExit, asyncio.CancelledError)
-"""Exceptions of a function that cost its samples their rewards, and nothing else."""
+"""Exceptions of a function that cost its samples their rewards but do not end the step."""
 
 
 class _Sample(NamedTuple):
@@ -54,7 +54,7 @@ class _Convention(NamedTuple):
     """How a function is called: with `arguments` of a sample, in the order of `parameters`.
 
     `sign`: the parameter that only this convention has. `batched`: one call takes all samples of a step, each argument
-    as a list. `by_name`: with keyword arguments; the function may leave some of them out.
+    as a list. `by_name`: with keyword arguments, of which the function may take some.
     """
 
     name: str
@@ -93,9 +93,8 @@ _CONVENTIONS = (
 
 
 class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
-    """A function by its path; `CustomEnvironmentConfig` has the keys.
-
-    Raises `ConfigError` if it cannot be imported or called, or if a batch's rewards are not one per sample.
+    """A function by its path. Raises `ConfigError` if it cannot be imported or called, or if a batch's rewards are not
+    one per sample.
     """
 
     name = "custom_env"
@@ -120,13 +119,13 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
             for conversation, info, text in zip(conversations, env_infos, texts, strict=True)
             if text is not None
         ]
-        found = iter(self._found(samples) if samples else [])
-        return [Reward(None, error=NO_COMPLETION) if text is None else next(found) for text in texts]
+        rewards = iter(self._found(samples) if samples else [])
+        return [Reward(None, error=NO_COMPLETION) if text is None else next(rewards) for text in texts]
 
     def _found(self, samples: Sequence[_Sample]) -> list[Reward]:
-        calls = [samples] if self._convention.batched else [[one] for one in samples]
+        calls = [samples] if self._convention.batched else [[sample] for sample in samples]
         values = [self._value(call) for call in calls]
-        if any(map(inspect.isawaitable, values)):  # whatever the function was declared as
+        if any(map(inspect.isawaitable, values)):  # also of functions that are not declared async
             values = run_async(self._awaited(values))
         has_failed = isinstance(values[0], Reward) and values[0].value is None
         if not self._convention.batched or has_failed:
@@ -138,7 +137,7 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
                 where=WHERE,
                 got=f"{result!r:.100}",
             )
-        return [_reward(each) for each in result]
+        return [_reward(value) for value in result]
 
     def _value(self, samples: Sequence[_Sample]) -> Any:
         try:
@@ -161,23 +160,23 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
         return await asyncio.gather(*map(one, values))
 
     def _call(self, samples: Sequence[_Sample]) -> Any:
-        """Call the function with a batch or, where it takes one sample, with the only one in `samples`."""
-        of_samples = [self._convention.arguments(sample) for sample in samples]
-        arguments = list(map(list, zip(*of_samples, strict=True))) if self._convention.batched else of_samples[0]
+        """Call the function with a batch, or with the single sample in `samples`."""
+        rows = [self._convention.arguments(sample) for sample in samples]
+        arguments = list(map(list, zip(*rows, strict=True))) if self._convention.batched else rows[0]
         if not self._convention.by_name:
             return self._function(*arguments, **self._kwargs)
         named = dict(zip(self._convention.parameters, arguments, strict=True))
         if self._convention.name == "trl":
-            columns = dict.fromkeys(name for one in samples for name in one.info)
-            named = {name: [one.info.get(name) for one in samples] for name in columns} | named
+            columns = dict.fromkeys(name for sample in samples for name in sample.info)
+            named = {name: [sample.info.get(name) for sample in samples] for name in columns} | named
         return self._function(**(self._accepted(named) | self._kwargs))
 
     def _accepted(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in self._parameters.values())
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values())
         return {name: value for name, value in named.items() if takes_any or name in self._parameters}
 
     def _check_call(self) -> None:
-        """Raise `ConfigError` if the function does not take its arguments, apart from columns of the data."""
+        """Raise `ConfigError` if the function does not take its arguments, without columns of the data."""
         signature = inspect.signature(self._function)
         names = self._convention.parameters
         try:
@@ -214,10 +213,10 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
 
     def _find_convention(self) -> _Convention:
         wanted = self.config.signature
-        candidates = [one for one in _CONVENTIONS if wanted in (None, one.name)]
-        for one in candidates:
-            if one.sign in self._parameters:
-                return one
+        candidates = [convention for convention in _CONVENTIONS if wanted in (None, convention.name)]
+        for convention in candidates:
+            if convention.sign in self._parameters:
+                return convention
         if wanted is not None:
             return candidates[0]
         raise ConfigError(
@@ -230,7 +229,7 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
 
 
 def _reward(value: Any) -> Reward:
-    """A returned value as a `Reward`; anything but a finite number has the value None and a reason."""
+    """A returned value as a `Reward`; its value is None, with a reason, unless it is a finite number."""
     if isinstance(value, Reward):
         finite = value.value is None or _number(value.value) is not None
         return value if finite else Reward(None, error=f"the reward is {value.value!r:.100}, no finite number")

@@ -6,8 +6,8 @@
     }})
 
 The reward is the weighted sum of the members' rewards. With `mode: fallback` it is the first valid reward: for example
-a rule checks the completion, and a judge gets those that the rule finds wrong or cannot check. The components are each
-member's reward by its name, and its own components as `member/component`.
+a rule checks the completion, and a judge those that the rule finds wrong or cannot check. The components are each
+member's reward by its name, and its components as `member/component`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from treeward.scoring.score import Score
 
 
 class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
-    """Members side by side or, in a fallback, one after the other; `HybridEnvironmentConfig` has the keys."""
+    """Members side by side or, in a fallback, one after the other."""
 
     name = "hybrid_env"
     section = HybridEnvironmentConfig
@@ -67,24 +67,24 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
             return member.rewards(conversations, env_infos)
 
         with ThreadPoolExecutor(len(self.members)) as threads:
-            found = dict(zip(self.members, threads.map(ask, self.members.values()), strict=True))
-        weights = {name: 1.0 if one.weight is None else one.weight for name, one in self.config.members.items()}
+            rewards = dict(zip(self.members, threads.map(ask, self.members.values()), strict=True))
+        weights = {name: 1.0 if m.weight is None else m.weight for name, m in self.config.members.items()}
         return [
-            weighted_sum({name: found[name][i] for name in found}, weights, missing=self.config.missing)
+            weighted_sum({name: rewards[name][i] for name in rewards}, weights, missing=self.config.missing)
             for i in range(len(conversations))
         ]
 
     def _fallback(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        found: list[dict[str, Reward]] = [{} for _ in conversations]
-        rest = list(range(len(conversations)))
+        parts_by_sample: list[dict[str, Reward]] = [{} for _ in conversations]
+        pending = list(range(len(conversations)))
         for name, member in self.members.items():
-            if not rest:
+            if not pending:
                 break
-            rewards = member.rewards([conversations[i] for i in rest], [env_infos[i] for i in rest])
-            for i, reward in zip(rest, rewards, strict=True):
-                found[i][name] = reward
-            rest = [i for i in rest if self._falls_back(found[i][name])]
-        return [_last(parts) for parts in found]
+            rewards = member.rewards([conversations[i] for i in pending], [env_infos[i] for i in pending])
+            for i, reward in zip(pending, rewards, strict=True):
+                parts_by_sample[i][name] = reward
+            pending = [i for i in pending if self._falls_back(parts_by_sample[i][name])]
+        return [_last(parts) for parts in parts_by_sample]
 
     def _falls_back(self, reward: Reward) -> bool:
         if reward.value is None:
@@ -95,19 +95,19 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
 def weighted_sum(
     parts: Mapping[str, Reward], weights: Mapping[str, float], *, missing: Literal["mask", "renormalise"] = "mask"
 ) -> Reward:
-    """The sum of weight times reward over `parts`, by name; its score is the same of the rewards before shaping.
+    """The sum of weight times reward over `parts`, by name; its score is the same sum before shaping.
 
-    `missing`: of `HybridEnvironmentConfig`. The names of components and the reasons begin with the name of their part.
+    `missing`: see `HybridEnvironmentConfig`. Names of components, and reasons, begin with the name of their part.
     """
     components, error = _components(parts), _errors(parts)
-    known = {name: part for name, part in parts.items() if part.value is not None}
-    if not known or (error and missing == "mask"):
+    rewarded = {name: part for name, part in parts.items() if part.value is not None}
+    if not rewarded or (error and missing == "mask"):
         return Reward(None, components=components, error=error)
-    scale = sum(weights[name] for name in parts) / sum(weights[name] for name in known) if error else 1.0
-    total = scale * sum(weights[name] * (part.value or 0.0) for name, part in known.items())
+    scale = sum(weights[name] for name in parts) / sum(weights[name] for name in rewarded) if error else 1.0
+    total = scale * sum(weights[name] * (part.value or 0.0) for name, part in rewarded.items())
     if not math.isfinite(total):
         return Reward(None, components=components, error="the weighted sum is not finite")
-    raw = scale * sum(weights[name] * (part.raw or 0.0) for name, part in known.items())
+    raw = scale * sum(weights[name] * (part.raw or 0.0) for name, part in rewarded.items())
     return Reward(total, Score(raw), components=components)
 
 

@@ -1,4 +1,4 @@
-"""`Environment`: message logs in, rewards out; what every RL loop calls and every kind of reward implements.
+"""`Environment`: message logs in, rewards out; the interface between RL loops and rewards.
 
     class LongestCompletion(Environment):
         name = "longest"
@@ -14,8 +14,8 @@
 A missing reward is NaN in `EnvironmentReturn.rewards`, with the reason in `metadata`, and
 `global_post_process_and_metrics` takes its sample out of the loss: it is never a number that trains.
 
-A reward depends on its conversation and its `env_info`, and of a judge on the other completions of the prompt; never on
-earlier steps. So there is no state to save, and a step may be repeated.
+A reward depends on its conversation and `env_info`, and for a judge on the prompt's other completions; never on earlier
+steps. So there is no state to save, and a step may be repeated.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from treeward.errors import DataError
 from treeward.scoring.score import Reward as Reward
 
 DETAILS = "reward_details"
-"""The key of `EnvironmentReturn.metadata[i]` with the details of the reward of sample i."""
+"""The key of `EnvironmentReturn.metadata[i]` with the details of reward i."""
 
 GROUP = "reward_group"
-"""The key of an `env_info` that says which samples belong to one prompt; without it, those of equal prompts."""
+"""The key of an `env_info` that groups samples by prompt; without it, equal prompts do."""
 
 WHERE = "env_config"
-"""The name of an environment's section in errors; `registry` puts the section's full name in its place."""
+"""The name of an environment's section in errors; `registry` replaces it by the full name."""
 
 _KEYS_OF_LOOPS = frozenset(
     {
@@ -52,23 +52,23 @@ _KEYS_OF_LOOPS = frozenset(
         *("logprobs", "is_invalid_tool_call", "has_malformed_thinking"),
     }
 )
-"""Keys of messages that NeMo RL and other loops use for themselves; a template may read every other key."""
+"""Keys of messages that NeMo RL and other loops use; a template may read every other key."""
 
 logger = logging.getLogger(__name__)
 
 Conversations = Sequence[Sequence[Message]]
 Infos = Sequence[Mapping[str, Any]]
 Logs = Sequence[Sequence[Mapping[str, Any]]]
-"""The messages of a loop, with keys of its own."""
+"""The messages of a loop, with the loop's own keys."""
 AnyInfos = Sequence[Mapping[str, Any] | None]
 
 
 class EnvironmentReturn(NamedTuple):
     """The result of a step for B samples; the fields and their order are NeMo RL's.
 
-    `observations`: a message with the reward each, which treeward's own loop does not add. `metadata`: the `env_info`
-    and, under `reward_details`, `raw`, `components` and `error`. `rewards`: float32 (B,), NaN where there is none.
-    `terminateds`: bool (B,), all true. `answers`: the text that was scored.
+    `observations`: messages with the rewards, which treeward's loop ignores. `metadata`: the `env_info` and, under
+    `reward_details`, `raw`, `components` and `error`. `rewards`: float32 (B,), NaN for none. `terminateds`: bool (B,),
+    all true. `answers`: the scored texts.
     """
 
     observations: list[dict[str, str]]
@@ -80,7 +80,7 @@ class EnvironmentReturn(NamedTuple):
 
 
 class Environment(RayActor, abc.ABC):
-    """Rewards conversations. A kind of reward implements `rewards`; the rest is the same for all."""
+    """Rewards conversations. A subclass implements `rewards`."""
 
     name: str = "environment"
     """The prefix of its metrics."""
@@ -89,15 +89,14 @@ class Environment(RayActor, abc.ABC):
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         """One `Reward` per conversation, in order. `env_infos`: the data's other columns, as `ground_truth`.
 
-        A conversation that cannot be rewarded has the value None; a fault of the environment itself raises.
+        The value is None for a conversation that cannot be rewarded; a fault of the environment raises.
         """
 
     def reward(self, message_logs: Logs, env_infos: AnyInfos) -> list[Reward]:
         """One `Reward` per message log of a loop, in order; a batch may have any size.
 
-        Messages keep every key that a chat template may read; the loop's own keys (`token_ids`, tensors) are left out.
-        A log that is no list of messages has no reward. Raises `DataError` where there is not one `env_info`, or None,
-        for each log, unless there is none at all.
+        Messages lose the loop's own keys (`token_ids`, tensors). A log that is not a list of messages has no reward.
+        Raises `DataError` unless there are as many `env_infos` (or None) as logs, or none at all.
         """
         return self._rewarded(self._samples(message_logs, env_infos))
 
@@ -105,10 +104,10 @@ class Environment(RayActor, abc.ABC):
         """`reward`, in the form of NeMo RL."""
         samples = self._samples(message_logs, env_infos)
         rewards = self._rewarded(samples)
-        details = [{"raw": one.raw, "components": dict(one.components), "error": one.error} for one in rewards]
+        details = [{"raw": r.raw, "components": dict(r.components), "error": r.error} for r in rewards]
         return EnvironmentReturn(
-            observations=[{"role": "environment", "content": f"Environment: {one.value}"} for one in rewards],
-            metadata=[one.info | {DETAILS: detail} for one, detail in zip(samples, details, strict=True)],
+            observations=[{"role": "environment", "content": f"Environment: {reward.value}"} for reward in rewards],
+            metadata=[reward.info | {DETAILS: detail} for reward, detail in zip(samples, details, strict=True)],
             next_stop_strings=[None] * len(rewards),
             rewards=torch.tensor([math.nan if r.value is None else r.value for r in rewards], dtype=torch.float32),
             terminateds=torch.ones(len(rewards), dtype=torch.bool),
@@ -116,11 +115,10 @@ class Environment(RayActor, abc.ABC):
         )
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
-        """Take samples without a reward out of the loss, and compute metrics of the others.
+        """Take samples without a reward out of the loss, and compute the `reward_metrics` of the others.
 
-        `batch`: a mapping with `rewards` or `total_reward` (B,) and, where the loop has one, `loss_multiplier` (B,);
-        returned with the multiplier 0 where there is no reward. The metrics are those of `reward_metrics`. Raises
-        `DataError` for a batch without rewards.
+        `batch`: a mapping with `rewards` or `total_reward` (B,) and perhaps `loss_multiplier` (B,), which is returned
+        as 0 for missing rewards. Raises `DataError` for a batch without rewards.
         """
         rewards = torch.as_tensor(rewards_of(batch), dtype=torch.float32).flatten()
         failed = ~torch.isfinite(rewards)
@@ -135,27 +133,27 @@ class Environment(RayActor, abc.ABC):
         return True
 
     def _samples(self, message_logs: Sequence[Any], env_infos: Sequence[Any]) -> list[Sample]:
-        env_infos = env_infos or [None] * len(message_logs)  # of NeMo RL's reward models, which read none
+        env_infos = env_infos or [None] * len(message_logs)  # NeMo RL's reward models get none
         if len(message_logs) != len(env_infos):
             got = f"{len(message_logs)} message logs and {len(env_infos)} env_infos"
             raise DataError("there is not one env_info for each message log", where=self.name, got=got)
         samples = []
         for log, info in zip(message_logs, env_infos, strict=True):
-            known = dict(info) if isinstance(info, Mapping) else {}
+            env_info = dict(info) if isinstance(info, Mapping) else {}
             try:
-                samples.append(Sample(conversation_of(log), known, None))
+                samples.append(Sample(conversation_of(log), env_info, None))
             except DataError as error:
-                samples.append(Sample([], known, f"{error.summary} (got: {str(error.got)[:100]!r})"))
+                samples.append(Sample([], env_info, f"{error.summary} (got: {str(error.got)[:100]!r})"))
             if info is not None and not isinstance(info, Mapping):
-                samples[-1] = Sample([], known, f"the env_info is not a mapping (got: {str(info)[:100]!r})")
+                samples[-1] = Sample([], env_info, f"the env_info is not a mapping (got: {str(info)[:100]!r})")
         return samples
 
     def _rewarded(self, samples: Sequence[Sample]) -> list[Reward]:
         valid = [sample for sample in samples if sample.error is None]
         rewards = self.rewards([sample.conversation for sample in valid], [dict(sample.info) for sample in valid])
         assert len(rewards) == len(valid), f"{self.name} gives {len(rewards)} rewards for {len(valid)} conversations"
-        found = iter(rewards)
-        rewards = [next(found) if one.error is None else Reward(None, error=one.error) for one in samples]
+        valid_rewards = iter(rewards)
+        rewards = [next(valid_rewards) if s.error is None else Reward(None, error=s.error) for s in samples]
         if failed := [i for i, reward in enumerate(rewards) if reward.value is None]:
             first = f"sample {failed[0]}: {rewards[failed[0]].error}"
             logger.warning(
@@ -168,10 +166,9 @@ _Section = TypeVar("_Section", bound=Strict)
 
 
 class ConfiguredEnvironment(Environment, Generic[_Section]):
-    """An environment that is made from one section of the configuration: `config`, checked.
+    """An environment made from one section of the configuration: `config`, checked by the subclass's `section`.
 
-    A subclass names its schema as `section`. Raises `ConfigError` for a section that is not valid; `remote` raises it
-    in the caller's process.
+    Raises `ConfigError` for an invalid section; `remote` raises it in the caller's process.
     """
 
     section: ClassVar[type[Strict]]
@@ -192,8 +189,8 @@ class ConfiguredEnvironment(Environment, Generic[_Section]):
 
 
 def reward_metrics(name: str, rewards: Tensor) -> dict[str, float]:
-    """Metrics of rewards (B,), NaN where there is none: `<name>/num_samples` and `num_failed`; of the others
-    `mean_reward`, `std_reward` (of the population), `min_reward`, `max_reward`.
+    """Metrics of rewards (B,), NaN for none: `<name>/num_samples` and `num_failed`; over the others `mean_reward`,
+    `std_reward` (of the population), `min_reward`, `max_reward`.
     """
     valid = rewards[torch.isfinite(rewards)]
     metrics = {"num_samples": float(len(rewards)), "num_failed": float(len(rewards) - len(valid))}
@@ -208,12 +205,9 @@ def reward_metrics(name: str, rewards: Tensor) -> dict[str, float]:
 
 
 def conversation_of(log: Any, where: str | None = None) -> list[Message]:
-    """The messages of a message log, without the keys that loops use for themselves.
-
-    Raises `DataError` for anything but a list of messages.
-    """
+    """The messages of a log, without the loop's own keys. Raises `DataError` unless it is a list of messages."""
     if isinstance(log, np.ndarray):
-        log = log.tolist()  # as parquet has lists
+        log = log.tolist()  # parquet gives lists as arrays
     if not isinstance(log, Sequence) or not all(isinstance(message, Mapping) for message in log):
         raise DataError("the message log is not a list of messages", where=where, got=log)
     return [_message(message) for message in log]
@@ -221,14 +215,14 @@ def conversation_of(log: Any, where: str | None = None) -> list[Message]:
 
 def rewards_of(batch: Any) -> Any:
     """The rewards of a loop's batch: `rewards`, or NeMo RL's `total_reward`. Raises `DataError` if it has neither."""
-    found = next((batch[key] for key in ("rewards", "total_reward") if key in batch), None)
-    if found is None:
+    rewards = next((batch[key] for key in ("rewards", "total_reward") if key in batch), None)
+    if rewards is None:
         raise DataError("the batch has no rewards", got=f"keys {sorted(batch)}", need="rewards or total_reward")
-    return found
+    return rewards
 
 
 class Sample(NamedTuple):
-    """One sample of a step, or why it is none."""
+    """One sample of a step, or the reason why it is invalid."""
 
     conversation: list[Message]
     info: dict[str, Any]
@@ -254,14 +248,14 @@ NO_COMPLETION = "the conversation does not end with a text of the assistant"
 
 
 def completion_text(conversation: Sequence[Message]) -> str | None:
-    """The text of the last message; None if it is not the assistant's, or is no text."""
+    """The text of the last message; None if it is not the assistant's, or not text."""
     if not conversation or conversation[-1].get("role") != "assistant":
         return None
     return message_text(conversation[-1])
 
 
 def message_text(message: Mapping[str, Any]) -> str | None:
-    """The content of a message: a text, or the joined texts of a list of parts; None for anything else."""
+    """The content of a message: text, or the joined texts of a list of parts; None otherwise."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -273,7 +267,7 @@ def message_text(message: Mapping[str, Any]) -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """A value of an `env_info` as Python's own: arrays and tensors become lists and numbers."""
+    """A value of an `env_info` with arrays and tensors as lists and numbers."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -283,7 +277,7 @@ def transcript(messages: Sequence[Message]) -> str:
 
 
 def prompt_text(messages: Sequence[Message]) -> str:
-    """The messages before a completion as one text: a single message of the user as it is, otherwise a transcript."""
+    """The messages before a completion as one text: the user's single message, or a transcript."""
     if len(messages) == 1 and messages[0].get("role") == "user":
         return message_text(messages[0]) or ""
     return transcript(messages)

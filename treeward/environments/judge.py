@@ -1,4 +1,4 @@
-"""`JudgeEnvironment`: a language model says how good completions are, behind an endpoint or in this process.
+"""`JudgeEnvironment`: rewards by a language model as judge, behind an endpoint or in this process.
 
     JudgeEnvironment({"base_url": "http://127.0.0.1:8000/v1", "model": "some-model", "api_key_env": None})
     JudgeEnvironment({"model": "Qwen/Qwen3-0.6B", "mode": "pairwise"})
@@ -6,17 +6,17 @@
 Rewards are from 0 to 1. By `mode`:
 
 - `rating`: each completion alone, as `Rating: [[7]]`.
-- `pairwise`: which of two is better (`[[A]]`, `[[B]]`, `[[C]]` for a tie): win 1, tie 0.5, loss 0. A sample with
-  reference completions is compared with each of them; samples without are compared with their neighbours among the
-  completions of their prompt, in a circle.
-- `equivalence`: whether the final answer is that of a reference (`[[A=B]]`, `[[A!=B]]`).
+- `pairwise`: which of two is better (`[[A]]`, `[[B]]`, `[[C]]` for a tie): win 1, tie 0.5, loss 0. A sample is
+  compared with each of its reference completions, or without references with its neighbours among the completions of
+  its prompt, in a circle.
+- `equivalence`: whether the final answer equals a reference's (`[[A=B]]`, `[[A!=B]]`).
 
 Judges favour a position (Zheng et al. 2023, arXiv 2306.05685, section 3.4). So two texts are compared in both orders: a
-judge that always says A gives 0.5 to all. What the first place was worth more than the second is the component
-`position_bias`, from -1 to 1; `inconsistent` is the share of pairs whose winner changed with the order. With
-`num_samples` every question is asked so often: verdicts by majority, ratings by mean.
+judge that always says A gives 0.5 to all. The component `position_bias`, from -1 to 1, is the advantage of the first
+place; `inconsistent` is the share of pairs whose winner changed with the order. `num_samples` repeats every question:
+verdicts by majority, ratings by mean.
 
-A sample of which a question has no verdict has no reward.
+A sample with a question without a verdict has no reward.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from treeward.scoring.score import Cost
 
 
 class Judge(Protocol):
-    """Answers questions; `cost` counts all of them."""
+    """Answers questions; `cost` is their total."""
 
     cost: Cost
 
@@ -56,11 +56,10 @@ class Judge(Protocol):
 
 
 class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
-    """A language model as judge; `JudgeEnvironmentConfig` has the keys.
+    """A language model as judge. The key `GROUP` of `env_infos`, or else the messages, group completions by prompt.
 
-    Which completions belong to one prompt, the key `GROUP` of `env_infos` may say; otherwise the messages before them.
-    Raises `ConfigError` where the package openai or the key is missing, `ModelError` for a model that cannot be loaded,
-    and in a step where the endpoint refuses the key, the model, or every request.
+    Raises `ConfigError` if the package openai or the key is missing, `ModelError` for a model that cannot be loaded,
+    and in a step if the endpoint refuses the key, the model, or every request.
     """
 
     name = "judge_env"
@@ -76,20 +75,21 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         return self._judge.cost
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        texts = {i: text for i, one in enumerate(conversations) if (text := completion_text(one)) is not None}
+        all_texts = enumerate(map(completion_text, conversations))
+        texts = {i: text for i, text in all_texts if text is not None}
         errors = {i: NO_COMPLETION for i in range(len(conversations)) if i not in texts}
         matches = list(self._matches(conversations, env_infos, texts))
         compared = {i for match in matches for i in match.samples}
         errors |= {i: self._nothing_to_compare_with for i in texts if i not in compared}
-        asked: list[tuple[Question, _Match]] = []
+        rounds: list[tuple[Question, _Match]] = []
         for match in matches:
-            about = match.samples[0]
-            question = make_question(self.config, transcript(conversations[about][:-1]), match.texts, about)
-            asked.append((question, match))
-        # A sample that has no reward anyway is not asked about alone.
-        asked = [(question, match) for question, match in asked if any(i not in errors for i in match.samples)]
+            sample = match.samples[0]
+            question = make_question(self.config, transcript(conversations[sample][:-1]), match.texts, sample)
+            rounds.append((question, match))
+        # Skip questions only about samples that have no reward anyway.
+        rounds = [(question, match) for question, match in rounds if any(i not in errors for i in match.samples)]
         outcomes: dict[int, list[_Outcome]] = defaultdict(list)
-        for (_, match), answer in zip(asked, self._answers([question for question, _ in asked]), strict=True):
+        for (_, match), answer in zip(rounds, self._answers([question for question, _ in rounds]), strict=True):
             for place, i in enumerate(match.places):
                 if i is None:
                     continue
@@ -105,7 +105,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         ]
 
     def _matches(self, conversations: Conversations, env_infos: Infos, texts: Mapping[int, str]) -> Iterator[_Match]:
-        """What the judge is asked: each sample alone, or each pair in both orders."""
+        """The matches to judge: each sample alone, or each pair in both orders."""
         if self.config.mode == "rating":
             yield from (_Match(i, (i,), (text,)) for i, text in texts.items())
             return
@@ -130,26 +130,26 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         return f"the sample has no reference completion: no text in {self.config.reference_key}{alone}"
 
     def _answers(self, questions: Sequence[Question]) -> list[tuple[Verdict, float] | str]:
-        """The verdict of each question, over all samples, with their agreement; or why there is none."""
+        """The verdict of each question, over all samples, with their agreement; or the reason for none."""
         count, before = self.config.num_samples, time.perf_counter()
         answers = self._judge.ask([question for question in questions for _ in range(count)])
         self._judge.cost += Cost(seconds=time.perf_counter() - before)
         return [self._majority(answers[i : i + count]) for i in range(0, len(answers), count)]
 
     def _majority(self, answers: Sequence[Verdict | str]) -> tuple[Verdict, float] | str:
-        verdicts = [one for one in answers if isinstance(one, Verdict)]
+        verdicts = [verdict for verdict in answers if isinstance(verdict, Verdict)]
         if not verdicts:
             return str(answers[0])
-        most = statistics.multimode(one.label for one in verdicts)
-        agreement = sum(one.label == most[0] for one in verdicts) / len(verdicts)
+        most = statistics.multimode(verdict.label for verdict in verdicts)
+        agreement = sum(verdict.label == most[0] for verdict in verdicts) / len(verdicts)
         if self.config.mode != "rating":
-            verdicts = [next(one for one in verdicts if one.label == label) for label in most]  # of a draw, the mean
-        masses = [one.mass for one in verdicts if one.mass is not None]
-        value = statistics.fmean(one.value for one in verdicts)
+            verdicts = [next(v for v in verdicts if v.label == label) for label in most]  # of a draw, the mean
+        masses = [verdict.mass for verdict in verdicts if verdict.mass is not None]
+        value = statistics.fmean(verdict.value for verdict in verdicts)
         return Verdict(value, most[0], statistics.fmean(masses) if masses else None), agreement
 
     def _value_at(self, place: int, verdict: Verdict) -> float:
-        """What a verdict is worth, from 0 to 1, for the text at a place."""
+        """The value of a verdict, from 0 to 1, for the text at a place."""
         if self.config.mode == "rating":
             low, high = self.config.lowest_rating, self.config.highest_rating
             return (verdict.value - low) / (high - low)
@@ -159,28 +159,28 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         """The reward of a sample from all its outcomes."""
         components: dict[str, float] = {}
         if self.config.num_samples > 1:
-            components["agreement"] = statistics.fmean(one.agreement for one in outcomes)
-        if masses := [one.verdict.mass for one in outcomes if one.verdict.mass is not None]:
+            components["agreement"] = statistics.fmean(outcome.agreement for outcome in outcomes)
+        if masses := [outcome.verdict.mass for outcome in outcomes if outcome.verdict.mass is not None]:
             components["label_mass"] = statistics.fmean(masses)
-        reward = statistics.fmean(one.value for one in outcomes)
+        reward = statistics.fmean(outcome.value for outcome in outcomes)
         if self.config.mode == "rating":
-            components["rating"] = statistics.fmean(one.verdict.value for one in outcomes)
+            components["rating"] = statistics.fmean(outcome.verdict.value for outcome in outcomes)
             return Reward(reward, components=components)
         for place, name in enumerate(("forward", "swapped")):
-            components[name] = statistics.fmean(one.value for one in outcomes if one.place == place)
+            components[name] = statistics.fmean(outcome.value for outcome in outcomes if outcome.place == place)
         components["position_bias"] = components["forward"] - components["swapped"]
-        by_pair: dict[int, list[float]] = defaultdict(list)
-        for one in outcomes:
-            by_pair[one.pair].append(one.value)
-        changed = [_winner(first) != _winner(second) for first, second in by_pair.values()]
+        values_by_pair: dict[int, list[float]] = defaultdict(list)
+        for outcome in outcomes:
+            values_by_pair[outcome.pair].append(outcome.value)
+        changed = [_winner(first) != _winner(second) for first, second in values_by_pair.values()]
         components["inconsistent"] = sum(changed) / len(changed)
         if self.config.mode == "equivalence":
-            reward = max(map(min, by_pair.values()))
+            reward = max(map(min, values_by_pair.values()))
         return Reward(reward, components=components)
 
 
 class _Match(NamedTuple):
-    """One question about a pair: which sample stands at each place, None for a reference, and the texts there."""
+    """One question about a pair: the sample at each place, None for a reference, and the texts."""
 
     pair: int
     places: tuple[int | None, ...]
@@ -192,7 +192,7 @@ class _Match(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What a question gave a sample, which stood at `place` of the pair."""
+    """The result of a question for the sample at `place` of the pair."""
 
     pair: int
     place: int
@@ -210,10 +210,10 @@ def _references(value: Any) -> list[str]:
     value = plain(value)
     values = [value] if isinstance(value, str) else value if isinstance(value, Sequence) else []
     texts = []
-    for each in values:
-        if isinstance(each, Sequence) and not isinstance(each, str) and each:
-            each = each[-1]
-        text = message_text(each) if isinstance(each, Mapping) else each
+    for item in values:
+        if isinstance(item, Sequence) and not isinstance(item, str) and item:
+            item = item[-1]
+        text = message_text(item) if isinstance(item, Mapping) else item
         if isinstance(text, str):
             texts.append(text)
     return texts

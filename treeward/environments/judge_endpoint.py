@@ -1,11 +1,11 @@
 """`EndpointJudge`: verdicts by a language model behind an OpenAI-compatible endpoint.
 
     judge = EndpointJudge(config)
-    judge.ask(questions)           # a `Verdict` for each, or why there is none
+    judge.ask(questions)           # a `Verdict` for each, or the reason for none
     judge.cost                     # requests, tokens and seconds of all of them
 
-A message without a verdict is asked about once more. With `use_logprobs` the endpoint is asked for log-probabilities,
-and ratings count by their expected value; an endpoint that sends none gives its ratings as they are.
+A message without a verdict gets one reminder. With `use_logprobs` ratings count by their expected value, if the
+endpoint sends log-probabilities.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NO_VERDICT = "the judge gave no verdict, also after a reminder"
 
 
 class EndpointJudge:
-    """Asks an endpoint. Raises `ConfigError` where the package openai or the key is missing."""
+    """Asks an endpoint. Raises `ConfigError` if the package openai or the key is missing."""
 
     def __init__(self, config: JudgeEnvironmentConfig) -> None:
         assert config.base_url is not None
@@ -41,8 +41,8 @@ class EndpointJudge:
         self._key = key_from(config.api_key_env, where=WHERE, field="api_key_env")
 
     def ask(self, questions: Sequence[Question]) -> list[Verdict | str]:
-        """A verdict for each question, or why there is none. Raises `ModelError` where the endpoint refuses the key,
-        the model, a setting, or every request of several samples."""
+        """A verdict for each question, or the reason for none. Raises `ModelError` if the endpoint refuses the key, the
+        model, a setting, or every request of several samples."""
         return run_async(self._ask_all(questions)) if questions else []
 
     async def _ask_all(self, questions: Sequence[Question]) -> list[Verdict | str]:
@@ -58,11 +58,11 @@ class EndpointJudge:
                 for task in tasks:
                     task.cancel()
             answers = await asyncio.gather(*tasks, return_exceptions=True)
-        refused = [one for one in answers if isinstance(one, ServerError) and one.status == 400]
-        blamed = [one for one in refused if one.param in self._settings]
-        if blamed or (len(refused) == len(answers) and len({question.about for question in questions}) > 1):
-            raise self._refusal((blamed or refused)[0])
-        return [self._answer(one) for one in answers]
+        refused = [answer for answer in answers if isinstance(answer, ServerError) and answer.status == 400]
+        setting_errors = [error for error in refused if error.param in self._settings]
+        if setting_errors or (len(refused) == len(answers) and len({question.about for question in questions}) > 1):
+            raise self._refusal((setting_errors or refused)[0])
+        return [self._answer(answer) for answer in answers]
 
     def _answer(self, answer: Verdict | BaseException | None) -> Verdict | str:
         if answer is None:
@@ -78,7 +78,7 @@ class EndpointJudge:
     async def _verdict(
         self, client: AsyncOpenAI, slots: asyncio.Semaphore, question: Question
     ) -> Verdict | ServerError | None:
-        """None without one; an error of the server is returned unless it is of every request."""
+        """The verdict, None for none; a server's error is returned unless it concerns every request."""
         messages = [*question.messages]
         try:
             for _ in range(2):
@@ -87,8 +87,8 @@ class EndpointJudge:
                 verdict = read(text, self.config)
                 if verdict is not None:
                     return read_tokens(tokens, self.config) or verdict
-                said = [{"role": "assistant", "content": text}] if text else []
-                messages = [*messages, *said, {"role": "user", "content": reminder(self.config)}]
+                judge_messages = [{"role": "assistant", "content": text}] if text else []
+                messages = [*messages, *judge_messages, {"role": "user", "content": reminder(self.config)}]
         except ServerError as error:
             if error.status in (401, 403, 404):
                 raise self._refusal(error) from error
@@ -98,7 +98,7 @@ class EndpointJudge:
     async def _message(
         self, client: AsyncOpenAI, messages: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[TokenChoice]]:
-        """The judge's message, empty if it is truncated or no text, and its tokens, if they were sent."""
+        """The judge's message, empty if it is truncated or not text, and its tokens, if the server sends them."""
         seconds = self.config.timeout_seconds * (self.config.max_retries + 1)
         content = await post(
             client, "/chat/completions", {**self._settings, "messages": messages}, total_seconds=seconds
@@ -107,7 +107,7 @@ class EndpointJudge:
             choice = content["choices"][0]
             text = choice["message"]["content"]
             usage = content.get("usage") or {}
-            tokens = [_token(one) for one in (choice.get("logprobs") or {}).get("content") or ()]
+            tokens = [_token(entry) for entry in (choice.get("logprobs") or {}).get("content") or ()]
         except (LookupError, TypeError, AttributeError) as error:
             summary = "the server sends no chat completion"
             raise ServerError(summary, status=200, where=self.url, got=content) from error
@@ -116,12 +116,12 @@ class EndpointJudge:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """The fields that every request has."""
+        """The fields of every request."""
         optional = {"temperature": self.config.temperature, "max_tokens": self.config.max_tokens}
-        given = {key: value for key, value in optional.items() if value is not None}
+        sent = {key: value for key, value in optional.items() if value is not None}
         if self.config.use_logprobs:
-            given |= {"logprobs": True, "top_logprobs": _NUM_ALTERNATIVES}
-        return {"model": self.config.model, **given, **self.config.extra_body}
+            sent |= {"logprobs": True, "top_logprobs": _NUM_ALTERNATIVES}
+        return {"model": self.config.model, **sent, **self.config.extra_body}
 
     def _refusal(self, error: ServerError) -> ModelError:
         return ModelError(
@@ -134,5 +134,5 @@ class EndpointJudge:
 
 
 def _token(content: Mapping[str, Any]) -> TokenChoice:
-    others = {one["token"]: float(one["logprob"]) for one in content.get("top_logprobs") or ()}
+    others = {entry["token"]: float(entry["logprob"]) for entry in content.get("top_logprobs") or ()}
     return TokenChoice(content["token"], {content["token"]: float(content["logprob"]), **others})

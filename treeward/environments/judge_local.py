@@ -3,8 +3,10 @@
     judge = LocalJudge(JudgeEnvironmentConfig(model="Qwen/Qwen3-0.6B", use_logprobs=True, highest_rating=9))
     judge.ask(questions)
 
-With `use_logprobs` the model writes nothing: the probability of each rating as the whole message is read, those of a
-question on one tree, and the value is their expectation. Otherwise it writes its message.
+With `use_logprobs` the model writes nothing: the value is the expectation over the probabilities of each rating as the
+whole message, computed on one tree per question. Otherwise it writes its message.
+
+Shapes: S messages, L tokens of the longest.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _ROOM_FOR_A_LABEL = 16
 
 
 class LocalJudge:
-    """Loads the model. Raises `ModelError` for one that cannot be loaded or writes no completions."""
+    """Loads the model. Raises `ModelError` if it cannot be loaded or is not causal."""
 
     def __init__(self, config: JudgeEnvironmentConfig) -> None:
         self.config = config
@@ -43,19 +45,19 @@ class LocalJudge:
 
     @torch.no_grad()
     def ask(self, questions: Sequence[Question]) -> list[Verdict | str]:
-        """A verdict for each question, or why there is none."""
-        found: list[Verdict | str] = []
+        """A verdict for each question, or the reason for none."""
+        verdicts: list[Verdict | str] = []
         prompts: list[str | DataError] = [self._prompt(question) for question in questions]
         for start in range(0, len(prompts), _QUESTIONS_AT_ONCE):
             chunk = prompts[start : start + _QUESTIONS_AT_ONCE]
-            texts = [one for one in chunk if isinstance(one, str)]
+            texts = [prompt for prompt in chunk if isinstance(prompt, str)]
             answers = iter(self._answers(texts) if texts else [])
-            found += [next(answers) if isinstance(one, str) else one.summary for one in chunk]
+            verdicts += [next(answers) if isinstance(prompt, str) else prompt.summary for prompt in chunk]
         self.cost += Cost(num_requests=len(questions))
-        return found
+        return verdicts
 
     def _prompt(self, question: Question) -> str | DataError:
-        """As the chat template writes it, or why the model cannot read it."""
+        """The rendered prompt, or the reason why the model cannot read it."""
         try:
             text = self.renderer.render(question.messages, where="the judge's prompt", generation_prompt=True)
         except DataError as error:
@@ -72,9 +74,10 @@ class LocalJudge:
         return [read(message, self.config) or "the judge gave no verdict" for message in self._messages(prompts)]
 
     def _expected(self, prompts: Sequence[str]) -> list[Verdict | str]:
-        """From the probability of each rating as the judge's message."""
+        """Verdicts from the probability of each rating as the judge's message."""
         scale = ratings(self.config)
-        groups = [self.renderer.encode_texts([f"{prompt}Rating: [[{one}]]" for one in scale]) for prompt in prompts]
+        messages = [f"Rating: [[{rating}]]" for rating in scale]
+        groups = [self.renderer.encode_texts([prompt + message for message in messages]) for prompt in prompts]
         result = self.policy.log_probs(groups, [[_shared(group)] * len(scale) for group in groups])
         self.cost += Cost(num_prompt_tokens=result.num_computed_tokens)
         verdicts: list[Verdict | str] = []
@@ -83,13 +86,13 @@ class LocalJudge:
                 verdicts.append("the judge's log-probabilities are not finite")
                 continue
             weights = log_probs.softmax(dim=-1).tolist()
-            mean = math.fsum(weight * int(one) for weight, one in zip(weights, scale, strict=True))
+            mean = math.fsum(weight * int(rating) for weight, rating in zip(weights, scale, strict=True))
             mass = math.exp(min(0.0, float(log_probs.logsumexp(-1))))
             verdicts.append(Verdict(mean, scale[int(np.argmax(weights))], mass=mass))
         return verdicts
 
     def _messages(self, prompts: Sequence[str]) -> list[str]:
-        """What the model writes; empty where it did not end in time."""
+        """The model's messages; empty if they did not end in time."""
         rows = self.renderer.encode_texts(prompts)
         longest = max(map(len, rows))
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0

@@ -5,11 +5,10 @@ r"""`MathChecker`: whether a completion's answer is mathematically equal to a gr
 
 math-verify extracts the answer from the completion (in `\boxed{}`, after "the answer is", else the last expression),
 parses it (LaTeX, fractions, percentages, units, sets, intervals, matrices) and compares it by algebra. Algebra can take
-for ever or fill the memory, and math-verify's own timeouts work in a main thread only. So it runs in processes of its
-own, which are given one item at a time as JSON and are ended by an alarm where it takes too long: also if this process
-is no more.
+for ever or fill the memory, and math-verify's timeouts work in a main thread only. So it runs in processes of its own,
+which get one item at a time as JSON. An alarm ends a process that takes too long, even if its parent is dead.
 
-Those processes import this module: it stays light.
+These processes import this module, which therefore stays light.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _MATHEMATICS = ("$", "\\boxed", "\\(", "\\[")
 
 @dataclass(frozen=True, slots=True)
 class MathVerdict:
-    """`correct`: None if it is not known, and `error` says why. `parsed`: the completion has an answer."""
+    """`correct`: None if unknown, with the reason in `error`. `parsed`: the completion has an answer."""
 
     correct: bool | None
     parsed: bool = True
@@ -46,9 +45,9 @@ class MathVerdict:
 
 
 class MathChecker:
-    """Compares answers in processes, which start when they are needed and end with `close`.
+    """Compares answers in processes, which start when needed and end with `close`.
 
-    `timeout_seconds`: for one item. Raises `ConfigError` where math-verify is not installed.
+    `timeout_seconds`: for one item. Raises `ConfigError` if math-verify is not installed.
     """
 
     def __init__(self, *, workers: int = 2, timeout_seconds: float = 5.0) -> None:
@@ -63,14 +62,14 @@ class MathChecker:
     def check(self, items: Sequence[tuple[Sequence[str], str]]) -> list[MathVerdict]:
         """Compare each (accepted ground truths, completion), in order; one equal ground truth is enough.
 
-        Ground truths may be bare (`1/2`, `50%`) or marked as mathematics (`$...$`, `\\boxed{...}`). Processes that die
-        are replaced. Raises `ModelError` if they do not start.
+        Ground truths may be bare (`1/2`, `50%`) or marked as mathematics (`$...$`, `\\boxed{...}`). Raises `ModelError`
+        if the processes do not start.
         """
         with ThreadPoolExecutor(self.workers) as threads:
             return list(threads.map(self._check, items))
 
     def close(self) -> None:
-        """End the processes. The next comparison would start new ones."""
+        """End the processes. The next comparison starts new ones."""
         for _ in range(self.workers):
             _end(self._processes.get())
         for _ in range(self.workers):
@@ -81,21 +80,21 @@ class MathChecker:
         try:
             if process is None or process.poll() is not None:
                 process = _start()
-            found = _ask(process, json.dumps([self.timeout_seconds, list(item[0]), item[1]]))
-            if not found:
+            verdict = _ask(process, json.dumps([self.timeout_seconds, list(item[0]), item[1]]))
+            if not verdict:
                 late = process.wait() == -signal.SIGALRM
                 _end(process)
                 process = None
         finally:
             self._processes.put(process)
-        if not found:
-            why = "the answer could not be compared in time" if late else "the process that compared the answer died"
-            return MathVerdict(None, error=why)
-        return MathVerdict(*json.loads(found))
+        if not verdict:
+            reason = "the answer could not be compared in time" if late else "the process that compared the answer died"
+            return MathVerdict(None, error=reason)
+        return MathVerdict(*json.loads(verdict))
 
 
 def marked(text: str) -> str:
-    """A bare ground truth, marked as mathematics as a whole: otherwise only its last number would be read."""
+    """A bare ground truth marked as mathematics: otherwise math-verify would read only its last number."""
     return text if any(mark in text for mark in _MATHEMATICS) else f"\\boxed{{{text}}}"
 
 
@@ -140,25 +139,25 @@ def _end(process: subprocess.Popen[str] | None) -> None:
                 pipe.close()  # type: ignore[union-attr]
 
 
-# What follows runs in the processes.
+# The functions below run in the processes.
 
 
 def serve() -> None:
-    """Compare the items that come as lines of standard input; print the verdict on each as a line."""
-    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no verdict
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process, whatever runs
+    """Compare items from standard input, one a line, and print the verdict on each as a line."""
+    out, sys.stdout = sys.stdout, sys.stderr  # libraries may print, too
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which may go on to save
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whole completions
-    _compare(["1/2"], "It is 0.5")  # what it imports takes a second, outside the time limit of the first item
+    _compare(["1/2"], "It is 0.5")  # its imports take a second, outside the time limit of the first item
     with contextlib.suppress(ValueError, OSError):  # not every system has this limit
         resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     print("ready", file=out, flush=True)  # noqa: T201
     for line in sys.stdin:
         seconds, golds, completion = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        found = json.dumps(_compare(golds, completion))
+        verdict = json.dumps(_compare(golds, completion))
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(found, file=out, flush=True)  # noqa: T201
+        print(verdict, file=out, flush=True)  # noqa: T201
 
 
 def _compare(golds: Sequence[str], completion: str) -> tuple[bool | None, bool, str | None]:

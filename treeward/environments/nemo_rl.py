@@ -3,9 +3,9 @@
     from treeward.environments import nemo_rl
     nemo_rl.register("reward_model")           # before NeMo RL's run_grpo.py; env.reward_model stays as it is
 
-Environments have the signature of NeMo RL's loops already. But the loop puts `total_reward` into baselines and
-advantages, whatever `loss_multiplier` is, so one NaN spoils its whole group and with it the update. Here a sample
-without a reward fails the step, or takes its group's mean, which gives no policy gradient.
+Environments already have the signature of NeMo RL's loops. But these loops put `total_reward` into baselines and
+advantages, whatever `loss_multiplier` is, so one NaN spoils its group and the update. Here a sample without a reward
+fails the step, or takes its group's mean, which gives no policy gradient.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class NemoRLConfig(Strict):
     same step, or it raises: asynchronous rollouts of NeMo RL step one sample at a time."""
 
     observation: str = "\n"
-    """The environment's last message. Its tokens are not trained on; without any token, NeMo RL's asynchronous rollouts
-    fail on the type of an empty tensor."""
+    """The environment's last message. Its tokens are not trained on; without any, NeMo RL's asynchronous rollouts fail
+    on the type of an empty tensor."""
 
 
 class NemoRLEnvironment(Environment):
     """The environment of a section of `env:`, for NeMo RL.
 
-    `env_config`: the section; its key `type` names the kind, `reward_model` where it is absent, and `nemo_rl` is a
-    `NemoRLConfig`. Raises the errors of the environment itself.
+    `env_config`: the section, with the kind as `type` (default `reward_model`) and a `NemoRLConfig` as `nemo_rl`.
+    Raises as the environment does.
     """
 
     def __init__(self, env_config: Mapping[str, Any]) -> None:
@@ -78,7 +78,7 @@ class NemoRLEnvironment(Environment):
     def step(self, message_logs: Logs, env_infos: AnyInfos, return_extracted_answer: bool = False) -> EnvironmentReturn:
         """The environment's step, every reward finite. Raises `ModelError` for a missing reward without a substitute.
 
-        `return_extracted_answer`: an argument of NeMo RL's evaluation; `answers` are always there.
+        `return_extracted_answer`: of NeMo RL's evaluation; `answers` are always returned.
         """
         result = self.environment.step(message_logs, env_infos)
         return result._replace(
@@ -109,14 +109,13 @@ class NemoRLEnvironment(Environment):
 
 
 def fill_with_group_means(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor:
-    """Give each sample without a reward one that makes its group-relative advantage 0.
+    """Give each sample without a reward its group's mean, which makes its group-relative advantage 0.
 
-    `rewards`: float32 (B,), NaN where there is none. `groups`: the key of each sample's group; None where the group is
-    not known. A sample gets the mean m of its group's rewards, so its advantage m - mean is 0, whether the mean is of
-    the group or of the others in it (leave-one-out). NaN stays where a group has no reward, and where the group is not
-    known: the mean of anything else would train.
+    `rewards`: float32 (B,), NaN for none. `groups`: the key of each sample's group, None if unknown. The advantage is 0
+    for the mean of the group and of the others in it (leave-one-out). NaN stays for groups that are unknown or without
+    a reward: any other mean would train.
     """
-    known = torch.isfinite(rewards)
+    has_reward = torch.isfinite(rewards)
     filled = rewards.clone()
     members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
@@ -124,15 +123,15 @@ def fill_with_group_means(rewards: Tensor, groups: Sequence[Hashable]) -> Tensor
             members.setdefault(group, []).append(index)
     for indices in members.values():
         rows = torch.tensor(indices)
-        filled[rows[~known[rows]]] = rewards[rows[known[rows]]].mean()  # NaN if there is none
+        filled[rows[~has_reward[rows]]] = rewards[rows[has_reward[rows]]].mean()  # NaN if there is none
     return filled
 
 
 def register(name: str = "reward_model") -> None:
-    """Make NeMo RL use a `NemoRLEnvironment` for the section `env.<name>`, in place of its own class.
+    """Make NeMo RL use a `NemoRLEnvironment` for the section `env.<name>`, instead of its own class.
 
-    Call it in the process that runs NeMo RL's script, before it. treeward must be installed in the Python that Ray's
-    workers run. Raises `ConfigError` where NeMo RL is not installed.
+    Call it before NeMo RL's script, in the same process. treeward must be installed in the Python of Ray's workers.
+    Raises `ConfigError` if NeMo RL is not installed.
     """
     try:
         from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
@@ -162,16 +161,16 @@ def _split(env_config: Mapping[str, Any]) -> tuple[NemoRLConfig, str, dict[str, 
 
 
 def _groups(message_logs: Logs) -> list[Hashable]:
-    """The group of each sample: the messages before the generated ones, which completions of one prompt share.
+    """The group of each sample: the messages before the generated ones; None for a log without a completion.
 
-    Generated messages have `generation_logprobs`. NeMo RL hands over logs without them; then the last message is the
-    only generated one, since a step ends a sample. None for a log without a completion.
+    Generated messages have `generation_logprobs`. In logs without them the last message is the only generated one,
+    since a step ends a sample.
     """
     groups: list[Hashable] = []
     for log in message_logs:
         try:
             messages = conversation_of(log)
-        except DataError:  # no list of messages
+        except DataError:  # not a list of messages
             messages = []
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         generated = [i for i in turns if log[i].get("generation_logprobs") is not None]

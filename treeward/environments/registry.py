@@ -4,8 +4,8 @@
     make_environments({"reward_model": {...}, "format": {"type": "rules", "rule": "regex", "pattern": "</think>"}})
     register_environment("mine", MyEnvironment)          # or `type: my_package.MyEnvironment` in the section
 
-A new kind of environment is one file with its class, and a line in `_CLASSES`. The class is imported when an
-environment of its kind is made. `RemoteEnvironment` is an environment in a Ray actor, with the methods of one here.
+A new kind of environment is one file with its class, and a line in `_CLASSES`. The class is imported with its first
+environment. `RemoteEnvironment` is an environment in a Ray actor, with the methods of a local one.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ _CLASSES: dict[str, type[Environment] | str] = {
 
 
 def register_environment(name: str, cls: type[Environment]) -> None:
-    """Make a class known by `name`; it is constructed with the section's mapping.
+    """Register a class, to be constructed with its section's mapping.
 
-    Raises `ConfigError` for the name of another class, and for a class that is no `Environment`.
+    Raises `ConfigError` for the name of another class, and for a class that is not an `Environment`.
     """
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise ConfigError("not an environment", field=name, got=cls, need="a subclass of Environment")
-    known = _CLASSES.get(name)
-    if known is not None and known is not cls:
-        raise ConfigError("the name is taken", field=name, got=cls.__name__, need=f"another name; this one is {known}")
+    registered = _CLASSES.get(name)
+    if registered is not None and registered is not cls:
+        need = f"another name; this one is {registered}"
+        raise ConfigError("the name is taken", field=name, got=cls.__name__, need=need)
     _CLASSES[name] = cls
 
 
 def environment_class(kind: str) -> type[Environment]:
     """The class of a kind: a registered name, or a dotted path. Raises `ConfigError` with the nearest name."""
-    known = _CLASSES.get(kind)
-    if isinstance(known, type):
-        return known
-    path = known or kind
+    registered = _CLASSES.get(kind)
+    if isinstance(registered, type):
+        return registered
+    path = registered or kind
     if "." not in path:
         near = nearest_name(kind, _CLASSES)
         fix = f"did you mean {near}?" if near else f"type: one of {', '.join(_CLASSES)}, or the dotted path of a class"
@@ -66,9 +67,9 @@ def environment_class(kind: str) -> type[Environment]:
 
 
 def make_environment(name: str, config: Mapping[str, Any], *, where: str = WHERE) -> Environment:
-    """One environment, in this process. `name`: its kind, unless `config` has a key `type`; `config`: its section.
+    """One environment, in this process. `name`: its kind, unless its section `config` has a key `type`.
 
-    `where`: the name of the section in errors. Raises `ConfigError` for an unknown kind, or a faulty section.
+    `where`: the section's name in errors. Raises `ConfigError` for an unknown kind, or a faulty section.
     """
     kind, section = _kind(name, config)
     with _named(where):
@@ -85,9 +86,9 @@ def check_section(name: str, config: Mapping[str, Any], *, where: str = WHERE) -
 
 
 def make_named(name: str, section: Mapping[str, Any], *, on_ray: bool = False) -> Environment:
-    """The environment `env.<name>`, whose kind is its name unless the section says `type`.
+    """The environment `env.<name>`, whose kind is its name unless the section has a `type`.
 
-    `on_ray`: in a Ray actor. Where the name is no kind, its metrics begin with `<name>_env/`.
+    `on_ray`: in a Ray actor. If the name is not a kind, its metrics begin with `<name>_env/`.
     """
     where = f"env.{name}"
     if on_ray:
@@ -101,9 +102,9 @@ def make_named(name: str, section: Mapping[str, Any], *, on_ray: bool = False) -
 
 
 def sections_of(env_section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The sections of an `env:` section by name, resolved, without those with `enabled: false`.
+    """The sections of an `env:` section by name, resolved, without disabled ones (`enabled: false`).
 
-    Raises `ConfigError` for a section that is no mapping.
+    Raises `ConfigError` for a section that is not a mapping.
     """
     is_omega = isinstance(env_section, DictConfig)
     plain: Any = OmegaConf.to_container(env_section, resolve=True) if is_omega else env_section
@@ -119,10 +120,7 @@ def sections_of(env_section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def make_environments(env_section: Mapping[str, Any]) -> dict[str, Environment]:
-    """The environments of an `env:` section, in this process, by name.
-
-    If one of them cannot be made, the others are shut down.
-    """
+    """The environments of an `env:` section, in this process, by name. If one fails, the others are shut down."""
     environments: dict[str, Environment] = {}
     try:
         for name, section in sections_of(env_section).items():
@@ -141,7 +139,7 @@ def _kind(name: str, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _named(where: str) -> Iterator[None]:
-    """A `ConfigError` about the section carries the name `where`."""
+    """Set `where` in `ConfigError`s about the section."""
     try:
         yield
     except ConfigError as error:
@@ -155,7 +153,7 @@ _SHUTDOWN_SECONDS = 30.0
 
 
 class RemoteEnvironment(Environment):
-    """The environment of an actor's `handle`, under a name of its own. It raises the errors of that environment."""
+    """The environment of an actor's `handle`, under its own name. It raises the actor's errors."""
 
     def __init__(self, name: str, handle: Any) -> None:
         self.name, self._handle = name, handle
@@ -164,7 +162,7 @@ class RemoteEnvironment(Environment):
         return list(self._call("rewards", conversations, env_infos))
 
     def shutdown(self) -> bool:
-        """Free models and workers; an actor that does not answer is killed."""
+        """Free models and workers, and kill an actor that does not respond."""
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -196,5 +194,5 @@ class RemoteEnvironment(Environment):
 
 
 def as_environment(environment: Any, name: str = "environment") -> Environment:
-    """An environment as it is; the handle of a Ray actor as a `RemoteEnvironment`, under `name`."""
+    """An environment unchanged, or the handle of a Ray actor as a `RemoteEnvironment` called `name`."""
     return environment if isinstance(environment, Environment) else RemoteEnvironment(name, environment)

@@ -1,13 +1,13 @@
-"""`ReplicaPool`: replicas of the reward model of an environment, by Ray Serve.
+"""`ReplicaPool`: an environment's reward model in replicas, by Ray Serve.
 
     pool = ReplicaPool(config)                # waits until every replica is loaded
     pool.score(conversations)                 # the same scores as of one `ScoringWorker`, in order
     pool.shutdown()
 
-A replica is one worker, or with `dtensor_cfg.tensor_parallel_size` several, each with a part of the model and all with
-the same conversations. A step is cut into chunks, which free replicas take; conversations with a common prompt stay
-together, so that it is computed once. Where a replica dies, Serve starts another and its chunk is repeated,
-`max_retries` times at most; then the chunk has no scores.
+A replica is one worker, or `dtensor_cfg.tensor_parallel_size` workers, each with a part of the model and all with the
+same conversations. Free replicas take chunks of a step; conversations with a common prompt stay together, so that it is
+computed once. Serve replaces a replica that dies, and its chunk is repeated, at most `max_retries` times; then it has
+no scores.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CHUNKS_OF_A_REPLICA = 2
 
 
 class _Replica:
-    """One replica, in a process of Ray Serve; of a model that is cut also its other processes, which end with it."""
+    """One replica, in a process of Ray Serve, with the processes of the model's other parts, which end with it."""
 
     def __init__(self, config: RewardModelEnvironmentConfig) -> None:
         device = "cuda" if config.resources.gpus_per_node and torch.cuda.is_available() else "cpu"
@@ -77,23 +77,23 @@ class _Replica:
         except TreewardError:
             raise
         except Exception:
-            if self._fellows:  # one that has died takes the others with it: Serve starts them together
+            if self._fellows:  # if one has died, Serve restarts them all
                 logger.exception("A process of this replica is lost, and with it the replica.")
                 os._exit(1)
             raise
 
 
 class ReplicaPool:
-    """Replicas of the model of `config`, each on a GPU, on several, or on CPUs: a deployment of Ray Serve.
+    """Replicas of the model of `config`, each on one or several GPUs or on CPUs: a deployment of Ray Serve.
 
-    Raises `ConfigError` where Ray Serve is not installed or the cluster is too small, and `ModelError` where replicas
-    do not start.
+    Raises `ConfigError` if Ray Serve is not installed or the cluster is too small, and `ModelError` if replicas do not
+    start.
     """
 
     def __init__(self, config: RewardModelEnvironmentConfig) -> None:
         self._config, self._open = config, contextlib.ExitStack()
         size = config.dtensor_cfg.tensor_parallel_size
-        place = check_room(
+        room = check_room(
             start_ray(),
             count=config.num_workers,
             cpus=size,
@@ -102,8 +102,8 @@ class ReplicaPool:
             where=WHERE,
             field="resources num_replicas",
         )
-        each = {name: amount / size for name, amount in place.items()}
-        bundles: dict[str, Any] = {"placement_group_bundles": [each] * size, "placement_group_strategy": "STRICT_PACK"}
+        share = {name: amount / size for name, amount in room.items()}
+        bundles: dict[str, Any] = {"placement_group_bundles": [share] * size, "placement_group_strategy": "STRICT_PACK"}
         self._handle = self._open.enter_context(
             running(
                 _Replica,
@@ -112,7 +112,7 @@ class ReplicaPool:
                 num_replicas=config.num_workers,
                 graceful_shutdown_timeout_s=1.0,
                 max_ongoing_requests=1,  # the next chunk goes to the replica that is free
-                ray_actor_options={"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0.0)},
+                ray_actor_options={"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0.0)},
                 **(bundles if size > 1 else {}),
             )
         )
@@ -121,7 +121,7 @@ class ReplicaPool:
     @property
     def process_ids(self) -> list[int]:
         """The processes of all replicas, on their nodes."""
-        return [one for ids in self._handle.broadcast("process_ids").results() for one in ids]
+        return [process_id for ids in self._handle.broadcast("process_ids").results() for process_id in ids]
 
     def score(self, conversations: Sequence[Conversation]) -> list[Score]:
         """Scores in order; a failed conversation has None and the reason in `Score.error`.
@@ -131,12 +131,12 @@ class ReplicaPool:
         chunks = plan_chunks(conversations, _CHUNKS_OF_A_REPLICA * self._config.num_workers)
         with ThreadPoolExecutor(max(1, len(chunks))) as threads:
             scored = threads.map(self._score, [[conversations[i] for i in chunk] for chunk in chunks])
-            by_index = {
+            scores_by_index = {
                 i: score
                 for chunk, scores in zip(chunks, scored, strict=True)
                 for i, score in zip(chunk, scores, strict=True)
             }
-        return [by_index[i] for i in range(len(conversations))]
+        return [scores_by_index[i] for i in range(len(conversations))]
 
     def preprocess(self, conversations: Sequence[Conversation]) -> dict[str, Tensor]:
         """By one replica; see `RewardModelEnvironment.preprocess_data`."""
@@ -169,9 +169,9 @@ class ReplicaPool:
 
 
 def plan_chunks(conversations: Sequence[Conversation], num_workers: int) -> list[list[int]]:
-    """The conversations' indices in one chunk per worker or fewer, as even in characters as whole prompts allow.
+    """The conversations' indices in one chunk per worker or fewer, balanced by characters.
 
-    Conversations that differ only in their last message are in one chunk.
+    Conversations that differ only in their last message stay in one chunk.
     """
     prompts: dict[str, list[int]] = {}
     for i, conversation in enumerate(conversations):

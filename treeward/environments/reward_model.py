@@ -7,13 +7,11 @@
     ray.get(env.step.remote(message_logs, env_infos)).rewards
 
 `env_config` is the section `env.reward_model` of an RL configuration: `RewardModelEnvironmentConfig`. Conversations are
-rendered and read as in training, and a common prompt is computed once. The number of replicas and the rest of the batch
-change no reward.
+rendered and read as in training, and a common prompt is computed once. Neither the number of replicas nor the other
+conversations of a batch change a reward.
 
-Where `model_name` is the address of a `treeward serve`, the server scores (`RewardServer`).
-
-Several replicas of the model are processes of Ray Serve. One that dies is replaced, and its chunk of the step is
-repeated.
+If `model_name` is the address of a `treeward serve`, the server scores (`RewardServer`). Several replicas are processes
+of Ray Serve (`ReplicaPool`).
 """
 
 from __future__ import annotations
@@ -60,9 +58,9 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
     """Rewards conversations by a reward model.
 
     `workers`: "here" runs the model in this process, "ray" in Ray actors; "auto" is "here" for one replica, unless this
-    process is a Ray actor without a GPU and the model needs one. With a server there are no workers; `client` is that
-    of the server, in the place of one by the configuration. Raises `ConfigError` for a faulty configuration or too few
-    resources, `ModelError` for a model that cannot be loaded, `RewardServerError` for a server that is not there.
+    process is a Ray actor without a GPU and the model needs one. `client`: of the server, instead of one by the
+    configuration. Raises `ConfigError` for a faulty configuration or too few resources, `ModelError` for a model that
+    cannot be loaded, `RewardServerError` for a server that does not respond.
     """
 
     name = "reward_model_env"
@@ -94,8 +92,8 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         with self._lock:
             rewards = self._shaped(conversations, env_infos)
-        rewards = [replace(one, components={**one.components, **one.score.parts}) for one in rewards]
-        self._refuse_failures([None if one.value is not None else str(one.error) for one in rewards])
+        rewards = [replace(reward, components={**reward.components, **reward.score.parts}) for reward in rewards]
+        self._refuse_failures([None if reward.value is not None else str(reward.error) for reward in rewards])
         return rewards
 
     def _shaped(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
@@ -112,7 +110,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         return samples
 
     def _refuse_failures(self, errors: Sequence[str | None]) -> None:
-        """Raise `ModelError` with `on_failure: raise` where a sample has an error."""
+        """With `on_failure: raise`, raise `ModelError` if a sample has an error."""
         failed = [f"sample {i}: {error}" for i, error in enumerate(errors) if error is not None]
         if failed and self.config.on_failure == "raise":
             raise ModelError(
@@ -126,7 +124,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         """The model's input: `{"input_ids": int64 (B, L), "input_lengths": int64 (B,)}`, right-padded.
 
         Raises `DataError` for a conversation that has no completion, cannot be rendered or is too long, and
-        `ConfigError` where a server has the model.
+        `ConfigError` if the model is not in this process.
         """
         workers = self._running()
         preparing = self._here("preprocess_data") if isinstance(workers, RewardServer) else workers
@@ -134,10 +132,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
 
     @property
     def reward_model_policy(self) -> RewardModel:
-        """The model; `score(preprocess_data(logs))["scores"]` of it are scores without shaping.
-
-        Only where one model runs in this process.
-        """
+        """The model, if one runs in this process: its `score(preprocess_data(logs))["scores"]` are unshaped scores."""
         members = self._here("reward_model_policy").scorer.members
         if len(members) > 1:
             raise ConfigError("an ensemble has no one model", field="model_name", got=list(self.config.models))
@@ -169,7 +164,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
 def _shaper(config: RewardModelEnvironmentConfig) -> Shaper | None:
     if config.url is None or config.shaping is None:
         return load_shaper(config)
-    # The contract is at the server; a tokenizer that only repeats the address is no tokenizer.
+    # The contract is at the server; a tokenizer name that repeats the address means none.
     name = config.tokenizer.name
     has_tokenizer = name is not None and name not in config.models
     tokenizer = load_tokenizer(str(name), trust_remote_code=config.trust_remote_code) if has_tokenizer else None
@@ -186,7 +181,7 @@ def _needs_ray(config: RewardModelEnvironmentConfig) -> bool:
         import ray
     except ImportError:
         return False
-    # In an actor without a GPU of its own torch sees none, though the machine may have some.
+    # In an actor without a GPU torch sees none, though the machine may have some.
     inside = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
     return inside and ray.cluster_resources().get("GPU", 0) > 0
 
@@ -213,9 +208,9 @@ def _worker_here(config: RewardModelEnvironmentConfig) -> ScoringWorker:
 
 
 class RewardServer:
-    """The model of a client. `shaped`: its rewards are those of the shaping that it is served with.
+    """The model of a client. `shaped`: its rewards have the server's shaping.
 
-    Raises `RewardServerError` for a server that is not there, and `ConfigError` for one that does not have the model.
+    Raises `RewardServerError` for a server that does not respond, and `ConfigError` for one without the model.
     """
 
     def __init__(self, client: RewardClient, *, shaped: bool = True) -> None:
@@ -224,14 +219,14 @@ class RewardServer:
 
     @classmethod
     def connect(cls, config: RewardModelEnvironmentConfig) -> RewardServer:
-        """The server at `config.url`. Raises `ConfigError` for a token that is not in the environment."""
+        """The server at `config.url`. Raises `ConfigError` if the environment has no token."""
         token = key_from(config.token_env, where=WHERE, field="token_env")
         limits = {"max_retries": config.max_retries, "timeout_seconds": config.worker_timeout_seconds or 600.0}
         client = RewardClient(str(config.url), token=token, model=config.served_model, **limits)  # type: ignore[arg-type]
         return cls(client, shaped=config.shaping is None)
 
     def score(self, conversations: Sequence[Conversation]) -> list[Score]:
-        """Scores in order; None with the reason in `Score.error` where there is none."""
+        """Scores in order; a failed one is None with the reason in `Score.error`."""
         return [reward.score for reward in self._rewards(conversations, None)]
 
     def rewards(self, conversations: Sequence[Conversation], env_infos: Infos) -> list[Reward]:
@@ -247,24 +242,24 @@ class RewardServer:
         options: dict[str, Any] = {"shaped": self.shaped, "on_error": "mask", "reference_answers": references}
         try:
             rewards = self.client.detailed_rewards(conversations, **options)
-            now = self._described()  # afterwards, so that it is the model that has scored
+            description = self._described()  # afterwards, to describe the model that has scored
         except RewardServerError as error:
             if error.status in (401, 403, 404):  # it would refuse every later request too
                 raise ModelError(error.summary, where=error.where, got=error.got, fix=error.fix) from error
-            why = f"{error.where}: {error.summary} ({error.got})"
-            return [Reward(None, Score(None, error=why), error=why) for _ in conversations]
-        if now != self.model:
-            summary = "the server has another model than before, or serves it in another way"
-            raise ModelError(summary, where=self.client.url, got=now, need=str(self.model))
-        names = tuple(now["heads"])
-        return [replace(one, score=replace(one.score, head_names=names)) for one in rewards]
+            reason = f"{error.where}: {error.summary} ({error.got})"
+            return [Reward(None, Score(None, error=reason), error=reason) for _ in conversations]
+        if description != self.model:
+            summary = "the server's model, or its settings, have changed"
+            raise ModelError(summary, where=self.client.url, got=description, need=str(self.model))
+        names = tuple(description["heads"])
+        return [replace(reward, score=replace(reward.score, head_names=names)) for reward in rewards]
 
     def _described(self) -> dict[str, Any]:
-        """What rewards depend on, as /v1/models has it."""
-        name, listed = self.client.model, self.client.models()
-        found = next((one for one in listed if name in (None, one["id"])), {})
-        if "identity" not in found:  # other servers list models too
-            got, need = ", ".join(one["id"] for one in listed), f"a `treeward serve` with {name or 'a model'}"
+        """The model's entry of /v1/models, without keys that rewards do not depend on."""
+        name, models = self.client.model, self.client.models()
+        entry = next((model for model in models if name in (None, model["id"])), {})
+        if "identity" not in entry:  # other servers list models too
+            got, need = ", ".join(model["id"] for model in models), f"a `treeward serve` with {name or 'a model'}"
             summary, fix = "the server does not have this reward model", "name one of its models as served_model"
             raise ConfigError(summary, where=self.client.url, got=f"models {got}", need=need, fix=fix)
-        return {key: found[key] for key in ("id", "identity", "reference_key", "heads")}
+        return {key: entry[key] for key in ("id", "identity", "reference_key", "heads")}

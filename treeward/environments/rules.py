@@ -5,9 +5,8 @@ r"""`RuleEnvironment`: rewards by a rule, for completions with an answer that ca
         [{"ground_truth": "1/2"}],
     ).rewards                                                                                        # tensor([1.])
 
-The components `correct` and `answered` (the completion has an answer) are 0 or 1. A sample without a ground truth, or
-with a faulty ground truth or pattern, has no reward. Patterns from data can backtrack for ever: the package `regex`
-matches them with a time limit.
+The components `correct` and `answered` (the completion has an answer) are 0 or 1. A sample without a valid ground truth
+or pattern has no reward. Patterns from data can backtrack for ever: the package `regex` matches them with a time limit.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from treeward.errors import ConfigError
 
 
 class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
-    """Exact match, regular expression or mathematical equality; `RuleEnvironmentConfig` has the keys."""
+    """Exact match, regular expression or mathematical equality."""
 
     name = "rules_env"
     section = RuleEnvironmentConfig
@@ -53,19 +52,19 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
         )
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        found: list[Reward | _Answer] = []
+        results: list[Reward | _Answer] = []
         for conversation, info in zip(conversations, env_infos, strict=True):
             try:
                 answer = self._read(conversation, info)
                 if answer is None:
-                    found.append(self._reward(False, answered=False))
+                    results.append(self._reward(False, answered=False))
                 else:
-                    found.append(answer if self._checker else self._reward(self._matches(answer)))
+                    results.append(answer if self._checker else self._reward(self._matches(answer)))
             except _UndecidedError as error:
-                found.append(Reward(None, error=str(error)))
-        compared = [(one.golds, one.text) for one in found if isinstance(one, _Answer)]
+                results.append(Reward(None, error=str(error)))
+        compared = [(result.golds, result.text) for result in results if isinstance(result, _Answer)]
         verdicts = iter(self._checker.check(compared) if self._checker else [])
-        return [one if isinstance(one, Reward) else self._judged(next(verdicts)) for one in found]
+        return [result if isinstance(result, Reward) else self._judged(next(verdicts)) for result in results]
 
     def shutdown(self) -> bool:
         if self._checker is not None:
@@ -82,7 +81,7 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
         return Reward(value, components={"correct": float(correct), "answered": float(answered)})
 
     def _read(self, conversation: Sequence[Message], info: Mapping[str, Any]) -> _Answer | None:
-        """The answer in the completion, and its ground truths; None where `extract` finds nothing."""
+        """The answer in the completion, and its ground truths; None if `extract` does not match."""
         text = completion_text(conversation)
         if text is None:
             raise _UndecidedError(NO_COMPLETION)
@@ -117,7 +116,7 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
 
 
 class MathEnvironment(RuleEnvironment):
-    """The rule math with the keys of NeMo RL's environment of that name: `MathEnvironmentConfig`."""
+    """The rule math with the keys of NeMo RL's math environment: `MathEnvironmentConfig`."""
 
     name = "math_env"
     section = MathEnvironmentConfig
@@ -141,7 +140,7 @@ def _golds(info: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
     values = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
     if not values:
         raise _UndecidedError(f"{key} is empty")
-    return tuple(_gold_text(plain(each), key) for each in values)
+    return tuple(_gold_text(plain(gold), key) for gold in values)
 
 
 def _gold_text(value: Any, key: str) -> str:

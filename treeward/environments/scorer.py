@@ -1,8 +1,8 @@
-"""`EnvironmentScorer`: an environment in the place of a reward model, for `eval` and `bon`.
+"""`EnvironmentScorer`: an environment instead of a reward model, for `eval` and `bon`.
 
 scorer = EnvironmentScorer(make_environment("judge", {"base_url": url, "model": "m", "mode": "pairwise"}))
 scorer.score_groups([[conversation, other], ...], on_error="mask")         # its rewards, as scores
-scorer.usage()                     # {"num_requests": 120, ..., "seconds": 31.0, "position_bias": 0.12}, of a judge
+scorer.usage()                     # of a judge: {"num_requests": 120, ..., "seconds": 31.0, "position_bias": 0.12}
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class EnvironmentScorer:
         self._cost = Cost()
 
     def usage(self) -> dict[str, float]:
-        """What a judge has used since the last call, and the means of the components of rewards; of an environment
-        without either, nothing."""
+        """A judge's usage since the last call, and the mean of each reward component."""
         means = {name: fmean(values) for name, values in self._seen.items()}
         self._seen.clear()
         now: Cost | None = getattr(self.environment, "cost", None)
@@ -41,9 +40,8 @@ class EnvironmentScorer:
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
     ) -> list[Score]:
         """Each conversation alone. Raises `DataError` for one without a reward, unless `on_error` is "mask"."""
-        return [
-            score for [score] in self.score_groups([[one] for one in conversations], where=where, on_error=on_error)
-        ]
+        groups = [[conversation] for conversation in conversations]
+        return [score for [score] in self.score_groups(groups, where=where, on_error=on_error)]
 
     def score_groups(
         self,
@@ -53,11 +51,11 @@ class EnvironmentScorer:
         where: Sequence[str] | None = None,
         on_error: OnError = "raise",
     ) -> list[list[Score]]:
-        """A list of scores for each group. `infos`: what the data says of each group, as `ground_truth`."""
-        given: Sequence[Mapping[str, Any]] = infos or [{}] * len(groups)
+        """A list of scores for each group. `infos`: the data's columns for each group, as `ground_truth`."""
+        group_infos: Sequence[Mapping[str, Any]] = infos or [{}] * len(groups)
         flat = [conversation for group in groups for conversation in group]
-        own = [{**info, GROUP: f"group {g}"} for g, info in enumerate(given) for _ in groups[g]]
-        rewards = self.environment.reward(flat, own)
+        env_infos = [{**info, GROUP: f"group {g}"} for g, info in enumerate(group_infos) for _ in groups[g]]
+        rewards = self.environment.reward(flat, env_infos)
         names = [name for g, name in enumerate(where or map(str, range(len(groups)))) for _ in groups[g]]
         for reward, name in zip(rewards, names, strict=True):
             if reward.value is None and on_error == "raise":

@@ -1,7 +1,9 @@
-"""`ScoringWorker`: the reward model of an environment, in one process, or its part of a model that is cut.
+"""`ScoringWorker`: an environment's reward model in one process, or one part of a divided model.
 
 worker = ScoringWorker(config, "cuda")
-worker.score(conversations)               # one `Score` each; its value is None where there is none
+worker.score(conversations)               # one `Score` each; its value is None on failure
+
+Shapes: B conversations, L tokens of the longest.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class ScoringWorker:
-    """Loads the model of `config` and scores on `device`, "cpu" or "cuda". `rank`: its number in a group.
+    """Loads the model of `config` and scores on `device`, "cpu" or "cuda". `rank`: its rank in a group.
 
     With `cpu_offload` the weights are on the GPU only during `score`.
     """
@@ -45,7 +47,7 @@ class ScoringWorker:
 
     @property
     def scorer(self) -> Scorer | EnsembleScorer:
-        """The model, loaded at the first call. Raises `ModelError` or `ConfigError` where it cannot be loaded."""
+        """The model, loaded at the first call. Raises `ModelError` or `ConfigError` if it cannot be loaded."""
         if self._scorer is None:
             is_whole = self._config.dtensor_cfg.tensor_parallel_size == 1
             self._scorer = _load(self._config, self._device if is_whole and not self._offload else "cpu")
@@ -54,23 +56,23 @@ class ScoringWorker:
         return self._scorer
 
     def _divide(self, scorer: Scorer | EnsembleScorer) -> None:
-        """Leave this worker its part of each model: some heads and columns, or of a model that cannot be cut some rows
-        of all weights, which are gathered layer by layer."""
+        """Keep this worker's part of each model: heads and columns (tensor parallelism), or, for a model that does not
+        allow it, rows of all weights, which are gathered layer by layer."""
         cutting, sharding = make_mesh(self._config.dtensor_cfg), make_mesh(ShardingConfig())
         for member in scorer.members:
             try:
                 cut(member.model, cutting)
                 member.model.to(self._device)
             except ConfigError as error:
-                logger.info("The reward model is sharded, and not cut: %s", error.summary)
+                logger.info("The reward model is sharded instead of tensor-parallel: %s", error.summary)
                 shard(member.model.requires_grad_(False), sharding, dtype=DTYPES[self._config.dtype])
 
     def address(self) -> str:
-        """Where a group can meet in this process: `host:port`."""
+        """The address `host:port` for a group to meet in this process."""
         return f"{start_ray().util.get_node_ip_address()}:{free_port()}"
 
     def load(self, address: str | None = None) -> int:
-        """Load the model, and return the id of this process. `address`: that of the first worker of a group."""
+        """Load the model, and return the id of this process. `address`: of the group's first worker."""
         if address is not None:
             size, (host, _, port) = self._config.dtensor_cfg.tensor_parallel_size, address.rpartition(":")
             # each worker sees its own GPU alone
@@ -99,10 +101,10 @@ class ScoringWorker:
         """See `RewardModelEnvironment.preprocess_data`."""
         scorer = self.scorer.members[0]
         rows = []
-        for one in scorer.prepare(conversations):
-            if one.ids is None:
-                raise DataError("the conversation cannot be tokenized", where=one.name, got=one.error)
-            rows.append(one.ids)
+        for item in scorer.prepare(conversations):
+            if item.ids is None:
+                raise DataError("the conversation cannot be tokenized", where=item.name, got=item.error)
+            rows.append(item.ids)
         lengths_B = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         ids_BL = torch.full((len(rows), max(map(len, rows), default=0)), scorer.renderer.tokenizer.pad_token_id or 0)
         for i, row in enumerate(rows):

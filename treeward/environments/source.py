@@ -3,8 +3,8 @@
     source = reward_source({"model": "results/rm/final"})
     source.submit(messages, {"ground_truth": "4"}).result().value
 
-Requests that arrive during a step form the next step: none waits for a batch to fill up, and completions of one prompt
-from different threads share its computation.
+Requests that arrive during a step form the next step. So no request waits for a full batch, and completions of one
+prompt from different threads share its computation.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class RewardSourceConfig(Strict):
     """A reward model: a folder or hub name, loaded once in this process, or the address of a `treeward serve`."""
 
     environment: dict[str, Any] | None = None
-    """A section as under `env:`, made once in this process; `type` is its kind, `reward_model` if it is absent."""
+    """A section as under `env:`, made once in this process; `type` is its kind, by default `reward_model`."""
 
     actor: str | None = None
-    """The name of a Ray actor of an environment: one for all processes of a run."""
+    """The name of an environment's Ray actor, shared by all processes of a run."""
 
     namespace: str | None = None
-    """The Ray namespace of `actor`. None: that of this process."""
+    """The Ray namespace of `actor`. None: this process's."""
 
     on_failure: Literal["raise", "nan"] = "raise"
     """A completion without a reward stops the run with the reason (`raise`), or gets NaN (`nan`)."""
@@ -53,10 +53,7 @@ class RewardSourceConfig(Strict):
 
 
 class RewardSource:
-    """Turns requests from any thread into steps of one environment; made by `reward_source`.
-
-    A step that raises fails its own requests only.
-    """
+    """Turns requests from any thread into steps of one environment. A step that raises fails its own requests only."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -72,13 +69,13 @@ class RewardSource:
     def _serve(self) -> None:
         while True:
             requests = [self._requests.get()]
-            while not self._requests.empty():  # no other thread takes from it
+            while not self._requests.empty():  # no other thread reads it
                 requests.append(self._requests.get())
             requests = [request for request in requests if request.future.set_running_or_notify_cancel()]
             try:
                 rewards = self._environment.reward([r.messages for r in requests], [r.env_info for r in requests])
-            except BaseException as error:  # the callers wait for it, and others will ask
-                # An exit or a cancellation must not end the threads and loops that wait.
+            except BaseException as error:  # the callers wait, and more requests will come
+                # An exit or a cancellation must not end the waiting threads and loops.
                 is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
                 raised = error if is_plain else ModelError("the environment ended its step", got=repr(error))
                 for request in requests:
@@ -99,7 +96,7 @@ _LOCK = threading.Lock()
 
 
 def reward_source(settings: Mapping[str, Any]) -> tuple[RewardSource, RewardSourceConfig]:
-    """The source of `settings` (a `RewardSourceConfig`): made at the first call, then the same one.
+    """The source of `settings` (a `RewardSourceConfig`), the same at every call.
 
     Raises `ConfigError` for faulty settings, or a Ray actor that does not exist.
     """

@@ -4,7 +4,7 @@
     reward = as_trl(RewardModelEnvironment({"model_name": "results/rm/final"}))
 
 TRL calls it with prompts, completions and the columns of the dataset, each a list with an entry per completion. A
-completion without a reward gives None, which TRL keeps out of the group's baseline and gives the advantage 0.
+missing reward is None, which TRL keeps out of the group's baseline and gives the advantage 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError
 
 _NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric", "environments", "completion_ids"})
-"""Arguments of TRL beside the columns of the dataset (`GRPOTrainer._calculate_rewards`)."""
+"""TRL's arguments that are not columns of the dataset (`GRPOTrainer._calculate_rewards`)."""
 
 
 def as_trl(
@@ -27,10 +27,10 @@ def as_trl(
 ) -> TrlReward:
     """A reward as one of TRL's `reward_funcs`.
 
-    `reward`: an `Environment`, the Ray actor of one, or the `RewardClient` of a server; or a text: the address of a
-    `treeward serve` (`http://host:8000`), or the folder or hub name of a model, which is loaded. `settings`: with a
-    text, other keys of the section `env.reward_model`, as `token_env`. `name`, `columns`: see `TrlReward`. Raises
-    `ConfigError` for an `AsyncRewardClient`, and what the environment raises.
+    `reward`: an `Environment`, its Ray actor, the `RewardClient` of a server, the address of a `treeward serve`
+    (`http://host:8000`), or the folder or hub name of a model. `settings`: for an address or a model, other keys of the
+    section `env.reward_model`, as `token_env`. `name`, `columns`: see `TrlReward`. Raises `ConfigError` for an
+    `AsyncRewardClient`, and passes on the environment's errors.
     """
     if isinstance(reward, AsyncRewardClient):
         need = "an environment, or a RewardClient, which is synchronous"
@@ -46,12 +46,10 @@ class TrlReward:
     """A reward function for TRL; `as_trl` makes it.
 
     `name`: its name in TRL's log (`rewards/<name>/mean`). `columns`: keys of `env_infos` (`ground_truth`, ...) to
-    columns of the dataset; every other column keeps its name, and an empty cell is left out.
+    columns of the dataset; other columns keep their names, and empty cells are left out.
 
-    It can be pickled with a Ray actor, and with an environment that can be pickled: not one with a loaded reward model.
-
-    Into TRL's own metrics it logs `<name>/failed`, the share of completions without a reward, and `<name>/raw_mean`,
-    the mean reward before shaping.
+    It can be pickled if its environment can: a Ray actor, but not a loaded reward model. It adds to TRL's metrics
+    `<name>/failed`, the share of completions without a reward, and `<name>/raw_mean`, the mean reward before shaping.
     """
 
     def __init__(
@@ -62,10 +60,10 @@ class TrlReward:
         self.columns = dict(columns or {})
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """The rewards of B completions; None where there is none.
+        """The rewards of B completions, None for none.
 
-        `prompts`, `completions`: B lists of messages, or B texts. Raises `ConfigError` for a column of `columns` that
-        the dataset does not have.
+        `prompts`, `completions`: B lists of messages, or B texts. Raises `ConfigError` if the dataset lacks a column of
+        `columns`.
         """
         logs = [
             _messages(prompt, "user") + _messages(completion, "assistant")
@@ -82,16 +80,16 @@ class TrlReward:
         return [reward.value for reward in rewards]
 
     def _env_infos(self, columns: Mapping[str, Any], num_samples: int) -> list[dict[str, Any]]:
-        given = {name: values for name, values in columns.items() if name not in _NOT_COLUMNS}
-        if missing := [column for column in self.columns.values() if column not in given]:
-            where, need = f"as_trl of {self.__name__}", f"one of {', '.join(sorted(given))}"
+        dataset_columns = {name: values for name, values in columns.items() if name not in _NOT_COLUMNS}
+        if missing := [column for column in self.columns.values() if column not in dataset_columns]:
+            where, need = f"as_trl of {self.__name__}", f"one of {', '.join(sorted(dataset_columns))}"
             raise ConfigError("the dataset has no such column", where=where, field="columns", got=missing[0], need=need)
         renamed = self.columns.values()
-        values = {name: cells for name, cells in given.items() if name not in renamed}
-        values |= {key: given[column] for key, column in self.columns.items()}
+        values = {name: cells for name, cells in dataset_columns.items() if name not in renamed}
+        values |= {key: dataset_columns[column] for key, column in self.columns.items()}
         return [{name: cells[i] for name, cells in values.items() if cells[i] is not None} for i in range(num_samples)]
 
 
 def _messages(value: Any, role: str) -> list[dict[str, Any]]:
-    """The messages of a conversational dataset, or a text as one message."""
+    """The messages of a conversational dataset, or text as one message."""
     return [{"role": role, "content": value}] if isinstance(value, str) else list(value)

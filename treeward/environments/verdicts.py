@@ -1,13 +1,13 @@
-"""What a judge is asked, and what its message says: templates, questions, verdicts.
+"""A judge's questions and verdicts: templates, prompts, parsing.
 
     question = make_question(config, "user: 2 + 2?", ["5", "4"], about=0)     # "5" stands at place A
-    read("Wrong. [[B]]", config).value                                        # 0.0: of place A
+    read("Wrong. [[B]]", config).value                                        # 0.0, for place A
 
-A completion may imitate a verdict. So the texts stand between tags with a number that nobody can know beforehand (a
-digest of all texts of the question), only the judge's own message is read, and its last verdict counts.
+A completion may imitate a verdict. So the texts stand between tags with an unpredictable number (a digest of all texts
+of the question), only the judge's message is parsed, and its last verdict counts.
 
-The label of a verdict is `A`, `B` or `C` (a tie); `A=B` or `A!=B`; or a rating, which counts by the expected value of
-those that could stand in its place where the judge gives log-probabilities.
+The label of a verdict is `A`, `B` or `C` (a tie); `A=B` or `A!=B`; or a rating, whose value is an expectation if the
+judge gives log-probabilities.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 class Question(NamedTuple):
-    """A prompt for a judge; `about`: the sample that it asks about."""
+    """A prompt for a judge; `about`: the index of the judged sample."""
 
     about: int
     messages: tuple[Message, ...]
 
 
 class TokenChoice(NamedTuple):
-    """A token of a judge's message, and the log-probabilities of those that could stand in its place, itself too."""
+    """A token of a judge's message, and the log-probabilities of its alternatives and itself."""
 
     text: str
     log_probs: Mapping[str, float]
@@ -98,9 +98,9 @@ class TokenChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`value`: a rating as it is, or from 0 to 1 the outcome of place A, or whether both are equivalent.
+    """`value`: a rating, or from 0 to 1 the outcome of place A or whether both are equivalent.
 
-    `label`: as the judge wrote it. `mass`: the probability of all ratings together where the value is an expectation.
+    `label`: as the judge wrote it. `mass`: the total probability of all ratings, if the value is an expectation.
     """
 
     value: float
@@ -109,7 +109,7 @@ class Verdict:
 
 
 def make_question(config: JudgeEnvironmentConfig, conversation: str, texts: Sequence[str], about: int) -> Question:
-    """`texts`: the completions at places A and B, or the one that is rated."""
+    """`texts`: the completions at places A and B, or the one to rate."""
     digest = hashlib.sha256("\0".join([conversation, *texts]).encode("utf-8", "surrogatepass"))
     nonce = str(int.from_bytes(digest.digest()[:8]))
     names = ["completion"] if config.mode == "rating" else ["completion_a", "completion_b"]
@@ -125,7 +125,7 @@ def make_question(config: JudgeEnvironmentConfig, conversation: str, texts: Sequ
 
 
 def reminder(config: JudgeEnvironmentConfig) -> str:
-    """What a judge is told whose message had no verdict."""
+    """The request to a judge whose message had no verdict."""
     form = {
         "pairwise": "[[A]], [[B]] or [[C]]",
         "equivalence": "[[A=B]] or [[A!=B]]",
@@ -135,7 +135,7 @@ def reminder(config: JudgeEnvironmentConfig) -> str:
 
 
 def read(text: str, config: JudgeEnvironmentConfig) -> Verdict | None:
-    """The last verdict in a judge's message; None where it has none of its form, or a rating beyond the scale."""
+    """The last verdict in a judge's message; None for none, or a rating beyond the scale."""
     match = _last(text, config)
     if match is None:
         return None
@@ -146,7 +146,7 @@ def read(text: str, config: JudgeEnvironmentConfig) -> Verdict | None:
 
 
 def read_tokens(tokens: Sequence[TokenChoice], config: JudgeEnvironmentConfig) -> Verdict | None:
-    """The rating in a message with log-probabilities: its expected value over what could stand at its digit.
+    """The rating in a message with log-probabilities: its expected value over the alternatives of its digit.
 
     None without a rating of one digit, and without log-probabilities.
     """
@@ -158,7 +158,7 @@ def read_tokens(tokens: Sequence[TokenChoice], config: JudgeEnvironmentConfig) -
         start, end = end, end + len(token.text)
         if end > match.start(1):
             break
-    # What stands before the digit in its token, as `[[` in `[[7`, must stand in every other token too.
+    # The text before the digit in its token, as `[[` in `[[7`, must stand in every alternative too.
     form = re.compile(re.escape(token.text[: match.start(1) - start]) + r"(\d)(\]\]?\s?.*)?", re.DOTALL)
     digits = ((form.fullmatch(other), log_prob) for other, log_prob in token.log_probs.items())
     weights = [(digit[1], math.exp(log_prob)) for digit, log_prob in digits if digit and digit[1] in ratings(config)]

@@ -5,11 +5,11 @@
     +reward.custom_reward_function.reward_kwargs.model=results/rm/final        # or http://host:8000
 
 The other `reward_kwargs` are those of `RewardSourceConfig`: an `environment`, or the `actor` that a run shares. verl
-does not pass the prompt on, so the data has it in `extra_info`, under `prompt` (messages, or the text of one); the rest
-of `extra_info`, `ground_truth` and `data_source` are the environment's `env_info`.
+does not pass the prompt on, so the data has it in `extra_info`, under `prompt` (messages, or the text of one); the
+other keys of `extra_info`, `ground_truth` and `data_source` are the environment's `env_info`.
 
-verl has no missing rewards. NaN makes the gradient of the mini-batch NaN, and verl then drops that whole update; 0
-would train. So a completion without a reward raises, unless `on_failure` is `nan`.
+verl knows no missing rewards. NaN makes the mini-batch's gradient NaN, so that verl drops the whole update; 0 would
+train. So a completion without a reward raises, unless `on_failure` is `nan`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from treeward.errors import DataError
 
 _PROMPT_KEYS = ("prompt", "messages", "raw_prompt", "question")
 _FROM_VERL = ("reward_router_address", "reward_model_tokenizer")
-"""Arguments that verl adds for a reward model of its own; this module does not use it."""
+"""Arguments that verl adds for its own reward model; unused here."""
 
 
 def compute_score(
@@ -38,8 +38,8 @@ def compute_score(
 ) -> dict[str, float]:
     """The reward of one completion: `{"score": shaped, "raw": before shaping}`.
 
-    verl's reward managers call it from several threads; they share one model, and simultaneous calls are one step.
-    Raises `DataError` for a sample without a prompt, and for a missing reward.
+    verl's reward managers call it from several threads, which share one model; simultaneous calls are one step. Raises
+    `DataError` for a sample without a prompt, and for a missing reward.
     """
     future, config = _submit(data_source, solution_str, ground_truth, extra_info, reward_kwargs)
     return _score(future.result(), config, data_source)
@@ -70,8 +70,8 @@ def compute_scores(
     """The rewards of B completions, in order, for verl's `batch` reward manager."""
     infos = [None] * len(solution_strs) if extra_infos is None else list(extra_infos)
     samples = list(zip(data_sources, solution_strs, ground_truths, infos, strict=True))
-    asked = [(*_submit(*sample, reward_kwargs), sample[0]) for sample in samples]
-    return [_score(future.result(), config, data_source) for future, config, data_source in asked]
+    submissions = [(*_submit(*sample, reward_kwargs), sample[0]) for sample in samples]
+    return [_score(future.result(), config, data_source) for future, config, data_source in submissions]
 
 
 def _submit(
@@ -91,7 +91,7 @@ def _submit(
 
 
 def _reads_prompts(config: RewardSourceConfig) -> bool:
-    """A rule reads only the completion."""
+    """Whether the environment reads prompts, which a rule does not."""
     return config.environment is None or config.environment.get("type") != "rules"
 
 
@@ -112,7 +112,7 @@ def _prompt(extra_info: Mapping[str, Any], data_source: str) -> list[Mapping[str
 
 
 def _score(reward: Reward, config: RewardSourceConfig, data_source: str) -> dict[str, float]:
-    # verl gathers the keys of a batch's first sample, so every sample has the same ones.
+    # verl gathers the keys of a batch's first sample, so every sample has the same keys.
     if reward.value is not None:
         return {"score": reward.value, "raw": reward.value if reward.raw is None else reward.raw}
     if config.on_failure == "nan":

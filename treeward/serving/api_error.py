@@ -1,4 +1,4 @@
-"""`APIError`: a request that gets no scores, with the HTTP status that says why.
+"""`APIError`: a request without scores, with its HTTP status.
 
     raise APIError(429, "queue_full", "20000 conversations are waiting", retry_after=3)
 
@@ -27,7 +27,7 @@ class APIError(Exception):
 
 
 def in_words(error: TreewardError) -> str:
-    """The error in one line, without the layout that a terminal shows."""
+    """The error in one line."""
     where = ": ".join(str(part) for part in dict.fromkeys((error.where, error.field, error.summary)) if part)
     details = [f"{word} {shown(part)}" for word, part in (("got", error.got), ("need", error.need)) if part is not None]
     return " ".join("; ".join([where, *details, *([str(error.fix)] if error.fix else [])]).split())

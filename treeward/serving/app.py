@@ -2,8 +2,8 @@
 
     app = create_app(Service.load(config), token="...")
 
-`RequestLimits` is what every request passes. All errors have one form: those of a route that is not there, of a method
-that it does not have, of a body that cannot be read.
+Every request passes `RequestLimits`. All errors have one form, also for unknown routes and methods and unreadable
+bodies.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from treeward.version import VERSION
 
 
 class ErrorResponse(TypedDict):
-    """A request that gets no scores: `message`, `type`, `code`, `param`, `request_id`."""
+    """An error: `message`, `type`, `code`, `param`, `request_id`."""
 
     error: dict[str, str | int | None]
 
 
 def create_app(service: Service, *, token: str | None = None) -> FastAPI:
-    """The application. `token`: what `Authorization: Bearer` must carry; None asks for none."""
+    """The application. `token`: the token of `Authorization: Bearer`; None requires none."""
     config = service.config
     app = FastAPI(
         title="treeward",
@@ -63,7 +63,7 @@ def create_app(service: Service, *, token: str | None = None) -> FastAPI:
 
 
 def _operations(service: Service) -> APIRouter:
-    """Routes for whoever runs the server."""
+    """Routes for the server's operators."""
     router = APIRouter(tags=["operations"])
 
     @router.post("/ping", include_in_schema=False)
@@ -121,7 +121,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first: dict[str, Any] = error.errors()[0]
     if first["type"] == "json_invalid":
-        # NeMo Gym's own servers say 422 to a body that is no JSON.
+        # NeMo Gym's servers respond 422 to a body that is not JSON.
         status = 422 if request.url.path.endswith(nemo_gym.PATHS) else 400
         message = f"the body is no JSON: {first['ctx']['error']}"
         return await _api_error(request, APIError(status, "invalid_json", message))

@@ -3,10 +3,10 @@
     batcher = Batcher([loaded_model], config, metrics)
     scores = await batcher.score("rm", conversations, deadline=time.monotonic() + 30)
 
-One thread tokenizes, the next conversations of each request in turn and only some batches ahead. Another takes what is
-ready, up to a budget of tokens, and scores it: nothing waits for a batch to fill. Requests and models take turns in
-both, so a large request does not hold up a small one. Conversations with one prompt are batched together, and each is
-scored as if it were alone: one that fails does not fail others.
+One thread tokenizes the next conversations of each request in turn, only some batches ahead. Another scores tokenized
+conversations, up to a budget of tokens, without waiting for a full batch. Requests and models take turns in both, so a
+large request does not hold up a small one. Conversations with one prompt are batched together, and a conversation that
+fails does not fail others.
 """
 
 from __future__ import annotations
@@ -38,31 +38,29 @@ _Value = TypeVar("_Value")
 _Result = TypeVar("_Result")
 
 _TURN = 8
-"""Conversations of one request that are taken before the next request has its turn."""
+"""Conversations of one request in a turn."""
 _WINDOW = 512
-"""Requests that are looked at for one batch, so its cost does not grow with the queue."""
+"""Requests considered for one batch, so that its cost does not grow with the queue."""
 _SAME_BYTES = 4 * 32
-"""Of the tokens at the beginnings of two conversations that may have one prompt."""
+"""Bytes of tokens that two conversations with one prompt have in common at least."""
 _TOKENIZED_AT_ONCE = 64
-"""Conversations of one request that are tokenized before those of the next."""
+"""Conversations of one request to tokenize in a turn."""
 _MOST_FAILED = 8
-"""Batches in a row at which a model fails altogether before the server says that it is not alive."""
+"""Batches in a row that fail entirely before the server reports that it is not alive."""
 _BATCHES_AHEAD = 64
-"""A request with conversations that are ready goes on for about so many batches ahead, and others for twice as many:
-tokens need more memory than text.
-"""
+"""About how many batches ahead to tokenize for a request with ready conversations, and twice as many for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedScore(Score):
-    """A missing score that is the server's fault, not the conversation's."""
+    """A missing score by a fault of the server, not of the conversation."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
     """The conversations of one request: `ready` are tokenized, with their place in `scores`.
 
-    `is_over`: it is complete, or nobody waits for it any more.
+    `is_over`: it is complete, or its caller has given up.
     """
 
     model: LoadedModel
@@ -80,7 +78,7 @@ class Batcher:
         self.models = {model.name: model for model in models}
         self.config, self.metrics = config, metrics
         self.num_queued = 0
-        """Conversations that were accepted and have no score yet."""
+        """Accepted conversations without a score."""
         self._lock = threading.Condition()
         self._open: set[_Request] = set()
         self._ready: OrderedDict[_Request, None] = OrderedDict()  # requests with tokenized conversations, by turn
@@ -100,11 +98,11 @@ class Batcher:
 
     @property
     def seconds_of_queue(self) -> float:
-        """About how long what is queued will take, from 1 to 60."""
+        """The estimated time to score the queue, from 1 to 60."""
         return min(max(math.ceil(self.num_queued / self._per_second), 1), 60) if self._per_second else 1
 
     async def check_alive(self) -> bool:
-        """As `is_alive`; of replicas only they themselves can tell."""
+        """As `is_alive`, which for replicas needs a call."""
         return self.is_alive
 
     async def score(
@@ -112,8 +110,8 @@ class Batcher:
     ) -> list[Score]:
         """One score for each conversation, in order; a failure of the server is a `FailedScore`.
 
-        `model`: its name. `deadline`: of `time.monotonic`. Raises `APIError`: 429 where too many wait, 503 after
-        `close`, 504 at the deadline. If the caller is cancelled, pending conversations are dropped.
+        `model`: its name. `deadline`: of `time.monotonic`. Raises `APIError`: 429 for a full queue, 503 after `close`,
+        504 at the deadline. If the caller is cancelled, pending conversations are dropped.
         """
         if not conversations:
             return []
@@ -134,7 +132,7 @@ class Batcher:
             self._end(request)
 
     def close(self) -> None:
-        """Stop scoring; what was not scored is refused with 503. Waits for a batch that is being scored, 20 seconds."""
+        """Stop scoring; pending requests fail with 503. Waits up to 20 seconds for the current batch."""
         with self._lock:
             self._closed = True
             open_requests = list(self._open)
@@ -156,7 +154,7 @@ class Batcher:
             self._open.add(request)
 
     def _end(self, request: _Request) -> bool:
-        """Forget a request, and what it has without a score. False where it was over already."""
+        """Drop a request and its pending conversations. Returns False if it was over already."""
         with self._lock:
             if request.is_over:
                 return False
@@ -171,7 +169,7 @@ class Batcher:
         return True
 
     def _tokenize(self, request: _Request, start: int, part: Sequence[Conversation | RenderedText]) -> None:
-        """Make the next conversations of a request ready to be scored. In the tokenizing thread."""
+        """Tokenize the next conversations of a request, in the tokenizing thread."""
         with self._lock:
             self._lock.wait_for(lambda: self._ready_tokens < 2 * self._most_ready_tokens or request.is_over)
         if request.is_over:
@@ -216,7 +214,7 @@ class Batcher:
         self._check_model(model, items, scores)
 
     def _check_model(self, model: LoadedModel, items: Sequence[Prepared], scores: Sequence[Score]) -> None:
-        """If nothing of a batch could be scored, see whether that is the model's fault: score what it has scored."""
+        """If a whole batch failed, test the model with a conversation that it has scored before."""
         name = model.name
         good = [item for item, score in zip(items, scores, strict=True) if not isinstance(score, FailedScore)]
         if good:
@@ -227,7 +225,7 @@ class Batcher:
         self._failed_in_a_row[name] = 0
 
     def _take_batch(self) -> list[tuple[_Request, int, Prepared]]:
-        """A forward pass of each replica: of the model whose turn it is, a few conversations of each request."""
+        """A forward pass of each replica: a few conversations of each request for the model whose turn it is."""
         model = next(iter(self._ready)).model if self._ready else None
         queue = deque(
             _prompts_together([request for request in islice(self._ready, _WINDOW) if request.model is model])
@@ -251,14 +249,14 @@ class Batcher:
                 batch.append((request, i, item))
             if not request.ready:
                 del self._ready[request]
-            elif len(batch) > start:  # one that does not fit keeps its place
+            elif len(batch) > start:  # a conversation that does not fit keeps its place
                 queue.append(request)
                 self._ready.move_to_end(request)
         self._lock.notify_all()  # there is room for more tokens
         return batch
 
     def _settle(self, scored: Sequence[tuple[_Request, int, Score]]) -> None:
-        """Hand scores to their requests; those that are complete wake up."""
+        """Give scores to their requests, and wake up complete ones."""
         complete: list[_Request] = []
         with self._lock:
             for request, i, score in scored:
@@ -293,13 +291,13 @@ def _shut_down() -> APIError:
 
 
 def _prompts_together(requests: Sequence[_Request]) -> list[_Request]:
-    """The same requests; those whose next conversation begins as an earlier one's does come right after it."""
+    """The same requests, reordered: requests whose next conversations begin alike are neighbours."""
     groups: dict[bytes, list[_Request]] = {}
     for request in requests:
         groups.setdefault(_tokens(request)[:_SAME_BYTES], []).append(request)
     ordered = []
     for first, *others in groups.values():
-        ordered += [first, *sorted(others, key=lambda one: (_tokens(one) < _tokens(first), _tokens(one)))]
+        ordered += [first, *sorted(others, key=lambda request: (_tokens(request) < _tokens(first), _tokens(request)))]
     return ordered
 
 
@@ -318,14 +316,14 @@ def _finite(score: Score) -> Score:
 def _isolated(
     function: Callable[[list[_Value]], Sequence[_Result]], values: list[_Value]
 ) -> list[_Result | FailedScore]:
-    """What the function makes of all values; if it fails, of each half, until what fails is alone."""
+    """The function's results for all values; if it fails, for each half, until a failing value is alone."""
     try:
         results = function(values)
         assert len(results) == len(values), f"{len(results)} results for {len(values)} conversations"
         return list(results)
     except TreewardError as problem:
         error = in_words(problem)
-    except BaseException as problem:  # a panic in a library's native code is no Exception
+    except BaseException as problem:  # a panic in a library's native code is not an Exception
         if len(values) == 1:
             logger.exception("A conversation could not be scored.")
         error = f"the server failed: {type(problem).__name__}; its log has the details"

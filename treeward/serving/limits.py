@@ -1,10 +1,10 @@
-"""`RequestLimits`: what every request passes on its way to a route.
+"""`RequestLimits`: the middleware of every request.
 
     app.add_middleware(RequestLimits, service=service, token=token)
     request.state.request_id, request.state.deadline        # for a route
 
-It gives a request its id and its deadline, asks for the bearer token, refuses a body that is too large or slow, ends
-the work when the client goes away, and writes the access log.
+It gives a request its id and its deadline, checks the bearer token, limits the body's size and time, cancels the work
+when the client disconnects, and writes the access log.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("treeward.requests")
 _OPEN_PATHS = {"/health", "/ready", "/ping"} | playground.OPEN_PATHS
 """Paths that need no token."""
 _VLLM_PATHS = ("/classify", "/pooling", "/tokenize", "/score", "/rerank")
-"""How the paths end whose errors are in vLLM's form."""
+"""The ends of the paths with errors in vLLM's form."""
 _VLLM_KINDS = {400: "BadRequestError", 404: "NotFoundError"}
 _TEI_KINDS = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Overloaded"}
 
@@ -45,7 +45,7 @@ class JSON(JSONResponse):
 
 
 def error_response(error: APIError, scope: Scope, service: Service) -> JSON:
-    """The response to a request that gets no scores, which is counted: as OpenAI's clients read it, vLLM's or TEI's."""
+    """The response to a failed request, in the form of OpenAI, vLLM or TEI. Counts the error."""
     service.metrics.errors.labels(error.code).inc()
     state = scope["state"]
     state["error"] = error.code
@@ -66,7 +66,7 @@ def error_response(error: APIError, scope: Scope, service: Service) -> JSON:
 
 
 class RequestLimits:
-    """ASGI middleware. `token`: what `Authorization: Bearer` must carry; None asks for none."""
+    """ASGI middleware. `token`: the token of `Authorization: Bearer`; None requires none."""
 
     def __init__(self, app: ASGIApp, service: Service, token: str | None = None) -> None:
         self.app, self.service, self.config = app, service, service.config
@@ -77,8 +77,8 @@ class RequestLimits:
             await self.app(scope, receive, send)
             return
         headers, started = Headers(scope=scope), time.monotonic()
-        given = headers.get("x-request-id", "")
-        request_id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else secrets.token_hex(8)
+        client_id = headers.get("x-request-id", "")
+        request_id = client_id if re.fullmatch(r"[\x21-\x7e]{1,128}", client_id) else secrets.token_hex(8)
         deadline = started + self.config.deadline_seconds
         state: dict[str, Any] = {"request_id": request_id, "deadline": deadline, "num_bytes": 0}
         scope["state"] = state
@@ -117,9 +117,9 @@ class RequestLimits:
 
     def _check_headers(self, scope: Scope, headers: Headers) -> None:
         if self._token is not None and scope["path"] not in _OPEN_PATHS:
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            # in constant time: how long a wrong token takes says nothing of the right one
-            is_right = hmac.compare_digest(given.strip().encode("latin-1"), self._token)
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            # In constant time, so that the time of a wrong token says nothing about the right one.
+            is_right = hmac.compare_digest(token.strip().encode("latin-1"), self._token)
             if scheme.lower() != "bearer" or not is_right:
                 message = "this server asks for its token: send Authorization: Bearer TOKEN"
                 raise APIError(401, "unauthorized", message)
@@ -154,7 +154,7 @@ class RequestLimits:
         return bytes(body)
 
     async def _work(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Let the application respond; cancel it when the client goes away before the response begins."""
+        """Let the application respond, and cancel it if the client disconnects before the response begins."""
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         has_begun = False
 

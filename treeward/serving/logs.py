@@ -4,7 +4,7 @@ configure("json")
 {"time": "2026-11-20T12:00:00.123+00:00", "level": "info", "logger": "treeward.requests", "message": "POST ...",
  "request_id": "3f2a...", "bytes": 512}
 
-What a record has beside its message is in `extra={"facts": {...}}`.
+Further fields of a record are in `extra={"facts": {...}}`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 
 
 def configure(form: Literal["text", "json"], *, debug: bool = False) -> None:
-    """Send all records there, and nowhere else: treeward's from INFO on, those of libraries from WARNING on."""
+    """Send all records to standard error only: treeward's from INFO on, libraries' from WARNING on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter(datefmt="%H:%M:%S"))
     root = logging.getLogger()
@@ -32,9 +32,9 @@ class _TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
-        said = record.message + "".join(f" {key}={value}" for key, value in vars(record).get("facts", {}).items())
-        # It may hold what a client sent: it stays one line, and says nothing to the terminal.
-        printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in said)
+        text = record.message + "".join(f" {key}={value}" for key, value in vars(record).get("facts", {}).items())
+        # It may hold a client's text: escape line breaks and control characters.
+        printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
         return f"{self.formatTime(record, self.datefmt)} {level}{printable}"
 
 

@@ -1,4 +1,4 @@
-"""`ServerMetrics`: what the server counts of its scoring, for Prometheus.
+"""`ServerMetrics`: the server's metrics of scoring, for Prometheus.
 
     metrics = ServerMetrics(batch_tokens=4096)
     metrics.batch("rm", num_tokens=2000, num_computed_tokens=900, seconds=0.03)
@@ -27,7 +27,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class ServerMetrics:
-    """Counters of one server. `batch_tokens`: what a full batch has. `registry`: where they are; None makes one."""
+    """Counters of one server. `batch_tokens`: of a full batch. `registry`: None makes one."""
 
     def __init__(self, *, batch_tokens: int = 4096, registry: CollectorRegistry | None = None) -> None:
         self.registry = CollectorRegistry() if registry is None else registry
@@ -51,21 +51,21 @@ class ServerMetrics:
         self.seconds = histogram("batch_seconds", "Time of a batch.", _SECONDS)
 
     def watch(self, name: str, what: str, value: Callable[[], float], **labels: str) -> None:
-        """A gauge that is read when it is scraped."""
+        """Add a gauge that calls `value` when it is scraped."""
         if name not in self._gauges:
             self._gauges[name] = Gauge(f"treeward_{name}", what, tuple(labels), registry=self.registry)
         gauge = self._gauges[name]
         (gauge.labels(**labels) if labels else gauge).set_function(value)
 
     def batch(self, model: str, num_tokens: int, num_computed_tokens: int, seconds: float) -> None:
-        """A batch was scored."""
+        """Count a scored batch."""
         self.tokens.labels(model).inc(num_tokens)
         self.computed.labels(model).inc(num_computed_tokens)
         self.fill.labels(model).observe(num_computed_tokens / self._batch_tokens)
         self.seconds.labels(model).observe(seconds)
 
     def score(self, model: str, value: float | None, *, by_server: bool = False) -> None:
-        """A conversation has a score, or has none: `by_server` tells whose fault that is."""
+        """Count a score, or a failure (None): `by_server` says whether it is the server's fault."""
         if value is None:
             self.failures.labels(model, "server" if by_server else "request").inc()
             return

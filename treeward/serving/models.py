@@ -1,12 +1,12 @@
-"""`ServedModel`: what a server says of a reward model. `LoadedModel`: the scorers behind it.
+"""`ServedModel`: the description of a served reward model. `LoadedModel`: its scorers.
 
     loaded = LoadedModel.load(ServedModelConfig(model="results/rm/final"), server_config)
     loaded.served.described(created=0)                                                # as /v1/models lists it
     prepared = loaded.prepare([conversation, RenderedText("<|im_start|>user...")])    # tokens: a CPU's work
     scores = loaded.score(prepared)                                                   # the model's work
 
-Routes know the first alone, which has no weights: with replicas it comes from another process. The two steps of the
-second run in different threads. `ClassScorer` is a reward class of the user's own (`reward_class: "my:MyReward"`).
+Routes know `ServedModel` alone, which has no weights: with replicas it comes from another process. `prepare` and
+`score` run in different threads. `ClassScorer` runs a user's reward class (`reward_class: "my:MyReward"`).
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ from treeward.tree.token_tree import common_prefix_length
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A reward model, or several as one, under the name that requests call it by.
+    """A reward model, or several as one, under its name in requests.
 
-    `members`: the folders or hub names that it was loaded from. `renderer`: what renders conversations; None for a
-    reward class, which reads messages. `reads_text`: rendered text has one meaning, which it has not for a reward class
-    and for members that render differently. `scores_id`: hash of what scores depend on. `contract_sha256`: hash of the
-    scoring contract, or of all members' contracts; None where one has none, or was not checked. `temperature`: what
-    scores are divided by to be log-odds.
+    `members`: their folders or hub names. `renderer`: None for a reward class, which reads messages. `reads_text`:
+    whether it accepts rendered text; a reward class does not, nor do members that render differently. `scores_id`: hash
+    of everything that scores depend on. `contract_sha256`: hash of the scoring contract, or of all members' contracts;
+    None if one is missing or unchecked. `temperature`: scores divided by it are log-odds.
     """
 
     name: str
@@ -64,13 +63,14 @@ class ServedModel:
 
     @classmethod
     def of(cls, section: ServedModelConfig, scorer: PreparedScorer) -> ServedModel:
-        """The model of a section as `scorer` has it; `shaped` adds the rest."""
+        """The model of a section with this `scorer`, not shaped yet (see `shaped`)."""
         contracts = [member.contract for member in scorer.members]
-        # Nobody knows whether a model that was not checked keeps its contract; other weights make another score.
+        # An unchecked model may break its contract; other head weights give other scores.
         is_kept = section.check_contract and section.head_weights is None
         hashes = [contract.scores_sha256 for contract in contracts if contract is not None and is_kept]
         calibration = contracts[0].calibration if hashes and isinstance(scorer, Scorer) and contracts[0] else None
-        ids, weights = [one.model_id for one in scorer.members], [one.head_weights for one in scorer.members]
+        ids = [member.model_id for member in scorer.members]
+        weights = [member.head_weights for member in scorer.members]
         names = [] if contracts and all(contracts) else [section.served_name, *section.models]
         ensemble = scorer.config.model_dump() if isinstance(scorer, EnsembleScorer) else None
         return cls(
@@ -84,7 +84,7 @@ class ServedModel:
         )
 
     def shaped(self, section: ServedModelConfig) -> ServedModel:
-        """The model with the names and the shaping of its section. Raises `ConfigError` for missing constants."""
+        """The model with its section's names and shaping. Raises `ConfigError` for missing constants."""
         if self.renderer is not None:
             shaper = load_shaper(section, tokenizer=self.renderer.tokenizer)
             return replace(self, members=section.models, shaper=shaper)
@@ -107,12 +107,12 @@ class ServedModel:
 
     @property
     def identity(self) -> str:
-        """Hash of what rewards depend on."""
+        """Hash of everything that rewards depend on."""
         return _sha256([self.scores_id, self.shaping_sha256])
 
     @property
     def reference_key(self) -> str | None:
-        """The key under which rows hold the reference answers that the shaping compares with; None for none."""
+        """The rows' key of reference answers for the shaping; None without one."""
         config = None if self.shaper is None else self.shaper.config
         return None if config is None or config.reference is None else config.reference_key
 
@@ -152,8 +152,8 @@ class LoadedModel:
 
     @classmethod
     def load(cls, section: ServedModelConfig, server: ServerConfig) -> LoadedModel:
-        """Load what the section names. Raises `ModelError` for a model that does not keep its scoring contract, and
-        `ConfigError` for a device that is not there, and for a reward class that cannot be made.
+        """Load the section's models. Raises `ModelError` for a model that breaks its scoring contract, and
+        `ConfigError` for a missing device or a reward class that cannot be constructed.
         """
         if section.reward_class is not None:
             replicas: list[PreparedScorer] = [ClassScorer(section.reward_class, section.models[0])]
@@ -183,21 +183,21 @@ class LoadedModel:
         """Tokens that went through the models so far, after sharing."""
         return sum(replica.num_computed_tokens for replica in self.replicas)
 
-    def prepare(self, asked: Sequence[Conversation | RenderedText]) -> list[Prepared]:
-        """The tokens of conversations, in order; one that cannot be scored has an error."""
-        chats = [one for one in asked if not isinstance(one, RenderedText)]
-        texts = [one.text for one in asked if isinstance(one, RenderedText)]
+    def prepare(self, inputs: Sequence[Conversation | RenderedText]) -> list[Prepared]:
+        """The tokens of conversations, in order; a conversation that cannot be scored has an error."""
+        chats = [item for item in inputs if not isinstance(item, RenderedText)]
+        texts = [item.text for item in inputs if isinstance(item, RenderedText)]
         prepared_chats = iter(self.scorer.prepare(chats, on_error="mask"))
         prepared_texts = iter(self.scorer.prepare_texts(texts))
-        return [next(prepared_texts if isinstance(one, RenderedText) else prepared_chats) for one in asked]
+        return [next(prepared_texts if isinstance(item, RenderedText) else prepared_chats) for item in inputs]
 
     def score(self, prepared: Sequence[Prepared]) -> list[Score]:
-        """Scores in order, by all replicas, each with an equal part of the tokens; one that is not finite is None.
+        """Scores in order, by all replicas, each with an equal part of the tokens; a score that is not finite is None.
 
-        Raises what the model raises. If it has run out of memory, cached prompts are dropped first.
+        Passes on the model's errors. If it has run out of memory, cached prompts are dropped first.
         """
-        tokens, number = np.array([one.num_tokens for one in prepared]), len(self.replicas)
-        # By the middle of each: of two, one that comes alone goes to the first, whose cache `cost` asks.
+        tokens, number = np.array([item.num_tokens for item in prepared]), len(self.replicas)
+        # By the middle of each, so that a single conversation goes to the first replica, whose cache `cost` reads.
         middles, shares = tokens.cumsum() - tokens / 2, tokens.sum() * np.arange(1, number) / number
         bounds = pairwise([0, *np.searchsorted(middles, shares, side="right"), len(prepared)])
         parts = zip(self.replicas, [prepared[start:end] for start, end in bounds], strict=True)
@@ -212,7 +212,7 @@ class LoadedModel:
             raise
 
     def cost(self, prepared: Prepared, like: Prepared | None) -> int:
-        """About how many tokens a conversation adds to a batch that has one `like` it: those that are not known."""
+        """About how many tokens a conversation adds to a batch with a conversation `like` it."""
         if prepared.ids is None or not len(prepared.ids):
             return prepared.num_tokens
         cached = self.caches[0].match(prepared.ids) if self.caches else 0
@@ -225,7 +225,7 @@ def _sha256(parts: Any) -> str:
 
 
 NUM_TOKENS = 512
-"""The part of a batch's budget that a conversation takes: what it really has, the class alone knows."""
+"""A conversation's part of a batch's budget, as the tokens of a reward class are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +234,10 @@ class _Chat(Prepared):
 
 
 class ClassScorer(PreparedScorer):
-    """A reward class as the custom environment calls it, made with the path of the model; never two times at once.
+    """A reward class as the custom environment calls it, constructed with the model's path; one call at a time.
 
     A conversation for which it fails, or gives no finite number, has no score. Raises `ConfigError` for a class that
-    cannot be found, made or called.
+    cannot be imported, constructed or called.
     """
 
     renderer = None
@@ -253,17 +253,17 @@ class ClassScorer(PreparedScorer):
     def prepare(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
     ) -> list[Prepared]:
-        errors = [NO_COMPLETION if completion_text(one) is None else None for one in conversations]
+        errors = [NO_COMPLETION if completion_text(conversation) is None else None for conversation in conversations]
         pairs = enumerate(zip(conversations, errors, strict=True))
-        return [_Chat(f"{i}", None, NUM_TOKENS, error=error, conversation=one) for i, (one, error) in pairs]
+        return [_Chat(f"{i}", None, NUM_TOKENS, error=error, conversation=chat) for i, (chat, error) in pairs]
 
     def prepare_texts(self, texts: Sequence[str | Sequence[int]]) -> list[Prepared]:
         error = "this model reads messages: send messages, not rendered text"
         return [Prepared(f"text {i}", None, error=error) for i in range(len(texts))]
 
     def score_prepared(self, prepared: Sequence[Prepared], *, on_error: OnError = "raise") -> list[Score]:
-        conversations = [one.conversation for one in prepared if isinstance(one, _Chat)]
+        conversations = [item.conversation for item in prepared if isinstance(item, _Chat)]
         rewards = self.environment.rewards(conversations, [{} for _ in conversations])
         if len(rewards) > 1 and all(reward.value is None for reward in rewards):
-            raise ModelError(str(rewards[0].error))  # a batch that fails is tried apart
+            raise ModelError(str(rewards[0].error))  # the batcher then isolates the failing conversations
         return [Score(reward.value, error=reward.error) for reward in rewards]

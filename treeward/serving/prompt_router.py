@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 _BALANCE = 1.25
-"""A replica is overloaded at so many times the mean of all."""
+"""A replica is overloaded at this multiple of the mean load."""
 _SLACK = 32
-"""Calls at which no replica is overloaded, so that a few requests for one prompt are not spread."""
+"""No replica is overloaded with fewer calls, so that a few requests for one prompt are not spread."""
 
 
 class PromptRouter(RequestRouter):
@@ -28,17 +28,17 @@ class PromptRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replicas in the order in which they are tried."""
+        """The replicas in the order to try."""
         assert pending_request is not None
         pending_request.routing_context.should_backoff = True  # between one round of all of them and the next
-        replicas = {one.replica_id.unique_id: one for one in candidate_replicas}
-        loads = {name: self.replica_queue_len_cache.get(one.replica_id) or 0 for name, one in replicas.items()}
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        loads = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in replicas.items()}
         key = str(next(iter(pending_request.args), ""))
         return [[replicas[name]] for name in ranked(key, loads)]
 
 
 def ranked(key: str, loads: Mapping[str, int]) -> list[str]:
-    """The replicas in the order of the key, those that are overloaded last. `loads`: calls in progress at each."""
+    """The replicas in the order of the key, overloaded ones last. `loads`: calls in progress at each."""
     most = max(_SLACK, math.ceil(_BALANCE * (sum(loads.values()) + 1) / max(1, len(loads))))
 
     def rank(name: str) -> tuple[bool, bytes]:

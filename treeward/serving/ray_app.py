@@ -1,10 +1,10 @@
-"""The server for Ray Serve's own commands, which bring the HTTP proxies, the updates and the autoscaling.
+"""The server for Ray Serve's own commands, with their HTTP proxies, updates and autoscaling.
 
 serve run treeward.serving.ray_app:app model=results/rm/final replicas=4 "ray_actor_options={num_gpus: 1}"
 serve deploy examples/serve.yaml
 
-The arguments are the keys of `ServerConfig`, `config` for a file of them, or `model` for one of `models`. Host and
-port are Serve's `http_options`.
+The arguments are the keys of `ServerConfig`, `config` for a file of them, or `model` for a single model. Host and port
+are Serve's `http_options`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Front:
 
 def app(args: Mapping[str, Any]) -> serve.Application:
     """The application of these arguments. Raises `ConfigError`."""
-    given = dict(args)
-    path = given.pop("config", None)
-    if "model" in given:
-        given["models"] = [{"model": given.pop("model")}]
-    texts = [f"{key}={value}" for key, value in given.items() if isinstance(value, str)]  # of the command line
-    values = {key: value for key, value in given.items() if not isinstance(value, str)}
+    arguments = dict(args)
+    path = arguments.pop("config", None)
+    if "model" in arguments:
+        arguments["models"] = [{"model": arguments.pop("model")}]
+    texts = [f"{key}={value}" for key, value in arguments.items() if isinstance(value, str)]  # of the command line
+    values = {key: value for key, value in arguments.items() if not isinstance(value, str)}
     config = load_file(ServerConfig, path, texts, values=values)
     deploy = serve.deployment(
         name="Front",

@@ -1,12 +1,12 @@
-"""`RenderedText`: a conversation that a client has rendered, or tokenized, itself; and how a model's text ends.
+"""`RenderedText`: a conversation rendered or tokenized by the client. `Ending`: how a model's text ends.
 
     ending = model.ending
-    ending.completed("...4.<|im_end|>")          # with the white space that the chat template writes after it
-    ending.warning([text, another])              # what is odd about their ends, or None
+    ending.completed("...4.<|im_end|>")          # with the chat template's white space after it
+    ending.warning([text, another])              # a warning about their ends, or None
     beginning_of(conversation, ending)           # the same for all completions of a prompt
 
-A text that ends otherwise than the model's conversations is scored all the same, for the text is the client's, but the
-score is read at another token than in training: the response says so.
+A text with another end than the model's conversations is scored, at another token than in training, with a warning in
+the response.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from treeward.scoring.score import Conversation
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """A whole conversation as text or token ids. `completion`: the text of its last message, if it is known."""
+    """A whole conversation as text or token ids. `completion`: the text of its last message, if known."""
 
     text: str | Sequence[int]
     completion: str | None = None
 
     @property
     def messages(self) -> list[Message] | None:
-        """What is known of it as messages: the completion, for shaping by length; None where it is not known."""
+        """The completion as messages, for shaping by length; None if unknown."""
         return None if self.completion is None else [{"role": "assistant", "content": self.completion}]
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What every conversation of a model ends and begins with, as its template and tokenizer write it.
+    """The end and beginning of every conversation of a model, by its template and tokenizer.
 
-    `text` and `ids`: the end of turn, without the SEP that the tokenizer of an encoder adds itself (`sep`). `first`:
-    the BOS or CLS, `first_id` its id, None where there is none. `padding`: the text of the pad token where it can be
-    stripped. `turn` and `turn_ids`: between the user's message and a completion.
+    `text` and `ids`: the end of turn, without an encoder's SEP (`sep`). `first`: the BOS or CLS, `first_id` its id,
+    None for none. `padding`: the text of the pad token, if it can be stripped. `turn` and `turn_ids`: between the
+    user's message and a completion.
     """
 
     text: str = ""
@@ -54,14 +54,14 @@ class Ending:
 
     @classmethod
     def of(cls, renderer: Renderer | None) -> Ending:
-        """Of a renderer; empty for None and for a template that refuses a plain conversation."""
+        """The ending of a renderer; empty for None and for a template that refuses a plain conversation."""
         if renderer is None:
             return cls()
         tokenizer = renderer.tokenizer
         chats = [
-            [{"role": "user", "content": question}, {"role": "assistant", "content": one}]
+            [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
             for question in ("Quo vadis?", "Ubi es!")
-            for one in ("Romam.", "Quo vadis")
+            for completion in ("Romam.", "Quo vadis")
         ]
         sep = tokenizer.sep_token or "" if renderer.kind == "encoder" else ""
         try:
@@ -70,7 +70,7 @@ class Ending:
         except DataError:
             return cls()
         text, ids = _common_end(*texts[:2]), tuple(_common_end(*rows[:2]))
-        turn, turn_ids = (_common_end(_common_start(*of[:2]), _common_start(*of[2:])) for of in (texts, rows))
+        turn, turn_ids = (_common_end(_common_start(*items[:2]), _common_start(*items[2:])) for items in (texts, rows))
         firsts = {tokenizer.bos_token_id: tokenizer.bos_token, tokenizer.cls_token_id: tokenizer.cls_token}
         first = firsts.get(rows[0][0]) or ""
         padding = tokenizer.pad_token or ""
@@ -82,23 +82,23 @@ class Ending:
         """How many texts, or token ids, do not end or begin as the model's conversations do; None for none."""
         cut = begun = 0
         for text in texts:
-            if isinstance(text, str):  # it is given exactly one BOS
+            if isinstance(text, str):  # the renderer gives it exactly one BOS
                 cut += not text.removesuffix(self.sep).endswith(self.text)
             else:
                 cut += bool(self.ids) and tuple(text[-len(self.ids) :]) != self.ids
                 has_one = text[0] == self.first_id and text[1:2] != [self.first_id]
                 begun += self.first_id is not None and not has_one
         end = ascii(self.text) if self.text else f"the tokens {list(self.ids)}"
-        said = [f"{cut} of {len(texts)} texts do not end with {end}, as this model's conversations do"] if cut else []
+        warnings = []
+        if cut:
+            warnings.append(f"{cut} of {len(texts)} texts do not end with {end}, as this model's conversations do")
         if begun:
-            said.append(f"{begun} of {len(texts)} texts do not begin with exactly one token {self.first_id}")
-        return "; ".join(said) or None
+            warnings.append(f"{begun} of {len(texts)} texts do not begin with exactly one token {self.first_id}")
+        return "; ".join(warnings) or None
 
     def completed(self, generated: str) -> str:
-        """A generated text without padding, and with the white space that the template writes after the end of turn.
-
-        A policy stops at its end of turn, so it never writes what follows: where only white space is missing, it is
-        added. A text that was cut before its end of turn stays as it is.
+        """A generated text without padding, and with the template's white space after the end of turn, before which a
+        policy stops. A text that was cut before its end of turn stays unchanged.
         """
         if self.padding:
             start, end, step = 0, len(generated), len(self.padding)
@@ -113,7 +113,7 @@ class Ending:
         return generated
 
     def completion(self, text: str, prompt: str) -> str | None:
-        """What follows the prompt in a text, without the end of turn; None where the text does not begin with it."""
+        """The text after the prompt, without the end of turn; None if the text does not begin with the prompt."""
         for begin in (prompt, prompt.removeprefix(self.first)):
             for whole in (text, text.removeprefix(self.first)):
                 if whole.startswith(begin):
@@ -126,15 +126,17 @@ class Ending:
         return completion.rstrip().removesuffix(mark) if mark and completion.rstrip().endswith(mark) else completion
 
 
-def beginning_of(asked: Conversation | RenderedText, ending: Ending) -> str:
-    """What completions of one prompt have in common: all up to the first of them, or the first few characters or tokens
-    of a text that does not show where that begins.
+def beginning_of(conversation: Conversation | RenderedText, ending: Ending) -> str:
+    """The common beginning of a prompt's completions: up to the first completion, or the first characters or tokens of
+    a text in which that is unknown.
     """
-    if not isinstance(asked, RenderedText):
-        return repr(asked[: 1 + next((i for i, message in enumerate(asked) if message["role"] == "user"), 0)])
-    if isinstance(asked.text, str):
-        return asked.text[: found if ending.turn and (found := asked.text.find(ending.turn)) >= 0 else 256]
-    ids, length = tuple(asked.text), len(ending.turn_ids)
+    if not isinstance(conversation, RenderedText):
+        first_user = next((i for i, message in enumerate(conversation) if message["role"] == "user"), 0)
+        return repr(conversation[: first_user + 1])
+    if isinstance(conversation.text, str):
+        start = conversation.text.find(ending.turn) if ending.turn else -1
+        return conversation.text[: start if start >= 0 else 256]
+    ids, length = tuple(conversation.text), len(ending.turn_ids)
     places = range(len(ids) - length + 1) if length else ()
     return repr(ids[: next((i for i in places if ids[i : i + length] == ending.turn_ids), 64)])
 

@@ -1,7 +1,7 @@
-"""A resources server of NeMo Gym as a class, with the names and fields of NeMo Gym's own, without NeMo Gym.
+"""A resources server of NeMo Gym as a class, with NeMo Gym's names and fields, without NeMo Gym.
 
-Import the names from `treeward.compat.nemo_gym`, which takes NeMo Gym's where it is installed. Unlike there, a `verify`
-that raises, or gives no finite number, costs its rollout the reward, and not the collection.
+Import the names from `treeward.compat.nemo_gym`, which takes NeMo Gym's if it is installed. Unlike there, a `verify`
+that raises, or gives no finite number, fails its rollout and not the whole collection.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Open(BaseModel):
 
 
 class BaseResourcesServerConfig(_Open):
-    """The server's section of the configuration; every further key of it is an attribute too."""
+    """The server's section of the configuration; its further keys are attributes too."""
 
     name: str = "resources_server"
     host: str = "127.0.0.1"
@@ -50,8 +50,8 @@ class _PolicyResponse(_Open):
 
 
 class BaseVerifyRequest(_Open):
-    """A rollout, with all keys of its row but those of an earlier verdict: `input` is a text or items of the Responses
-    API, `output` are items.
+    """A rollout with the keys of its row, without those of an earlier verdict. `input`: a text or items of the
+    Responses API; `output`: items.
     """
 
     responses_create_params: _CreateParams
@@ -75,7 +75,7 @@ class BaseVerifyResponse(BaseVerifyRequest):
 
 
 class SimpleResourcesServer(_Open):
-    """A resources server: a subclass has `verify`, and loads what it needs in `model_post_init`."""
+    """A resources server. A subclass defines `verify`, and loads its models in `model_post_init`."""
 
     config: BaseResourcesServerConfig
 
@@ -84,9 +84,8 @@ class SimpleResourcesServer(_Open):
         raise NotImplementedError
 
     def setup_webserver(self) -> FastAPI:
-        """The application: /verify, and what else NeMo Gym asks of a resources server.
-
-        Raises `ConfigError` for a `verify` that is no coroutine.
+        """The application: /verify and the other routes of a resources server. Raises `ConfigError` unless `verify` is
+        a coroutine.
         """
         if not inspect.iscoroutinefunction(inspect.unwrap(self.verify)):
             got = f"def verify of {type(self).__name__}"
@@ -100,15 +99,14 @@ class SimpleResourcesServer(_Open):
 
     @classmethod
     def run_webserver(cls) -> None:
-        """Make the server of the section that NeMo Gym hands over, then serve until a signal.
-
-        The exit code is 2 for a mistake in the configuration.
+        """Make the server of the section that NeMo Gym passes, then serve until a signal. Exits with 2 for a mistake in
+        the configuration.
         """
         logs.configure("text")
         try:
             where, section = handed_over()
-            given: Any = {"name": where.split(".")[0]} | OmegaConf.to_container(section, resolve=True)  # type: ignore
-            server = cls(config=given)  # nothing listens before the model is loaded
+            settings: Any = {"name": where.split(".")[0]} | OmegaConf.to_container(section, resolve=True)  # type: ignore
+            server = cls(config=settings)  # nothing listens before the model is loaded
             app = server.setup_webserver()
         except (TreewardError, ValidationError) as error:  # pydantic's holds what model_post_init raises
             sys.stderr.write(f"{cls.__name__}: {error}\n")
@@ -118,19 +116,19 @@ class SimpleResourcesServer(_Open):
 
 
 def _masking(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[JSONResponse]]:
-    """`verify` as a route, in whose verdict a failure is never a number that counts."""
+    """`verify` as a route that masks failures instead of giving them a number."""
 
     @functools.wraps(verify)
-    async def answer(*args: Any, **given: Any) -> JSONResponse:
+    async def answer(*args: Any, **arguments: Any) -> JSONResponse:
         try:
-            verdict = (await verify(*args, **given)).model_dump(mode="json")
+            verdict = (await verify(*args, **arguments)).model_dump(mode="json")
             if verdict["mask_sample"] or math.isfinite(verdict["reward"]):
                 return JSONResponse(verdict)
             reason = f"the reward is {verdict['reward']!r}"
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             logger.warning("A rollout has no reward: %s", reason, exc_info=not isinstance(error, TreewardError))
-        body = next(value for value in given.values() if isinstance(value, BaseVerifyRequest))
+        body = next(value for value in arguments.values() if isinstance(value, BaseVerifyRequest))
         return JSONResponse(body.model_dump(mode="json") | failure(reason))
 
     return answer

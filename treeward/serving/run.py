@@ -2,8 +2,8 @@
 
     serve(ServerConfig(models=[{"model": "results/rm/final"}], port=8000))      # until SIGTERM or SIGINT
 
-The server listens only when every model is loaded and keeps its scoring contract: whoever can connect can score. On a
-signal uvicorn accepts nothing new and answers what was accepted.
+The server listens only when every model is loaded and keeps its scoring contract. On a signal uvicorn accepts nothing
+new and responds to accepted requests.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ _BACKLOG = 4096
 
 
 def serve(config: ServerConfig) -> int:
-    """Serve until a signal, and give the exit code. With several replicas this process is their front.
+    """Serve until a signal, and return the exit code. With several replicas this process is their front.
 
-    Raises `ConfigError` for an address that cannot be used and a token that is not there, and `ModelError` as
-    `Service.load`.
+    Raises `ConfigError` for an unusable address or a missing token, and `ModelError` as `Service.load` does.
     """
     token = key_from(config.token_env, field="token_env")
     config.refuse(config.replicas == 1 and config.ray_actor_options, "ray_actor_options replicas", "2 replicas or more")
@@ -62,7 +61,7 @@ def _service(config: ServerConfig, listener: socket.socket) -> Iterator[Service]
         fix = "pip install 'treeward[serve,ray]', or use one replica"
         raise ConfigError("Ray Serve is not installed", field="replicas", got=str(error), fix=fix) from error
 
-    # The next server at this address takes the place of replicas that one which was killed has left on a cluster.
+    # The name follows from the address, so that a new server replaces the replicas of a killed one.
     with started(config, f"treeward-{socket.gethostname()}-{listener.getsockname()[1]}") as service:
         logger.info("%d replicas are ready.", config.replicas)
         yield service
@@ -88,7 +87,7 @@ def make_server(service: Service, *, token: str | None = None) -> uvicorn.Server
 
 
 def _bind(config: ServerConfig) -> socket.socket:
-    """A socket that is bound and does not listen yet, so that a taken port shows before minutes of loading."""
+    """A bound socket that does not listen yet, so that a taken port shows before minutes of loading."""
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,10 +1,10 @@
-"""`RunningRewards`: the mean and deviation of the rewards so far, by which NeMo Gym's `/verify` normalises.
+"""`RunningRewards`: normalisation of NeMo Gym's rewards by their mean and deviation so far.
 
     running = RunningRewards(RunningStatisticsConfig(size=1000))
     running.normalized(reward, "hash of its conversation").value
 
-NeMo Gym repeats a request whose connection was lost, and verifies rollouts again. So a conversation keeps the value and
-the statistics that it had first, and after `size` conversations the statistics are fixed.
+NeMo Gym repeats a request whose connection was lost, and verifies rollouts again. So a conversation keeps its first
+value and statistics, and after `size` conversations the statistics are fixed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class RunningRewards:
         self._lock = threading.Lock()
 
     def normalized(self, reward: Reward, key: str) -> Reward:
-        """(r - mean) / (std + 1e-8), clipped, with the statistics of the rewards so far, this one included.
-
-        The deviation is that of the population. A missing reward stays so.
+        """(r - mean) / (std + 1e-8), clipped, with the population statistics of the rewards so far, this one included.
+        A missing reward stays missing.
         """
         if reward.value is None:
             return reward

@@ -1,11 +1,11 @@
-"""`Service`: what every route calls; from conversations to rewards, or to an `APIError`.
+"""`Service`: from conversations to rewards, or to an `APIError`, for every route.
 
     model = service.model("rm")
     rewards = await service.rewards(model, [conversation, RenderedText(text)], deadline=deadline)
-    rewards[0].value        # the reward: the score, or what the model's shaping makes of it
+    rewards[0].value        # the reward: the score, shaped if the model has shaping
 
-A dialect parses its own bodies and writes its own responses; everything between lies here, so that a conversation has
-one score whichever way it came.
+A dialect parses its own bodies and writes its own responses; everything between is here, so that a conversation has the
+same score in every dialect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class ConversationBatcher(Protocol):
-    """What a service asks for scores: a `Batcher` in its process, or replicas elsewhere."""
+    """The source of a service's scores: a `Batcher` in its process, or replicas elsewhere."""
 
     num_queued: int
 
@@ -48,7 +48,7 @@ class ConversationBatcher(Protocol):
 
 
 class Service:
-    """The models, the batcher that scores with them, and what the server counts."""
+    """The models, their batcher, and the server's metrics."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Service:
 
     @classmethod
     def load(cls, config: ServerConfig) -> Service:
-        """Load the models. Raises `ModelError` for a model that does not keep its contract."""
+        """Load the models. Raises `ModelError` for a model that breaks its contract."""
         models = []
         for section in config.models:
             started = time.monotonic()
@@ -89,11 +89,8 @@ class Service:
         return cls([model.served for model in models], config, metrics, Batcher(models, config, metrics))
 
     def model(self, name: str | None) -> ServedModel:
-        """The model of this name, or that was loaded from this folder or hub name; the first for None.
-
-        Raises `APIError` 404.
-        """
-        if name in self.models:  # before all folders: one model may be loaded from where another's name says
+        """The model of this name, folder or hub name; the first for None. Raises `APIError` 404."""
+        if name in self.models:  # before folders: one model's folder may be another's name
             return self.models[name]
         for model in self.models.values():
             if name is None or [name] == list(model.members):
@@ -104,7 +101,7 @@ class Service:
     async def rewards(
         self,
         model: ServedModel,
-        asked: Sequence[Conversation | RenderedText],
+        inputs: Sequence[Conversation | RenderedText],
         *,
         deadline: float,
         reference_answers: Sequence[Any] | None = None,
@@ -113,26 +110,26 @@ class Service:
     ) -> list[Reward]:
         """One reward for each conversation, in order.
 
-        `deadline`: of `time.monotonic`. `reference_answers`: as `Rewarder.rewards` reads them. `shaped`: by the shaping
-        that the model is served with, if any. Raises `APIError` for too many conversations, a full queue and a
-        deadline; and, with `on_error="refuse"`, for a conversation without a reward: 422 if it cannot be scored, 500 if
-        the server failed. With "mask" its value is None and `error` says why.
+        `deadline`: of `time.monotonic`. `reference_answers`: as in `Rewarder.rewards`. `shaped`: with the model's
+        shaping, if any. Raises `APIError` for too many conversations, a full queue and a deadline; and, with
+        `on_error="refuse"`, for a conversation without a reward: 422 if it cannot be scored, 500 if the server failed.
+        With "mask" its value is None, with the reason in `error`.
         """
         references = reference_answers if model.reference_key is not None else None
-        number = len(asked) + sum(len(one) if isinstance(one, list) else 1 for one in references or ())
+        number = len(inputs) + sum(len(texts) if isinstance(texts, list) else 1 for texts in references or ())
         if number > self.config.max_conversations:
             limit = self.config.max_conversations
             message = f"{number} conversations in one request, with their references; at most {limit}"
             raise APIError(413, "too_many_conversations", message)
         if model.shaper is None or not shaped:
-            scores = await self._scores(model, asked, deadline)
+            scores = await self._scores(model, inputs, deadline)
             rewards = [Reward(score.score, score, error=score.error) for score in scores]
         else:
-            rewards = await self._shaped(model, asked, reference_answers, deadline)
+            rewards = await self._shaped(model, inputs, reference_answers, deadline)
         for i, reward in enumerate(rewards):
             if reward.value is None and on_error == "refuse":
-                by_server = isinstance(reward.score, FailedScore)
-                status, code = (500, "scoring_failed") if by_server else (422, "cannot_be_scored")
+                is_server_fault = isinstance(reward.score, FailedScore)
+                status, code = (500, "scoring_failed") if is_server_fault else (422, "cannot_be_scored")
                 raise APIError(status, code, f"conversation {i}: {reward.error}", param=f"[{i}]")
         return rewards
 
@@ -142,24 +139,24 @@ class Service:
         self._shaping.shutdown(wait=False, cancel_futures=True)
 
     async def _scores(
-        self, model: ServedModel, asked: Sequence[Conversation | RenderedText], deadline: float
+        self, model: ServedModel, inputs: Sequence[Conversation | RenderedText], deadline: float
     ) -> list[Score]:
-        """The batcher's scores; it is not asked for those of what is too long or nested too deep."""
-        errors = [check_length(one, self.config.max_conversation_characters) for one in asked]
-        short = [one for one, error in zip(asked, errors, strict=True) if error is None]
-        self.metrics.failures.labels(model.name, "request").inc(len(asked) - len(short))
+        """The batcher's scores; inputs that are too long or nested too deep get errors instead."""
+        errors = [check_length(item, self.config.max_conversation_characters) for item in inputs]
+        short = [item for item, error in zip(inputs, errors, strict=True) if error is None]
+        self.metrics.failures.labels(model.name, "request").inc(len(inputs) - len(short))
         scores = iter(await self.batcher.score(model.name, short, deadline=deadline))
         return [next(scores) if error is None else Score(None, error=error) for error in errors]
 
     async def _shaped(
         self,
         model: ServedModel,
-        asked: Sequence[Conversation | RenderedText],
+        inputs: Sequence[Conversation | RenderedText],
         reference_answers: Sequence[Any] | None,
         deadline: float,
     ) -> list[Reward]:
         rewarder = Rewarder(None, model.shaper)
-        conversations = [one.messages if isinstance(one, RenderedText) else one for one in asked]
+        conversations = [item.messages if isinstance(item, RenderedText) else item for item in inputs]
         if model.shaper is not None and model.shaper.reads_completions and None in conversations:
             message = (
                 f"text {conversations.index(None)}: this model's rewards depend on the completion, and nothing shows "
@@ -168,15 +165,16 @@ class Service:
             )
             raise APIError(422, "unknown_completion", message)
         plan = rewarder.plan([chat or [] for chat in conversations], reference_answers)
-        scores = await self._scores(model, [*asked, *plan.to_score[len(asked) :]], deadline)
-        # It makes tokens of completions: in a thread, and always the same, as tokenizers are not made for several.
+        scores = await self._scores(model, [*inputs, *plan.to_score[len(inputs) :]], deadline)
+        # It tokenizes completions: in a thread, and always the same one, as tokenizers are not thread-safe.
         return await asyncio.get_running_loop().run_in_executor(self._shaping, partial(rewarder.finish, plan, scores))
 
 
-def check_length(asked: Conversation | RenderedText, limit: int) -> str | None:
-    """Why a conversation is too long, or nested too deep, to be rendered, or None. It is measured as JSON."""
+def check_length(conversation: Conversation | RenderedText, limit: int) -> str | None:
+    """The error of a conversation that is too long, as JSON, or nested too deep; None for others."""
     try:
-        length = len(asked.text if isinstance(asked, RenderedText) else orjson.dumps(asked).decode())
+        text = conversation.text if isinstance(conversation, RenderedText) else orjson.dumps(conversation).decode()
+        length = len(text)
     except orjson.JSONEncodeError as error:
         return f"the conversation cannot be written as JSON, which has at most 254 levels here: {error}"
     if length <= limit:

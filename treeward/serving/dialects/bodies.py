@@ -1,4 +1,4 @@
-"""What the dialects are made of: the types of bodies, and the server as a route asks it.
+"""The common parts of the dialects: types of bodies, and the server for a route.
 
 class MyBody(Body):
     texts: Strings
@@ -38,7 +38,7 @@ class JSONRoute(APIRoute):
     """A route whose bodies are read by orjson: strictly, without NaN or lone surrogates."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, which is given a request of ours."""
+        """The handler, with our request class."""
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
@@ -55,7 +55,7 @@ class _Request(Request):
 
 
 class _Server:
-    """The service of the application, by the deadline of a request."""
+    """The application's service, with a request's deadline."""
 
     def __init__(self, request: Request) -> None:
         self.service: Service = request.app.state.service
@@ -64,23 +64,23 @@ class _Server:
         self.model = self.service.model
 
     async def rewards(
-        self, model: ServedModel, asked: Sequence[Conversation | RenderedText], **options: Any
+        self, model: ServedModel, inputs: Sequence[Conversation | RenderedText], **options: Any
     ) -> list[Reward]:
         """As `Service.rewards`."""
-        return await self.service.rewards(model, asked, deadline=self.deadline, **options)
+        return await self.service.rewards(model, inputs, deadline=self.deadline, **options)
 
     async def respond(
         self,
         model: ServedModel,
-        asked: Sequence[Conversation | RenderedText],
+        inputs: Sequence[Conversation | RenderedText],
         to_json: Callable[[list[Reward]], Any],
     ) -> JSON:
-        """The response to a request for the rewards of all that is asked, in the form that `to_json` gives them.
+        """The response with the rewards of all inputs, in the form of `to_json`.
 
-        The header `X-Treeward-Warning` says which rendered texts end or begin otherwise than the model's conversations.
+        The header `X-Treeward-Warning` says how many rendered texts end or begin unlike the model's conversations.
         """
-        rewards = await self.rewards(model, asked)
-        texts = [conversation.text for conversation in asked if isinstance(conversation, RenderedText)]
+        rewards = await self.rewards(model, inputs)
+        texts = [item.text for item in inputs if isinstance(item, RenderedText)]
         warning = model.ending.warning(texts) if texts else None
         return JSON(to_json(rewards), headers={"X-Treeward-Warning": warning} if warning else None)
 
@@ -90,13 +90,13 @@ Server = Annotated[_Server, Depends()]
 
 
 class Body(BaseModel):
-    """What a client sends, in the types that are documented; keys that a dialect does not know are ignored."""
+    """A client's body, in the documented types; unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True, protected_namespaces=())
 
 
 class OwnBody(Body):
-    """What a client of our own dialect sends: an ignored key would be a conversation scored without a part of it."""
+    """A body of our own dialect. Unknown keys are errors: an ignored one could be a part of the conversation."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -104,11 +104,11 @@ class OwnBody(Body):
 _Item = TypeVar("_Item")
 
 List = Annotated[list[_Item], Field(fail_fast=True)]
-"""A list whose first mistake is the only one that is told: a million errors take seconds, and a gigabyte."""
+"""A list that reports its first mistake only: a million errors take seconds, and a gigabyte."""
 
 
 class MessageBody(TypedDict):
-    """A message; what else it has (tool calls, names) reaches the chat template."""
+    """A message; its other keys (tool calls, names) reach the chat template."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     role: str
@@ -116,7 +116,7 @@ class MessageBody(TypedDict):
 
 
 def described(words: str) -> WrapValidator:
-    """One message in place of one for each form that the value may have."""
+    """One error message instead of one for each form of the value."""
 
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:

@@ -1,16 +1,15 @@
-"""NeMo Gym's dialect, by which its agents call a resources server: `POST /verify` and what belongs to it.
+"""NeMo Gym's dialect for resources servers: `POST /verify` and its companions.
 
 {"responses_create_params": {"input": "2 + 2?"}, "response": {"output": [{"type": "message", ...}]}, "any": "thing"}
 -> the same body, byte for byte, with "reward": 1.5, "reward_num_tokens": 21, "reward_truncated": false at its end
 
-Further keys are added where they apply: `reward_score` (the model's own score, where shaping makes the reward of it),
-`reward_components` (that score, and the values of members and heads, each at the top level too), and `reward_passed`
-for a row with a `reward_threshold`; `reward_running_mean`, `reward_running_std` and `reward_running_count` where
-running statistics have normalised the reward.
+Further keys: with shaping `reward_score` (the model's score); `reward_components` (that score, and the values of
+members and heads, each at the top level too); for a row with a `reward_threshold` `reward_passed`; and with running
+statistics `reward_running_mean`, `reward_running_std` and `reward_running_count`.
 
 A conversation without a reward gets a 200 and NeMo Gym's form of a failure: reward 0.0, `mask_sample` true,
 `failure_reason`. The row then stays out of the metrics and is tried again on resume; any other status would end the
-whole collection. A body that is no rollout gets 422.
+whole collection. A body that is not a rollout gets 422.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 
 PATHS = ("/verify", "/seed_session", "/close_session", "/aggregate_metrics")
-"""How the addresses of its bodies end."""
+"""The ends of the paths that take its bodies."""
 VERDICT_KEYS = frozenset(
     {
         *("reward", "reward_score", "reward_components", "reward_num_tokens", "reward_truncated", "reward_passed"),
         *("mask_sample", "failure_kind", "failure_reason", "_ng_failure_class"),
     }
 )
-"""What a body may hold of an earlier verdict, when it is verified again."""
+"""The keys of an earlier verdict, in a body that is verified again."""
 
 router = APIRouter(tags=["NeMo Gym"], route_class=JSONRoute)
 sessions = APIRouter(route_class=JSONRoute)
 """The routes beside /verify, which are the same for every resources server."""
 _verify = APIRouter(route_class=JSONRoute)
 ROLLOUT_PREFIX = "/ng-rollout/{rollout_id}"
-"""Before the addresses that are asked for one rollout, where NeMo Gym observes it."""
+"""The prefix of paths for one rollout, if NeMo Gym observes it."""
 
 
 class CreateParams(Body):
@@ -82,13 +81,13 @@ class VerifyBody(Body):
 @_verify.post("/verify", summary="The reward of a rollout", response_model=dict[str, Any])
 async def verify(body: VerifyBody, request: Request, server: Server) -> Response:
     model = server.model(None)
-    content, given = await request.body(), await request.json()
-    references = None if model.reference_key is None else [given.get(model.reference_key)]
+    content, values = await request.body(), await request.json()
+    references = None if model.reference_key is None else [values.get(model.reference_key)]
     try:
-        asked = parse(given, model)
-        [reward] = await server.rewards(model, [asked], reference_answers=references, on_error="mask")
+        conversation = parse(values, model)
+        [reward] = await server.rewards(model, [conversation], reference_answers=references, on_error="mask")
         if (running := server.service.running) is not None:
-            key = hashlib.sha256(json.dumps([asked, references]).encode()).hexdigest()
+            key = hashlib.sha256(json.dumps([conversation, references]).encode()).hexdigest()
             reward = running.normalized(reward, key)
         added = verdict(reward, body.reward_threshold)
     except DataError as error:
@@ -96,7 +95,7 @@ async def verify(body: VerifyBody, request: Request, server: Server) -> Response
     except APIError as error:
         server.service.metrics.errors.labels(error.code).inc()
         added = failure(error.message)
-    return Response(with_verdict(content, given, added), media_type="application/json")
+    return Response(with_verdict(content, values, added), media_type="application/json")
 
 
 @sessions.post("/seed_session", summary="Begin a session", response_model=dict[str, str])
@@ -107,7 +106,7 @@ async def seed_session(
     """A row, or the start of an episode, which names its session."""
     if resources_session_id is None:
         return JSON({})
-    # Nothing is kept of a session, so the cookie only has to be there, and fit for a header.
+    # The server keeps no sessions, so the cookie only has to exist and fit into a header.
     response = JSON({"resources_session_id": resources_session_id})
     response.set_cookie("treeward_session", hashlib.sha256(resources_session_id.encode()).hexdigest(), httponly=True)
     return response
@@ -135,9 +134,9 @@ router.include_router(_verify)
 router.include_router(_verify, prefix=ROLLOUT_PREFIX, include_in_schema=False)
 
 
-def parse(given: Mapping[str, Any], model: ServedModel) -> Conversation:
+def parse(values: Mapping[str, Any], model: ServedModel) -> Conversation:
     """The conversation of a rollout. Raises `DataError` for one that cannot be scored."""
-    params, output = given["responses_create_params"], given["response"]["output"]
+    params, output = values["responses_create_params"], values["response"]["output"]
     return conversation_of(params, output, developer=model.developer_role)
 
 
@@ -156,20 +155,19 @@ def verdict(reward: Reward, threshold: float | None = None) -> dict[str, Any]:
     return {"reward": reward.value, **({"reward_components": parts, **parts} if parts else {}), **counts, **passed}
 
 
-def with_verdict(content: bytes, given: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
-    """The JSON object `content`, parsed as `given`, with the keys of `added` at its end.
+def with_verdict(content: bytes, values: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
+    """The JSON object `content`, parsed as `values`, with the keys of `added` at its end.
 
-    The echoed part is the bytes themselves: it is neither dumped nor rounded. Only a body that holds an earlier verdict
-    is written anew.
+    The client's bytes are echoed unchanged, unless the body holds an earlier verdict.
     """
-    stale = (VERDICT_KEYS | added.keys()) & given.keys()
+    stale = (VERDICT_KEYS | added.keys()) & values.keys()
     if stale:
         try:
             kept = {key: value for key, value in json.loads(content).items() if key not in stale}
         except RecursionError as error:
             raise APIError(422, "invalid_request", "the body is nested too deep to be written anew") from error
         content = json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
-    comma = b"" if given.keys() <= stale else b","
+    comma = b"" if values.keys() <= stale else b","
     return content.rstrip(b" \t\r\n")[:-1] + comma + orjson.dumps(added)[1:]
 
 
@@ -205,7 +203,7 @@ def aggregate_metrics(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _by_task(rows: Iterable[Row]) -> dict[int, list[Row]]:
-    """The rows that are not masked by their task, in the order of tasks and rollouts."""
+    """The unmasked rows by task, in the order of tasks and rollouts."""
     groups: dict[int, list[Row]] = {}
     for row in sorted(rows, key=lambda row: (_index(row, TASK_INDEX), _index(row, ROLLOUT_INDEX))):
         if not row.get("mask_sample"):
@@ -214,7 +212,7 @@ def _by_task(rows: Iterable[Row]) -> dict[int, list[Row]]:
 
 
 def _index(row: Row, key: str) -> int:
-    """0 where there is none, as NeMo Gym has it."""
+    """The row's index, 0 if it has none, as in NeMo Gym."""
     return row[key] if isinstance(row.get(key), int) else 0
 
 
@@ -228,13 +226,13 @@ def _describe(rows: Iterable[Row]) -> dict[str, float]:
             # Sums of squares of larger numbers are not finite.
             if isinstance(value, int | float) and abs(value) < 1e150 and name != "mask_sample" and name[:1] != "_":
                 columns.setdefault(name, []).append(float(value))
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for name, values in columns.items():
-        found |= {
+        result |= {
             f"mean/{name}": statistics.fmean(values),
             f"max/{name}": max(values),
             f"min/{name}": min(values),
             f"median/{name}": float(statistics.median(values)),
             f"std/{name}": statistics.stdev(values) if len(values) > 1 else 0.0,
         }
-    return found
+    return result

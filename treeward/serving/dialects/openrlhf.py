@@ -3,10 +3,10 @@
 {"query": ["prompt and response as text"], "prompts": ["prompt"], "labels": ["4"]}
 -> {"rewards": [1.5], "scores": [1.5]}
 
-A query is what a policy generated, so padding around it is taken away, and white space that the model's template writes
-after the end of turn is added, as OpenRLHF's own server makes every query end with EOS. What follows the prompt is the
-completion, by which shaping measures length. Where shaping makes other rewards of the scores, `extra_logs` has these.
-`labels` are ignored. The model is the first, or that of the URL: /get_reward?model=careful.
+A policy generated the query, so padding around it is removed, and the white space of the model's template after the end
+of turn is added, as OpenRLHF's server makes every query end with EOS. The completion follows the prompt; shaping
+measures its length. With shaping `extra_logs` has the scores. `labels` are ignored. The model is the first, or the
+URL's: /get_reward?model=careful.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RewardBody(Body):
 
 
 class RewardResponse(TypedDict):
-    """A reward for each query, in order. `extra_logs`: where shaping makes the rewards."""
+    """A reward for each query, in order. `extra_logs`: only with shaping."""
 
     rewards: list[float | None]
     scores: list[float | None]
@@ -51,7 +51,7 @@ async def get_reward(body: RewardBody, server: Server, model: ModelName = None) 
 
 
 def parse(body: RewardBody, model: ServedModel) -> list[RenderedText]:
-    """The queries with their whole endings, and their completions where the prompts tell. Raises `APIError` 422."""
+    """The queries with complete endings, and with their completions if prompts are given. Raises `APIError` 422."""
     queries = [model.ending.completed(query) for query in as_list(body.query)]
     if body.prompts is None:
         return [RenderedText(query) for query in queries]

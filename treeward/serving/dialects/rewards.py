@@ -1,5 +1,5 @@
-"""Our own dialect: `POST /v1/rewards` takes messages and gives scores, rewards and what they were made of;
-`POST /v1/rewards/trace` gives the score of a completion as it develops, as if it had ended after each of its tokens.
+"""Our own dialect: `POST /v1/rewards` takes messages and gives scores, rewards and their components;
+`POST /v1/rewards/trace` gives the score of a completion as it develops, as if it ended after each of its tokens.
 
 {"context": [{"role": "user", "content": "2 + 2?"}], "completions": ["4", "5"]}
 -> {"object": "list", "model": "rm", "contract": "3f...",
@@ -12,10 +12,9 @@
     "points": [{"tokens": 1, "score": -0.5}, {"tokens": 2, "score": -0.25}, ...],
     "num_tokens": 21, "truncated": false, "usage": {"total_tokens": 21}}
 
-A point is the score of the conversation up to there with the end of turn that the model's chat template writes (`end`):
-the score that the model would give if the completion stopped. The last point is the score of the completion. Scores are
-raw, whatever shaping the model is served with. A token has its place in `text` in code points; tokens that make up one
-character are one. `truncated`: the context was cut, as for the completion's own score.
+A point is the score of the conversation up to that token with the chat template's end of turn (`end`): the score if the
+completion stopped there. The last point is the score of the completion. Scores are raw, without shaping. Tokens have
+their places in `text` in code points; tokens that make up one character are one. `truncated`: the context was cut.
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ class RewardsBody(OwnBody):
 
 
 class RewardRow(TypedDict):
-    """`heads`, `members`: of a model with several heads, and of an ensemble, the value of each. `spread`: of heads that
-    are estimates of one score.
+    """`heads`, `members`: the value of each head, of each member of an ensemble. `spread`: of heads that estimate one
+    score.
     """
 
     index: int
@@ -142,20 +141,20 @@ def parse(body: RewardsBody) -> list[Any]:
 
 
 def _row(body: RewardsBody, prompts: Sequence[str], ends: Sequence[str]) -> dict[str, Any]:
-    """The body's keys as those of a row of a file, but texts are messages, whatever they look like."""
+    """The body as a row of a file, with every text as a message, never parsed."""
     row = {key: literally(getattr(body, key), "user") for key in prompts}
     length = sum(map(len, row.values())) + 1
     for key in ends:
-        given = getattr(body, key)
+        value = getattr(body, key)
         if key not in _LISTS:
-            row[key] = literally(given, "assistant")
+            row[key] = literally(value, "assistant")
             continue
         if not prompts:
             raise DataError("completions need their context, which may be []", field="context", got="none")
-        if length * len(given) > _MOST_MESSAGES:  # a small body would become a large thing
-            message = f"{len(given)} completions of {length - 1} messages; at most {_MOST_MESSAGES} in all"
+        if length * len(value) > _MOST_MESSAGES:  # a small body would need much memory
+            message = f"{len(value)} completions of {length - 1} messages; at most {_MOST_MESSAGES} in all"
             raise APIError(413, "too_many_messages", message, param=key)
-        row[key] = [literally(one, "assistant") for one in given]
+        row[key] = [literally(completion, "assistant") for completion in value]
     return row
 
 
@@ -201,32 +200,32 @@ class TraceBody(OwnBody):
 @router.post("/v1/rewards/trace", summary="The score of a completion as it develops", response_model=dict[str, Any])
 async def trace(body: TraceBody, server: Server) -> JSON:
     model, config = server.model(body.model), server.service.config
-    found = await run_in_threadpool(parse_trace, body, model, config.max_conversation_characters)
-    number = len(found.pieces)
+    prefixes = await run_in_threadpool(parse_trace, body, model, config.max_conversation_characters)
+    number = len(prefixes.pieces)
     most = min(body.max_points, config.max_conversations, number)
-    chosen = [int(n) for n in np.linspace(number, 1, most).round()]
-    # Longest first, so that the others have their beginnings in common with it.
-    texts = [RenderedText(found.until(n)) for n in chosen]
+    lengths = [int(n) for n in np.linspace(number, 1, most).round()]
+    # Longest first, so that the others share their beginnings with it.
+    texts = [RenderedText(prefixes.until(n)) for n in lengths]
     rewards = await server.rewards(model, texts, shaped=False)
-    points = [{"tokens": n, "score": reward.value} for n, reward in zip(chosen, rewards, strict=True)]
+    points = [{"tokens": n, "score": reward.value} for n, reward in zip(lengths, rewards, strict=True)]
     return JSON(
         {
             "object": "reward.trace",
             "model": model.name,
             "contract": model.contract_sha256,
-            "text": found.text,
-            "end": found.end,
-            "tokens": [{"text": piece.text, "start": piece.start, "end": piece.end} for piece in found.pieces],
+            "text": prefixes.text,
+            "end": prefixes.end,
+            "tokens": [{"text": piece.text, "start": piece.start, "end": piece.end} for piece in prefixes.pieces],
             "points": points[::-1],
-            "num_tokens": found.num_tokens,
-            "truncated": found.truncated,
-            "usage": {"total_tokens": found.num_tokens},
+            "num_tokens": prefixes.num_tokens,
+            "truncated": prefixes.truncated,
+            "usage": {"total_tokens": prefixes.num_tokens},
         }
     )
 
 
 def parse_trace(body: TraceBody, model: ServedModel, max_characters: int) -> CompletionPrefixes:
-    """The beginnings of the completion. Raises `APIError` 422 for one that cannot be scored, or has no tokens."""
+    """The prefixes of the completion. Raises `APIError` 422 if it cannot be scored or has no tokens."""
     if model.renderer is None:
         raise APIError(422, "no_tokens", f"{model.name} reads whole messages, not tokens", param="model")
     if not model.reads_text:

@@ -2,9 +2,9 @@
 
 {"prompt": "prompt as text", "response": "4.<|im_end|>", "label": "4"}      -> 1.5
 
-The response is a bare number. A prompt that is text is continued by the response; with a prompt of messages the
-response is the assistant's next. As a policy stops at its end of turn, white space that the model's template writes
-after it is added. `label` is ignored. The model is the first, or that of the URL: /slime?model=careful.
+The HTTP response is a bare number. `response` continues a prompt that is text, or is the assistant's next message after
+a prompt of messages. As a policy stops at its end of turn, the template's white space after it is added. `label` is
+ignored. The model is the first, or the URL's: /slime?model=careful.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 {"inputs": "rendered text"}                          -> [{"score": 1.5, "label": "LABEL_0"}]
 {"inputs": [["one text"], ["another"]]}              -> [[{"score": 1.5, ...}], [{"score": 0.5, ...}]]
 
-Scores are raw unless the request asks for sigmoids: `raw_scores: false`, which in TEI itself is the default, or
-`parameters: {function_to_apply: "sigmoid"}`, which the hub's client sends. A softmax is refused: of one label it is
-always 1. Two strings in a list are TEI's form of a pair, for cross-encoders: a reward model reads whole conversations,
-so a pair is refused. Nothing is cut: `truncate` changes nothing, and a text that is too long is refused. The model is
-the first, or that of the URL: /predict?model=careful. Errors are in TEI's form.
+Scores are raw unless the request asks for sigmoids: `raw_scores: false`, the default of TEI itself, or `parameters:
+{function_to_apply: "sigmoid"}`, which the hub's client sends. A softmax is an error: of one label it is always 1. So
+are two strings in a list, TEI's form of a pair for cross-encoders: a reward model reads whole conversations. Nothing is
+cut: `truncate` is ignored, and a text that is too long is an error. The model is the first, or the URL's:
+/predict?model=careful. Errors are in TEI's form.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WORDS = "a text, or [[text], [text], ...]: several texts in one list are a pair
 
 
 class Parameters(Body):
-    """What the hub's client asks for beside the texts."""
+    """Options of the hub's client."""
 
     function_to_apply: Literal["sigmoid", "none"] | None = None
     """The sigmoid of the score, or the score itself."""

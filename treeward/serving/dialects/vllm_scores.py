@@ -9,7 +9,7 @@ assistant's completion of it, rendered by the model's own template.
     "results": [{"index": 1, "document": {"text": "4"}, "relevance_score": 1.5}]}
 
 Also as /v1/score, /v1/rerank and /v2/rerank. One prompt goes with every document; lists of one length go pairwise.
-vLLM itself joins the two texts without a template: for an export its own `/score` means nothing.
+vLLM itself joins the two texts without a template: its own `/score` is meaningless for an export.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RerankBody(VllmOptions):
     query: str
     documents: Annotated[List[str], Field(min_length=1)]
     top_n: int = Field(default=0, ge=0)
-    """How many of the best are given. 0: all of them."""
+    """How many of the best to return. 0: all."""
 
 
 @router.post("/v1/score", include_in_schema=False)
@@ -69,22 +69,22 @@ async def rerank(body: RerankBody, server: Server) -> JSON:
     def to_json(rewards: Sequence[Reward]) -> dict[str, Any]:
         texts = zip(body.documents, values_of(body, model, rewards), strict=True)
         rows = [{"document": {"text": text}, "relevance_score": value} for text, value in texts]
-        found = list_response(server, "score", model, rewards, rows, body.request_id)
-        ranked = sorted(found["data"], key=lambda row: -row["relevance_score"])[: body.top_n or None]
-        return {"id": found["id"], "model": model.name, "usage": found["usage"], "results": ranked}
+        response = list_response(server, "score", model, rewards, rows, body.request_id)
+        ranked = sorted(response["data"], key=lambda row: -row["relevance_score"])[: body.top_n or None]
+        return {"id": response["id"], "model": model.name, "usage": response["usage"], "results": ranked}
 
     return await server.respond(model, as_conversations(body.query, body.documents), to_json)
 
 
 def parse(body: ScoreBody) -> list[Conversation]:
-    """The pairs of a body. Raises `APIError` 422 for lists that do not belong together."""
+    """The pairs of a body. Raises `APIError` 422 for lists that do not fit together."""
     pairs = (body.text_1, body.text_2), (body.queries, body.documents)
-    given = [(as_list(a), as_list(b)) for a, b in pairs if a is not None and b is not None]
-    if len(given) != 1:
+    texts = [(as_list(a), as_list(b)) for a, b in pairs if a is not None and b is not None]
+    if len(texts) != 1:
         raise APIError(422, "invalid_request", "give either text_1 and text_2, or queries and documents")
-    [(prompts, completions)] = given
+    [(prompts, completions)] = texts
     if not completions or len(prompts) not in (1, len(completions)):
         message = f"{len(prompts)} prompts for {len(completions)} completions: give one for all, or one for each"
         raise APIError(422, "invalid_request", message)
-    every = prompts * len(completions) if len(prompts) == 1 else prompts
-    return [as_conversations(prompt, [one])[0] for prompt, one in zip(every, completions, strict=True)]
+    prompts = prompts * len(completions) if len(prompts) == 1 else prompts
+    return [as_conversations(prompt, [text])[0] for prompt, text in zip(prompts, completions, strict=True)]

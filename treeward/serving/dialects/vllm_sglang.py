@@ -8,9 +8,8 @@
 -> [{"embedding": [1.5], "meta_info": {"id": "3f...", "prompt_tokens": 21}}]
 
 Bodies of vLLM have `input` or `messages`, SGLang's `text` or `input_ids`. Scores are raw whatever `use_activation`
-says, as vLLM gives them for an export, whose `problem_type` is regression. Nothing is cut: `truncate_prompt_tokens` is
-the most tokens that are accepted. SGLang ignores `model`; so does a server of one model here, while a server of several
-responds with 404 to a name that is none of theirs.
+says, as in vLLM for an export, whose `problem_type` is regression. Nothing is cut: `truncate_prompt_tokens` is a limit.
+SGLang ignores `model`, as does a server of one model here; a server of several responds with 404 to an unknown name.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ router = APIRouter(route_class=JSONRoute)
 
 
 class VllmOptions(Body):
-    """What every body of vLLM's has."""
+    """The keys of every body of vLLM."""
 
     model: ModelName = None
     """Which of the served models, by its name or by the folder that it was loaded from."""
@@ -135,13 +134,13 @@ async def pooling(body: PoolingBody, server: Server) -> JSON:
     response_model=ListResponse | Scored | list[Scored],
 )
 async def classify(body: ClassifyBody, server: Server) -> JSON:
-    given = [key for key in ("input", "messages", "text", "input_ids") if getattr(body, key) is not None]
-    if len(given) != 1:
+    keys = [key for key in ("input", "messages", "text", "input_ids") if getattr(body, key) is not None]
+    if len(keys) != 1:
         message = "the body must have one of input and messages (vLLM), text and input_ids (SGLang)"
         raise APIError(422, "invalid_request", message)
-    if given[0] in ("input", "messages"):
+    if keys[0] in ("input", "messages"):
         return await _vllm(body, server, "classify", lambda x: {"label": "LABEL_0", "probs": [x], "num_classes": 1})
-    texts: Any = getattr(body, given[0])
+    texts: Any = getattr(body, keys[0])
     name = server.request_id
 
     def to_json(rewards: Sequence[Reward]) -> Any:
@@ -152,8 +151,8 @@ async def classify(body: ClassifyBody, server: Server) -> JSON:
         ]
         return rows[0] if bodies.is_one(texts) else rows
 
-    asked = [RenderedText(text) for text in as_list(texts)]
-    return await server.respond(_any_model(server, body.model), asked, to_json)
+    inputs = [RenderedText(text) for text in as_list(texts)]
+    return await server.respond(_any_model(server, body.model), inputs, to_json)
 
 
 @router.post(
@@ -164,20 +163,20 @@ async def embeddings(body: EmbeddingsBody, server: Server) -> JSON:
 
     def to_json(rewards: Sequence[Reward]) -> ListResponse:
         numbers = [as_numbers(reward.value, body.encoding_format) for reward in rewards]
-        rows = [{"object": "embedding", "embedding": one} for one in numbers]
+        rows = [{"object": "embedding", "embedding": number} for number in numbers]
         return list_response(server, "embd", model, rewards, rows)
 
     return await server.respond(model, [RenderedText(text) for text in as_list(body.input)], to_json)
 
 
 def _any_model(server: Server, name: str | None) -> ServedModel:
-    """The model of a name; the first for "default", and for any name where there is no other."""
+    """The model of a name; the first for "default", and the only one for any name."""
     is_any = name == "default" or len(server.service.models) == 1
     return server.service.model(None if is_any else name)
 
 
 async def _vllm(body: VllmBody, server: Server, kind: str, row: Callable[[float], dict[str, Any]]) -> JSON:
-    """The response to a request of vLLM's; `row`: what it has of each number."""
+    """The response to a request of vLLM; `row`: from a number to its row."""
     model = server.model(body.model)
 
     def to_json(rewards: Sequence[Reward]) -> ListResponse:
@@ -188,18 +187,18 @@ async def _vllm(body: VllmBody, server: Server, kind: str, row: Callable[[float]
 
 
 def parse(body: VllmBody, model: ServedModel) -> list[Conversation | RenderedText]:
-    """The texts, or the one conversation, of a body. Raises `APIError` 422 where it would be rendered differently."""
+    """The texts, or the conversation, of a body. Raises `APIError` 422 if its template differs from the model's."""
     if (body.input is None) == (body.messages is None):
         raise APIError(422, "invalid_request", "give either input or messages")
     if body.messages is None:
         return [RenderedText(text) for text in as_list(body.input or [])]
     if model.renderer is not None:
-        own = [None, model.renderer.chat_template, model.renderer.tokenizer.chat_template]
-        is_own = {
-            "chat_template": body.chat_template in own,
+        templates = [None, model.renderer.chat_template, model.renderer.tokenizer.chat_template]
+        is_right = {
+            "chat_template": body.chat_template in templates,
             "chat_template_kwargs": body.chat_template_kwargs in (None, {}, model.renderer.chat_template_kwargs),
         }
-        if wrong := next((field for field, is_right in is_own.items() if not is_right), None):
+        if wrong := next((field for field, right in is_right.items() if not right), None):
             why = "the conversation would not be scored as in training; leave it out, or send text as input"
             raise APIError(422, "invalid_request", f"{wrong}: {why}", param=wrong)
     conversation: list[Any] = list(body.messages)

@@ -1,1 +1,1 @@
-"""The page at `/`, on which a person tries the models: routes that give its files, and the files."""
+"""The page at `/` for trying the models: its files and their routes."""

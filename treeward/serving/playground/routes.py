@@ -1,10 +1,10 @@
-"""The playground: the page at `/` and the files that it loads, all of them from here.
+"""The playground: the page at `/` and its files.
 
     app.include_router(router())
     OPEN_PATHS                  # what a browser may load before a person has typed the bearer token
 
-The page asks the same routes as any client (`/v1/models`, `/v1/rewards`, `/v1/rewards/trace`). Its content security
-policy lets it talk to this server alone, and what a person types is in no address that the server sees.
+The page calls the same routes as any client (`/v1/models`, `/v1/rewards`, `/v1/rewards/trace`). Its content security
+policy lets it talk to this server alone, and no URL contains the user's text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 OPEN_PATHS = frozenset(_FILES)
-"""Paths that need no bearer token: they hold nothing of the models."""
+"""Paths that need no bearer token, as they contain nothing of the models."""
 
 
 def router() -> APIRouter:
