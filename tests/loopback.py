@@ -115,5 +115,5 @@ def serving_on_loopback(service: Any, *, token: str | None = None) -> Iterator[s
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(2 * service.config.shutdown_seconds)  # a request that hangs is given up after these seconds
+        thread.join(120)  # a request that hangs is given up after these seconds
         assert not thread.is_alive(), "the server does not end"

@@ -159,14 +159,12 @@ SECTIONS = [
     (JudgeEnvironmentConfig, "base_url: u, model: m, lowest_rating: 10", "lowest_rating"),
     (HybridEnvironmentConfig, "mode: fallback, members: {rules: {weight: 2}}", "members.rules.weight"),
     (HybridEnvironmentConfig, "missing: renormalise, members: {a: {weight: -1}}", "members.a.weight"),
-    (HybridEnvironmentConfig, "members: {a: {settings: 5}}", "members.a.settings"),
     # servers
     (ServerConfig, "models: [{}]", "models[0].models"),
     (ServerConfig, "models: [{model: a, models: [b]}]", "models[0].models"),
     (ServerConfig, "models: [{models: [a, b]}]", "models[0].models"),
     (ServerConfig, "models: [{model: a}, {model: b/a}, {model: x, name: a}]", "models"),
     (NemoGymConfig, "model_path: m, server: {port: 1}", "server.port"),
-    (NemoGymConfig, "model_path: m, running: {size: 1}", "running.size"),
     (NemoGymConfig, "model_path: m, running: true, normalize_rewards: true", "running"),
 ]  # fmt: skip
 

@@ -206,7 +206,7 @@ def test_features_that_nemo_rl_does_not_support():
 def test_a_members_keys_stand_beside_its_weight():
     values = {
         "rules": {"weight": 2, "rule": "math"},
-        "other": {"type": "rules", "settings": {"rule": "regex"}, "pattern": "x"},
+        "other": {"type": "rules", "rule": "regex", "pattern": "x"},
     }
     members = load_section(HybridEnvironmentConfig, {"members": values}, where="env_config").members
     assert members["rules"].section == {"rule": "math"} and members["rules"].weight == 2

@@ -492,9 +492,10 @@ RESPONSES = ["Four.", "It is five, I think.", "No idea at all, sorry.", "Waves."
 
 
 def test_running_statistics_are_the_pages_formula_and_fixed_for_who_asks_again(
-    model_path: str, make_client: Any
+    model_path: str, make_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = make_client(model_path=model_path, running={"size": 3})
+    monkeypatch.setattr("treeward.serving.running.SIZE", 3)
+    client = make_client(model_path=model_path, running=True)
 
     def ask(response: str) -> dict[str, Any]:
         got: dict[str, Any] = client.post("/verify", json=rollout(response)).json()

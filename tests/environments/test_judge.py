@@ -148,8 +148,6 @@ def test_a_request_that_hangs(endpoint: FakeJudge) -> None:
     )
     result = judge(endpoint, timeout_seconds=0.3, max_retries=0).step([chat("slow"), chat("fast")], [{}, {}])
     assert errors(result) == ["judge: the server has not responded in time: no response", None]
-    result = judge(endpoint, step_timeout_seconds=0.5).step([chat("slow"), chat("fast")], [{}, {}])
-    assert errors(result) == ["no verdict within 0.5 seconds of the step", None]
     release.set()
 
 

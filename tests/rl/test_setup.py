@@ -52,7 +52,7 @@ def test_which_keys_of_an_environment_are_of_the_run() -> None:
     assert same({"type": "judge", "model": "m", "base_url": "x"}, base_url="y", timeout_seconds=1)
     assert not same({"type": "custom", "kwargs": {"batch_size": 1}}, kwargs={"batch_size": 2})
     assert not same({"type": "mine.Own", "batch_size": 1}, batch_size=2)
-    hybrid = {"type": "hybrid", "members": {"judge": {"model": "m", "settings": {"base_url": "x"}}}}
+    hybrid = {"type": "hybrid", "members": {"judge": {"model": "m", "base_url": "x"}}}
     assert same(hybrid, members={"judge": {"model": "m", "max_retries": 1, "base_url": "y"}})
     assert not same(hybrid, members={"judge": {"model": "m", "weight": 2}})
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from treeward.cli.main import main
-from treeward.errors import ConfigError, DataError
+from treeward.errors import DataError
 from treeward.scoring.scorer import Scorer
 from treeward.training.train import train
 
@@ -120,15 +120,6 @@ def test_a_signal_stops_the_evaluation_and_the_same_command_goes_on(
     rows = rows_of(folder)
     assert len(rows) == 140 and sum(scored) == sum(len(json.loads(row)["scores"]) for row in rows[128:])
     assert str(folder / "report.html") in capfd.readouterr().out
-
-
-def test_a_folder_with_something_else_is_not_overwritten(tiny_run: Callable[..., Any], tmp_path: Path) -> None:
-    own = tmp_path / "mine"
-    own.mkdir()
-    (own / "report.html").write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds something else(?s:.*)evaluation\.output"):
-        train(tiny_run(REPORT, f"evaluation.output={own}"), show_progress=False)
-    assert (own / "report.html").read_text() == "mine" and not (tmp_path / "checkpoints").exists()
 
 
 def test_a_suite_that_cannot_be_read_stops_the_run_before_it_trains(

@@ -23,7 +23,7 @@ from yaml import YAMLError
 
 from treeward.config.load import load_section
 from treeward.config.scoring import EnsembleConfig, RewardShapingConfig
-from treeward.config.server import RunningStatisticsConfig, ServedModelConfig, ServerConfig
+from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.errors import ConfigError
 
 _DEADLINE_SECONDS = 600  # NeMo Gym waits without a limit, and repeats a rollout that is given up
@@ -33,10 +33,6 @@ _LENIENT = {"missing_constants": "ignore"}
 
 _Ensemble = Annotated[
     EnsembleConfig, BeforeValidator(lambda given: {"method": given} if isinstance(given, str) else given)
-]
-_Running = Annotated[
-    RunningStatisticsConfig | None,
-    BeforeValidator(lambda given: ({} if given else None) if isinstance(given, bool) else given),
 ]
 
 
@@ -92,8 +88,8 @@ class NemoGymConfig(ServedModelConfig):
     """The address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """The port to listen on."""
-    running: _Running = None
-    """Normalise by the mean and standard deviation of all rewards so far: `true`, or a section."""
+    running: bool = False
+    """Normalise by the mean and standard deviation of all rewards so far."""
     server: dict[str, Any] = Field(default_factory=dict)
     """Other keys of the server's configuration, as `{max_queued: 1000}`; `deadline_seconds` is 600 by default."""
 
@@ -128,12 +124,12 @@ class NemoGymConfig(ServedModelConfig):
         need = "no such key: model_path, host, port and batch_size of the section itself set it"
         for key in sorted(values.keys() & self.server.keys()):
             raise ConfigError("a key is set twice", field=f"server.{key}", got=self.server[key], need=need)
-        values["running"] = self.running and self.running.model_dump()
+        values["running"] = self.running
         values = {"deadline_seconds": _DEADLINE_SECONDS} | values | self.server
         return load_section(ServerConfig, values, where="server")
 
     def check(self) -> None:
         normalizes = isinstance(self.shaping, RewardShapingConfig) and self.shaping.normalize_rewards
         need = "running statistics, or normalize_rewards with constants: one of them"
-        self.refuse(self.running is not None and normalizes, "running", need)
+        self.refuse(self.running and normalizes, "running", need)
         assert self.server_config  # raises for what the server would refuse

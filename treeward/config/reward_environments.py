@@ -235,8 +235,6 @@ class JudgeEnvironmentConfig(Strict):
     """Timeout of one attempt at a request."""
     max_retries: NonNegativeInt = 4
     """Further attempts of a request after 408, 409, 429, 5xx, timeouts and broken connections."""
-    step_timeout_seconds: PositiveFloat | None = 600.0
-    """Time limit of a step; samples without a verdict by then have no reward. None: no limit."""
 
     def check(self) -> None:
         places = ("{completion}",) if self.mode == "rating" else ("{completion_a}", "{completion_b}")
@@ -280,13 +278,11 @@ class HybridMember(Strict):
     """With `weighted`: factor of its reward. None: 1."""
     type: str | None = None
     """The kind of environment. None: the name of the member."""
-    settings: dict[str, Any] = {}
-    """The member's own keys; they may also stand beside `weight` and `type`."""
 
     @property
     def section(self) -> dict[str, Any]:
-        """The member's own keys, from both places."""
-        return {**self.settings, **(self.model_extra or {})}
+        """The member's own keys."""
+        return dict(self.model_extra or {})
 
 
 class HybridEnvironmentConfig(Strict):

@@ -82,8 +82,6 @@ class EvaluationConfig(Strict):
     """Examples of each set and suite whose completions are rewritten, to measure how scores change. None: none."""
     limit: PositiveInt | None = None
     """Evaluate only the first examples of each set and suite, this many. None: all that a validation measures."""
-    output: str | None = None
-    """Folder of the report and its rows. None: `report` inside `checkpointing.checkpoint_dir`."""
 
     @property
     def named_suites(self) -> tuple[tuple[str, str | None], ...]:

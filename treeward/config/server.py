@@ -24,15 +24,6 @@ Devices = Annotated[
 ]
 
 
-class RunningStatisticsConfig(Strict):
-    """Rewards of NeMo Gym's `/verify` are normalised by the mean and standard deviation of all rewards so far."""
-
-    size: Annotated[int, Field(ge=2)] = 1000
-    """Conversations whose rewards the statistics are made of; then they are fixed."""
-    reward_clip: PositiveFloat | None = 5.0
-    """Normalised rewards are clipped to +- this many standard deviations. None: no limit."""
-
-
 class ServedModelConfig(ScoringConfig):
     """A reward model, or several as one, under a name."""
 
@@ -71,8 +62,8 @@ class ServerConfig(Strict):
     """The address to listen on; 0.0.0.0 for every network."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """The port to listen on; 0 for a free one, which the log names."""
-    running: RunningStatisticsConfig | None = None
-    """Running statistics, for NeMo Gym's `/verify` alone. None: rewards are the same at every address."""
+    running: bool = False
+    """Normalise the rewards of NeMo Gym's `/verify`, and no others, by the mean and deviation of those so far."""
     replicas: PositiveInt = 1
     """Processes that each hold every model, in Ray Serve behind one address. 1: this process, without Ray."""
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
@@ -91,16 +82,12 @@ class ServerConfig(Strict):
     """Most characters (or token ids) of one conversation; a longer one is refused before it is tokenized."""
     deadline_seconds: PositiveFloat = 120.0
     """Time limit of a request, from its first byte; beyond it 504. A request may ask for less by X-Deadline-Seconds."""
-    shutdown_seconds: PositiveFloat = 60.0
-    """Time for accepted requests after SIGTERM or SIGINT, while the server accepts no new ones."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of requests. None: requests need no token."""
     log_format: Literal["text", "json"] = "text"
     """`json`: one JSON object a line, with the id of the request."""
     access_log: bool = True
     """Log a line for each request."""
-    playground: bool = True
-    """Serve a page at / where a person can try the models."""
 
     def check(self) -> None:
         names = [model.served_name for model in self.models]

@@ -68,7 +68,7 @@ _NOT_OF_THE_RUN = {
 _NOT_OF_THE_REWARD = {
     *("resources", "num_replicas", "batch_size", "batch_tokens", "dtensor_cfg", "cpu_offload"),
     *("activation_checkpointing", "dynamic_batching", "sequence_packing", "megatron_cfg", "max_retries"),
-    *("worker_timeout_seconds", "step_timeout_seconds", "timeout_seconds"),
+    *("worker_timeout_seconds", "timeout_seconds"),
     *("workers", "num_workers", "max_concurrency", "base_url", "api_key_env", "served_model", "token_env"),
 }
 """Keys of our environments that change where and how fast a reward is computed, not its value."""
@@ -332,11 +332,10 @@ def _section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
     kind = str(section.get("type") or name)
     left_out = set() if "." in kind else _NOT_OF_THE_REWARD
     kept = {key: value for key, value in section.items() if key not in left_out}
-    if isinstance(kept.get("members"), Mapping):  # of a hybrid; a member's own keys may stand in `settings`, or beside
-        members = {name: {**(member.get("settings") or {}), **member} for name, member in kept["members"].items()}
-        kept["members"] = {name: _section(name, {**member, "settings": None}) for name, member in members.items()}
+    if isinstance(kept.get("members"), Mapping):  # of a hybrid
+        kept["members"] = {name: _section(name, member) for name, member in kept["members"].items()}
     if kind == "reward_model":
-        keys = {key: value for key, value in section.items() if key not in ("type", "weight", "settings")}
+        keys = {key: value for key, value in section.items() if key not in ("type", "weight")}
         config = RewardModelEnvironmentConfig.model_validate(keys)
         kept = {key: value for key, value in kept.items() if config.other_names.get(key) != "models"}
         kept["models"] = [_at_server(config)] if config.url else list(map(with_weights, config.models))

@@ -36,7 +36,6 @@ class ErrorResponse(TypedDict):
 
 def create_app(service: Service, *, token: str | None = None) -> FastAPI:
     """The application. `token`: the token of `Authorization: Bearer`; None requires none."""
-    config = service.config
     app = FastAPI(
         title="treeward",
         version=VERSION,
@@ -53,8 +52,7 @@ def create_app(service: Service, *, token: str | None = None) -> FastAPI:
     app.state.service = service
     app.include_router(_operations(service))
     app.include_router(dialects.router)
-    if config.playground:
-        app.include_router(playground.router())
+    app.include_router(playground.router())
     app.add_middleware(RequestLimits, service=service, token=token)
     counters = Instrumentator(should_group_status_codes=False, registry=service.metrics.registry)
     counters.instrument(app, metric_namespace="treeward")

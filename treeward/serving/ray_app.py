@@ -23,6 +23,7 @@ from treeward.scoring.replicas import QUIET, deployed
 from treeward.serving import logs
 from treeward.serving.app import create_app
 from treeward.serving.replicas import MANY, Replica, front, of_replicas, options_of
+from treeward.serving.service import SHUTDOWN_SECONDS
 
 
 @serve.ingress()
@@ -53,7 +54,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         name="Front",
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=MANY,
-        graceful_shutdown_timeout_s=config.shutdown_seconds,
+        graceful_shutdown_timeout_s=SHUTDOWN_SECONDS,
         logging_config=QUIET,
     )
     bound: serve.Application = deploy(Front).bind(

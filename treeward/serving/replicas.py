@@ -39,7 +39,7 @@ from treeward.serving.batcher import not_in_time, queue_full
 from treeward.serving.metrics import ServerMetrics
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText, beginning_of
-from treeward.serving.service import Service
+from treeward.serving.service import SHUTDOWN_SECONDS, Service
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ def options_of(config: ServerConfig, resources: Mapping[str, Any]) -> dict[str, 
         "num_replicas": config.replicas,
         "ray_actor_options": {**resources, **config.ray_actor_options},
         "max_ongoing_requests": MANY,
-        "graceful_shutdown_timeout_s": config.shutdown_seconds,
+        "graceful_shutdown_timeout_s": SHUTDOWN_SECONDS,
         "request_router_config": {"request_router_class": "treeward.serving.prompt_router.PromptRouter"},
     }
 
@@ -193,7 +193,7 @@ def options_of(config: ServerConfig, resources: Mapping[str, Any]) -> dict[str, 
 def of_replicas(config: ServerConfig) -> ServerConfig:
     """The configuration of a server's replicas: its models without shaping, which the front does."""
     models = tuple(map(_unshaped, config.models))
-    return config.model_copy(update={"models": models, "max_queued": 2**62, "running": None})
+    return config.model_copy(update={"models": models, "max_queued": 2**62, "running": False})
 
 
 def front(handle: Any, config: ServerConfig, models: Sequence[ServedModel]) -> Service:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import signal
 import socket
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
 from treeward.openai_client import key_from
 from treeward.serving.app import create_app
-from treeward.serving.service import Service
+from treeward.serving.service import SHUTDOWN_SECONDS, Service
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,6 @@ def _service(config: ServerConfig, listener: socket.socket) -> Iterator[Service]
 
 def make_server(service: Service, *, token: str | None = None) -> uvicorn.Server:
     """The HTTP server of a service; `server.serve(sockets=[listener])` runs until it has `should_exit`."""
-    config = service.config
     return uvicorn.Server(
         uvicorn.Config(
             create_app(service, token=token),
@@ -81,7 +79,7 @@ def make_server(service: Service, *, token: str | None = None) -> uvicorn.Server
             lifespan="off",
             backlog=_BACKLOG,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=math.ceil(config.shutdown_seconds),
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
     )
 

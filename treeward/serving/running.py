@@ -1,10 +1,10 @@
 """`RunningRewards`: normalisation of NeMo Gym's rewards by their mean and deviation so far.
 
-    running = RunningRewards(RunningStatisticsConfig(size=1000))
+    running = RunningRewards()
     running.normalized(reward, "hash of its conversation").value
 
 NeMo Gym repeats a request whose connection was lost, and verifies rollouts again. So a conversation keeps its first
-value and statistics, and after `size` conversations the statistics are fixed.
+value and statistics, and after `SIZE` conversations the statistics are fixed.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import statistics
 import threading
 from dataclasses import replace
 
-from treeward.config.server import RunningStatisticsConfig
 from treeward.scoring.score import Reward
 from treeward.scoring.shaping import normalize
 
+SIZE = 1000
+"""Conversations after which the statistics are fixed."""
 _EPSILON = 1e-8
+_CLIP = 5.0
+"""Standard deviations that a normalised reward is clipped to."""
 
 
 class RunningRewards:
-    """The rewards of the first `size` conversations of this process, by a hash of each."""
+    """The rewards of the first `SIZE` conversations of this process, by a hash of each."""
 
-    def __init__(self, config: RunningStatisticsConfig) -> None:
-        self.config = config
+    def __init__(self) -> None:
         self._known: dict[str, tuple[float, dict[str, float]]] = {}
         self._lock = threading.Lock()
 
@@ -35,11 +37,11 @@ class RunningRewards:
         if reward.value is None:
             return reward
         with self._lock:
-            if key not in self._known and len(self._known) < self.config.size:
+            if key not in self._known and len(self._known) < SIZE:
                 self._known[key] = reward.value, self._statistics(reward.value)
             value, parts = self._known.get(key) or (reward.value, self._statistics())
         mean, std = parts["running_mean"], parts["running_std"]
-        normalized = normalize(value, mean, std + _EPSILON, self.config.reward_clip)
+        normalized = normalize(value, mean, std + _EPSILON, _CLIP)
         return replace(reward, value=normalized, components={**reward.components, **parts})
 
     def _statistics(self, *new: float) -> dict[str, float]:

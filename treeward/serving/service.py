@@ -32,6 +32,9 @@ from treeward.serving.running import RunningRewards
 
 logger = logging.getLogger(__name__)
 
+SHUTDOWN_SECONDS = 60
+"""For accepted requests after a signal, while the server accepts no new ones."""
+
 
 class ConversationBatcher(Protocol):
     """The source of a service's scores: a `Batcher` in its process, or replicas elsewhere."""
@@ -61,7 +64,7 @@ class Service:
         self.config, self.metrics, self.batcher = config, metrics, batcher
         self.started = time.time()
         self._shaping = ThreadPoolExecutor(1, thread_name_prefix="treeward-shaping")
-        self.running = None if config.running is None else RunningRewards(config.running)
+        self.running = RunningRewards() if config.running else None
         metrics.watch("queued_conversations", "Conversations that wait for a score.", lambda: batcher.num_queued)
 
     @classmethod

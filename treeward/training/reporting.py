@@ -57,7 +57,7 @@ class Report:
 
 
 def _report_folder(config: RewardModelRunConfig) -> Path:
-    return Path(config.evaluation.output or Path(config.checkpointing.checkpoint_dir) / "report")
+    return Path(config.checkpointing.checkpoint_dir) / "report"
 
 
 def check_report(config: RewardModelRunConfig) -> None:
@@ -76,10 +76,6 @@ def check_report(config: RewardModelRunConfig) -> None:
             raise ConfigError(summary, field="evaluation.suites", got=suite.name, need=need)
         names.append(suite.name)
         suite.load(source)  # seconds now, or an error after days
-    folder = _report_folder(config)
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARK).exists():
-        summary, fix = "the folder of the report holds something else", "set evaluation.output, or move the folder away"
-        raise ConfigError(summary, where=str(folder), field="evaluation.output", fix=fix)
 
 
 def plan_report(setup: RewardModelSetup, model: Path, caveats: Mapping[str, str]) -> ReportPlan:
