@@ -29,8 +29,7 @@ from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.model.export import export_policy
 from treeward.model.loading import build_policy
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.report.build import write_rl_report
-from treeward.rl.report.reading import RLRun
+from treeward.rl.report import RLRun, write_rl_report
 from treeward.tables import Column, results_table
 from treeward.tree.batch import plan_parts
 

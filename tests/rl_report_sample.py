@@ -7,16 +7,14 @@ cured of it. The watch is the real one.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
 from report_sample import HOSTILE
 
-from treeward.rl.report.reading import RLRun
+from treeward.rl.report import RLRun
 from treeward.rl.watch import ALARMS_FILE, OverOptimisationWatch, write_alarms
 
 NUM_STEPS = 200
@@ -33,26 +31,13 @@ class Scenario:
     alpha: float
     beta: float
     growth: float
-    settings: Mapping[str, Any]
     seed: int
     has_gold: bool = True
-    shaped: bool = False
 
 
-def _settings(kl: float, lr: float, **shaping: Any) -> dict[str, Any]:
-    return {
-        "policy": {"model_name": "warm-start", "optimizer": {"kwargs": {"lr": lr}}},
-        "loss_fn": {"reference_policy_kl_penalty": kl, "ratio_clip_max": 0.2},
-        "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 8, "val_at_start": True},
-        "env": {"reward_model": {"model_name": "rm/final", "reward_shaping": shaping}},
-    }  # fmt: skip
-
-
-CLEAN = Scenario("clean", 2.2, 0.55, 0.10, 1.1, _settings(0.05, 2e-5), 1)
-HACKED = Scenario("no KL", 7.5, 0.95, 0.55, 3.2, _settings(0.0, 1e-4), 2)
-CURED = Scenario(
-    "length calibrated", 4.0, 0.62, 0.17, 1.2, _settings(0.0, 1e-4, length_calibration=True), 3, shaped=True
-)
+CLEAN = Scenario("clean", 2.2, 0.55, 0.10, 1.1, 1)
+HACKED = Scenario("no KL", 7.5, 0.95, 0.55, 3.2, 2)
+CURED = Scenario("length calibrated", 4.0, 0.62, 0.17, 1.2, 3)
 
 
 def write_run(folder: Path, scenario: Scenario) -> Path:
@@ -81,7 +66,6 @@ def write_run(folder: Path, scenario: Scenario) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
     write_alarms(folder / ALARMS_FILE, watch.alarms)
-    OmegaConf.save(OmegaConf.create(dict(scenario.settings)), folder / "config.yaml")
     return folder
 
 
@@ -95,8 +79,7 @@ def _training(
     noise = rng.normal(0, 0.15, 8)
     raw = proxy + noise[0]
     row = {
-        "train/reward": raw * 0.8 if scenario.shaped else raw,
-        "train/raw_reward": raw,
+        "train/reward": raw,
         "train/reward_std": 0.9 + noise[1] / 4,
         "train/kl": d * d * (1 + noise[2] / 3),
         "train/entropy": max(0.05, 2.0 - 0.2 * d + noise[3] / 5),
@@ -118,7 +101,6 @@ def _training(
 def _validation(d: float, proxy: float, gold: float, length: float, scenario: Scenario) -> dict[str, Any]:
     row = {
         "validation/reward": proxy,
-        "validation/raw_reward": proxy / 0.8 if scenario.shaped else proxy,
         "validation/kl": d * d,
         "validation/mean_gen_tokens_per_sample": length,
         "validation/truncation_rate": (length - 60) / 300,
@@ -131,7 +113,6 @@ def _samples(step: int, scenario: Scenario, proxy: float, gold: float, length: f
     asked = ["Name three primary colours.", "Why is the sky blue? Answer in two sentences.", *HOSTILE]
     numbers = {
         "reward": proxy,
-        "raw_reward": proxy * (1.25 if scenario.shaped else 1.0),
         "gold_reward": gold if scenario.has_gold else None,
         "kl": 0.1 * step,
         "num_tokens": int(length),

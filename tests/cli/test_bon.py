@@ -64,7 +64,7 @@ def test_a_model_against_numbers_of_the_rows(
         scores = scorer.score_completions([{"role": "user", "content": row["prompt"]}], row["responses"])
         proxy.append([score.score for score in scores])
         gold.append(row["gold_scores"])
-    expected = analyse({"model": proxy}, gold)["model"]
+    expected = analyse(proxy, gold)
     assert found["n"] == [1, 2, 3, 4, 5]
     for name in ("gold", "proxy", "regret"):
         assert found["curves"][name]["mean"] == pytest.approx(expected.curves[name].mean, abs=1e-5)
@@ -129,7 +129,7 @@ def test_what_has_no_score_is_counted_and_never_a_number(
     [
         ("{modle: M}", "n", "did you mean model"),
         ("{model: M, ensemble: wurst}", "n", "worst"),
-        ("n", "n", "proxies and gold are the same"),
+        ("n", "n", "proxy and gold are the same"),
         ("gold_score", "math", "did you mean gold_scores"),
         ("n", "{type: rules", "is no section"),
         ("n", "{type: ruless, rule: math}", "did you mean rules"),

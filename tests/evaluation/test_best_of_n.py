@@ -22,9 +22,12 @@ from treeward.evaluation.best_of_n.analysis import (
     expected_best_of,
     judge,
     kl_of_best_of,
+    legend,
+    report_blocks,
     selection_weights,
+    table,
+    to_json,
 )
-from treeward.evaluation.best_of_n.page import legend, report_blocks, sentences, table, to_json
 from treeward.evaluation.best_of_n.samples import SampledRow, by_field, by_gold_quality, sampled_rows
 from treeward.evaluation.report.build import build_report
 from treeward.evaluation.results import Metric
@@ -40,9 +43,9 @@ def best_of_every_subset(proxy: Sequence[float], gold: Sequence[float], n: int) 
 
 
 def analysed(proxy: Any, gold: Any, **options: Any) -> BestOfN:
-    """The result of one proxy."""
+    """The result of arrays or lists."""
     proxy, gold = (scores.tolist() if isinstance(scores, np.ndarray) else scores for scores in (proxy, gold))
-    return analyse({"proxy": proxy}, gold, **options)["proxy"]
+    return analyse(proxy, gold, **options)
 
 
 def gaussian_prompts(rng: np.random.Generator, num: int, samples: int, *, correlation: float = 0.5) -> tuple[Any, Any]:
@@ -147,21 +150,17 @@ def test_what_cannot_be_analysed() -> None:
 def test_rows_of_one_prompt_are_drawn_together() -> None:
     rng = np.random.default_rng(6)
     proxy, gold = gaussian_prompts(rng, 25, 5)
-    proxies = {"a": proxy, "b": rng.normal(size=(25, 5))}
-    once = analyse({name: scores.tolist() for name, scores in proxies.items()}, gold.tolist(), num_resamples=200)
-    four_times = analyse(
-        {name: scores.repeat(4, axis=0).tolist() for name, scores in proxies.items()},
-        gold.repeat(4, axis=0).tolist(),
-        [f"prompt {i // 4}" for i in range(100)],
+    once = analysed(proxy, gold, num_resamples=200)
+    four_times = analysed(
+        proxy.repeat(4, axis=0),
+        gold.repeat(4, axis=0),
+        prompts=[f"prompt {i // 4}" for i in range(100)],
         num_resamples=200,
     )
-    assert four_times["a"].counts["num_clusters"] == 25 and four_times["a"].counts["num_prompts"] == 100
-    for a, b in (
-        (once["a"].at("gold", 5), four_times["a"].at("gold", 5)),
-        (once["b"].difference, four_times["b"].difference),
-    ):
-        assert a is not None and b is not None and (a.low, a.high) == pytest.approx((b.low, b.high))
-    assert once["a"].verdict.p_value == four_times["a"].verdict.p_value
+    assert four_times.counts["num_clusters"] == 25 and four_times.counts["num_prompts"] == 100
+    a, b = once.at("gold", 5), four_times.at("gold", 5)
+    assert (a.low, a.high) == pytest.approx((b.low, b.high))
+    assert once.verdict.p_value == four_times.verdict.p_value
 
 
 def test_intervals_hold_what_they_promise() -> None:
@@ -221,60 +220,21 @@ def test_numbers_that_are_all_equal() -> None:
     assert result.curves["proxy_gain"].mean[2] is None
 
 
-# --- several proxies -------------------------------------------------------------------------------------------------
+# --- the report ------------------------------------------------------------------------------------------------------
 
 
-def test_proxies_differ_by_themselves_alone() -> None:
-    rng = np.random.default_rng(20)
-    gold = rng.normal(size=(30, 6))
-    good, bad = gold + rng.normal(size=gold.shape), rng.normal(size=gold.shape)
-    proxies = {"good": good.tolist(), "bad": bad.tolist(), "good again": good.tolist()}
-    proxies["good"] = [[None, *row[1:]] for row in proxies["good"]]  # it counts for none
-    found = analyse(proxies, gold.tolist(), num_resamples=500)
-    assert list(found) == list(proxies) and found["good"].difference is None
-    assert {one.max_n for one in found.values()} == {5}
-    assert len({one.curves["best"].mean for one in found.values()}) == 1
-    for n in (2, 5):
-        chosen = [expected_best_of(p[1:], g[1:], [n])[0] for p, g in zip(bad, gold, strict=True)]
-        assert found["bad"].at("gold", n).value == pytest.approx(np.mean(chosen))
-    difference, again = found["bad"].difference, found["good again"].difference
-    assert difference is not None and again is not None
-    a, b = found["good"].at("gold", 5), found["bad"].at("gold", 5)
-    assert difference.value == pytest.approx((b.value or 0) - (a.value or 0)) and difference.count == 30
-    assert difference.high is not None and difference.high < 0
-    assert (again.value, again.low, again.high) == (0.0, 0.0, 0.0)
-    # Paired: narrower than two curves that know nothing of each other.
-    assert difference.high - difference.low < (a.high - a.low) + (b.high - b.low)  # type: ignore[operator]
-
-
-def test_the_report_of_several_proxies_says_which_helps() -> None:
-    rng = np.random.default_rng(23)
-    gold = rng.normal(size=(40, 8))
-    noise, other = rng.normal(size=gold.shape), rng.normal(size=gold.shape)
-    proxies = {"noise": noise, "gold": gold, "other noise": other, "-": -gold}
-    found = analyse({name: one.tolist() for name, one in proxies.items()}, gold.tolist(), num_resamples=300)
-    shown = list(report_blocks(found, "judge"))
-    words = shown[0]["markdown"]
-    assert "gold helps" in words and "- harms" in words and "gold is `judge`" in words
-    assert "other noise is not shown to differ" in words and all(one in words for one in sentences(found))
-    build_report("Best of n", shown, {})
-    rows, columns = table(found)
-    assert [(row["name"], row["n"]) for row in rows[:5]] == [*((name, 1) for name in proxies), ("noise", 2)]
-    assert columns[0].key == "name" and all(row["gold"] == row["best"] for row in rows if row["name"] == "gold")
-
-
-def test_the_report_of_one_proxy() -> None:
+def test_the_report() -> None:
     proxy, gold = (scores.tolist() for scores in peaked_prompts())
-    found = analyse({"length": [[None, *row] for row in proxy]}, [[1.0, *row] for row in gold], num_resamples=50)
-    shown = list(report_blocks(found, "rank"))
-    said = shown[0]["markdown"]
-    assert found["length"].verdict.sentence in said and "12 samples without a proxy score" in said
-    build_report("Best of n", shown, {})
-    rows, columns = table(found)
+    result = analyse([[None, *row] for row in proxy], [[1.0, *row] for row in gold], num_resamples=50)
+    blocks = list(report_blocks(result, "length", "rank"))
+    text = blocks[0]["markdown"]
+    assert result.verdict.sentence in text and "12 samples without a proxy score" in text and "gold is `rank`" in text
+    build_report("Best of n", blocks, {})
+    rows, columns = table(result)
     assert [row["n"] for row in rows] == [1, 2, 4, 8, 12]
     assert [column.key for column in columns][:3] == ["n", "kl", "proxy"]
     assert "other sign" in legend("rank") and "other sign" not in legend("gold_scores")
-    content = json.loads(json.dumps(to_json(found["length"]), allow_nan=False))
+    content = json.loads(json.dumps(to_json(result), allow_nan=False))
     assert content["n"] == list(range(1, 13)) and len(content["curves"]["gold"]["mean"]) == 12
     assert content["verdict"]["peak"] == 5
 

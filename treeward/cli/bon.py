@@ -1,16 +1,15 @@
-r"""`treeward bon`: what best-of-n by one or several proxies does to gold, from samples of a file.
+r"""`treeward bon`: what best-of-n by a proxy does to gold, from samples of a file.
 
 examples:
   treeward bon --proxy results/quickstart/final --gold other/model --data samples.jsonl --output results/bon
   treeward bon --proxy MODEL --gold "{type: rules, rule: math}" --data samples.jsonl
   treeward bon --proxy scores --gold rank --data comparisons.jsonl
-  treeward bon --proxy A --proxy "{model: A, shaping: contract}" --proxy "{models: [A, B], ensemble: worst}" \
-      --gold OTHER --data samples.jsonl --output results/bon
+  treeward bon --proxy "{models: [A, B], ensemble: worst}" --gold OTHER --data samples.jsonl --output results/bon
 
 Rows hold `prompt` (or as docs/data.md has it) or `messages`, with N samples as `responses`
 or `completions`. A proxy and a gold are each a reward model, a field of the rows with a
 number for each sample, an environment as {type: ..., ...}, or `synthetic`, the gold
-quality of the bundled data's world. Several proxies are compared on the same samples.
+quality of the bundled data's world.
 With --output an interrupted run goes on where it stopped.
 """
 
@@ -49,7 +48,7 @@ _MOST_REASONS = 5
 
 @with_model_options
 def run(
-    proxy: Annotated[list[str], typer.Option(metavar="MODEL|YAML|FIELD", help="What chooses; may be repeated.")],
+    proxy: Annotated[str, typer.Option(metavar="MODEL|YAML|FIELD", help="What chooses.")],
     data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, parquet or arrow.")],
     gold: Annotated[str, typer.Option(metavar="MODEL|YAML|FIELD", help="What is right.")] = "gold_scores",
     output: Annotated[str | None, typer.Option(metavar="DIR", help="Where scores, bon.json and a report go.")] = None,
@@ -58,42 +57,37 @@ def run(
     options: ModelOptions,
 ) -> int:
     from treeward.data.sources import read_rows
-    from treeward.evaluation.best_of_n.analysis import analyse
-    from treeward.evaluation.best_of_n.page import legend, sentences, table, write
+    from treeward.evaluation.best_of_n.analysis import analyse, legend, table, write
     from treeward.evaluation.best_of_n.samples import by_field, fields_of, rate, sampled_rows
 
     fields = fields_of(next(sampled_rows(read_rows(data))))
-    proxies = [_rater(text, "--proxy", fields, options) for text in proxy]
-    right = _rater(gold, "--gold", fields, options)
-    names = [rater.name for rater in proxies]
-    if len({*names, right.name}) <= len(names):
-        got, need = [*names, right.name], "different ones: {name: ..., model: ...} gives a model a name of its own"
-        raise ConfigError("two of the proxies and gold are the same", where="--proxy, --gold", got=got, need=need)
+    raters = {"gold": _rater(gold, "--gold", fields, options), "proxy": _rater(proxy, "--proxy", fields, options)}
+    names = {role: rater.name for role, rater in raters.items()}
+    if names["proxy"] == names["gold"]:
+        need = "different ones: {name: ..., model: ...} gives a model a name of its own"
+        raise ConfigError("proxy and gold are the same", where="--proxy, --gold", got=names["gold"], need=need)
     prompts = []
     for row in sampled_rows(read_rows(data)):  # an error in the last row comes before anything is loaded
         prompts.append(row[0].context_key)
-        for name in (gold, *proxy):
+        for name in (gold, proxy):
             if name in fields:
                 by_field(name)([row])
     folder = None if output is None else Path(output)
     with ShownProgress(unit="prompts") as progress:
-        gold_scores, *proxy_scores = (
-            rate(data, rater, folder and folder / "scores", len(prompts), progress.show) for rater in (right, *proxies)
-        )
-    shown_names = ["proxy"] if len(names) == 1 else names
-    failed = _tell_failures([("gold", gold_scores), *zip(shown_names, proxy_scores, strict=True)])
-    gold_values, *proxy_values = (
-        [[score.score for score in row] for row in scores] for scores in (gold_scores, *proxy_scores)
-    )
-    results = analyse(dict(zip(names, proxy_values, strict=True)), gold_values, prompts, max_n=max_n)
-    sys.stdout.write(results_table(*table(results)) + "\n")
-    sys.stdout.write("\n".join(["", legend(right.name), "", *sentences(results)]) + "\n")
-    first_result = next(iter(results.values()))
-    if fewer := first_result.counts["num_prompts_with_fewer_samples"]:
-        logger.warning("%d prompts have fewer than %d scored samples, left out.", fewer, first_result.max_n)
+        scores = {
+            role: rate(data, rater, folder and folder / "scores", len(prompts), progress.show)
+            for role, rater in raters.items()
+        }
+    num_failed = sum(_tell_failures(role, rows) for role, rows in scores.items())
+    values = {role: [[score.score for score in row] for row in rows] for role, rows in scores.items()}
+    result = analyse(values["proxy"], values["gold"], prompts, max_n=max_n)
+    sys.stdout.write(results_table(*table(result)) + "\n")
+    sys.stdout.write("\n".join(["", legend(names["gold"]), "", result.verdict.sentence]) + "\n")
+    if fewer := result.counts["num_prompts_with_fewer_samples"]:
+        logger.warning("%d prompts have fewer than %d scored samples, left out.", fewer, result.max_n)
     if folder is not None:
-        logger.info("Wrote %s.", write(folder, results, right.name, data))
-    return 1 if failed else 0
+        logger.info("Wrote %s.", write(folder, result, names["proxy"], names["gold"], data))
+    return 1 if num_failed else 0
 
 
 def _rater(text: str, option: str, fields: Sequence[str], options: ModelOptions) -> Any:
@@ -150,14 +144,11 @@ def _by_environment(section: Mapping[str, Any], option: str, stack: ExitStack) -
     return grade
 
 
-def _tell_failures(scores: Sequence[tuple[str, Sequence[Sequence[Any]]]]) -> int:
-    """Warn of missing scores by their reasons; returns how many there are."""
+def _tell_failures(role: str, rows: Sequence[Sequence[Any]]) -> int:
+    """Warn of the missing scores of proxy or gold by their reasons; returns how many there are."""
     from treeward.evaluation.session import common_reasons
 
-    num_failed = 0
-    for name, rows in scores:
-        errors = Counter(score.error for row in rows for score in row if score.score is None)
-        num_failed += errors.total()
-        for reason, count in common_reasons(errors)[:_MOST_REASONS]:
-            logger.warning("%d samples are left out: %s: %s", count, name, reason)
-    return num_failed
+    errors = Counter(score.error for row in rows for score in row if score.score is None)
+    for reason, count in common_reasons(errors)[:_MOST_REASONS]:
+        logger.warning("%d samples are left out: %s: %s", count, role, reason)
+    return errors.total()

@@ -28,8 +28,7 @@ from treeward.model.export import DeferredWrite
 from treeward.parallel.stopping import StopRequest
 from treeward.rl.advantages import advantages
 from treeward.rl.generation import completion_lengths
-from treeward.rl.report.build import write_rl_report
-from treeward.rl.report.reading import SAMPLES_FILE, RLRun
+from treeward.rl.report import SAMPLES_FILE, RLRun, write_rl_report
 from treeward.rl.rollouts import collect, validate
 from treeward.rl.setup import GRPOSetup, set_up
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms

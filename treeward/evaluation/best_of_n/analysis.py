@@ -1,10 +1,9 @@
 """`analyse`: from the proxy and gold scores of N samples of each prompt to the curves of best-of-n and what they say.
 
-    proxies = {"plain": [(0.3, 1.2, -0.4), ...], "worst of two": [...]}      # of each prompt, one score a sample
-    results = analyse(proxies, gold=[(0.5, 0.1, 0.9), ...])
-    results["plain"].curves["gold"].mean       # expected gold of what the proxy chooses among n, for each n of `sizes`
-    results["plain"].verdict.sentence
-    results["worst of two"].difference         # its gold at the largest n, less that of the first proxy
+    result = analyse(proxy=[(0.3, 1.2, -0.4), ...], gold=[(0.5, 0.1, 0.9), ...])      # of each prompt, one a sample
+    result.curves["gold"].mean       # expected gold of what the proxy chooses among n, for each n of `sizes`
+    result.verdict.sentence
+    write(folder, result, "length", "gold", "samples.jsonl")                         # bon.json and the report
 
 Of N samples sorted by a score, the i-th from below is the best of n drawn without replacement with the probability
 w_i(n) = C(i-1, n-1) / C(N, n). So sum_i w_i(n) gold_(i) is the mean over all subsets of n, an unbiased estimate from
@@ -20,18 +19,22 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 from treeward.errors import ConfigError, DataError
-from treeward.evaluation.results import Metric
+from treeward.evaluation.report.blocks import bar_item, curves_block, headline_block, table_block, text_block
+from treeward.evaluation.report.build import write_report
+from treeward.evaluation.results import Block, Metric
 from treeward.evaluation.statistics import expanded_tail, resampled
+from treeward.tables import Column
 
 Floats = NDArray[np.float64]
 Scores = Sequence[Sequence[float | None]]
@@ -73,14 +76,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class BestOfN:
-    """The result of one proxy. `sizes` (G,): the n; `kl` (G,): KL(n) in nats; `curves`, each of G values:
+    """The result of a proxy. `sizes` (G,): the n; `kl` (G,): KL(n) in nats; `curves`, each of G values:
 
     `gold`, `proxy`: of what the proxy chooses, in their own units. `best`: gold of the best by gold. `regret` = best -
     gold. `normalised_regret` = regret(n) / (best(n) - gold(1)): 0 is choosing by gold, 1 choosing at random, more is
     worse than that. `gold_gain`, `proxy_gain`, `best_gain`: over n = 1, in standard deviations within a prompt.
     `correlation`: of proxy and gold within prompts, without an interval for fewer than 10 of them. `counts`: rows
-    (`num_prompts`), prompts (`num_clusters`), samples, and what is left out. `difference`: of several proxies, gold of
-    what this one chooses among the largest n less that of what the first chooses.
+    (`num_prompts`), prompts (`num_clusters`), samples, and what is left out.
     """
 
     sizes: tuple[int, ...]
@@ -89,7 +91,6 @@ class BestOfN:
     correlation: Metric
     verdict: Verdict
     counts: Mapping[str, int]
-    difference: Metric | None = None
 
     @property
     def max_n(self) -> int:
@@ -103,49 +104,41 @@ class BestOfN:
 
 
 def analyse(
-    proxies: Mapping[str, Scores],
+    proxy: Scores,
     gold: Scores,
     prompts: Sequence[str] | None = None,
     *,
     max_n: int | None = None,
     num_resamples: int = 2000,
     seed: int = 0,
-) -> dict[str, BestOfN]:
-    """The result of each proxy on the samples that all have scored, so that the curves differ by the proxy alone.
+) -> BestOfN:
+    """What choosing by the proxy does to gold.
 
-    `prompts`: the same for rows of one prompt; None: each row has its own. A sample without a gold score or the score
-    of a proxy is left out and counted; so is a row with fewer than `max_n` samples left. `max_n`: None is the largest n
-    that 95 % of the rows have. Raises `DataError` where no row has two samples with all scores, and `ConfigError` for a
-    `max_n` that no row has.
+    `prompts`: the same for rows of one prompt; None: each row has its own. A sample without a score of both is left out
+    and counted; so is a row with fewer than `max_n` samples left. `max_n`: None is the largest n that 95 % of the rows
+    have. Raises `DataError` where no row has two samples with both scores, and `ConfigError` for a `max_n` that no row
+    has.
     """
-    rows = [_scored_by_all(scores) for scores in zip(gold, *proxies.values(), strict=True)]
+    rows = [_scored_by_both(*scores) for scores in zip(proxy, gold, strict=True)]
     sizes = curve_sizes(_largest_size([row.shape[1] for row in rows], max_n))
     kept = [i for i, row in enumerate(rows) if row.shape[1] >= sizes[-1]]
     clusters = [str(i) if prompts is None else prompts[i] for i in kept]
-    samples = [sample for row in zip(*proxies.values(), strict=True) for sample in zip(*row, strict=True)]
     counts = {
         "num_prompts": len(kept),
         "num_clusters": len(set(clusters)),
         "num_prompts_with_fewer_samples": len(rows) - len(kept),
         "num_samples": sum(rows[i].shape[1] for i in kept),
-        "num_without_proxy": sum(None in scores for scores in samples),
+        "num_without_proxy": sum(score is None for row in proxy for score in row),
         "num_without_gold": sum(score is None for row in gold for score in row),
     }
-    results: dict[str, BestOfN] = {}
-    first_gold: Floats | None = None
-    for place, name in enumerate(proxies, start=1):
-        table_CK = _by_prompt([_statistics(rows[i][place], rows[i][0], sizes) for i in kept], clusters)
-        last_gold = table_CK[:, len(sizes) - 1]
-        beyond_first = None if first_gold is None else last_gold - first_gold
-        first_gold = last_gold if first_gold is None else first_gold
-        results[name] = _summarize(table_CK, sizes, counts, beyond_first, num_resamples, seed)
-    return results
+    table_CK = _by_prompt([_statistics(rows[i][0], rows[i][1], sizes) for i in kept], clusters)
+    return _summarize(table_CK, sizes, counts, num_resamples, seed)
 
 
-def _scored_by_all(scores: Sequence[Sequence[float | None]]) -> Floats:
-    """Gold and each proxy (1 + P, N) of the samples that have all scores."""
-    samples = [sample for sample in zip(*scores, strict=True) if None not in sample]
-    return np.array(samples, dtype=np.float64).reshape(-1, len(scores)).T
+def _scored_by_both(proxy: Sequence[float | None], gold: Sequence[float | None]) -> Floats:
+    """Proxy and gold (2, N) of the samples that have both scores."""
+    samples = [sample for sample in zip(proxy, gold, strict=True) if None not in sample]
+    return np.array(samples, dtype=np.float64).reshape(-1, 2).T
 
 
 def _largest_size(lengths: Sequence[int], max_n: int | None) -> int:
@@ -238,12 +231,10 @@ def _summarize(
     table_CK: Floats,
     sizes: tuple[int, ...],
     counts: Mapping[str, int],
-    beyond_first: Floats | None,
     num_resamples: int,
     seed: int,
 ) -> BestOfN:
     num = len(table_CK)
-    table_CK = np.column_stack([table_CK, np.zeros(num) if beyond_first is None else beyond_first])
     point = _derive(table_CK.mean(axis=0), len(sizes))
     drawn = _derive(resampled(table_CK, num_resamples, seed), len(sizes))
 
@@ -266,7 +257,6 @@ def _summarize(
         correlation=metric("correlation", _FEWEST_PROMPTS),
         verdict=judge(sizes, table_CK[:, : len(sizes)], metric("rise")),
         counts=counts,
-        difference=None if beyond_first is None else metric("difference"),
     )
 
 
@@ -275,7 +265,7 @@ def _known(values: Floats) -> tuple[float | None, ...]:
 
 
 def _derive(means: Floats, num: int) -> dict[str, Floats]:
-    """Everything that is computed of the means (..., 3 G + 4): those of `_statistics`, and gold beyond the first's."""
+    """Everything that is computed of the means of `_statistics` (..., 3 G + 3)."""
     gold, proxy, best = (means[..., i * num : (i + 1) * num] for i in range(3))
     var_proxy, var_gold, covariance = (means[..., 3 * num + i : 3 * num + i + 1] for i in range(3))
     sd_proxy, sd_gold = _divisor(np.sqrt(var_proxy), proxy), _divisor(np.sqrt(var_gold), gold)
@@ -293,7 +283,6 @@ def _derive(means: Floats, num: int) -> dict[str, Floats]:
         "best_gain": (best - start) / sd_gold,
         "correlation": covariance / (sd_proxy * sd_gold),
         "rise": (gold - start)[..., -1:],
-        "difference": means[..., -1:],
     }
 
 
@@ -338,3 +327,122 @@ def _not_seen(end: int, rise: Metric, rounding: float) -> str:
     span = "" if rise.low is None or rise.high is None else f" ({rise.low:.3g} to {rise.high:.3g})"
     doubt = "" if rise.low is not None and rise.low > 0.0 else ", which may be chance"
     return f"{start}: gold is highest there, {rise.value:.3g}{span} above n = 1{doubt}."
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+_IN_SD = "in standard deviations within a prompt"
+_DASHED = 1
+_COLUMNS = {
+    "n": ("n", "integer", None),
+    "kl": ("KL, nats", "number", ".3f"),
+    "proxy": ("by the proxy", "number", None),
+    "gold": ("gold", "number", None),
+    "low": ("95 % from", "number", None),
+    "high": ("to", "number", None),
+    "best": ("best gold", "number", None),
+    "regret": ("regret", "number", None),
+    "normalised_regret": ("lost of possible", "percent", ".1%"),
+}
+"""The columns of the table: the heading, the format in the report, and the format on a terminal."""
+_GAINS = (
+    f"Gain over one sample, {_IN_SD}, of what the proxy chooses among n: by gold and (dashed) by itself, and what "
+    "choosing by gold would reach (what gold lacks of that is the regret). Where gold falls while the proxy rises, "
+    "the proxy is being exploited."
+)
+
+
+def write(folder: Path, result: BestOfN, proxy: str, gold: str, data: str) -> Path:
+    """Write `bon.json` and the report; returns the report's path. `proxy`, `gold`: their names; `data`: the file's.
+
+    Raises `DataError` where they cannot be written.
+    """
+    content = {"gold": gold, "data": data, "proxy": proxy} | to_json(result)
+    subtitle = f"gold: {gold}; samples: {data}"
+    blocks = list(report_blocks(result, proxy, gold))
+    return write_report(folder, f"Best of n: {proxy}", blocks, {}, subtitle=subtitle, files={"bon.json": content})
+
+
+def to_json(result: BestOfN) -> dict[str, Any]:
+    """Every number, as JSON has them."""
+    content = asdict(result)
+    return {"n": content.pop("sizes"), **content}
+
+
+def table(result: BestOfN) -> tuple[list[dict[str, Any]], list[Column]]:
+    """A row for n = 1, 2, 4, ... and the largest n."""
+    rows = []
+    for i, n in enumerate(result.sizes):
+        if n & (n - 1) == 0 or n == result.max_n:
+            row = {"n": n, "kl": result.kl[i]} | {key: curve.mean[i] for key, curve in result.curves.items()}
+            rows.append(row | {"low": result.curves["gold"].low[i], "high": result.curves["gold"].high[i]})
+    return rows, [Column(key, title, form) for key, (title, _, form) in _COLUMNS.items()]
+
+
+def legend(gold: str) -> str:
+    """What the columns of the table mean, and how the gold of that name is counted: for below a table."""
+    of_ranks = " Gold is the rank with the other sign, so that higher is better: 0 for rank 0, the best, -1 for rank 1."
+    return (
+        "KL, in nats, is how far choosing among n is from one sample. Regret is the best gold less the gold of the "
+        "choice; lost of possible is its part of what choosing could gain: 0 % by gold, 100 % at random."
+        f"{of_ranks if gold == 'rank' else ''}"
+    )
+
+
+def report_blocks(result: BestOfN, proxy: str, gold: str) -> Iterator[Block]:
+    """Blocks of the report; `proxy` and `gold` are the names of what scored."""
+    left_out = {
+        "samples without a proxy score": result.counts["num_without_proxy"],
+        "samples without a gold score": result.counts["num_without_gold"],
+        f"prompts with fewer than {result.max_n} scored samples": result.counts["num_prompts_with_fewer_samples"],
+    }
+    missing = ", ".join(f"{count:,} {what}" for what, count in left_out.items() if count)
+    num_samples, num_prompts = result.counts["num_samples"], result.counts["num_prompts"]
+    samples = f"Samples: {num_samples:,}, of {num_prompts:,} prompts; gold is `{gold}`."
+    samples += f" Left out: {missing}." if missing else ""
+    yield text_block("\n\n".join([result.verdict.sentence, samples]), title="Best of n")
+    n = result.max_n
+    lost, of_lost = result.at("normalised_regret", n), "0 % by gold, 100 % at random"
+    yield headline_block(
+        [
+            bar_item(f"gold gained at n = {n}", result.at("gold_gain", n), _IN_SD, format="signed"),
+            bar_item("lost of what was possible", lost, of_lost, format="percent"),
+            bar_item("correlation with gold", result.correlation, "within prompts", format="signed"),
+        ]
+    )
+    yield _gains(result, proxy)
+    rows, columns = table(result)
+    labels = {column.key: _COLUMNS[column.key][:2] for column in columns}
+    yield table_block("Best of n in numbers", labels, rows, legend(gold))
+
+
+def _gains(result: BestOfN, proxy: str) -> Block:
+    """The curves over the square root of KL."""
+    series = [
+        _series(result, "gold_gain", f"{proxy}: gold", colour=0),
+        _series(result, "proxy_gain", f"{proxy}: by itself", colour=0, dash=_DASHED, dots=False),
+        _series(result, "best_gain", "best possible gold", colour=1),
+    ]
+    ticks = [
+        {"x": x, "label": f"{n:,}"}
+        for n, x in zip(result.sizes, np.sqrt(result.kl).tolist(), strict=True)
+        if n == result.max_n or (n & (n - 1) == 0 and 3 * n <= 2 * result.max_n)
+    ]
+    label = "n, spaced by the square root of KL(n)"
+    return curves_block(
+        "Over-optimisation", series, _GAINS, x_label=label, x_ticks=ticks, y_label="standard deviations"
+    )
+
+
+def _series(result: BestOfN, key: str, name: str, **look: Any) -> Block:
+    """One curve; `look`: its colour, dash and dots."""
+    curve = result.curves[key]
+    return {
+        "name": name,
+        "x": np.sqrt(result.kl).tolist(),
+        "y": list(curve.mean),
+        "low": list(curve.low),
+        "high": list(curve.high),
+        "labels": [f"n = {n:,}" for n in result.sizes],
+        **look,
+    }

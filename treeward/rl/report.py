@@ -2,11 +2,17 @@
 
     runs = [RLRun.read(name, folder) for name, folder in (("clean", a), ("hacked", b), ("cured", c))]
     write_rl_report(runs, Path("report.html"), title="GRPO against a reward model")
+    runs[0].curve("validation/gold_reward")             # {0: 0.31, 10: 0.42, ...}: values by step
+    sum_up(runs[0]).sentence()
+
+`RLRun.read` reads `metrics.jsonl` and, if they exist, `samples.jsonl` and `alarms.json`. Any metric may be absent, at
+some steps or at all; values that are not finite are ignored. A metric counts as changed only if its 95 % interval
+excludes 0. Intervals are paired by prompt: the watch logs them (`treeward.rl.watch`).
 
 The page and its blocks are those of `treeward.evaluation.report`: the verdict in sentences, gold and proxy over the
-distance that the policy has moved, d = sqrt(KL), the runs in numbers, what to do next, metrics over the steps, the
-same prompts completed at the first, a middle and the last validation, and the settings. Beside it is a JSON file of the
-same name with all numbers. A metric that no run has takes no place.
+distance that the policy has moved, d = sqrt(KL), the runs in numbers, metrics over the steps, and the same prompts
+completed at the first, a middle and the last validation. Beside it is a JSON file of the same name with all numbers. A
+metric that no run has takes no place.
 """
 
 from __future__ import annotations
@@ -14,16 +20,212 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
 
-from treeward.errors import ConfigError
+from treeward.config.grpo import AlarmKind
+from treeward.errors import ConfigError, DataError
 from treeward.evaluation.report.blocks import bar_item, curves_block, format_number, table_block, text_block
 from treeward.evaluation.report.build import write_report
-from treeward.evaluation.results import Block
-from treeward.rl.report.reading import Z95, Curve, RLRun, RunSummary, opening, sum_up
+from treeward.evaluation.results import Block, Metric
+from treeward.rl.watch import ALARMS_FILE, Alarm, read_alarms
+from treeward.training.tracking import read_metrics
+
+SAMPLES_FILE = "samples.jsonl"
+
+Curve = Mapping[int, float]
+"""The finite values of one metric, by ascending steps."""
+
+Source = Literal["validation", "train"]
+
+Outcome = Literal["over-optimised", "improved", "worse", "level", "unknown"]
+"""The verdict by gold: `over-optimised` is an alarm of the watch; `unknown`: there is no gold, or no interval."""
+
+_VERDICTS: dict[Outcome, str] = {
+    "over-optimised": "{} exploited the reward model: gold fell while the proxy rose.",
+    "improved": "{} got better by gold.",
+    "worse": "{} got worse by gold.",
+    "level": "{} did not change measurably by gold.",
+    "unknown": "Whether {} got better cannot be said: there is no gold reward, or none with an interval.",
+}
+_SIGNS: frozenset[AlarmKind] = frozenset({"kl_budget", "length_growth", "entropy_collapse"})
+"""The alarms that are signs of over-optimisation, where the proxy rose."""
+
+Z95 = 1.959964
+
+
+@dataclass(frozen=True)
+class RLRun:
+    """One run by `name`. `steps`: metrics by step, ascending; `samples`: lines of samples.jsonl."""
+
+    name: str
+    steps: Mapping[int, Mapping[str, float]]
+    samples: tuple[Mapping[str, Any], ...] = ()
+    alarms: tuple[Alarm, ...] = ()
+
+    @classmethod
+    def read(cls, name: str, log_dir: str | Path) -> Self:
+        """The run whose logs are in `log_dir`; it may be running still.
+
+        Raises `DataError` where there are no metrics, or a line of a file is not what it should be.
+        """
+        metrics, samples, alarms = (Path(log_dir) / file for file in ("metrics.jsonl", SAMPLES_FILE, ALARMS_FILE))
+        steps: dict[int, dict[str, float]] = {}
+        for record in read_metrics(metrics) if metrics.exists() else ():
+            steps.setdefault(record.pop("step"), {}).update(record)
+        if not steps:
+            raise DataError(
+                "there are no metrics of a run here",
+                where=str(metrics),
+                need="the metrics.jsonl that `treeward grpo` writes into logger.log_dir",
+                fix="give the run's log folder, or wait for its first step",
+            )
+        return cls(
+            name,
+            dict(sorted(steps.items())),
+            # The reader of metrics drops the half line that a killed run leaves behind.
+            tuple(read_metrics(samples)) if samples.exists() else (),
+            tuple(read_alarms(alarms)) if alarms.exists() else (),
+        )
+
+    @property
+    def last_step(self) -> int:
+        return max(self.steps)
+
+    def curve(self, key: str) -> Curve:
+        """The finite values of a metric."""
+        return {step: row[key] for step, row in self.steps.items() if math.isfinite(row.get(key, math.nan))}
+
+    @property
+    def gold_alarm(self) -> Alarm | None:
+        """The alarm that gold falls while the proxy rises."""
+        return next((alarm for alarm in self.alarms if alarm.kind == "gold_falls"), None)
+
+    @property
+    def alarm_step(self) -> int | None:
+        """The step of the alarm of gold, else of the first alarm."""
+        first = self.gold_alarm or next(iter(self.alarms), None)
+        return None if first is None else first.step
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A metric from its first to its last validation; `by`: the change, with its interval if known."""
+
+    first: float
+    last: float
+    by: Metric
+
+    @property
+    def verb(self) -> str:
+        """The verb that the interval supports."""
+        return "rose" if (self.by.low or 0.0) > 0.0 else "fell" if (self.by.high or 0.0) < 0.0 else "went"
+
+    def course(self) -> str:
+        """ "rose from 0.31 to 0.72 (+0.41, 95% interval +0.30 to +0.52)"."""
+        value, low, high = (format_number(number, "signed") for number in (self.by.value, self.by.low, self.by.high))
+        interval = "no interval was logged" if self.by.low is None else f"95% interval {low} to {high}"
+        return f"{self.verb} from {format_number(self.first)} to {format_number(self.last)} ({value}, {interval})"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """The numbers behind a run's verdict; None for metrics that its logs lack.
+
+    `source`: validation or training metrics. `length`: mean tokens of a completion, first and last.
+    """
+
+    run: RLRun
+    source: Source
+    proxy: Change | None
+    gold: Change | None
+    best_step: int | None
+    best_gold: float | None
+    kl: float | None
+    length: tuple[float, float] | None
+    outcome: Outcome
+
+    @property
+    def proxy_rose(self) -> bool:
+        """Whether its interval says so, or the alarm of gold, which compares with the proxy at the best gold."""
+        verb = None if self.proxy is None else self.proxy.verb
+        return verb == "rose" or (verb == "went" and self.outcome == "over-optimised")
+
+    def sentence(self) -> str:
+        """What happened in this run."""
+        parts = ["there is one measurement, so nothing to compare."]
+        if self.proxy is not None:
+            changes = f"the proxy {self.proxy.course()}"
+            changes = changes if self.gold is None else f"gold {self.gold.course()}; {changes}"
+            at = "" if self.kl is None else f", at a KL of {format_number(self.kl)} nats"
+            of = "" if self.source == "validation" else ", on training batches, as the run has no two validations"
+            parts = [f"{changes}{at}{of}."]
+        if self.gold is not None:
+            parts.append(f"Gold was best, {format_number(self.best_gold)}, at step {self.best_step}.")
+        if self.length is not None:
+            first, last = (format_number(value, "integer") for value in self.length)
+            parts.append(f"Completions went from {first} to {last} tokens.")
+        parts += [f"**Alarm at step {alarm.step:,}:** {alarm.sentence}" for alarm in self.run.alarms]
+        return " ".join([f"**{self.run.name}** ({self.run.last_step:,} steps):", *parts])
+
+
+def sum_up(run: RLRun) -> RunSummary:
+    """The numbers of one run; of training batches where it has no two validations."""
+    source: Source = "validation" if len(run.curve("validation/reward")) > 1 else "train"
+    gold = run.curve(f"{source}/gold_reward")
+    best_step = max(gold, key=lambda step: gold[step], default=None)
+    change = _change(run, gold, source, "gold")
+    kl = list((run.curve(f"{source}/kl") or run.curve("train/kl")).values())
+    lengths = list(run.curve(f"{source}/mean_gen_tokens_per_sample").values())
+    outcome: Outcome = "unknown"
+    if run.gold_alarm is not None:
+        outcome = "over-optimised"
+    elif change is not None and change.by.low is not None:
+        outcome = "improved" if change.verb == "rose" else "worse" if change.verb == "fell" else "level"
+    return RunSummary(
+        run,
+        source,
+        proxy=_change(run, run.curve(f"{source}/reward"), source, "proxy"),
+        gold=change,
+        best_step=best_step,
+        best_gold=None if best_step is None else gold[best_step],
+        kl=kl[-1] if kl else None,
+        length=(lengths[0], lengths[-1]) if len(lengths) > 1 else None,
+        outcome=outcome,
+    )
+
+
+def opening(summaries: Sequence[RunSummary]) -> str:
+    """The first sentences of the page: which runs exploited their reward model and which did not."""
+    groups = {
+        text: [summary for summary in summaries if summary.outcome == outcome] for outcome, text in _VERDICTS.items()
+    }
+    groups["There are signs of over-optimisation in {}."] = [
+        summary
+        for summary in summaries
+        if summary.outcome == "unknown" and summary.proxy_rose and any(a.kind in _SIGNS for a in summary.run.alarms)
+    ]
+    sentences = []
+    for text, members in groups.items():
+        *names, last = [f"**{summary.run.name}**" for summary in members] or [""]
+        if last:
+            sentences.append(text.format(f"{', '.join(names)} and {last}" if names else last))
+    return " ".join(sentences)
+
+
+def _change(run: RLRun, curve: Curve, source: Source, name: str) -> Change | None:
+    """The change, with the watch's interval for validations; None for fewer than two values."""
+    if len(curve) < 2:
+        return None
+    (_, first), *_, (step, last) = curve.items()
+    value, error = (run.curve(f"watch/{name}_change{end}").get(step) for end in ("", "_error"))
+    if source == "train" or value is None or error is None:
+        return Change(first, last, Metric("change", last - first))
+    return Change(first, last, Metric("change", value, value - Z95 * error, value + Z95 * error))
+
 
 _MOST_POINTS = 60
 _MOST_PROMPTS = 12
@@ -73,24 +275,16 @@ def write_rl_report(runs: Sequence[RLRun], path: Path, *, title: str) -> Path:
 def report_blocks(runs: Sequence[RLRun]) -> Iterator[Block]:
     """The blocks of the page."""
     summaries = [sum_up(run) for run in runs]
-    texts = [opening(summaries), _bullets([summary.sentence() for summary in summaries])]
+    texts = [opening(summaries), "\n".join(f"- {summary.sentence()}" for summary in summaries)]
     if len(runs) > 1:
         texts.append("Proxies of runs compare only where the settings of their rewards are the same.")
     yield text_block("\n\n".join(texts))
     yield from _over_distance(summaries)
     yield _numbers(summaries)
-    advice = [f"**{summary.run.name}:** {text}" for summary in summaries for text in summary.advice()]
-    if advice:
-        yield text_block(_bullets(advice), title="What to do next")
     yield text_block(_OVER_STEPS, title="Over the steps")
     for figure in _FIGURES:
         yield from _over_steps(runs, *figure)
     yield from _samples(summaries)
-    yield from _settings(runs)
-
-
-def _bullets(texts: Sequence[str]) -> str:
-    return "\n".join(f"- {text}" for text in texts)
 
 
 def _prefix(run: RLRun, runs: Sequence[Any]) -> str:
@@ -237,21 +431,3 @@ def _completion(line: Mapping[str, Any], best_step: int | None) -> Block:
     flags = ["cut"] if completion.get("truncated") else []
     flags += ["gold is best on average"] if line["step"] == best_step else []
     return {"label": f"step {line['step']:,}", "text": completion["text"], "numbers": numbers, "flags": flags}
-
-
-def _settings(runs: Sequence[RLRun]) -> Iterator[Block]:
-    """First the settings that differ, then all, folded."""
-    settings = [run.settings() for run in runs]
-    rows = [
-        {"setting": key, **{f"run{i}": run_settings.get(key) for i, run_settings in enumerate(settings)}}
-        for key in dict.fromkeys(key for run_settings in settings for key in run_settings)
-    ]
-    if not rows:
-        return
-    columns = {"setting": ("Setting", "text")}
-    columns |= {f"run{i}": (run.name if len(runs) > 1 else "Value", "text") for i, run in enumerate(runs)}
-    yield text_block("The resolved configuration of each run.", title="Settings")
-    differing = [row for row in rows if len({row[f"run{i}"] for i in range(len(runs))}) > 1]
-    if differing:
-        yield table_block("What differs", columns, differing)
-    yield table_block("All settings", columns, rows, most=400, folded=True)

@@ -10,7 +10,7 @@ import pytest
 from chromium import Visit, chromium, visiting
 from rl_report_sample import sample_runs
 
-from treeward.rl.report.build import write_rl_report
+from treeward.rl.report import write_rl_report
 
 pytestmark = pytest.mark.slow  # a browser
 

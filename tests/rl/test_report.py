@@ -1,4 +1,4 @@
-"""What the RL report says and shows, as blocks: verdicts, figures, samples, settings."""
+"""What the RL report says and shows, as blocks: verdicts, figures, samples."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 from rl_report_sample import HACKED, NUM_STEPS, sample_runs, write_run
 
 from treeward.errors import ConfigError, DataError
-from treeward.rl.report.build import report_blocks, write_rl_report
-from treeward.rl.report.reading import RLRun, opening, sum_up
+from treeward.rl.report import RLRun, opening, report_blocks, sum_up, write_rl_report
 from treeward.rl.watch import Alarm, AlarmKind
 
 
@@ -36,7 +35,6 @@ def test_a_run_is_read_as_it_was_logged(runs: list[RLRun], tmp_path: Path) -> No
     assert hacked.last_step == NUM_STEPS and hacked.alarm_step == 120 and len(hacked.samples) == 21 * 7
     assert list(hacked.curve("validation/gold_reward")) == list(range(0, NUM_STEPS + 1, 10))
     assert len(hacked.curve("train/gold_reward")) == NUM_STEPS - 4  # without the "NaN" of every 50th step
-    assert runs[2].settings()["env.reward_model.reward_shaping.length_calibration"] == "true"
     with pytest.raises(DataError, match="no metrics of a run"):
         RLRun.read("r", tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/reward": 1.0}\n{"step": 1, "train/kl": 2.0}\n{"st')
@@ -57,10 +55,6 @@ def test_the_verdict_names_what_became_of_each_run(runs: list[RLRun]) -> None:
     assert "; the proxy rose from " in hacked.sentence() and "gold rose from " in clean.sentence()
     for words in ("200 steps", "gold fell", "KL of 56.25 nats", "at step 50", "60 to 192 tokens", "Alarm at step 120"):
         assert words in hacked.sentence()
-    todo = " ".join(hacked.advice())
-    for words in ("step 50", "reference_policy_kl_penalty", "length_calibration", "ensemble"):
-        assert words in todo
-    assert clean.advice() == []
 
 
 def measured(proxy: float, gold: float | None = None, *, error: float | None = 0.01, **more: Any) -> RLRun:
@@ -102,13 +96,6 @@ def test_without_gold_there_are_signs_at_most(kind: AlarmKind, proxy: float, is_
     assert "there is no gold reward" in opening([summary]) and summary.outcome == "unknown"
     assert ("signs of over-optimisation in **r**." in opening([summary])) is is_sign
     assert "**Alarm at step 10:** Said." in summary.sentence()
-    assert "grpo.gold_environment" in summary.advice()[-1]
-
-
-def test_where_the_proxy_fell_too_the_policy_broke() -> None:
-    (broke,) = sum_up(measured(-4.0, -0.4)).advice()
-    assert broke.startswith("The policy broke")
-    assert not any("broke" in one for gold in (0.4, -0.4) for one in sum_up(measured(4.0, gold)).advice())
 
 
 def test_gold_and_proxy_over_the_root_of_kl(runs: list[RLRun], blocks: dict[str, dict[str, Any]]) -> None:
@@ -142,8 +129,6 @@ def test_samples_are_first_best_and_last_of_the_same_prompt(blocks: dict[str, di
     items = blocks["Prompts and completions"]["items"]
     assert len(items) == 7
     assert all([row["name"] for row in item["rows"]] == ["clean", "no KL", "length calibrated"] for item in items)
-    differing = {row["setting"] for row in blocks["What differs"]["rows"]}
-    assert "loss_fn.reference_policy_kl_penalty" in differing and "policy.model_name" not in differing
     hacked = items[0]["rows"][1]["completions"]
     assert [completion["label"] for completion in hacked] == ["step 0", "step 50", "step 200"]
     assert hacked[1]["flags"] == ["gold is best on average"] and hacked[2]["flags"] == ["cut"]
