@@ -34,7 +34,7 @@ def evaluated(outcome: TrainingOutcome, config: DatasetConfig, perturbations: in
     suite = PreferenceSuite("held_out", config)
     candidate = Candidate("model", lambda: (scorer, {"model": "model"}))
     (summary,) = run_evaluation([candidate], [(suite, None)], num_perturbations=perturbations).summaries
-    metrics = [*summary.statistics.metrics(), *summary.length.metrics()]
+    metrics = [*summary.statistics.numbers.values(), *summary.length.numbers.values()]
     if summary.perturbations is not None:
         metrics.append(summary.perturbations.robust_accuracy)
     found = {metric.name: metric.value for metric in metrics if metric.value is not None}

@@ -255,10 +255,11 @@ def _score(
             logger.info("%s: %d of %d examples were scored before.", what, len(scored_by_id), total)
         on_progress(what, len(scored_by_id), total)
         remaining = [example for example in examples if example.id not in scored_by_id]
-        for scored in score_examples(scorer, remaining, at_once):
-            rows.add(to_row(scored))
-            scored_by_id[scored.example.id] = scored
-            on_progress(what, len(scored_by_id), total)
+        for start in range(0, len(remaining), at_once):
+            for scored in score_examples(scorer, remaining[start : start + at_once], at_once):
+                rows.add(to_row(scored))
+                scored_by_id[scored.example.id] = scored
+            on_progress(what, len(scored_by_id), total)  # it may stop the evaluation: all that is scored is kept
     return tuple(scored_by_id[example.id] for example in examples)
 
 
