@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from treeward.data.preference import Completion, Message, Preference
-from treeward.evaluation.examples import ScoredExample
+from treeward.evaluation.results import ScoredExample
 
 
 def preference(

@@ -17,12 +17,11 @@ import numpy as np
 from evaluated import preference, rated
 
 from treeward.data.preference import Preference
-from treeward.evaluation.examples import ScoredExample, by_subset, to_row
+from treeward.evaluation.findings import Summary, summarize
 from treeward.evaluation.report.blocks import bar_item, table_block
-from treeward.evaluation.results import SuiteResult
+from treeward.evaluation.results import ScoredExample, SuiteResult, by_subset, to_row
 from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.suites.interface import Suite
-from treeward.evaluation.summary import Summary, summarize
 
 MODELS = ("qwen3-tiny-bt", "qwen3-tiny-ensemble")
 SUBSETS = ("natural", "adversarial neighbour", "adversarial GPTInst", "adversarial GPTOut", "adversarial manual")

@@ -13,7 +13,7 @@ from evaluated import preference, rated
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.preference import Preference
-from treeward.evaluation.examples import ScoredExample
+from treeward.evaluation.results import ScoredExample
 
 
 @pytest.fixture(scope="session")

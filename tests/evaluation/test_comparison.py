@@ -11,7 +11,7 @@ from evaluated import preference, rated
 
 from treeward.errors import DataError
 from treeward.evaluation.comparison import Comparison, Evaluation, compare, read_evaluation
-from treeward.evaluation.examples import ScoredExample, to_row
+from treeward.evaluation.results import ScoredExample, to_row
 from treeward.evaluation.statistics import paired_bootstrap, paired_test
 
 

@@ -16,9 +16,8 @@ from treeward.data.datasets import open_dataset
 from treeward.data.encoding import encode_dataset
 from treeward.data.rendering import Renderer
 from treeward.data.sources import read_rows
-from treeward.evaluation.data_check import reading
-from treeward.evaluation.data_check.check import DataCheck, check_data, open_sets
-from treeward.evaluation.data_check.page import write_check
+from treeward.evaluation.data_check import findings
+from treeward.evaluation.data_check.check import DataCheck, check_data, open_sets, write_check
 
 Write = Callable[..., Path]
 Row = dict[str, Any]
@@ -70,7 +69,7 @@ def test_clean_data_has_no_finding(checked: Callable[..., DataCheck], tmp_path: 
 def test_a_huge_text_is_read_as_far_as_limits_go(checked: Callable[..., DataCheck], monkeypatch: Any) -> None:
     rows: list[Row | str] = [*clean()]
     rows[3] = {**clean()[3], "rejected": "moon " * 200_000}
-    monkeypatch.setattr(reading, "_MOST_CHARACTERS", 2000)
+    monkeypatch.setattr(findings, "_MOST_CHARACTERS", 2000)
     numbers = checked(rows, max_length=400).numbers
     assert numbers["rows"] == 60 and 400 < numbers["tokens_longest"] < 2100
 

@@ -10,9 +10,14 @@ from evaluated import preference, rated
 
 from treeward.config.data import DatasetConfig
 from treeward.evaluation.diagnostics.biases import diagnose_length
-from treeward.evaluation.diagnostics.scores import statistics_of
-from treeward.evaluation.examples import ScoredExample
-from treeward.evaluation.gates import GATE_METRICS, gate_metrics, pooled_gate_metrics, scored_comparison
+from treeward.evaluation.diagnostics.scores import (
+    GATE_METRICS,
+    gate_metrics,
+    pooled_gate_metrics,
+    scored_comparison,
+    statistics_of,
+)
+from treeward.evaluation.results import ScoredExample
 from treeward.evaluation.suites import PreferenceSuite
 
 

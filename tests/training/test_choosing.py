@@ -13,7 +13,7 @@ import pytest
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.preference import preference_to_dict
-from treeward.evaluation.gates import GATE_METRICS
+from treeward.evaluation.diagnostics.scores import GATE_METRICS
 from treeward.evaluation.results import Metric
 from treeward.evaluation.session import Candidate, run_evaluation
 from treeward.evaluation.suites import PreferenceSuite

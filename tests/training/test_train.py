@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from treeward.cli.main import main
 from treeward.config.checkpointing import METRICS
 from treeward.errors import CheckpointError, ConfigError, ModelError
-from treeward.evaluation.gates import GATE_METRICS
+from treeward.evaluation.diagnostics.scores import GATE_METRICS
 from treeward.metrics import METRIC_NAMES
 from treeward.training.setup import set_up
 from treeward.training.tracking import read_metrics

@@ -51,8 +51,7 @@ def run(
     if not files and dataset_name is None and loaded is None:
         raise ConfigError("there is nothing to check", where="FILES", need="FILES, --dataset-name or --config")
 
-    from treeward.evaluation.data_check.check import check_data, open_sets
-    from treeward.evaluation.data_check.page import write_check
+    from treeward.evaluation.data_check.check import check_data, open_sets, write_check
 
     def configured(path: str | None) -> DatasetConfig:
         return dataset_config(path, dataset_name, split, data_option, skip_broken=True)
@@ -110,7 +109,7 @@ def _benchmark(text: str) -> Sequence[Preference]:
 
 
 def _tell(checked: DataCheck) -> None:
-    from treeward.evaluation.data_check.page import summary_rows
+    from treeward.evaluation.data_check.check import summary_rows
 
     columns = [Column("what", ", ".join(checked.files)), Column("number"), Column("share", format=".1%")]
     lines = [results_table(summary_rows(checked), columns), f"Tokens of {checked.tokenizer}.", ""]

@@ -22,8 +22,7 @@ from statsmodels.stats.multitest import multipletests
 from treeward.data.preference import Preference
 from treeward.data.sources import KINDS, file_suffix, read_file
 from treeward.errors import DataError, nearest_path
-from treeward.evaluation.examples import ScoredExample, scored_from_row
-from treeward.evaluation.results import Metric
+from treeward.evaluation.results import Metric, ScoredExample, scored_from_row
 from treeward.evaluation.statistics import accuracy_metric, paired_bootstrap, paired_test
 
 _ROWS = "examples.jsonl"

@@ -1,5 +1,7 @@
-"""The findings of a report in words: the first things to know about a model in a suite.
+"""`summarize`: every number of one model in one suite; `findings`, `verdict`: the first things to know, in words.
 
+    summary = summarize(suite, scored, "my-model")
+    summary.result.headline, summary.length.accuracy_gap, summary.statistics.ece
     verdict(summary)        # "**my-model** on LLMBar: 71.0% (61.5% to 79.0%); better than chance, but it likes ..."
     findings(summary)       # that, and a list: chance, length, worst subset, calibration, rewrites, overlap
     length_finding(summary.length.numbers)
@@ -11,12 +13,73 @@ a score. The headline counts examples without a score as wrong, as the published
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
+from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style
+from treeward.evaluation.diagnostics.overlap import Overlap, diagnose_overlap
 from treeward.evaluation.diagnostics.perturbations import REWRITES
+from treeward.evaluation.diagnostics.scores import statistics_of
 from treeward.evaluation.report.blocks import format_interval
-from treeward.evaluation.results import Metric, SuiteResult
-from treeward.evaluation.summary import Summary
+from treeward.evaluation.results import Diagnostic, Metric, ScoredExample, SuiteResult
+from treeward.evaluation.suites.interface import Suite
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Every number of one model in one suite. `training_overlap`: the examples that the training data has."""
+
+    model: str
+    suite: Suite
+    result: SuiteResult
+    statistics: Diagnostic
+    length: Diagnostic
+    style: Diagnostic
+    examples: tuple[ScoredExample, ...]
+    perturbations: Diagnostic | None = None
+    overlap: Diagnostic | None = None
+    training_overlap: Overlap | None = None
+
+    @property
+    def title(self) -> str:
+        """That of the suite."""
+        return self.suite.title or self.suite.name
+
+    @property
+    def diagnostics(self) -> dict[str, Diagnostic]:
+        """The diagnostics that were made, by their names in `results.json`, in the order of a report."""
+        named = {
+            "length": self.length,
+            "style": self.style,
+            "perturbations": self.perturbations,
+            "statistics": self.statistics,
+            "overlap": self.overlap,
+        }
+        return {name: diagnostic for name, diagnostic in named.items() if diagnostic is not None}
+
+
+def summarize(
+    suite: Suite,
+    examples: tuple[ScoredExample, ...],
+    model: str,
+    *,
+    perturbations: Diagnostic | None = None,
+    overlap: Overlap | None = None,
+) -> Summary:
+    """The numbers of one model in one suite."""
+    result = suite.summarize(examples)
+    return Summary(
+        model=model,
+        suite=suite,
+        result=result,
+        statistics=statistics_of(examples, result, name=f"{model} on {suite.name}"),
+        length=diagnose_length(examples),
+        style=diagnose_style(examples),
+        examples=examples,
+        perturbations=perturbations,
+        overlap=None if overlap is None else diagnose_overlap(suite, examples, overlap),
+        training_overlap=overlap,
+    )
+
 
 _MOST_NAMED = 5
 # Below these, rewrites and calibration are not among the first things to know.

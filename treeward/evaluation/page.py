@@ -19,8 +19,7 @@ from typing import Any
 
 from treeward.evaluation.diagnostics.biases import LENGTH, STYLE, Trait
 from treeward.evaluation.diagnostics.perturbations import REWRITES
-from treeward.evaluation.examples import to_row
-from treeward.evaluation.findings import findings, has_worst_subset, standing, verdict
+from treeward.evaluation.findings import Summary, findings, has_worst_subset, standing, verdict
 from treeward.evaluation.report.blocks import (
     bar_item,
     bars_block,
@@ -30,9 +29,8 @@ from treeward.evaluation.report.blocks import (
     text_block,
 )
 from treeward.evaluation.report.build import write_report
-from treeward.evaluation.results import Block, Diagnostic, Metric
+from treeward.evaluation.results import Block, Diagnostic, Metric, to_row
 from treeward.evaluation.suites.benchmarks import STYLES
-from treeward.evaluation.summary import Summary
 from treeward.version import VERSION
 
 _MOST_CARDS = 6  # more than these are a table

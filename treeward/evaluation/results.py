@@ -1,15 +1,25 @@
-"""`Metric`, `SuiteResult`, `Diagnostic`: the numbers of an evaluation, as `results.json` holds them.
+"""`ScoredExample`, `Metric`, `SuiteResult`, `Diagnostic`: rows and numbers of an evaluation, as its files hold them.
 
+    example = Preference(context, (Completion(0, good), Completion(1, bad)), task_name="chat", id="7")
+    scored = ScoredExample(example, scores=(1.5, 0.25), lengths=(120, 80), num_tokens=(61, 49))
+    scored.outcome, scored.margin            # "right", 1.25
     Metric("accuracy", 0.71, low=0.62, high=0.79, count=100)
 
-Every number carries its number of examples, and an interval where there is one.
+In an evaluation the id of a preference is unique within its suite, and `task_name` is its subset. A row of
+`examples.jsonl` is a scored example (`to_row`, `scored_from_row`): every number of `results.json` can be computed again
+from these rows, without the model. Every number carries its number of examples, and an interval where there is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
+
+from treeward.data.preference import Completion, Preference, last_text
+from treeward.errors import DataError
+from treeward.scoring.score import ConversationScorer, Score, score_groups
 
 Unit = Literal["pairs", "examples"]
 """What is counted: pairs of completions, or whole examples."""
@@ -81,3 +91,124 @@ class Diagnostic:
         if name not in numbers:
             raise AttributeError(f"the diagnostic has no number {name}; it has {', '.join(numbers)}")
         return numbers[name]
+
+
+Outcome = Literal["right", "wrong", "tie", "failed"]
+
+_NUMBERS = ("scores", "lengths", "num_tokens", "errors")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredExample:
+    """A preference with a score for each completion, None where there is none and `errors` says why.
+
+    `lengths`: characters of each completion's last message. `num_tokens`: of each scored conversation. `heads`: the
+    values of the model's heads by name, for each completion, where the example has grades of such names.
+    """
+
+    example: Preference
+    scores: tuple[float | None, ...]
+    lengths: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    errors: tuple[str | None, ...] = ()
+    heads: tuple[Mapping[str, float], ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a completion has no score."""
+        return None in self.scores
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Indices (better, worse) of every pair of completions with different ranks."""
+        ranks = self.example.ranks
+        return [(i, j) for i, a in enumerate(ranks) for j, b in enumerate(ranks) if a < b]
+
+    @property
+    def margin(self) -> float | None:
+        """The lowest score among the best-ranked completions less the highest among the others; None if not known."""
+        scores = [score for score in self.scores if score is not None]
+        if len(scores) < len(self.scores) or len(set(self.example.ranks)) < 2:
+            return None
+        best = min(self.example.ranks)
+        is_best = [rank == best for rank in self.example.ranks]
+        right = [score for score, best in zip(scores, is_best, strict=True) if best]
+        wrong = [score for score, best in zip(scores, is_best, strict=True) if not best]
+        return min(right) - max(wrong)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """Whether the best-ranked completions have the highest scores; None for an example without an order."""
+        margin = self.margin
+        if margin is None:
+            return "failed" if self.failed else None
+        return "right" if margin > 0 else "tie" if margin == 0 else "wrong"
+
+
+def score_examples(scorer: ConversationScorer, examples: Iterable[Preference], at_once: int) -> Iterator[ScoredExample]:
+    """The examples as a model scores them, in order; `at_once`: how many the scorer gets in one call."""
+    remaining = iter(examples)
+    while chunk := list(islice(remaining, at_once)):
+        groups = score_groups(scorer, [example.conversations for example in chunk], on_error="mask")
+        for example, scores in zip(chunk, groups, strict=True):
+            yield ScoredExample(
+                example,
+                scores=tuple(score.score for score in scores),
+                lengths=tuple(len(last_text(completion.messages)) for completion in example.completions),
+                num_tokens=tuple(score.num_tokens for score in scores),
+                errors=tuple(score.error for score in scores),
+                heads=_kept_heads(example, scores),
+            )
+
+
+def _kept_heads(example: Preference, scores: Sequence[Score]) -> tuple[dict[str, float], ...]:
+    """The values of the heads of whose names the example has grades."""
+    grades = {name for completion in example.completions for name in completion.all_grades}
+    named = [dict(zip(score.head_names, score.heads, strict=False)) for score in scores]
+    heads = tuple({name: value for name, value in values.items() if name in grades} for values in named)
+    return heads if any(heads) else ()
+
+
+def by_subset(scored: Iterable[ScoredExample]) -> dict[str, list[ScoredExample]]:
+    """The examples of each subset, subsets in order of appearance."""
+    groups: dict[str, list[ScoredExample]] = {}
+    for example in scored:
+        groups.setdefault(example.example.task_name, []).append(example)
+    return groups
+
+
+def to_row(scored: ScoredExample) -> dict[str, Any]:
+    """A row of `examples.jsonl`; `margin` and `outcome` are for whoever reads the file."""
+    example = scored.example
+    row: dict[str, Any] = {
+        "id": example.id,
+        "subset": example.task_name,
+        "outcome": scored.outcome,
+        "margin": scored.margin,
+        "context": example.context,
+        "completions": [completion.messages for completion in example.completions],
+        "ranks": example.ranks,
+    }
+    row |= {name: getattr(scored, name) for name in _NUMBERS}
+    grades = [completion.all_grades for completion in example.completions]
+    row |= {"grades": grades} if any(grades) else {}
+    return row | ({"heads": scored.heads} if scored.heads else {})
+
+
+def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
+    """The inverse of `to_row`. Raises `DataError` for any other row."""
+    try:
+        grades = [dict(item) for item in row.get("grades") or [{}] * len(row["ranks"])]
+        completions = [
+            Completion(rank, tuple(messages), score=items.pop("score", None), grades=items)
+            for rank, messages, items in zip(row["ranks"], row["completions"], grades, strict=True)
+        ]
+        example = Preference(tuple(row["context"]), tuple(completions), task_name=row["subset"], id=row["id"])
+        numbers = {name: tuple(row[name]) for name in _NUMBERS}
+        return ScoredExample(example, heads=tuple(row.get("heads") or ()), **numbers)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            "this is no row of an evaluation's examples",
+            where=where,
+            got=repr(error),
+            need="a line of examples.jsonl as `treeward eval` writes it",
+        ) from error

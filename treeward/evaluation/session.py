@@ -37,10 +37,10 @@ from treeward.evaluation.diagnostics.perturbations import (
     perturbed,
     sample_examples,
 )
-from treeward.evaluation.examples import ScoredExample, score_examples, scored_from_row, to_row
+from treeward.evaluation.findings import Summary, summarize
 from treeward.evaluation.page import write_results
+from treeward.evaluation.results import ScoredExample, score_examples, scored_from_row, to_row
 from treeward.evaluation.suites.interface import Suite
-from treeward.evaluation.summary import Summary, summarize
 from treeward.resumable import resumable_rows
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.rewarding import RewardScorer

@@ -30,9 +30,8 @@ from treeward.config.preflight import check_packages
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.encoding import Comparison
 from treeward.errors import ConfigError, TreewardError
-from treeward.evaluation.examples import ScoredExample
-from treeward.evaluation.gates import scored_comparison
-from treeward.evaluation.results import Metric
+from treeward.evaluation.diagnostics.scores import scored_comparison
+from treeward.evaluation.results import Metric, ScoredExample
 from treeward.metrics import METRIC_NAMES, GradeSums, RewardMetrics, RewardSums
 from treeward.model.export import DeferredWrite, export_model, push_folder
 from treeward.model.loading import load_reward_model

@@ -4,8 +4,8 @@
     result.metrics()["loss"].value, result.metrics()["length_controlled_accuracy"].value
     pooled([result, of_another_set])                             # metrics over all of them
 
-Loss and accuracy are sums over pairs. The diagnostics (`treeward.evaluation.gates`) need the scores themselves, which
-are kept: K floats and a few small objects for each comparison, no texts and no token ids.
+Loss and accuracy are sums over pairs. The diagnostics (`gate_metrics`) need the scores themselves, which are kept:
+K floats and a few small objects for each comparison, no texts and no token ids.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations, perturbed, sample_examples
-from treeward.evaluation.examples import ScoredExample, score_examples
-from treeward.evaluation.gates import gate_metrics, pooled_gate_metrics
-from treeward.evaluation.results import Metric
+from treeward.evaluation.diagnostics.scores import gate_metrics, pooled_gate_metrics
+from treeward.evaluation.results import Metric, ScoredExample, score_examples
 from treeward.evaluation.suites import PreferenceSuite
 from treeward.metrics import RewardMetrics, grade_metrics
 from treeward.scoring.scorer import Scorer

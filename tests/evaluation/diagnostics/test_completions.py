@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from treeward.evaluation.diagnostics.biases import length_strata
-from treeward.evaluation.diagnostics.completions import collect_pairs, slopes_within_prompts
-from treeward.evaluation.examples import ScoredExample
+from treeward.evaluation.diagnostics.biases import collect_pairs, length_strata, slopes_within_prompts
+from treeward.evaluation.results import ScoredExample
 
 
 def clustered(seed: int, num_prompts: int = 25, slope: float = 0.7) -> tuple[Any, Any, Any]:

@@ -15,7 +15,7 @@ from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.preference import Completion, Preference
 from treeward.evaluation.diagnostics.overlap import diagnose_overlap, find_overlap
-from treeward.evaluation.examples import ScoredExample
+from treeward.evaluation.results import ScoredExample
 from treeward.evaluation.suites import PreferenceSuite
 
 LONG = "the quick brown fox jumps over the lazy dog while seven wizards brew a potion of purple ink near the old mill"

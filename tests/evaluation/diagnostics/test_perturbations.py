@@ -24,8 +24,7 @@ from treeward.evaluation.diagnostics.perturbations import (
     sample_examples,
     summarize_perturbations,
 )
-from treeward.evaluation.examples import ScoredExample, score_examples
-from treeward.evaluation.results import Diagnostic
+from treeward.evaluation.results import Diagnostic, ScoredExample, score_examples
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.scorer import Scorer

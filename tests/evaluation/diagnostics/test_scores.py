@@ -11,7 +11,7 @@ import pytest
 
 from treeward.data.preference import Completion
 from treeward.evaluation.diagnostics.scores import statistics_of
-from treeward.evaluation.examples import ScoredExample, scored_from_row, to_row
+from treeward.evaluation.results import ScoredExample, scored_from_row, to_row
 
 
 def test_the_spread_is_that_of_all_completions(normal_scores: list[ScoredExample]) -> None:

@@ -15,12 +15,10 @@ from report_sample import EMPTY, BestOf, by_length, perfect, scored, summary, th
 from treeward.config.data import DatasetConfig
 from treeward.evaluation.diagnostics.overlap import Overlap, OverlapFlag
 from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations, perturbed
-from treeward.evaluation.examples import score_examples
-from treeward.evaluation.findings import findings, length_finding, standing, verdict
+from treeward.evaluation.findings import Summary, findings, length_finding, standing, summarize, verdict
 from treeward.evaluation.page import LABELS, metrics_table, report_blocks, write_results
-from treeward.evaluation.results import Metric
+from treeward.evaluation.results import Metric, score_examples
 from treeward.evaluation.suites import PreferenceSuite
-from treeward.evaluation.summary import Summary, summarize
 from treeward.scoring.score import Score
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from treeward.data.preference import Preference
-from treeward.evaluation.examples import ScoredExample
+from treeward.evaluation.results import ScoredExample
 from treeward.evaluation.suites.benchmarks import SETS, LLMBar
 
 Make = Callable[[Preference, Sequence[float | None]], ScoredExample]

@@ -12,7 +12,7 @@ from evaluated import preference, rated
 
 from treeward.data.preference import Preference
 from treeward.errors import DataError
-from treeward.evaluation.examples import ScoredExample
+from treeward.evaluation.results import ScoredExample
 from treeward.evaluation.suites.rewardbench import WEIGHTS, RewardBench
 
 # The accuracies of Skywork-Reward-V2-Qwen3-8B in NeMo RL's pull request 1026: of the package and of its environment.

@@ -12,7 +12,7 @@ from evaluated import preference, rated
 
 from treeward.data.preference import Preference
 from treeward.errors import DataError
-from treeward.evaluation.examples import ScoredExample
+from treeward.evaluation.results import ScoredExample
 from treeward.evaluation.suites.rewardbench import RewardBench2
 
 Row = tuple[str, int, list[float]]

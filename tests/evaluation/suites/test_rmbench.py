@@ -11,7 +11,7 @@ import pytest
 from evaluated import rated
 
 from treeward.data.preference import Preference
-from treeward.evaluation.examples import ScoredExample
+from treeward.evaluation.results import ScoredExample
 from treeward.evaluation.suites.benchmarks import RMBench
 
 # Scores of the three chosen and the three rejected answers, and what the authors' `compute_accuracy` gives for them:

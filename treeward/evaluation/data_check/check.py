@@ -1,28 +1,42 @@
 """`check_data`: read preference data, and say what is wrong with it before a model is trained on it.
 
-    checked = check_data([DatasetConfig(data_path="train.jsonl")], Renderer(tokenizer), tokenizer="my-model")
+    checked = check_data(open_sets([DatasetConfig(data_path="train.jsonl")]), Renderer(tokenizer), tokenizer="my-model")
     [finding.text for finding in checked.findings]
+    write_check(Path("results/data"), checked)      # results.json, report.json, report.html: the path of the page
 
-The training data are read once in flat memory (`reading`), once more where overlap is looked for and once for the page.
-What they are compared with, validation sets and benchmarks, is held in memory.
+The training data are read once in flat memory (`findings.read_data`), once more where overlap is looked for and once
+for the page. What they are compared with, validation sets and benchmarks, is held in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import RowDataset, open_dataset, recognised
 from treeward.data.encoding import Ties
-from treeward.data.preference import Preference
+from treeward.data.preference import Preference, last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
-from treeward.evaluation.data_check.findings import Finding, Overlap, findings_of, numbers_of
-from treeward.evaluation.data_check.reading import read_data, rows_of
+from treeward.evaluation.data_check.findings import (
+    TRAITS,
+    Finding,
+    Overlap,
+    findings_of,
+    numbers_of,
+    read_data,
+    rows_of,
+)
 from treeward.evaluation.diagnostics.overlap import find_overlap
+from treeward.evaluation.report.blocks import bar_item, bars_block, table_block, text_block
+from treeward.evaluation.report.build import write_report
+from treeward.evaluation.results import Block
+from treeward.version import VERSION
 
 
 @dataclass(frozen=True)
@@ -85,3 +99,109 @@ def check_data(
         overlaps=overlaps,
         streams=tuple(streams),
     )
+
+
+_MOST_SHOWN = 50  # rows of one finding, with their texts
+_EXCERPT = 400
+
+
+def summary_rows(checked: DataCheck) -> list[dict[str, Any]]:
+    """The numbers that everybody asks for first."""
+    numbers, longer = checked.numbers, checked.numbers["style"]["longer"]
+    rows, completions, tokens = numbers["rows"], numbers["completions"], numbers["tokens"]
+    num_longer = round((longer.value or 0.0) * (longer.count or 0))
+    counts: list[tuple[str, int, int | None]] = [
+        ("comparisons", rows, None),
+        ("broken rows", numbers["broken"], rows + numbers["broken"]),
+        ("different prompts", numbers["prompts"], None),
+        ("completions", completions, None),
+        ("messages of the prompts", numbers["turns"], None),
+        ("tokens", tokens, None),
+        ("tokens of the longest conversation", numbers["tokens_longest"], None),
+        ("tokens that a prefix tree saves", tokens - numbers["tree_tokens"], tokens),
+        ("ties", numbers["ties"], rows),
+        ("repeated comparisons", numbers["duplicates"], rows),
+        ("contradicted labels", numbers["contradictions"], rows),
+        ("pairs in which the better completion is longer", num_longer, longer.count),
+        *((f"examples of {sets.name} in the data", len(sets.flagged), len(sets.flags)) for sets in checked.overlaps),
+    ]
+    return [
+        {"what": what, "number": number, "share": None if of is None else number / max(1, of)}
+        for what, number, of in counts
+    ]
+
+
+def write_check(folder: Path, checked: DataCheck) -> Path:
+    """Write results.json, report.json and report.html; returns the path of the page."""
+    style = [dataclasses.asdict(metric) for metric in checked.numbers["style"].values()]
+    content = {
+        "treeward_version": VERSION,
+        "files": checked.files,
+        "tokenizer": checked.tokenizer,
+        "numbers": checked.numbers | {"style": style},
+        "findings": [
+            dataclasses.asdict(finding) | {"why": finding.why, "fix": finding.fix} for finding in checked.findings
+        ],
+        "overlap": [
+            {"set": overlap.name} | dataclasses.asdict(flag) for overlap in checked.overlaps for flag in overlap.flagged
+        ],
+        "broken": [_error_row(error) for error in checked.errors],
+    }
+    title, subtitle = f"Data check of {', '.join(checked.files)}", f"Tokens of {checked.tokenizer}."
+    blocks, files = list(_blocks(checked)), {"results.json": content}
+    return write_report(folder, title, blocks, {}, subtitle=subtitle, files=files)
+
+
+def _blocks(checked: DataCheck) -> Iterator[Block]:
+    findings = [f"- **{finding.text}** {finding.why} {finding.fix}" for finding in checked.findings]
+    yield text_block("\n".join(findings) or "Nothing was found.")
+    columns = {"what": ("What", "text"), "number": ("Number", "integer"), "share": ("Share", "percent")}
+    yield table_block("Numbers", columns, summary_rows(checked))
+    items = [bar_item(TRAITS[name][0], metric) for name, metric in checked.numbers["style"].items()]
+    note = "Of the pairs of one prompt that differ in it; 50% is even. Intervals: as many pairs as prompts, at most."
+    yield bars_block("The better completion ...", {", ".join(checked.files): items}, note)
+    if checked.errors:
+        columns = {name: (name.capitalize(), "text") for name in ("where", "problem", "field", "got", "need", "fix")}
+        yield table_block("Broken rows", columns, [_error_row(error) for error in checked.errors], most=10)
+    for overlap in checked.overlaps:
+        columns = {"id": ("Example", "text"), "prompt": ("Of the prompt", "percent")}
+        columns["completion"] = ("Of a completion", "percent")
+        rows = [dataclasses.asdict(flag) for flag in overlap.flagged[:_MOST_SHOWN]]
+        note = "The share of words that the data has in the same runs."
+        if rows:
+            yield table_block(f"Examples of {overlap.name} in the data", columns, rows, note, most=10)
+    yield from _row_tables(checked)
+
+
+def _row_tables(checked: DataCheck) -> Iterator[Block]:
+    """The first rows of each finding that names rows of the data, with their texts."""
+    findings = [
+        finding
+        for finding in checked.findings
+        if finding.rows and finding.name != "broken" and "overlap" not in finding.name
+    ]
+    texts = _excerpts(checked, {where for finding in findings for where in finding.rows[:_MOST_SHOWN]})
+    columns = {"where": ("Row", "text"), "prompt": ("Prompt", "text"), "better": ("Better", "text")}
+    columns["worse"] = ("Worse", "text")
+    for finding in findings:
+        shown = finding.rows[:_MOST_SHOWN]
+        rows = [{"where": where.rpartition("/")[2], **texts.get(where, {})} for where in shown]
+        yield table_block(finding.name.replace("_", " ").capitalize(), columns, rows, finding.text, most=10)
+
+
+def _excerpts(checked: DataCheck, wanted: set[str]) -> dict[str, dict[str, str]]:
+    """Prompt, best and worst completion of the rows, which are read again."""
+    excerpts: dict[str, dict[str, str]] = {}
+    for preference, where in rows_of(checked.streams) if wanted else ():
+        if where in wanted:
+            by_rank = sorted(preference.completions, key=lambda completion: completion.rank)
+            sides = {"prompt": preference.context, "better": by_rank[0].messages, "worse": by_rank[-1].messages}
+            excerpts[where] = {name: last_text(messages)[:_EXCERPT] for name, messages in sides.items()}
+            if len(excerpts) == len(wanted):
+                break
+    return excerpts
+
+
+def _error_row(error: DataError) -> dict[str, Any]:
+    row = {name: getattr(error, name) for name in ("where", "field", "need", "fix")}
+    return row | {"problem": error.summary, "got": None if error.got is None else str(error.got)[:_EXCERPT]}

@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treeward.data.preference import Preference, last_text
-from treeward.evaluation.examples import ScoredExample
-from treeward.evaluation.results import Diagnostic
+from treeward.evaluation.results import Diagnostic, ScoredExample
 from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.suites.interface import Suite
 

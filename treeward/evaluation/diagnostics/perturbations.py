@@ -26,8 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treeward.data.preference import Completion, Preference, last_text
-from treeward.evaluation.examples import ScoredExample
-from treeward.evaluation.results import Diagnostic, Metric
+from treeward.evaluation.results import Diagnostic, Metric, ScoredExample
 from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap
 
 _REFUSAL = re.compile(

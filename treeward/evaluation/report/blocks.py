@@ -13,7 +13,7 @@
 Each is a JSON object whose `kind` says how the page shows it. Every kind takes a `title` and a `note` (a sentence below
 the title). A block with a title may be `folded`: readers open it, and the contents do not list it. A number that is
 None or not finite shows as a dash. Formats: percent (of a fraction), points (a difference of fractions, in percentage
-points), number, signed, integer, text. The rows of `examples` are those of `treeward.evaluation.examples.to_row`, with
+points), number, signed, integer, text. The rows of `examples` are those of `treeward.evaluation.results.to_row`, with
 a `model` where there is more than one.
 """
 

@@ -28,8 +28,7 @@ from treeward.data.datasets import open_dataset
 from treeward.data.preference import Completion, Preference, check_messages
 from treeward.data.sources import KINDS, Row, file_suffix, read_rows
 from treeward.errors import DataError
-from treeward.evaluation.examples import ScoredExample, by_subset
-from treeward.evaluation.results import Metric, SuiteResult
+from treeward.evaluation.results import Metric, ScoredExample, SuiteResult, by_subset
 from treeward.evaluation.statistics import accuracy_metric
 
 Schema = TypeVar("Schema", bound=BaseModel)

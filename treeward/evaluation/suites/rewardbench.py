@@ -37,8 +37,7 @@ from pydantic import BaseModel, Field
 from treeward.data.preference import Preference
 from treeward.data.sources import Row
 from treeward.errors import DataError
-from treeward.evaluation.examples import ScoredExample, by_subset
-from treeward.evaluation.results import Metric, SuiteResult
+from treeward.evaluation.results import Metric, ScoredExample, SuiteResult, by_subset
 from treeward.evaluation.statistics import cluster_bootstrap, combined, wilson
 from treeward.evaluation.suites.interface import Prompt, Suite, one_of, published_example, read_as, suite_rows
 
