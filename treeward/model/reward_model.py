@@ -236,7 +236,7 @@ class RewardModel(WrappedModel):
             cache = None
         num_known = None if cache is None else [cache.match(sequence) for sequence in sequences]
         for groups in plan_sequences(
-            sequences, max_tokens=max_tokens, max_sequences=max_sequences, share=share, known=num_known
+            sequences, max_tokens=max_tokens, max_sequences=max_sequences, share=share, num_cached=num_known
         ):
             if cache is None:
                 batch = self.make_batch([[sequences[i] for i in group] for group in groups])

@@ -1,4 +1,4 @@
-"""`CheckpointStore`: checkpoints that are either whole or absent, at any moment at which a run may be killed.
+"""`CheckpointStore`: checkpoints that are whole or absent, whenever a run is killed.
 
     with open_store(config.checkpointing, metric_of=partial(stored_metric, name="eval/rm/loss")) as store:
         store.save(step=200, write=lambda folder: ...)              # results/rm/step_200
@@ -9,7 +9,7 @@ it exist, and no step is written twice. The best `keep_top_k` by the metric stay
 without the metric rank last. The SHA-256 of every file of tensors is in the checkpoint, and compared before it is used.
 
 Every process of a run makes the same calls. The main process makes, renames and removes folders, which all nodes must
-share; a failure of one process is raised on all of them. In the background a thread of each process writes copies.
+share; a failure of one process is raised on all. Background saves are written by a thread of each process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FINISHED = re.compile(r"step_(\d+)")
 _PARTIAL, _REMOVING = ".saving_", ".removing_"
 _DIGESTS = "SHA256SUMS"  # as `sha256sum --check` reads it
 _PATIENCE_SECONDS = 30
-_LEASE_SECONDS = 100  # NFS frees the locks of a node that is gone after 90
+_LEASE_SECONDS = 100  # NFS frees the locks of a lost node after 90
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ def open_store(
 ) -> Iterator[CheckpointStore | None]:
     """The store of a run, locked while the block runs; None where checkpointing is off, with a warning.
 
-    `metric_of` reads the metric that ranks checkpoints from the folder of one; None: the latest are the best. Raises
-    `CheckpointError` for a folder that cannot be used, or that another process uses.
+    `metric_of` reads the ranking metric from a checkpoint's folder; None: the latest are the best. Raises
+    `CheckpointError` for an unusable folder, or one that another process uses.
     """
     if not config.enabled:
         logger.warning("checkpointing.enabled is false: nothing of this run will be kept but its metrics.")
@@ -102,18 +102,18 @@ class CheckpointStore:
         self._group = processes.side_group() if config.async_save else None
         self._writing: tuple[int, Future[None]] | None = None
         is_ranking = processes.is_main() and metric_of is not None and config.keep_top_k is not None
-        if unranked := [str(one.step) for one in self.all() if one.metric is None] if is_ranking else []:
+        unranked = [str(saved.step) for saved in self.all() if saved.metric is None] if is_ranking else []
+        if unranked:
             logger.warning(
                 "Checkpoints without %s are pruned first (step %s): to keep one, copy it elsewhere, or set "
                 "checkpointing.keep_top_k=null.", config.metric_name, ", ".join(unranked),
             )  # fmt: skip
 
     def save(self, step: int, write: Callable[[Path], DeferredWrite | None]) -> Checkpoint | None:
-        """Have `write` fill a folder, and make it the checkpoint of `step`; then remove those that need not stay.
+        """Have `write` fill a folder, and make it the checkpoint of `step`; then prune.
 
-        Where `write` returns what remains to be written, a thread does that, and the result is None: `wait` has it.
-        One save is waited for by the next. Raises `CheckpointError` when it cannot be written (a full disk): what was
-        there before stands.
+        If `write` returns a deferred write, a thread does it, and `wait` returns the checkpoint. A save waits for the
+        last one. Raises `CheckpointError` if it cannot be written (a full disk); earlier checkpoints stay.
         """
         self.wait()
         assert not (self.folder / f"step_{step}").exists()
@@ -140,7 +140,7 @@ class CheckpointStore:
             future.set_exception(error)
 
     def wait(self, *, only_if_done: bool = False) -> Checkpoint | None:
-        """The checkpoint that a thread has written since the last call; None without one, or `only_if_done` where it
+        """The checkpoint that a thread has written since the last call, or None; with `only_if_done` also None while it
         still writes. Raises as `save` does."""
         if self._writing is None or (only_if_done and not all(processes.gather(self._writing[1].done()))):
             return None
@@ -149,7 +149,7 @@ class CheckpointStore:
         return self._saved(step)
 
     def close(self) -> None:
-        """Let a thread end that is still writing, whatever has ended the run; in several processes not for ever."""
+        """Wait for a thread that is still writing; in several processes with a limit."""
         if self._writing is not None:
             wait([self._writing[1]], timeout=None if processes.size() == 1 else _PATIENCE_SECONDS)
 
@@ -160,7 +160,7 @@ class CheckpointStore:
     def write_folder(self, name: str, write: Callable[[Path], object]) -> Path:
         """Have `write` fill a folder of any `name` beside the checkpoints, whole or absent; it replaces an older one.
 
-        Raises `CheckpointError` when it cannot be written: what was there before stands.
+        Raises `CheckpointError` if it cannot be written; the older one stays.
         """
         self.wait()
         with self._whole_or_absent(name):
@@ -180,18 +180,18 @@ class CheckpointStore:
         return partial
 
     def _end(self, name: str, group: ProcessGroup | None) -> None:
-        """Flush what `_begin` began, and give it its name."""
+        """Flush the partial folder, and give it its final name."""
         final, partial = self.folder / name, self.folder / f"{_PARTIAL}{name}"
 
         def tensors() -> list[str]:
             paths = partial.rglob("*") if _FINISHED.fullmatch(name) else ()
-            return sorted(str(one.relative_to(partial)) for one in paths if one.suffix in (".safetensors", ".pt"))
+            return sorted(str(file.relative_to(partial)) for file in paths if file.suffix in (".safetensors", ".pt"))
 
         digests = _digests(partial, processes.on_main(tensors, group), group)
 
         def end() -> None:
             if digests:
-                (partial / _DIGESTS).write_text("".join(f"{one}  {file}\n" for file, one in digests.items()))
+                (partial / _DIGESTS).write_text("".join(f"{digest}  {file}\n" for file, digest in digests.items()))
             readable = partial.stat().st_mode & 0o666
             for path in [*partial.rglob("*"), partial]:
                 if path.is_file():
@@ -242,8 +242,8 @@ class CheckpointStore:
         return latest
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raise `CheckpointError` for a file of tensors that is not the one that was saved; every process calls it."""
-        path, others = checkpoint.path, [one.path.name for one in self.all() if one.step != checkpoint.step]
+        """Raise `CheckpointError` for a file of tensors with another digest than saved; every process calls it."""
+        path, others = checkpoint.path, [other.path.name for other in self.all() if other.step != checkpoint.step]
 
         def saved() -> dict[str, str]:
             lines = (path / _DIGESTS).read_text(errors="replace").splitlines() if (path / _DIGESTS).is_file() else []
@@ -270,7 +270,7 @@ class CheckpointStore:
         return sorted(self.all(), key=lambda c: (math.inf if c.metric is None else sign * c.metric, -c.step))
 
     def prune(self) -> None:
-        """Remove those that need not stay."""
+        """Remove checkpoints that are neither among the best nor the latest."""
         if self.config.keep_top_k is not None:
             processes.on_main(self._prune)
 
@@ -288,7 +288,7 @@ class CheckpointStore:
 
 
 def _digests(folder: Path, files: Sequence[str], group: ProcessGroup | None = None) -> dict[str, str | None]:
-    """The SHA-256 of files, of which each process reads its share; None for one that cannot be read."""
+    """The SHA-256 of files, None for unreadable ones; each process reads its share."""
 
     def digest(file: str) -> str | None:
         try:
@@ -298,5 +298,5 @@ def _digests(folder: Path, files: Sequence[str], group: ProcessGroup | None = No
             return None
 
     share = {file: digest(file) for file in files[processes.rank() :: processes.size()]}
-    digests = {file: one for shares in processes.gather(share, group) for file, one in shares.items()}
+    digests = {file: value for shares in processes.gather(share, group) for file, value in shares.items()}
     return {file: digests[file] for file in files}

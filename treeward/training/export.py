@@ -4,6 +4,8 @@
 
 Where the configuration has a `reward_shaping` section, the contract carries it, and the constants that it needs are
 fitted on the run's validation sets, which the model has not been trained on.
+
+Shapes: S sequences, H heads, P pairs.
 """
 
 from __future__ import annotations
@@ -86,17 +88,17 @@ def export_final(
 
 
 def fitted_heads(setup: RewardModelSetup, model: RewardModel, saved: torch.dtype) -> Heads:
-    """The heads of the run, with weights that are fitted on its validation sets, else its training sets, if they are
-    to be. Every process calls it."""
+    """The heads of the run, with weights fitted on its validation sets, else its training sets, if configured. Every
+    process calls it."""
     if setup.config.policy.reward_model_cfg.attribute_weights != "fit":
         return setup.heads
-    validation = [(one.comparisons, one.size) for one in setup.validation_sets.values()]
-    sets = validation or [(one, len(one)) for one in setup.training_sets.values()]
-    comparisons = [one for dataset, size in sets for one in dataset[: min(size, _MOST_FITTED)]]
+    validation = [(held_out.comparisons, held_out.size) for held_out in setup.validation_sets.values()]
+    sets = validation or [(dataset, len(dataset)) for dataset in setup.training_sets.values()]
+    comparisons = [comparison for dataset, size in sets for comparison in dataset[: min(size, _MOST_FITTED)]]
     logger.info("Fitting the weights of the heads to the order of %d comparisons.", len(comparisons))
     with as_saved(model, saved, setup.mesh) as exact:
-        values_SH = exact.score_tokens([ids for one in comparisons for ids in one.token_ids])
-    pairs = ranked_pairs([one.ranks for one in comparisons])
+        values_SH = exact.score_tokens([ids for comparison in comparisons for ids in comparison.token_ids])
+    pairs = ranked_pairs([comparison.ranks for comparison in comparisons])
     weights = weights_of_order((values_SH[pairs.better_P] - values_SH[pairs.worse_P]).double().numpy())
     if weights is None:
         logger.warning("The weights of the heads stay as they are: there are no pairs to fit them to.")
@@ -105,10 +107,10 @@ def fitted_heads(setup: RewardModelSetup, model: RewardModel, saved: torch.dtype
 
 
 def weights_of_order(differences_PH: NDArray[np.float64]) -> tuple[float, ...] | None:
-    """The weights under which the score orders pairs best; None where there is nothing to fit them to.
+    """The weights whose score orders pairs best, by logistic regression without a constant; None without pairs.
 
-    `differences_PH`: of the values of the better completion and the worse one. Logistic regression without a constant;
-    a small penalty keeps the weights of pairs finite that can be told apart.
+    `differences_PH`: values of the better completion less the worse one's. A small penalty keeps the weights finite for
+    separable pairs.
     """
     units_H = differences_PH.std(axis=0) if len(differences_PH) else np.zeros(1)
     if not units_H.all():
@@ -132,14 +134,14 @@ def _fitted(
     datasets = setup.config.validation_sets
     names = ", ".join(dataset.name or dataset.dataset_name for dataset in datasets)
     logger.info("Fitting the constants of reward_shaping on the validation sets: %s.", names)
-    preferences = processes.on_main(lambda: [one for dataset in datasets for one, _ in open_dataset(dataset)], group)
+    preferences = processes.on_main(lambda: [row for dataset in datasets for row, _ in open_dataset(dataset)], group)
     with as_saved(model, saved, setup.mesh) as exact:
         scorer = Scorer(exact, setup.renderer, head_weights=heads.weights)
         return calibrate(scorer, preferences, name=f"validation sets of the run ({names})")
 
 
 def result_columns(config: RewardModelRunConfig) -> list[Column]:
-    """The columns of a results table: those of every run, and the metric that chose the checkpoint."""
+    """The columns of a results table: the usual ones, and the metric that chose the checkpoint."""
     key, columns = config.ranking_metric, _GRADE_COLUMNS if config.policy.reward_model_cfg.labels else _COLUMNS
     if key is None or key.metric in {column.key for column in columns}:
         return columns
@@ -211,10 +213,10 @@ same values as its logits; render conversations with the tokenizer's chat templa
 
 def _results(setup: RewardModelSetup, validation: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Tables and sentences: the metrics, why they may be too good, and the effect of length."""
-    rows = result_rows({name: one.size for name, one in setup.validation_sets.items()}, validation)
+    rows = result_rows({name: held_out.size for name, held_out in setup.validation_sets.items()}, validation)
     parts = [markdown_table(rows, result_columns(setup.config))]
     parts += [f"{name}: {caveat}" for name, means in validation.items() if (caveat := setup.caveat(name, means))]
     if any("length_controlled_accuracy" in means for means in validation.values()):
-        about = "Accuracy where the better completion is the longer, and the shorter:"
-        parts += [about, markdown_table(rows, _LENGTH_COLUMNS)]
+        caption = "Accuracy where the better completion is the longer, and the shorter:"
+        parts += [caption, markdown_table(rows, _LENGTH_COLUMNS)]
     return parts

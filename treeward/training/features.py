@@ -1,14 +1,14 @@
 """Head-only training: the backbone is frozen, and reads the data once.
 
     setup = with_features(set_up(config))      # for `policy.reward_model_cfg.freeze_backbone`
-    setup.features[dataset.path](7)            # what the head reads of the completions of comparison 7, (K, R, D)
+    setup.features[dataset.path](7)            # the head's inputs for the completions of comparison 7, (K, R, D)
 
-The hidden states lie in `data.cache_dir`, one file for the tokens of a data set, and are read by index: memory does not
-grow with the data. The file is named by a hash of all that they follow from: the backbone's weights and architecture,
-the tokens, the precision and the layout. So runs with another loss, seed or learning rate find it. It has its name when
-it is complete; what a run that was killed has written is gone on from.
+The hidden states lie in `data.cache_dir`, one file per data set, and are read by index: memory does not grow with the
+data. The file's name is a hash of everything that they depend on: the backbone's weights and architecture, the tokens,
+the precision and the layout. So runs with another loss, seed or learning rate reuse it. A killed run's unfinished file
+is continued.
 
-Shapes: K completions of a comparison, N of a data set, R and D as in `RewardModel.feature_shape`.
+Shapes: K completions of a comparison, N of a data set, S of a micro-batch, R and D as in `RewardModel.feature_shape`.
 """
 
 from __future__ import annotations
@@ -47,16 +47,15 @@ _COMPARISONS_AT_ONCE = 256  # planned together, and written together
 
 
 def with_features(setup: RewardModelSetup, show_progress: bool = False) -> RewardModelSetup:
-    """The setup with the features of its training and validation sets, if its backbone is frozen; every process calls
-    it.
+    """The setup with the features of its data sets, if its backbone is frozen; every process calls it.
 
-    What no earlier run has computed is computed here. Raises `ConfigError` if `data.cache_dir` cannot be written, and
-    `ModelError` for an encoder whose head reads more than one hidden state.
+    Computes missing features. Raises `ConfigError` if `data.cache_dir` cannot be written, and `ModelError` for an
+    encoder whose head reads more than one hidden state.
     """
     if not setup.config.policy.reward_model_cfg.freeze_backbone:
         return setup
-    sizes = {one.comparisons.path: (one.comparisons, one.size) for one in setup.validation_sets.values()}
-    sizes |= {one.path: (one, len(one)) for one in setup.training_sets.values()}
+    sizes = {held.comparisons.path: (held.comparisons, held.size) for held in setup.validation_sets.values()}
+    sizes |= {dataset.path: (dataset, len(dataset)) for dataset in setup.training_sets.values()}
     backbone, features = _backbone(setup), dict[Path, Callable[[int], Tensor]]()
     for path, (dataset, size) in sizes.items():
         tokens = processes.on_main(partial(dataset.tokens_sha256, size))
@@ -68,7 +67,7 @@ def with_features(setup: RewardModelSetup, show_progress: bool = False) -> Rewar
 
 
 def _backbone(setup: RewardModelSetup) -> str:
-    """What the hidden states of tokens follow from, as JSON."""
+    """Everything that the hidden states of tokens depend on, as JSON."""
     model, digest = setup.model, hashlib.sha256()
     head = f"{head_name(model.hf)}."
     for name, weight in sorted(model.hf.state_dict().items()):
@@ -89,14 +88,14 @@ def _reader(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, size: 
 
 
 def _complete(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, size: int, show_progress: bool) -> None:
-    """Compute what the file lacks. A run that computes the same is waited for."""
+    """Compute the missing features of a file, after another run that computes the same ones."""
     shape, part = setup.model.feature_shape, file.with_suffix(".partial")
     ends = [*range(_COMPARISONS_AT_ONCE, size, _COMPARISONS_AT_ONCE), size]
     num_bytes = dataset.shapes[:size, 0].cumsum() * (math.prod(shape) * _dtype(setup).itemsize)
     bytes_at = {0: 0, **{end: int(num_bytes[end - 1]) for end in ends}}
 
     def begin() -> int:
-        """How many comparisons are done."""
+        """Open the file; returns how many comparisons are done."""
         file.parent.mkdir(parents=True, exist_ok=True)
         held.enter_context(folder_lock(file.parent, wait=True))
         if file.exists():
@@ -143,7 +142,7 @@ def _complete(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, size
 
 @torch.no_grad()
 def _states(setup: RewardModelSetup, dataset: EncodedDataset, places: range) -> list[Tensor]:
-    """Of each of these comparisons, what the head reads, (K, R, D) on the CPU."""
+    """The head's inputs for each of these comparisons, (K, R, D) on the CPU."""
     model, rank_states = setup.model, dict[int, Tensor]()
     model.eval()
     for share in BatchPreparer(setup).shares([(dataset, i) for i in places], validation=True):
@@ -151,10 +150,11 @@ def _states(setup: RewardModelSetup, dataset: EncodedDataset, places: range) -> 
         states_SRD = torch.cat([model.features(batch) for batch in micro_batch.batches])
         if micro_batch.order_S is not None:
             states_SRD = states_SRD[micro_batch.order_S]
-        sizes = [len(one.ranks) for one in share.comparisons.values()]
+        sizes = [len(comparison.ranks) for comparison in share.comparisons.values()]
         rank_states |= dict(zip(share.comparisons, states_SRD.cpu().split(sizes), strict=True))
     model.train()
-    all_states = {i: one for share in processes.gather(rank_states, setup.mesh.data_group) for i, one in share.items()}
+    shares = processes.gather(rank_states, setup.mesh.data_group)
+    all_states = {i: states_KRD for share in shares for i, states_KRD in share.items()}
     return [all_states[i] for i in range(len(places))]
 
 

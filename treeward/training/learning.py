@@ -1,8 +1,8 @@
-"""`LearningWatch`: whether a reward model learns at all, by the loss and the scores of its latest steps.
+"""`LearningWatch`: detects a reward model that does not learn, by the loss and the scores of its latest steps.
 
 watch = LearningWatch(total_steps, learning_rate=1e-5)
-watch.see(step, metrics, chance)     # says once in the log what is wrong, at half of the run; a collapse at once
-watch.verdict()                      # of the latest steps; None where nothing is wrong, or too few were seen
+watch.see(step, metrics, chance)     # warns once in the log, at half of the run; of a collapse at once
+watch.verdict()                      # of the latest steps; None if nothing is wrong, or for too few steps
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COLLAPSED = 1e-4  # mean difference within a pair, relative to the scores; a fr
 
 
 class LearningWatch:
-    """Looks at the loss of the latest quarter of the steps, at least ten, and at the scores of ten."""
+    """Observes the loss of the latest quarter of the steps, at least ten, and the scores of ten."""
 
     def __init__(self, total_steps: int, *, learning_rate: float) -> None:
         self.total_steps, self.learning_rate = total_steps, learning_rate
@@ -35,27 +35,27 @@ class LearningWatch:
         self._warned = False
 
     def see(self, step: int, metrics: RewardMetrics, chance: float) -> None:
-        """Take in the sums of a step, and the sum of its loss if all scores were equal. Warn once.
+        """Observe the sums of a step, and the loss that equal scores would give (`chance`).
 
-        That is when ten steps' scores have collapsed, or when half of a run of fifty steps or more has taught nothing.
+        Warns once: when ten steps' scores have collapsed, or when half of a run of fifty steps or more taught nothing.
         """
-        if metrics.num_units and chance > 0:  # a loss of one's own may have no chance
+        if metrics.num_units and chance > 0:  # a custom loss may have no chance level
             self._losses.append((metrics.loss_sum / metrics.num_units, chance / metrics.num_units))
             self._sums.append(metrics)
-        at_half = step == self.total_steps // 2 and self.total_steps >= _FEW_STEPS  # in a shorter one it may warm up
-        if not self._warned and (verdict := self.verdict() if at_half else self._collapse()) is not None:
+        is_half = step == self.total_steps // 2 and self.total_steps >= _FEW_STEPS  # in a shorter one it may warm up
+        if not self._warned and (verdict := self.verdict() if is_half else self._collapse()) is not None:
             self._warned = True
             logger.warning("%s", verdict)
 
     def verdict(self) -> str | None:
-        """What is wrong and what to try, in sentences; None where the model learns."""
+        """The problem and a remedy, in sentences; None if the model learns."""
         if (collapse := self._collapse()) is not None:
             return collapse
         steps = len(self._losses)
         if steps < max(min(_MIN_STEPS, self.total_steps), 1):
             return None
         loss, chance = (fmean(values) for values in zip(*self._losses, strict=True))
-        shares = [min(one / equal, 2.0) for one, equal in self._losses]  # a few huge losses are no scatter
+        shares = [min(step_loss / equal, 2.0) for step_loss, equal in self._losses]  # a few huge losses are no scatter
         if not fmean(shares) - 2 * pstdev(shares) / math.sqrt(steps) > _AT_CHANCE:  # less two errors of the mean
             return None
         rate = f"policy.optimizer.kwargs.lr, which is {self.learning_rate:g}"
@@ -86,18 +86,18 @@ class LearningWatch:
 
 
 def learnt(means: Mapping[str, float], size: int, training_losses: Sequence[float]) -> str | None:
-    """One sentence on a validation set of `size` comparisons: is its accuracy chance, and has its loss parted from that
-    of training, by its latest quarter? None for metrics without an accuracy."""
+    """One sentence on a validation set of `size` comparisons: whether its accuracy is chance, and its loss far above
+    the latest quarter of the training losses. None without an accuracy."""
     accuracy, loss = means.get("accuracy", math.nan), means.get("loss", math.nan)
     if not math.isfinite(accuracy):
         return None
     low, high = wilson(accuracy * size, size)
     standing = "better than" if low > 0.5 else "worse than" if high < 0.5 else "not told from"
-    said = f"accuracy {accuracy:.3f} ({low:.3f} to {high:.3f}) is {standing} chance, 0.5"
+    sentence = f"accuracy {accuracy:.3f} ({low:.3f} to {high:.3f}) is {standing} chance, 0.5"
     if not training_losses:
-        return f"{said}."
+        return f"{sentence}."
     trained = fmean(training_losses[-max(len(training_losses) // 4, _MIN_STEPS) :])
     if not loss - trained > _PARTED:
-        return f"{said}; the loss, {loss:.3f}, has not parted from that of training, {trained:.3f}."
+        return f"{sentence}; the loss, {loss:.3f}, has not parted from that of training, {trained:.3f}."
     advice = "more data or fewer epochs may help"
-    return f"{said}; the loss, {loss:.3f}, has parted from that of training, {trained:.3f}: {advice}."
+    return f"{sentence}; the loss, {loss:.3f}, has parted from that of training, {trained:.3f}: {advice}."

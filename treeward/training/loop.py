@@ -2,9 +2,9 @@
 
     outcome = start(config, config.rm, set_up)           # reward models; with config.grpo, policies
 
-A `Run` says what a step is, what a validation is, and what its state is. The loop does the rest. A run that is stopped
-at any moment, kill -9 included, and started again with the same command goes on exactly as if it had not been: the data
-of a step follow from its number, and everything else is in the checkpoint.
+A `Run` defines a step, a validation and its state; the loop does everything else. A run that is stopped at any moment,
+kill -9 included, and started again with the same command continues exactly as an uninterrupted one: the data of a step
+follow from its number, and everything else is in the checkpoint.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from treeward.training.tracking import TrackerGroup, check_log_folder, open_trac
 
 logger = logging.getLogger(__name__)
 
-_EXPORTED = ".exported"  # beside `final`, the name of the checkpoint that it is of
+_EXPORTED = ".exported"  # beside `final`, with the name of its checkpoint
 _VALIDATION_SECONDS = "timing/validation/total_validation_time"
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What a step measured: `logged`, by the names of the metrics; `shown` in the progress; tokens, as plain rows."""
+    """The metrics of a step: `logged` by name; `shown` in the progress; tokens, as plain rows."""
 
     logged: Mapping[str, float]
     shown: Mapping[str, float]
@@ -59,7 +59,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """What a validation measured: `metrics`, logged and kept in the state; `logged`, not kept; lines for people."""
+    """The results of a validation: `metrics`, logged and kept in the state; `logged`, not kept; lines for people."""
 
     metrics: Mapping[str, float]
     logged: Mapping[str, float] = field(default_factory=dict)
@@ -70,10 +70,9 @@ class Validation:
 class Outcome:
     """How a run ended.
 
-    `validation`: the metrics of the exported model (of the last step where none was exported), empty if it was not
-    validated. `model_folder`: the exported model, of step `model_step`; None if the run was interrupted.
-    `interrupted_by`: a signal or the deadline, None if the run finished; `exit_code` as a process should report it.
-    `report`: the page that shows what came of the run, None if there is none.
+    `validation`: the metrics of the exported model (or of the last step), empty without a validation. `model_folder`:
+    the exported model, of step `model_step`; None if the run was interrupted. `interrupted_by`: a signal or the
+    deadline, None if the run finished; `exit_code`: of the process. `report`: the page of the run's report, if any.
     """
 
     step: int
@@ -87,10 +86,10 @@ class Outcome:
 
 
 class Run(ABC):
-    """What the loop must know of a run. Steps are counted from 1; `step` below is how many are done.
+    """A run, for the loop. Steps are counted from 1; `step` below is the number of finished steps.
 
-    `identity`: what a resumed run must have in common with the one that it continues, by names that people know.
-    `validates`: whether there is anything to validate on.
+    `identity`: values that a resumed run must share with the run that it continues, by readable names. `validates`:
+    whether there is anything to validate on.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Run(ABC):
 
     @abstractmethod
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
-        """Put `state.run` back, which `state()` has returned in an earlier session; {} in a new run."""
+        """Restore `state.run`, the `state()` of an earlier session; {} in a new run."""
 
     @abstractmethod
     def step(self, number: int) -> StepMetrics:
@@ -116,7 +115,7 @@ class Run(ABC):
 
     @abstractmethod
     def weights_changed(self) -> bool:
-        """Whether the step that has just failed has changed weights; if not, its other changes are taken back."""
+        """Whether the failed step has changed weights; if not, it takes its other changes back."""
 
     @abstractmethod
     def validate(self, step: int, should_stop: Callable[[], str | None]) -> Validation | None:
@@ -128,14 +127,13 @@ class Run(ABC):
 
     @abstractmethod
     def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
-        """Write the model of a checkpoint and of its `state` to the folder `final` of the store.
-
-        `is_current`: the model in memory is the same.
+        """Write the model of a checkpoint with its `state` to the store's folder `final`. `is_current`: the model in
+        memory is the same.
         """
 
     @abstractmethod
     def finish(self, outcome: Outcome) -> Callable[[StopRequest, bool], Outcome]:
-        """The work after the loop (a report), as a function that holds no weights; it is given `show_progress`."""
+        """The work after the loop (a report), as a function of `stop` and `show_progress` that holds no weights."""
 
     def is_done(self, step: int) -> bool:
         """Whether the run ends after so many steps."""
@@ -146,7 +144,7 @@ class Run(ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Free what is held outside this object."""
+        """Free resources outside this object."""
 
 
 def start(
@@ -202,7 +200,7 @@ def start(
 
 @contextlib.contextmanager
 def _memory_suffices() -> Iterator[None]:
-    """Raise `ModelError` where the GPU's memory does not: for the weights, a step or a validation."""
+    """Raise `ModelError` if the GPU's memory is too small for the weights, a step or a validation."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -214,7 +212,7 @@ def _memory_suffices() -> Iterator[None]:
 
 
 def _check_gpu(policy: TrainedModelConfig) -> None:
-    """Raise `ConfigError`, before anything is read, for a key that needs a GPU where there is none."""
+    """Raise `ConfigError`, before anything is read, for a key that needs a GPU if there is none."""
     wanted = {
         "dtensor_cfg.cpu_offload": policy.dtensor_cfg.cpu_offload,
         "use_liger_kernel": policy.use_liger_kernel,
@@ -234,8 +232,8 @@ def _resumed(run: Run, checkpoint: Checkpoint | None) -> RunState:
         logger.info("Resuming after step %d of %d from %s.", state.step, run.total_steps, checkpoint.path)
     else:
         logger.warning(
-            "This run has taken %d steps (%s), and no more than %d are asked for now: nothing is left to train, and no "
-            "step is undone.", state.step, checkpoint.path, run.total_steps,
+            "This run has taken %d steps (%s), and the configuration now asks for %d: there is nothing left to train, "
+            "and no step is undone.", state.step, checkpoint.path, run.total_steps,
         )  # fmt: skip
         run.total_steps = state.step
     return state
@@ -272,7 +270,7 @@ class Loop:
         if self.schedule.val_at_start and state.step == 0:
             self.validate()
         elif self._validation_is_due() and state.validation_step != state.step:
-            logger.info("Step %d was saved before it was validated: that is made up for.", state.step)
+            logger.info("Step %d was saved before its validation, which is done now.", state.step)
             self.validate()
             assert self.store is not None  # the step was loaded from it
             self._complete_state()
@@ -300,8 +298,10 @@ class Loop:
 
     def _validation_is_due(self) -> bool:
         schedule, step = self.schedule, self.state.step
-        by_period = schedule.val_period and step % schedule.val_period == 0
-        return self.run.validates and step > 0 and bool(by_period or (schedule.val_at_end and self.run.is_done(step)))
+        if not self.run.validates or step == 0:
+            return False
+        is_period_due = bool(schedule.val_period and step % schedule.val_period == 0)
+        return is_period_due or (schedule.val_at_end and self.run.is_done(step))
 
     def _save_is_due(self) -> bool:
         period, step = self.run.run_config.checkpointing.save_period, self.state.step
@@ -320,7 +320,7 @@ class Loop:
             self.trackers.log({**metrics.logged, **seconds}, step=state.step)
 
     def validate(self) -> None:
-        """Validate, log, and keep the metrics for the checkpoint; or nothing if told to stop."""
+        """Validate, log, and keep the metrics for the checkpoint; a request to stop ends it without results."""
         state = self.state
         if not self.run.validates:
             return
@@ -329,7 +329,7 @@ class Loop:
         with self.progress.paused(), self._saved_if_it_fails(f"the model of step {state.step} cannot be validated"):
             validation = self.run.validate(state.step, self.stop.agree)
         if validation is None:
-            return  # it is made up for when the run goes on
+            return  # a resumed run repeats it
         if processes.is_main() and not self._validation_is_logged():
             seconds = {_VALIDATION_SECONDS: time.monotonic() - started}
             self.trackers.log({**validation.metrics, **validation.logged, **seconds}, step=state.step)
@@ -338,7 +338,7 @@ class Loop:
             self.progress.message(line)
 
     def _validation_is_logged(self) -> bool:
-        """By a session that was killed before it saved the validation that it had made up for."""
+        """Whether a session logged this validation before it was killed."""
         if self.state.step == 0 or self.state.step != self.first_step:
             return False
         lines = read_metrics(self.trackers.metrics_file)
@@ -346,13 +346,13 @@ class Loop:
 
     @contextlib.contextmanager
     def _saved_if_it_fails(self, what: str) -> Iterator[None]:
-        """Whatever fails leaves a checkpoint of the state before it, if no weight has changed since."""
+        """After a failure, save the state before it, if no weight has changed since."""
         try:
             yield
         except Exception as error:
-            said = error.summary if isinstance(error, TreewardError) else f"{type(error).__name__}: {error}"
-            logger.error("%s%s: %s", what[0].upper(), what[1:], said)
-            if not processes.raised_on_all_ranks(error):  # who are all needed to save
+            reason = error.summary if isinstance(error, TreewardError) else f"{type(error).__name__}: {error}"
+            logger.error("%s%s: %s", what[0].upper(), what[1:], reason)
+            if not processes.raised_on_all_ranks(error):  # all are needed to save
                 logger.error("The last checkpoint stands.")
                 raise
             if self.run.weights_changed():
@@ -377,7 +377,7 @@ class Loop:
         self._has_saved(checkpoint)
 
     def _look_for_a_save(self, *, wait: bool = False) -> None:
-        """Whether one that was written beside the steps has ended. Raises what has failed there."""
+        """Log a finished background save. Raises its error."""
         if self.store is not None:
             self._has_saved(self.store.wait(only_if_done=not wait))
 
@@ -398,9 +398,9 @@ class Loop:
             return None
 
         def write_both(group: ProcessGroup | None) -> None:
-            for one in (model, state):
-                if one is not None:
-                    one(group)
+            for write in (model, state):
+                if write is not None:
+                    write(group)
 
         return write_both
 
@@ -416,7 +416,7 @@ class Loop:
         is_current = best.step == self.state.step
         state = self.state if is_current else read_state(best.path)
         final = self.store.folder / "final"
-        # A run may have been made longer since, or rank by another metric.
+        # The run may be longer than before, or rank by another metric.
         mark, name = self.store.folder / _EXPORTED, best.path.name
 
         def is_exported() -> bool:

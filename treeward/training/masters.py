@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """`make`: builds the optimiser that is stepped, of the masters and of those `parameters` that need none.
+    """`make`: builds the inner optimiser, of the masters and of the `parameters` that need none.
 
-    `on_host`: every parameter has a master, on the CPU. `param_groups`, `state` and `defaults` are the built
+    `on_host`: every parameter has a master, on the CPU. `param_groups`, `state` and `defaults` are the inner
     optimiser's, so schedules work as with any other.
     """
 
@@ -37,7 +37,7 @@ class MasterWeights(torch.optim.Optimizer):
         self.low = [parameter for parameter in parameters if on_host or parameter.dtype == torch.bfloat16]
         for parameter in self.low:
             parameter.grad_dtype = torch.float32
-        self.masters = [nn.Parameter(_on_host(one) if on_host else one.detach().float()) for one in self.low]
+        self.masters = [nn.Parameter(_on_host(low) if on_host else low.detach().float()) for low in self.low]
         master_of = dict(zip(self.low, self.masters, strict=True))
         self.inner = make([master_of.get(parameter, parameter) for parameter in parameters])
         super().__init__(parameters, self.inner.defaults)
@@ -67,11 +67,11 @@ class MasterWeights(torch.optim.Optimizer):
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the built optimiser; the masters are parameters of its groups."""
+        """The inner optimiser's state; the masters are parameters of its groups."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a state back after the masters, which are then rounded to the weights."""
+        """Restore a state after the masters, and round these to the weights."""
         self.inner.load_state_dict(state_dict)
         self._share()
         self._round()

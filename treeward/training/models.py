@@ -1,4 +1,4 @@
-"""What a run of either kind does to the model that it trains: tokenizer, precision, adapters, shards, kernels.
+"""Preparation of a model for training, in either kind of run: tokenizer, precision, adapters, shards, kernels.
 
 model = load_reward_model(name, **how_to_load(config.policy, mesh)).model
 make_ready(model, config.policy, mesh, role="reward model", adaptation=partial(adapt, model, config.policy, ...))
@@ -39,10 +39,10 @@ _ADAPTER_FOLDER = "adapter"
 def find_tokenizer(
     policy: TrainedModelConfig, texts: Iterable[str], checkpoint: Checkpoint | None
 ) -> PreTrainedTokenizerBase:
-    """The one that is named, or the model's own; for a bare architecture one that is trained on `texts`, once."""
+    """The named tokenizer, or the model's; for a bare architecture a new one, trained on `texts`."""
     if policy.trained_vocab_size is None:
         name = policy.tokenizer.name or policy.model_name
-        assert name is not None  # the schema sees to it
+        assert name is not None  # the schema requires it
         return load_tokenizer(name, trust_remote_code=policy.trust_remote_code)
     if checkpoint is not None:
         return load_tokenizer(str(checkpoint.path / "model"))
@@ -50,8 +50,8 @@ def find_tokenizer(
 
 
 def how_to_load(policy: TrainedModelConfig, mesh: Mesh) -> dict[str, Any]:
-    """Arguments of `load_reward_model` and `load_policy`: the model whole on each process; on several without weights,
-    until it is sharded, where nothing needs them."""
+    """Arguments of `load_reward_model` and `load_policy`: on several processes without weights until it is sharded, if
+    nothing needs them before."""
     is_sharded = mesh.devices is not None
     return {
         "dtype": DTYPES["float32" if is_sharded and policy.trains_backbone else policy.precision],
@@ -62,7 +62,7 @@ def how_to_load(policy: TrainedModelConfig, mesh: Mesh) -> dict[str, Any]:
 
 
 def device_of(policy: TrainedModelConfig, mesh: Mesh) -> torch.device:
-    """Where a model is loaded: the GPU, where there is one; the CPU for what is sharded later."""
+    """The device to load a model on: the GPU, if there is one; the CPU if it is sharded later."""
     is_whole_here = mesh.devices is None or policy.load_in_4bit
     return torch.device("cuda" if is_whole_here and torch.cuda.is_available() else "cpu")
 
@@ -76,9 +76,9 @@ def make_ready(
     adaptation: Callable[[], None] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make a model that was loaded what the run needs: its precision, adapters, shards, kernels, weights; and check it.
+    """Give a loaded model its precision, adapters, shards, kernels and weights, and check it.
 
-    `role`: what the log calls it. `adaptation`: puts the adapters beside it, if any; None for a frozen model.
+    `role`: its name in the log. `adaptation`: adds the adapters, if any; None for a frozen model.
     """
     dtype, section, is_sharded = DTYPES[policy.precision], policy.dtensor_cfg, mesh.devices is not None
     if not (is_sharded and adaptation is not None and policy.trains_backbone):  # whose shards are float32
@@ -110,7 +110,7 @@ def make_ready(
 
 
 def steps_on_host(policy: TrainedModelConfig, mesh: Mesh) -> bool:
-    """Whether the optimiser has copies in the host's memory; of several processes the shards themselves are there."""
+    """Whether the optimiser has copies in the host's memory; with several processes the shards themselves are there."""
     return policy.dtensor_cfg.cpu_offload and mesh.devices is None
 
 
@@ -118,8 +118,7 @@ def steps_on_host(policy: TrainedModelConfig, mesh: Mesh) -> bool:
 def adapt(
     model: RewardModel | PolicyModel, policy: TrainedModelConfig, *, seed: int, checkpoint: Checkpoint | None
 ) -> None:
-    """Put the adapters beside the model that are configured, as the checkpoint has them, if there is one; or freeze
-    all weights but the head's."""
+    """Add the configured adapters, with the checkpoint's weights, if any; or freeze all weights but the head's."""
     if (lora := policy.dtensor_cfg.lora_cfg).enabled:
         add_adapters(model, lora, seed=seed)
         if checkpoint is not None:
@@ -130,26 +129,24 @@ def adapt(
 
 
 def save_adapted(model: RewardModel | PolicyModel, folder: Path) -> None:
-    """Write the adapters of a model into the folder of a checkpoint, beside `model`, in which they are merged."""
+    """Write the adapters of a model into a checkpoint, beside `model`, in which they are merged."""
     if has_adapters(model):
         save_adapters(model, folder / _ADAPTER_FOLDER)
 
 
 def identity_of_adapters(policy: TrainedModelConfig) -> dict[str, Any]:
-    """What a resumed run must have in common in this; without QLoRA as before there was any."""
+    """The adapters' part of a run's identity; without QLoRA as before that existed."""
     lora = {"dtensor_cfg.lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json")}
     return lora | ({"load_in_4bit": True} if policy.load_in_4bit else {})
 
 
 def short_hash(text: str) -> str:
-    """Sixteen hexadecimal digits that differ where the texts do."""
+    """Sixteen hexadecimal digits of the text's SHA-256."""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def with_weights(name: str | None) -> str | None:
-    """The hash of a model's weights, wherever its folder lies, and of adapters' base; the name of a model without a
-    folder of safetensors.
-    """
+    """The hash of a model's weights and of its adapters' base; the name of a model without a folder of safetensors."""
     folder = Path(name or "").expanduser()
     weights = sorted(folder.glob("*.safetensors")) if name else []
     if not weights:

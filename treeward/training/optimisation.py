@@ -27,21 +27,21 @@ from treeward.user_code import import_object
 logger = logging.getLogger(__name__)
 
 MOST_SKIPPED_IN_A_ROW = 5
-"""As many steps in a row without a finite gradient end a run: one may be a batch's fault, five are the weights'."""
+"""So many steps in a row without a finite gradient end a run: one may be a batch's fault, five are the weights'."""
 
 
 def be_deterministic() -> None:
-    """Have PyTorch use algorithms that give the same bits again, and raise where there is none; for this process."""
+    """Make PyTorch use deterministic algorithms in this process, and raise if there is none."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it is first used
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, *, cpu_offload: bool = False) -> torch.optim.Optimizer:
-    """An optimiser over the model's trainable parameters; over float32 masters of those that are bfloat16.
+    """An optimiser over the model's trainable parameters, with float32 masters of bfloat16 ones.
 
-    Adam and its variants of torchao round bfloat16 stochastically instead, unless `bf16_stochastic_round` is false.
-    `cpu_offload`: of all parameters, masters and states in the host's memory. Raises `ConfigError` for a class or
+    torchao's Adam and its variants round bfloat16 stochastically instead, unless `bf16_stochastic_round` is false.
+    `cpu_offload`: keep masters and states of all parameters in the host's memory. Raises `ConfigError` for a class or
     arguments that fail.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -50,7 +50,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, cpu_offload: b
     kwargs = dict(config.kwargs)
     if config.name in ("torch.optim.Adam", "torch.optim.AdamW") and not kwargs.keys() & {"fused", "foreach"}:
         # one kernel for all parameters: several times faster, on a CPU too; it wants all of them on one mesh, or none
-        kwargs["fused"] = len({getattr(one, "device_mesh", None) for one in parameters}) <= 1
+        kwargs["fused"] = len({getattr(parameter, "device_mesh", None) for parameter in parameters}) <= 1
     if config.name.startswith("torchao.optim.Adam") and is_low:
         kwargs.setdefault("bf16_stochastic_round", True)
 
@@ -78,9 +78,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, cpu_offload: b
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig, *, total_steps: int) -> LRScheduler:
-    """The schedule; `scheduler.step()` follows each optimiser step.
-
-    Raises `ConfigError` for a class or arguments that fail.
+    """The schedule; `scheduler.step()` follows each optimiser step. Raises `ConfigError` for a class or arguments that
+    fail.
     """
     if isinstance(config, NamedScheduleConfig):
         return LambdaLR(optimizer, lambda step: _learning_rate_factor(config, step, total_steps))
@@ -99,7 +98,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig, *
 def _made(name: str, kwargs: Mapping[str, Any], of: Any, *, where: str) -> Any:
     try:
         return import_object(name, where=where, field="name")(of, **kwargs)
-    except Exception as error:  # a constructor raises what it likes, as an IndexError for betas: [0.9]
+    except Exception as error:  # a constructor may raise anything, as an IndexError for betas: [0.9]
         if isinstance(error, ConfigError):
             raise
         got = f"{dict(kwargs)}: {error}"
@@ -108,7 +107,7 @@ def _made(name: str, kwargs: Mapping[str, Any], of: Any, *, where: str) -> Any:
 
 @dataclass(slots=True)
 class SkippedSteps:
-    """Steps of the optimiser that were skipped, because their loss or gradient was not finite; in the run's state."""
+    """Counts steps of the optimiser that were skipped for a loss or gradient that was not finite; part of the state."""
 
     total: int = 0
     in_a_row: int = 0
@@ -116,8 +115,7 @@ class SkippedSteps:
     def clip(self, model: nn.Module, max_norm: float | None, loss: float, *, what: str, fix: str) -> float:
         """Clip the gradients, and return their norm before that; NaN for a step to skip, which is counted.
 
-        Raises `ModelError` for one too many in a row, which is not counted; the gradients are then gone. `what`: the
-        name of the loss.
+        Raises `ModelError` for too many in a row, after it has dropped the gradients. `what`: the name of the loss.
         """
         norm = clip_grad_norm_(model.parameters(), max_norm)
         if math.isfinite(norm) and math.isfinite(loss):
@@ -135,7 +133,7 @@ class SkippedSteps:
 
 
 def advance(scheduler: LRScheduler) -> None:
-    """Go on to the next learning rate, also after a skipped step: where a schedule stands follows from the steps."""
+    """Go on to the next learning rate, also after a skipped step: a schedule depends on the number of steps alone."""
     with warnings.catch_warnings():
         # torch takes a schedule that goes on before the first step of the optimiser for a mistake.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)

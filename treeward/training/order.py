@@ -65,12 +65,12 @@ class EpochOrder:
         return list(zip(sets.tolist(), (places - self._firsts[sets]).tolist(), strict=True))
 
     def num_seen(self, steps: int, size: int) -> int:
-        """How many rows have been in the first so many batches."""
+        """The number of rows in the first `steps` batches."""
         epochs, number = divmod(steps, self.steps_per_epoch(size))
         return epochs * self.rows_per_epoch + number * size
 
     def take(self, drawn: int, count: int) -> list[int]:
-        """The `count` rows after the first `drawn`, counted over all epochs, each as its place in all sets together."""
+        """The `count` rows after the first `drawn`, counted over all epochs, as indices over all sets."""
         indices: list[int] = []
         while len(indices) < count:
             epoch, start = divmod(drawn + len(indices), self.rows_per_epoch)
@@ -78,7 +78,7 @@ class EpochOrder:
         return indices
 
     def _draw(self, epoch: int) -> npt.NDArray[np.integer[Any]]:
-        """The place in all sets together of every row of an epoch, (N,); 4 bytes each for up to 2 billion rows."""
+        """The indices over all sets of an epoch's rows, (N,); 4 bytes each for up to 2 billion rows."""
         generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
         dtype, parts = np.int32 if self._firsts[-1] < 2**31 else np.int64, []
         for first, size, weight in zip(self._firsts.tolist(), self.sizes, self.weights, strict=False):
@@ -93,10 +93,10 @@ class EpochOrder:
         return order
 
 
-def planned_steps(config: ScheduleConfig, in_data: int, section: str) -> int:
+def planned_steps(config: ScheduleConfig, num_in_data: int, section: str) -> int:
     """The steps of a run whose epochs have `in_data` of them; `section`: the key of `config`, for the log."""
-    most = config.max_num_steps or in_data
-    if in_data < most:
+    most = config.max_num_steps or num_in_data
+    if num_in_data < most:
         logger.info("The data ends after %d steps (%s.max_num_epochs=%d): %s.max_num_steps=%d is never reached.",
-                    in_data, section, config.max_num_epochs, section, most)  # fmt: skip
-    return min(in_data, most)
+                    num_in_data, section, config.max_num_epochs, section, most)  # fmt: skip
+    return min(num_in_data, most)

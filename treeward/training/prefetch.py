@@ -1,4 +1,4 @@
-"""`StepBatches`: what a step of a reward-model run computes; a thread prepares the next step's beside the current one.
+"""`StepBatches`: the batches of a step of a reward-model run; a thread prepares the next step's during the current one.
 
     preparer = BatchPreparer(setup)
     prefetcher = Prefetcher(preparer.step, num_steps=100)
@@ -6,9 +6,10 @@
     for micro_batch in batches.micro_batches: micro_batch.to(device, non_blocking=True)
     prefetcher.close()
 
-Reading, planning and packing are Python and numpy. On a GPU they are done while it computes, and their memory is
-page-locked, so that neither a copy nor anything else makes the host wait within a step. The data of a step follow from
-its number alone: what was prepared ahead and never used is no state.
+Reading, planning and packing are Python and numpy. They run while a GPU computes, and their memory is page-locked, so
+that the host never waits within a step. The data of a step follow from its number, so there is no state to save.
+
+Shapes: S completions of a micro-batch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from treeward.tree.batch import Batch, Movable, plan_micro_batches, plan_padded,
 _T = TypeVar("_T")
 
 _MOST_FEATURES = 4096
-"""Completions whose features are in one micro-batch, at most: 64 MB of float32 at a hidden size of 4096."""
+"""The limit of a micro-batch of features, in completions: 64 MB of float32 at a hidden size of 4096."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class MicroBatch(Movable):
 
 @dataclass(frozen=True, slots=True)
 class StepBatches:
-    """What this process computes of a step, whose loss is a mean over `num_units`: the `micro_batches`, and of the
-    comparisons in them the `labels`, the number of completions, and their tokens as plain rows."""
+    """This process's part of a step, whose loss is a mean over `num_units`: the `micro_batches`, and the `labels`, the
+    number of completions and the tokens (as plain rows) of their comparisons."""
 
     num_units: int
     micro_batches: tuple[MicroBatch, ...]
@@ -58,22 +59,21 @@ class StepBatches:
 
     @property
     def num_computed_tokens(self) -> int:
-        return sum(batch.num_computed_tokens for one in self.micro_batches for batch in one.batches)
+        return sum(batch.num_computed_tokens for micro_batch in self.micro_batches for batch in micro_batch.batches)
 
 
 class RankBatch(NamedTuple):
-    """A micro-batch that this process computes, and which comparisons are in it, by their places among those that were
-    planned; none, where there are too few."""
+    """A micro-batch of this process, and its comparisons by their index among the planned ones, perhaps none."""
 
     comparisons: dict[int, Comparison]
     micro_batch: MicroBatch
 
 
 class BatchPreparer:
-    """Makes the batches of a run in the memory of the host. It changes nothing, so any thread may ask it.
+    """Makes the batches of a run in the host's memory. It is stateless, so any thread may call it.
 
-    Several processes make the same plan of a whole step, from sizes alone, and each reads and packs its own share:
-    as many micro-batches, of like cost, as every other, and as many forward passes for each of them.
+    Every process makes the same plan of a whole step, from sizes alone, and reads and packs its own share: all have as
+    many micro-batches, of like cost, and as many forward passes.
     """
 
     def __init__(self, setup: RewardModelSetup) -> None:
@@ -85,7 +85,7 @@ class BatchPreparer:
         size, sets = self.config.policy.train_global_batch_size, list(self.setup.training_sets.values())
         rows = [(sets[which], row) for which, row in self.setup.order.batch(number - 1, size)]
         shares = list(self.shares(rows))
-        comparisons = [one for share in shares for one in share.comparisons.values()]
+        comparisons = [comparison for share in shares for comparison in share.comparisons.values()]
         num_units = len(rows)
         if self.config.rm.loss.weight == "pair":
             ranks = [dataset.ranks(row) for dataset, row in rows]
@@ -94,17 +94,18 @@ class BatchPreparer:
             num_units,
             tuple(share.micro_batch for share in shares),
             self.heads.labels(comparisons),
-            num_scores=sum(len(one.ranks) for one in comparisons),
-            num_row_tokens=sum(one.num_tokens for one in comparisons),
+            num_scores=sum(len(comparison.ranks) for comparison in comparisons),
+            num_row_tokens=sum(comparison.num_tokens for comparison in comparisons),
         )
 
     def shares(self, rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool = False) -> Iterator[RankBatch]:
-        """What this process computes of rows of data sets, which are the same on all processes."""
+        """This process's micro-batches of rows of data sets, which are the same on all processes."""
         plan, num_ranks = self.plan(rows, validation=validation), self.mesh.data_size
         for start in range(0, len(plan), num_ranks):
-            at_once = plan[start : start + num_ranks]
-            rank_comparisons = {i: dataset[row] for i in at_once[self.mesh.data_rank] for dataset, row in [rows[i]]}
-            num_passes = max(self._num_passes([rows[i] for i in some]) for some in at_once)
+            rank_batches = plan[start : start + num_ranks]
+            chosen = rank_batches[self.mesh.data_rank]
+            rank_comparisons = {i: dataset[row] for i in chosen for dataset, row in [rows[i]]}
+            num_passes = max(self._num_passes([rows[i] for i in batch]) for batch in rank_batches)
             features = self._features([rows[i] for i in rank_comparisons])
             packed = self.micro_batch(list(rank_comparisons.values()), num_passes=num_passes, features=features)
             yield RankBatch(rank_comparisons, packed)
@@ -112,7 +113,7 @@ class BatchPreparer:
     def plan(self, rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool = False) -> list[list[int]]:
         """Which comparisons share a forward pass: as many as the configured tokens and comparisons allow.
 
-        With several processes that of rank r are each so many-th from the r-th on, as `plan_micro_batches` gives them.
+        The plan of rank r is `plan[r::num_ranks]`, as in `plan_micro_batches`.
         """
         max_groups = self.config.policy.train_micro_batch_size
         if validation:
@@ -137,25 +138,26 @@ class BatchPreparer:
     ) -> MicroBatch:
         """The comparisons packed; page-locked where the model is on a GPU.
 
-        A process with fewer forward passes than `num_passes` computes a token whose score is not looked at. `features`:
-        what is computed instead of the tokens.
+        A process with fewer forward passes than `num_passes` computes a token and ignores its score. `features`: the
+        head's inputs, instead of tokens.
         """
         batches: list[Batch | FeatureBatch] = []
         order_S: Tensor | None = None
         if features is not None:
             batches.append(features)
         elif comparisons:
-            groups = [one.token_ids for one in comparisons]
+            groups = [comparison.token_ids for comparison in comparisons]
             parts, order_S = self.model.pack_parts(groups, max_tokens=self.max_tokens)
             batches.extend(parts)
         if len(batches) < num_passes:
-            order_S = torch.arange(sum(len(one.ranks) for one in comparisons)) if order_S is None else order_S
+            num_sequences = sum(len(comparison.ranks) for comparison in comparisons)
+            order_S = torch.arange(num_sequences) if order_S is None else order_S
             batches += [self.model.pack([[[0]]])] * (num_passes - len(batches))
         packed = MicroBatch(tuple(batches), order_S, self.heads.labels(comparisons))
         return packed.pin() if self.model.device.type == "cuda" else packed
 
     def _features(self, rows: Sequence[tuple[EncodedDataset, int]]) -> FeatureBatch | None:
-        """What the head reads of rows of data sets, of none too; None where the backbone computes it."""
+        """The head's inputs for rows of data sets, perhaps none; None if the backbone computes them."""
         if not self.setup.features:
             return None
         states = [self.setup.features[dataset.path](row) for dataset, row in rows]
@@ -173,7 +175,7 @@ class BatchPreparer:
 
 
 class Prefetcher(Generic[_T]):
-    """`make(number)` for numbers up to `num_steps`, one step ahead: what fails is raised by the `get` of its number."""
+    """Calls `make(number)` one step ahead, up to `num_steps`; an error is raised by the `get` of its number."""
 
     def __init__(self, make: Callable[[int], _T], *, num_steps: int) -> None:
         self._make, self._num_steps = make, num_steps
@@ -181,7 +183,7 @@ class Prefetcher(Generic[_T]):
         self._next: tuple[int, Future[_T]] | None = None
 
     def get(self, number: int) -> _T:
-        """What `make` gives for this number; a thread then makes the next."""
+        """The result of `make` for this number; a thread then makes the next."""
         prepared, self._next = self._next, None
         made = prepared[1].result() if prepared is not None and prepared[0] == number else self._make(number)
         if number < self._num_steps:
@@ -189,6 +191,6 @@ class Prefetcher(Generic[_T]):
         return made
 
     def close(self) -> None:
-        """End the thread; what it is making is thrown away. Safe to repeat."""
+        """End the thread, and drop its result. Safe to repeat."""
         self._thread.shutdown(cancel_futures=True)
         self._next = None

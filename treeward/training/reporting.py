@@ -5,9 +5,9 @@
     report = plan.write(should_stop=lambda: stop.reason)
     report.path, report.error, report.stopped_by
 
-The exported folder is loaded as any user loads it; the accuracies are those that validation printed. Rows are kept as
-`treeward eval` keeps them, so the same command continues an interrupted report. A complete report is left as it is:
-`report_of.json` says of which model and with which settings it is, and is empty until then.
+The exported folder is loaded as any user loads it; the accuracies agree with validation. Rows are kept as in `treeward
+eval`, so the same command continues an interrupted report. A complete report is not repeated: `report_of.json`, empty
+until then, has its model and settings.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The page at `path`; `error` if it is missing, or lacks the suites that the error names; or the signal or deadline
-    that stopped it.
-    """
+    """The page at `path`; the `error` if it is missing or lacks suites; or the signal or deadline that stopped it."""
 
     path: Path | None = None
     error: str | None = None
@@ -61,10 +59,10 @@ def _report_folder(config: RewardModelRunConfig) -> Path:
 
 
 def check_report(config: RewardModelRunConfig) -> None:
-    """Check, before training, that the report can be written at the end, if the configuration wants one.
+    """Check, before training, that the configured report can be written at the end.
 
-    Raises `ConfigError` for a suite that does not exist or has the name of another, and for a folder of the report that
-    is not this run's; `DataError` for a suite that cannot be read.
+    Raises `ConfigError` for an unknown or repeated suite, and for another run's folder; `DataError` for a suite that
+    cannot be read.
     """
     if not config.evaluation.enabled:
         return
@@ -99,10 +97,9 @@ class ReportPlan:
     suites: tuple[tuple[Suite, str | None], ...]
 
     def write(self, *, should_stop: Callable[[], str | None], show_progress: bool = True) -> Report:
-        """Evaluate the model and write the report, unless it is there. Failures are logged and returned, not raised.
+        """Evaluate the model and write the report, unless it exists. Failures are logged and returned, not raised.
 
-        `should_stop` is called all the time; a reason ends the
-        evaluation, and the rows stay.
+        A reason from `should_stop` ends the evaluation, and the rows stay.
         """
         folder, mark = _report_folder(self.config), self._mark()
         try:
@@ -152,20 +149,19 @@ class ReportPlan:
             return evaluate()
 
     def _mark(self) -> str:
-        """The model, the examples and the settings that a complete report is of."""
+        """The model, the examples and the settings of a complete report."""
         contract = read_contract(self.model)
         assert contract is not None  # it was exported with one
-        sizes = {one.name: one.held_out.size for one, _ in self.suites if isinstance(one, ValidationSuite)}
+        sizes = {suite.name: suite.held_out.size for suite, _ in self.suites if isinstance(suite, ValidationSuite)}
         settings = self.config.evaluation.model_dump(mode="json", exclude={"output"})
         return json.dumps({"model": contract.scores_sha256, "validation": sizes, "evaluation": settings}, indent=2)
 
 
 class ValidationSuite(PreferenceSuite):
-    """The comparisons that validation measures, so that the accuracies agree (to rounding; a model that trains in
-    bfloat16 is evaluated in float32).
+    """The comparisons of a validation, so that the accuracies agree (to rounding; a model that trains in bfloat16 is
+    evaluated in float32). `caveat`: a sentence beside the verdict.
 
-    The comparisons and completions that the encoding has left out (too long, ties, identical tokens) are left out here
-    too. `caveat`: a sentence beside the verdict.
+    It leaves out the comparisons and completions that the encoding has left out (too long, ties, identical tokens).
     """
 
     title = ""  # its name is its title
@@ -184,13 +180,13 @@ class ValidationSuite(PreferenceSuite):
 
 
 def verdicts(report: Path) -> list[str]:
-    """The verdict of a run's report on each set, and the length bias of the set where it is largest, if any."""
+    """The verdict of a run's report on each set, and the largest length bias, if any."""
     lines, findings = [], []
-    for one in json.loads(report.with_name(_NUMBERS).read_text(encoding="utf-8"))["results"]:
-        length = {metric["name"]: Metric(**metric) for metric in one["diagnostics"]["length"]}
-        lines.append(f"\n{one['verdict']}")
-        if finding := length_finding(length, one["standing"]):
-            findings.append((abs(length["accuracy_gap"].value or 0.0), f"\nOn {one['suite']}: {finding}"))
+    for result in json.loads(report.with_name(_NUMBERS).read_text(encoding="utf-8"))["results"]:
+        length = {metric["name"]: Metric(**metric) for metric in result["diagnostics"]["length"]}
+        lines.append(f"\n{result['verdict']}")
+        if finding := length_finding(length, result["standing"]):
+            findings.append((abs(length["accuracy_gap"].value or 0.0), f"\nOn {result['suite']}: {finding}"))
     return [*lines, *(text for _, text in sorted(findings, reverse=True)[:1])]
 
 

@@ -59,10 +59,10 @@ _CHECKED_COMPARISONS = 64
 class RewardModelSetup:
     """A run that is ready for its first step.
 
-    `num_ranked`: how many checkpoints will have the metric that chooses the exported model when the
-    run is done; the best of several has been lucky as well as good. `mesh`: how the model and the data are shared out
-    over the processes of the run, each of which has such a setup. `heads`: what they learn. `features`: by the file of
-    a data set, what gives those of a comparison (`training.features`); empty where the backbone computes in each step.
+    `num_ranked`: how many checkpoints will have the metric that chooses the exported model; the best of several is
+    lucky as well as good. `mesh`: how the model and the data are sharded over the processes, each of which has such a
+    setup. `features`: by the file of a data set, the features of a comparison (`training.features`); empty unless the
+    backbone is frozen.
     """
 
     config: RewardModelRunConfig
@@ -82,7 +82,7 @@ class RewardModelSetup:
     features: Mapping[Path, Callable[[int], Tensor]] = field(default_factory=dict)
 
     def caveat(self, name: str, means: Mapping[str, float]) -> str | None:
-        """Why the numbers `means` of a validation set may differ from those of new data."""
+        """Why the metrics `means` of a validation set may differ from the metrics of new data."""
         key, parts, held_out = self.config.ranking_metric, [], self.validation_sets[name]
         if key is not None and key.validation in (None, name) and key.metric in means and self.num_ranked > 1:
             parts.append(
@@ -99,7 +99,7 @@ class RewardModelSetup:
 def set_up(
     config: RewardModelRunConfig, checkpoint: Checkpoint | None = None, show_progress: bool = False
 ) -> RewardModelSetup:
-    """Build everything a run needs; model and tokenizer are those of the checkpoint, where there is one.
+    """Build everything a run needs, with the checkpoint's model and tokenizer, if there is one.
 
     Raises a `TreewardError` for anything that the user can mend.
     """
@@ -130,20 +130,20 @@ def set_up(
         names = _training_names(config.data.train)
         training_sets = {name: encode(stream) for name, stream in zip(names, streams, strict=True)}
         for i, label in enumerate(config.policy.reward_model_cfg.labels):
-            if not any(np.isfinite(one.grades[:, i]).any() for one in training_sets.values()):
+            if not any(np.isfinite(dataset.grades[:, i]).any() for dataset in training_sets.values()):
                 raise missing_grade(streams[0], label)
         return training_sets, {str(stream.config.name): encode(stream) for stream in held_out}
 
     with processes.patience() as group:  # the others open the files that the main process has made
         training_sets, encoded_sets = processes.on_main(encode_all, group)
         datasets = [*training_sets.values(), *encoded_sets.values()]
-        highest_token = processes.on_main(lambda: max(one.highest_token for one in datasets), group)
-    unused = sum(one.num_strengths for one in training_sets.values())
+        highest_token = processes.on_main(lambda: max(dataset.highest_token for dataset in datasets), group)
+    unused = sum(dataset.num_strengths for dataset in training_sets.values())
     if unused and config.rm.loss.strength is None and not config.policy.reward_model_cfg.labels:
         logger.info("%d comparisons say by how much a completion is better: rm.loss.strength would use it.", unused)
     validation_sets = {
-        str(one.name): _validation_set(config, one, encoded_sets[str(one.name)], training_sets.values(), renderer)
-        for one in config.validation_sets
+        str(part.name): _validation_set(config, part, encoded_sets[str(part.name)], training_sets.values(), renderer)
+        for part in config.validation_sets
     }
     sizes, weights = list(map(len, training_sets.values())), [dataset.weight for dataset in config.data.train]
     order = EpochOrder(sizes, weights=weights, seed=config.rm.seed, shuffle=config.data.shuffle)
@@ -155,13 +155,13 @@ def set_up(
     adaptation = partial(adapt, model, config.policy, seed=config.rm.seed, checkpoint=checkpoint)
     make_ready(model, config.policy, mesh, role="reward model", adaptation=adaptation, check=check)
     first = next(iter(training_sets.values()))[:_MEASURED_COMPARISONS]
-    model.choose_attention([one.token_ids for one in first])
+    model.choose_attention([comparison.token_ids for comparison in first])
     model.tree_attention = processes.broadcast(model.tree_attention)
-    in_data = order.steps_per_epoch(config.policy.train_global_batch_size) * config.rm.max_num_epochs
-    total_steps = planned_steps(config.rm, in_data, "rm")
+    steps_in_data = order.steps_per_epoch(config.policy.train_global_batch_size) * config.rm.max_num_epochs
+    total_steps = planned_steps(config.rm, steps_in_data, "rm")
     optimizer = build_optimizer(model, config.policy.optimizer, cpu_offload=steps_on_host(config.policy, mesh))
     scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=total_steps)
-    grades_NH = np.concatenate([one.grades for one in training_sets.values()])
+    grades_NH = np.concatenate([dataset.grades for dataset in training_sets.values()])
     return RewardModelSetup(
         config=config,
         mesh=mesh,
@@ -187,7 +187,7 @@ def _validation_set(
     training_sets: Iterable[EncodedDataset],
     renderer: Renderer,
 ) -> ValidationSet:
-    """The part of a set that validations measure, with a warning where some of it is trained on."""
+    """The part of a set that validations measure; warns about comparisons that are trained on."""
     name, size = str(section.name), len(comparisons)
     if config.rm.val_batches is not None:
         batch_size = config.rm.val_global_batch_size or config.policy.train_global_batch_size
@@ -205,7 +205,7 @@ def _validation_set(
 
 
 def _num_ranked(config: RewardModelRunConfig, total_steps: int) -> int:
-    """How many checkpoints will be saved and validated, with a warning where a metric can hardly rank them."""
+    """How many checkpoints will be saved and validated; warns if the metric can hardly rank them."""
     saved, validated = config.checkpointing.save_period, config.rm.val_period
     steps = {total_steps, *(range(saved, total_steps + 1, saved) if saved else ())}
     num = sum(
@@ -244,7 +244,7 @@ def _check_model(
     datasets: Sequence[EncodedDataset],
     highest_token: int,
 ) -> None:
-    """Whether model, tokenizer and data fit together, on the first comparisons of each set."""
+    """Check that model, tokenizer and data fit together, on the first comparisons of each set."""
     first = [comparison for dataset in datasets for comparison in dataset[:_CHECKED_COMPARISONS]]
     sample = [ids for comparison in first for ids in comparison.token_ids]
     check_positions(model, config.max_sequence_length)
@@ -258,12 +258,12 @@ def _identity(
     training_sets: Mapping[str, EncodedDataset],
     validation_sets: Mapping[str, EncodedDataset],
 ) -> dict[str, Any]:
-    """What a resumed run must have in common with the run that it continues."""
+    """The values that a resumed run must share with the run that it continues."""
     policy = config.policy
     adapters = identity_of_adapters(policy) if policy.dtensor_cfg.lora_cfg.enabled else {}
     weights = [dataset.weight for dataset in config.data.train]
     data = [(dataset.fingerprint, weight) for dataset, weight in zip(training_sets.values(), weights, strict=True)]
-    # By other validation data the checkpoints of the two sessions could not be compared.
+    # With other validation data the checkpoints of two sessions could not be compared.
     validation = {name: dataset.fingerprint for name, dataset in validation_sets.items()}
     return {
         # The weights that adapters are of are read from there again.
@@ -275,7 +275,7 @@ def _identity(
         "the reward model": policy.reward_model_cfg.model_dump(mode="json", exclude_defaults=True),
         "data": {"shuffle": config.data.shuffle}
         | ({"ties": config.data.ties} if config.data.ties != config.known_ties else {}),
-        # The state of optimiser and schedule is that of the saved run: a new rate would be ignored without a word.
+        # Optimiser and schedule are restored from the saved run: a new rate would be ignored silently.
         "policy": policy.model_dump(
             mode="json", include={"train_global_batch_size", "optimizer", "scheduler", "precision", "max_grad_norm"}
         )

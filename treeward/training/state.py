@@ -1,14 +1,13 @@
-"""What a checkpoint holds beside the model, and how it is put back: optimiser, schedule, random numbers, `RunState`.
+"""Saving and loading a checkpoint's state beside the model: optimiser, schedule, random numbers, `RunState`.
 
     save_state(folder, RunState(step, ...), optimizer, scheduler)
     state = load_state(folder, optimizer, scheduler)
 
 The state is JSON, which holds Python's floats exactly. The optimiser's tensors are safetensors, by the names of the
-parameters (`hf.score.weight.exp_avg`) and in parts, so that any number of processes goes on from what any other has
-saved. Float32 weights are states too where the model is saved in bfloat16: masters in one process, the sharded weights
-in several, under the same names. Of quantised states (torchao's) each process saves those of its own parts of the
-weights, and goes on only with the same parts. The settings, the schedule and random numbers are loaded by torch's
-`weights_only`, which executes nothing.
+parameters (`hf.score.weight.exp_avg`) and in parts, so that any number of processes can load them. If the model is
+saved in bfloat16, the float32 weights are states too: masters in one process, the sharded weights in several, under the
+same names. Quantised states (torchao's) are saved by each process for its parts of the weights, and load only into the
+same parts. The settings, the schedule and random numbers are loaded by torch's `weights_only`, which executes nothing.
 """
 
 from __future__ import annotations
@@ -47,12 +46,11 @@ _FLOAT32_WEIGHT = "float32_weight"
 
 @dataclass(slots=True)
 class RunState:
-    """Where a run stands after `step` steps.
+    """The state of a run after `step` steps.
 
-    `identity`: what must not change between a run and its resumption, as JSON, by the name that a person knows it by.
-    `validation`: the metrics of the latest validation, which was after `validation_step` steps, by their logged names.
-    `run`: the state that only the kind of run knows, as JSON. `ranked`: whether the undisturbed run saves this step
-    too; a checkpoint that only a failure, a signal or a deadline has made is never the best one.
+    `identity`: values that must not change when a run resumes, as JSON, by readable names. `validation`: the metrics of
+    the latest validation, after `validation_step` steps, by their logged names. `run`: `Run.state()`. `ranked`: whether
+    the uninterrupted run saves this step too; checkpoints of a failure, a signal or a deadline are never the best.
     """
 
     step: int
@@ -213,7 +211,7 @@ def _text(values: Mapping[str, Any], name: str) -> str:
 
 
 def _pack(optimizer: torch.optim.Optimizer, *, with_weights: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of the state by name, not copied, and the rest, which `torch.load` reads without executing anything.
+    """The tensors of the state by name, not copied, and the other values, which `torch.load` reads with `weights_only`.
 
     `with_weights`: the float32 weights too; masters always.
     """
@@ -241,13 +239,13 @@ def _pack(optimizer: torch.optim.Optimizer, *, with_weights: bool) -> tuple[dict
 
 
 def _unpack(optimizer: torch.optim.Optimizer, settings: dict[str, Any], folder: Path) -> None:
-    """Put a state back, and the float32 weights where it has them; every process calls it.
+    """Restore a state, with the float32 weights if it has them; every process calls it.
 
     Raises `CheckpointError` for the state of another optimiser, and for quantised states of other parts.
     """
     named, weights = _named(optimizer), _float32_weights(optimizer)
-    saved, own_groups = settings["state"], optimizer.state_dict()["param_groups"]
-    if list(saved) != list(named) or len(settings["param_groups"]) != len(own_groups):
+    saved, current_groups = settings["state"], optimizer.state_dict()["param_groups"]
+    if list(saved) != list(named) or len(settings["param_groups"]) != len(current_groups):
         got, need = (f"{len(names)} parameters, the first {next(iter(names), '')}" for names in (saved, named))
         summary, fix = "the saved optimiser is of other weights", "set the model and its adapters as they were"
         raise CheckpointError(summary, where=str(folder), got=got, need=need, fix=fix)
@@ -256,35 +254,35 @@ def _unpack(optimizer: torch.optim.Optimizer, settings: dict[str, Any], folder: 
     targets = {full: weights[name].detach() for name in weights if (full := f"{name}.{_FLOAT32_WEIGHT}") in stored}
     for number, (name, parameter) in enumerate(named.items()):
         for key, value in saved[name].items():
-            of_parameter = state.setdefault(number, {})
+            parameter_state = state.setdefault(number, {})
             if value is None:
                 full = f"{name}.{key}"
-                of_parameter[key] = targets[full] = _empty_like(parameter, *stored[full])
+                parameter_state[key] = targets[full] = _empty_like(parameter, *stored[full])
             elif isinstance(value, tuple):
-                of_parameter[key], parts = _quantised(parameter, value, name, key, stored)
+                parameter_state[key], parts = _quantised(parameter, value, name, key, stored)
                 targets |= parts
             else:
-                of_parameter[key] = value
+                parameter_state[key] = value
     read_tensors(folder, targets)
     groups = [
-        {**group, "params": mine["params"]} for group, mine in zip(settings["param_groups"], own_groups, strict=True)
+        {**group, "params": new["params"]} for group, new in zip(settings["param_groups"], current_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _named(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters, in the order in which `state_dict` numbers them, by their names; by these numbers without any."""
+    """The parameters in the order of `state_dict`, by their names, or without names by their numbers."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = [name for group in optimizer.param_groups for name in group.get("param_names") or ()]
     return dict(zip(names or map(str, range(len(parameters))), parameters, strict=True))
 
 
 def _float32_weights(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    return {name: one for name, one in _named(optimizer).items() if one.dtype == torch.float32 and one.dim()}
+    return {name: p for name, p in _named(optimizer).items() if p.dtype == torch.float32 and p.dim()}
 
 
 def _empty_like(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Memory for a state of a parameter: sharded like it, or whole on every process where it has another shape."""
+    """Memory for a state of a parameter: sharded like it, or whole on every process if it has another shape."""
     if size == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     state = torch.empty(size, dtype=dtype, device=parameter.device)
@@ -300,12 +298,13 @@ def _own(name: str, key: str, part: str) -> str:
 def _quantised(
     parameter: Tensor, value: tuple[Any, list[str], Any], name: str, key: str, stored: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A quantised state of this process's part of a parameter, and the tensors, still empty, that it consists of."""
+    """A quantised state of this process's part of a parameter, and its tensors, still empty."""
     kind, parts, context = value
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     entries = {part: stored.get(_own(name, key, part)) for part in parts}
     held = {
-        part: torch.empty(one[0], dtype=one[1], device=local.device) for part, one in entries.items() if one is not None
+        part: torch.empty(size, dtype=dtype, device=local.device)
+        for part, (size, dtype) in ((part, entry) for part, entry in entries.items() if entry is not None)
     }
     state = kind.__tensor_unflatten__(held, context) if len(held) == len(parts) else None
     if state is None or state.shape != local.shape:

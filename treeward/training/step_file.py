@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class StepFile:
     """Appends objects with a whole number `step`, each handed to the operating system before `append` returns.
 
-    `resume_step`: the step of the checkpoint that the run continues from; None: it starts anew, and a file that is
-    there is kept as `<name>.1.jsonl`. Raises `DataError` for a line, found on resume, that is no such object.
+    `resume_step`: the step of the checkpoint to continue from; None: start anew, and keep an existing file as
+    `<name>.1.jsonl`. Raises `DataError` on resume for a line that is not such an object.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
@@ -43,7 +43,7 @@ class StepFile:
         self._file = path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Raises `ConfigError` where it cannot be written; a line that was begun is cut when the run resumes."""
+        """Write a line. Raises `ConfigError` if that fails; half a line is cut when the run resumes."""
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
         try:
             if self._file.write(line) != len(line):

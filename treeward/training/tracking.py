@@ -6,12 +6,11 @@
     read_metrics(log_dir / "metrics.jsonl")    # [{"step": 1, "time": 1767225600.0, "train/rm/loss": 0.64, ...}]
 
 A step's metrics must be logged before the checkpoint of that step is saved. A run that resumes from the checkpoint of
-step S then finds every line up to S and takes out the later ones, which the killed run has left: the file becomes that
-of a run that was never killed, times apart. With `resume_step=None` a run starts anew, and the file of an earlier run
-in the same folder is kept as `metrics.1.jsonl`.
+step S then keeps the lines up to S and removes later ones: the file equals that of an uninterrupted run, except for
+times. With `resume_step=None` a run starts anew, and an earlier run's file is kept as `metrics.1.jsonl`.
 
-A tracker that cannot start stops the run with a `ConfigError`. One that fails later is left out from then on, with a
-warning: `metrics.jsonl` has everything.
+A tracker that cannot start stops the run with a `ConfigError`. A tracker that fails later is dropped with a warning:
+`metrics.jsonl` has everything.
 """
 
 from __future__ import annotations
@@ -225,9 +224,8 @@ def check_log_folder(config: LoggerConfig) -> None:
 def open_trackers(config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None) -> TrackerGroup:
     """The trackers that `config` enables, all writing below its `log_dir`; on a process that is not the main one none.
 
-    `settings`: the configuration of the run, which they show. `resume_step`: the step of the checkpoint that the run
-    continues from, None for a new run. Raises `ConfigError` naming the key that enabled it for a tracker that cannot
-    start.
+    `settings`: the run's configuration, to show. `resume_step`: the step of the checkpoint to continue from, None for a
+    new run. Raises `ConfigError` naming its key for a tracker that cannot start.
     """
     if processes.is_main():
         remove_leftovers(Path(config.log_dir))

@@ -58,16 +58,16 @@ from treeward.tree.batch import backward_in_parts
 
 logger = logging.getLogger(__name__)
 
-_COMPARISONS_AT_ONCE = 1024  # planned together; the plan is as good as for the whole set, and the rows stay on disk
+_COMPARISONS_AT_ONCE = 1024  # planned together: as good a plan as for the whole set, with the other rows on disk
 
 
 @dataclass(frozen=True)
 class TrainingOutcome(Outcome):
-    """How a run ended. `validation`: the metrics of each set; `validation_sizes`: how many comparisons they are of.
+    """How a run ended. `validation`: the metrics of each set; `validation_sizes`: its number of comparisons.
 
-    `caveats`: by set, why its metrics may be better than those of new data. `report_error`: why a report is missing or
-    lacks a suite; `upload_error`: why the model is not on the hub. The exit code is 1 then. `warning`: what to try
-    with a model that has not learnt. `learnt`: by set, whether it is better than chance there.
+    `caveats`: by set, why its metrics may be too good. `report_error`: why a report is missing or lacks a suite;
+    `upload_error`: why the model is not on the hub; the exit code is then 1. `warning`: a remedy for a model that has
+    not learnt. `learnt`: by set, a sentence on whether it is better than chance.
     """
 
     validation_sizes: Mapping[str, int] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class RewardModelRun(Run):
         self.skipped = SkippedSteps(**state.run.get("skipped_steps", {}))
         if state.step > 0:
             return
-        held_out = {name: one.comparisons for name, one in self.setup.validation_sets.items()}
+        held_out = {name: held_out_set.comparisons for name, held_out_set in self.setup.validation_sets.items()}
         for role, sets in (("train", self.setup.training_sets), ("validation", held_out)):
             for name, dataset in sets.items():
                 counts = asdict(dataset.counts)
@@ -158,7 +158,7 @@ class RewardModelRun(Run):
         for micro_batch in batches.micro_batches:
             sum_over_copies(self.model, micro_batch is batches.micro_batches[-1])
             self.backward(micro_batch, batches.num_units, sums)
-        # the one place in a step, with the gradients' norm, where the host waits for a GPU
+        # Only here, and for the gradients' norm, the host waits for a GPU.
         total = sums.read(setup.mesh.data_group)
         chance = self.heads.chance(batches.labels, batches.num_scores)
         counts_3 = torch.tensor([batches.num_computed_tokens, batches.num_row_tokens, chance], dtype=torch.float64)
@@ -186,7 +186,7 @@ class RewardModelRun(Run):
     def backward(self, micro_batch: MicroBatch, num_units: int, sums: RewardSums) -> None:
         """Add the gradient of one micro-batch, for a step of `num_units`, and its metrics to `sums`.
 
-        Nothing in it waits for a GPU: the host goes on to the next while the GPU computes.
+        The host never waits for a GPU here: it goes on to the next while the GPU computes.
         """
         micro_batch = micro_batch.to(self.model.device, non_blocking=True)
         values_SH, loss_sum = backward_in_parts(
@@ -221,21 +221,21 @@ class RewardModelRun(Run):
         seconds: dict[str, float] = {}
         for name in self.setup.validation_sets:
             started = time.monotonic()
-            of_set = self.validate_set(name, should_stop)
-            if of_set is None:
+            result = self.validate_set(name, should_stop)
+            if result is None:
                 return None
-            sets[name] = of_set
+            sets[name] = result
             seconds[f"timing/validation/{name}"] = time.monotonic() - started
-        metrics = {name: one.metrics() for name, one in sets.items()}
+        metrics = {name: result.metrics() for name, result in sets.items()}
         everything = pooled(list(sets.values()))
         logged = {f"eval/rm/{key}": value for key, value in values_of(everything).items()}
-        for name, of_name in metrics.items():
-            logged |= {f"validation-{name}/{key}": value for key, value in values_of(of_name).items()}
+        for name, means in metrics.items():
+            logged |= {f"validation-{name}/{key}": value for key, value in values_of(means).items()}
         key = self.config.ranking_metric
         if key is not None:
             ranking = (everything if key.validation is None else metrics[key.validation]).get(key.metric)
             self._warn_of_ranking(step, ranking)
-        lines = [_line(name, step, values_of(of_name), key) for name, of_name in metrics.items()]
+        lines = [_line(name, step, values_of(means), key) for name, means in metrics.items()]
         return Validation(logged, seconds, tuple(lines))
 
     @torch.no_grad()
@@ -254,13 +254,14 @@ class RewardModelRun(Run):
                     if should_stop():
                         return None
                     values.append(self.evaluate(share.micro_batch.to(model.device, non_blocking=True), sums, grades))
-                    comparisons |= {start + i: one for i, one in share.comparisons.items()}
+                    comparisons |= {start + i: comparison for i, comparison in share.comparisons.items()}
                 scored |= _scored(comparisons, torch.cat(values).tolist())
-            scored = {i: one for share in processes.gather(scored, setup.mesh.data_group) for i, one in share.items()}
-            in_order = tuple(scored[i] for i in range(size))
+            shares = processes.gather(scored, setup.mesh.data_group)
+            scored = {i: example for share in shares for i, example in share.items()}
+            examples = tuple(scored[i] for i in range(size))
             total = sums.read(setup.mesh.data_group)
             grades_6H, attributes = grades.read(setup.mesh.data_group), setup.heads.attributes
-            measured = SetValidation(total, in_order, grades_6H=grades_6H, attributes=attributes)
+            measured = SetValidation(total, examples, grades_6H=grades_6H, attributes=attributes)
             if not held_out.perturbed:
                 return measured
             robust = robust_accuracy(self._scorer(), held_out.perturbed, should_stop)
@@ -279,16 +280,17 @@ class RewardModelRun(Run):
             head_weights=self.heads.weights,
         )
 
-    def evaluate(self, here: MicroBatch, sums: RewardSums, grades: GradeSums) -> Tensor:
-        """The scores (S,) of one micro-batch, on its device; its metrics are added to `sums` and `grades`. Waits for
-        nothing."""
-        values_SH = torch.cat([self.model.heads(batch) for batch in here.batches])
-        if here.order_S is not None:
-            values_SH = values_SH[here.order_S]
+    def evaluate(self, micro_batch: MicroBatch, sums: RewardSums, grades: GradeSums) -> Tensor:
+        """The scores (S,) of one micro-batch, on its device. Adds its metrics to `sums` and `grades`, without making
+        the host wait."""
+        values_SH = torch.cat([self.model.heads(batch) for batch in micro_batch.batches])
+        if micro_batch.order_S is not None:
+            values_SH = values_SH[micro_batch.order_S]
         scores_S = self.heads.combine(values_SH)
-        if here.labels.targets is not None:
-            grades.add(self.heads.grades(values_SH), here.labels.targets)
-        sums.add(scores_S, here.labels.pairs, self.heads.score_loss(values_SH, here.labels), here.labels.num_units)
+        labels = micro_batch.labels
+        if labels.targets is not None:
+            grades.add(self.heads.grades(values_SH), labels.targets)
+        sums.add(scores_S, labels.pairs, self.heads.score_loss(values_SH, labels), labels.num_units)
         return scores_S
 
     def _warn_of_ranking(self, step: int, metric: Metric | None) -> None:
@@ -306,7 +308,7 @@ class RewardModelRun(Run):
 
     def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite | None:
         setup, model = self.setup, folder / "model"
-        # Adapters are merged in float32, and rounded to what the export is to have.
+        # Adapters are merged in float32, and rounded to the export's dtype.
         keeps_sum = has_adapters(setup.model) and self.config.checkpointing.export_dtype == "float32"
         dtype = torch.float32 if keeps_sum else None
         rendering = setup.renderer.settings
@@ -361,15 +363,15 @@ class RewardModelRun(Run):
         caveats = {name: setup.caveat(name, validation.get(name, {})) for name in setup.validation_sets}
         for name, dataset in setup.training_sets.items():
             caveats[f"training data, {name}"] = dataset.counts.much_dropped
-        sizes = {name: one.size for name, one in setup.validation_sets.items()}
+        sizes = {name: held_out.size for name, held_out in setup.validation_sets.items()}
         file = Path(self.config.logger.log_dir) / METRICS_FILE
         lines = read_metrics(file) if processes.is_main() and file.exists() else []
         losses = [line["train/rm/loss"] for line in lines if "train/rm/loss" in line]
-        said = {name: learnt(means, sizes[name], losses) for name, means in validation.items()}
+        sentences = {name: learnt(means, sizes[name], losses) for name, means in validation.items()}
         ended = TrainingOutcome(
             **{**vars(outcome), "validation": validation},
             validation_sizes=sizes,
-            learnt={name: sentence for name, sentence in said.items() if sentence is not None},
+            learnt={name: sentence for name, sentence in sentences.items() if sentence is not None},
             caveats={name: caveat for name, caveat in caveats.items() if caveat is not None},
             warning=self._watch.verdict(),
         )
@@ -385,14 +387,15 @@ class RewardModelRun(Run):
 def _scored(comparisons: Mapping[int, Comparison], scores: Sequence[float]) -> dict[int, ScoredExample]:
     """Each comparison with its scores, which lie one comparison after another."""
     remaining, scored = iter(scores), {}
-    for i, one in comparisons.items():
-        values = [next(remaining) for _ in one.ranks]
-        scored[i] = scored_comparison(one.where, one.subset, scores=values, ranks=one.ranks, lengths=one.lengths)
+    for i, comparison in comparisons.items():
+        values = [next(remaining) for _ in comparison.ranks]
+        ranks, lengths = comparison.ranks, comparison.lengths
+        scored[i] = scored_comparison(comparison.where, comparison.subset, scores=values, ranks=ranks, lengths=lengths)
     return scored
 
 
 def _uploaded(outcome: TrainingOutcome, config: RewardModelRunConfig, model: Path) -> TrainingOutcome:
-    """Upload the model; the hub takes the files that it lacks. A failure is logged, and the results are shown."""
+    """Upload the model. A failure is logged, and the results are still shown."""
     try:
         page = push_folder(model, config.hub_repo_id, private=config.hub.private)
     except Exception as error:  # the model is exported, and no later failure may hide that

@@ -1,11 +1,11 @@
-"""What a validation measures: the metrics of each named set, over every comparison or the first so many.
+"""`ValidationSet` and `SetValidation`: the comparisons of a validation, and its metrics, for each named set.
 
     result = run.validate_set("held_out")                        # SetValidation of one set
     result.metrics()["loss"].value, result.metrics()["length_controlled_accuracy"].value
     pooled([result, of_another_set])                             # metrics over all of them
 
-Loss and accuracy are sums over pairs. The diagnostics (`gate_metrics`) need the scores themselves, which are kept:
-K floats and a few small objects for each comparison, no texts and no token ids.
+Loss and accuracy are sums over pairs. The diagnostics (`gate_metrics`) need the scores of every
+comparison: a few small objects for each, without texts and token ids.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _DIGESTS_AT_ONCE = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class ValidationSet:
-    """A named set: of its `comparisons` a validation measures the first `size`, of which `num_trained_on` are in the
-    training data too; `perturbed`: those whose completions are rewritten to measure `robust_accuracy`."""
+    """A named set. A validation measures the first `size` of its `comparisons`; `num_trained_on` of these are in the
+    training data too. `perturbed`: the examples to rewrite for `robust_accuracy`."""
 
     comparisons: EncodedDataset
     size: int
@@ -60,10 +60,8 @@ def num_shared(dataset: EncodedDataset, training_sets: Iterable[EncodedDataset],
 def examples_to_perturb(
     comparisons: Sequence[Comparison], config: DatasetConfig, num_examples: int, renderer: Renderer
 ) -> list[Preference]:
-    """At most `num_examples` of the comparisons, which a validation measures, with their texts.
-
-    They are those that `treeward eval --perturbations` draws. Raises `DataError` if no comparison has a better and a
-    worse completion that are text.
+    """At most `num_examples` of a validation's comparisons, with their texts, drawn as in `treeward eval
+    --perturbations`. Raises `DataError` if no comparison has a better and a worse completion that are text.
     """
     examples = as_measured(PreferenceSuite(str(config.name), config).load(), comparisons, renderer)
     sampled = sample_examples(examples, num_examples)
@@ -78,15 +76,13 @@ def examples_to_perturb(
 def as_measured(
     examples: Iterable[Preference], comparisons: Iterable[Comparison], renderer: Renderer
 ) -> list[Preference]:
-    """The examples of the comparisons, which are in the same order, with the completions that a validation measures.
-
-    Those that are too long, or have the tokens of an earlier one, are left out. Raises `DataError` for data that has
-    changed since the comparisons were read.
+    """The examples of the comparisons, in the same order, with the completions that a validation measures: without
+    those that are too long or have the tokens of an earlier one. Raises `DataError` for data that has changed since.
     """
     remaining, measured = iter(examples), []
     for comparison in comparisons:
         place = place_of(comparison.where)
-        example = next((one for one in remaining if place_of(one.where) == place), None)
+        example = next((candidate for candidate in remaining if place_of(candidate.where) == place), None)
         if example is None or len(example.completions) < len(comparison.ranks):
             need = "the data as it was when the run was set up"
             summary = "the validation set is not what the run has read"
@@ -124,18 +120,18 @@ class SetValidation:
     attributes: tuple[str, ...] = ()
 
     def metrics(self) -> dict[str, Metric]:
-        """The metrics by name; the note of one that has no value says why."""
+        """The metrics by name; without a value a metric's note says why."""
         robust = {} if self.robust is None else {"robust_accuracy": self.robust}
         return _of_sums(self.sums) | gate_metrics(self.scored) | robust | _of_grades([self])
 
 
 def pooled(sets: Sequence[SetValidation]) -> dict[str, Metric]:
-    """The metrics over the comparisons of all sets; `robust_accuracy` only where it was measured in each of them."""
+    """The metrics over the comparisons of all sets; `robust_accuracy` only if every set has it."""
     if len(sets) == 1:
         return sets[0].metrics()
-    sums = sum((one.sums for one in sets), RewardMetrics())
-    metrics = _of_sums(sums) | pooled_gate_metrics([one.scored for one in sets]) | _of_grades(sets)
-    robust = [(one.robust.value or 0.0, one.robust.count or 0) for one in sets if one.robust is not None]
+    sums = sum((result.sums for result in sets), RewardMetrics())
+    metrics = _of_sums(sums) | pooled_gate_metrics([result.scored for result in sets]) | _of_grades(sets)
+    robust = [(result.robust.value or 0.0, result.robust.count or 0) for result in sets if result.robust is not None]
     if len(robust) == len(sets):
         count = sum(number for _, number in robust)
         value = sum(share * number for share, number in robust) / count if count else None
@@ -152,10 +148,10 @@ def robust_accuracy(scorer: Scorer, examples: Sequence[Preference], should_stop:
     """The share of pairs that are right and stay so under every rewrite of style; None if `should_stop` gave a reason
     on the way."""
     scores = []
-    for one in score_examples(scorer, map(perturbed, examples), at_once=16):
+    for example_scores in score_examples(scorer, map(perturbed, examples), at_once=16):
         if should_stop():
             return None
-        scores.append(one)
+        scores.append(example_scores)
     return replace(diagnose_perturbations(examples, scores).robust_accuracy, low=None, high=None)
 
 
@@ -168,7 +164,7 @@ def _of_sums(sums: RewardMetrics) -> dict[str, Metric]:
 
 
 def _of_grades(sets: Sequence[SetValidation]) -> dict[str, Metric]:
-    sums = [one.grades_6H for one in sets if one.grades_6H is not None]
+    sums = [result.grades_6H for result in sets if result.grades_6H is not None]
     if not sums:
         return {}
     sums_6H = torch.stack(sums).sum(dim=0)

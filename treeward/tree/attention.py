@@ -1,4 +1,4 @@
-"""Attention over a `TreeBatch`: a token sees itself, what precedes it in its segment, and the segments above it.
+"""Attention over a `TreeBatch`: a token sees itself, the earlier tokens of its segment, and the segments above it.
 
     register()
     with over(batch.layout):
@@ -14,11 +14,12 @@ interface works unchanged:
 - `VARLEN`: FlashAttention over gathered paths (`treeward.tree.varlen`), for GPUs, where a layer allows it; else `FLEX`.
 - `DENSE`: the reference. One mask over the whole row and plain arithmetic; slow, and easy to believe.
 
-transformers asks for a mask of each layer type (causal, sliding window, chunks), and hands it to the layers. Ours knows
-the row as well, so layers need no further argument. Soft-capped scores and attention sinks are computed as the model
-defines them.
+transformers creates a mask for each layer type (causal, sliding window, chunks), and hands it to the layers. Our mask
+knows the row as well, so layers need no further argument. Soft-capped scores and attention sinks are computed as the
+model defines them.
 
-Shapes: B batch (1: a row), H heads, J key/value heads, R = H / J, T tokens of the row, D head dimension.
+Shapes: B batch (1: a row), H heads, J key/value heads, R = H / J, T tokens of the row, N of a tree, Q queries, K keys,
+D head dimension.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ VARLEN = "treeward_varlen"
 DENSE = "treeward_dense"
 
 COMPILED = (FLEX, VARLEN)
-"""Those that compiled layers can call, in rows of few lengths."""
+"""The implementations for compiled layers, in rows of few lengths."""
 
 _row: ContextVar[TreeLayout | None] = ContextVar("_row", default=None)
 
@@ -69,13 +70,13 @@ def register() -> None:
 
 
 def default_for(device: torch.device) -> str:
-    """What computes trees on a device unless `fastest` was asked."""
+    """The implementation for a device, unless `fastest` measures it."""
     return FLEX if device.type == "cuda" and has_triton() else TREE
 
 
 @contextlib.contextmanager
 def over(layout: TreeLayout) -> Iterator[None]:
-    """Within it models make their masks for this row."""
+    """A context in which models make their masks for this row."""
     token = _row.set(layout)
     try:
         yield
@@ -106,7 +107,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Any, float, float | None, Tensor | No
 
 @functools.cache
 def _layer_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
-    """As the layers of transformers call it. The same function every time: compilers tell layers apart by it."""
+    """The function that transformers' layers call; always the same one, by which compilers distinguish layers."""
 
     def layer_attention(
         module: torch.nn.Module,
@@ -128,7 +129,7 @@ def _layer_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
 
 
 def _check(module: torch.nn.Module, query_BHTD: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse what would be silently wrong: a call that tree attention cannot serve exactly."""
+    """Raise `ModelError` for a call that tree attention cannot compute exactly."""
     if not isinstance(mask, PositionMask | FlexMask | PathPlan):
         raise ModelError(
             "this model builds its attention mask by itself",
@@ -155,9 +156,9 @@ def _tree_attention(
     sinks_H: Tensor | None,
 ) -> Tensor:
     layout = mask.layout
-    if rest := query_BHTD.shape[2] - layout.num_tokens:  # a padded row: what is padded sees nothing
+    if padding := query_BHTD.shape[2] - layout.num_tokens:  # the padding of a row sees nothing
         query, key, value = (x[:, :, : layout.num_tokens] for x in (query_BHTD, key_BJTD, value_BJTD))
-        return F.pad(_tree_attention(query, key, value, mask, scale, softcap, sinks_H), (0, 0, 0, rest))
+        return F.pad(_tree_attention(query, key, value, mask, scale, softcap, sinks_H), (0, 0, 0, padding))
     prefixes = None if layout.exchange is None else layout.exchange.enter(key_BJTD, value_BJTD)
     if softcap is not None or sinks_H is not None:
         return _by_tree(
@@ -229,7 +230,7 @@ def _by_tree(
     for t, tree in enumerate(layout.trees):
         key, value = keys[t], values[t]
         if prefixes is not None and (prefix := prefixes[t]) is not None:
-            key, value = (torch.cat([x.to(own)[None], own], dim=2) for x, own in zip(prefix, (key, value), strict=True))
+            key, value = (torch.cat([x.to(new)[None], new], dim=2) for x, new in zip(prefix, (key, value), strict=True))
         outs.append(attend(queries[t], key, value, tree))
     return torch.cat(outs, dim=2)
 
@@ -263,7 +264,7 @@ def _written_out(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """`_arithmetic` of one tree, whose K = P + N keys are its prefix's and its own; by windows if it has them."""
+    """`_arithmetic` of one tree, with the keys of its prefix and its N tokens; by windows if it has them."""
     windows = mask.windows(tree)
     if windows is None:
         seen = mask.tree_mask(tree, query_BHND.device)
@@ -313,7 +314,7 @@ def _sliced(
     scale: float,
     prefixes: Prefixes | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The merged output (J, R, T, D) of the parts of a row, and its log-sum-exp (J, R, T)."""
+    """The merged output of the parts of a row (J, R, T, D), and its log-sum-exp (J, R, T)."""
     query, key, value = _by_key_head(query_BHTD, key_BJTD, value_BJTD)
     repeats = query.shape[1]
     out = torch.empty_like(query)

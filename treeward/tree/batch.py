@@ -31,24 +31,24 @@ from treeward.tree.prefix import Exchange, Kept, Prefix
 from treeward.tree.token_tree import Segment, TokenIds, TokenTree, common_prefix_length
 
 MIN_SHARED_BETWEEN_GROUPS = 32
-"""Groups share a tree when they have at least this many leading tokens in common. Fewer (a BOS token, a role header)
-would save nothing and turn many small trees, which attention handles cheaply, into one large one."""
+"""Groups share a tree if they have at least this many leading tokens in common. Fewer (a BOS token, a role header)
+would save nothing and turn many small trees, which attention handles cheaply, into one large tree."""
 
 MIN_SHARED_BETWEEN_SEQUENCES = 8
-"""The same for single sequences that are to be scored: a short question already pays."""
+"""The same for single sequences to score: a short question already pays."""
 
 
 @dataclass(frozen=True, slots=True)
 class Movable:
-    """A dataclass of tensors, of other such, and of what stays in the memory of the host."""
+    """A dataclass of tensors, of other `Movable`s, and of values that stay on the host."""
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """A copy there. From page-locked memory it is made while the host goes on, if `non_blocking`."""
+        """A copy on the device. With `non_blocking` the host does not wait for copies from page-locked memory."""
         moved: Self = _each(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
         return moved
 
     def pin(self) -> Self:
-        """In page-locked memory. Needs CUDA."""
+        """A copy in page-locked memory. Needs CUDA."""
         pinned: Self = _each(self, Tensor.pin_memory)
         return pinned
 
@@ -57,9 +57,9 @@ def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Movable):
-        return replace(value, **{one.name: _each(getattr(value, one.name), change) for one in fields(value)})
+        return replace(value, **{item.name: _each(getattr(value, item.name), change) for item in fields(value)})
     if isinstance(value, tuple) and value and isinstance(value[0], Movable):
-        return tuple(_each(one, change) for one in value)
+        return tuple(_each(item, change) for item in value)
     return value
 
 
@@ -67,8 +67,7 @@ def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 class TreeSpan:
     """One tree's place in the row: tokens `start` to `end`, its longest conversation `depth`, its segments.
 
-    `num_prefix_tokens`: tokens that come before its root and are not in the row; `depth` and those of the segments
-    count them.
+    `num_prefix_tokens`: tokens before its root that are not in the row; its `depth` and its segments' count them.
     """
 
     start: int
@@ -83,12 +82,11 @@ class TreeSpan:
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout(Movable):
-    """What attention must know of a row of T tokens.
+    """The trees of a row of T tokens, for attention.
 
     `trees`: left to right. `positions_T`: of each token in its conversation, int64 (T,). `subtree_end_T`: int64 (T,):
-    token q sees token k if `k <= q < subtree_end_T[k]`. `exchange`: the prefixes of the trees, and what is to be kept;
-    None where there is neither. It is used up by one forward pass. A padded row has tokens after the last tree, each of
-    which sees itself alone.
+    token q sees token k if `k <= q < subtree_end_T[k]`. `exchange`: the prefixes of the trees, and the prefixes to
+    keep, for one forward pass; None without either. Padding after the last tree sees only itself.
     """
 
     trees: tuple[TreeSpan, ...]
@@ -105,10 +103,10 @@ class TreeLayout(Movable):
 class TreeBatch(Movable):
     """A packed forest of G groups with S sequences in T tokens.
 
-    `tokens_T`, `layout.positions_T`: int64 (T,). `reads_N`: int64 (N,), the places in the row where sequences end,
-    ascending, each once; `read_of_S`: int64 (S,), which of them is each sequence's: equal sequences may share one.
-    `group_sizes`: sequences per group, summing to S. `num_row_tokens`: tokens of the same sequences as rows. `also_S`:
-    int64 (S,), of a head that reads at two places of a sequence, which of `reads_N` is the other one.
+    `tokens_T`, `layout.positions_T`: int64 (T,). `reads_N`: int64 (N,), the different places in the row where sequences
+    end, ascending; `read_of_S`: int64 (S,), the index into them of each sequence. `group_sizes`: sequences per group,
+    summing to S. `num_row_tokens`: tokens of the same sequences as rows. `also_S`: int64 (S,), for a head that reads at
+    two places of a sequence, the index of the other one.
     """
 
     tokens_T: Tensor
@@ -125,7 +123,7 @@ class TreeBatch(Movable):
         return self.reads_N[self.read_of_S]
 
     def read_places(self) -> list[int]:
-        """`reads_S` as numbers, of a batch in the memory of the host."""
+        """`reads_S` as numbers; the batch must be on the host."""
         places: list[int] = self.reads_S.tolist()
         return places
 
@@ -144,9 +142,9 @@ class TreeBatch(Movable):
     ) -> TreeBatch:
         """Pack groups of non-empty token sequences. `min_shared`: tokens that groups must share to share a tree.
 
-        `prefixes`: for each group the prefix that its sequences continue, which are given without it; such groups
-        share no trees. `keep`: (group, sequence in the group, tokens): what is to be kept as a prefix, the group's own
-        prefix and then so many tokens of that sequence. Raises `ValueError` for an empty group, sequence or batch.
+        `prefixes`: for each group the prefix that its sequences continue, and do not contain; such groups share no
+        trees. `keep`: prefixes to keep, as (group, sequence in the group, tokens): the group's prefix and so many of
+        that sequence's tokens. Raises `ValueError` for an empty group, sequence or batch.
         """
         if not groups or any(len(group) == 0 for group in groups):
             raise ValueError("a TreeBatch needs at least one group, and every group at least one sequence")
@@ -157,11 +155,11 @@ class TreeBatch(Movable):
         spans: list[TreeSpan] = []
         reads = np.empty(len(sequences), dtype=np.int64)
         offset = 0
-        # With prefixes or something to keep, every group is a tree of its own: which is which is then plain.
-        alone = prefixes is not None or bool(keep)
-        of_groups = [None] * len(groups) if prefixes is None else list(prefixes)
-        for members in _ranges(sizes) if alone else _clusters(sequences, sizes, min_shared):
-            prefix = of_groups[len(spans)] if alone else None
+        # With prefixes to read or keep, every group is its own tree, so that trees have the groups' indices.
+        separate = prefixes is not None or bool(keep)
+        group_prefixes = [None] * len(groups) if prefixes is None else list(prefixes)
+        for members in _ranges(sizes) if separate else _clusters(sequences, sizes, min_shared):
+            prefix = group_prefixes[len(spans)] if separate else None
             before = 0 if prefix is None else len(prefix)
             tree = TokenTree.from_sequences([sequences[i] for i in members])
             tokens.append(tree.tokens_N)
@@ -171,14 +169,14 @@ class TreeBatch(Movable):
             reads[members] = tree.reads_S + offset
             offset += tree.num_tokens
         exchange = None
-        if alone:
+        if separate:
             starts = np.cumsum([0, *sizes])
             kept = [
-                Kept(of_groups[g], _path(spans[g], int(reads[starts[g] + k]), num_tokens)) for g, k, num_tokens in keep
+                Kept(group_prefixes[g], _path(spans[g], int(reads[starts[g] + k]), length)) for g, k, length in keep
             ]
-            exchange = Exchange(of_groups, kept)
-        of_all = [segment for span in spans for segment in span.segments]
-        ends = np.repeat([one.subtree_end for one in of_all], [len(one) for one in of_all])
+            exchange = Exchange(group_prefixes, kept)
+        all_segments = [segment for span in spans for segment in span.segments]
+        ends = np.repeat([segment.subtree_end for segment in all_segments], [len(segment) for segment in all_segments])
         layout = TreeLayout(
             tuple(spans), torch.from_numpy(np.concatenate(positions)), torch.from_numpy(ends.astype(np.int64)), exchange
         )
@@ -187,30 +185,29 @@ class TreeBatch(Movable):
         return cls(torch.from_numpy(np.concatenate(tokens)), layout, reads_N, read_of_S, sizes, num_row_tokens)
 
     def also_reading(self, positions: Sequence[int]) -> TreeBatch:
-        """A batch of the host whose sequences are read at these positions too, each at one."""
+        """The batch, on the host, with one more read position for each sequence."""
         places = []
         for read, position in zip(self.read_places(), positions, strict=True):
             tree = next(tree for tree in self.layout.trees if tree.start <= read < tree.end)
             places.append(_path(tree, read, position + 1)[-1][1] - 1)
-        at = np.concatenate([self.reads_S.numpy(), np.array(places)])
-        reads_N, of_both = map(torch.from_numpy, np.unique(at, return_inverse=True))
-        return replace(self, reads_N=reads_N, read_of_S=of_both[: len(places)], also_S=of_both[len(places) :])
+        reads = np.concatenate([self.reads_S.numpy(), np.array(places)])
+        reads_N, read_index = map(torch.from_numpy, np.unique(reads, return_inverse=True))
+        return replace(self, reads_N=reads_N, read_of_S=read_index[: len(places)], also_S=read_index[len(places) :])
 
     def padded(self) -> TreeBatch:
-        """The same forest in a row of one of few lengths: multiples of 128, at most eight from n to 2n tokens.
-
-        What is compiled for a length is then used again. The tokens that are added belong to no sequence.
+        """The same forest in a row of one of few lengths, so that compiled code is reused: multiples of 128, at most
+        eight from n to 2n tokens. The added tokens belong to no sequence.
         """
         length, layout = len(self.tokens_T), self.layout
         step = max(128, 2 ** (length.bit_length() - 4))
         ends = torch.arange(1, -(-length // step) * step + 1, device=self.tokens_T.device)
-        rest = len(ends) - length
+        padding = len(ends) - length
         layout = replace(
             layout,
-            positions_T=F.pad(layout.positions_T, (0, rest)),
+            positions_T=F.pad(layout.positions_T, (0, padding)),
             subtree_end_T=torch.cat([layout.subtree_end_T, ends[length:]]),
         )
-        return replace(self, tokens_T=F.pad(self.tokens_T, (0, rest)), layout=layout)
+        return replace(self, tokens_T=F.pad(self.tokens_T, (0, padding)), layout=layout)
 
     def split(self, scores_S: Tensor) -> tuple[Tensor, ...]:
         """The scores of each group, (K,) each."""
@@ -236,12 +233,12 @@ class RowBatch(Movable):
         return self.tokens_SL.numel()
 
     def also_reading(self, positions: Sequence[int]) -> RowBatch:
-        """As `TreeBatch` has it."""
+        """See `TreeBatch.also_reading`."""
         return replace(self, also_S=torch.tensor(positions))
 
     @property
     def mask_SL(self) -> Tensor:
-        """1 where a token is real, int64 (S, L)."""
+        """1 for real tokens, int64 (S, L)."""
         places_L = torch.arange(self.tokens_SL.shape[1], device=self.tokens_SL.device)
         return (places_L < self.lengths_S[:, None]).long()
 
@@ -274,13 +271,12 @@ def plan_micro_batches(
 ) -> list[list[int]]:
     """Put groups together so that no micro-batch exceeds a budget; return the indices of each.
 
-    `sizes`: the tokens of each group. `max_tokens`: tokens per micro-batch; a group that is larger on its own gets a
-    micro-batch to itself, for a group is never split. `max_groups`: groups per micro-batch. Largest first, each into
-    the fullest micro-batch that still holds it (best-fit decreasing): deterministic, and within 11/9 of the best.
+    `sizes`: the tokens of each group. `max_tokens`: tokens per micro-batch; a larger group is a micro-batch of its own.
+    `max_groups`: groups per micro-batch. Largest first, each into the fullest micro-batch that still holds it (best-fit
+    decreasing): deterministic, and within 11/9 of the best.
 
-    `num_ranks`: so many processes compute the groups together, that of rank r `plan[r::num_ranks]`. The number of
-    micro-batches is then a multiple of theirs, those that are computed at the same time are of like size, and where
-    there are too few groups some are empty.
+    `num_ranks`: processes that share the plan; rank r computes `plan[r::num_ranks]`. Every rank gets as many
+    micro-batches, simultaneous ones are of like size, and some are empty if there are too few groups.
     """
     if max_tokens is None and max_groups is None:
         raise ValueError("plan_micro_batches needs max_tokens or max_groups")
@@ -353,7 +349,7 @@ def plan_padded(
 def _plan_padded_shares(
     shapes: Sequence[tuple[int, int]], max_tokens: int | None, max_groups: int | None, num_ranks: int
 ) -> list[list[int]]:
-    """The smallest budget of tokens for which the number of micro-batches is not larger than it must be."""
+    """The plan for the smallest budget of tokens that needs no more micro-batches than `max_tokens` does."""
 
     def cost(members: Sequence[int]) -> int:
         return sum(shapes[i][0] for i in members) * max((shapes[i][1] for i in members), default=0)
@@ -377,15 +373,15 @@ def plan_sequences(
     max_tokens: int | None = None,
     max_sequences: int | None = None,
     share: bool = True,
-    known: Sequence[int] | None = None,
+    num_cached: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
-    """Plan the scoring of sequences that belong to no groups: micro-batches of groups of indices.
+    """Plan the scoring of ungrouped sequences: micro-batches of groups of indices.
 
-    In lexicographic order those that begin alike are neighbours, so they fall into one micro-batch and one group, and
-    what they share is computed once; equal sequences cost nothing. With `share=False` (models that pad rows)
-    sequences of similar length are neighbours instead. `max_tokens`: computed tokens per micro-batch; a sequence that
-    is longer on its own gets a micro-batch to itself. `max_sequences`: sequences per micro-batch. `known`: of each
-    sequence, how many of its first tokens need not be computed.
+    In lexicographic order sequences that begin alike are neighbours, so they fall into one group, and their common
+    tokens are computed once; equal sequences cost nothing. With `share=False` (models that pad rows) sequences of
+    similar length are neighbours instead. `max_tokens`: computed tokens per micro-batch; a longer sequence gets a
+    micro-batch to itself. `max_sequences`: sequences per micro-batch. `num_cached`: how many of each sequence's first
+    tokens need not be computed.
     """
     if max_tokens is None and max_sequences is None:
         raise ValueError("plan_sequences needs max_tokens or max_sequences")
@@ -405,11 +401,11 @@ def plan_sequences(
         shared = 0 if previous is None else common_prefix_length(arrays[previous], arrays[i])
         if shared < min(MIN_SHARED_BETWEEN_SEQUENCES, len(arrays[i])):  # an equal is shared however short it is
             shared = 0
-        free = 0 if known is None else known[i]
-        cost = len(arrays[i]) - max(shared, free)
+        cached = 0 if num_cached is None else num_cached[i]
+        cost = len(arrays[i]) - max(shared, cached)
         if not plan or (cost and used + cost > max_tokens) or count == max_sequences:
             plan.append([])
-            used, count, shared, cost = 0, 0, 0, len(arrays[i]) - free
+            used, count, shared, cost = 0, 0, 0, len(arrays[i]) - cached
         if shared:
             plan[-1][-1].append(i)
         else:
@@ -427,7 +423,7 @@ def _ranges(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _path(tree: TreeSpan, read: int, num_tokens: int) -> tuple[tuple[int, int], ...]:
-    """Where in the row the first `num_tokens` tokens of a tree's sequence lie, whose last one is at `read`."""
+    """The ranges in the row of the first `num_tokens` tokens of the sequence that ends at `read`."""
     at: int | None = next(i for i, segment in enumerate(tree.segments) if segment.start <= read < segment.end)
     path: list[Segment] = []
     while at is not None:
@@ -443,7 +439,7 @@ def _path(tree: TreeSpan, read: int, num_tokens: int) -> tuple[tuple[int, int], 
 
 
 def _clusters(sequences: Sequence[np.ndarray], sizes: Sequence[int], min_shared: int) -> list[list[int]]:
-    """The sequences of each tree: those of one group, and of all groups that begin with the same long run of tokens."""
+    """The sequences of each tree: of all groups that begin with the same `min_shared` tokens."""
     starts = np.cumsum([0, *sizes])
     heads = [sequences[start] for start in starts[:-1]]
     order = sorted(range(len(heads)), key=lambda g: heads[g].astype(">i8").tobytes())
@@ -467,10 +463,10 @@ class GroupPart(NamedTuple):
 def split_group(
     sequences: Sequence[TokenIds], *, max_tokens: int, share: bool = True, group: int = 0
 ) -> list[GroupPart]:
-    """Cut one group into as few parts of at most `max_tokens` as its order gives; one part where all fit.
+    """Cut one group into parts of at most `max_tokens`, as few as its order allows.
 
-    `share`: a part is a tree, and sequences that begin alike stay together; otherwise it is padded rows, and those of
-    like length do. A sequence that is larger than `max_tokens` is a part of its own.
+    `share`: parts are trees, of sequences that begin alike; otherwise padded rows, of sequences of like length. A
+    sequence of more than `max_tokens` is its own part.
     """
     arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
     if share:
@@ -500,8 +496,7 @@ def plan_parts(
 ) -> list[list[GroupPart]]:
     """The micro-batches of groups: each has at most `max_tokens`, unless a single sequence is larger.
 
-    A group that fits stays whole. Groups without sequences are in no micro-batch. `num_ranks`: as `plan_micro_batches`
-    has it.
+    A group that fits stays whole; empty groups are in no micro-batch. `num_ranks`: see `plan_micro_batches`.
     """
     parts = [
         part
@@ -517,8 +512,8 @@ def plan_parts(
 
 
 def order_of_parts(parts: Sequence[Sequence[int]]) -> Tensor | None:
-    """Where the score of each sequence is among those of the parts, one after another: int64 (S,) on the CPU, or None
-    if they are in order. `parts`: the sequences of each."""
+    """The index of each sequence's score in the concatenated scores of `parts` (their sequences): int64 (S,) on the
+    CPU, or None if they are in order."""
     members = [i for part in parts for i in part]
     return None if members == sorted(members) else torch.from_numpy(np.argsort(members))
 
@@ -532,27 +527,26 @@ def backward_in_parts(
 ) -> tuple[Tensor, Tensor]:
     """Add the gradient of `scale * loss_of(scores_S)` to the parameters behind the scores.
 
-    `parts`: for each part a function that computes its scores, deterministic. `order_S`: as `order_of_parts` gives it,
-    on the device of the scores. Returns the scores (S,), in the order of the sequences, and the loss without `scale`;
-    both detached. The host never waits for a GPU here.
+    `parts`: for each part a deterministic function that computes its scores. `order_S`: of `order_of_parts`, on the
+    device of the scores. Returns the scores (S,), in the order of the sequences, and the loss without `scale`, both
+    detached. The host never waits for a GPU here.
 
-    One part takes one forward and one backward pass. With several, first the scores of all are computed without a
-    graph, then the gradient of the loss with respect to them, and then each part goes forward again and backward with
-    its share of it: by the chain rule the same gradient, for one more forward pass, in the memory of one part (Gao et
-    al. 2021, arXiv 2101.06983).
+    Several parts are first scored without a graph, for the gradient of the loss with respect to the scores; then each
+    part goes forward again and backward with its slice of that gradient: by the chain rule the same gradient, for one
+    more forward pass, in the memory of one part (Gao et al. 2021, arXiv 2101.06983).
     """
     if len(parts) == 1:
         scores_S = parts[0]()
     else:
         with torch.no_grad():
-            of_parts = [score() for score in parts]
-        scores_S = joined_S = torch.cat(of_parts).requires_grad_(True)
+            part_scores = [score() for score in parts]
+        scores_S = joined_S = torch.cat(part_scores).requires_grad_(True)
     if order_S is not None:
         scores_S = scores_S[order_S]
     loss = loss_of(scores_S)
     (scale * loss).backward()
     if len(parts) > 1:
         assert joined_S.grad is not None
-        for score, grad in zip(parts, joined_S.grad.split([len(one) for one in of_parts]), strict=True):
+        for score, grad in zip(parts, joined_S.grad.split([len(scores) for scores in part_scores]), strict=True):
             score().backward(grad)
     return scores_S.detach(), loss.detach()

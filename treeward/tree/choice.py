@@ -1,9 +1,9 @@
-"""Which attention computes the trees of a model soonest, on this GPU: measured, not guessed.
+"""`fastest`: the faster attention for a model's trees on this GPU, by measurement.
 
     implementation = fastest(layout, heads=32, key_heads=8, head_dim=128, dtype=torch.bfloat16)
 
 FlashAttention has the faster kernel and copies the keys of a path for each segment; FlexAttention copies nothing and
-visits blocks of 128. Which wins follows from the GPU and from the shape of the trees.
+visits blocks of 128. The faster one depends on the GPU and on the shape of the trees.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ _WARM_UP, _REPEATS = 3, 10
 
 
 def fastest(layout: TreeLayout, *, heads: int, key_heads: int, head_dim: int, dtype: torch.dtype) -> str:
-    """`attention.FLEX` or `attention.VARLEN`: what takes less time for one layer of a row, forward and backward.
-
-    The row lies on the device, as its `layout`. Both times are logged.
+    """`attention.FLEX` or `attention.VARLEN`: the faster one for one layer of a row, forward and backward, on the
+    device of `layout`. Logs both times.
     """
     device, length = layout.positions_T.device, len(layout.positions_T)
     query, key, value = (
@@ -43,22 +42,22 @@ def fastest(layout: TreeLayout, *, heads: int, key_heads: int, head_dim: int, dt
     chosen = min(seconds, key=seconds.__getitem__)
     logger.info(
         "Attention of a layer over %s tokens, forward and backward: FlexAttention %.2f ms, FlashAttention over "
-        "gathered paths %.2f ms: %s.", f"{length:,}", *(1000 * one for one in seconds.values()), chosen,
+        "gathered paths %.2f ms: %s.", f"{length:,}", *(1000 * time for time in seconds.values()), chosen,
     )  # fmt: skip
     return chosen
 
 
 def _seconds(attend: Callable[[], Tensor], device: torch.device) -> float:
     """The median of several runs, after a few that compile."""
-    found: list[float] = []
+    seconds: list[float] = []
     for run in range(_WARM_UP + _REPEATS):
         _wait(device)
         started = time.perf_counter()
         attend().sum().backward()
         _wait(device)
         if run >= _WARM_UP:
-            found.append(time.perf_counter() - started)
-    return statistics.median(found)
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
 
 
 def _wait(device: torch.device) -> None:

@@ -1,6 +1,6 @@
-"""`Decoding`: what rows attend to that grow token by token: a prompt's keys and values once for all its rows.
+"""`Decoding`: keys and values of rows that grow token by token, with a prompt's held once for all its rows.
 
-    decoding = Decoding(prefixes, of_row, most_tokens=256)      # a `Prefix` a prompt; the prompt of each row
+    decoding = Decoding(prefixes, prompt_of_row, most_tokens=256)      # a `Prefix` per prompt
     with model.attention(decoding_attention()):
         backbone(tokens_S[None], position_ids=decoding.positions_S[None], decoding=decoding, ...)
     decoding.advance()
@@ -9,8 +9,8 @@ The new token of every row goes through the model as one row of tokens, as trees
 trees decodes. In each layer a group's queries meet the keys of their prompt in one product; each row's own keys and
 values are written in place. With `static` shapes and addresses stay the same from token to token, for CUDA graphs.
 
-Shapes: P prompts, G rows of the largest group, S rows, J key/value heads, R query heads to each, L tokens of the
-longest prompt, C own tokens that there is room for, K = L + own tokens that are read, D head dimension.
+Shapes: P prompts, G rows of the largest group, S rows, B batch (1), H heads, J key/value heads, R = H / J, L tokens of
+the longest prompt, C capacity for a row's own tokens, K = L + own tokens to read, Q queries, D head dimension, X any.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _FIRST_CAPACITY = 128
 
 
 def decoding_attention() -> str:
-    """The name under which transformers knows the attention that reads a `Decoding`."""
+    """The name in transformers of the attention that reads a `Decoding`."""
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, _mask_function)
     return _NAME
 
 
 def _mask_function(*, mask_function: MaskFunction, **_: Any) -> MaskFunction:
-    """In place of a mask, what decides of it: a decoding knows the positions."""
+    """The mask function instead of a mask, as a decoding knows the positions."""
     return mask_function
 
 
@@ -56,19 +56,21 @@ class _Layer:
 class Decoding:
     """The keys and values of all layers.
 
-    `most_tokens`: how many tokens of its own a row may have. `static`: read all the room that there is, by a mask, so
-    that shapes change only where room is made.
+    `most_tokens`: the limit of a row's own tokens. `static`: read the whole capacity, with a mask, so that shapes only
+    change when it grows.
     """
 
-    def __init__(self, prefixes: Sequence[Prefix], of_row: Sequence[int], *, most_tokens: int, static: bool) -> None:
+    def __init__(
+        self, prefixes: Sequence[Prefix], prompt_of_row: Sequence[int], *, most_tokens: int, static: bool
+    ) -> None:
         self.static, self.device = static, prefixes[0].keys[0].device
         self.layers = [
-            _Layer((_padded([one.keys[n] for one in prefixes]), _padded([one.values[n] for one in prefixes])))
+            _Layer((_padded([p.keys[n] for p in prefixes]), _padded([p.values[n] for p in prefixes])))
             for n in range(len(prefixes[0].keys))
         ]
         self.most_tokens, self.capacity = most_tokens, min(most_tokens, _FIRST_CAPACITY)
-        self.of_row, self.step = list(of_row), 0
-        self.lengths_P = torch.tensor([len(one) for one in prefixes], device=self.device)
+        self.prompt_of_row, self.step = list(prompt_of_row), 0
+        self.lengths_P = torch.tensor([len(prefix) for prefix in prefixes], device=self.device)
         self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._arrange()
 
@@ -78,7 +80,7 @@ class Decoding:
         return self.lengths_S + self.step_1
 
     def advance(self) -> bool:
-        """Each row has a token more; True where the tensors were made anew to make room."""
+        """Count one more token in each row; True if tensors were replaced to grow the capacity."""
         self.step += 1
         self.step_1 += 1
         if self.step < self.capacity:
@@ -86,51 +88,51 @@ class Decoding:
         room = min(self.capacity, self.most_tokens - self.capacity)
         for layer in self.layers:
             assert layer.own is not None
-            layer.own = tuple(F.pad(own, (0, 0, 0, room)) for own in layer.own)  # type: ignore[assignment]
+            layer.own = tuple(F.pad(x, (0, 0, 0, room)) for x in layer.own)  # type: ignore[assignment]
         self.capacity += room
         return True
 
     def choose(self, rows: Sequence[int]) -> None:
-        """Go on with these rows; prompts without any are freed."""
+        """Go on with these rows, and free prompts without any."""
         rows_S = torch.tensor(rows, device=self.device)
-        left = sorted({self.of_row[s] for s in rows})
-        prompts_P = torch.tensor(left, device=self.device)
+        kept_prompts = sorted({self.prompt_of_row[s] for s in rows})
+        prompts_P = torch.tensor(kept_prompts, device=self.device)
         for layer in self.layers:
-            if len(left) < len(self.lengths_P):
+            if len(kept_prompts) < len(self.lengths_P):
                 layer.prompt = (layer.prompt[0][prompts_P], layer.prompt[1][prompts_P])
             if layer.own is not None:
                 layer.own = (layer.own[0][rows_S], layer.own[1][rows_S])
         self.lengths_P = self.lengths_P[prompts_P]
-        self.of_row = [left.index(self.of_row[s]) for s in rows]
+        self.prompt_of_row = [kept_prompts.index(self.prompt_of_row[s]) for s in rows]
         self._arrange()
 
     def _arrange(self) -> None:
-        """Rows by prompt: the rows of each, padded with row 0, int64 (P, G), and each row's place there, int64 (S,)."""
+        """Set the rows of each prompt, padded with row 0, int64 (P, G), and each row's place there, int64 (S,)."""
         members: list[list[int]] = [[] for _ in self.lengths_P]
         places = []
-        for s, p in enumerate(self.of_row):
+        for s, p in enumerate(self.prompt_of_row):
             places.append((p, len(members[p])))
             members[p].append(s)
         size = max(map(len, members))
         padded = [rows + [0] * (size - len(rows)) for rows in members]
         self.slots_PG = torch.tensor(padded, device=self.device)
         self.places_S = torch.tensor([p * size + g for p, g in places], device=self.device)
-        self.lengths_S = self.lengths_P[torch.tensor(self.of_row, device=self.device)]
+        self.lengths_S = self.lengths_P[torch.tensor(self.prompt_of_row, device=self.device)]
         self.begin()
 
     def begin(self) -> None:
-        """Called before each forward pass: layers are counted as they come, masks are made once a kind of layer."""
+        """Called before each forward pass: resets the count of layers, and the masks, one per kind of layer."""
         self._next = 0
         self._biases: dict[MaskFunction, Tensor | None] = {}
 
     def enter(self, key_SJD: Tensor, value_SJD: Tensor) -> tuple[_Layer, Tensor, Tensor]:
-        """Write a layer's new keys and values; gives the layer and the own ones that are read, (S, J, K - L, D)."""
+        """Write a layer's new keys and values; returns the layer, and the rows' own ones to read, (S, J, K - L, D)."""
         layer, self._next = self.layers[self._next], self._next + 1
         if layer.own is None:
             layer.own = tuple(x.new_zeros(*x.shape[:2], self.capacity, x.shape[2]) for x in (key_SJD, value_SJD))  # type: ignore[assignment]
         assert layer.own is not None
-        for own, new in zip(layer.own, (key_SJD, value_SJD), strict=True):
-            own.index_copy_(2, self.step_1, new[:, :, None].to(own.dtype))
+        for cache, new in zip(layer.own, (key_SJD, value_SJD), strict=True):
+            cache.index_copy_(2, self.step_1, new[:, :, None].to(cache.dtype))
         return layer, layer.own[0][:, :, : self._read], layer.own[1][:, :, : self._read]
 
     @property
@@ -138,17 +140,16 @@ class Decoding:
         return self.capacity if self.static else self.step + 1
 
     def bias(self, mask_function: MaskFunction) -> Tensor | None:
-        """0 where a row's query sees a key and -inf elsewhere, float32 (S, 1, 1, K).
-
-        None where all see all and it need not be `static`.
+        """0 where a row's query sees a key and -inf elsewhere, float32 (S, 1, 1, K). None if all see all, unless
+        `static`.
         """
         if mask_function not in self._biases:
-            in_prompt, own = (
+            prompt_K, own_K = (
                 torch.arange(n, device=self.device) for n in (self.layers[0].prompt[0].shape[2], self._read)
             )
             lengths_S1 = self.lengths_S[:, None]
-            exists_SK = torch.cat([in_prompt < lengths_S1, (own <= self.step_1).expand(len(lengths_S1), -1)], dim=1)
-            keys_SK = torch.cat([in_prompt.expand(len(lengths_S1), -1), lengths_S1 + own], dim=1)
+            exists_SK = torch.cat([prompt_K < lengths_S1, (own_K <= self.step_1).expand(len(lengths_S1), -1)], dim=1)
+            keys_SK = torch.cat([prompt_K.expand(len(lengths_S1), -1), lengths_S1 + own_K], dim=1)
             zero = torch.zeros((), dtype=torch.int64, device=self.device)
             seen_SK = exists_SK & mask_function(zero, zero, self.positions_S[:, None], keys_SK)
             all_seen = not self.static and bool(seen_SK.all())
@@ -157,15 +158,15 @@ class Decoding:
         return self._biases[mask_function]
 
     def by_prompt(self, rows_SJRX: Tensor) -> Tensor:
-        """What belongs to rows side by side for their prompts, (P, J, G * R, X)."""
-        by_slot = rows_SJRX.index_select(0, self.slots_PG.flatten()).unflatten(0, self.slots_PG.shape)
-        by_prompt: Tensor = by_slot.transpose(1, 2).flatten(2, 3)
-        return by_prompt
+        """Tensors of rows, grouped by prompt, (P, J, G * R, X)."""
+        slots = rows_SJRX.index_select(0, self.slots_PG.flatten()).unflatten(0, self.slots_PG.shape)
+        grouped: Tensor = slots.transpose(1, 2).flatten(2, 3)
+        return grouped
 
     def by_row(self, prompts_PJQX: Tensor) -> Tensor:
-        """The way back, (S, J, R, X)."""
-        by_slot: Tensor = prompts_PJQX.unflatten(2, (self.slots_PG.shape[1], -1)).transpose(1, 2).flatten(0, 1)
-        return by_slot.index_select(0, self.places_S)
+        """The inverse of `by_prompt`, (S, J, R, X)."""
+        slots: Tensor = prompts_PJQX.unflatten(2, (self.slots_PG.shape[1], -1)).transpose(1, 2).flatten(0, 1)
+        return slots.index_select(0, self.places_S)
 
 
 def _attend(
@@ -186,8 +187,8 @@ def _attend(
     layer, own_keys, own_values = decoding.enter(key_BJSD[0].transpose(0, 1), value_BJSD[0].transpose(0, 1))
     query_SJRD = query_BHSD[0].unflatten(0, (key_BJSD.shape[1], -1)).permute(2, 0, 1, 3)
     query_SJRD = query_SJRD * (query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling)
-    in_prompt = decoding.by_row(_product(decoding.by_prompt(query_SJRD), layer.prompt[0]))
-    scores = torch.cat([in_prompt, _product(query_SJRD, own_keys)], dim=-1)
+    prompt_scores = decoding.by_row(_product(decoding.by_prompt(query_SJRD), layer.prompt[0]))
+    scores = torch.cat([prompt_scores, _product(query_SJRD, own_keys)], dim=-1)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if (bias := decoding.bias(attention_mask)) is not None:
@@ -196,7 +197,7 @@ def _attend(
         sinks = s_aux.float().view(1, *scores.shape[1:3], 1).expand(len(scores), -1, -1, -1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(dim=-1).to(own_values.dtype)
-    length = in_prompt.shape[-1]
+    length = prompt_scores.shape[-1]
     out = decoding.by_row(decoding.by_prompt(weights[..., :length]) @ layer.prompt[1])
     out = out + weights[..., length : length + own_values.shape[2]] @ own_values
     return out.flatten(1, 2)[None].to(query_BHSD.dtype), None

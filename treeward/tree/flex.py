@@ -4,15 +4,15 @@
     mask = FlexMask(mask_function, layout)      # of one layer type, from transformers, and of one row
     out_BHTD = attend(query_BHTD, key_BJTD, value_BJTD, mask, scale=0.125)
 
-The rule `k <= q < subtree_end[k]` and the layer's own mask function are evaluated within the kernel, and only in blocks
-of 128 x 128 tokens that are neither empty nor full. Which blocks are what follows from the extremes of the rule's
-numbers in each block: a few small tensors, computed on the device, without a loop and without waiting for it.
+The kernel evaluates the rule `k <= q < subtree_end[k]` and the layer's mask function only in blocks of 128 x 128 tokens
+that are neither empty nor full. The extremes of the rule's numbers in each block tell the kinds of blocks apart: a few
+small tensors, computed on the device, without a loop and without waiting for it.
 
-A tree's prefix (`treeward.tree.prefix`) lies behind the keys of the row: each of its keys is seen by all tokens of its
-tree. So long prompts that are cached cost full blocks, which need no mask at all, and nothing is merged afterwards.
+A tree's prefix (`treeward.tree.prefix`) lies behind the keys of the row: all tokens of the tree see each of its keys.
+So long cached prompts cost full blocks, which need no mask, and no outputs need merging.
 
-Shapes: B batch (1: a row), H heads, J key/value heads, T tokens of the row, K keys (T and those of prefixes), D head
-dimension, Q and L blocks of queries and of keys.
+Shapes: B batch (1: a row), H heads, J key/value heads, T tokens of the row, P of a prefix, K keys (of the row and of
+prefixes), D head dimension, N any number of values, Q and L blocks of queries and of keys.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _MOST_CASES = 64
 
 
 class FlexMask:
-    """One layer type's mask over one row, as FlexAttention takes it: `block_mask`. `layout`: of the row.
+    """One layer type's mask over one row, for FlexAttention: `block_mask`. `layout`: of the row.
 
-    The mask function must see, of a conversation, all positions from a first one, which never falls from one query to
-    the next: causal masks, sliding windows and chunks do.
+    With the mask function each query must see all positions from a first one, which never decreases from query to
+    query: causal masks, sliding windows and chunks do.
     """
 
     def __init__(self, mask_function: MaskFunction, layout: TreeLayout) -> None:
@@ -81,8 +81,8 @@ def attend(
 
 def _compiled() -> Callable[..., Any]:
     """For layers that are not compiled themselves."""
-    # It serves all shapes of heads, kinds of masks, training and scoring of a process. Beyond PyTorch's limit of eight
-    # such cases it would not be compiled, and make all scores of a row at once. The limit is one of the thread.
+    # It serves all head shapes, masks, training and scoring of a process. Beyond PyTorch's limit of eight such cases it
+    # would run uncompiled, with all scores of a row in memory. The limit is per thread.
     if torch._dynamo.config.recompile_limit < _MOST_CASES:
         torch._dynamo.config.recompile_limit = _MOST_CASES
     return _kernel()
@@ -90,9 +90,8 @@ def _compiled() -> Callable[..., Any]:
 
 @functools.cache
 def _kernel() -> Callable[..., Any]:
-    """The second length of a row compiles it once more, for all lengths.
-
-    Not at once for all (`dynamic=True`): the block size and the scale would be variables too.
+    """The second length of a row compiles it again, for all lengths. `dynamic=True` at once would make the block size
+    and the scale variables too.
     """
     return torch.compile(flex_attention)
 
@@ -104,11 +103,12 @@ def _soft_cap(softcap: float) -> Callable[..., Tensor]:
     return score_mod
 
 
-# A compiled layer would be compiled for each number of the layer, of prompts and of their tokens.
+# Not compiled: a compiled layer would be compiled again for each number of the layer, of prompts and of their tokens.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _with_prefixes(key_BJTD: Tensor, value_BJTD: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
-    known = [one for one in exchange.enter(key_BJTD, value_BJTD) if one is not None]
-    keys, values = ([own, *(one[i].to(own)[None] for one in known)] for i, own in enumerate((key_BJTD, value_BJTD)))
+    prefixes = [prefix for prefix in exchange.enter(key_BJTD, value_BJTD) if prefix is not None]
+    keys = [key_BJTD, *(key_JPD.to(key_BJTD)[None] for key_JPD, _ in prefixes)]
+    values = [value_BJTD, *(value_JPD.to(value_BJTD)[None] for _, value_JPD in prefixes)]
     return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
 
@@ -123,9 +123,11 @@ def _block_mask(mask_function: MaskFunction, layout: TreeLayout) -> BlockMask:
             on_device(np.repeat(np.array(places, dtype=np.int32), sizes), device)
             for places in ([tree.start for tree in trees], [tree.end for tree in trees])
         )
-        own = on_device(np.concatenate([np.arange(size, dtype=np.int32) for size in sizes]), device)
-        first_K, end_K, positions_K = (torch.cat(pair) for pair in ((first_K, first), (end_K, end), (positions_K, own)))
-    # A tree's own order is that of its positions: a causal mask adds nothing to it.
+        depth = on_device(np.concatenate([np.arange(size, dtype=np.int32) for size in sizes]), device)
+        first_K = torch.cat([first_K, first])
+        end_K = torch.cat([end_K, end])
+        positions_K = torch.cat([positions_K, depth])
+    # A tree is ordered by position, so a causal mask adds nothing.
     is_causal, has_prefixes = mask_function is causal_mask_function, bool(trees)
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ def _block_mask(mask_function: MaskFunction, layout: TreeLayout) -> BlockMask:
 def _blocks(
     mask_function: MaskFunction, positions_T: Tensor, keys: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Which blocks hold anything that is seen, at least, and which hold nothing else, bool (Q, L) each."""
+    """Which blocks may hold visible pairs, and which hold no others, bool (Q, L) each."""
     first_K, end_K, positions_K = keys
     length = len(positions_T)
     start_Q1 = torch.arange(0, length, BLOCK, device=positions_T.device)[:, None]
@@ -158,21 +160,21 @@ def _blocks(
     query_low, query_high = (x[:, None] for x in _extremes(positions_T, None))
     key_low, key_high = _extremes(positions_K, None)
     zero = torch.zeros((), dtype=torch.long, device=positions_T.device)
-    # The pair that is nearest to each other is seen if any is, and that which is farthest only if all are.
+    # The nearest pair of a block is visible if any is, and the farthest only if all are.
     nearest = mask_function(zero, zero, query_low, torch.minimum(key_high, query_low))
     farthest = mask_function(zero, zero, query_high, torch.minimum(key_low, query_high))
     return any_QL & nearest, full_QL & farthest
 
 
 def _extremes(values_N: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest value of each block; the last block is filled with `padding`, or its last value."""
-    rest = -len(values_N) % BLOCK
-    filling = values_N[-1:].expand(rest) if padding is None else values_N.new_full((rest,), padding)
+    """The smallest and the largest value of each block; `padding`, or the last value, fills the last block."""
+    padding_size = -len(values_N) % BLOCK
+    filling = values_N[-1:].expand(padding_size) if padding is None else values_N.new_full((padding_size,), padding)
     blocks = torch.cat([values_N, filling]).view(-1, BLOCK)
     return blocks.amin(dim=1), blocks.amax(dim=1)
 
 
 def _ordered(chosen_QL: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row the number of chosen blocks, int32 (1, 1, Q), and their places first, int32 (1, 1, Q, L)."""
+    """The number of chosen blocks of each row, int32 (1, 1, Q), and their places first, int32 (1, 1, Q, L)."""
     places = chosen_QL.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     return chosen_QL.sum(dim=1, dtype=torch.int32)[None, None], places.to(torch.int32)[None, None].contiguous()

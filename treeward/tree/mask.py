@@ -3,9 +3,11 @@
     mask = PositionMask(mask_function, layout)      # of one layer type, from transformers, and of one row
     for part in mask.parts: ...                     # queries [q_start, q_end) against keys [k_start, k_end)
 
-One rule says who sees whom: `k <= q < subtree_end[k]`, and the layer's own mask function on the positions within the
-conversation. Where a layer sees everything, each segment's keys are seen by all tokens below it. Where it sees a window
-or a chunk, queries are cut into blocks, so that cost and memory follow the window and not the square of the row.
+Query q sees key k if `k <= q < subtree_end[k]` and the layer's mask function allows their positions. In a layer without
+limits all tokens below a segment see its keys. For windows and chunks, queries are cut into blocks, so that cost and
+memory follow the window and not the square of the row.
+
+Shapes: Q queries, K keys, N tokens of a tree, P of its prefix, T of the row.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from treeward.tree.batch import TreeLayout, TreeSpan
 from treeward.tree.token_tree import Segment
 
 CALL_COST = 4000
-"""What one more flash call costs, in mask elements per head: measured on 2 CPU cores (forward and backward, 4 heads of
+"""The cost of one more flash call, in mask elements per head: measured on 2 CPU cores (forward and backward, 4 heads of
 64), where a call takes about 0.15 ms and a masked element about 34 ns. It decides between slices and a small mask."""
 
 BLOCK = 256
-"""Queries that are taken together where a layer sees a window: each sees at most so many keys too many."""
+"""Queries of one part in a layer with a window: the mask covers at most so many keys too many."""
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -36,8 +38,8 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 class Part:
     """Queries [q_start, q_end) against keys [k_start, k_end) of the row, or of a tree's prefix.
 
-    `causal`: query i sees keys up to i (the two ranges are one). `mask_QK`: which keys are seen, or None for all.
-    `first`: no earlier part wrote these queries. `prefix_of`: the index of the tree whose prefix holds the keys.
+    `causal`: query i sees keys up to i (the ranges are equal). `mask_QK`: the visible keys, or None for all. `first`:
+    no earlier part wrote these queries. `prefix_of`: the index of the tree whose prefix holds the keys.
     """
 
     q_start: int
@@ -51,13 +53,13 @@ class Part:
 
     @property
     def area(self) -> int:
-        """The query-key products that are computed."""
+        """The number of query-key products."""
         area = (self.q_end - self.q_start) * (self.k_end - self.k_start)
         return area // 2 if self.causal else area
 
 
 class Run(NamedTuple):
-    """Keys [start, end) of the row, or of the tree's prefix; `position`: that of the first in the conversation."""
+    """Keys [start, end) of the row, or of the tree's prefix; `position`: of the first, in the conversation."""
 
     start: int
     end: int
@@ -70,7 +72,7 @@ class Run(NamedTuple):
         return self.position + self.end - self.start
 
     def clipped(self, low: int, stop: int) -> Run:
-        """The keys at the positions [low, stop); none of them where `start` is not below `end`."""
+        """The keys at the positions [low, stop); empty if `start` is not below `end`."""
         first, last = max(low, self.position), min(stop, self.stop)
         offset = self.start - self.position
         return Run(first + offset, last + offset, first, self.in_prefix)
@@ -78,9 +80,9 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Queries [q_start, q_end) of one segment, and the keys of their path from the first that any of them sees.
+    """Queries [q_start, q_end) of one segment, and the keys of their path from the first visible one.
 
-    `start`: the position of the first query. `low`, `high`: the first position that the first and the last query see.
+    `start`: the position of the first query. `low`, `high`: the first position that the first, the last query sees.
     `keys`: runs of keys, root first, up to the last query.
     """
 
@@ -93,10 +95,9 @@ class Window:
 
 
 class PositionMask:
-    """One layer type's mask over one row: which position sees which, and what follows from it for the trees.
+    """One layer type's mask over one row. transformers passes it to attention layers in place of a tensor.
 
-    transformers passes it from a model's mask creation to its attention layers in place of a tensor. It lives for one
-    forward (and its backward); what it works out is kept for the other layers of its type.
+    It lives for one forward pass (and its backward), and caches its parts for the other layers of its type.
     """
 
     def __init__(self, mask_function: MaskFunction, layout: TreeLayout) -> None:
@@ -106,28 +107,29 @@ class PositionMask:
         self._first_seen: dict[int, int] = {}
 
     def allowed(self, queries_Q: Tensor, keys_K: Tensor) -> Tensor:
-        """Which of the key positions each query position sees, bool (Q, K)."""
+        """The key positions that each query position sees, bool (Q, K)."""
         zero = torch.zeros((), dtype=torch.long)
         allowed = self.mask_function(zero, zero, queries_Q[:, None], keys_K[None, :])
         return torch.as_tensor(allowed).expand(len(queries_Q), len(keys_K))
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The parts that cover exactly what the tokens of all trees may see; small trees become one masked part.
+        """The parts, which cover exactly the visible keys of all tokens; small trees become one masked part.
 
-        Raises `ModelError` for a mask that is not causal, or that leaves keys out between those that a query sees.
+        Raises `ModelError` for a mask that is not causal, or that has holes.
         """
         parts: list[Part] = []
         for t, tree in enumerate(self.layout.trees):
-            own = list(self._tree_parts(tree))
-            if len(own) > 1 and len(tree) ** 2 <= sum(part.area for part in own) + CALL_COST * (len(own) - 1):
+            tree_parts = list(self._tree_parts(tree))
+            cost = sum(part.area for part in tree_parts) + CALL_COST * (len(tree_parts) - 1)
+            if len(tree_parts) > 1 and len(tree) ** 2 <= cost:
                 mask = self._visible(tree)[:, tree.num_prefix_tokens :]
-                own = [Part(tree.start, tree.end, tree.start, tree.end, False, mask, first=True)]
-            parts += [*own, *self._prefix_parts(t, tree)]
+                tree_parts = [Part(tree.start, tree.end, tree.start, tree.end, False, mask, first=True)]
+            parts += [*tree_parts, *self._prefix_parts(t, tree)]
         return parts
 
     def windows(self, tree: TreeSpan) -> list[Window] | None:
-        """A tree's queries in blocks, each with its keys; None where nothing is out of the last token's sight."""
+        """A tree's queries in blocks, each with its keys; None if the last token sees everything."""
         if tree.start not in self._windows:
             last = torch.tensor([tree.depth - 1])
             if tree.depth > 1 and bool(self.allowed(torch.tensor([0]), last).any()):
@@ -141,14 +143,14 @@ class PositionMask:
         return self._windows[tree.start]
 
     def tree_mask(self, tree: TreeSpan, device: torch.device) -> Tensor:
-        """What the tokens of one tree see of its prefix and of each other, bool (N, P + N)."""
+        """The mask of one tree's tokens over its prefix and themselves, bool (N, P + N)."""
         key = (tree.start, device)
         if key not in self._masks:
             self._masks[key] = self._visible(tree).to(device)
         return self._masks[key]
 
     def dense(self) -> Tensor:
-        """What every token of the row sees, bool (T, T)."""
+        """The mask of the whole row, bool (T, T)."""
         cpu = torch.device("cpu")
         visible: Tensor = torch.block_diag(*(self.tree_mask(tree, cpu) for tree in self.layout.trees))
         return visible.bool()
@@ -156,12 +158,12 @@ class PositionMask:
     def _visible(self, tree: TreeSpan) -> Tensor:
         """The rule `k <= q < subtree_end[k]` and the mask function, written out: bool (N, P + N)."""
         prefix = torch.arange(tree.num_prefix_tokens)
-        own = torch.arange(tree.start, tree.end)
+        tokens = torch.arange(tree.start, tree.end)
         lengths = torch.tensor([len(segment) for segment in tree.segments])
         ends = torch.tensor([segment.subtree_end for segment in tree.segments]).repeat_interleave(lengths)
-        positions = torch.cat([torch.arange(one.depth, one.depth + len(one)) for one in tree.segments])
-        seen = (own[None, :] <= own[:, None]) & (own[:, None] < ends[None, :])
-        seen = torch.cat([torch.ones(len(own), len(prefix), dtype=torch.bool), seen], dim=1)
+        positions = torch.cat([torch.arange(segment.depth, segment.depth + len(segment)) for segment in tree.segments])
+        seen = (tokens[None, :] <= tokens[:, None]) & (tokens[:, None] < ends[None, :])
+        seen = torch.cat([torch.ones(len(tokens), len(prefix), dtype=torch.bool), seen], dim=1)
         return seen & self.allowed(positions, torch.cat([prefix, positions]))
 
     def _tree_parts(self, tree: TreeSpan) -> Iterator[Part]:
@@ -184,23 +186,23 @@ class PositionMask:
             yield from (replace(part, prefix_of=t) for part in self._before(window, in_prefix=True))
 
     def _cut(self, tree: TreeSpan) -> Iterator[Window]:
-        for own in tree.segments:
+        for segment in tree.segments:
             path: list[Run] = []
-            at: Segment | None = own
-            while at is not None:
-                path.insert(0, Run(at.start, at.end, at.depth, False))
-                at = None if at.parent is None else tree.segments[at.parent]
+            ancestor: Segment | None = segment
+            while ancestor is not None:
+                path.insert(0, Run(ancestor.start, ancestor.end, ancestor.depth, False))
+                ancestor = None if ancestor.parent is None else tree.segments[ancestor.parent]
             if tree.num_prefix_tokens:
                 path.insert(0, Run(0, tree.num_prefix_tokens, 0, True))
-            for start in range(own.depth, own.depth + len(own), BLOCK):
-                end = min(start + BLOCK, own.depth + len(own))
+            for start in range(segment.depth, segment.depth + len(segment), BLOCK):
+                end = min(start + BLOCK, segment.depth + len(segment))
                 low, high = self._first(start), self._first(end - 1)
                 keys = tuple(run for run in (run.clipped(low, end) for run in path) if run.start < run.end)
-                q_start = own.start + start - own.depth
+                q_start = segment.start + start - segment.depth
                 yield Window(q_start, q_start + end - start, start, low, high, keys)
 
     def _first(self, query: int) -> int:
-        """The first position that a query sees: it must see all from there to itself."""
+        """The first position that a query sees. Raises `ModelError` unless it sees all from there to itself."""
         if query not in self._first_seen:
             seen = self.allowed(torch.tensor([query]), torch.arange(query + 1))[0]
             self._first_seen[query] = first = int(seen.int().argmax())
@@ -213,7 +215,7 @@ class PositionMask:
         return self._first_seen[query]
 
     def _diagonal(self, window: Window) -> Part:
-        """The queries of a window among themselves: causal, unless some are out of each other's sight."""
+        """The part of a window's queries among themselves: causal, unless the window is too small."""
         q_start, q_end, start = window.q_start, window.q_end, window.start
         if window.high <= start:
             return Part(q_start, q_end, q_start, q_end, True, None, first=True)
@@ -221,7 +223,7 @@ class PositionMask:
         return Part(q_start, q_end, q_start, q_end, False, self.allowed(positions, positions), first=True)
 
     def _before(self, window: Window, *, in_prefix: bool) -> Iterator[Part]:
-        """The queries of a window against what comes before them: keys that all of them see, and keys that some do."""
+        """The parts of a window's queries against earlier keys: keys that all of them see, and keys that some see."""
         high = max(window.low, min(window.high, window.start))
         queries = torch.arange(window.start, window.start + window.q_end - window.q_start)
         for run in window.keys:

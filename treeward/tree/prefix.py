@@ -4,8 +4,8 @@
     scores_S = model(batch)
     prompt, = batch.layout.exchange.kept()      # keys and values of the prompt and 120 tokens more
 
-In a causal model the keys and values at a position depend on the tokens up to it alone: whoever continues the same
-tokens may attend to them as they are. A prefix hangs above the root of a tree, so that the tree holds only what is new.
+In a causal model the keys and values at a position depend only on the tokens up to it, so every continuation of the
+same tokens can attend to them. A prefix hangs above the root of a tree, which holds only the new tokens.
 
 `PrefixCache` holds prefixes within a budget of bytes: completions of one prompt do not always come in one call, as a
 server receives them one by one. It is exact: equal tokens at the beginning have the same keys and values, whatever
@@ -16,7 +16,7 @@ least recently used go first.
     model.score_tokens(sequences, cache=cache, prompt_lengths=[120, 120])
     model.score_tokens(more_completions, cache=cache, prompt_lengths=[120])     # computes only the new tokens
 
-Shapes: J key/value heads, P tokens of the prefix, D head dimension.
+Shapes: B batch (1: a row), J key/value heads, T tokens of the row, P of the prefix, D head dimension.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Prefix:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes."""
+        """Memory in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
 
     def first(self, num_tokens: int) -> Prefix:
@@ -64,16 +64,16 @@ Prefixes = Sequence[tuple[Tensor, Tensor] | None]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is to be kept of a tree: its prefix, if it has one, and then these ranges of the row, root first."""
+    """A prefix to keep: the tree's prefix, if any, and then these ranges of the row, root first."""
 
     prefix: Prefix | None
     ranges: tuple[tuple[int, int], ...]
 
 
 class Exchange:
-    """What the attention layers of one forward pass read of prefixes, and what they leave to be kept.
+    """The prefixes that the attention layers of one forward pass read, and the ones that they write.
 
-    It counts the layers as they are called, so one exchange serves one forward pass.
+    It counts the calls of layers, so one exchange serves one forward pass.
     """
 
     def __init__(self, prefixes: Sequence[Prefix | None], keep: Sequence[Kept] = ()) -> None:
@@ -83,19 +83,19 @@ class Exchange:
         self._kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in keep]
 
     def enter(self, key_BJTD: Tensor, value_BJTD: Tensor) -> list[tuple[Tensor, Tensor] | None]:
-        """Called by each attention layer with the row's keys and values; gives those of each tree's prefix."""
+        """Called by each attention layer with the row's keys and values; returns each tree's prefix."""
         layer, self._layer = self._layer, self._layer + 1
-        for one, kept in zip(self.keep, self._kept, strict=True):
+        for path, kept in zip(self.keep, self._kept, strict=True):
             kept.append(
                 (
-                    _joined(None if one.prefix is None else one.prefix.keys[layer], key_BJTD[0], one.ranges),
-                    _joined(None if one.prefix is None else one.prefix.values[layer], value_BJTD[0], one.ranges),
+                    _joined(None if path.prefix is None else path.prefix.keys[layer], key_BJTD[0], path.ranges),
+                    _joined(None if path.prefix is None else path.prefix.values[layer], value_BJTD[0], path.ranges),
                 )
             )
-        return [None if one is None else (one.keys[layer], one.values[layer]) for one in self.prefixes]
+        return [None if prefix is None else (prefix.keys[layer], prefix.values[layer]) for prefix in self.prefixes]
 
     def kept(self) -> list[Prefix]:
-        """After the forward pass, the prefixes that were asked for."""
+        """After the forward pass, the prefixes of `keep`."""
         return [Prefix(tuple(key for key, _ in layers), tuple(value for _, value in layers)) for layers in self._kept]
 
 
@@ -118,19 +118,19 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_reused_tokens = 0
-        """So far: tokens found and not computed again."""
+        """Tokens read from the cache so far."""
         self._entries: OrderedDict[bytes, Prefix] = OrderedDict()  # least recently used first
-        self._sorted: list[bytes] = []  # the same keys in lexicographic order, which is that of their tokens
+        self._sorted: list[bytes] = []  # the same keys in lexicographic order, the order of their tokens
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def match(self, tokens: TokenIds) -> int:
-        """How many of the first tokens are known, at most all but the last; 0 if they are too few to matter."""
+        """How many of the first tokens are cached, at most all but the last; 0 if they are too few to matter."""
         return self._longest(_key(tokens))[1]
 
     def get(self, tokens: TokenIds, num_tokens: int) -> Prefix:
-        """The keys and values of the first `num_tokens` tokens, at most as many as `match` gave."""
+        """The keys and values of the first `num_tokens` tokens, at most `match(tokens)`."""
         key = _key(tokens)
         entry, num_known = self._longest(key, whole=True)
         assert entry is not None and num_tokens <= num_known, f"{num_tokens} of {num_known} known tokens"
@@ -138,13 +138,13 @@ class PrefixCache:
         return self._entries[entry].first(num_tokens)
 
     def put(self, tokens: TokenIds, prefix: Prefix) -> None:
-        """Keep the keys and values of all of these tokens, if they fit."""
+        """Keep the keys and values of these tokens, if they fit."""
         key = _key(tokens)
         size = prefix.num_bytes
         if size > self.max_bytes or len(prefix) < MIN_PREFIX_TOKENS or self._longest(key, whole=True)[1] == len(prefix):
             return
         place = bisect.bisect_left(self._sorted, key)
-        if place and key.startswith(self._sorted[place - 1]):  # this one continues it
+        if place and key.startswith(self._sorted[place - 1]):  # the new entry continues it
             self._drop(self._sorted[place - 1])
         while self.num_bytes + size > self.max_bytes:
             self._drop(next(iter(self._entries)))
@@ -153,7 +153,7 @@ class PrefixCache:
         self.num_bytes += size
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all entries."""
         self._entries.clear()
         self._sorted.clear()
         self.num_bytes = 0
@@ -176,10 +176,10 @@ class PrefixCache:
 
 
 class RecentTokens:
-    """The beginnings of recent sequences, to find prompts that come again.
+    """The beginnings of recent sequences, to find repeated prompts.
 
-    A rendered text does not say where its prompt ends; the tokens that it shares with an earlier text are the prompt,
-    or more. Kept are hashes of the beginnings that end with a block of 32 tokens; the oldest of `max_blocks` go first.
+    In a rendered text the end of the prompt is unknown; the tokens that it shares with an earlier text are the prompt,
+    or more. It keeps hashes of beginnings in blocks of 32 tokens; the oldest of `max_blocks` go first.
     """
 
     def __init__(self, max_blocks: int = 2**17) -> None:
@@ -187,7 +187,7 @@ class RecentTokens:
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def add(self, tokens: TokenIds) -> int:
-        """How many of the first tokens an earlier sequence had too, in whole blocks."""
+        """Add a sequence; returns how many of its first tokens an earlier one shares, in whole blocks."""
         key, hashed, num_known = _key(tokens), hashlib.blake2b(digest_size=16), 0
         size = 8 * MIN_PREFIX_TOKENS
         for start in range(0, len(key) - size + 1, size):

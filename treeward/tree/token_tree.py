@@ -2,11 +2,13 @@
 
     tree = TokenTree.from_sequences([[1, 2, 3, 4], [1, 2, 9], [1, 2, 3]])
     tree.tokens    # [1, 2, 3, 4, 9]: 5 tokens for the 10 of the plain rows
-    tree.reads     # [3, 4, 2]: where each sequence's last token lies
+    tree.reads     # [3, 4, 2]: the index of each sequence's last token
 
 Sharing is discovered from the tokens, never assumed: two sequences share exactly their longest common beginning, at any
-depth. A sequence that equals another, or is the beginning of another, adds no tokens at all. The tokens lie in
-preorder, so that the tokens below a segment are one contiguous range: this is what lets attention work on slices.
+depth. A sequence that equals another, or is its beginning, adds no tokens. The tokens lie in preorder, so that the
+tokens below a segment are one contiguous range, and attention works on slices.
+
+Shapes: N tokens of the tree, S sequences.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class Segment:
     """A run of tokens without a branch in it.
 
     `start`, `end`: its tokens in the flat order. `subtree_end`: the end of the tokens below it, which begin at `end`.
-    `depth`: the position of its first token in the conversation. `parent`: the index of the segment that it continues.
+    `depth`: the position of its first token in the conversation. `parent`: the index of the segment above it.
     """
 
     start: int
@@ -38,9 +40,7 @@ class Segment:
         return self.end - self.start
 
     def shifted(self, tokens: int, depth: int = 0) -> Segment:
-        """This segment where `tokens` tokens lie before its tree, whose root continues `depth` tokens; `parent` still
-        counts within the tree.
-        """
+        """The segment with `tokens` tokens before its tree and `depth` tokens above its root; same `parent`."""
         return Segment(
             self.start + tokens, self.end + tokens, self.subtree_end + tokens, self.depth + depth, self.parent
         )
@@ -51,8 +51,8 @@ class TokenTree:
     """A trie of token sequences in preorder.
 
     `tokens_N`, `positions_N`: the tokens and their positions in their conversations, int64 (N,). `segments`: in
-    preorder. `reads_S`: for each of the S sequences, in the order given, the flat index of its last token.
-    `num_row_tokens`: what the sequences hold as plain rows.
+    preorder. `reads_S`: the flat index of each sequence's last token, in the order given. `num_row_tokens`: tokens of
+    the sequences as plain rows.
     """
 
     tokens_N: npt.NDArray[np.int64]
@@ -91,8 +91,8 @@ def common_prefix_length(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer])
 class _Builder:
     """Builds the trie from the sorted sequences.
 
-    In lexicographic order each sequence adds one *piece*: what follows its common prefix with the one before it. The
-    pieces one after another are the trie in preorder. A piece is cut into segments where later pieces leave it.
+    In lexicographic order each sequence adds one *piece*: its tokens after the prefix that it shares with the sequence
+    before it. The pieces one after another are the trie in preorder. Segments end where later pieces branch off.
     """
 
     def __init__(self, arrays: list[npt.NDArray[np.int64]]) -> None:

@@ -3,11 +3,11 @@
     plan = PathPlan(layout)
     out_BHTD = attend(query_BHTD, key_BJTD, value_BJTD, plan, scale=0.125)
 
-The segments of a row are its queries, one sequence of them after another. The keys of a sequence are the tokens from
-the root of its tree to its own end, so a causal mask aligned at the end is the rule of the tree. A shared token's keys
-are copied once for each segment below it: more memory and copying than `treeward.tree.flex`, with a faster kernel. It
-needs half precision, on a GPU, and values of the dimension of the keys, a multiple of 8; it serves layers that see
-everything before them, without soft-caps, sinks (its log-sum-exp has no gradient) or prefixes.
+Each segment's tokens are a sequence of queries, whose keys are the tokens from the root of its tree to its end, so a
+causal mask aligned at the end is the rule of the tree. A shared token's keys are copied once for each segment below it:
+more memory and copying than `treeward.tree.flex`, with a faster kernel. It needs half precision, on a GPU, and keys and
+values of one dimension, a multiple of 8; it serves layers that see everything before them, without soft-caps, sinks
+(its log-sum-exp has no gradient) or prefixes.
 
 Shapes: B batch (1: a row), H heads, J key/value heads, T tokens of the row, K gathered keys, D head dimension,
 G segments.
@@ -26,10 +26,10 @@ from treeward.tree.token_tree import Segment
 
 
 class PathPlan:
-    """Which keys each segment of a row reads, on the row's device. `layout`: of the row.
+    """The keys of each segment of a row, on the row's device. `layout`: of the row.
 
-    `keys_K`: places in the row, int64. `query_starts`, `key_starts`: where each segment's begin, int32 (G + 1,).
-    `max_queries`, `max_keys`: of the longest. Tokens that pad the row are a segment of their own.
+    `keys_K`: places in the row, int64. `query_starts`, `key_starts`: of each segment, int32 (G + 1,). `max_queries`,
+    `max_keys`: of the longest. The row's padding is one more segment.
     """
 
     def __init__(self, layout: TreeLayout) -> None:
