@@ -8,17 +8,63 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from rl_report_sample import HACKED, NUM_STEPS, sample_runs, write_run
 
+from treeward.config.grpo import AlarmKind
 from treeward.errors import ConfigError, DataError
 from treeward.rl.report import RLRun, opening, report_blocks, sum_up, write_rl_report
-from treeward.rl.watch import Alarm, AlarmKind
+from treeward.rl.watch import ALARMS_FILE, Alarm, OverOptimisationWatch, write_alarms
+
+NUM_STEPS, NUM_PROMPTS = 200, 48
+# The last d = sqrt(KL), alpha and beta of gold = d (alpha - beta ln d), by how much completions grow, a seed.
+SCENARIOS = {
+    "clean": (2.2, 0.55, 0.10, 1.1, 1),
+    "no KL": (7.5, 0.95, 0.55, 3.2, 2),
+    "length calibrated": (4.0, 0.62, 0.17, 1.2, 3),
+}
+
+
+def write_run(folder: Path, name: str, *, has_gold: bool = True) -> RLRun:
+    """A run as the loop logs it, from seeded random numbers: gold is Gao et al.'s law, the watch is the real one."""
+    distance, alpha, beta, growth, seed = SCENARIOS[name]
+    folder.mkdir(parents=True)
+    rng, watch = np.random.default_rng(seed), OverOptimisationWatch()
+    hardness = rng.normal(0, 1.0, NUM_PROMPTS)
+    lines, samples = [], []
+    for step in range(NUM_STEPS + 1):
+        d = distance * (step / NUM_STEPS) ** 0.7
+        gold, proxy = float(d * (alpha - beta * np.log(d))) if d else 0.0, 0.62 * d
+        length = 60 * (1 + (growth - 1) * (step / NUM_STEPS))
+        row: dict[str, Any] = {}
+        if step:
+            noise = rng.normal(0, 0.15, 8)
+            row = {"train/reward": proxy + noise[0], "train/kl": d * d * (1 + noise[2] / 3), "train/lr": 1e-4}
+            row |= {"train/gold_reward": "NaN" if step % 50 == 0 else gold + noise[4]} if has_gold else {}
+        if step % 10 == 0:
+            golds, proxies = (mean + hardness + rng.normal(0, 0.6, NUM_PROMPTS) for mean in (gold, proxy))
+            by_prompt = {"proxy_by_prompt": proxies} | ({"gold_by_prompt": golds} if has_gold else {})
+            watch.observe(step, **by_prompt, kl=d * d, length=length, length_correlation=0.6 if growth > 2 else 0.1)
+            row |= {"validation/reward": float(proxies.mean()), "validation/kl": d * d}
+            row |= {"validation/mean_gen_tokens_per_sample": length} | watch.metrics()
+            row |= {"validation/gold_reward": float(golds.mean())} if has_gold else {}
+            numbers = {"reward": proxy, "gold_reward": gold if has_gold else None, "kl": 0.1 * step}
+            completion = numbers | {"num_tokens": int(length), "truncated": length > 150, "text": f"Step {step}."}
+            samples += [
+                {"step": step, "prompt": [{"role": "user", "content": text}], "completions": [completion, completion]}
+                for text in ("Name three primary colours.", "Why is the sky blue?")
+            ]
+        lines.append({"step": step, "time": 1.7e9 + step, **row})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
+    write_alarms(folder / ALARMS_FILE, watch.alarms)
+    return RLRun.read(name, folder)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RLRun]:
-    return sample_runs(tmp_path_factory.mktemp("runs"))
+    folder = tmp_path_factory.mktemp("runs")
+    return [write_run(folder / name, name) for name in SCENARIOS]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +78,7 @@ def by_title(runs: list[RLRun]) -> dict[str, dict[str, Any]]:
 
 def test_a_run_is_read_as_it_was_logged(runs: list[RLRun], tmp_path: Path) -> None:
     hacked = runs[1]
-    assert hacked.last_step == NUM_STEPS and hacked.alarm_step == 120 and len(hacked.samples) == 21 * 7
+    assert hacked.last_step == NUM_STEPS and hacked.alarm_step == 120 and len(hacked.samples) == 21 * 2
     assert list(hacked.curve("validation/gold_reward")) == list(range(0, NUM_STEPS + 1, 10))
     assert len(hacked.curve("train/gold_reward")) == NUM_STEPS - 4  # without the "NaN" of every 50th step
     with pytest.raises(DataError, match="no metrics of a run"):
@@ -127,7 +173,7 @@ def test_a_kl_that_went_much_further_does_not_hide_the_others() -> None:
 
 def test_samples_are_first_best_and_last_of_the_same_prompt(blocks: dict[str, dict[str, Any]]) -> None:
     items = blocks["Prompts and completions"]["items"]
-    assert len(items) == 7
+    assert len(items) == 2
     assert all([row["name"] for row in item["rows"]] == ["clean", "no KL", "length calibrated"] for item in items)
     hacked = items[0]["rows"][1]["completions"]
     assert [completion["label"] for completion in hacked] == ["step 0", "step 50", "step 200"]
@@ -140,7 +186,7 @@ def test_samples_are_first_best_and_last_of_the_same_prompt(blocks: dict[str, di
 
 
 def test_runs_with_hardly_anything_are_shown(tmp_path: Path) -> None:
-    blind = RLRun.read("blind", write_run(tmp_path / "r", replace(HACKED, has_gold=False)))
+    blind = write_run(tmp_path / "r", "no KL", has_gold=False)
     cases = {
         "one step": RLRun("", {1: {"train/reward": 0.5}}),
         "many steps": RLRun("", {step: {"train/reward": float(step)} for step in range(1, 1001)}),
