@@ -40,8 +40,8 @@ and a token that sees one token too many lies far above."""
 def choose_layout(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> Layout:
     """How to run a sequence classifier when `policy.attention` is `requested`.
 
-    A tree falls back to rows, and says so, where the model cannot share a prefix. Raises `ModelError` where not even
-    rows give the scores of plain transformers.
+    Falls back to rows, with a warning, if the model cannot share a prefix. Raises `ModelError` if not even rows give
+    the scores of plain transformers.
     """
     if head_name(hf) != "score":
         return "encoder"
@@ -60,8 +60,8 @@ def tree_or_rows(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> Lay
 
 @torch.no_grad()
 def why_not_tree(hf: PreTrainedModel) -> str | None:
-    """None if trees are exact for this model, else the reason why not. Without weights its configuration decides, and
-    `check_before_training` compares it when it has some."""
+    """None if trees are exact for this model, else the reason why not. Without weights the configuration decides, and
+    `check_before_training` compares later."""
     config = hf.config.get_text_config()
     other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if other:
@@ -80,12 +80,12 @@ def why_not_tree(hf: PreTrainedModel) -> str | None:
         model.last_layer.enabled = False
         logger.debug("%s computes its last layer for all tokens: %s.", type(hf).__name__, reason)
         reason = _why_not_equal(model, sequences, plain_SD)
-    with model.plain_attention():  # what is set last stays
+    with model.plain_attention():  # the attention that is set last stays
         return reason
 
 
 def _why_not_equal(model: WrappedModel, sequences: Sequence[TokenIds], plain_SD: Tensor) -> str | None:
-    """Why a tree of the sequences does not have these last hidden states at its reads; None if it has."""
+    """Why a tree of the sequences has other last hidden states at its reads; None if they are equal."""
     try:
         batch = TreeBatch.from_groups([sequences]).to(model.device)
         tree_SD = model.tree_hidden(batch, batch.reads_N).index_select(0, batch.read_of_S).float()
@@ -107,10 +107,9 @@ def check_before_training(
 ) -> None:
     """Raise `ModelError` where training would go wrong.
 
-    Checked are: the head has `num_heads` labels (None: one, or parts of one score), is float32, is trained and will be
-    saved; no token of `sequences` (real conversations), nor `highest_token`, is beyond the model's vocabulary; none of
-    them ends with padding; and the scores of the two shortest are those that plain transformers gives for each of them
-    alone.
+    The head must have `num_heads` labels (None: one, or parts of one score), be float32, trained and saved. Tokens of
+    `sequences` (real conversations), and `highest_token`, must be in the model's vocabulary. No sequence may end with
+    padding. The scores of the two shortest must equal plain transformers', one row at a time.
     """
     name = head_name(model.hf)
     layers = [module for module in model.head.modules() if isinstance(module, nn.Linear)]
@@ -137,13 +136,12 @@ def check_before_training(
 
 @torch.no_grad()
 def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds], *, exact: PolicyModel | None = None) -> None:
-    """Raise `ModelError` where a policy would be trained with other log-probabilities than plain transformers gives.
+    """Raise `ModelError` if the policy's log-probabilities differ from plain transformers', or for unknown tokens.
 
-    `prompts`: real ones, as tokens; the four shortest are checked, each with completions made of its own tokens that
-    share a beginning. Their log-probabilities, computed together as in training, are compared with those of the model's
-    own logits for each row alone, on average over all tokens: within 1e-3 in float32. Shorter dtypes may be off from
-    float32 by that and twice what the rows alone are off. `exact`: the policy in float32; None widens its own weights
-    meanwhile, and where a GPU has no room for them 0.05 is allowed. No token may lie beyond the vocabulary.
+    `prompts`: real ones, as tokens; the four shortest are checked, with completions of their own tokens that share a
+    beginning. Log-probabilities computed together, as in training, must equal those of single rows, on average over all
+    tokens: within 1e-3 in float32. Other dtypes may differ from float32 by that plus twice the error of single rows.
+    `exact`: the policy in float32; None widens its weights meanwhile, or allows 0.05 if the GPU has no room for them.
     """
     _check_tokens(policy.num_embeddings, prompts)
     groups = [_completed([int(token) for token in prompt]) for prompt in sorted(prompts, key=len)[:4]]
@@ -169,14 +167,14 @@ def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds], *, exact: Pol
 
 def _completed(prompt: list[int]) -> tuple[int, list[list[int]]]:
     """The length of a prompt, and rows of it with three completions of its own tokens: the second shares a beginning
-    with the first, the third is one."""
+    with the first, the third is a beginning of the first."""
     tail = prompt[-8:]
     completions = (tail, tail[: len(tail) // 2] + tail[::-1], tail[:1])
     return len(prompt), [[*prompt, *completion] for completion in completions]
 
 
 def _plain_log_probs(policy: PolicyModel, groups: Sequence[tuple[int, list[list[int]]]]) -> Tensor:
-    """Log-probabilities of all tokens behind the prompts, (N,), by the model's own logits, one row at a time."""
+    """Log-probabilities of all tokens after the prompts, (N,), from the model's logits, one row at a time."""
     log_probs = []
     for start, rows in groups:
         for row in rows:
@@ -232,7 +230,7 @@ def _check_last_tokens(model: RewardModel, sequences: Sequence[TokenIds], tokeni
 
 @torch.no_grad()
 def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
-    if model.sequence_parallel:  # of plain rows each process has an equal part
+    if model.sequence_parallel:  # each process has an equal part of plain rows
         sequences = [ids[: len(ids) // model.tensor_size * model.tensor_size] for ids in sequences]
     ours_SH, plain_SH = model.heads(model.make_batch([sequences])).cpu(), _plain_values(model, sequences)
     # Not relative to the scores, which may be close to zero.
@@ -244,7 +242,7 @@ def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
 
 
 def _plain_values(model: RewardModel, sequences: Sequence[TokenIds]) -> Tensor:
-    """The values that plain transformers gives, (S, H): one row at a time, the score read at its last token."""
+    """The values of plain transformers, (S, H): one row at a time, the score read at its last token."""
     configs = {id(config): config for config in (model.hf.config, model.hf.config.get_text_config())}.values()
     padding = [config.pad_token_id for config in configs]
     # transformers gives a float32 head the hidden states of a bfloat16 backbone, and PyTorch refuses.

@@ -1,4 +1,4 @@
-"""The scoring contract: how a model makes a score, with conversations to replay; it lies beside the weights.
+"""The scoring contract: everything that a score depends on, with conversations to replay, beside the weights.
 
     contract = read_contract("results/rm/final")       # None for a model that treeward has not written
     contract.rendering.max_length, contract.read.token, contract.golden[0].score
@@ -41,10 +41,10 @@ ESTIMATE_MEANING = "an estimate of the score, which is the mean of all; where th
 class RenderingContract(Strict):
     """From messages to token ids: the whole conversation is rendered once, without a generation prompt.
 
-    `template_in_folder`: without a template in the folder treeward uses its own, and other programs none.
+    `template_in_folder`: without a template in the folder treeward uses its default, and other programs none.
     `max_length`: in tokens; null: the model's positions. `frame`: the tokens that every conversation has exactly once,
-    a BOS in front, or CLS and SEP around it; the template writes them, so tokenize with `add_special_tokens=False`.
-    `pad_token_id`: transformers reads the score before it. `tokenizer_sha256`: of vocabulary, merges, special tokens.
+    BOS, or CLS and SEP; the template writes them, so tokenize with `add_special_tokens=False`. `pad_token_id`:
+    transformers reads the score before it. `tokenizer_sha256`: of vocabulary, merges, special tokens.
     """
 
     chat_template_sha256: str
@@ -61,12 +61,12 @@ class RenderingContract(Strict):
 
 
 class ReadContract(Strict):
-    """Where in a conversation its score is read.
+    """The position in a conversation at which its score is read.
 
     `position`: "last token" by length, whatever the token is; "before padding", at the last token that is not
-    `rendering.pad_token_id`, as plain transformers reads a classifier that treeward has not trained; "pooled", as the
-    encoder's own class does it. `plain_transformers`: transformers alone, given padded rows, reads the same scores.
-    `token`: the kind of the last token; null: the template refuses a question with its completion.
+    `rendering.pad_token_id`, as plain transformers reads a classifier that treeward has not trained; "pooled", by the
+    encoder's class. `plain_transformers`: plain transformers reads the same scores from padded rows. `token`: the kind
+    of the last token; null: the template refuses the probe conversation.
     """
 
     position: Literal["last token", "before padding", "pooled"] = "last token"
@@ -75,8 +75,8 @@ class ReadContract(Strict):
 
 
 class DtypeContract(Strict):
-    """Number formats on disk: of the backbone's weights (of most of them, if they differ) and of the head's; `config`:
-    the one in which config.json has transformers load the weights. Golden scores are computed in `compute`."""
+    """Number formats on disk: of most of the backbone's weights, and of the head's. `config`: that transformers loads
+    the weights in, by config.json. `compute`: of golden scores."""
 
     weights: str = "float32"
     head: str = "float32"
@@ -93,12 +93,12 @@ class HeadContract(Strict):
 
 
 class WeightsContract(Strict):
-    """Which weights they are. Hashes are SHA-256.
+    """The identity of the weights. Hashes are SHA-256.
 
     `architecture`: the class of transformers. `shapes_sha256`: of names and shapes; `head_sha256`: of the head's
-    tensors, with formats and bytes; `sha256`: of the names and hashes of all tensors in order, null if they were not
-    hashed, as in the checkpoints of a run; `tensors`: the first 12 digits of the hash of each. `config`: the keys of
-    config.json that describe the architecture.
+    tensors, with formats and bytes; `sha256`: of the names and hashes of all tensors in order, null if not computed, as
+    in the checkpoints of a run; `tensors`: the first 12 digits of each tensor's hash. `config`: the keys of config.json
+    that describe the architecture.
     """
 
     architecture: str
@@ -112,14 +112,13 @@ class WeightsContract(Strict):
 
 
 Mistake = Literal["read_before_end", "read_at_padding", "two_bos", "no_bos"]
-"""A mistake that changes the score: to read it at the token before the last (padding and end are one token, or no end
-was added), to read it at an end that is padding to this model, to put two BOS in front (the template's and the
-tokenizer's), or to put none."""
+"""A mistake that changes the score: reading before the last token (padding and end are the same token, or there is no
+end), reading at an end that is this model's padding, two BOS (the template's and the tokenizer's), or no BOS."""
 
 
 class GoldenExample(Strict):
-    """A conversation with its token ids, its raw score, computed in float32 from the weights on disk, the value of each
-    head, and the scores that known mistakes give. `name`: what is special about it."""
+    """A conversation with its token ids, its raw score in float32 from the weights on disk, the value of each head, and
+    the scores of known mistakes. `name`: its speciality."""
 
     name: str
     messages: list[dict[str, Any]]
@@ -184,8 +183,8 @@ class LengthCurve(Strict):
 class CalibrationProvenance(Strict):
     """The data that the constants were fitted on.
 
-    `data`: its name as it was given, without folders of the machine. `fingerprint`: SHA-256 over the comparisons in
-    order. `num_conversations`: completions with a score; `num_failed`: those without. `date`: as 2025-01-31, in UTC.
+    `data`: its name, without folders of the machine. `fingerprint`: SHA-256 over the comparisons in order.
+    `num_conversations`, `num_failed`: completions with and without a score. `date`: as 2025-01-31, in UTC.
     """
 
     data: str
@@ -198,9 +197,8 @@ class CalibrationProvenance(Strict):
 
 
 class RewardCalibration(Strict):
-    """The constants that `treeward calibrate` has fitted for one model; None where a fit was not possible.
-
-    `heads`: of the values of each head, by its name; empty for a model with one.
+    """The constants of `treeward calibrate` for one model; None if a fit was impossible. `heads`: the constants of each
+    head, by name; empty for a model with one.
     """
 
     normalization: NormalizationConstants | None = None
@@ -246,9 +244,9 @@ class ScoringContract(Strict):
 
 
 def read_contract(name: str | Path) -> ScoringContract | None:
-    """The contract of a model in a folder or on the hub, or None for a model that treeward has not written.
+    """The contract of a model in a folder or on the hub; None if treeward has not written the model.
 
-    Raises `ModelError`, naming the file and the field, for one that is damaged or of another version.
+    Raises `ModelError`, naming the file and the field, for a contract that is damaged or of another version.
     """
     path = Path(name).expanduser() / CONTRACT_FILE
     if not path.parent.is_dir():
@@ -280,12 +278,12 @@ def read_contract(name: str | Path) -> ScoringContract | None:
 
 
 def keeps_padding(contract: ScoringContract | None) -> bool:
-    """Whether a model with this contract, or none, is read before its own padding token, as plain transformers does."""
+    """Whether a model with this contract, or None, is read before its padding token, as in plain transformers."""
     return contract is None or contract.read.position == "before padding"
 
 
 def write_contract(contract: ScoringContract, folder: str | Path) -> Path:
-    """Write the contract into a model folder, replacing the one before at one moment; returns its path."""
+    """Write the contract into a model folder, replacing an older one atomically; returns its path."""
     path = Path(folder).expanduser() / CONTRACT_FILE
     write_text(path, json.dumps(contract.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n")
     return path

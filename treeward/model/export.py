@@ -40,7 +40,7 @@ FILE_BYTES = 5 * 1000**3
 """The size of a file of weights."""
 
 DeferredWrite = Callable[[ProcessGroup | None], None]
-"""Writes weights that are staged; its argument is the group of processes that only its thread uses."""
+"""Writes staged weights; its argument is a group of processes for its thread alone."""
 
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
 """Base error of the hub's HTTP client, raised if there is no connection."""
@@ -58,10 +58,10 @@ def export_model(
 ) -> DeferredWrite | None:
     """Write a model folder; the caller makes it atomic. Adapters are merged into the weights.
 
-    Every process of a run calls it, and the main one writes. `rendering`: the settings of the `Renderer` that was used;
-    its template becomes the tokenizer's. `dtype`: of the backbone's weights, None for their own; the head's are float32
-    always. `card`: the text of README.md. `staged`: the weights are copied to the host's memory, and a function is
-    returned that writes them, in any thread.
+    Every process of a run calls it, and the main one writes. `rendering`: the `Renderer`'s settings, whose template
+    becomes the tokenizer's. `dtype`: of the backbone's weights, None keeps theirs; the head's are always float32.
+    `card`: the text of README.md. `staged`: copy the weights to the host's memory, and return a function that writes
+    them, in any thread.
     """
     head, dtype = head_name(model.hf), dtype or model.compute_dtype or model.hf.dtype
     # Otherwise pipelines of transformers, and servers like them, apply a sigmoid to a single label.
@@ -84,9 +84,8 @@ def _write(
     chat_template: str,
     staged: bool,
 ) -> DeferredWrite | None:
-    """Write the weights, the configuration with `changes`, and the tokenizer with the template.
-
-    Model and tokenizer stay as they are.
+    """Write the weights, the configuration with `changes`, and the tokenizer with the template. Leaves model and
+    tokenizer unchanged.
     """
     processes.on_main(lambda: _write_settings(model.hf, tokenizer, folder, changes, chat_template))
     weights = exported_weights(model, dtype, float32=head)
@@ -102,32 +101,32 @@ def _write(
 def _write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], group: ProcessGroup | None) -> None:
     """Write weights as files of `FILE_BYTES`, one of them in memory at a time, with the index of transformers.
 
-    The main process writes them; every process calls it, with the same names. `group`: of the processes, for the thread
-    that calls it.
+    Every process calls it, with the same names, and the main one writes. `group`: of the processes, for this thread.
     """
-    in_file, number_of, total_bytes = dict[str, torch.Tensor](), dict[str, int](), 0
+    pending, file_numbers, total_bytes = dict[str, torch.Tensor](), dict[str, int](), 0
     number = 1
 
     def write_file() -> None:
         path = folder / f"model-{number}.safetensors"
-        processes.on_main(lambda: save_file(in_file, path, metadata={"format": "pt"}), group)
+        processes.on_main(lambda: save_file(pending, path, metadata={"format": "pt"}), group)
 
     for name, weight in weights:
-        if in_file and sum(one.nbytes for one in in_file.values()) + weight.nbytes > FILE_BYTES:
+        if pending and sum(tensor.nbytes for tensor in pending.values()) + weight.nbytes > FILE_BYTES:
             write_file()
-            in_file, number = {}, number + 1
-        in_file[name] = weight.to("cpu" if processes.is_main() else "meta").contiguous()
-        number_of[name], total_bytes = number, total_bytes + weight.nbytes
+            pending, number = {}, number + 1
+        pending[name] = weight.to("cpu" if processes.is_main() else "meta").contiguous()
+        file_numbers[name], total_bytes = number, total_bytes + weight.nbytes
     write_file()
 
     def name_files() -> None:
         names = {
             n: f"model-{n:05d}-of-{number:05d}.safetensors" if number > 1 else SAFE_WEIGHTS_NAME
-            for n in number_of.values()
+            for n in file_numbers.values()
         }
         for n, file in names.items():
             (folder / f"model-{n}.safetensors").rename(folder / file)
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": {key: names[n] for key, n in number_of.items()}}
+        weight_map = {key: names[n] for key, n in file_numbers.items()}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         if number > 1:
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
@@ -141,7 +140,7 @@ def _write_settings(
     changes: Mapping[str, Any],
     chat_template: str,
 ) -> None:
-    """Write all that is not weights."""
+    """Write all files but the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     own_dtype, own_template = hf.config.dtype, tokenizer.chat_template
     quantizer = vars(hf).pop("hf_quantizer", None)  # it would write its own weights instead
@@ -172,7 +171,7 @@ def export_policy(
 ) -> DeferredWrite | None:
     """Write a folder that plain transformers loads; the caller makes it atomic. Adapters are merged into the weights.
 
-    `dtype`: None for the weights'. The policy stays as it is. `staged`: as `export_model` has it.
+    `dtype`: None keeps the weights'. `staged`: see `export_model`. Leaves the policy unchanged.
     """
     dtype = dtype or policy.compute_dtype
     changes = {"dtype": dtype or policy.hf.dtype}
@@ -182,7 +181,7 @@ def export_policy(
 def export_configuration(
     policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, chat_template: str, dtype: torch.dtype
 ) -> None:
-    """What `export_policy` writes but for the weights: an engine that is given these later starts from it."""
+    """Write the folder of `export_policy` without weights, for an engine that gets these later."""
     changes = {"dtype": dtype, "architectures": [type(policy.hf).__name__]}
     _write_settings(policy.hf, tokenizer, folder, changes, chat_template)
 
@@ -191,11 +190,11 @@ def export_configuration(
 def exported_weights(
     model: WrappedModel, dtype: torch.dtype | None, *, float32: str | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of the folder, by their names in it, on the model's device; tied ones come once.
+    """The weights of an export, by their names in it, on the model's device; tied ones come once.
 
-    Adapted weights are merged in float32, and those of four bits are dequantized. Of a sharded model every process
-    iterates, with one decoder layer whole in memory at a time. `dtype`: of floating-point weights; None for their own.
-    `float32`: a module whose weights are float32.
+    Adapted weights are merged in float32, and four-bit weights dequantized. Every process of a sharded model iterates,
+    with one whole decoder layer in memory at a time. `dtype`: of floating-point weights; None keeps theirs. `float32`:
+    a module whose weights are float32.
     """
 
     def layer(weight: tuple[str, torch.Tensor, Any]) -> str:
@@ -216,8 +215,7 @@ def exported_weights(
 def push_folder(folder: Path, repo_id: str, *, private: bool) -> str:
     """Upload a model folder to the hub, and return its page there.
 
-    `repo_id`: without an organisation it is in the account that is logged in. Raises `ModelError` if the hub refuses;
-    the folder stays.
+    `repo_id`: without an organisation, in the account that is logged in. Raises `ModelError` if the hub refuses.
     """
     api = HfApi()
     try:

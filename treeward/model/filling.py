@@ -1,11 +1,11 @@
-"""A model that is made without weights, sharded, and then filled: each process reads its parts, none the whole.
+"""Filling a model that was made without weights and sharded: each process reads only its parts.
 
     model = load_reward_model(name, on_meta=True, ...).model    # on the meta device: no weight has memory
     shard(model, mesh, ...)
     model.fill(device)
 
-Where the weights on the disk are other tensors than the model's (the experts of some mixtures), are adapters beside a
-base, or lack more than a score head, the main process loads them whole, and the others get their parts from it.
+If the weights on disk are other tensors than the model's (the experts of some mixtures), are adapters beside a base, or
+lack more than a score head, the main process loads them whole and sends the others their parts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def without_weights(model_class: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
-    """A float32 model on the meta device. `settings`: `trust_remote_code`, where the class is one of transformers'
-    automatic ones."""
+    """A float32 model on the meta device. `settings`: `trust_remote_code`, for an automatic class of transformers."""
     with torch.device("meta"):
         make = getattr(model_class, "from_config", None)
         options = {"dtype": torch.float32, "attn_implementation": "eager"}
@@ -50,8 +49,8 @@ def fill(
 ) -> None:
     """Read the weights of `name` into a model that has memory; every process calls it.
 
-    `load_whole`: loads the model as a single process does. `draw_head`: draws a head that the checkpoint lacks; None
-    where it must have one.
+    `load_whole`: loads the model as a single process does. `draw_head`: draws a head that the checkpoint lacks; None if
+    it must have one.
     """
     restore_buffers(model)
     weights = {plain: weight for plain, weight, _ in plain_weights(model)}
@@ -62,7 +61,7 @@ def fill(
     lacking = [plain for plain, weight in weights.items() if id(weight) not in read]
     lacks_head = bool(sources) and bool(lacking) and all(map(is_of_head, lacking))
     if lacking and not (lacks_head and draw_head is not None):
-        logger.info("The weights of %s are loaded whole by the main process, which gives the others their parts.", name)
+        logger.info("The main process loads the weights of %s whole, and sends the others their parts.", name)
         state: dict[str, Tensor] = {}  # stays empty on the others
         with processes.patience() as group:
             processes.on_main(lambda: state.update(load_whole().state_dict()), group)
@@ -79,9 +78,8 @@ def fill(
 
 
 def restore_buffers(model: WrappedModel) -> None:
-    """Compute the buffers that no checkpoint has (rotary frequencies), as transformers does when it loads; and tie.
-
-    They are where the model computes, whose weights may lie in the host's memory.
+    """Compute the buffers that no checkpoint has (rotary frequencies), on the computing device, and tie weights, as
+    transformers does when it loads.
     """
     hf = model.hf
     hf.tie_weights()
@@ -96,7 +94,7 @@ def restore_buffers(model: WrappedModel) -> None:
 
 
 def _sources(hf: PreTrainedModel, name: str, weights: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
-    """For each weight its file and its name there; empty where some cannot be read as they are."""
+    """For each weight its file and its name there; empty if some need a conversion."""
     if base_of_adapters(name) is not None:
         return {}
     conversions = get_model_conversion_mapping(hf)
@@ -127,7 +125,7 @@ def _sources(hf: PreTrainedModel, name: str, weights: Mapping[str, Tensor]) -> d
 
 
 def _fits(shape: Sequence[int], weight: Tensor, *, is_head: bool) -> bool:
-    """Whether it has the weight's shape, or an embedding's without the row that was added for padding."""
+    """Whether `shape` is the weight's, or an embedding's without the row that was added for padding."""
     rows, *others = weight.shape or (1,)
     return tuple(shape) == weight.shape or (not is_head and len(others) == 1 and list(shape) == [rows - 1, *others])
 

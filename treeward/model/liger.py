@@ -2,9 +2,9 @@
 
     use_liger_kernel(load_reward_model("Qwen/Qwen3-0.6B", head_seed=1, device="cuda").model)
 
-Only the forward methods of this model's modules change: weights, exports, the attention over trees and other models in
-the process (golden scores, on a CPU too) stay as they are. Liger's rotation would replace that of all models of the
-family, and its fused loss ours: both are off.
+Only the forward methods of this model's modules change, not weights, exports, the attention over trees or other models
+in the process (golden scores, on a CPU too). Liger's rotation would change all models of the family, and its fused loss
+would replace ours: both are off.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from treeward.model.wrapped import WrappedModel
 
 
 def use_liger_kernel(model: WrappedModel) -> None:
-    """Raises `ConfigError` where there is no liger-kernel, or no kernels for the model's family. Needs CUDA."""
+    """Raises `ConfigError` without liger-kernel, or without kernels for the model's family. Needs CUDA."""
     common: dict[str, Any] = {"where": "policy.use_liger_kernel", "fix": "set policy.use_liger_kernel=false"}
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance as apply
@@ -30,4 +30,4 @@ def use_liger_kernel(model: WrappedModel) -> None:
     family_module = sys.modules[type(model.hf).__module__]
     before = dict(vars(family_module))
     apply(model=model.hf, rope=False, fused_linear_cross_entropy=False, cross_entropy=False)
-    vars(family_module).update(before)  # its classes, which models that are made later would be of
+    vars(family_module).update(before)  # restore the family's classes for later models

@@ -6,8 +6,8 @@
     loaded = load_policy("Qwen/Qwen2.5-0.5B-Instruct")                              # to be optimised, or compared with
 
 A new head is drawn from N(0, 1 / (d + 1)) for hidden size d, the initialisation of Stiennon et al. 2020 (arXiv
-2009.01325, p. 11), by a generator of its own, so that the seed alone determines it. Only safetensors are read, and
-remote code runs only where `trust_remote_code` asks for it.
+2009.01325, p. 11), by its own generator, so that the seed alone determines it. Only safetensors are read, and remote
+code runs only with `trust_remote_code`.
 """
 
 from __future__ import annotations
@@ -77,14 +77,13 @@ def load_reward_model(
 ) -> Loaded[RewardModel]:
     """Load a checkpoint from a folder or the hub.
 
-    `dtype`: of the backbone's weights; the head's are float32 always. `attention`: "tree" (falls back to rows, and says
-    so, where the model cannot share a prefix) or "rows". `head_seed`: allows a checkpoint without a one-label head and
-    determines the new one; None demands a trained head, as published models (`published.py`) always do.
-    `several_heads`: a classifier may have any number of labels instead of one; `labels`: their names, one for each
-    head. `load_in_4bit`: the backbone's linear layers as nf4, for adapters. `on_meta`: a float32 model without weights,
-    to be cast and sharded before its `fill` reads them; its layout follows from its configuration. `keep_padding`: a
-    decoder's score is read where plain transformers reads it, at the last token that is not the padding token of its
-    config.json; else padding becomes another token than every end, and the score is read at the last token. Raises
+    `dtype`: of the backbone's weights; the head's are always float32. `attention`: "rows", or "tree", which falls back
+    to rows with a warning. `head_seed`: draws a new head for a checkpoint without a one-label head; None requires a
+    trained head, as published models (`published.py`) always do. `several_heads`: allow any number of labels; `labels`:
+    names of the heads. `load_in_4bit`: the backbone's linear layers as nf4, for adapters. `on_meta`: a float32 model
+    without weights, to cast and shard before its `fill` reads them; its layout follows from its configuration.
+    `keep_padding`: read a decoder's score as plain transformers does, at the last token that is not the padding token
+    of config.json; else padding becomes another token than every end, and the score is read at the last token. Raises
     `ModelError` for a missing or unusable checkpoint.
     """
     config = read_config(str(name), trust_remote_code)
@@ -93,7 +92,7 @@ def load_reward_model(
     if published is None and labels:
         config.id2label, config.label2id = _named(labels)
     elif published is None and not (several_heads and is_classifier):
-        config.num_labels = 1  # a causal LM says nothing of labels, and would be given two
+        config.num_labels = 1  # a causal LM names no labels, and would get two
     settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "load_in_4bit": load_in_4bit}
     tokenizer = tokenizer or load_tokenizer(str(name), trust_remote_code=trust_remote_code)
     model_class = classifier_class(config, trust_remote_code)
@@ -158,7 +157,7 @@ def _no_head_error(
     name: str, config: PreTrainedConfig, missing: Sequence[str], published: Adapter | None
 ) -> ModelError:
     architecture = ", ".join(config.architectures or ["an unknown architecture"])
-    lost = missing if published is None else [published.stored_name(config, one) for one in missing]
+    lost = missing if published is None else [published.stored_name(config, weight_name) for weight_name in missing]
     return ModelError(
         "this checkpoint has no reward head: its scores would be random",
         where=name,
@@ -229,15 +228,15 @@ def load_policy(
 ) -> Loaded[PolicyModel]:
     """Load a causal language model from a folder or the hub.
 
-    `dtype`: of the weights. `attention`: "tree" (falls back to rows, and says so, where the model cannot share a
-    prefix) or "rows". `config_overrides`: fields of its configuration that are set to other values. `chunk_tokens`:
-    predicted tokens whose logits are in memory at a time. `load_in_4bit`: linear layers but the head as nf4, for
-    adapters. `on_meta`: as `load_reward_model` has it. Raises `ModelError` for a missing or unusable checkpoint.
+    `dtype`: of the weights. `attention`: "rows", or "tree", which falls back to rows with a warning.
+    `config_overrides`: changed fields of its configuration. `chunk_tokens`: predicted tokens with logits in memory at a
+    time. `load_in_4bit`: linear layers but the head as nf4, for adapters. `on_meta`: see `load_reward_model`. Raises
+    `ModelError` for a missing or unusable checkpoint.
     """
     config = read_config(str(name), trust_remote_code)
     if any("SequenceClassification" in text for text in config.architectures or ()):
         raise ModelError(
-            "this is a classifier, as reward models are: it cannot write completions, as policy.model_name must",
+            "this is a classifier, as reward models are; policy.model_name must be a model that writes completions",
             where=str(name),
             got=", ".join(config.architectures or ()),
         )
@@ -333,8 +332,8 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
         config.pad_token_id = tokenizer.pad_token_id
     embeddings = hf.get_input_embeddings()
     if isinstance(embeddings, nn.Embedding):
-        # PyTorch gives this row no gradient: left on the former padding token, often the end of turn at which the score
-        # is read, it would freeze that token until the run is resumed.
+        # PyTorch gives this row no gradient: the former padding token, often the end of turn where the score is read,
+        # would otherwise stay frozen until the run is resumed.
         embeddings.padding_idx = tokenizer.pad_token_id
 
 

@@ -48,10 +48,9 @@ ADAPTER_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def add_adapters(model: WrappedModel, config: LoraConfig, *, seed: int) -> None:
     """Freeze a model and put adapters beside its linear layers; the same `seed` draws the same ones.
 
-    Other layers stay as they are: embeddings, and in mixtures of experts the routers and the experts, whose weights lie
-    in one tensor. What a reward model has above its backbone trains whole. Raises `ConfigError` for names that match
-    nothing, and for layers whose adapters could not be saved or merged; `ModelError` where peft is missing or refuses
-    the model.
+    Other layers get none: embeddings, and in mixtures of experts the routers and the experts, whose weights are one
+    tensor. A reward model's modules above the backbone train whole. Raises `ConfigError` for names that match nothing,
+    and for layers whose adapters could not be saved or merged; `ModelError` if peft is missing or refuses the model.
     """
     assert not has_adapters(model), "a model has one adapter"
     try:
@@ -99,7 +98,7 @@ def has_adapters(model: WrappedModel) -> bool:
 
 @contextlib.contextmanager
 def without_adapters(model: WrappedModel) -> Iterator[None]:
-    """Within it the frozen model computes alone; not to be nested."""
+    """A context in which the frozen model computes alone. Contexts must not be nested."""
     layers = _adapted_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -119,13 +118,13 @@ class AdapterReference:
 
     @torch.no_grad()
     def log_probs(self, *groups: Any, **settings: Any) -> CompletionLogProbs:
-        """As `PolicyModel.log_probs`, of the frozen model and without gradients."""
+        """`PolicyModel.log_probs` of the frozen model, without gradients."""
         with without_adapters(self.policy):
             return self.policy.log_probs(*groups, **settings)
 
 
 def adapter_state(model: WrappedModel) -> dict[str, Tensor]:
-    """What is trained: the adapters, float32, and a reward model's head, by the names that peft saves them under:
+    """The trained tensors, float32: adapters and a reward model's head, by peft's names, as
     `base_model.model....q_proj.lora_A.weight`."""
     whole = {f"base_model.model.{name}": weight for name, weight in _whole_weights(model).items()}
     return {**_matrices(model), **whole}
@@ -140,7 +139,7 @@ def _matrices(model: WrappedModel) -> dict[str, Tensor]:
 
 
 def save_adapters(model: WrappedModel, folder: Path) -> None:
-    """Write what is trained, as peft does; the caller makes it atomic. Every process of a run calls it."""
+    """Write the trained tensors as peft does; the caller makes it atomic. Every process of a run calls it."""
     state = {name: whole(weight.detach()).cpu().contiguous() for name, weight in adapter_state(model).items()}
 
     def write() -> None:
@@ -153,9 +152,8 @@ def save_adapters(model: WrappedModel, folder: Path) -> None:
 
 @torch.no_grad()
 def load_adapters(model: WrappedModel, folder: Path) -> None:
-    """Put saved adapters into a model that has adapters of the same layers, rank and alpha.
-
-    Raises `CheckpointError` for files that cannot be read, and for other adapters.
+    """Load saved adapters into a model with adapters of the same layers, rank and alpha. Raises `CheckpointError` for
+    unreadable files, and for other adapters.
     """
     try:
         alpha = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["lora_alpha"]
@@ -166,9 +164,9 @@ def load_adapters(model: WrappedModel, folder: Path) -> None:
     need = {"lora_alpha": _settings(model).lora_alpha, **{name: tuple(w.shape) for name, w in state.items()}}
     got = {"lora_alpha": alpha, **{name: tuple(w.shape) for name, w in saved.items()}}
     if other := [name for name in sorted(need.keys() | got.keys()) if need.get(name) != got.get(name)]:
-        summary, fix = "the saved adapters are not those of this model", f"set {_WHERE} as it was when they were saved"
-        of_saved, own_one = str(got.get(other[0])), str(need.get(other[0]))
-        raise CheckpointError(summary, where=str(folder), field=other[0], got=of_saved, need=own_one, fix=fix)
+        summary, fix = "the saved adapters do not fit this model", f"set {_WHERE} as it was when they were saved"
+        saved_value, model_value = str(got.get(other[0])), str(need.get(other[0]))
+        raise CheckpointError(summary, where=str(folder), field=other[0], got=saved_value, need=model_value, fix=fix)
 
     def read() -> None:
         for name, weight in adapter_state(model).items():  # anew: they may have been sharded since
@@ -181,8 +179,8 @@ def load_adapters(model: WrappedModel, folder: Path) -> None:
 
 
 def plain_weights(model: WrappedModel) -> Iterator[tuple[str, Tensor, Callable[[torch.dtype | None], Tensor]]]:
-    """Each weight and buffer by its name in the plain model, as it is, and what makes the plain one of it, in a dtype:
-    merged, and none of four bits."""
+    """Each weight and buffer by its name in the plain model, and a function that makes it plain, in a dtype: merged and
+    dequantized."""
     layers, matrices = _adapted_layers(model), {id(weight) for weight in _matrices(model).values()}
     quantized = {name: module for name, module in model.hf.named_modules() if is_quantized(module)}
     for name, weight in model.hf.state_dict(keep_vars=True).items():
@@ -195,24 +193,24 @@ def plain_weights(model: WrappedModel) -> Iterator[tuple[str, Tensor, Callable[[
         yield name if layer is None else f"{owner}.{part}", weight, plain
 
 
-def _plain(weight: Tensor, layer: Any, of_four_bits: Any, dtype: torch.dtype | None) -> Tensor:
-    plain = weight.detach() if of_four_bits is None else _dequantized(of_four_bits)
-    own_dtype = plain.dtype
+def _plain(weight: Tensor, layer: Any, four_bit_layer: Any, dtype: torch.dtype | None) -> Tensor:
+    plain = weight.detach() if four_bit_layer is None else _dequantized(four_bit_layer)
+    plain_dtype = plain.dtype
     if layer is not None:
         delta = layer.get_delta_weight(_NAME)
         plain = plain + (delta if isinstance(plain, DTensor) else whole(delta))  # four bits are whole on each process
-    if of_four_bits is not None and issubclass(of_four_bits.source_cls, Conv1D):
+    if four_bit_layer is not None and issubclass(four_bit_layer.source_cls, Conv1D):
         plain = plain.T.contiguous()  # bitsandbytes has turned it
-    return plain.to(dtype or own_dtype) if plain.is_floating_point() else plain
+    return plain.to(dtype or plain_dtype) if plain.is_floating_point() else plain
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether it is a linear layer of bitsandbytes with four bits a weight."""
+    """Whether it is a four-bit linear layer of bitsandbytes."""
     return hasattr(dict(module.named_parameters(recurse=False)).get("weight"), "quant_state")
 
 
 def _dequantized(layer: Any) -> Tensor:
-    """The weights that a layer of four bits computes with, (outputs, inputs), in the dtype that it was loaded in."""
+    """The dequantized weights of a four-bit layer, (outputs, inputs), in the dtype of its loading."""
     from bitsandbytes.functional import dequantize_4bit
 
     weight: Tensor = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
@@ -220,11 +218,11 @@ def _dequantized(layer: Any) -> Tensor:
 
 
 def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
-    """Merge a folder of PEFT's adapters into the weights of their base model, in the weights' own number format.
+    """Merge a folder of PEFT's adapters into the weights of their base model, in the weights' number format.
 
-    Modules that were trained whole (`modules_to_save`), as the head of a reward model, replace the base's. Returns the
-    names of the model's weights that the folder has whole. Raises `ModelError` where peft is missing, and for adapters
-    of another model, or of a kind that cannot be merged.
+    Modules that were trained whole (`modules_to_save`), as a reward model's head, replace the base's; returns the names
+    of their weights. Raises `ModelError` if peft is missing, and for adapters that cannot be merged or belong to another
+    model.
     """
     writes = isinstance(hf, GenerationMixin)
     fix = f"merge them yourself, and use that folder: {merging_line(folder, writes=writes)}"
@@ -310,7 +308,7 @@ def _chosen_layers(model: WrappedModel, config: LoraConfig) -> dict[str, nn.Modu
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Not every kind of one: some routers inherit from `nn.Linear` and compute something else."""
+    """Whether it is a plain linear layer: some routers inherit from `nn.Linear` and compute something else."""
     is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return is_plain or isinstance(module, Conv1D) or is_quantized(module)
 
@@ -321,7 +319,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 @torch.no_grad()
 def _draw(model: WrappedModel, config: LoraConfig, seed: int) -> None:
-    """On the CPU and in the order of the layers, so that no device or version of peft changes what a seed draws."""
+    """Draw the adapters on the CPU and in the order of the layers, so that the seed alone determines them."""
     generator = torch.Generator().manual_seed(seed)
     for layer in _adapted_layers(model).values():
         first, second = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
@@ -341,8 +339,8 @@ def _adapted_layers(model: WrappedModel) -> dict[str, Any]:
 
 
 def _settings(model: WrappedModel) -> Any:
-    known: Any = model.hf.peft_config
-    return known[_NAME]
+    configs: Any = model.hf.peft_config
+    return configs[_NAME]
 
 
 def _trained_whole(model: WrappedModel) -> list[str]:

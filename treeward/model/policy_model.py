@@ -65,10 +65,10 @@ class CompletionLogProbs:
 
 
 class PolicyModel(WrappedModel):
-    """A causal language model that is trained or compared with. `layout`: "tree" or, for models that cannot, "rows".
+    """A causal language model, as a policy or a reference. `layout`: "tree" or, for models that cannot, "rows".
 
-    `chunk_tokens`: predicted tokens whose logits are in memory at a time. Raises `ModelError` for a model that has no
-    head to predict tokens; `model.checks.check_policy` compares the rest with plain transformers.
+    `chunk_tokens`: predicted tokens with logits in memory at a time. Raises `ModelError` for a model that does not
+    predict tokens. `model.checks.check_policy` compares it with plain transformers.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class PolicyModel(WrappedModel):
         super().__init__(hf, layout=layout)
         self.chunk_tokens = chunk_tokens
         self.vocabulary: VocabularyShard | None = None
-        """What this process has of the head, a DTensor, where tensor parallelism has cut it."""
-        _ = self.head  # refused now rather than in the first step
+        """This process's part of the head, a DTensor under tensor parallelism."""
+        _ = self.head  # raises now rather than in the first step
 
     @property
     def head(self) -> nn.Module:
-        """The module that makes logits of hidden states, tied to the embedding or not. Raises `ModelError`."""
+        """The module from hidden states to logits, tied to the embedding or not. Raises `ModelError`."""
         head = None if self.hf.config.is_encoder_decoder else self.hf.get_output_embeddings()
         if not isinstance(head, nn.Module):
             raise ModelError(
@@ -107,9 +107,9 @@ class PolicyModel(WrappedModel):
     ) -> CompletionLogProbs:
         """The log-probabilities of the tokens after each sequence's prompt.
 
-        `groups`: whole sequences, prompt and completion; those of a group share one tree. `prompt_lengths`: tokens of
-        each sequence's prompt, at least 1; a completion may be empty. `temperature`: logits are divided by it, as they
-        were for sampling. With `torch.no_grad` nothing is kept for a backward pass.
+        `groups`: whole sequences, prompt and completion, one tree per group. `prompt_lengths`: of each sequence, at
+        least 1; a completion may be empty. `temperature`: of the sampling, divides logits. With `torch.no_grad` no
+        activation is kept for a backward pass.
         """
         sequences = [sequence for group in groups for sequence in group]
         starts = [length for group in prompt_lengths for length in group]
@@ -147,7 +147,9 @@ class PolicyModel(WrappedModel):
         head: Any = self.head
         shard = self.vocabulary
         if self._softcap is None and (_is_plain(head) or shard is not None):
-            weight, bias = (one if one is None or shard is None else one.to_local() for one in (head.weight, head.bias))
+            weight, bias = head.weight, head.bias
+            if shard is not None:
+                weight, bias = weight.to_local(), None if bias is None else bias.to_local()
             return linear_log_probs(
                 hidden_ND,
                 weight,
@@ -263,7 +265,7 @@ def _completions(places: Sequence[np.ndarray], starts: Sequence[int], device: to
         index[s, :length] = inverse[offset : offset + length]
         mask[s, :length] = True
         offset += length
-    return _Completions(*(on_device(one, device) for one in (before, before_of, at, index, mask)))
+    return _Completions(*(on_device(values, device) for values in (before, before_of, at, index, mask)))
 
 
 def linear_log_probs(
@@ -383,7 +385,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad_values_N: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of hidden states, weight and bias; None where none is asked for."""
+    """The gradients of hidden states, weight and bias; None if not required."""
     hidden, weight, bias, targets_N, is_here_N, norms_N = ctx.saved_tensors
     needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     settings = ctx.settings

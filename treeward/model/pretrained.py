@@ -1,11 +1,11 @@
-"""What loading any model shares: names on disk and on the hub, tokenizers, configurations, weights, and their errors.
+"""The common parts of loading models: names on disk and on the hub, tokenizers, configurations, weights, and errors.
 
     tokenizer = load_tokenizer("Qwen/Qwen2.5-0.5B-Instruct")
     config = read_config("results/rm/final", trust_remote_code=False)
     hf = bare_model(AutoModelForCausalLM.from_config, {"model_type": "qwen3", ...}, tokenizer, seed=42)
 
 A folder of PEFT's adapters (`adapter_config.json`) is a model too: its base with the adapters merged into the weights.
-Every failure is a `ModelError` or `ConfigError` with the name that was asked for.
+Every failure is a `ModelError` or `ConfigError` with the requested name.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ _DAMAGED = (LookupError, TypeError, AttributeError, StrictDataclassError)  # of 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No advice and no progress bars from transformers for a while: they are about treeward's calls, not its user's."""
-    # The hub's retries, of which what came is reported; kernels that bitsandbytes has no use for here.
-    others = {one: one.level for one in map(logging.getLogger, ("huggingface_hub", "bitsandbytes"))}
+    """Silence transformers' advice and progress bars, which concern treeward's calls, not its user's."""
+    # Also the hub's retries, whose outcome is reported anyway, and bitsandbytes' remarks on missing kernels.
+    others = {log: log.level for log in map(logging.getLogger, ("huggingface_hub", "bitsandbytes"))}
     verbosity = transformers_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    for one in others:
-        one.setLevel(logging.ERROR)
+    for log in others:
+        log.setLevel(logging.ERROR)
     try:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
-        for one, level in others.items():
-            one.setLevel(level)
+        for log, level in others.items():
+            log.setLevel(level)
         if had_bars:
             transformers_logging.enable_progress_bar()
 
 
 @quiet_transformers()
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub name, padding on the right. Raises `ModelError` where there is none."""
+    """The tokenizer of a folder or hub name, padding on the right. Raises `ModelError` if there is none."""
     base = base_of_adapters(name)
     if base is not None and not (Path(name).expanduser() / "tokenizer_config.json").is_file():
         return load_tokenizer(base, trust_remote_code=trust_remote_code)
@@ -91,7 +91,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 @quiet_transformers()
 def read_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
-    """The configuration of a folder or hub name; for adapters, that of their base. Raises `ModelError`."""
+    """The configuration of a folder or hub name; for adapters, their base's. Raises `ModelError`."""
     if (base := base_of_adapters(name)) is not None:
         try:
             return read_config(base, trust_remote_code)
@@ -139,11 +139,11 @@ def load_weights(
     trust_remote_code: bool,
     load_in_4bit: bool = False,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """A model of transformers' `model_class`, and the weights of its head that the checkpoint does not have.
+    """A model of transformers' `model_class`, and the names of head weights that the checkpoint lacks.
 
-    `load_in_4bit`: linear layers but the heads as nf4 (QLoRA, Dettmers et al. 2023), which compute in `dtype`.
-    Raises `ModelError` for a checkpoint that is missing, damaged or of another shape, that lacks other weights or has
-    some more, and for weights that are not finite: some attention kernels swallow NaN and give numbers.
+    `load_in_4bit`: linear layers but the heads as nf4 (QLoRA, Dettmers et al. 2023), which compute in `dtype`. Raises
+    `ModelError` for a checkpoint that is missing, damaged or of another shape, that lacks other weights or has unused
+    ones, and for weights that are not finite: some attention kernels turn NaN into numbers.
     """
     settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if load_in_4bit:
@@ -180,7 +180,7 @@ def load_weights(
 def _read_weights(
     model_class: Any, name: str, *, config: PreTrainedConfig, **settings: Any
 ) -> tuple[PreTrainedModel, set[str]]:
-    """A model, and the names of the weights that neither its checkpoint nor its adapters have: they are random."""
+    """A model, and the names of the weights that are random: neither its checkpoint nor its adapters have them."""
     if (base := base_of_adapters(name)) is not None:
         if getattr(config, "quantization_config", None) is not None:
             summary = "the base of these adapters is quantised, which a merge would round them to"
@@ -217,18 +217,18 @@ def _read_weights(
 
 
 def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
-    """Raise `ModelError` for `unused` tensors of the checkpoint `name`: the head of a reward model may be among them.
+    """Raise `ModelError` for `unused` tensors of the checkpoint `name`, which may be the head of a reward model.
 
-    What a language model of this configuration has, or the checkpoint's own class of transformers, may be left. A file
-    of LLaMA-Factory's with a head counts as a tensor.
+    Tensors of a language model of this configuration, or of the checkpoint's class in transformers, may be unused. A
+    head file of LLaMA-Factory counts as a tensor.
     """
     config, unknown = hf.config, set(unused)
     if hasattr(hf, "num_labels"):  # a language model needs no head
-        may_lack: Any = {f"_raise_exceptions_for_{one}": False for one in ("missing_entries", "connection_errors")}
+        may_lack: Any = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
         unknown.update(Path(file).name for file in cached_files(name, _HEAD_FILES, **may_lack) or ())
     patterns = [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]  # old buffers, as transformers has them
     classes = [getattr(transformers, text, None) for text in config.architectures or ()]
-    classes = [one for one in classes if getattr(one, "config_class", None) is type(config)]
+    classes = [kind for kind in classes if getattr(kind, "config_class", None) is type(config)]
     if type(config) in AutoModelForCausalLM._model_mapping:
         classes.append(AutoModelForCausalLM._model_mapping[type(config)])
     for model_class in (None, *classes) if unknown else ():
@@ -236,13 +236,13 @@ def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
             model = hf if model_class is None else model_class._from_config(config)
         patterns += model._keys_to_ignore_on_load_unexpected or ()
         unknown -= {key for key, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-    if left := sorted(key for key in unknown if not re.search("|".join(patterns), key)):
-        heads = [key for key in left if re.search("head|score|reward|value|regress|classif", key)]
-        advice = "docs/reward_models.md has the heads that are known; to train a new one, save the model without this"
+    if unused_tensors := sorted(key for key in unknown if not re.search("|".join(patterns), key)):
+        heads = [key for key in unused_tensors if re.search("head|score|reward|value|regress|classif", key)]
+        advice = "docs/reward_models.md lists the known heads; to train a new one, save the model without this"
         raise ModelError(
             "the checkpoint has tensors that this model does not use",
             where=name,
-            got=", ".join((heads or left)[:4]) + (", which look like a head" if heads else ""),
+            got=", ".join((heads or unused_tensors)[:4]) + (", which look like a head" if heads else ""),
             need=f"those of {type(hf).__name__}",
             fix=advice if heads else "mend config.json, or save the model without them",
         )
@@ -286,7 +286,7 @@ def _loading_error(name: str, what: str, error: Exception, fix: str | None = Non
     text = str(error.__cause__ or error if isinstance(error, StrictDataclassError) else error).strip()
     summary, need = f"the {what} cannot be loaded", f"a folder or hub name with the files of a {what}, in safetensors"
     got = (text.splitlines() or [type(error).__name__])[0]
-    if inside := next((one for one in ("model", "final") if (Path(name) / one / "config.json").is_file()), None):
+    if inside := next((part for part in ("model", "final") if (Path(name) / part / "config.json").is_file()), None):
         summary, fix = "the model is inside this folder", f"use {name}/{inside}"
     elif not Path(name).expanduser().exists():
         fix = "check the name and the network (and HF_HUB_OFFLINE, HTTPS_PROXY), or give the folder of a copy"
@@ -303,9 +303,8 @@ def bare_model(
 ) -> PreTrainedModel:
     """A model with random float32 weights, by `make` from a bare configuration: `model_type` and its fields.
 
-    The vocabulary size and special tokens are the tokenizer's; `settings` are further fields. The weights are drawn
-    here and nowhere else, so that the seed alone determines them. Raises `ConfigError` for an unknown model type or
-    field.
+    The vocabulary size and special tokens are the tokenizer's; `settings` are further fields. The seed alone determines
+    the weights. Raises `ConfigError` for an unknown model type or field.
     """
     fields = dict(model_config)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
@@ -344,7 +343,7 @@ def bare_config(fields: Mapping[str, Any], **settings: Any) -> PreTrainedConfig:
 
 
 def override_fields(config: PreTrainedConfig, fields: Mapping[str, Any], where: str) -> None:
-    """Set fields of a configuration. Raises `ConfigError` for one that it does not have, and for a value it refuses."""
+    """Set fields of a configuration. Raises `ConfigError` for an unknown field or an invalid value."""
     check_fields(config, fields, where)
     with _config_errors(where):
         for field, value in fields.items():
@@ -359,7 +358,7 @@ def _check_layers(config: PreTrainedConfig) -> None:
 
 @contextlib.contextmanager
 def _config_errors(where: str) -> Iterator[None]:
-    """Raise `ConfigError` for whatever transformers raises of fields that are the user's, as a ZeroDivisionError."""
+    """Raise `ConfigError` for any error of transformers about the user's fields, as a ZeroDivisionError."""
     try:
         yield
     except Exception as error:
@@ -369,12 +368,12 @@ def _config_errors(where: str) -> Iterator[None]:
 
 
 def choose_device(device: torch.device | str | None) -> torch.device:
-    """The device of a name; None and `auto` are a GPU where there is one, else the CPU."""
+    """The device of a name; None and `auto` mean a GPU if there is one, else the CPU."""
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device in (None, "auto") else device)
 
 
 def has_room(device: torch.device, num_bytes: float) -> bool:
-    """Whether a GPU has so much memory left; a CPU is thought to."""
+    """Whether a GPU has so much free memory; True for a CPU."""
     if device.type != "cuda":
         return True
     torch.cuda.empty_cache()
@@ -382,7 +381,7 @@ def has_room(device: torch.device, num_bytes: float) -> bool:
 
 
 def check_device(device: str | None, *, where: str, field: str | None = None) -> None:
-    """Raise `ConfigError` for a device that is not there."""
+    """Raise `ConfigError` for a missing device."""
     try:
         torch.empty(0, device=choose_device(device))
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA

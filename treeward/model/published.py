@@ -1,13 +1,13 @@
-"""Published reward models whose files plain transformers does not read as such: one table of adapters.
+"""Published reward models with files that plain transformers does not read: one table of adapters.
 
     adapter = find(config.json as a dictionary, "infly/INF-ORM-Llama3.1-70B")      # None for an ordinary model
     model_class = adapter.reader(config, LlamaForSequenceClassification)            # loads the authors' files
 
-An adapter says how a model is recognised, which names its tensors have, what its head computes, and what follows the
-last message. Nothing of the authors' code runs: the arithmetic is written here, from the `source` of each adapter.
+An adapter defines how a model is recognised, the names of its tensors, the computation of its head, and the text after
+the last message. The authors' code never runs: this file has the arithmetic, from the `source` of each adapter.
 
-A model with a linear head becomes a plain classifier of transformers. Another head is a module of this file, under the
-name `score`; such a model is saved as its authors save it, and is recognised again by its architecture.
+A model with a linear head becomes a plain classifier of transformers. Other heads are modules of this file, called
+`score`; such a model is saved as its authors save it, and is recognised again by its architecture.
 
 Shapes: N places that are read, D hidden size, H values, Q quantiles.
 """
@@ -64,9 +64,8 @@ def _mlp(config: PreTrainedConfig) -> nn.Module:
 
 
 class WeightedAttributes(nn.Module):
-    """URM: the mean of each attribute times the weight that a network gives it, both from the last token.
-
-    The attributes come in pairs of mean and spread, of which the spread is not in the score.
+    """URM: the mean of each attribute times its weight by a network, both from the last token. Attributes are pairs of
+    mean and spread; the score ignores the spread.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -103,15 +102,15 @@ class Gate(nn.Module):
         return F.softmax(self.layers[-1](hidden_ND) / self.temperature, dim=-1) * self.logit_scale
 
     def train(self, mode: bool = True) -> Gate:
-        """Its statistics stay those of its authors, so that no score depends on the rest of the batch."""
+        """Keeps the authors' statistics, so that no score depends on other conversations of the batch."""
         return super().train(False)
 
 
 class GatedObjectives(nn.Module):
     """ArmoRM and QRM: objectives at the last token, transformed, and their weights from the end of the prompt.
 
-    Gives both for every place, (N, 2H): the model multiplies the objectives of a conversation's last token with the
-    weights of the place where `gate_pattern` begins for the last time. QRM's objective is the mean of its quantiles.
+    Returns both for every place, (N, 2H): the model multiplies the objectives of a conversation's last token with the
+    weights at the last occurrence of `gate_pattern`. QRM's objective is the mean of its quantiles.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -150,8 +149,8 @@ class SplitGroups(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
-        [found], config = input_dict.values(), kwargs["config"]
-        weight: Tensor = found[0] if isinstance(found, list) else found
+        [tensors], config = input_dict.values(), kwargs["config"]
+        weight: Tensor = tensors[0] if isinstance(tensors, list) else tensors
         per_key = config.num_attention_heads // config.num_key_value_heads
         parts = weight.unflatten(0, (config.num_key_value_heads, per_key + 2, -1)).split([per_key, 1, 1], dim=1)
         return {name: part.flatten(0, 2).contiguous() for name, part in zip(target_patterns, parts, strict=True)}
@@ -169,7 +168,7 @@ def _then(text: str) -> tuple[str, str]:
 
 
 def _at_end_of_text(_: Fields, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Without line ends, and with the token that ends a text, as OpenRLHF's `RewardDataset` makes its rows."""
+    """The text without line ends, and with the end-of-text token, as in OpenRLHF's `RewardDataset`."""
     text = "{{ text if text.endswith(eos_token) else text + ' ' + eos_token }}"
     after = "{% endset %}{% set text = text.rstrip('\\n') %}" + text
     return ("{% set text %}", after) if tokenizer.eos_token else ("", "")
@@ -185,7 +184,7 @@ def _reward_token(fields: Fields, tokenizer: PreTrainedTokenizerBase) -> tuple[s
 
 
 _INTERNLM2: list[WeightRenaming | WeightConverter] = [
-    WeightConverter(".attention.wqkv.weight", [f".self_attn.{one}_proj.weight" for one in "qkv"], [SplitGroups()]),
+    WeightConverter(".attention.wqkv.weight", [f".self_attn.{x}_proj.weight" for x in "qkv"], [SplitGroups()]),
     WeightRenaming("model.tok_embeddings", "model.embed_tokens"),
     WeightRenaming(".attention.wo", ".self_attn.o_proj"),
     WeightRenaming(".feed_forward.w1", ".mlp.gate_proj"),
@@ -198,15 +197,14 @@ _INTERNLM2: list[WeightRenaming | WeightConverter] = [
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """How one kind of published model is read.
+    """A kind of published model.
 
-    `source`: where the arithmetic is published. `recognises`: by config.json and the name. `stored`: the modules of the
-    head in the checkpoint, and in ours. `backbone`: other changes of names and tensors. `head`: makes the module
+    `source`: of the arithmetic. `recognises`: by config.json and the name. `stored`: the head's modules in the
+    checkpoint, and our names for them. `backbone`: other changes of names and tensors. `head`: makes the module
     `score`; None for a linear one. `parts`: names of its values, whose sum is the score; empty for one value.
-    `config`: what transformers' configuration is made of config.json, where it does not know the model type. `tokens`:
-    of a language model, the tokens whose logit is the score: the last one, minus that of the one before. `end`: what
-    stands before and after the chat template, so that it ends as the model reads. `keys`: of config.json that the
-    authors' code alone reads.
+    `config`: makes transformers' configuration from config.json, for unknown model types. `tokens`: of a language model
+    whose score is the logit of the last of these tokens, minus the logit of the one before. `end`: texts before and
+    after the chat template, so that it ends as the model expects. `keys`: of config.json for the authors' code alone.
     """
 
     source: str
@@ -221,7 +219,7 @@ class Adapter:
     keys: tuple[str, ...] = ()
 
     def reader(self, config: PreTrainedConfig, plain: type[PreTrainedModel]) -> type[PreTrainedModel]:
-        """A subclass of the family's classifier that has the authors' architecture and loads their files."""
+        """A subclass of the family's classifier with the authors' architecture, which loads their files."""
         head, fields = self.head, config.to_dict()
         if not (parts := self.parts(fields)):
             config.num_labels = 1
@@ -238,19 +236,19 @@ class Adapter:
         body = {"__init__": make, "__module__": plain.__module__, "plain_class": plain}
         body |= {"stored_head": tuple(stored), "score_parts": parts, "made_by_treeward": head is not None}
         made: type[PreTrainedModel] = type(name, (plain,), body)
-        renamings = [WeightRenaming(f"^{theirs}", ours) for theirs, ours in stored.items() if theirs != ours]
+        renamings = [WeightRenaming(f"^{old}", new) for old, new in stored.items() if old != new]
         register_checkpoint_conversion_mapping(name, [*renamings, *self.backbone], overwrite=True)
         return made
 
     def stored_name(self, config: PreTrainedConfig, name: str) -> str:
         """The name in the checkpoint of a tensor of our head."""
-        for theirs, ours in self.stored(config.to_dict()).items():
-            if f"{name}.".startswith(f"{ours}."):
-                return theirs + name.removeprefix(ours)
+        for stored_prefix, prefix in self.stored(config.to_dict()).items():
+            if f"{name}.".startswith(f"{prefix}."):
+                return stored_prefix + name.removeprefix(prefix)
         return name
 
     def settle(self, hf: Any) -> None:
-        """A model with a linear head, once it has its weights, is a plain classifier."""
+        """Turn a loaded model with a linear head into a plain classifier."""
         vars(hf.config).pop("auto_map", None)  # names files of code that are not saved with it
         if self.head is not None:
             return
@@ -301,9 +299,9 @@ def _is(*names: str) -> Callable[[Fields, str], bool]:
 
 def _is_openrlhf(*, normalised: bool) -> Callable[[Fields, str], bool]:
     def recognises(fields: Fields, name: str) -> bool:
-        is_plain = any("Classification" in one for one in fields.get("architectures") or ())
-        is_theirs = _is("RewardModel")(fields, name) or ("value_head_prefix" in fields and not is_plain)
-        return is_theirs and normalised == (bool(fields.get("normalize_reward")) and fields.get("std") is not None)
+        is_plain = any("Classification" in architecture for architecture in fields.get("architectures") or ())
+        is_openrlhf = _is("RewardModel")(fields, name) or ("value_head_prefix" in fields and not is_plain)
+        return is_openrlhf and normalised == (bool(fields.get("normalize_reward")) and fields.get("std") is not None)
 
     return recognises
 
@@ -375,16 +373,16 @@ ADAPTERS: Mapping[str, Adapter] = {
         keys=(TOKENS_KEY, PROMPT_KEY),
     ),
 }
-"""The first one that recognises a model reads it."""
+"""The first adapter that recognises a model is used."""
 
 
 def find(fields: Fields, name: str | None) -> Adapter | None:
-    """The adapter for a model with this config.json and this name; None for one that transformers reads itself."""
+    """The adapter for a model with this config.json and this name; None for an ordinary model."""
     return next((adapter for adapter in ADAPTERS.values() if adapter.recognises(fields, name or "")), None)
 
 
 def end_template(tokenizer: PreTrainedTokenizerBase, fields: Fields, name: str) -> None:
-    """Let the chat template end as the model reads conversations. Raises `ModelError` without a template."""
+    """Change the chat template to end as the model expects. Raises `ModelError` without a template."""
     adapter = find(fields, name)
     before, after = ("", "") if adapter is None else adapter.end(fields, tokenizer)
     if not after:

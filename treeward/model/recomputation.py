@@ -1,12 +1,11 @@
-"""`compute_again_selectively`: a layer keeps some activations, and computes the others again in the backward pass.
+"""`compute_again_selectively`: keeps some activations of a layer, and recomputes the others in the backward pass.
 
     for layer in layers: compute_again_selectively(layer)
 
-The rule is torchtitan's (`selective`, by operation). Attention and matrix products cost the most to repeat: the outputs
-of attention and of every second product are kept; norms, activation functions, rotations and the other products are
-repeated. The gradient is the same, for what is repeated is what was computed.
+The rule is torchtitan's (`selective`, by operation). Attention and matrix products cost the most to repeat, so it keeps
+the outputs of attention and of every second product, and repeats the others. The gradient is the same.
 
-It is within the layer's forward, and so within its graph where the layer is compiled: around a compiled layer there is
+It changes the layer's forward, and so its graph if the layer is compiled: around a compiled layer there would be only
 one operation to keep or to repeat.
 """
 
@@ -37,7 +36,7 @@ _ATTENTION = {
 
 
 def compute_again_selectively(layer: nn.Module) -> None:
-    """Change the forward of a layer that is trained; without gradients it stays what it is."""
+    """Change the forward of a layer in training; without gradients it is unchanged."""
     plain = layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

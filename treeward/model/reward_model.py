@@ -7,8 +7,9 @@
 It wraps a Hugging Face `...ForSequenceClassification`, and its weights are that model's weights, so an export loads
 anywhere. Only the call differs: a `TreeBatch` computes each shared prefix once, and the score is read at the *last real
 token* by length. Hugging Face reads at the last token that is not the padding token, which is the wrong one if padding
-and end of text share an id (transformers issue #35352); a classifier from elsewhere has learnt so, and `padding_token`
-has it read there.
+and end of text share an id (transformers issue #35352); classifiers from elsewhere are read so, by `padding_token`.
+
+Shapes: B rows, S sequences, L tokens of the longest, N hidden states, R reads per sequence, D hidden size, H heads.
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ HEAD_NAMES = ("score", "classifier", "classification_head", "vqa_classifier", "s
 
 @dataclass(frozen=True, slots=True)
 class FeatureBatch(Movable):
-    """Instead of the tokens of S sequences, what the head reads of them: `features_SRD` of `RewardModel.features`."""
+    """The head's inputs for S sequences, instead of their tokens: `features_SRD` of `RewardModel.features`."""
 
     features_SRD: Tensor
     num_computed_tokens: ClassVar[int] = 0
 
 
 class RewardModel(WrappedModel):
-    """Scores of conversations, from a Hugging Face sequence classifier; one label per head, and one head is the rule.
+    """Scores of conversations, from a Hugging Face sequence classifier with one label per head, usually one.
 
-    `hf`: the wrapped model. `layout`: see `Layout`. The head is float32, whatever the backbone's weights are.
+    `hf`: the wrapped model. `layout`: see `Layout`. The head is always float32.
     """
 
     def __init__(self, hf: PreTrainedModel, *, layout: Layout = "tree") -> None:
         super().__init__(hf, layout=layout)
         self.num_computed_tokens = self.num_row_tokens = 0
-        """By `score_tokens` so far: tokens that were computed, and tokens of the plain rows."""
+        """Tokens that `score_tokens` has computed so far, and tokens of the plain rows."""
         self.num_known_tokens = self.num_embeddings
         """Tokens whose embeddings come from the checkpoint; a row added for padding is never scored."""
         self.padding_token: int | None = None
-        """Of a decoder that is read as plain transformers reads it: the token that is left off the end of sequences."""
+        """For a decoder that is read as in plain transformers: the token to cut off the end of sequences."""
         if layout == "encoder":
             _compute_in_float32(self.head)
 
@@ -69,13 +70,13 @@ class RewardModel(WrappedModel):
 
     @property
     def score_parts(self) -> tuple[str, ...]:
-        """Of a published model whose score is the sum of its values, their names (`published.py`); else empty."""
+        """Names of the values whose sum is the score, for some published models (`published.py`); else empty."""
         parts: tuple[str, ...] = getattr(self.hf, "score_parts", ())
         return parts
 
     @property
     def num_heads(self) -> int:
-        """How many values a conversation gets: the labels of the classifier, or the parts of its score."""
+        """The number of values of a conversation: the labels of the classifier, or the parts of its score."""
         if self.score_parts:
             return len(self.score_parts)
         num_labels = self.hf.config.num_labels
@@ -83,8 +84,8 @@ class RewardModel(WrappedModel):
         return num_labels
 
     def weights(self) -> list[nn.Parameter]:
-        of_head = set(self.head.parameters())
-        return [parameter for parameter in super().weights() if parameter not in of_head]
+        head_parameters = set(self.head.parameters())
+        return [parameter for parameter in super().weights() if parameter not in head_parameters]
 
     @property
     def gate_pattern(self) -> tuple[int, ...] | None:
@@ -94,7 +95,7 @@ class RewardModel(WrappedModel):
 
     @property
     def read_position(self) -> Literal["last token", "before padding", "pooled"]:
-        """Where in a conversation the score is read, as `ReadContract.position` says it."""
+        """The position at which the score is read: `ReadContract.position`."""
         if self.layout == "encoder":
             return "pooled"
         return "last token" if self.padding_token is None else "before padding"
@@ -116,9 +117,8 @@ class RewardModel(WrappedModel):
     def pack_parts(
         self, groups: Sequence[Sequence[TokenIds]], *, max_tokens: int | None
     ) -> tuple[list[Batch], Tensor | None]:
-        """Batches of one forward pass each, in the memory of the host, and `order_of_parts` of their sequences.
-
-        One batch; or several, where a single group is larger than `max_tokens`.
+        """Batches of one forward pass each, on the host, and `order_of_parts` of their sequences: one batch, or several
+        if a single group is larger than `max_tokens`.
         """
         if len(groups) != 1 or max_tokens is None:
             return [self.pack(groups)], None
@@ -127,7 +127,7 @@ class RewardModel(WrappedModel):
         return [self.pack([[groups[0][i] for i in part.members]]) for part in parts], order_S
 
     def forward(self, batch: Batch) -> Tensor:
-        """Scores, float32 (S,), one per sequence in the order of the batch's groups; of a model with one head."""
+        """Scores of a model with one head, float32 (S,), one per sequence in the order of the batch's groups."""
         if self.score_parts:
             return self._heads(batch).sum(dim=1)
         assert self.num_heads == 1, f"{self.num_heads} heads make no score: `heads` has their values"
@@ -138,7 +138,7 @@ class RewardModel(WrappedModel):
         return self._heads(batch)
 
     def features(self, batch: Batch | FeatureBatch) -> Tensor:
-        """What the head reads of each sequence, (S, *feature_shape): R hidden states, the second one for a gate."""
+        """The head's inputs for each sequence, (S, *feature_shape): R hidden states, the second one for a gate."""
         hidden_ND, places = self._read(batch)
         return torch.stack([hidden_ND.index_select(0, at_S) for at_S in places], dim=1)
 
@@ -161,7 +161,7 @@ class RewardModel(WrappedModel):
         return values_SH[:, : self.num_heads] * values_NH.index_select(0, places[1])[:, self.num_heads :]
 
     def _read(self, batch: Batch | FeatureBatch) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states (N, D), and where among them are those that the head reads of each sequence: R times (S,)."""
+        """Hidden states (N, D), and the indices of the R states that the head reads of each sequence, (S,) each."""
         if isinstance(batch, TreeBatch):
             places = [batch.read_of_S] if batch.also_S is None else [batch.read_of_S, batch.also_S]
             return self.tree_hidden(batch, batch.reads_N), places
@@ -182,17 +182,16 @@ class RewardModel(WrappedModel):
         return logits.float()
 
     def _encoder_hidden(self, batch: RowBatch) -> Tensor:
-        """What an encoder's own code gives its head, (S, D): the pooled state, or that of the first token.
-
-        Raises `ModelError` for a head that reads more.
+        """The inputs of an encoder's head, (S, D): the pooled state, or the first token's. Raises `ModelError` for a
+        head that reads more.
         """
-        seen: list[Tensor] = []
-        hook = self.head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        inputs: list[Tensor] = []
+        hook = self.head.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
         try:
             values_SH = self._encoder_logits(batch)
         finally:
             hook.remove()
-        hidden_SD = seen[0] if seen[0].dim() == 2 else seen[0][:, 0]
+        hidden_SD = inputs[0] if inputs[0].dim() == 2 else inputs[0][:, 0]
         if not torch.allclose(self.head_values(hidden_SD), values_SH, rtol=1e-3, atol=1e-4):
             summary, got = "this encoder's head reads more than one hidden state", type(self.head).__name__
             raise ModelError(summary, got=got, fix="set policy.reward_model_cfg.freeze_backbone=false")
@@ -209,11 +208,10 @@ class RewardModel(WrappedModel):
     ) -> Tensor:
         """Values of token sequences, each a whole conversation: float32 (S, H) on the CPU, in order.
 
-        Shared beginnings are computed once. `max_tokens`: most tokens computed in one forward pass, counted after
-        sharing (a longer sequence has a pass to itself); `max_sequences`: most sequences in one; not both None.
-        `cache`: holds beginnings of earlier calls, and keeps the first `prompt_lengths[i]` tokens of sequence i; models
-        that run as rows do not use it. Raises `ModelError` for a sequence that is empty, longer than `max_positions`,
-        or has unknown tokens.
+        Shared beginnings are computed once. `max_tokens`: of a forward pass, counted after sharing (a longer sequence
+        has its own pass); `max_sequences`: of a forward pass; not both None. `cache`: holds beginnings of earlier
+        calls, and keeps the first `prompt_lengths[i]` tokens of sequence i; unused by models that run as rows. Raises
+        `ModelError` for a sequence that is empty, longer than `max_positions`, or has unknown tokens.
         """
         self._check_sequences(sequences)
         sequences = [self.until_padding(ids) for ids in sequences]
@@ -247,8 +245,8 @@ class RewardModel(WrappedModel):
             self.num_computed_tokens += batch.num_computed_tokens
             self.num_row_tokens += sum(len(sequences[i]) for group in groups for i in group)
             values_SH[[i for group in groups for i in group]] = values.cpu()
-        # Masked attention multiplies hidden values by zero, and zero times NaN is NaN: one broken conversation may have
-        # broken others.
+        # Masked attention multiplies hidden values by zero, and zero times NaN is NaN: one broken conversation may
+        # break others.
         for i in (~values_SH.isfinite().all(dim=1)).nonzero().flatten().tolist():
             values_SH[i] = self.heads(self.make_batch([[sequences[i]]])).cpu()[0]
         return values_SH
@@ -298,8 +296,8 @@ class RewardModel(WrappedModel):
     def score(self, data: Mapping[str, Tensor], *, max_tokens: int | None = DEFAULT_BATCH_TOKENS) -> dict[str, Tensor]:
         """`{"scores": float32 (B,)}` for `{"input_ids": (B, L), "input_lengths": (B,)}`, as NeMo RL's `Policy.score`.
 
-        Rows are padded on the right, with whatever; several heads give `scores` (B, H). Raises `ModelError` for a
-        length that is not one of the row's, and for a score that is not finite.
+        Rows are padded on the right, with any token; several heads give `scores` (B, H). Raises `ModelError` for an
+        invalid length, and for a score that is not finite.
         """
         ids_BL, lengths_B = data["input_ids"], data["input_lengths"].tolist()
         if wrong := [length for length in lengths_B if not 0 < length <= ids_BL.shape[1]]:
@@ -328,7 +326,7 @@ class RewardModel(WrappedModel):
 
 
 def _find_last(ids: TokenIds, pattern: tuple[int, ...]) -> int:
-    """Where these tokens begin for the last time. Raises `ModelError`."""
+    """The start of the last occurrence of these tokens. Raises `ModelError` for none."""
     array = np.asarray(ids)
     if len(array) >= len(pattern):
         places = (np.lib.stride_tricks.sliding_window_view(array, len(pattern)) == pattern).all(axis=1).nonzero()[0]
@@ -358,9 +356,8 @@ def check_finite(values: Sequence[float], name: str, num_tokens: int) -> None:
 
 
 def head_name(hf: PreTrainedModel) -> str:
-    """The name of the classification head: `score` in decoders, `classifier` in most encoders.
-
-    Raises `ModelError` where there is neither.
+    """The name of the classification head: `score` in decoders, `classifier` in most encoders. Raises `ModelError` if
+    there is none.
     """
     for name in HEAD_NAMES:
         if isinstance(getattr(hf, name, None), nn.Module):
@@ -369,12 +366,12 @@ def head_name(hf: PreTrainedModel) -> str:
 
 
 def is_of_head(name: str) -> bool:
-    """Whether a weight of this name is of the classification head."""
+    """Whether a weight of this name belongs to the classification head."""
     return name.split(".")[0] in HEAD_NAMES
 
 
 def stored_heads(hf: PreTrainedModel) -> tuple[str, ...]:
-    """The names of the head's modules on the disk, which are other ones where a published model has its own."""
+    """The names of the head's modules on disk, which some published models change."""
     names: tuple[str, ...] = getattr(hf, "stored_head", None) or (head_name(hf),)
     return names
 

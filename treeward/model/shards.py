@@ -1,12 +1,12 @@
-"""Tensors of which each process has a part: written together, read in parts, each process its own.
+"""Writing and reading sharded tensors, each process its part.
 
     write_tensors(folder, {"hf.score.weight.exp_avg": sharded, ...})    # every process calls it
     saved = stored_tensors(folder)                                      # by name, their whole sizes and dtypes
     read_tensors(folder, {"hf.score.weight.exp_avg": sharded})          # in place, in any layout
-    put(parameter, whole)                                               # a process keeps its part of a whole tensor
+    put(parameter, whole)                                               # fill this process's part from a whole tensor
 
-The files are safetensors, by PyTorch's `HuggingFaceStorageWriter`: each holds parts and says where they belong. No
-pickle is written or read, unlike by `torch.distributed.checkpoint`'s other writers.
+The files are safetensors, by PyTorch's `HuggingFaceStorageWriter`: each holds parts with their places. Unlike other
+writers of `torch.distributed.checkpoint`, it uses no pickle.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from treeward import processes
 
 _FILE_BYTES = 5 * 1000**3
-"""The size of a process's file of tensors, which it has in its memory while it writes it."""
+"""The size of a process's file of tensors, which is in memory while it is written."""
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None) -> None:
-    """Write tensors, each process its parts; what has the same name everywhere and is not sharded is written once.
-
-    `group`: the processes, over a group that no other thread uses. Raises on all of them what one of them has raised.
+    """Write tensors, each process its parts; tensors that are not sharded are written once. `group`: of the processes,
+    for this thread. An error of one process is raised on all.
     """
     rank_sizes = processes.gather({name: tensor.nbytes for name, tensor in tensors.items()}, group)
     sizes = {name: size for rank in rank_sizes for name, size in rank.items()}
@@ -54,14 +53,14 @@ def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """The sizes and dtypes of the whole tensors in a folder that `write_tensors` has written, by name."""
     metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata if folder.is_dir() else {}
     return {
-        name: (one.size, one.properties.dtype)
-        for name, one in metadata.items()
-        if isinstance(one, TensorStorageMetadata)
+        name: (entry.size, entry.properties.dtype)
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
 
 
 def read_tensors(folder: Path, targets: Mapping[str, Tensor]) -> None:
-    """Read into tensors, each process its parts. Raises on all processes what one of them has raised."""
+    """Read into tensors, each process its parts. An error of one process is raised on all."""
     if targets:
         with _together():
             load(dict(targets), storage_reader=HuggingFaceStorageReader(str(folder)))
@@ -73,7 +72,7 @@ def _together() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a run of one process
         try:
             yield
-        except CheckpointException as error:  # which is no Exception; on every process, with the error of each
+        except CheckpointException as error:  # not an Exception; on every process, with the error of each
             rank, (first, _) = next(iter(error.failures.items()))
             if processes.size() > 1 and isinstance(first, OSError):
                 first = OSError(f"rank {rank}: {first}")
@@ -86,7 +85,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """This process's part, which shares its memory with the tensor, and where in the whole it is."""
+    """This process's part, a view of the tensor, and its place in the whole."""
     if not isinstance(tensor, DTensor):
         return tensor, tuple(slice(0, size) for size in tensor.shape)
     sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -95,9 +94,8 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 @torch.no_grad()
 def put(tensor: Tensor, values: Any) -> None:
-    """Fill a tensor from the whole one: this process's part of it.
-
-    `values`: a tensor, or a slice of safetensors, of which no more is read; it may have fewer rows.
+    """Fill this process's part of a tensor from the whole `values`: a tensor, or a slice of safetensors, of which only
+    the part is read. It may have fewer rows.
     """
     part, place = own_part(tensor)
     if not place:

@@ -50,8 +50,7 @@ class StoredTensor:
 
 
 class StoredModel:
-    """The files of a model folder, each read when it is asked for first. Raises `ModelError` for one that is missing or
-    damaged."""
+    """The files of a model folder, read lazily. Raises `ModelError` for a missing or damaged file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -111,13 +110,13 @@ class StoredModel:
 
     @property
     def config_dtype(self) -> str | None:
-        """The number format in which transformers loads the weights: `dtype` of `config.json`, once `torch_dtype`."""
+        """The number format in which transformers loads the weights: `dtype`, formerly `torch_dtype`."""
         value = self.config.get("dtype") or self.config.get("torch_dtype")
         return None if value is None else str(value).removeprefix("torch.")
 
     @property
     def pad_token_id(self) -> int | None:
-        """The padding token that transformers looks for; a model with a text model inside has that model's."""
+        """The padding token for transformers, of the text model if there is one inside."""
         pad: int | None = (self.config.get("text_config") or self.config).get("pad_token_id")
         return pad
 
@@ -141,9 +140,8 @@ def dtype_of(tensors: Iterable[StoredTensor]) -> str:
 
 
 def architecture_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `config.json` that decide about a forward pass in given weights and a given number format.
-
-    Configurations inside it, as `text_config`, are cut down likewise.
+    """The keys of `config.json` that a forward pass depends on, besides weights and number format; also of inner
+    configurations, as `text_config`.
     """
     return {
         key: architecture_of(value) if key.endswith("_config") and isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""`WrappedModel`: a Hugging Face model and how it is called; the base of `RewardModel` and `PolicyModel`.
+"""`WrappedModel`: a Hugging Face model and its calls; the base of `RewardModel` and `PolicyModel`.
 
     with model.attention(attention.TREE):
         hidden = model.backbone(...)
@@ -37,7 +37,7 @@ through their own pooling and head."""
 
 
 class _Now(threading.local):
-    """Of the forward pass that is in a last layer now; each thread has its own."""
+    """State of this thread's forward pass, while it is in a last layer."""
 
     at_N: Tensor | None = None
     row_1TD: Tensor | None = None
@@ -47,13 +47,13 @@ _now = _Now()
 
 
 class LastLayer:
-    """Of a decoder's last layer, the MLP is computed only for the tokens that are read.
+    """Computes the MLP of a decoder's last layer only for the tokens that are read.
 
-    No token attends to the output of the last layer's MLP, so the MLP gets the places of the argument `tree_reads`
-    alone, and its output is put into zeros at these places; without the argument it computes all. The places are an
-    argument of the layer, so a backward pass that computes the layer again has them too. The layer's class is replaced
-    by a subclass, which compilers tell from the class of the other layers; names, parameters and exports stay.
-    `enabled`: False where the model is not suited, which is tried when one is loaded (`checks.why_not_tree`).
+    No token attends to the output of the last layer's MLP, so the MLP gets only the places of the argument `tree_reads`
+    (all without it), and its output is written into zeros. The places are an argument of the layer, so that
+    recomputation in the backward pass has them too. The layer's class becomes a subclass, which compilers distinguish
+    from the other layers'; names, parameters and exports stay. `enabled`: False for unsuited models, which is tested
+    when a model is loaded (`checks.why_not_tree`).
     """
 
     def __init__(self, layer: nn.Module, mlp: nn.Module) -> None:
@@ -68,20 +68,20 @@ class LastLayer:
         """The last layer of this model, the same every time."""
         num_layers = getattr(hf.config.get_text_config(), "num_hidden_layers", None)
         lists = (module for module in hf.base_model.modules() if isinstance(module, nn.ModuleList))
-        layers = next((one for one in lists if len(one) and len(one) == num_layers), None)
+        layers = next((modules for modules in lists if len(modules) and len(modules) == num_layers), None)
         # norms have no parts, and attention precedes the MLP
-        blocks = [] if layers is None else [one for one in layers[-1].children() if any(True for _ in one.children())]
+        blocks = [] if layers is None else [block for block in layers[-1].children() if [*block.children()]]
         if layers is None or not blocks:
             return None
-        known: LastLayer | None = getattr(layers[-1], "last_layer", None)
-        return known or cls(layers[-1], blocks[-1])
+        last_layer: LastLayer | None = getattr(layers[-1], "last_layer", None)
+        return last_layer or cls(layers[-1], blocks[-1])
 
     def call(self, forward: Any, at_N: Tensor | None, row_1TD: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output, for which its MLP computes these places alone; all without any."""
+        """The layer's output, with the MLP only at these places; everywhere for None."""
         _now.at_N, _now.row_1TD = at_N, row_1TD
         try:
             return forward(row_1TD, *args, **kwargs)
-        finally:  # a backward pass that computes the layer again leaves it by an exception
+        finally:  # recomputation in the backward pass leaves by an exception
             _now.at_N = _now.row_1TD = None
 
     def _select(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -92,13 +92,13 @@ class LastLayer:
     def _spread(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if _now.at_N is None or _now.row_1TD is None or len(args) != 1 or kwargs:
             return output
-        found_1ND = output[0] if isinstance(output, tuple) else output  # experts may give their routing as well
-        spread_1TD = found_1ND.new_zeros(_now.row_1TD.shape).index_copy(1, _now.at_N, found_1ND)
+        output_1ND = output[0] if isinstance(output, tuple) else output  # experts may give their routing as well
+        spread_1TD = output_1ND.new_zeros(_now.row_1TD.shape).index_copy(1, _now.at_N, output_1ND)
         return (spread_1TD, *output[1:]) if isinstance(output, tuple) else spread_1TD
 
 
 class _ReadsOnly(nn.Module):
-    """The class of a last layer, before its own one."""
+    """A base class of a last layer, before its own class."""
 
     last_layer: LastLayer
 
@@ -106,7 +106,7 @@ class _ReadsOnly(nn.Module):
         return self.last_layer.call(super().forward, tree_reads, hidden_states, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """Pickled with the class that it extends, as its own is not in a module."""
+        """Pickled with the class that it extends, as its own class is not in a module."""
         return _new_layer, (type(self).__bases__[1],), vars(self)
 
 
@@ -129,14 +129,14 @@ class WrappedModel(nn.Module):
         self.hf = hf
         self.layout: Layout = layout
         self.tree_attention: str | None = None
-        """The implementation of `treeward.tree.attention` that computes trees; None: the one for the device."""
+        """The implementation of `treeward.tree.attention` for trees; None: the device's default."""
         self.tensor_size, self.sequence_parallel = 1, False
-        """How many processes compute each layer together, and whether they share the tokens out as well."""
+        """The number of processes that compute each layer together, and whether they share the tokens out as well."""
         self.compute_device: torch.device | None = None
         self.compute_dtype: torch.dtype | None = None
-        """Of a sharded model, whose weights may lie elsewhere and have another dtype; None: those of the weights."""
+        """Of a sharded model, whose weights may have another dtype; None: the weights' dtype."""
         self.unfilled: list[Callable[[], object]] = []
-        """Of a model on the meta device: what gives its weights their values, when they have memory."""
+        """For a model on the meta device: functions that fill its weights, once they have memory."""
         self._is_compiled = False
         self.last_layer = LastLayer.of(hf) if layout == "tree" else None
         _switch_off_noise(hf)
@@ -156,12 +156,12 @@ class WrappedModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device of the computation."""
         return self.compute_device or next(self.hf.parameters()).device
 
     @property
     def num_embeddings(self) -> int:
-        """How many token ids the model knows."""
+        """The number of token ids of the model."""
         embeddings = self.hf.get_input_embeddings()
         assert isinstance(embeddings.weight, Tensor)
         # DeepSpeed's third stage leaves an empty weight, with the shape of the whole beside it
@@ -169,10 +169,10 @@ class WrappedModel(nn.Module):
 
     @property
     def max_positions(self) -> int | None:
-        """How many tokens a sequence may have; None without a limit.
+        """The maximum length of a sequence in tokens; None without a limit.
 
-        Rotary encodings that change with the longest conversation of a batch (`dynamic`, `longrope`) are used up to
-        the length where they begin to: beyond it a score would depend on what else is in the batch.
+        Rotary encodings that change with the longest conversation of a batch (`dynamic`, `longrope`) are limited to the
+        length where they begin to: beyond it a score would depend on the batch.
         """
         config = self.hf.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
@@ -189,7 +189,7 @@ class WrappedModel(nn.Module):
         return min((int(limit) for limit in limits if limit), default=None)
 
     def weights(self) -> list[nn.Parameter]:
-        """The floating-point parameters that may be of any format; a score head is not among them."""
+        """The floating-point parameters that may have any format, without a score head."""
         return [parameter for parameter in self.hf.parameters() if parameter.is_floating_point()]
 
     def cast(self, dtype: torch.dtype) -> None:
@@ -199,29 +199,29 @@ class WrappedModel(nn.Module):
 
     @contextlib.contextmanager
     def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
-        """Within it the weights are of `dtype`; afterwards each is the same parameter with the same bits."""
+        """A context in which the weights have `dtype`; afterwards each is the same parameter with the same bits."""
         before: list[tuple[nn.Parameter, torch.dtype, Tensor | None]]
-        before = [(one, one.dtype, one.data) for one in self.weights() if one.dtype.itemsize > dtype.itemsize]
-        # a wider format holds every bit of a narrower one: nothing has to be kept
-        before += [(one, one.dtype, None) for one in self.weights() if one.dtype.itemsize < dtype.itemsize]
+        before = [(p, p.dtype, p.data) for p in self.weights() if p.dtype.itemsize > dtype.itemsize]
+        # A wider format holds every bit of a narrower one, so these need no copy.
+        before += [(p, p.dtype, None) for p in self.weights() if p.dtype.itemsize < dtype.itemsize]
         self.cast(dtype)
         try:
             yield
         finally:
-            for parameter, own_dtype, data in before:
-                parameter.data = parameter.data.to(own_dtype) if data is None else data
+            for parameter, previous_dtype, data in before:
+                parameter.data = parameter.data.to(previous_dtype) if data is None else data
 
     def make_batch(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
         """Pack groups of token sequences (each a whole conversation) the way this model runs them, on its device."""
         return self.on_device(self.pack(groups))
 
     def on_device(self, packed: Batch) -> Batch:
-        """A batch of the host on the model's device, copied while the host goes on."""
+        """A copy of a host's batch on the model's device, without waiting."""
         pinned = packed.pin() if self.device.type == "cuda" else packed
         return pinned.to(self.device, non_blocking=True)
 
     def pack(self, groups: Sequence[Sequence[TokenIds]]) -> Batch:
-        """`make_batch` in the memory of the host; any thread may call it."""
+        """`make_batch` on the host; any thread may call it."""
         if self.layout == "tree":
             return TreeBatch.from_groups(groups)
         pad = getattr(self.hf.config.get_text_config(), "pad_token_id", None)
@@ -229,7 +229,7 @@ class WrappedModel(nn.Module):
 
     @contextlib.contextmanager
     def attention(self, implementation: str) -> Iterator[None]:
-        """Run with one of transformers' attention implementations; the setting is sticky, so it is made every time."""
+        """A context with one of transformers' attention implementations. The setting is sticky: set it every time."""
         if self.hf.config._attn_implementation != implementation:
             if type(self.hf)._can_set_attn_implementation():
                 self.hf.set_attn_implementation(implementation)
@@ -238,26 +238,26 @@ class WrappedModel(nn.Module):
                     f"{type(self.hf).__name__} does not use transformers' attention interface",
                     fix="policy.attention=rows",
                 )
-        # Layers are compiled for trees alone: what else is called would compile them for each new shape.
+        # Layers are compiled for trees alone: other calls would compile them for each new shape.
         eager = self._is_compiled and implementation not in attention.COMPILED
         with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
             yield
 
     def plain_attention(self) -> contextlib.AbstractContextManager[None]:
-        """Within it `hf` runs as transformers would run it."""
+        """A context in which `hf` runs as in plain transformers."""
         return self.attention(self._row_attention)
 
     def plain_logits(self, **inputs: Any) -> Tensor:
-        """The logits as transformers would compute them."""
+        """The logits of plain transformers."""
         with self.plain_attention():
             logits: Tensor = self.hf(**inputs).logits
         return logits
 
     def choose_attention(self, groups: Sequence[Sequence[TokenIds]]) -> None:
-        """Compute trees from now on by what computes these soonest.
+        """Choose the fastest attention for these trees, and use it from now on.
 
-        There is a choice on a GPU in half precision alone, and none for soft-caps, sinks, latent attention and heads
-        that FlashAttention does not have; nor in a deterministic run, as the next measurement may choose otherwise.
+        There is a choice only on a GPU in half precision, not for soft-caps, sinks, latent attention and head sizes
+        without FlashAttention, nor in a deterministic run, as measurements vary.
         """
         config, dtype = self.hf.config.get_text_config(), self.compute_dtype or self.hf.dtype
         heads, key_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
@@ -288,7 +288,7 @@ class WrappedModel(nn.Module):
     def compile_layers(self, **options: Any) -> None:
         """Compile the decoder layers (`torch.compile`, with its `options`) for trees; all of a kind share one graph."""
         self._is_compiled = True
-        # All kinds of layers are one function to the compiler: each has a graph for training and one for evaluation.
+        # The compiler sees all kinds of layers as one function: each has a graph for training and one for evaluation.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
         # The last layer notes its places while it is traced; the graph that is computed again has them as an input.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
@@ -300,7 +300,7 @@ class WrappedModel(nn.Module):
 
         `selective`: keep the outputs of attention and of every second matrix product too (`model.recomputation`).
         """
-        # transformers has renamed it on the way; older versions of those that we allow have the old name alone.
+        # transformers has renamed it; the oldest versions that we allow have only the old name.
         enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
         layers, where = self.layers, "policy.dtensor_cfg.activation_checkpointing"
         if selective and not layers:
@@ -319,7 +319,7 @@ class WrappedModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The layers of the backbone, where transformers marks them, as it does in nearly all models."""
+        """The layers of the backbone that transformers marks, as it does in nearly all models."""
         return [module for module in self.backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def tree_hidden(self, batch: TreeBatch, at_N: Tensor) -> Tensor:
@@ -343,7 +343,7 @@ class WrappedModel(nn.Module):
         """The last hidden state of every token of the padded rows, (S, L, D)."""
         length = batch.tokens_SL.shape[1]
         padding = -length % self.tensor_size if self.sequence_parallel else 0
-        tokens_SL, mask_SL = (F.pad(one, (0, padding)) for one in (batch.tokens_SL, batch.mask_SL))
+        tokens_SL, mask_SL = (F.pad(rows_SL, (0, padding)) for rows_SL in (batch.tokens_SL, batch.mask_SL))
         with self.plain_attention():
             hidden: Tensor = self.backbone(
                 input_ids=tokens_SL, attention_mask=mask_SL, use_cache=False
