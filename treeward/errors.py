@@ -53,8 +53,8 @@ class TreewardError(ValueError):
     def but(self, **changes: Any) -> Self:
         """The same error with other arguments, as `where`."""
         names = ("summary", "where", "field", "got", "need", "fix")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return type(self)(**(given | changes))
+        arguments = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return type(self)(**(arguments | changes))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process borders (workers of Ray); the default would call __init__ with the joined text.
@@ -92,24 +92,24 @@ def shown(value: Any) -> str:
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
     """The one of `names` that `name` was probably meant to be, or None if nothing comes close."""
-    by_lower_case = {candidate.lower(): candidate for candidate in names}
-    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.6)
-    return by_lower_case[close[0]] if close else None
+    originals = {candidate.lower(): candidate for candidate in names}
+    close = difflib.get_close_matches(name.lower(), originals, n=1, cutoff=0.6)
+    return originals[close[0]] if close else None
 
 
 def nearest_path(path: str | os.PathLike[str]) -> str | None:
     """The path that was probably meant by one that does not exist: names are corrected where it goes astray."""
-    given = Path(path)
+    target = Path(path)
     try:
-        missing = next((one for one in reversed([given, *given.parents]) if not one.exists()), None)
+        missing = next((part for part in reversed([target, *target.parents]) if not part.exists()), None)
         # A link to nothing is listed, but does not exist.
-        names = () if missing is None else [one.name for one in missing.parent.iterdir() if one.exists()]
+        names = () if missing is None else [entry.name for entry in missing.parent.iterdir() if entry.exists()]
     except OSError:  # as for a name that is too long, or a folder that may not be read
         return None
     near = missing and nearest_name(missing.name, names)
     if missing is None or near is None:
         return None
-    meant = missing.parent / near / given.relative_to(missing)
+    meant = missing.parent / near / target.relative_to(missing)
     return str(meant) if meant.exists() else nearest_path(meant)
 
 

@@ -134,18 +134,18 @@ class Connection:
                 await client.aclose()
 
     async def _once(self, path: str, content: bytes | None, until: float) -> Reply:
-        url, left = self.url + path, max(0.0, until - time.monotonic())
+        url, seconds_left = self.url + path, max(0.0, until - time.monotonic())
         loop = asyncio.get_running_loop()
         if self._client is None or self._client[0] is not loop:
             self._client = loop, httpx.AsyncClient(**self._options)
         try:
             # httpx limits each wait for a byte; this limits a server that sends one byte now and then.
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(seconds_left):
                 response = await self._client[1].request(
                     "GET" if content is None else "POST",
                     url,
                     content=content,
-                    headers={"X-Deadline-Seconds": f"{left:.3f}"},
+                    headers={"X-Deadline-Seconds": f"{seconds_left:.3f}"},
                 )
         except TimeoutError:
             fix = "allow more time (timeout_seconds), or send less at a time"

@@ -270,12 +270,12 @@ class Heads:
 
     def labels(self, comparisons: Sequence[Comparison]) -> Labels:
         """The labels of comparisons whose values lie one comparison after another."""
-        strengths = [one.scores if one.strength is None else one.strength for one in comparisons]
-        known_strengths = strengths if "strength" in self.pair_options else None
-        pairs = ranked_pairs([one.ranks for one in comparisons], strengths=known_strengths, **self.pair_options)
+        strengths = [item.scores if item.strength is None else item.strength for item in comparisons]
+        pair_strengths = strengths if "strength" in self.pair_options else None
+        pairs = ranked_pairs([item.ranks for item in comparisons], strengths=pair_strengths, **self.pair_options)
         if not self.attributes:
             return Labels(pairs)
-        return Labels(pairs, graded([one.grades for one in comparisons], self.stds[: len(self.attributes)]))
+        return Labels(pairs, graded([item.grades for item in comparisons], self.stds[: len(self.attributes)]))
 
     def combine(self, values_SH: Tensor) -> Tensor:
         """The scores (S,)."""

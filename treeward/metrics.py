@@ -121,7 +121,7 @@ def grade_metrics(sums_6H: Tensor, attributes: Sequence[str]) -> dict[str, float
     pearson_H = torch.where(spread_H > 0, (count * xy - x * y) / spread_H, torch.nan)
     metrics = {"mse": float(mse_H.nanmean()), "pearson": float(pearson_H.nanmean())}
     for name, values_H in (("mse", mse_H), ("pearson", pearson_H)):
-        metrics |= {f"{name}_{one}": value for one, value in zip(attributes, values_H.tolist(), strict=True)}
+        metrics |= {f"{name}_{key}": value for key, value in zip(attributes, values_H.tolist(), strict=True)}
     return metrics
 
 

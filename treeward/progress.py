@@ -80,8 +80,8 @@ class ShownProgress:
             self._last_line = now
             count = f"{done:,} of {total:,}" if total else f"{done:,}"
             if numbers and total:
-                left = (now - self._started) / max(done - self._first, 1) * (total - done)
-                texts.append(f"{timedelta(seconds=round(left))} left")
+                seconds_left = (now - self._started) / max(done - self._first, 1) * (total - done)
+                texts.append(f"{timedelta(seconds=round(seconds_left))} left")
             logger.info("%s", "  ".join([f"{what}: {count} {self._unit}", *texts]))
         if total and done == total:
             self.__exit__()

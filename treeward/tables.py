@@ -65,14 +65,14 @@ def _layout(
         raise ValueError("a table needs at least one column")
     resolved = [Column(column) if isinstance(column, str) else column for column in columns]
     titles = [_plain(column.key if column.title is None else column.title) for column in resolved]
-    by_column: list[list[str]] = []
+    cells: list[list[str]] = []
     right: list[bool] = []
     for column in resolved:
         values = [row.get(column.key) for row in rows]
         present = [value for value in values if value is not None]
         right.append(bool(present) and all(map(_is_number, present)))
-        by_column.append([_cell(value, column.format) for value in values])
-    return titles, [list(line) for line in zip(*by_column, strict=True)], right
+        cells.append([_cell(value, column.format) for value in values])
+    return titles, [list(line) for line in zip(*cells, strict=True)], right
 
 
 def _cell(value: Any, specification: str | None) -> str:

@@ -237,7 +237,7 @@ def test_loading_puts_back_the_bits_and_refuses_other_adapters(tmp_path: Path) -
         ({"dim": 4, "alpha": 16}, r"lora_alpha(?s:.*)12(?s:.*)16"),
         ({"dim": 4, "alpha": 12, "exclude_modules": ("o_proj",)}, "o_proj"),
     ):
-        with pytest.raises(CheckpointError, match=f"not those of this model(?s:.*){wrong}"):
+        with pytest.raises(CheckpointError, match=f"do not fit this model(?s:.*){wrong}"):
             load_adapters(adapted(causal_model("qwen3"), LoraConfig(enabled=True, **fields)), tmp_path / "saved")
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_adapters(other, tmp_path / "nothing")

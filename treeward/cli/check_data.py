@@ -86,16 +86,16 @@ def _renderer(name: str | None, loaded: RewardModelRunConfig | None) -> tuple[st
     from treeward.data.rendering import Renderer
     from treeward.model.pretrained import load_tokenizer
 
-    own, trusted = dict[str, Any](), False
+    settings, trusted = dict[str, Any](), False
     if loaded is not None and name is None:
         policy = loaded.policy
         name = None if policy.trained_vocab_size else policy.tokenizer.name or policy.model_name
-        own = {key: getattr(policy.tokenizer, key) for key in ("chat_template", "chat_template_kwargs")}
+        settings = {key: getattr(policy.tokenizer, key) for key in ("chat_template", "chat_template_kwargs")}
         trusted = policy.trust_remote_code
     if name is None:
         need = "--tokenizer NAME, or --config of a run whose model has one"
         raise ConfigError("it is not said whose tokens to count", where="--tokenizer", need=need)
-    return name, Renderer(load_tokenizer(name, trust_remote_code=trusted), **own)
+    return name, Renderer(load_tokenizer(name, trust_remote_code=trusted), **settings)
 
 
 def _benchmark(text: str) -> Sequence[Preference]:

@@ -98,8 +98,8 @@ def _disagreements(comparison: Comparison) -> list[str]:
         margins = ", ".join(f"{name} {margin:+.2f}" for name, margin in pairs)
         place = " / ".join(dict.fromkeys((item.suite, example.task_name)))
         lines += ["", f"{place}, id {example.id}: only {right} is right ({margins})"]
-        by_rank = sorted(example.completions, key=lambda completion: completion.rank)
-        texts = {"prompt": example.context, "better": by_rank[0].messages, "worse": by_rank[-1].messages}
+        ranked = sorted(example.completions, key=lambda completion: completion.rank)
+        texts = {"prompt": example.context, "better": ranked[0].messages, "worse": ranked[-1].messages}
         for name, messages in texts.items():
             text = textwrap.shorten(last_text(messages), 100, placeholder="...")
             lines.append(f"  {name + ':':<7} {text}")

@@ -70,11 +70,11 @@ def with_model_options(run: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(run)
     def command(**values: Any) -> int:
-        options = ModelOptions(**{name: values.pop(name) for name in of_models})
+        options = ModelOptions(**{name: values.pop(name) for name in model_parameters})
         return run(**values, options=options)
 
-    of_models = inspect.signature(ModelOptions, eval_str=True).parameters
-    parameters = {**inspect.signature(run, eval_str=True).parameters, **of_models}
+    model_parameters = inspect.signature(ModelOptions, eval_str=True).parameters
+    parameters = {**inspect.signature(run, eval_str=True).parameters, **model_parameters}
     del parameters["options"]
     keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters.values()]
     command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
@@ -99,7 +99,7 @@ def reward_models(
             need = "two models or more, or the heads of one: {method: mean, over: heads}"
             raise ConfigError("one model is no ensemble", where="--ensemble", got=models[0], need=need)
         named = [{"models": list(models)}]
-    return [load_section(ServedModelConfig, one | keys, where="MODEL, --shaping, --ensemble") for one in named]
+    return [load_section(ServedModelConfig, names | keys, where="MODEL, --shaping, --ensemble") for names in named]
 
 
 def checked_models(
@@ -166,16 +166,16 @@ def parse_head_weights(text: str) -> dict[str, float] | list[float]:
     """The weights of heads by the names of their labels, `a=1,b=0.5`, or of all in order, `1,0.5`."""
     pairs = [part.rpartition("=") for part in text.split(",")]
     names = [name.strip() for name, _, _ in pairs]
-    by_name = any(names)
+    are_named = any(names)
     try:
         values = [float(value) for *_, value in pairs]
     except ValueError:
         values = [math.nan]
-    if not all(map(math.isfinite, values)) or (by_name and len(set(names) - {""}) < len(names)):
+    if not all(map(math.isfinite, values)) or (are_named and len(set(names) - {""}) < len(names)):
         need = "a=1,b=0.5, each name once, or a number for each head, as 1,0.5"
         summary = "the weights of the heads cannot be read"
         raise ConfigError(summary, where="--head-weights", got=text, need=need)
-    return dict(zip(names, values, strict=True)) if by_name else values
+    return dict(zip(names, values, strict=True)) if are_named else values
 
 
 def usage_line(name: str, usage: Mapping[str, float]) -> str | None:

@@ -82,7 +82,7 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
         A key may be a pattern, as `refit_*`.
         """
         entries = [FOREIGN_KEYS.get(base.__name__, {}).items() for base in reversed(cls.__mro__)]
-        return {key: fix for each in entries for key, fix in each if key not in cls.model_fields}
+        return {key: fix for entry in entries for key, fix in entry if key not in cls.model_fields}
 
     @classmethod
     def foreign_key(cls, key: str) -> str | None:
@@ -95,11 +95,11 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
     def _accept_keys_of_other_toolkits(cls, raw: Any) -> Any:
         if not isinstance(raw, Mapping):
             return raw
-        given = dict(raw)
+        accepted = dict(raw)
         for key in raw:
             if (foreign := cls.foreign_key(key)) is None:
                 continue
-            value, rule = given.pop(key), cls.foreign_keys()[foreign]
+            value, rule = accepted.pop(key), cls.foreign_keys()[foreign]
             values, fix = rule if isinstance(rule, Only) else ((), rule)
             if fix is None or _is_off(value) or value in values:
                 continue
@@ -107,12 +107,12 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
             need = f"{' or '.join(map(str, values))}, or no such key" if values else need
             field, got = (f"{key}.enabled", "true") if is_section else (key, _shown(value))
             raise ConfigError(f"{key} is not supported", field=field, got=got, need=need, fix=fix)
-        for theirs, ours in cls.other_names.items():
-            if theirs in given and given.setdefault(ours, given[theirs]) != given[theirs]:
-                summary, got = f"{ours} and {theirs} contradict each other", f"{given[ours]} and {given[theirs]}"
-                raise ConfigError(summary, field=ours, got=got, need="one of the two", fix=f"remove {theirs}")
-            given.pop(theirs, None)
-        return given
+        for alias, name in cls.other_names.items():
+            if alias in accepted and accepted.setdefault(name, accepted[alias]) != accepted[alias]:
+                summary, got = f"{name} and {alias} contradict each other", f"{accepted[name]} and {accepted[alias]}"
+                raise ConfigError(summary, field=name, got=got, need="one of the two", fix=f"remove {alias}")
+            accepted.pop(alias, None)
+        return accepted
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Self:
@@ -136,10 +136,10 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
         got = ", ".join(f"{key}: {value}" for key, value in values.items())
         raise ConfigError(summary, field=first, got=got, need=need, fix=fix)
 
-    def check_pair(self, one: str, other: str, *, need: str = "both of them, or neither") -> None:
+    def check_pair(self, first: str, second: str, *, need: str = "both of them, or neither") -> None:
         """Raise `ConfigError`, at the missing key, if only one of two keys is given."""
-        missing, given = (one, other) if getattr(self, one) is None else (other, one)
-        self.refuse(getattr(self, missing) is None and getattr(self, given) is not None, f"{missing} {given}", need)
+        missing, present = (first, second) if getattr(self, first) is None else (second, first)
+        self.refuse(getattr(self, missing) is None and getattr(self, present) is not None, f"{missing} {present}", need)
 
 
 def _shown(value: Any) -> str:
@@ -244,20 +244,20 @@ def _unknown_key(location: Location, root: type[Strict], keys: Mapping[Location,
         need = "a configuration of this command's run"
         fix = f"run `{command}`, or remove the key: ~{_joined(location)} on the command line"
         return ConfigError(f"{key} belongs to `{command}`", got=got, need=need, fix=fix)
-    here = [path[-1] for path in keys if path[:-1] == without_numbers(parents)]
+    siblings = [path[-1] for path in keys if path[:-1] == without_numbers(parents)]
     # The names of TRL and verl that mean keys of this run; a misspelt one is known in the section of ours.
-    ours = {
-        theirs: [path for path in paths if path.split(".")[0] in root.model_fields]
-        for theirs, paths in KEYS_ELSEWHERE.items()
+    run_paths = {
+        alias: [path for path in paths if path.split(".")[0] in root.model_fields]
+        for alias, paths in KEYS_ELSEWHERE.items()
     }
     within = "".join(f"{part}." for part in without_numbers(parents))
-    meant = ours.get(key, [])
+    meant = run_paths.get(key, [])
     if not meant:
-        of_section = [theirs for theirs, paths in ours.items() if any(path.startswith(within) for path in paths)]
-        near = nearest_name(key, [*here, *of_section])
-        meant = [_joined((*parents, near))] if near in here else ours.get(near or "", [])
+        section_names = [alias for alias, paths in run_paths.items() if any(path.startswith(within) for path in paths)]
+        near = nearest_name(key, [*siblings, *section_names])
+        meant = [_joined((*parents, near))] if near in siblings else run_paths.get(near or "", [])
     meant = meant or [_joined(path) for path in keys if path[-1] == key][:1]
-    need, fix = f"one of {', '.join(here)}", f"did you mean {' and '.join(meant)}?"
+    need, fix = f"one of {', '.join(siblings)}", f"did you mean {' and '.join(meant)}?"
     return ConfigError("there is no such key", got=got, need=None if meant else need, fix=fix if meant else None)
 
 

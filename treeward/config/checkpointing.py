@@ -75,10 +75,10 @@ def _key_of_one_set(spelling: str, sets: Sequence[str]) -> MetricKey:
     if "/" in spelling:
         validation, _, metric = spelling.rpartition("/")
         return MetricKey(validation, metric)
-    named = [MetricKey(one, spelling.removeprefix(f"{one}_")) for one in sets if spelling.startswith(f"{one}_")]
+    named = [MetricKey(name, spelling.removeprefix(f"{name}_")) for name in sets if spelling.startswith(f"{name}_")]
     meant = [key for key in named if key.metric in METRICS]
-    known = [metric for metric in METRICS if spelling.endswith(f"_{metric}")]
-    metric = max(known, key=len, default=spelling.rpartition("_")[2])
+    suffixes = [metric for metric in METRICS if spelling.endswith(f"_{metric}")]
+    metric = max(suffixes, key=len, default=spelling.rpartition("_")[2])
     return (meant or sorted(named)[-1:] or [MetricKey(spelling.removesuffix(metric)[:-1], metric)])[0]
 
 
@@ -147,11 +147,11 @@ class CheckpointingConfig(Strict):
             direction = self._direction(self.metric_name)
         except ConfigError as error:
             raise error.but(field="metric_name") from None
-        keys, given = "higher_is_better metric_name", self.higher_is_better
+        keys, configured = "higher_is_better metric_name", self.higher_is_better
         need = "true or false: the metric has no direction of its own; length_controlled_accuracy has one"
-        self.refuse(direction is None and given is None, keys, need)
+        self.refuse(direction is None and configured is None, keys, need)
         need = f"{str(direction).lower()}, or null: the best checkpoints would be deleted"
-        self.refuse(direction is not None and given not in (None, direction), keys, need)
+        self.refuse(direction is not None and configured not in (None, direction), keys, need)
 
     @property
     def metric_is_better_when_higher(self) -> bool:

@@ -37,10 +37,10 @@ class ClusterConfig(Strict):
         """
         if num_gpus == 0 or self.num_processes == 1:
             return self
-        each, left = max(self.gpus_per_node, 1), self.num_processes - num_gpus
-        if left < 1:
+        per_node, num_left = max(self.gpus_per_node, 1), self.num_processes - num_gpus
+        if num_left < 1:
             got = f"{self.num_processes}, of which reward models and engines have {num_gpus}"
-            fix = f"set cluster.num_nodes={num_gpus // each + 1}, or fewer resources of those"
+            fix = f"set cluster.num_nodes={num_gpus // per_node + 1}, or fewer resources of those"
             raise ConfigError("no GPU is left to train on", field="cluster", got=got, need="one or more", fix=fix)
-        num_nodes = next(n for n in range(-(-left // each), left + 1) if left % n == 0)
-        return self.model_copy(update={"num_nodes": num_nodes, "gpus_per_node": left // num_nodes})
+        num_nodes = next(n for n in range(-(-num_left // per_node), num_left + 1) if num_left % n == 0)
+        return self.model_copy(update={"num_nodes": num_nodes, "gpus_per_node": num_left // num_nodes})

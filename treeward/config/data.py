@@ -81,30 +81,30 @@ def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[st
     cannot be told apart.
     """
     names, own_splits = keys_of_forms(block_keys), COMPARISON_SETS if "chosen_key" in block_keys else PROMPT_SETS
-    given = {key: value for key, value in raw.items() if key in names and value is not None}
-    shared = _shared_values(given, block_keys)
+    flat_keys = {key: value for key, value in raw.items() if key in names and value is not None}
+    shared = _shared_values(flat_keys, block_keys)
     train = _blocks(raw.get("train"), "train", shared)
-    flat = {key: given[f"train_{key}"] for key in ("data_path", "split") if f"train_{key}" in given}
+    flat = {key: flat_keys[f"train_{key}"] for key in ("data_path", "split") if f"train_{key}" in flat_keys}
     if flat and len(train) > 1:
         got, need = next(iter(flat.values())), "only the list data.train"
         raise ConfigError("training data is given in two forms", field="train_data_path", got=got, need=need)
     train = [_joined(train[0] if train else shared, flat, "train_")] if flat else train
-    validation = _validation_blocks(raw.get("validation"), given, shared, block_keys)
-    name, val_split = str(shared.get("dataset_name", "")), given.get("val_split")
-    own = own_splits.get(name, {})
-    if not train and (own or "." in name):
+    validation = _validation_blocks(raw.get("validation"), flat_keys, shared, block_keys)
+    name, val_split = str(shared.get("dataset_name", "")), flat_keys.get("val_split")
+    bundled_splits = own_splits.get(name, {})
+    if not train and (bundled_splits or "." in name):
         train = [dict(shared)]
-    if own and raw.get("train") is None and not validation and train[0].get("data_path") is None:
-        splits = {key: val_split or split for key, split in own.items() if key is not None}
+    if bundled_splits and raw.get("train") is None and not validation and train[0].get("data_path") is None:
+        splits = {key: val_split or split for key, split in bundled_splits.items() if key is not None}
         validation = [{**shared, "name": key, "split": split} for key, split in splits.items()]
     if val_split is not None and not validation:
         need = "data.val_data_path too, or no val_split"
         raise ConfigError("val_split is given, but there is no validation set", field="val_split", need=need)
-    for_training = {key: given[key] for key in _TRAINING_KEYS if key in given}
+    for_training = {key: flat_keys[key] for key in _TRAINING_KEYS if key in flat_keys}
     train = [{**for_training, **_with_own_split(block, own_splits, is_train=True)} for block in train]
     validation = [_with_own_split(block, own_splits, is_train=False) for block in validation]
-    rest = {key: value for key, value in raw.items() if key not in names}
-    return {**rest, "train": train, "validation": _with_names(validation)}
+    other_keys = {key: value for key, value in raw.items() if key not in names}
+    return {**other_keys, "train": train, "validation": _with_names(validation)}
 
 
 def _shared_values(given: Block, block_keys: Sequence[str]) -> Block:
@@ -147,13 +147,13 @@ def _validation_blocks(value: Any, given: Block, shared: Block, block_keys: Sequ
 
 def _with_own_split(block: Block, own_splits: Mapping[str, Splits], *, is_train: bool) -> Block:
     """The block with the split of a set that brings its own data, unless it says which data."""
-    own = own_splits.get(str(block.get("dataset_name")))
+    set_splits = own_splits.get(str(block.get("dataset_name")))
     is_given = any(block.get(key) is not None for key in ("data_path", "split"))
-    if not own or is_given or block.get("split_validation_size"):  # both parts of a set are of one split
+    if not set_splits or is_given or block.get("split_validation_size"):  # both parts of a set are of one split
         return block
     if is_train:
-        return {**block, "split": own[None]}
-    splits = {str(name): split for name, split in own.items() if name is not None}
+        return {**block, "split": set_splits[None]}
+    splits = {str(name): split for name, split in set_splits.items() if name is not None}
     if not splits:
         need, summary = "a split, or another set to validate on", f"{block['dataset_name']} has no validation split"
         raise ConfigError(summary, field="validation", need=need)

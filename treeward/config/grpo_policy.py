@@ -134,8 +134,8 @@ class GenerationConfig(Strict):
         """How many engines the run starts."""
         if self.colocated.enabled:
             return 1
-        of_each_node = (self.colocated.resources.gpus_per_node or 0) // self.vllm_cfg.tensor_parallel_size
-        return of_each_node * (self.colocated.resources.num_nodes or 1)
+        per_node = (self.colocated.resources.gpus_per_node or 0) // self.vllm_cfg.tensor_parallel_size
+        return per_node * (self.colocated.resources.num_nodes or 1)
 
     def check(self) -> None:
         need = "backend: vllm or sglang, or no url: backend hf samples in this process"
@@ -166,8 +166,8 @@ class GRPOPolicyConfig(TrainedModelConfig):
     @property
     def micro_batch_tokens(self) -> int:
         """The token budget of one forward pass."""
-        of_a_size = (self.train_micro_batch_size or 0) * self.max_total_sequence_length
-        return super().micro_batch_tokens or of_a_size
+        padded_tokens = (self.train_micro_batch_size or 0) * self.max_total_sequence_length
+        return super().micro_batch_tokens or padded_tokens
 
     def check(self) -> None:
         super().check()

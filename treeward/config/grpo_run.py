@@ -61,19 +61,19 @@ class GRPORunConfig(Strict):
     def named_environments(self) -> tuple[str, ...]:
         """The environments that the sets of data name, each once."""
         sets = (*self.data.train, *self.data.validation)
-        return tuple(dict.fromkeys(one.env_name for one in sets if one.env_name is not None))
+        return tuple(dict.fromkeys(dataset.env_name for dataset in sets if dataset.env_name is not None))
 
     @property
     def used_environments(self) -> tuple[str, ...]:
         """The environments that reward training, each once; rows of the data may name others."""
-        every_set_names = all(one.env_name is not None for one in (*self.data.train, *self.data.validation))
+        every_set_names = all(dataset.env_name is not None for dataset in (*self.data.train, *self.data.validation))
         default = () if every_set_names or self.default_environment is None else (self.default_environment,)
         return tuple(dict.fromkeys((*self.named_environments, *default)))
 
     @property
     def has_other_gpus(self) -> bool:
         """Whether engines, or replicas of a reward model, have other GPUs than those that train."""
-        return any(one.needs_ray for one in self.reward_models.values()) or self._has_engines_apart
+        return any(reward_model.needs_ray for reward_model in self.reward_models.values()) or self._has_engines_apart
 
     @property
     def training_cluster(self) -> ClusterConfig:
@@ -81,10 +81,11 @@ class GRPORunConfig(Strict):
 
         Raises `ConfigError` where none is left.
         """
-        of_replicas = sum(one.num_gpus for name, one in self.reward_models.items() if self.is_apart(name))
+        num_gpus = sum(model.num_gpus for name, model in self.reward_models.items() if self.is_apart(name))
         generation = self.policy.generation
-        of_engines = generation.num_engines * generation.vllm_cfg.tensor_parallel_size if self._has_engines_apart else 0
-        return self.cluster.without(of_replicas + of_engines)
+        if self._has_engines_apart:
+            num_gpus += generation.num_engines * generation.vllm_cfg.tensor_parallel_size
+        return self.cluster.without(num_gpus)
 
     def is_apart(self, reward_model: str) -> bool:
         """Whether an environment of `reward_models` has workers of its own in Ray."""
@@ -146,7 +147,7 @@ class GRPORunConfig(Strict):
         generation, others = self.policy.generation, (*self.used_environments, self.grpo.gold_environment)
         unused = [f"env.{name}" for name in self.environments if name not in others]
         unread = [key for key in ("weight_sync", "weight_folder") if key in generation.model_fields_set]
-        found = {
+        remarks = {
             f"policy.generation.backend is {generation.backend} and no url is given: the policy itself samples, in "
             "this process": generation.backend != "hf" and not (generation.url or generation.starts_engines),
             f"policy.generation.{', '.join(unread)} has no effect without a url": unread and not generation.url,
@@ -155,7 +156,7 @@ class GRPORunConfig(Strict):
                 self.grpo.watch.enabled and not self.data.validation
             ),
         }
-        return [remark for remark, applies in found.items() if applies]
+        return [remark for remark, applies in remarks.items() if applies]
 
     @field_validator("env")
     @classmethod
@@ -209,7 +210,8 @@ class GRPORunConfig(Strict):
             "grpo.environments_on_ray": self.grpo.environments_on_ray,
         }
         for kind, sets in (("train", self.data.train), ("validation", self.data.validation)):
-            named |= {f"data.{kind}[{i}].env_name": (one.env_name,) for i, one in enumerate(sets) if one.env_name}
+            keys = {f"data.{kind}[{i}].env_name": dataset.env_name for i, dataset in enumerate(sets)}
+            named |= {key: (name,) for key, name in keys.items() if name}
         for field, names in named.items():
             for name in set(names) - set(self.environments):
                 near, need = nearest_name(name, self.environments), f"one of {', '.join(self.environments)}"

@@ -84,11 +84,11 @@ def load_file(
     layers = [] if path is None else _layers(Path(path), ())
     config = OmegaConf.create(functools.reduce(_laid_over, (tree for _, tree in layers), dict[str, Any]()))
     config.merge_with(values or {})
-    given = {_apply_override(config, text): text for text in overrides}
+    overridden = {_apply_override(config, text): text for text in overrides}
 
     def origin(location: Location) -> str:
         for at in (location, without_numbers(location)):
-            for key, text in reversed(given.items()):
+            for key, text in reversed(overridden.items()):
                 if at[: len(key)] == key[: len(at)]:
                     return f"command line, {text}"
         # A missing key, and one of another form of `data`, are in no file: the section is.
@@ -212,10 +212,10 @@ def _checked(section: type[_Section], config: DictConfig, where: str, origin: Ca
     try:
         checked = section.model_validate(resolved)
     except ValidationError as error:
-        known = _without_strangers(section, resolved, error, origin)
-        if known is None:
+        reduced = _without_strangers(section, resolved, error, origin)
+        if reduced is None:
             raise config_error(error, section, where=where, origin=origin) from None
-        checked = known
+        checked = reduced
     if ignored := list(_without_effect(section, resolved, "")):
         logger.info("keys that have no effect here: %s", ", ".join(ignored))
     return checked

@@ -101,15 +101,15 @@ class NemoGymConfig(ServedModelConfig):
         models = next((raw[key] for key in ("models", "model", "model_name", "model_path") if key in raw), ())
         if isinstance(models, Sequence) and not isinstance(models, str) and len(models) > 1:
             raw = {"ensemble": "mean", **raw}
-        given = {key: raw[key] for key in cls.other_forms if key in raw}
-        shaping, others = raw.get("shaping"), {key: value for key, value in raw.items() if key not in given}
-        if given and shaping is not None:
+        forms = {key: raw[key] for key in cls.other_forms if key in raw}
+        shaping, others = raw.get("shaping"), {key: value for key, value in raw.items() if key not in forms}
+        if forms and shaping is not None:
             need = "all of it in the shaping section"
-            raise ConfigError("rewards are shaped in two ways", field=next(iter(given)), got=given, need=need)
-        if not given:
+            raise ConfigError("rewards are shaped in two ways", field=next(iter(forms)), got=forms, need=need)
+        if not forms:
             return {**others, "shaping": {**_LENIENT, **shaping}} if isinstance(shaping, Mapping) else raw
-        constants = {} if _CONSTANTS.keys().isdisjoint(given) else _CONSTANTS  # one of them may be left out
-        section = RewardShapingConfig.model_validate({**_LENIENT, **constants, **given})
+        constants = {} if _CONSTANTS.keys().isdisjoint(forms) else _CONSTANTS  # one of them may be left out
+        section = RewardShapingConfig.model_validate({**_LENIENT, **constants, **forms})
         is_on = section.normalize_rewards or section.preference_score or section.length_penalty
         return {**others, "shaping": section if is_on else None}
 

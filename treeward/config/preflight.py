@@ -88,9 +88,9 @@ def _used_environments(config: GRPORunConfig) -> list[tuple[str, str, dict[str, 
 
 
 def _check_set(dataset: SetConfig, field: str) -> None:
-    name, known = dataset.dataset_name, COMPARISON_SETS if isinstance(dataset, DatasetConfig) else PROMPT_SETS
-    if name not in known and "." not in name:
-        near, need = nearest_name(name, known), f"one of {', '.join(known)}, or the dotted path of a class"
+    name, sets = dataset.dataset_name, COMPARISON_SETS if isinstance(dataset, DatasetConfig) else PROMPT_SETS
+    if name not in sets and "." not in name:
+        near, need = nearest_name(name, sets), f"one of {', '.join(sets)}, or the dotted path of a class"
         fix, summary = f"did you mean {near}?" if near else None, "there is no dataset of this name"
         raise ConfigError(summary, field=f"{field}.dataset_name", got=name, need=need, fix=fix)
     for key in ("prompt_file", "system_prompt_file"):

@@ -99,8 +99,8 @@ class RewardModelEnvironmentConfig(ScoringConfig):
         """Replicas of the model that are loaded."""
         if self.url or self.num_replicas:
             return 0 if self.url else self.num_replicas or 1
-        of_each_node = self.resources.gpus_per_node // self.dtensor_cfg.tensor_parallel_size
-        return max(of_each_node, 1) * self.resources.num_nodes
+        per_node = self.resources.gpus_per_node // self.dtensor_cfg.tensor_parallel_size
+        return max(per_node, 1) * self.resources.num_nodes
 
     @property
     def num_gpus(self) -> int:
@@ -342,7 +342,7 @@ def environment_sections(env: Mapping[str, Any], prefix: str = "") -> Iterator[t
         yield f"{prefix}{name}", kind, keys
         if kind == "hybrid" and isinstance(keys.get("members"), Mapping):
             members = {key: HybridMember.model_validate(member) for key, member in keys["members"].items()}
-            inner = {key: one.section | ({"type": one.type} if one.type else {}) for key, one in members.items()}
+            inner = {key: m.section | ({"type": m.type} if m.type else {}) for key, m in members.items()}
             yield from environment_sections(inner, f"{prefix}{name}.members.")
 
 
@@ -358,8 +358,8 @@ def check_environments(env: Mapping[str, Any]) -> None:
             try:
                 schema.model_validate(keys)
             except ValidationError as error:
-                one = config_error(error, schema, where=f"env.{name}")
-                raise one.but(field=".".join(part for part in (name, one.field) if part)) from None
+                detailed = config_error(error, schema, where=f"env.{name}")
+                raise detailed.but(field=".".join(part for part in (name, detailed.field) if part)) from None
         elif near := nearest_name(kind, () if "." in kind else ENVIRONMENT_SECTIONS):
             field = name if name.split(".")[-1] == kind else f"{name}.type"
             need = f"one of {', '.join(ENVIRONMENT_SECTIONS)}"

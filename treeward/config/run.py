@@ -129,7 +129,7 @@ class RewardModelRunConfig(Strict):
 
     def _graded(self, sets: tuple[DatasetConfig, ...]) -> tuple[DatasetConfig, ...]:
         update = {"attributes": self.policy.reward_model_cfg.labels}
-        return tuple(one.model_copy(update=update) for one in sets) if update["attributes"] else sets
+        return tuple(dataset.model_copy(update=update) for dataset in sets) if update["attributes"] else sets
 
     @property
     def known_ties(self) -> Literal["drop", "half", "error"]:
@@ -217,7 +217,7 @@ class RewardModelRunConfig(Strict):
         allowed = LOSS_KINDS[kind].ties
         need = f"{' or '.join(allowed)}, or the type bradley_terry: its pairs alone may be tied"
         self.refuse(self.data.ties not in allowed, f"data.ties {key}", need)
-        drawn = [f"data.train[{i}]" for i, one in enumerate(self.data.train) if one.non_contextual_answer]
+        drawn = [f"data.train[{i}]" for i, dataset in enumerate(self.data.train) if dataset.non_contextual_answer]
         if drawn and self.policy.reward_model_cfg.labels:
             where, need = f"{drawn[0]}.non_contextual_answer", "false: a completion of another prompt has no grade"
             raise ConfigError("this set has completions without a grade", field=where, got="true", need=need)

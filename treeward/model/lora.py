@@ -221,8 +221,8 @@ def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
     """Merge a folder of PEFT's adapters into the weights of their base model, in the weights' number format.
 
     Modules that were trained whole (`modules_to_save`), as a reward model's head, replace the base's; returns the names
-    of their weights. Raises `ModelError` if peft is missing, and for adapters that cannot be merged or belong to another
-    model.
+    of their weights. Raises `ModelError` if peft is missing, for adapters that cannot be merged, and for adapters of
+    another model.
     """
     writes = isinstance(hf, GenerationMixin)
     fix = f"merge them yourself, and use that folder: {merging_line(folder, writes=writes)}"

@@ -44,7 +44,7 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
     num_processes = config.training_cluster.num_processes
     if num_processes == 1:
         return function(config, show_progress=True)
-    mesh_shape(config.policy.dtensor_cfg, num_processes)  # a mistake is told before Ray starts
+    mesh_shape(config.policy.dtensor_cfg, num_processes)  # raises before Ray starts
     try:
         from treeward.parallel import ray_workers
     except ImportError as error:
@@ -54,9 +54,9 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
 
 
 def heed_slurm() -> None:
-    """Where `srun` has started this process among others, set what torchrun would: RANK, WORLD_SIZE, MASTER_ADDR, ...
+    """In a process of `srun`, set torchrun's variables: RANK, WORLD_SIZE, MASTER_ADDR, ...
 
-    What is set already stays, and with RAY_ADDRESS it is Ray that starts processes. The variables are those of
+    Existing values stay, and with RAY_ADDRESS Ray starts the processes. Slurm's variables are those of
     https://slurm.schedmd.com/srun.html (output environment).
     """
     slurm = {key.removeprefix("SLURM_"): value for key, value in os.environ.items() if key.startswith("SLURM_")}
@@ -104,7 +104,7 @@ def run_here(function: Callable[..., _T], config: Any) -> _T | None:
 
 
 def _tell_once(run: Callable[[], _T]) -> _T:
-    """`run()`; of the processes that fail the first one says why, and the others exit without a word."""
+    """`run()`; of several failing processes only the first reports its error."""
     try:
         return run()
     except (TreewardError, OSError) as error:

@@ -35,12 +35,12 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """How many shares the data of a step have."""
+        """The number of shares of a step's data."""
         return 1 if self.devices is None else self.devices.size() // self.tensor_size
 
     @property
     def data_rank(self) -> int:
-        """Whose share this process computes."""
+        """The index of this process's share."""
         return 0 if self.devices is None else processes.rank() // self.tensor_size
 
     @property
@@ -49,7 +49,7 @@ class Mesh:
 
     @property
     def data_group(self) -> ProcessGroup | None:
-        """The processes over which the data are shared out, each with other data; None stands for all processes."""
+        """The processes with different shares of the data; None means all processes."""
         if self.devices is None or self.tensor_size == 1:
             return None
         return self.devices[REPLICATE, SHARD]._flatten("data").get_group()

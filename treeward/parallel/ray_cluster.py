@@ -1,4 +1,4 @@
-"""`start_ray`: the Ray that runs, or a new one; and room in its cluster for the actors of a run.
+"""`start_ray`: a running Ray, or a new one; and room in its cluster for the actors of a run.
 
     ray = start_ray()
     places = reserve(count=2, cpus=1, gpus=1, what="the engines", where="policy", field="generation", seconds=60)
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 def start_ray(*, spare_gpus: Collection[int] = (), address: str | None = None) -> Any:
     """Ray, running: a running one, that of `address`, the cluster of RAY_ADDRESS, or a new one on this machine.
 
-    `spare_gpus`: those that the run computes on, by their places in CUDA_VISIBLE_DEVICES; a new Ray spares them.
+    `spare_gpus`: the run's GPUs, by their places in CUDA_VISIBLE_DEVICES, which a new Ray leaves alone.
     """
     try:
         import ray
@@ -60,9 +60,9 @@ def start_ray_of_run(*, spares: bool, everywhere: bool) -> None:
     """
     import ray
 
-    found = processes.gather((platform.node(), ray.is_initialized() or "RAY_ADDRESS" in os.environ))
-    nodes = sorted({node for node, _ in found})
-    if everywhere and len(nodes) > 1 and not all(is_joined for _, is_joined in found):
+    nodes_joined = processes.gather((platform.node(), ray.is_initialized() or "RAY_ADDRESS" in os.environ))
+    nodes = sorted({node for node, _ in nodes_joined})
+    if everywhere and len(nodes) > 1 and not all(is_joined for _, is_joined in nodes_joined):
         raise ConfigError(
             "engines of vLLM beside the processes of several nodes need one Ray cluster over these nodes",
             field="policy.generation.colocated.enabled",
@@ -71,8 +71,8 @@ def start_ray_of_run(*, spares: bool, everywhere: bool) -> None:
             fix="ray start --head on the first, ray start --address=FIRST:6379 on the others, then torchrun with "
             "RAY_ADDRESS=auto; on Slurm the way with Ray of examples/slurm.sub",
         )
-    own = set(processes.gather(processes.device().index)) - {None} if spares else ()
-    address = processes.on_main(lambda: str(start_ray(spare_gpus=own).get_runtime_context().gcs_address))
+    run_gpus = set(processes.gather(processes.device().index)) - {None} if spares else ()
+    address = processes.on_main(lambda: str(start_ray(spare_gpus=run_gpus).get_runtime_context().gcs_address))
     if everywhere:
         processes.together(lambda: start_ray(address=address))
 
@@ -86,7 +86,7 @@ class PlacementGroup:
     on_gpu: bool
 
     def options(self, number: int) -> dict[str, Any]:
-        """Ray's options of an actor in the place of this number."""
+        """Ray's options of an actor in the place `number`."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=number)
@@ -106,9 +106,9 @@ def on_this_node(ray: Any) -> dict[str, Any]:
 
 
 def check_room(ray: Any, *, count: int, cpus: float, gpus: int, what: str, where: str, field: str) -> dict[str, float]:
-    """So many CPUs and GPUs of a cluster as the resources of one place; a cluster without GPUs gives CPUs.
+    """The resources of one place with these CPUs and GPUs, or only CPUs in a cluster without GPUs.
 
-    Raises `ConfigError` where the cluster is too small for `count` of them. `where`, `field`: what asks for them.
+    Raises `ConfigError` if the cluster is too small for `count` places. `where`, `field`: of the error.
     """
     cluster = ray.cluster_resources()
     on_gpu = gpus > 0 and cluster.get("GPU", 0.0) > 0
@@ -163,7 +163,7 @@ def equal_shares(ray: Any, number: int, *, num_gpus: float, required: bool, wher
             raise ConfigError(f"there are too few GPUs for {number}", where=where, got=got, need=need, fix=fix)
         return {"num_gpus": num_gpus}
     cpus = [int(node.get("CPU", 0.0)) for node in nodes]
-    share = next((n for n in range(max(cpus), 0, -1) if sum(one // n for one in cpus) >= number), 0)
+    share = next((n for n in range(max(cpus), 0, -1) if sum(num_cpus // n for num_cpus in cpus) >= number), 0)
     return {"num_cpus": share or 1 / math.ceil(number / max(1, sum(cpus)))}
 
 
@@ -172,7 +172,7 @@ def _listed(resources: Mapping[str, float]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, or else its kind."""
+    """The first line of an error, or else its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -1,7 +1,7 @@
 """`run`: the processes of a run as workers of Ray Train, on this machine or on the cluster of `RAY_ADDRESS`.
 
-Ray Train places them, joins them in a process group and starts all again when one is lost: the run goes on from its
-last checkpoint. What a restart would only meet again (a `TreewardError`, a fault of the code) ends the run at once.
+Ray Train places them, joins them in a process group and restarts all when one is lost: the run goes on from its last
+checkpoint. Errors that a restart would repeat (a `TreewardError`, a fault of the code) end the run at once.
 """
 
 from __future__ import annotations
@@ -143,18 +143,19 @@ def _fit(trainer: TorchTrainer) -> Any:
     except WorkerGroupError as error:
         raise LostProcessError(
             "the run has lost processes too often",
-            got="; ".join(f"rank {rank}: {_reason(one)}" for rank, one in error.worker_failures.items()),
+            got="; ".join(f"rank {rank}: {_reason(failure)}" for rank, failure in error.worker_failures.items()),
             need=f"at most {trainer.run_config.failure_config.max_failures} losses (cluster.max_restarts)",
             fix="the same command goes on from the last checkpoint",
         ) from error
 
 
 class _Trainer(TorchTrainer):  # type: ignore[misc]
-    """Without the callbacks that ask the dashboard, each second and with a warning where there is none; and Ctrl-C is
-    ours: Ray's own would let nothing be saved."""
+    """Without the callbacks that poll the dashboard and warn if there is none, and with our Ctrl-C: Ray's own would not
+    let the run save."""
 
     def _create_default_callbacks(self) -> list[Any]:
-        return [one for one in super()._create_default_callbacks() if type(one).__name__ not in _OF_THE_DASHBOARD]
+        callbacks = super()._create_default_callbacks()
+        return [callback for callback in callbacks if type(callback).__name__ not in _OF_THE_DASHBOARD]
 
     def _register_sigint_handler(self, controller: Any) -> None:
         pass
@@ -178,7 +179,7 @@ def _work(settings: Mapping[str, Any]) -> Any:
 
 
 class _Restarts(UserCallback):  # type: ignore[misc]
-    """Says why the workers start again, in Ray Train's controller; ends the run where that would not help."""
+    """Logs why workers restart, in Ray Train's controller; ends the run if a restart would not help."""
 
     def __init__(self, most: int) -> None:
         self._most, self._count = most, 0
@@ -189,7 +190,7 @@ class _Restarts(UserCallback):  # type: ignore[misc]
                 raise ControllerError(error)  # the one error that Ray Train does not try again
         self._count += 1
         if self._count <= self._most:
-            # Those that only wait for the lost one know less.
+            # Processes that only wait for the lost one know less.
             rank, error = min(worker_exceptions.items(), key=lambda one: isinstance(one[1], LostProcessError))
             with logs_shown():
                 logger.warning(
@@ -199,7 +200,7 @@ class _Restarts(UserCallback):  # type: ignore[misc]
 
 
 def _reason(error: Exception) -> str:
-    """An error in one line; of a process that has died, how."""
+    """An error in one line; for a dead process, how it died."""
     text = str(error).strip()
     detail = re.search(r"exit detail: (.*?)\.? (?:Some|There)", text)
     return f"its process has died ({detail[1]})" if detail else (text.splitlines() or [type(error).__name__])[0]

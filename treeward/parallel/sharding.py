@@ -4,9 +4,9 @@
     scores_S = model(batch)                                     # every process, as often as the others
     norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
 
-A layer's weights are gathered when it is computed and let go after. Each process computes other data, and a gradient is
-the sum over all of them: the loss is divided, once, by a count of all the data. A process without data computes
-something too (`training.prefetch`), for the others wait for its part in every exchange.
+A layer's weights are gathered for its computation and freed afterwards. Each process computes other data, and gradients
+are summed over all: the loss is divided, once, by a count of all the data. A process without data computes a dummy
+(`training.prefetch`), because the others wait for it in every exchange.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _CALLED = ("heads", "features", "log_probs", "plain_logits", "within")
 
 
 def shard(model: WrappedModel, mesh: Mesh, *, dtype: torch.dtype, cpu_offload: bool = False) -> None:
-    """Shard the weights of a model, which may lie on the CPU; in a run of one process nothing happens.
+    """Shard the weights of a model, which may be on the CPU; does nothing in a run of one process.
 
-    `dtype`: what the model computes in. What is trained is held, and its gradients are summed, in float32, the frozen
-    weights beside adapters as they are; so is the score head, which computes in float32. Frozen weights of four bits
-    stay whole on each process. `cpu_offload`: weights, gradients and the optimiser's states lie in the host's memory.
+    `dtype`: of the computation. Trained weights, and the sums of their gradients, are float32, as is the score head,
+    which also computes in float32; frozen weights beside adapters keep their dtype. Four-bit weights stay whole on each
+    process. `cpu_offload`: weights, gradients and the optimiser's states are in the host's memory.
     """
     if mesh.devices is None:
         return
@@ -60,7 +60,7 @@ def shard(model: WrappedModel, mesh: Mesh, *, dtype: torch.dtype, cpu_offload: b
         # also of the whole model: what a validation gathers would else be used in the next step, after a resumption too
         "reshard_after_forward": True,
         "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy(),
-        "ignored_params": {one.weight for one in model.hf.modules() if is_quantized(one)},
+        "ignored_params": {module.weight for module in model.hf.modules() if is_quantized(module)},
     }
     head_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     layer_policy = MixedPrecisionPolicy(
@@ -90,9 +90,9 @@ def shard(model: WrappedModel, mesh: Mesh, *, dtype: torch.dtype, cpu_offload: b
 def plain_copy(
     model: _Model, mesh: Mesh, *, saved: torch.dtype, computed: torch.dtype, device: torch.device | None
 ) -> _Model:
-    """The model that an export of `model` in the dtype `saved` holds, without adapters, which computes in `computed`.
+    """A copy of `model` as an export in the dtype `saved` has it, without adapters, which computes in `computed`.
 
-    On several processes it is sharded as the model is, and every process calls this; in one it lies on `device`.
+    Every process calls it. With several processes the copy is sharded like the model; else it is on `device`.
     """
     config = copy.deepcopy(model.hf.config)
     vars(config).pop("quantization_config", None)
@@ -114,15 +114,15 @@ def plain_copy(
 
 
 def sum_over_copies(model: nn.Module, now: bool) -> None:
-    """Whether the next backward passes sum gradients over the copies of a model too, or only within each: the former
-    is needed once a step, after which no gradient is left out."""
+    """Set whether the next backward passes sum gradients over the copies of a model too, which one pass of each step
+    must do, or only within each copy."""
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(now)
 
 
 def on_whole(policy: PolicyModel, work: Callable[[], _T]) -> _T:
-    """What `work` returns. While it runs each process has the whole policy in memory, or its part of each layer with
-    tensor parallelism, and FSDP exchanges nothing: the processes may compute different amounts. All of them call it."""
+    """Call `work` with the whole policy (or this process's part, with tensor parallelism) in memory. FSDP then exchanges
+    nothing, so processes may compute different amounts. Every process calls it."""
     sharded = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)
@@ -150,7 +150,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float | None) 
         kinds.setdefault(kind, []).append(grad)
     if not kinds.keys() - {None}:
         return float(nn.utils.clip_grad_norm_(parameters, most))
-    norm = math.hypot(*(float(whole(nn.utils.get_total_norm(of_kind))) for of_kind in kinds.values()))
+    norm = math.hypot(*(float(whole(nn.utils.get_total_norm(same_kind))) for same_kind in kinds.values()))
     if norm > most:
         torch._foreach_mul_([own_part(grad)[0] for grad in grads], most / (norm + 1e-6))
     return norm

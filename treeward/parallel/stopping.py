@@ -5,8 +5,8 @@
 
 A second signal is not caught: it ends the process at once, as does kill -9, and the last checkpoint stands. A signal
 that the process was started to ignore (a background job of a script ignores Ctrl-C) stays ignored. With several
-processes one that is asked stops all of them, at the same step; signals after the first change nothing there, as a
-terminal and the launcher may both pass on what is one request.
+processes a signal to one stops all, at the same step; later signals are ignored there, as a terminal and the launcher
+may both pass on the same request.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _earlier_seconds = 0.0
 
 
 def stop_with(file: Path, *, seconds_ago: float = 0.0) -> None:
-    """Have the run of this process stop with a command that began so long ago, which its deadline counts from: a file
-    with the number of a signal asks as the signal would, also a thread that gets none."""
+    """Let a file with the number of a signal act as that signal, also in a thread that gets none. `seconds_ago`: the
+    beginning of the command, from which the deadline counts."""
     global _stop_file, _earlier_seconds
     _stop_file, _earlier_seconds = file, seconds_ago
 
@@ -62,7 +62,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Why the run shall stop; of several processes only what they have agreed on."""
+        """Why the run shall stop; with several processes only the agreed reason."""
         if processes.size() > 1:
             return None if self._agreed is None else self._agreed[0]
         return self.own_reason
@@ -76,8 +76,8 @@ class StopRequest:
     def agree(self) -> str | None:
         """The reason of any process, on all of them; all call it at the same points. A small collective call."""
         if processes.size() > 1 and self._agreed is None:
-            asked = processes.gather((self.own_reason, self._own_signal))
-            self._agreed = next(((reason, number) for reason, number in asked if reason is not None), None)
+            reasons = processes.gather((self.own_reason, self._own_signal))
+            self._agreed = next(((reason, number) for reason, number in reasons if reason is not None), None)
         return self.reason
 
     @property

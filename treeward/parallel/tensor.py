@@ -6,13 +6,13 @@ Each process has some heads of every attention and some columns of every MLP, an
 processes after either (Shoeybi et al. 2019, arXiv 1909.08053, section 3). PyTorch's DTensor does this
 (`torch.distributed.tensor.parallel`), by transformers' own plan of the model (`base_model_tp_plan`). The forward pass
 over trees stays as it is: attention sees local heads. A policy's head and embedding are cut by the vocabulary, and its
-log-probabilities need no gathered logits (`model/linear_log_probs.py`); a reward model's head is whole.
+log-probabilities need no gathered logits (`model/policy_model.py`); a reward model's head is whole.
 
-With `sequence_parallel` (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) each process has some tokens of what
-lies between attention and MLP, in all layers but the last, whose MLP computes the tokens that are read alone.
+With `sequence_parallel` (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) each process has some tokens between
+attention and MLP, in all layers but the last, whose MLP computes only the tokens that are read.
 
-Parameters that are whole in each process, but see its heads or tokens alone, are DTensors, whose gradients DTensor
-knows to be parts of a sum: FSDP, clipping and the optimiser add them up.
+Parameters that are whole in each process, but see only its heads or tokens, are DTensors with partial gradients, which
+FSDP, clipping and the optimiser add up.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ between attention and MLP: each process has all of them (`Replicate`) or some (`
 
 
 def cut(model: WrappedModel, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
-    """Leave each process its part of the model, whose weights must be the same in all of them. Nothing is sent.
+    """Keep this process's part of the model, whose weights must be the same in all processes; sends nothing.
 
-    Raises `ConfigError` for a model without a plan, with adapters or layers of four bits, and for a size that does not
+    Raises `ConfigError` for a model without a plan, with adapters or four-bit layers, and for a size that does not
     divide its heads and columns.
     """
     size = mesh.tensor_size
@@ -104,11 +104,11 @@ def _styles(model: WrappedModel, name: str, layer: nn.Module, size: int) -> dict
     styles = {part: plan[wild[part]] for part in parts if wild[part] in plan}
     if not styles:
         raise _refused("transformers has no plan to cut this model", family, "a family with base_model_tp_plan")
-    of_parts = {part.partition(".")[0] for part, style in styles.items() if style in ("colwise", "rowwise")}
+    cut_blocks = {part.partition(".")[0] for part, style in styles.items() if style in ("colwise", "rowwise")}
     blocks = {part.partition(".")[0] for part in styles}
     for part, module in layer.named_modules():
-        # what would get a DTensor, and what would see a part without a word of it in the plan
-        among = blocks if isinstance(module, nn.Linear) else of_parts
+        # modules that would get a DTensor, or see a part, and are not in the plan
+        among = blocks if isinstance(module, nn.Linear) else cut_blocks
         if any(True for _ in module.parameters(recurse=False)) and part.partition(".")[0] in among:
             styles.setdefault(part, "none")
     for part, style in styles.items():

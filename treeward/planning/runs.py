@@ -81,9 +81,9 @@ class Filling:
     @property
     def density(self) -> float:
         """The share of a micro-batch's pairs of tokens of which one attends to the other."""
-        of_prompt = self.prompt * (self.prompt + 1) / 2
-        of_completion = self.completion * (self.prompt + (self.completion + 1) / 2)
-        return self.number * (of_prompt + self.group * of_completion) / self.tokens**2
+        prompt_pairs = self.prompt * (self.prompt + 1) / 2
+        completion_pairs = self.completion * (self.prompt + (self.completion + 1) / 2)
+        return self.number * (prompt_pairs + self.group * completion_pairs) / self.tokens**2
 
     def sequences(self, number: int) -> list[list[int]]:
         """The conversations of one group; groups share no prefix."""
