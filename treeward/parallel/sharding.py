@@ -121,8 +121,8 @@ def sum_over_copies(model: nn.Module, now: bool) -> None:
 
 
 def on_whole(policy: PolicyModel, work: Callable[[], _T]) -> _T:
-    """Call `work` with the whole policy (or this process's part, with tensor parallelism) in memory. FSDP then exchanges
-    nothing, so processes may compute different amounts. Every process calls it."""
+    """Call `work` with the whole policy (or this process's part, with tensor parallelism) in memory. FSDP exchanges
+    nothing then, so processes may compute different amounts. Every process calls it."""
     sharded = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)
