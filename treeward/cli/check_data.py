@@ -1,8 +1,9 @@
 """`treeward check-data`: what is wrong with preference data, before a model is trained on it.
 
 examples:
+  treeward check-data train.jsonl
   treeward check-data train.jsonl --tokenizer Qwen/Qwen3-0.6B --out results/data
-  treeward check-data train.jsonl --tokenizer MODEL --validation val.jsonl --benchmark llmbar=downloads/llmbar
+  treeward check-data train.jsonl --validation val.jsonl --benchmark llmbar=downloads/llmbar
   treeward check-data --config run.yaml --out results/data
 
 Findings come with the number, why it matters and what to do, the gravest first. The exit
@@ -44,7 +45,7 @@ def run(
     data_option: DataOptions = None,
     validation: Annotated[_Files, typer.Option(metavar="FILE", help="Look for its examples in the data.")] = None,
     benchmark: Annotated[_Files, typer.Option(metavar="NAME[=FOLDER]|FILE", help="Likewise, a suite of eval.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="NAME", help="Whose tokens count; else the run's.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="NAME", help="Whose tokens count; else of its own.")] = None,
     out: Annotated[str | None, typer.Option("--out", "--output", metavar="DIR", help="Where the page goes.")] = None,
 ) -> int:
     loaded = None if config is None else load_config(config, [])
@@ -59,7 +60,7 @@ def run(
     named = [configured(path) for path in (*(files or ()), *([None] if dataset_name and not files else ()))]
     streams = open_sets(named or (loaded.training_sets if loaded else ()))
     held_out = [*(configured(path) for path in validation or ()), *(loaded.validation_sets if loaded else ())]
-    name, renderer = _renderer(tokenizer, loaded)
+    name, renderer = _renderer(tokenizer, loaded, streams)
     with ShownProgress(unit="rows") as progress:
         checked = check_data(
             streams,
@@ -81,9 +82,10 @@ def run(
     return 1 if checked.errors else 0
 
 
-def _renderer(name: str | None, loaded: RewardModelRunConfig | None) -> tuple[str, Renderer]:
+def _renderer(name: str | None, loaded: RewardModelRunConfig | None, streams: Any) -> tuple[str, Renderer]:
     """The name of the tokenizer that counts, and its renderer, without a limit of the length."""
     from treeward.data.rendering import Renderer
+    from treeward.evaluation.data_check.check import trained_renderer
     from treeward.model.pretrained import load_tokenizer
 
     settings, trusted = dict[str, Any](), False
@@ -93,8 +95,8 @@ def _renderer(name: str | None, loaded: RewardModelRunConfig | None) -> tuple[st
         settings = {key: getattr(policy.tokenizer, key) for key in ("chat_template", "chat_template_kwargs")}
         trusted = policy.trust_remote_code
     if name is None:
-        need = "--tokenizer NAME, or --config of a run whose model has one"
-        raise ConfigError("it is not said whose tokens to count", where="--tokenizer", need=need)
+        estimated = "a tokenizer trained on the first texts (--tokenizer NAME counts those of a model)"
+        return estimated, trained_renderer(streams, **settings)
     return name, Renderer(load_tokenizer(name, trust_remote_code=trusted), **settings)
 
 

@@ -22,6 +22,7 @@ from treeward.data.datasets import RowDataset, open_dataset, recognised
 from treeward.data.encoding import Ties
 from treeward.data.preference import Preference, last_text
 from treeward.data.rendering import Renderer
+from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.errors import DataError
 from treeward.evaluation.data_check.findings import (
     TRAITS,
@@ -37,6 +38,8 @@ from treeward.evaluation.report.blocks import bar_item, bars_block, table_block,
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Block
 from treeward.version import VERSION
+
+_TEXTS_TO_TRAIN, _CHARACTERS_TO_TRAIN, _VOCABULARY = 6000, 10_000, 8192
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,17 @@ class DataCheck:
 def open_sets(configs: Sequence[DatasetConfig]) -> tuple[RowDataset, ...]:
     """The sets, their formats told by the first rows that are sound."""
     return tuple(open_dataset(recognised(config, skip_broken=True)) for config in configs)
+
+
+def trained_renderer(streams: Sequence[RowDataset], **template: Any) -> Renderer:
+    """The renderer of a tokenizer that is trained on the first texts: its counts are estimates for any other.
+
+    `template`: arguments of `Renderer`.
+    """
+    for stream in streams:
+        stream.broken = lambda error: None
+    texts = (text[:_CHARACTERS_TO_TRAIN] for text in islice(texts_of(streams), _TEXTS_TO_TRAIN))
+    return Renderer(train_tokenizer(texts, vocab_size=_VOCABULARY), **template)
 
 
 def check_data(
