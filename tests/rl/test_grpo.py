@@ -63,7 +63,7 @@ def test_a_planted_reward_is_learnt(tiny_grpo: Make, tmp_path: Path) -> None:
     # what it costs is seen too
     kls = [line["train/kl"] for line in logged(tmp_path, "train/kl")]
     assert kls[0] == 0.0 and kls[-1] > 1.0
-    assert outcome.report is not None and "vowels" in outcome.report.read_text(encoding="utf-8")
+    assert outcome.report is not None and "reach the length limit" in outcome.report.read_text(encoding="utf-8")
     assert AutoModelForCausalLM.from_pretrained(outcome.model_folder).num_parameters() > 0
     assert AutoTokenizer.from_pretrained(outcome.model_folder).chat_template
 
