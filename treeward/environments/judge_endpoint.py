@@ -65,7 +65,7 @@ class EndpointJudge:
         return [self._answer(answer) for answer in answers]
 
     def _answer(self, answer: Verdict | BaseException | None) -> Verdict | str:
-        if answer is None:
+        if answer is None or isinstance(answer, asyncio.CancelledError):  # the error that cancelled it is raised
             return NO_VERDICT
         if isinstance(answer, ServerError):
             return f"judge: {answer.summary}: {answer.got}"
