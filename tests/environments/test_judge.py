@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from treeward.data.rendering import Renderer
 from treeward.environments.interface import DETAILS, EnvironmentReturn
 from treeward.environments.judge import JudgeEnvironment
-from treeward.environments.verdicts import TokenChoice, make_question, read, read_tokens
+from treeward.environments.verdicts import Answer, TokenChoice, Verdict, make_question, read_answer, reminded
 from treeward.errors import ConfigError, ModelError
 
 
@@ -113,8 +113,10 @@ def test_verdicts_are_read_strictly() -> None:
         "equivalence": {"[[A=B]]": 1, "[[A!=B]]": 0, "[[A]]": None},
     }
     for mode, readings in of_modes.items():
-        verdicts = {text: read(text, config.model_copy(update={"mode": mode})) for text in readings}
-        assert {text: verdict and verdict.value for text, verdict in verdicts.items()} == readings
+        mode_config = config.model_copy(update={"mode": mode})
+        for text, value in readings.items():
+            verdict = read_answer(Answer(text), mode_config)
+            assert (verdict.value if isinstance(verdict, Verdict) else None) == value, text
 
 
 def test_garbage_is_asked_about_once_more_and_then_no_reward(endpoint: FakeJudge) -> None:
@@ -125,6 +127,32 @@ def test_garbage_is_asked_about_once_more_and_then_no_reward(endpoint: FakeJudge
     result = judge(endpoint).step([chat("4")], [{}])
     assert math.isnan(result.rewards[0]) and len(endpoint.requests) == 4
     assert errors(result) == ["the judge gave no verdict, also after a reminder"]
+    cut = completion("Let me think. Rating: [[8]] or")
+    cut["choices"][0]["finish_reason"] = "length"
+    endpoint.answer = lambda request: (200, cut)
+    assert errors(judge(endpoint).step([chat("4")], [{}]))[0] == (
+        "the judge's message was cut: longer than max_tokens, also after a reminder"
+    )
+
+
+def test_what_the_judge_wrote_is_kept(endpoint: FakeJudge) -> None:
+    endpoint.answer = lambda request: "Both are fine." if "seven" in request["messages"][1]["content"] else "Mine: [[A]]"
+    rewards = judge(endpoint, mode="pairwise").reward([chat("4"), chat("seven")], [{"reference_answers": "five"}] * 2)
+    assert [reward.score.judgement for reward in rewards] == [
+        "Mine: [[A]]\n\nMine: [[A]]",
+        "Both are fine.\n\nBoth are fine.",
+    ]
+    assert rewards[1].value is None and rewards[0].raw == rewards[0].value == 0.5
+
+
+def test_a_judge_that_writes_no_verdicts_ends_the_run_at_once(endpoint: FakeJudge) -> None:
+    endpoint.answer = lambda request: "Well, it depends."
+    environment = judge(endpoint)
+    with pytest.raises(ModelError, match="none on its first 4 questions") as caught:
+        environment.step([chat(str(n)) for n in range(20)], [{}] * 20)
+    assert len(endpoint.requests) == 8 and caught.value.got == "Well, it depends."  # with a reminder each
+    endpoint.answer = lambda request: "Rating: [[7]]" if "0" in between_tags(request, "completion") else "Hm."
+    assert len(errors(environment.step([chat(str(n)) for n in range(20)], [{}] * 20))) == 20
 
 
 def test_failures_are_retried_and_those_that_stay_cost_only_their_samples(endpoint: FakeJudge) -> None:
@@ -298,6 +326,12 @@ def test_log_probabilities_make_expected_ratings(endpoint: FakeJudge) -> None:
     assert (endpoint.requests[0]["logprobs"], endpoint.requests[0]["top_logprobs"]) == (True, 20)
     endpoint.answer = lambda request: "Rating: [[5]]"  # an endpoint that sends none
     assert components(environment.step([chat("four")], [{}]))[0] == {"rating": 5}
+    verdict = with_tokens("I say ", "[[", {"A": 0.5, "B": 0.3, "C": 0.1, "a": 0.1}, "]]")
+    endpoint.answer = lambda request: verdict
+    environment = judge(endpoint, use_logprobs=True, mode="pairwise")
+    result = environment.step([chat("four")], [{"reference_answers": "five"}])
+    assert components(result)[0]["forward"] == pytest.approx((0.5 + 0.1 / 2) / 0.9)
+    assert result.rewards.tolist() == pytest.approx([0.5])  # the same in both orders: a bias of place
 
 
 def test_ratings_are_found_however_the_tokenizer_cuts_them() -> None:
@@ -309,8 +343,9 @@ def test_ratings_are_found_however_the_tokenizer_cuts_them() -> None:
             TokenChoice(one["token"], {top["token"]: top["logprob"] for top in one["top_logprobs"]})
             for one in tokens(*written)
         ]
-        verdict = read_tokens(choices, config)
-        return verdict and verdict.value
+        text = "".join(choice.text for choice in choices)
+        verdict = read_answer(Answer(text, tokens=choices), config)
+        return verdict.value if isinstance(verdict, Verdict) and verdict.mass is not None else None
 
     assert mean("Rating: [[", {"7": 0.5, "9": 0.5}, "]]") == pytest.approx(8)
     assert mean("Rating:", {" [[7": 0.75, " [[3": 0.25, "7": 1e-9}, "]]") == pytest.approx(6)
@@ -324,7 +359,7 @@ def test_ratings_are_found_however_the_tokenizer_cuts_them() -> None:
     [
         ({"num_samples": 3}, "num_samples"),
         ({"use_logprobs": True}, "highest_rating"),
-        ({"mode": "pairwise", "use_logprobs": True, "highest_rating": 5}, "mode"),
+        ({"mode": "equivalence", "use_logprobs": True}, "mode"),
         ({"mode": "pairwise", "template": "{completion_a}"}, "template"),
     ],
 )
@@ -389,6 +424,20 @@ def test_a_model_in_the_process_rates_by_expectation(policy_folder: Path) -> Non
     assert "the model reads 256" in str(errors(long)[0])
 
 
+def test_a_model_in_the_process_compares_by_expectation(policy_folder: Path) -> None:
+    section = {"model": str(policy_folder), "use_logprobs": True, "mode": "pairwise"}
+    environment = JudgeEnvironment({**section, "template": "{completion_a}{completion_b}", **SHORT})
+    result = environment.step([chat("four"), chat("4")], [{}] * 2)
+    values = []
+    for texts in (["four", "4"], ["4", "four"]):
+        question = make_question(environment.config, "user: 2 + 2?", texts, 0).messages[1]["content"]
+        a, _, tie = by_hand(policy_folder, question, ["[[A]]", "[[B]]", "[[C]]"])
+        values.append(a + tie / 2)
+    reward = (values[0] + 1 - values[1]) / 2
+    assert result.rewards.tolist() == pytest.approx([reward, 1 - reward], abs=1e-5)
+    assert components(result)[0]["position_bias"] == pytest.approx(values[0] - (1 - values[1]), abs=1e-5)
+
+
 @pytest.mark.slow
 def test_a_model_in_the_process_writes_its_verdict(policy_folder: Path, tmp_path: Path) -> None:
     hf = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)
@@ -397,21 +446,27 @@ def test_a_model_in_the_process_writes_its_verdict(policy_folder: Path, tmp_path
     untaught = JudgeEnvironment({"model": str(policy_folder), **section})
     infos = [{"reference_answers": "five"}] * 2
     logs = [chat("four"), chat("4")]
-    assert errors(untaught.step(logs, infos)) == ["the judge gave no verdict"] * 2
+    with pytest.raises(ModelError, match="none on its first 4 questions"):
+        untaught.step(logs, infos)
     rows = []
+    renderer = Renderer(tokenizer)
     for own, reference in (("four", "five"), ("five", "four"), ("4", "five"), ("five", "4")):
-        text = "I prefer [[B]]" if reference == "five" else "Well, [[A]]"  # always the reference
-        question = make_question(untaught.config, "user: 2 + 2?", [own, reference], 0)
-        prompt = Renderer(tokenizer).render(question.messages, generation_prompt=True)
-        rows.append(Renderer(tokenizer).encode_texts([prompt + text + tokenizer.eos_token])[0])
+        verdict = "[[B]]" if reference == "five" else "[[A]]"  # always the reference
+        messages = make_question(untaught.config, "user: 2 + 2?", [own, reference], 0).messages
+        for text in ("Hm.", verdict):  # the verdict after the reminder alone
+            prompt = renderer.render(messages, generation_prompt=True)
+            rows.append(renderer.encode_texts([prompt + text + tokenizer.eos_token])[0])
+            messages = reminded(messages, Answer(text), untaught.config)
     optimizer = torch.optim.AdamW(hf.parameters(), lr=3e-3)
-    for _ in range(80):
+    for _ in range(160):
         loss = sum(hf(torch.tensor([row]), labels=torch.tensor([row])).loss for row in rows)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     hf.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    result = JudgeEnvironment({"model": str(tmp_path), **section}).step(logs, infos)
+    environment = JudgeEnvironment({"model": str(tmp_path), **section})
+    result = environment.step(logs, infos)
     assert result.rewards.tolist() == [0, 0], errors(result)
     assert [one["inconsistent"] for one in components(result)] == [0, 0]
+    assert environment.cost.num_requests == 8

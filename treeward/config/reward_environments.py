@@ -208,8 +208,8 @@ class JudgeEnvironmentConfig(Strict):
     num_samples: PositiveInt = 1
     """How often each question is asked, at a temperature: the majority of verdicts, the mean of ratings."""
     use_logprobs: bool = False
-    """A rating counts by its expected value: from the endpoint's log-probabilities, where it gives them; in the
-    process from the probability of each rating as the whole message, so that nothing is written."""
+    """A rating or the verdict on a pair counts by its expected value: from the endpoint's log-probabilities, where it
+    gives them; in the process from the probability of each verdict as the whole message: nothing is written."""
     reference_key: str = "reference_answers"
     """The key of `env_infos` with the reference completion, or with a list of them: `pairwise` averages, and for
     `equivalence` one is enough."""
@@ -247,8 +247,8 @@ class JudgeEnvironmentConfig(Strict):
         in_process = self.base_url is None and self.use_logprobs
         need = "one sample: nothing is drawn where the model in the process is asked for probabilities"
         self.refuse(in_process and self.num_samples > 1, "num_samples use_logprobs", need)
-        self.refuse(self.use_logprobs and self.mode != "rating", "mode use_logprobs", "mode: rating")
-        one_digit = self.lowest_rating >= 0 and self.highest_rating <= 9
+        self.refuse(self.use_logprobs and self.mode == "equivalence", "mode use_logprobs", "mode: rating or pairwise")
+        one_digit = self.mode != "rating" or (self.lowest_rating >= 0 and self.highest_rating <= 9)
         need = "ratings of one digit, as lowest_rating: 1 and highest_rating: 9: probabilities are those of one token"
         self.refuse(self.use_logprobs and not one_digit, "highest_rating use_logprobs", need)
 

@@ -16,7 +16,8 @@ judge that always says A gives 0.5 to all. The component `position_bias`, from -
 place; `inconsistent` is the share of pairs whose winner changed with the order. `num_samples` repeats every question:
 verdicts by majority, ratings by mean.
 
-A sample with a question without a verdict has no reward.
+A sample with a question without a verdict has no reward. What the judge wrote is in `Reward.score.judgement`. A judge
+without a verdict on the first few questions stops the run.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
@@ -43,8 +45,11 @@ from treeward.environments.interface import (
 )
 from treeward.environments.judge_endpoint import EndpointJudge
 from treeward.environments.judge_local import LocalJudge
-from treeward.environments.verdicts import Question, Verdict, make_question
-from treeward.scoring.score import Cost
+from treeward.environments.verdicts import NoVerdict, Question, Verdict, make_question
+from treeward.errors import ModelError
+from treeward.scoring.score import Cost, Score
+
+_FIRST_QUESTIONS = 4
 
 
 class Judge(Protocol):
@@ -52,7 +57,7 @@ class Judge(Protocol):
 
     cost: Cost
 
-    def ask(self, questions: Sequence[Question]) -> list[Verdict | str]: ...
+    def ask(self, questions: Sequence[Question]) -> list[Verdict | NoVerdict]: ...
 
 
 class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
@@ -68,6 +73,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
     def __init__(self, env_config: Mapping[str, Any] | JudgeEnvironmentConfig) -> None:
         super().__init__(env_config)
         self._judge: Judge = LocalJudge(self.config) if self.config.base_url is None else EndpointJudge(self.config)
+        self._has_begun = False
 
     @property
     def cost(self) -> Cost:
@@ -89,20 +95,25 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         # Skip questions only about samples that have no reward anyway.
         rounds = [(question, match) for question, match in rounds if any(i not in errors for i in match.samples)]
         outcomes: dict[int, list[_Outcome]] = defaultdict(list)
-        for (_, match), answer in zip(rounds, self._answers([question for question, _ in rounds]), strict=True):
+        messages: dict[int, list[str]] = defaultdict(list)
+        for (_, match), answers in zip(rounds, self._answers([question for question, _ in rounds]), strict=True):
+            verdicts = [answer for answer in answers if isinstance(answer, Verdict)]
             for place, i in enumerate(match.places):
                 if i is None:
                     continue
-                if isinstance(answer, str):
-                    errors.setdefault(i, answer)
-                else:
-                    verdict, agreement = answer
+                messages[i] += [answer.text for answer in answers if answer.text]
+                if verdicts:
+                    verdict, agreement = self._majority(verdicts)
                     value = self._value_at(place, verdict)
                     outcomes[i].append(_Outcome(match.pair, place, value, verdict, agreement))
-        return [
-            Reward(None, error=errors[i]) if i in errors else self._reward(outcomes[i])
-            for i in range(len(conversations))
-        ]
+                else:
+                    errors.setdefault(i, next(answer.reason for answer in answers if isinstance(answer, NoVerdict)))
+        rewards = []
+        for i in range(len(conversations)):
+            reward = Reward(None, error=errors[i]) if i in errors else self._reward(outcomes[i])
+            judgement = "\n\n".join(messages[i]) or None
+            rewards.append(replace(reward, score=Score(None, judgement=judgement)))
+        return rewards
 
     def _matches(self, conversations: Conversations, env_infos: Infos, texts: Mapping[int, str]) -> Iterator[_Match]:
         """The matches to judge: each sample alone, or each pair in both orders."""
@@ -129,17 +140,32 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         alone = ", and it is the only one of its prompt" if self.config.mode == "pairwise" else ""
         return f"the sample has no reference completion: no text in {self.config.reference_key}{alone}"
 
-    def _answers(self, questions: Sequence[Question]) -> list[tuple[Verdict, float] | str]:
-        """The verdict of each question, over all samples, with their agreement; or the reason for none."""
-        count, before = self.config.num_samples, time.perf_counter()
-        answers = self._judge.ask([question for question in questions for _ in range(count)])
-        self._judge.cost += Cost(seconds=time.perf_counter() - before)
-        return [self._majority(answers[i : i + count]) for i in range(0, len(answers), count)]
+    def _answers(self, questions: Sequence[Question]) -> list[list[Verdict | NoVerdict]]:
+        """The answers to each question, which is asked `num_samples` times.
 
-    def _majority(self, answers: Sequence[Verdict | str]) -> tuple[Verdict, float] | str:
-        verdicts = [verdict for verdict in answers if isinstance(verdict, Verdict)]
-        if not verdicts:
-            return str(answers[0])
+        Raises `ModelError` where none of the first questions has a verdict: the others would be asked in vain.
+        """
+        count, before = self.config.num_samples, time.perf_counter()
+        asked = [question for question in questions for _ in range(count)]
+        first = 0 if self._has_begun else _FIRST_QUESTIONS * count
+        answers = self._judge.ask(asked[:first]) if len(asked) >= first > 0 else []
+        reasons = [answer for answer in answers if isinstance(answer, NoVerdict) and answer.text is not None]
+        if answers and len(reasons) == len(answers):
+            raise ModelError(
+                f"{reasons[0].reason}: none on its first {_FIRST_QUESTIONS} questions",
+                where=self.config.model,
+                field="model max_tokens use_logprobs",
+                got=reasons[0].text,
+                fix="take a larger model; or use_logprobs: true, which compares the probabilities of the verdicts; or "
+                "hold an endpoint to the form, as by extra_body: {structured_outputs: {regex: ...}} of vLLM",
+            )
+        answers += self._judge.ask(asked[len(answers) :])
+        self._has_begun = self._has_begun or bool(answers)
+        self._judge.cost += Cost(seconds=time.perf_counter() - before)
+        return [answers[i : i + count] for i in range(0, len(answers), count)]
+
+    def _majority(self, verdicts: Sequence[Verdict]) -> tuple[Verdict, float]:
+        """The verdict of several to one question, and the share that agrees with it."""
         most = statistics.multimode(verdict.label for verdict in verdicts)
         agreement = sum(verdict.label == most[0] for verdict in verdicts) / len(verdicts)
         if self.config.mode != "rating":

@@ -4,7 +4,7 @@
     judge.ask(questions)           # a `Verdict` for each, or the reason for none
     judge.cost                     # requests, tokens and seconds of all of them
 
-A message without a verdict gets one reminder. With `use_logprobs` ratings count by their expected value, if the
+A message without a verdict gets one reminder. With `use_logprobs` verdicts count by their expected value, if the
 endpoint sends log-probabilities.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
 from treeward.environments.interface import WHERE
-from treeward.environments.verdicts import Question, TokenChoice, Verdict, read, read_tokens, reminder
+from treeward.environments.verdicts import Answer, NoVerdict, Question, TokenChoice, Verdict, read_answer, reminded
 from treeward.errors import ModelError
 from treeward.http import ServerError, run_async
 from treeward.openai_client import check_openai, key_from, openai_client, post
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 _NUM_ALTERNATIVES = 20  # the most that OpenAI's API gives
-
-NO_VERDICT = "the judge gave no verdict, also after a reminder"
 
 
 class EndpointJudge:
@@ -40,63 +38,53 @@ class EndpointJudge:
         check_openai()
         self._key = key_from(config.api_key_env, where=WHERE, field="api_key_env")
 
-    def ask(self, questions: Sequence[Question]) -> list[Verdict | str]:
+    def ask(self, questions: Sequence[Question]) -> list[Verdict | NoVerdict]:
         """A verdict for each question, or the reason for none. Raises `ModelError` if the endpoint refuses the key, the
         model, a setting, or every request of several samples."""
         return run_async(self._ask_all(questions)) if questions else []
 
-    async def _ask_all(self, questions: Sequence[Question]) -> list[Verdict | str]:
+    async def _ask_all(self, questions: Sequence[Question]) -> list[Verdict | NoVerdict]:
         config = self.config
         slots = asyncio.Semaphore(config.max_concurrency)
         async with openai_client(  # a client belongs to an event loop, and `run_async` makes one for each step
             self.url, api_key=self._key, timeout_seconds=config.timeout_seconds, max_retries=config.max_retries
         ) as client:
-            tasks = [asyncio.create_task(self._verdict(client, slots, question)) for question in questions]
             try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            finally:
-                for task in tasks:
-                    task.cancel()
-            answers = await asyncio.gather(*tasks, return_exceptions=True)
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._verdict(client, slots, question)) for question in questions]
+            except ExceptionGroup as errors:  # of a request that would fail for every question
+                raise errors.exceptions[0] from None
+        answers = [task.result() for task in tasks]
         refused = [answer for answer in answers if isinstance(answer, ServerError) and answer.status == 400]
         setting_errors = [error for error in refused if error.param in self._settings]
         if setting_errors or (len(refused) == len(answers) and len({question.about for question in questions}) > 1):
             raise self._refusal((setting_errors or refused)[0])
-        return [self._answer(answer) for answer in answers]
-
-    def _answer(self, answer: Verdict | BaseException | None) -> Verdict | str:
-        if answer is None or isinstance(answer, asyncio.CancelledError):  # the error that cancelled it is raised
-            return NO_VERDICT
-        if isinstance(answer, ServerError):
-            return f"judge: {answer.summary}: {answer.got}"
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+        return [
+            NoVerdict(f"judge: {answer.summary}: {answer.got}") if isinstance(answer, ServerError) else answer
+            for answer in answers
+        ]
 
     async def _verdict(
         self, client: AsyncOpenAI, slots: asyncio.Semaphore, question: Question
-    ) -> Verdict | ServerError | None:
-        """The verdict, None for none; a server's error is returned unless it concerns every request."""
-        messages = [*question.messages]
+    ) -> Verdict | NoVerdict | ServerError:
+        """The verdict, or the reason for none; a server's error is returned unless it concerns every request."""
+        messages = question.messages
         try:
             for _ in range(2):
                 async with slots:
-                    text, tokens = await self._message(client, messages)
-                verdict = read(text, self.config)
-                if verdict is not None:
-                    return read_tokens(tokens, self.config) or verdict
-                judge_messages = [{"role": "assistant", "content": text}] if text else []
-                messages = [*messages, *judge_messages, {"role": "user", "content": reminder(self.config)}]
+                    answer = await self._message(client, messages)
+                verdict = read_answer(answer, self.config)
+                if isinstance(verdict, Verdict):
+                    break
+                messages = reminded(messages, answer, self.config)
         except ServerError as error:
             if error.status in (401, 403, 404):
                 raise self._refusal(error) from error
             return error
-        return None
+        return verdict
 
-    async def _message(
-        self, client: AsyncOpenAI, messages: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, list[TokenChoice]]:
-        """The judge's message, empty if it is truncated or not text, and its tokens, if the server sends them."""
+    async def _message(self, client: AsyncOpenAI, messages: Sequence[Mapping[str, Any]]) -> Answer:
+        """The judge's message, empty if it is not text."""
         seconds = self.config.timeout_seconds * (self.config.max_retries + 1)
         content = await post(
             client, "/chat/completions", {**self._settings, "messages": messages}, total_seconds=seconds
@@ -110,7 +98,8 @@ class EndpointJudge:
             summary = "the server sends no chat completion"
             raise ServerError(summary, status=200, where=self.url, got=content) from error
         self.cost += Cost(1, usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
-        return (text, tokens) if isinstance(text, str) and choice.get("finish_reason") != "length" else ("", [])
+        is_cut = choice.get("finish_reason") == "length"
+        return Answer(text, is_cut, tokens) if isinstance(text, str) else Answer("", is_cut)
 
     @property
     def _settings(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """`LocalJudge`: verdicts by a causal language model in this process.
 
-    judge = LocalJudge(JudgeEnvironmentConfig(model="Qwen/Qwen3-0.6B", use_logprobs=True, highest_rating=9))
+    judge = LocalJudge(JudgeEnvironmentConfig(model="Qwen/Qwen3-0.6B", use_logprobs=True, mode="pairwise"))
     judge.ask(questions)
 
-With `use_logprobs` the model writes nothing: the value is the expectation over the probabilities of each rating as the
-whole message, computed on one tree per question. Otherwise it writes its message.
+With `use_logprobs` the model writes nothing: the value is the expectation over the probabilities of each label as the
+whole message, computed on one tree per question. Otherwise it writes its message, and one more after a reminder.
 
 Shapes: S messages, L tokens of the longest.
 """
@@ -19,8 +19,18 @@ import numpy as np
 import torch
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
+from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
-from treeward.environments.verdicts import Question, Verdict, ratings, read
+from treeward.environments.verdicts import (
+    Answer,
+    NoVerdict,
+    Question,
+    Verdict,
+    labels,
+    read_answer,
+    reminded,
+    verdict_line,
+)
 from treeward.errors import DataError
 from treeward.model.loading import load_policy
 from treeward.model.pretrained import choose_device
@@ -44,22 +54,36 @@ class LocalJudge:
         self._max_tokens = config.max_tokens or 1024
 
     @torch.no_grad()
-    def ask(self, questions: Sequence[Question]) -> list[Verdict | str]:
+    def ask(self, questions: Sequence[Question]) -> list[Verdict | NoVerdict]:
         """A verdict for each question, or the reason for none."""
-        verdicts: list[Verdict | str] = []
-        prompts: list[str | DataError] = [self._prompt(question) for question in questions]
-        for start in range(0, len(prompts), _QUESTIONS_AT_ONCE):
-            chunk = prompts[start : start + _QUESTIONS_AT_ONCE]
-            texts = [prompt for prompt in chunk if isinstance(prompt, str)]
-            answers = iter(self._answers(texts) if texts else [])
-            verdicts += [next(answers) if isinstance(prompt, str) else prompt.summary for prompt in chunk]
-        self.cost += Cost(num_requests=len(questions))
-        return verdicts
+        verdicts: dict[int, Verdict | NoVerdict] = {}
+        waiting: dict[int, tuple[Message, ...]] = {i: question.messages for i, question in enumerate(questions)}
+        for _ in range(1 if self.config.use_logprobs else 2):
+            prompts: dict[int, str] = {}
+            for i, messages in waiting.items():
+                prompt = self._prompt(messages)
+                if isinstance(prompt, str):
+                    prompts[i] = prompt
+                else:
+                    verdicts.setdefault(i, NoVerdict(prompt.summary))
+            self.cost += Cost(num_requests=len(prompts))
+            indices = list(prompts)
+            for start in range(0, len(indices), _QUESTIONS_AT_ONCE):
+                chunk = indices[start : start + _QUESTIONS_AT_ONCE]
+                texts = [prompts[i] for i in chunk]
+                if self.config.use_logprobs:
+                    verdicts.update(zip(chunk, self._expected(texts), strict=True))
+                    continue
+                for i, answer in zip(chunk, self._messages(texts), strict=True):
+                    verdicts[i] = read_answer(answer, self.config)
+                    waiting[i] = reminded(waiting[i], answer, self.config)
+            waiting = {i: waiting[i] for i in prompts if isinstance(verdicts[i], NoVerdict)}
+        return [verdicts[i] for i in range(len(questions))]
 
-    def _prompt(self, question: Question) -> str | DataError:
+    def _prompt(self, messages: Sequence[Message]) -> str | DataError:
         """The rendered prompt, or the reason why the model cannot read it."""
         try:
-            text = self.renderer.render(question.messages, where="the judge's prompt", generation_prompt=True)
+            text = self.renderer.render(messages, where="the judge's prompt", generation_prompt=True)
         except DataError as error:
             return error
         room = _ROOM_FOR_A_LABEL if self.config.use_logprobs else self._max_tokens
@@ -68,31 +92,26 @@ class LocalJudge:
             return DataError(f"the judge's prompt and message have {length} tokens, the model reads {limit}")
         return text
 
-    def _answers(self, prompts: Sequence[str]) -> list[Verdict | str]:
-        if self.config.use_logprobs:
-            return self._expected(prompts)
-        return [read(message, self.config) or "the judge gave no verdict" for message in self._messages(prompts)]
-
-    def _expected(self, prompts: Sequence[str]) -> list[Verdict | str]:
-        """Verdicts from the probability of each rating as the judge's message."""
-        scale = ratings(self.config)
-        messages = [f"Rating: [[{rating}]]" for rating in scale]
+    def _expected(self, prompts: Sequence[str]) -> list[Verdict | NoVerdict]:
+        """Verdicts from the probability of each label as the judge's message."""
+        values = labels(self.config)
+        messages = [verdict_line(label, self.config) for label in values]
         groups = [self.renderer.encode_texts([prompt + message for message in messages]) for prompt in prompts]
-        result = self.policy.log_probs(groups, [[_shared(group)] * len(scale) for group in groups])
+        result = self.policy.log_probs(groups, [[_shared(group)] * len(values) for group in groups])
         self.cost += Cost(num_prompt_tokens=result.num_computed_tokens)
-        verdicts: list[Verdict | str] = []
-        for log_probs in result.values_SL.double().sum(dim=-1).cpu().view(-1, len(scale)):
+        verdicts: list[Verdict | NoVerdict] = []
+        for log_probs in result.values_SL.double().sum(dim=-1).cpu().view(-1, len(values)):
             if not bool(log_probs.isfinite().all()):
-                verdicts.append("the judge's log-probabilities are not finite")
+                verdicts.append(NoVerdict("the judge's log-probabilities are not finite"))
                 continue
             weights = log_probs.softmax(dim=-1).tolist()
-            mean = math.fsum(weight * int(rating) for weight, rating in zip(weights, scale, strict=True))
+            mean = math.fsum(weight * value for weight, value in zip(weights, values.values(), strict=True))
             mass = math.exp(min(0.0, float(log_probs.logsumexp(-1))))
-            verdicts.append(Verdict(mean, scale[int(np.argmax(weights))], mass=mass))
+            verdicts.append(Verdict(mean, list(values)[int(np.argmax(weights))], mass=mass))
         return verdicts
 
-    def _messages(self, prompts: Sequence[str]) -> list[str]:
-        """The model's messages; empty if they did not end in time."""
+    def _messages(self, prompts: Sequence[str]) -> list[Answer]:
+        """The model's messages."""
         rows = self.renderer.encode_texts(prompts)
         longest = max(map(len, rows))
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
@@ -106,14 +125,14 @@ class LocalJudge:
         )[:, longest:]
         ends = hf.generation_config.eos_token_id
         end_ids = {self.tokenizer.eos_token_id, *([ends] if isinstance(ends, int) else ends or ())}
-        texts = []
+        answers = []
         for row in written.tolist():
             at = next((i for i, token in enumerate(row) if token in end_ids), None)
-            length = len(row) if at is None else at + 1
-            texts.append("" if at is None else str(self.tokenizer.decode(row[:at], skip_special_tokens=True)))
-            self.cost += Cost(num_completion_tokens=length)
+            text = str(self.tokenizer.decode(row[:at], skip_special_tokens=True))
+            answers.append(Answer(text, is_cut=at is None))
+            self.cost += Cost(num_completion_tokens=len(row) if at is None else at + 1)
         self.cost += Cost(num_prompt_tokens=int(mask.sum()))
-        return texts
+        return answers
 
 
 def _shared(rows: Sequence[Sequence[int]]) -> int:

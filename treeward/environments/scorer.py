@@ -62,5 +62,5 @@ class EnvironmentScorer:
                 raise DataError("the completion has no reward", where=name, got=reward.error)
             for part, value in reward.components.items():
                 self._seen[part].append(value)
-        scores = iter([Score(reward.value, error=reward.error) for reward in rewards])
+        scores = iter([Score(r.value, error=r.error, judgement=r.score.judgement) for r in rewards])
         return [[next(scores) for _ in group] for group in groups]

@@ -1,7 +1,7 @@
 """A judge's questions and verdicts: templates, prompts, parsing.
 
     question = make_question(config, "user: 2 + 2?", ["5", "4"], about=0)     # "5" stands at place A
-    read("Wrong. [[B]]", config).value                                        # 0.0, for place A
+    read_answer(Answer("Wrong. [[B]]"), config).value                         # 0.0, for place A
 
 A completion may imitate a verdict. So the texts stand between tags with an unpredictable number (a digest of all texts
 of the question), only the judge's message is parsed, and its last verdict counts.
@@ -16,7 +16,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
@@ -96,16 +96,34 @@ class TokenChoice(NamedTuple):
     log_probs: Mapping[str, float]
 
 
+class Answer(NamedTuple):
+    """A message of a judge. `is_cut`: at the limit of tokens. `tokens`: if the judge gives log-probabilities."""
+
+    text: str
+    is_cut: bool = False
+    tokens: Sequence[TokenChoice] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """`value`: a rating, or from 0 to 1 the outcome of place A or whether both are equivalent.
 
-    `label`: as the judge wrote it. `mass`: the total probability of all ratings, if the value is an expectation.
+    `label`: as the judge wrote it. `mass`: the total probability of all labels, if the value is an expectation. `text`:
+    the judge's message.
     """
 
     value: float
     label: str
     mass: float | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NoVerdict:
+    """Why there is no verdict. `text`: the judge's message; None where it wrote none."""
+
+    reason: str
+    text: str | None = None
 
 
 def make_question(config: JudgeEnvironmentConfig, conversation: str, texts: Sequence[str], about: int) -> Question:
@@ -124,51 +142,70 @@ def make_question(config: JudgeEnvironmentConfig, conversation: str, texts: Sequ
     return Question(about, messages)
 
 
-def reminder(config: JudgeEnvironmentConfig) -> str:
-    """The request to a judge whose message had no verdict."""
+def reminded(messages: Sequence[Message], answer: Answer, config: JudgeEnvironmentConfig) -> tuple[Message, ...]:
+    """The messages of a question with an answer that had no verdict, and the request to give one."""
     form = {
         "pairwise": "[[A]], [[B]] or [[C]]",
         "equivalence": "[[A=B]] or [[A!=B]]",
         "rating": f"a line of the form `Rating: [[{_example(config)}]]`",
     }[config.mode]
-    return f"Your message had no valid verdict. Answer with nothing but {form}."
+    request = f"Your message had no valid verdict. Answer with nothing but {form}."
+    # Templates ask for roles in turn, and servers for a content.
+    return (*messages, {"role": "assistant", "content": answer.text or "..."}, {"role": "user", "content": request})
 
 
-def read(text: str, config: JudgeEnvironmentConfig) -> Verdict | None:
-    """The last verdict in a judge's message; None for none, or a rating beyond the scale."""
-    match = _last(text, config)
-    if match is None:
-        return None
-    value = float(match[1]) if config.mode == "rating" else _OUTCOMES[match[1]]
-    if config.mode == "rating" and not config.lowest_rating <= value <= config.highest_rating:
-        return None
-    return Verdict(value, match[1])
+def read_answer(answer: Answer, config: JudgeEnvironmentConfig) -> Verdict | NoVerdict:
+    """The last verdict in a judge's message, by log-probabilities where it has them.
 
-
-def read_tokens(tokens: Sequence[TokenChoice], config: JudgeEnvironmentConfig) -> Verdict | None:
-    """The rating in a message with log-probabilities: its expected value over the alternatives of its digit.
-
-    None without a rating of one digit, and without log-probabilities.
+    A message that was cut has none, nor one with a rating beyond the scale.
     """
-    match = _last("".join(token.text for token in tokens), config)
-    if match is None or match[1] not in ratings(config):
+    if answer.is_cut:
+        reason = "the judge's message was cut: longer than max_tokens, also after a reminder"
+        return NoVerdict(reason, answer.text)
+    match = _last(answer.text, config)
+    label = "" if match is None else match[1]
+    value = math.nan if not label else float(label) if config.mode == "rating" else _OUTCOMES[label]
+    if config.mode == "rating" and not config.lowest_rating <= value <= config.highest_rating:
+        value = math.nan
+    if math.isnan(value):
+        return NoVerdict("the judge gave no verdict, also after a reminder", answer.text)
+    expected = _expected(answer.tokens, config)
+    return Verdict(value, label, text=answer.text) if expected is None else replace(expected, text=answer.text)
+
+
+def _expected(tokens: Sequence[TokenChoice], config: JudgeEnvironmentConfig) -> Verdict | None:
+    """The verdict in tokens with log-probabilities: its expected value over the alternatives of its label.
+
+    None without a label of one character, and without log-probabilities.
+    """
+    match, known = _last("".join(token.text for token in tokens), config), labels(config)
+    if match is None or match[1] not in known:
         return None
     end = 0
     for token in tokens:
         start, end = end, end + len(token.text)
         if end > match.start(1):
             break
-    # The text before the digit in its token, as `[[` in `[[7`, must stand in every alternative too.
-    form = re.compile(re.escape(token.text[: match.start(1) - start]) + r"(\d)(\]\]?\s?.*)?", re.DOTALL)
-    digits = ((form.fullmatch(other), log_prob) for other, log_prob in token.log_probs.items())
-    weights = [(digit[1], math.exp(log_prob)) for digit, log_prob in digits if digit and digit[1] in ratings(config)]
+    # The text before the label in its token, as `[[` in `[[7`, must stand in every alternative too.
+    form = re.compile(re.escape(token.text[: match.start(1) - start]) + r"(\w)(\]\]?\s?.*)?", re.DOTALL)
+    alternatives = ((form.fullmatch(other), log_prob) for other, log_prob in token.log_probs.items())
+    weights = [(other[1], math.exp(log_prob)) for other, log_prob in alternatives if other and other[1] in known]
     mass = sum(weight for _, weight in weights)
-    return Verdict(sum(int(digit) * weight for digit, weight in weights) / mass, match[1], mass=mass) if mass else None
+    return (
+        Verdict(sum(known[label] * weight for label, weight in weights) / mass, match[1], mass=mass) if mass else None
+    )
 
 
-def ratings(config: JudgeEnvironmentConfig) -> list[str]:
-    """The whole numbers of the scale, as a judge writes them."""
-    return [str(i) for i in range(math.ceil(config.lowest_rating), math.floor(config.highest_rating) + 1)]
+def labels(config: JudgeEnvironmentConfig) -> dict[str, float]:
+    """The values of the labels that a judge may write: outcomes, or the whole numbers of the scale."""
+    if config.mode != "rating":
+        return {label: value for label, value in _OUTCOMES.items() if (len(label) == 1) == (config.mode == "pairwise")}
+    return {str(i): float(i) for i in range(math.ceil(config.lowest_rating), math.floor(config.highest_rating) + 1)}
+
+
+def verdict_line(label: str, config: JudgeEnvironmentConfig) -> str:
+    """A label as the last line of a judge's message."""
+    return f"Rating: [[{label}]]" if config.mode == "rating" else f"[[{label}]]"
 
 
 def _example(config: JudgeEnvironmentConfig) -> str:

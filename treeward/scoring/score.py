@@ -30,7 +30,7 @@ class Score:
     length; 0 where it could not be rendered. `truncated`: some of its context was cut to make it fit. `heads`: the
     value of each head, in the model's order, and `head_names` their names; `members`: the score of each model of an
     ensemble. `spread`: where the heads are estimates of one score, their standard deviation (of the population), in
-    units of the score.
+    units of the score. `judgement`: what a judge wrote.
     """
 
     score: float | None
@@ -41,6 +41,7 @@ class Score:
     error: str | None = None
     head_names: tuple[str, ...] = ()
     spread: float | None = None
+    judgement: str | None = None
 
     @property
     def parts(self) -> dict[str, float]:
@@ -60,8 +61,8 @@ class Score:
 class Reward:
     """The reward of one conversation: a finite number, or None and `error` says why.
 
-    `score`: the score that the reward was made of; without a reward model it is empty. `components`: finite numbers by
-    name, the parts of the reward.
+    `score`: the score that the reward was made of; without a reward model it has at most a judgement. `components`:
+    finite numbers by name, the parts of the reward.
     """
 
     value: float | None
