@@ -136,7 +136,9 @@ def test_garbage_is_asked_about_once_more_and_then_no_reward(endpoint: FakeJudge
 
 
 def test_what_the_judge_wrote_is_kept(endpoint: FakeJudge) -> None:
-    endpoint.answer = lambda request: "Both are fine." if "seven" in request["messages"][1]["content"] else "Mine: [[A]]"
+    endpoint.answer = lambda request: (
+        "Both are fine." if "seven" in request["messages"][1]["content"] else "Mine: [[A]]"
+    )
     rewards = judge(endpoint, mode="pairwise").reward([chat("4"), chat("seven")], [{"reference_answers": "five"}] * 2)
     assert [reward.score.judgement for reward in rewards] == [
         "Mine: [[A]]\n\nMine: [[A]]",
