@@ -159,6 +159,20 @@ def test_a_run_that_dies_at_each_of_many_moments_goes_on_exactly(trial: Trial) -
 
 
 @pytest.mark.slow
+def test_without_validation_prompts_the_completions_of_steps_are_kept(trial: Trial) -> None:
+    alone = ("data.validation=null", "checkpointing.metric_name=null")
+    for moment in ("in step 4", "in step 5"):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+            MOMENTS[moment](patch)
+            trial.start(*alone)
+    outcome = trial.start(*alone)
+    assert trial.is_as_uninterrupted(*alone)
+    samples = read_metrics(trial.folder / "logs" / "samples.jsonl")
+    assert [line["step"] for line in samples] == [1, 1, 2, 2, 4, 4, 6, 6]
+    assert outcome.report is not None and "Completions over time" in outcome.report.read_text("utf-8")
+
+
+@pytest.mark.slow
 def test_failures_and_signals_leave_a_saved_state(trial: Trial, caplog: pytest.LogCaptureFixture) -> None:
     trial.order(after=60, fail=0.8)  # in the middle of a step's draws
     for _ in range(2):

@@ -191,7 +191,8 @@ class GRPOConfig(ScheduleConfig):
     """Completions of each validation prompt. NeMo RL's name is `val_num_generations_per_prompt`."""
     watch: WatchConfig = WatchConfig()
     num_logged_samples: int = Field(default=8, ge=0)
-    """Prompts of each validation whose completions are kept for the report, in `samples.jsonl`."""
+    """Prompts of each validation whose completions are kept for the report, in `samples.jsonl`; without validation
+    prompts those of the first step and every `val_period` steps."""
 
     @property
     def estimator(self) -> Estimator:

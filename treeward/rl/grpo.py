@@ -14,7 +14,7 @@ import logging
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -110,7 +110,8 @@ class GRPORun(Run):
             self.setup.updater.skipped = SkippedSteps(**state.run.get("skipped_steps", {}))
         # A validation that is repeated writes its samples again.
         validated_at = -1 if state.validation_step is None else state.validation_step
-        resume_step = None if state.step == 0 else validated_at
+        written_to = validated_at if self.setup.validation else state.step
+        resume_step = None if state.step == 0 else written_to
         if processes.is_main():
             self._samples = StepFile(self._log_dir / SAMPLES_FILE, resume_step=resume_step)
         self._write_alarms()  # alarms after the last checkpoint of a killed run are raised again
@@ -165,6 +166,9 @@ class GRPORun(Run):
         is_logged = number % self.config.grpo.log_period == 0 or self._is_through(number, drawn)
         metrics = setup.updater.update(evaluated, advantages_PG, rollouts.used_PG, entropies=is_logged)
         self.prompts_drawn, self.version = drawn, self.version + 1
+        is_kept = number == 1 or number % (self.config.grpo.val_period or 1) == 0
+        if is_kept and not setup.validation:
+            self._write_samples(number, rollouts.samples)
         for name in ("groups_without_signal", "length_correlation"):
             if (value := rollouts.watched[name]) is not None:
                 self.since.setdefault(name, []).append(value)
@@ -208,9 +212,7 @@ class GRPORun(Run):
         measured = {name: value for name, value in validation.watched.items() if value is not None}
         alarms = processes.on_main(lambda: self.setup.watch.observe(step, **{**since, **measured}))
         self.since = {}
-        if self._samples is not None:
-            for sample in validation.samples:
-                self._samples.append({"step": step, **sample})
+        self._write_samples(step, validation.samples)
         for alarm in alarms:
             logger.warning("ALARM after step %d: %s", alarm.step, alarm.sentence)
             if alarm.stops and self.stopped_by is None:
@@ -220,6 +222,11 @@ class GRPORun(Run):
         values = ((name, validation.metrics.get(f"validation/{name}")) for name in _SHOWN)
         shown = "  ".join(f"{name} {value:.3f}" for name, value in values if value is not None)
         return Validation(validation.metrics, self.setup.watch.metrics(), (f"validation after step {step}: {shown}",))
+
+    def _write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        if self._samples is not None:
+            for sample in samples:
+                self._samples.append({"step": step, **sample})
 
     def _write_alarms(self) -> None:
         if processes.is_main():

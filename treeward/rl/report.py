@@ -415,7 +415,10 @@ def _samples(summaries: Sequence[RunSummary]) -> Iterator[Block]:
     if items:
         note = "The first completion that was sampled to each prompt, not a chosen one. samples.jsonl has all."
         yield text_block(note, title="Completions over time")
-        shown_items = list(items.values())[:_MOST_PROMPTS]
+        # Without validations each step has other prompts: those of the first and of the last steps.
+        shown_items = list(items.values())
+        if len(shown_items) > _MOST_PROMPTS:
+            shown_items = [*shown_items[: _MOST_PROMPTS // 2], *shown_items[-_MOST_PROMPTS // 2 :]]
         yield {"kind": "samples", "title": "Prompts and completions", "items": shown_items}
 
 

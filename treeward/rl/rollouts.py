@@ -46,7 +46,7 @@ _SAMPLED = ("reward", "raw_reward", "gold_reward", "kl")
 @dataclass(frozen=True, slots=True)
 class Rollouts:
     """The groups of a step. `rewards_PG`: the rewards to optimise, NaN for none; `used_PG`: which completions to learn
-    from. `metrics`: over all sampled completions, as logged; `watched`: for the watch.
+    from. `metrics`: over all sampled completions, as logged; `watched`: for the watch. `samples`: as in `Validation`.
     """
 
     groups: list[CompletionGroup]
@@ -55,6 +55,7 @@ class Rollouts:
     prompts_drawn: int
     metrics: Mapping[str, float]
     watched: Mapping[str, float | None]
+    samples: Sequence[Mapping[str, Any]]
 
 
 class Validation(NamedTuple):
@@ -98,14 +99,17 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         rewards_PG = torch.cat([rewards_PG, shaped_rewards(run.config, batch, draws[-1].rewards_PG)])
         generation, rewarding = generation + sampled - started, rewarding + time.monotonic() - sampled
     metrics = _metrics(groups, rewards_PG, draws)
+    raw_PG = torch.cat([draw.raw_PG for draw in draws])
     correlation = length_correlation(rewards_PG, completion_lengths(groups))
     if is_dynamic:
         kept = informative_groups(rewards_PG).nonzero().flatten().tolist()[:wanted]
         processes.on_main(lambda: _check_signal(kept, wanted, len(draws)))
-        groups, rewards_PG = [groups[i] for i in kept], rewards_PG[kept]
+        groups, rewards_PG, raw_PG = [groups[i] for i in kept], rewards_PG[kept], raw_PG[kept]
+    measurements = {"reward": rewards_PG, "raw_reward": raw_PG}
     if grpo.gold_environment is not None:
         started = time.monotonic()
-        metrics["train/gold_reward"] = float(run.rewards.gold(groups).nanmean())
+        measurements["gold_reward"] = run.rewards.gold(groups)
+        metrics["train/gold_reward"] = float(measurements["gold_reward"].nanmean())
         rewarding += time.monotonic() - started
     used_PG = used_completions(groups, rewards_PG, grpo)
     metrics["train/num_masked"] = float((rewards_PG.isfinite() & ~used_PG).sum())
@@ -115,7 +119,8 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         "groups_without_signal": finite_metrics["train/groups_without_signal"],
         "length_correlation": correlation,
     }
-    return Rollouts(groups, rewards_PG, used_PG, len(draws) * count, finite_metrics, watched)
+    samples = _samples(groups, measurements, grpo.num_logged_samples)
+    return Rollouts(groups, rewards_PG, used_PG, len(draws) * count, finite_metrics, watched, samples)
 
 
 def sampling_seed(seed: int, step: int, draw: int, *, validation: bool = False) -> int:
@@ -216,27 +221,31 @@ def _summary(run: GRPOSetup, groups: Sequence[CompletionGroup], values: Mapping[
         "length": means["mean_gen_tokens_per_sample"],
         "length_correlation": length_correlation(values["reward"], lengths_PG),
     } | {name: means.get(name) for name in ("kl", "entropy", "truncation_rate")}
-    samples = [_sample(groups[p], values, p) for p in range(min(run.config.grpo.num_logged_samples, len(groups)))]
-    return Validation(metrics, watched, samples)
+    return Validation(metrics, watched, _samples(groups, values, run.config.grpo.num_logged_samples))
 
 
-def _sample(group: CompletionGroup, values: Mapping[str, Tensor], p: int) -> dict[str, Any]:
-    def measured(g: int) -> dict[str, float | None]:
+def _samples(groups: Sequence[CompletionGroup], values: Mapping[str, Tensor], most: int) -> list[dict[str, Any]]:
+    """The first groups with their measurements."""
+
+    def measured(p: int, g: int) -> dict[str, float | None]:
         values_by_name = {name: values[name][p, g] if name in values else torch.tensor(torch.nan) for name in _SAMPLED}
         return {name: float(value) if value.isfinite() else None for name, value in values_by_name.items()}
 
-    return {
-        "prompt": [dict(message) for message in group.prompt.messages],
-        "completions": [
-            {
-                "text": completion.text,
-                **measured(g),
-                "num_tokens": len(completion.token_ids),
-                "truncated": completion.truncated,
-            }
-            for g, completion in enumerate(group.completions)
-        ],
-    }
+    return [
+        {
+            "prompt": [dict(message) for message in group.prompt.messages],
+            "completions": [
+                {
+                    "text": completion.text,
+                    **measured(p, g),
+                    "num_tokens": len(completion.token_ids),
+                    "truncated": completion.truncated,
+                }
+                for g, completion in enumerate(group.completions)
+            ],
+        }
+        for p, group in enumerate(groups[:most])
+    ]
 
 
 def _mean(values_PG: Tensor, weights_PG: Tensor | None = None) -> float | None:
