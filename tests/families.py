@@ -42,6 +42,7 @@ DECODERS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 5,
     },
     "phi3": {"model_type": "phi3", "num_attention_heads": 4, "num_key_value_heads": 2, **_WINDOW},
+    "stablelm": {"model_type": "stablelm", "num_attention_heads": 4, "num_key_value_heads": 2},  # without **kwargs
     "gpt_neox": {"model_type": "gpt_neox", "num_attention_heads": 4},
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024},
     "gpt_oss": {
@@ -57,6 +58,17 @@ DECODERS: dict[str, dict[str, Any]] = {
             "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256,
             "mscale": 1.0, "mscale_all_dim": 1.0,
         },
+    },
+}  # fmt: skip
+CAUSAL_ONLY: dict[str, dict[str, Any]] = {  # transformers has no classifier for them
+    "gemma3n": {  # its hidden states have one more dimension
+        "model_type": "gemma3n_text", **_GQA, **_WINDOW, "layer_types": ["sliding_attention", "full_attention"],
+        "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+        "laurel_rank": 4, "activation_sparsity_pattern": [0.0, 0.0],
+    },
+    "llama4": {
+        "model_type": "llama4_text", **_GQA, "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64,
+        "attn_temperature_tuning": False, "layer_types": ["full_attention", "full_attention"], "no_rope_layers": [1, 0],
     },
 }  # fmt: skip
 ROW_FAMILIES: dict[str, dict[str, Any]] = {
@@ -92,7 +104,7 @@ _COMMON = {
 
 
 def config_of(family: str, **changes: Any) -> Any:
-    fields = {**DECODERS, **ROW_FAMILIES, **ENCODERS}[family]
+    fields = {**DECODERS, **CAUSAL_ONLY, **ROW_FAMILIES, **ENCODERS}[family]
     known = AutoConfig.for_model(fields["model_type"])
     common = {name: value for name, value in _COMMON.items() if hasattr(known, name)}
     return AutoConfig.for_model(**{**common, **fields, **changes})

@@ -152,7 +152,7 @@ class WrappedModel(nn.Module):
     @property
     def backbone(self) -> nn.Module:
         base: nn.Module = self.hf.base_model
-        return base
+        return base if base is not self.hf else self.hf.model  # Llama 4's text model is not where its prefix says
 
     @property
     def device(self) -> torch.device:

@@ -42,6 +42,8 @@ from treeward.training.tracking import METRICS_FILE, TrackerGroup, read_metrics
 
 logger = logging.getLogger(__name__)
 
+_MUCH_MISMATCH = 1.2
+"""Two ways to compute in bfloat16 differ by less (docs/grpo.md)."""
 _SHOWN = ("reward", "gold_reward", "kl", "mean_gen_tokens_per_sample", "truncation_rate")
 
 
@@ -98,6 +100,7 @@ class GRPORun(Run):
         self._samples: StepFile | None = None
         self._log_dir = Path(setup.config.logger.log_dir)
         self._version_given: int | None = None
+        self._warned_of_mismatch = False
         self._steps_begun = setup.updater.steps_begun
 
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
@@ -173,6 +176,7 @@ class GRPORun(Run):
             if (value := rollouts.watched[name]) is not None:
                 self.since.setdefault(name, []).append(value)
         means = metrics.means()
+        self._warn_of_mismatch(means.get("token_mult_prob_error", 1.0))
         if (per_token := means.pop("kl", None)) is not None and setup.updater.reference is not None:
             # `kl` is per completion, as in validations.
             lengths = completion_lengths(rollouts.groups)
@@ -194,6 +198,15 @@ class GRPORun(Run):
         names = {"reward": "reward", "length": "mean_gen_tokens_per_sample", "kl": "kl"}
         shown = {name: logged[f"train/{key}"] for name, key in names.items() if f"train/{key}" in logged}
         return StepMetrics(logged, shown, sum(group.num_row_tokens for group in rollouts.groups))
+
+    def _warn_of_mismatch(self, error: float) -> None:
+        if error > _MUCH_MISMATCH and not self._warned_of_mismatch and processes.is_main():
+            self._warned_of_mismatch = True
+            logger.warning(
+                "Completions are not sampled from the policy: the generator's probability of a token is off by a factor of "
+                "%.2f (train/token_mult_prob_error, 1 is equal). Sample with a server or engines that compute as the "
+                "trainer does, or with policy.attention=rows.", error,
+            )  # fmt: skip
 
     def _sync_weights(self) -> None:
         """Give the generator the current weights."""

@@ -28,7 +28,7 @@ from transformers import DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 from treeward.errors import ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.tree.batch import TreeBatch, plan_micro_batches
-from treeward.tree.decoding import Decoding, decoding_attention
+from treeward.tree.decoding import Decoding
 from treeward.tree.prefix import Prefix
 
 logger = logging.getLogger(__name__)
@@ -206,17 +206,15 @@ class _TreeDecoder:
 
     def _forward(self, tokens_S: Tensor) -> Tensor:
         policy, decoding = self.policy, self.decoding
-        decoding.begin()
         positions_S = decoding.positions_S
         if self._max_positions is not None:
             positions_S = positions_S.clamp_max(self._max_positions - 1)  # of rows that have ended
-        with policy.attention(decoding_attention()):
+        with decoding.running() as implementation, policy.attention(implementation):
             hidden_SD = policy.backbone(
                 input_ids=tokens_S[None],
                 position_ids=positions_S[None],
                 attention_mask=torch.ones_like(tokens_S)[None],
                 use_cache=False,
-                decoding=decoding,
             ).last_hidden_state[0]
         return policy.logits(hidden_SD).float()
 

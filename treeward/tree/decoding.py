@@ -1,8 +1,8 @@
 """`Decoding`: keys and values of rows that grow token by token, with a prompt's held once for all its rows.
 
     decoding = Decoding(prefixes, prompt_of_row, most_tokens=256)      # a `Prefix` per prompt
-    with model.attention(decoding_attention()):
-        backbone(tokens_S[None], position_ids=decoding.positions_S[None], decoding=decoding, ...)
+    with decoding.running() as implementation, model.attention(implementation):
+        backbone(tokens_S[None], position_ids=decoding.positions_S[None], ...)
     decoding.advance()
 
 The new token of every row goes through the model as one row of tokens, as trees do, so that every model that runs on
@@ -15,7 +15,9 @@ the longest prompt, C capacity for a row's own tokens, K = L + own tokens to rea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,16 +35,21 @@ _NAME = "treeward_decoding"
 _FIRST_CAPACITY = 128
 
 
-def decoding_attention() -> str:
-    """The name in transformers of the attention that reads a `Decoding`."""
-    AttentionInterface.register(_NAME, _attend)
-    AttentionMaskInterface.register(_NAME, _mask_function)
-    return _NAME
+_running: ContextVar[Decoding | None] = ContextVar("running", default=None)
 
 
-def _mask_function(*, mask_function: MaskFunction, **_: Any) -> MaskFunction:
-    """The mask function instead of a mask, as a decoding knows the positions."""
-    return mask_function
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """Instead of a mask: the decoding, which knows the positions, and the rule of the layer."""
+
+    decoding: Decoding
+    mask_function: MaskFunction
+
+
+def _make_mask(*, mask_function: MaskFunction, **_: Any) -> _Mask:
+    decoding = _running.get()
+    assert decoding is not None, "a decoding is running"
+    return _Mask(decoding, mask_function)
 
 
 @dataclass(slots=True)
@@ -73,6 +80,19 @@ class Decoding:
         self.lengths_P = torch.tensor([len(prefix) for prefix in prefixes], device=self.device)
         self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._arrange()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[str]:
+        """A context of one forward pass, with the name of its attention in transformers."""
+        AttentionInterface.register(_NAME, _attend)
+        AttentionMaskInterface.register(_NAME, _make_mask)
+        self._next = 0  # the layer
+        self._biases: dict[MaskFunction, Tensor | None] = {}  # one for each kind of layer
+        token = _running.set(self)
+        try:
+            yield _NAME
+        finally:
+            _running.reset(token)
 
     @property
     def positions_S(self) -> Tensor:
@@ -118,12 +138,6 @@ class Decoding:
         self.slots_PG = torch.tensor(padded, device=self.device)
         self.places_S = torch.tensor([p * size + g for p, g in places], device=self.device)
         self.lengths_S = self.lengths_P[torch.tensor(self.prompt_of_row, device=self.device)]
-        self.begin()
-
-    def begin(self) -> None:
-        """Called before each forward pass: resets the count of layers, and the masks, one per kind of layer."""
-        self._next = 0
-        self._biases: dict[MaskFunction, Tensor | None] = {}
 
     def enter(self, key_SJD: Tensor, value_SJD: Tensor) -> tuple[_Layer, Tensor, Tensor]:
         """Write a layer's new keys and values; returns the layer, and the rows' own ones to read, (S, J, K - L, D)."""
@@ -178,12 +192,12 @@ def _attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    decoding: Decoding | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of each row's new token to its prompt and to the row's own tokens, written out; softmax in float32."""
-    if decoding is None or not callable(attention_mask):
+    if not isinstance(attention_mask, _Mask):
         raise ModelError("this model cannot decode on shared prompts", where=type(module).__name__)
+    decoding = attention_mask.decoding
     layer, own_keys, own_values = decoding.enter(key_BJSD[0].transpose(0, 1), value_BJSD[0].transpose(0, 1))
     query_SJRD = query_BHSD[0].unflatten(0, (key_BJSD.shape[1], -1)).permute(2, 0, 1, 3)
     query_SJRD = query_SJRD * (query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -191,7 +205,7 @@ def _attend(
     scores = torch.cat([prompt_scores, _product(query_SJRD, own_keys)], dim=-1)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if (bias := decoding.bias(attention_mask)) is not None:
+    if (bias := decoding.bias(attention_mask.mask_function)) is not None:
         scores = scores + bias
     if s_aux is not None:  # a sink is one more key without a value
         sinks = s_aux.float().view(1, *scores.shape[1:3], 1).expand(len(scores), -1, -1, -1)
