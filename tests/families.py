@@ -67,8 +67,8 @@ CAUSAL_ONLY: dict[str, dict[str, Any]] = {  # transformers has no classifier for
         "laurel_rank": 4, "activation_sparsity_pattern": [0.0, 0.0],
     },
     "llama4": {
-        "model_type": "llama4_text", **_GQA, "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64,
-        "attn_temperature_tuning": False, "layer_types": ["full_attention", "full_attention"], "no_rope_layers": [1, 0],
+        "model_type": "llama4_text", **_GQA, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 64, "attn_temperature_tuning": False, "layer_types": ["full_attention", "full_attention"], "no_rope_layers": [1, 0],
     },
 }  # fmt: skip
 ROW_FAMILIES: dict[str, dict[str, Any]] = {
