@@ -68,7 +68,8 @@ CAUSAL_ONLY: dict[str, dict[str, Any]] = {  # transformers has no classifier for
     },
     "llama4": {
         "model_type": "llama4_text", **_GQA, "num_local_experts": 2, "num_experts_per_tok": 1,
-        "intermediate_size_mlp": 64, "attn_temperature_tuning": False, "layer_types": ["full_attention", "full_attention"], "no_rope_layers": [1, 0],
+        "intermediate_size_mlp": 64, "attn_temperature_tuning": False, "no_rope_layers": [1, 0],
+        "layer_types": ["full_attention", "full_attention"],
     },
 }  # fmt: skip
 ROW_FAMILIES: dict[str, dict[str, Any]] = {

@@ -203,9 +203,9 @@ class GRPORun(Run):
         if error > _MUCH_MISMATCH and not self._warned_of_mismatch and processes.is_main():
             self._warned_of_mismatch = True
             logger.warning(
-                "Completions are not sampled from the policy: the generator's probability of a token is off by a factor "
-                "of %.2f (train/token_mult_prob_error, 1 is equal). Sample with a server or engines that compute as "
-                "the trainer does, or with policy.attention=rows.", error,
+                "Completions are not sampled from the policy: the generator's probability of a token is off by a "
+                "factor of %.2f (train/token_mult_prob_error, 1 is equal). Sample with a server or engines that "
+                "compute as the trainer does, or with policy.attention=rows.", error,
             )  # fmt: skip
 
     def _sync_weights(self) -> None:
