@@ -62,6 +62,9 @@ def test_a_conversation_without_a_score_counts_as_wrong_and_is_told(
     words = ["eval", str(model_folder), "--data", str(tmp_path / "d.jsonl"), "--unscored", "allow"]
     assert main(words) == 0
     assert "30 of 31 scored" in capsys.readouterr().out
+    write_rows("d.jsonl", rows[-1:])
+    assert main(words) == 1  # nothing was scored, which is no accuracy of 0 %
+    assert "no result, 0 of 1 scored" in capsys.readouterr().out
 
 
 def test_the_checkpoints_of_a_run_in_the_order_of_their_steps(

@@ -21,7 +21,6 @@ from treeward.evaluation.best_of_n.analysis import (
     curve_sizes,
     expected_best_of,
     judge,
-    kl_of_best_of,
     legend,
     report_blocks,
     selection_weights,
@@ -88,7 +87,9 @@ def test_the_weights_are_exact_for_thousands_of_samples(n: int) -> None:
 
 
 def test_kl_and_the_sizes_of_curves() -> None:
-    assert kl_of_best_of([1, 2, 4]) == pytest.approx([0.0, math.log(2) - 0.5, math.log(4) - 0.75])
+    assert analysed([[1.0, 2.0, 3.0, 4.0]], [[1.0] * 4]).kl == pytest.approx(
+        [math.log(n) - (n - 1) / n for n in (1, 2, 3, 4)]
+    )
     assert curve_sizes(2) == (1, 2)
     sizes = curve_sizes(4096)
     assert sizes[:64] == tuple(range(1, 65)) and sizes[-1] == 4096 and len(sizes) == 64 + 16 * 6

@@ -10,11 +10,9 @@ from scipy import stats
 
 from treeward.evaluation.statistics import (
     accuracy_metric,
-    brier,
     cluster_bootstrap,
     expanded_tail,
     expected_calibration_error,
-    kendall_tau_b,
     pair_confidences,
     paired_bootstrap,
     paired_test,
@@ -144,20 +142,6 @@ def test_a_difference_that_resampling_cannot_judge_has_no_interval() -> None:
     assert paired_bootstrap([1, 0, 1], [0, 0, 1], range(3)) == (None, None)
 
 
-# --- orders ---
-
-
-def test_kendall_has_a_sign_and_ties() -> None:
-    assert kendall_tau_b([3.0, 2.0, 1.0], [0, 1, 2]) == 1.0
-    assert kendall_tau_b([1.0, 2.0, 3.0], [0, 1, 2]) == -1.0
-    assert kendall_tau_b([1.0, 1.0], [0, 1]) is None
-    assert kendall_tau_b([2.0, 1.0], [0, 0]) is None
-    assert kendall_tau_b([1.0], [0]) is None
-    rng = np.random.default_rng(10)
-    scores, ranks = rng.integers(0, 6, 25), rng.integers(0, 4, 25)
-    assert kendall_tau_b(scores, ranks) == pytest.approx(stats.kendalltau(scores, -ranks).statistic)
-
-
 # --- calibration ---
 
 
@@ -167,7 +151,6 @@ def test_calibration_by_hand() -> None:
     assert expected_calibration_error(probabilities, outcomes) == pytest.approx(
         (1 * 0.05 + 2 * abs(0.5 - 0.135) + 1 * 0.85 + 1 * 0.05) / 5
     )
-    assert brier(probabilities, outcomes) == pytest.approx((0.05**2 + 0.85**2 + 0.12**2 + 0.05**2 + 0.85**2) / 5)
     bins = reliability_curve(probabilities, outcomes)
     assert [bin["count"] for bin in bins] == [1, 2, 1, 1]
     assert [bin["frequency"] for bin in bins] == [0.0, 0.5, 0.0, 1.0]
@@ -175,7 +158,7 @@ def test_calibration_by_hand() -> None:
     assert bins[1]["interval"] == wilson(1, 2)
     # Edges belong to the bin below them, and 0 to the first.
     assert [bin["count"] for bin in reliability_curve([0.0, 0.1, 0.11, 0.5, 0.51, 1.0], [0] * 6)] == [2, 1, 1, 1, 1]
-    assert expected_calibration_error([], []) is None and brier([], []) is None and reliability_curve([], []) == []
+    assert expected_calibration_error([], []) is None and reliability_curve([], []) == []
 
 
 def test_confidences_of_a_calibrated_model_are_calibrated() -> None:

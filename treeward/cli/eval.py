@@ -10,7 +10,7 @@ examples:
 Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or a copy.
 A judge is an environment (docs/environments.md); what it used is told below the table.
 An example without a score counts as wrong, and the exit code is 1, unless --unscored
-allow is given.
+allow is given; it is 1 in any case where nothing was scored, which is no result.
 """
 
 from __future__ import annotations
@@ -114,8 +114,10 @@ def run(
             sys.stdout.write(f"\n{usage}\n")
     if evaluated.path is not None:
         sys.stdout.write(f"\nThe report is {evaluated.path}\n")
-    has_failed = any(summary.result.num_failed for summary in evaluated.summaries)
-    return 1 if has_failed and unscored == "fail" else 0
+    results = [summary.result for summary in evaluated.summaries]
+    has_result = all(result.headline.value is not None for result in results)
+    has_failed = unscored == "fail" and any(result.num_failed for result in results)
+    return 0 if has_result and not has_failed else 1
 
 
 def _suites(

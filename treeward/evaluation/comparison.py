@@ -3,9 +3,9 @@
     comparison = compare(read_evaluation("results/eval/mine"), read_evaluation("results/eval/other"))
     comparison.overall.difference.value, comparison.overall.p_value, comparison.notes
 
-Examples are matched by suite and id, and only what both models were given is compared; what is left out is counted. A
-tie and an example that could not be scored count as not right, as in `treeward eval`. Examples of one prompt are one
-draw, in the tests as in the intervals.
+Examples are matched by suite and id; what only one model was given is left out and counted. A tie and an example that
+could not be scored count as not right, as in `treeward eval`.
+Examples of one prompt are one draw, in the tests as in the intervals.
 """
 
 from __future__ import annotations
@@ -68,10 +68,8 @@ class PairedResult:
     """Two models on the same `count` examples of `num_prompts` prompts; of all, of a suite or of a subset, by `name`.
 
     `difference`: the first's accuracy less the second's, with a paired interval, which holds 0 wherever `p_value` is
-    0.05 or more. `only_first` and `only_second`: how many examples that model alone has right. `p_value`: two-sided, of
-    McNemar's exact test where each prompt has one example, else of the test that flips the signs of whole prompts.
-    `adjusted_p_value`: by Holm's method (1979, Scandinavian Journal of Statistics 6, page 65) over all parts; the
-    overall result is one test and has none.
+    0.05 or more. `only_first` and `only_second`: examples that this model alone has right. `p_value`: of
+    `statistics.paired_test`; `adjusted_p_value`: by Holm's method (1979) over all parts, None for the overall result.
     """
 
     name: str
@@ -145,27 +143,16 @@ def _read_rows(file: Path) -> list[ScoredExample]:
     return list(rows.values())
 
 
-def compare(
-    first: Evaluation,
-    second: Evaluation,
-    *,
-    num_disagreements: int = 10,
-    num_resamples: int = 2000,
-    seed: int = 0,
-) -> Comparison:
+def compare(first: Evaluation, second: Evaluation, *, num_disagreements: int = 10) -> Comparison:
     """Compare two models on the examples that both have.
 
-    `num_disagreements`: how many of the examples on which they disagree are kept, those furthest apart.
-    `num_resamples` and `seed` are those of the intervals of differences, which are of 95 %. Where each evaluation has
-    one suite, these are matched whatever they are called. Raises `DataError` if there is nothing to compare.
+    `num_disagreements`: how many of the examples on which they disagree are kept, those furthest apart. Where each
+    evaluation has one suite, these are matched whatever they are called. Raises `DataError` if there is nothing to
+    compare.
     """
     pairs, counts = _match(first, second)
-
-    def result(name: str, pairs: Sequence[_Pair]) -> PairedResult:
-        return _result(name, pairs, num_resamples, seed)
-
-    overall = result("all", pairs)
-    parts = [result(name, group) for name, group in _groups(pairs).items()]
+    overall = _result("all", pairs)
+    parts = [_result(name, group) for name, group in _groups(pairs).items()]
     p_values = multipletests([part.p_value for part in parts], method="holm")[1].tolist() if parts else []
     disagreements = _disagreements(pairs)
     return Comparison(
@@ -246,15 +233,14 @@ def _groups(pairs: Sequence[_Pair]) -> dict[str, list[_Pair]]:
     return groups
 
 
-def _result(name: str, pairs: Sequence[_Pair], num_resamples: int, seed: int) -> PairedResult:
+def _result(name: str, pairs: Sequence[_Pair]) -> PairedResult:
     first = np.array([pair.first.outcome == "right" for pair in pairs], dtype=np.float64)
     second = np.array([pair.second.outcome == "right" for pair in pairs], dtype=np.float64)
     prompts = [pair.prompt for pair in pairs]
     p_value = paired_test(first - second, prompts)
-    low, high = paired_bootstrap(first, second, prompts, num_resamples=num_resamples, seed=seed)
+    low, high = paired_bootstrap(first, second, prompts)
     if p_value >= 0.05 and low is not None and high is not None:
-        # Of few differing examples (4 to 0) resampling excludes 0 where the exact test, which is the stricter, does
-        # not: one line must not say both.
+        # Of few differing examples (4 to 0) resampling excludes 0 where the exact test, which is stricter, does not.
         low, high = min(low, 0.0), max(high, 0.0)
     return PairedResult(
         name=name,

@@ -4,10 +4,8 @@
     summary.result.headline, summary.length.accuracy_gap, summary.statistics.ece
     verdict(summary)        # "**my-model** on LLMBar: 71.0% (61.5% to 79.0%); better than chance, but it likes ..."
     findings(summary)       # that, and a list: chance, length, worst subset, calibration, rewrites, overlap
-    length_finding(summary.length.numbers)
 
-A finding is reported only where its interval supports it. The length bias is that of pairs whose completions both have
-a score. The headline counts examples without a score as wrong, as the published suites do.
+A finding is reported only where its interval supports it.
 """
 
 from __future__ import annotations
@@ -93,13 +91,14 @@ def verdict(summary: Summary) -> str:
     against_chance = standing(result, summary.suite.chance())
     parts = filter(None, (against_chance, _likes(summary.length.numbers)))
     joined = (", but " if against_chance == _BETTER else ", and ").join(parts)
-    headline = f"{result.headline.name} {percent(result.headline)}"
+    has_result = result.headline.value is not None
+    headline = f"{result.headline.name} {percent(result.headline)}" if has_result else "no result"
     if result.unit == "pairs" and result.headline.count not in (None, result.num_examples):
         headline += f" of {result.headline.count:,} pairs"
     if result.num_failed:
         headline += f", {result.scored}"
     text = f"**{summary.model}** on {summary.title}: {headline}{f'; {joined}' if joined else ''}."
-    return text if summary.suite.caveat is None else f"{text} {summary.suite.caveat}"
+    return " ".join(filter(None, (text, summary.suite.caveat)))
 
 
 def findings(summary: Summary) -> str:
@@ -118,8 +117,8 @@ def standing(result: SuiteResult, chance: float | None) -> str | None:
 def length_finding(length: Mapping[str, Metric], standing: str | None = None) -> str | None:
     """One sentence on the length that a model likes too much; None if the interval of `accuracy_gap` contains 0.
 
-    `length`: the length diagnostics by name. `standing`: the model's `standing` in the same suite; anything but "better
-    than chance" is added, because then the bias may explain all of its accuracy.
+    `length`: the length diagnostics by name. `standing`: the model's `standing` in the same suite, added where it is
+    not "better than chance": the bias may then explain all of its accuracy.
     """
     gap, likes = length["accuracy_gap"], _likes(length)
     if likes is None or gap.value is None:
@@ -172,7 +171,15 @@ def _reasons(summary: Summary) -> Iterator[str | None]:
         how, rescaled = "over" if scale > 1 else "under", f"by {after:.1%} once divided by {scale:.2f}"
         yield f"Its margins are {how}confident: off by {before:.1%} as probabilities, {rescaled}."
     if summary.perturbations is not None:
-        yield _of_rewrites(summary.perturbations.numbers)
+        numbers = summary.perturbations.numbers
+        flips = {name: numbers[f"{name}_rejected_flips"] for name in REWRITES}
+        worst = max(flips, key=lambda name: flips[name].low or 0.0)
+        turns = f"; {REWRITES[worst].label} on the worse completion turns {percent(flips[worst])} of the right ones"
+        yield (
+            f"Of the rewritten pairs {percent(numbers['accuracy'])} are right as they are, "
+            f"{percent(numbers['robust_accuracy'])} under every change of style"
+            f"{turns if (flips[worst].low or 0.0) >= _FOOLED else ''}."
+        )
     if summary.overlap is not None and summary.overlap.accuracy_flagged.count:
         overlap = summary.overlap
         yield (
@@ -198,14 +205,3 @@ def _against_chance(summary: Summary) -> str | None:
         return None
     more = f" and {len(low) - _MOST_NAMED} more" if len(low) > _MOST_NAMED else ""
     return f"Nothing shows that it is better than chance in {', '.join(low[:_MOST_NAMED])}{more}."
-
-
-def _of_rewrites(numbers: Mapping[str, Metric]) -> str:
-    flips = {name: numbers[f"{name}_rejected_flips"] for name in REWRITES}
-    worst = max(flips, key=lambda name: flips[name].low or 0.0)
-    turns = f"; {REWRITES[worst].label} on the worse completion turns {percent(flips[worst])} of the right ones"
-    return (
-        f"Of the rewritten pairs {percent(numbers['accuracy'])} are right as they are, "
-        f"{percent(numbers['robust_accuracy'])} under every change of style"
-        f"{turns if (flips[worst].low or 0.0) >= _FOOLED else ''}."
-    )

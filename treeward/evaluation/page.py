@@ -2,16 +2,15 @@
 
     write_results(Path("results/eval"), [summarize(suite, scored, "my-model")])
 
-The first screen of the report has the findings in words, the headline numbers with intervals and chance, and the worst
-subset. Then each suite has a chapter, where the models stand side by side: figures come first, then the examples, then
-every number. `results.json` holds for each model and suite the suite's own numbers (headline, sections, subsets) and
-the diagnostics, each with its interval and its number of examples.
+The first screen of the report has the findings in words and the headline numbers. Then each suite has a chapter, where
+the models stand side by side: figures come first, then the examples, then every number. `results.json` holds for each
+model and suite the suite's own numbers and the diagnostics.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -110,15 +109,22 @@ def write_results(output: Path, summaries: Sequence[Summary], *, subtitle: str =
 
     `subtitle`: what a reader must know of the scores, below the title. Raises `DataError` where they cannot be written.
     """
-    numbers: dict[str, Any] = {
+    content: dict[str, Any] = {
         "treeward_version": VERSION,
         "date": datetime.now(UTC).date().isoformat(),
         "results": [_numbers(summary) for summary in summaries],
     }
-    numbers |= {"notes": subtitle} if subtitle else {}
+    content |= {"notes": subtitle} if subtitle else {}
+    rows: dict[str, list[dict[str, Any]]] = {}  # of each suite's table of examples
+    for summary in summaries:
+        rows.setdefault(summary.suite.name, []).extend(
+            to_row(example) | {"model": summary.model} for example in summary.examples
+        )
+    for of_suite in rows.values():  # the most confident mistakes first
+        of_suite.sort(key=lambda row: (row["margin"] is None, row["margin"] or 0.0))
     title = "Evaluation of " + ", ".join(dict.fromkeys(summary.model for summary in summaries))
-    blocks, files = report_blocks(summaries), {"results.json": numbers}
-    return write_report(output, title, blocks, _rows(summaries), subtitle=subtitle, files=files)
+    blocks, files = report_blocks(summaries), {"results.json": content}
+    return write_report(output, title, blocks, rows, subtitle=subtitle, files=files)
 
 
 def report_blocks(summaries: Sequence[Summary]) -> list[Block]:
@@ -126,22 +132,15 @@ def report_blocks(summaries: Sequence[Summary]) -> list[Block]:
     suites: dict[str, list[Summary]] = {}
     for summary in summaries:
         suites.setdefault(summary.suite.name, []).append(summary)
-    in_order = list(chain.from_iterable(suites.values()))
-    blocks = list(_opening_of_one(in_order[0]) if len(in_order) == 1 else _opening_of_several(in_order))
+    [first, *others] = in_order = list(chain.from_iterable(suites.values()))
+    if others:
+        blocks = list(_opening_of_several(in_order))
+    else:
+        cards = _cards(first, first.result.headline.name.capitalize())
+        blocks = [text_block(findings(first)), headline_block(cards)]
     for of_suite in suites.values():
-        blocks += _chapter(of_suite, is_alone=len(summaries) == 1)
+        blocks += _chapter(of_suite, is_alone=not others)
     return blocks
-
-
-def _rows(summaries: Sequence[Summary]) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each suite's table of examples: the most confident mistakes first."""
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for summary in summaries:
-        of_suite = rows.setdefault(summary.suite.name, [])
-        of_suite += [to_row(example) | {"model": summary.model} for example in summary.examples]
-    for of_suite in rows.values():
-        of_suite.sort(key=lambda row: (row["margin"] is None, row["margin"] or 0.0))
-    return rows
 
 
 def _numbers(summary: Summary) -> dict[str, Any]:
@@ -161,12 +160,6 @@ def _numbers(summary: Summary) -> dict[str, Any]:
 
 
 # --- the first screen ------------------------------------------------------------------------------------------------
-
-
-def _opening_of_one(summary: Summary) -> Iterator[Block]:
-    """The findings, and the numbers beside them."""
-    yield text_block(findings(summary))
-    yield headline_block(_cards(summary, summary.result.headline.name.capitalize()))
 
 
 def _opening_of_several(summaries: Sequence[Summary]) -> Iterator[Block]:
@@ -281,10 +274,9 @@ def _accuracies(summaries: Sequence[Summary]) -> Iterator[Block]:
 def _figures(summaries: Sequence[Summary]) -> Iterator[Block]:
     """The figures of every diagnostic, each with the models that have its numbers."""
     yield from _style_matrices(summaries)
-    yield _strata(
-        "Accuracy by which completion is longer", LENGTH, summaries, lambda summary: summary.length, _OF_LENGTH
-    )
-    if length_curves := _series(summaries, lambda summary: summary.length):
+    lengths = {summary.model: summary.length for summary in summaries}
+    yield _strata("Accuracy by which completion is longer", LENGTH, lengths, _OF_LENGTH)
+    if length_curves := _series(lengths):
         count = summaries[0].length.slope_given_rank.count or 0
         yield curves_block(
             "Score against length",
@@ -294,12 +286,24 @@ def _figures(summaries: Sequence[Summary]) -> Iterator[Block]:
             x_label="characters above the prompt's mean",
             y_label="score above the prompt's mean",
         )
-    yield _strata(
-        "Accuracy by which completion has more markdown", STYLE, summaries, lambda summary: summary.style, _OF_STYLE
-    )
-    if any(summary.perturbations is not None for summary in summaries):
-        yield from _perturbations(summaries)
-    if reliabilities := _series(summaries, lambda summary: summary.statistics):
+    styles = {summary.model: summary.style for summary in summaries}
+    yield _strata("Accuracy by which completion has more markdown", STYLE, styles, _OF_STYLE)
+    rewritten = {summary.model: summary.perturbations for summary in summaries if summary.perturbations is not None}
+    if rewritten:
+        shifts, flips = (
+            {
+                model: [bar_item(rewrite.label, made.numbers[f"{name}_{what}"]) for name, rewrite in REWRITES.items()]
+                for model, made in rewritten.items()
+            }
+            for what in ("relative_shift", "rejected_flips")
+        )
+        items = list(chain.from_iterable(shifts.values()))
+        reach = max((abs(item[end]) for item in items for end in ("value", "low", "high") if item[end]), default=1.0)
+        span = [-reach, reach]
+        yield bars_block("Score shift by rewrite", shifts, _OF_SHIFT, format="signed", reference=0, x_range=span)
+        title = "Right pairs lost when the worse completion is rewritten"
+        yield bars_block(title, flips, _OF_FLIPS, reference=None)
+    if reliabilities := _series({summary.model: summary.statistics for summary in summaries}):
         yield curves_block(
             "How sure, and how often right",
             reliabilities,
@@ -313,38 +317,17 @@ def _figures(summaries: Sequence[Summary]) -> Iterator[Block]:
         yield from _overlaps(summaries)
 
 
-def _series(summaries: Sequence[Summary], choose: Callable[[Summary], Diagnostic]) -> list[Block]:
+def _series(diagnostics: Mapping[str, Diagnostic]) -> list[Block]:
     """The curves of a diagnostic, of the models that have one."""
-    diagnostics = {summary.model: choose(summary) for summary in summaries}
     return [{"name": model} | diagnostic.points for model, diagnostic in diagnostics.items() if diagnostic.points]
 
 
-def _strata(
-    title: str, trait: Trait, summaries: Sequence[Summary], choose: Callable[[Summary], Diagnostic], note: str
-) -> Block:
+def _strata(title: str, trait: Trait, diagnostics: Mapping[str, Diagnostic], note: str) -> Block:
     series = {
-        summary.model: [bar_item(LABELS[name][0], choose(summary).numbers[name]) for name in trait.accuracies]
-        for summary in summaries
+        model: [bar_item(LABELS[name][0], diagnostic.numbers[name]) for name in trait.accuracies]
+        for model, diagnostic in diagnostics.items()
     }
     return bars_block(title, series, note)
-
-
-def _perturbations(summaries: Sequence[Summary]) -> Iterator[Block]:
-    shifts: dict[str, list[Block]] = {}
-    flips: dict[str, list[Block]] = {}
-    for summary in summaries:
-        if summary.perturbations is not None:
-            numbers = summary.perturbations.numbers
-            shifts[summary.model] = _rewrite_items(numbers, "relative_shift")
-            flips[summary.model] = _rewrite_items(numbers, "rejected_flips")
-    items = list(chain.from_iterable(shifts.values()))
-    reach = max((abs(item[end]) for item in items for end in ("value", "low", "high") if item[end]), default=1.0)
-    yield bars_block("Score shift by rewrite", shifts, _OF_SHIFT, format="signed", reference=0, x_range=[-reach, reach])
-    yield bars_block("Right pairs lost when the worse completion is rewritten", flips, _OF_FLIPS, reference=None)
-
-
-def _rewrite_items(numbers: Mapping[str, Metric], what: str) -> list[Block]:
-    return [bar_item(rewrite.label, numbers[f"{name}_{what}"]) for name, rewrite in REWRITES.items()]
 
 
 def _overlaps(summaries: Sequence[Summary]) -> Iterator[Block]:
@@ -360,22 +343,16 @@ def _overlaps(summaries: Sequence[Summary]) -> Iterator[Block]:
     unit = "pairs of completions" if first.result.unit == "pairs" else "whole examples"
     note = f"{first.training_overlap.sentences()} Each n counts {unit}."
     yield bars_block("Overlap with the training data", series, note, reference=first.suite.chance())
-    flagged = first.training_overlap.flagged
-    if flagged:
-        yield table_block(
-            "Examples with a duplicate in the training data",
-            {
-                "id": ("Example", "text"),
-                "subset": ("Subset", "text"),
-                "prompt": ("Of the prompt", "percent"),
-                "completion": ("Of a completion", "percent"),
-            },
-            sorted(
-                map(dataclasses.asdict, flagged), key=lambda row: (-max(row["prompt"], row["completion"]), row["id"])
-            )[:_MOST_LISTED],
-            "The share of words that the training data has in the same runs.",
-            most=10,
-        )
+    columns = {"id": ("Example", "text"), "subset": ("Subset", "text"), "prompt": ("Of the prompt", "percent")}
+    columns["completion"] = ("Of a completion", "percent")
+    rows = sorted(
+        map(dataclasses.asdict, first.training_overlap.flagged),
+        key=lambda row: (-max(row["prompt"], row["completion"]), row["id"]),
+    )
+    if rows:
+        title = "Examples with a duplicate in the training data"
+        note = "The share of words that the training data has in the same runs."
+        yield table_block(title, columns, rows[:_MOST_LISTED], note, most=10)
 
 
 def _style_matrices(summaries: Sequence[Summary]) -> Iterator[Block]:
@@ -400,18 +377,14 @@ def metrics_table(title: str, metrics: Mapping[str, Sequence[Metric]]) -> Block:
         for metric in of_model:
             by_name.setdefault(metric.name, {})[model] = metric
     columns = {"label": ("Number", "text")} | {f"value of {model}": (model, "number") for model in metrics}
-    rows = [_metric_row(name, by_model) for name, by_model in by_name.items() if name in LABELS]
+    rows: list[Block] = []
+    for name in filter(LABELS.__contains__, by_name):
+        label, form, explanation = LABELS[name]
+        notes = {model: metric.note for model, metric in by_name[name].items() if metric.note}
+        is_common = len(by_name[name]) == 1 or len(set(notes.values())) == 1
+        said = list(notes.values())[:1] if is_common else [f"{model}: {note}" for model, note in notes.items()]
+        cells = {f"value of {model}": bar_item("", metric, format=form) for model, metric in by_name[name].items()}
+        rows.append({"metric": name, "label": label, **cells, "note": " ".join([f"{explanation}.", *said])})
     block = table_block(title, columns, rows, "Ranges are 95 % intervals; they allow for completions of one prompt.")
     how = {"key": "note", "label": "How to read it", "format": "text", "explains": "label"}
     return block | {"columns": [*block["columns"], how]}
-
-
-def _metric_row(name: str, by_model: Mapping[str, Metric]) -> Block:
-    label, form, explanation = LABELS[name]
-    notes = {model: metric.note for model, metric in by_model.items() if metric.note}
-    if len(by_model) == 1 or len(set(notes.values())) == 1:
-        sentences = list(notes.values())[:1]
-    else:
-        sentences = [f"{model}: {note}" for model, note in notes.items()]
-    cells = {f"value of {model}": bar_item("", metric, format=form) for model, metric in by_model.items()}
-    return {"metric": name, "label": label, **cells, "note": " ".join([f"{explanation}.", *sentences])}

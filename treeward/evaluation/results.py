@@ -3,23 +3,21 @@
     example = Preference(context, (Completion(0, good), Completion(1, bad)), task_name="chat", id="7")
     scored = ScoredExample(example, scores=(1.5, 0.25), lengths=(120, 80), num_tokens=(61, 49))
     scored.outcome, scored.margin            # "right", 1.25
-    Metric("accuracy", 0.71, low=0.62, high=0.79, count=100)
 
 In an evaluation the id of a preference is unique within its suite, and `task_name` is its subset. A row of
-`examples.jsonl` is a scored example (`to_row`, `scored_from_row`): every number of `results.json` can be computed again
-from these rows, without the model. Every number carries its number of examples, and an interval where there is one.
+`examples.jsonl` is a scored example (`to_row`, `scored_from_row`): `results.json` can be computed again from the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
 
 from treeward.data.preference import Completion, Preference, last_text
 from treeward.errors import DataError
-from treeward.scoring.score import ConversationScorer, Score, score_groups
+from treeward.scoring.score import ConversationScorer, score_groups
 
 Unit = Literal["pairs", "examples"]
 """What is counted: pairs of completions, or whole examples."""
@@ -41,10 +39,6 @@ class Metric:
     high: float | None = None
     count: int | None = None
     note: str | None = None
-
-    def with_notes(self, *notes: str | None) -> Metric:
-        """The metric with further sentences in its note."""
-        return replace(self, note=" ".join(filter(None, (self.note, *notes))) or None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +124,8 @@ class ScoredExample:
         if len(scores) < len(self.scores) or len(set(self.example.ranks)) < 2:
             return None
         best = min(self.example.ranks)
-        is_best = [rank == best for rank in self.example.ranks]
-        right = [score for score, best in zip(scores, is_best, strict=True) if best]
-        wrong = [score for score, best in zip(scores, is_best, strict=True) if not best]
-        return min(right) - max(wrong)
+        ranked = list(zip(scores, self.example.ranks, strict=True))
+        return min(score for score, rank in ranked if rank == best) - max(s for s, rank in ranked if rank != best)
 
     @property
     def outcome(self) -> Outcome | None:
@@ -150,22 +142,17 @@ def score_examples(scorer: ConversationScorer, examples: Iterable[Preference], a
     while chunk := list(islice(remaining, at_once)):
         groups = score_groups(scorer, [example.conversations for example in chunk], on_error="mask")
         for example, scores in zip(chunk, groups, strict=True):
+            grades = {name for completion in example.completions for name in completion.all_grades}
+            named = [dict(zip(score.head_names, score.heads, strict=False)) for score in scores]
+            heads = [{name: value for name, value in values.items() if name in grades} for values in named]
             yield ScoredExample(
                 example,
                 scores=tuple(score.score for score in scores),
                 lengths=tuple(len(last_text(completion.messages)) for completion in example.completions),
                 num_tokens=tuple(score.num_tokens for score in scores),
                 errors=tuple(score.error for score in scores),
-                heads=_kept_heads(example, scores),
+                heads=tuple(heads) if any(heads) else (),
             )
-
-
-def _kept_heads(example: Preference, scores: Sequence[Score]) -> tuple[dict[str, float], ...]:
-    """The values of the heads of whose names the example has grades."""
-    grades = {name for completion in example.completions for name in completion.all_grades}
-    named = [dict(zip(score.head_names, score.heads, strict=False)) for score in scores]
-    heads = tuple({name: value for name, value in values.items() if name in grades} for values in named)
-    return heads if any(heads) else ()
 
 
 def by_subset(scored: Iterable[ScoredExample]) -> dict[str, list[ScoredExample]]:
@@ -206,9 +193,7 @@ def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
         numbers = {name: tuple(row[name]) for name in _NUMBERS}
         return ScoredExample(example, heads=tuple(row.get("heads") or ()), **numbers)
     except (KeyError, TypeError, ValueError) as error:
+        need = "a line of examples.jsonl as `treeward eval` writes it"
         raise DataError(
-            "this is no row of an evaluation's examples",
-            where=where,
-            got=repr(error),
-            need="a line of examples.jsonl as `treeward eval` writes it",
+            "this is no row of an evaluation's examples", where=where, got=repr(error), need=need
         ) from error

@@ -5,11 +5,9 @@
         return scorer, scorer_identity(scorer, "results/rm/final")
 
     evaluated = run_evaluation([Candidate("rm", load)], [(get_suite("llmbar"), None)], Path("results/eval"))
-    evaluated.summaries[0].result.headline, evaluated.path
 
-The suites are read once, and one model is in memory at a time. Rows are kept as they are scored, those of rewritten
-completions too, so an interrupted evaluation goes on where it stopped when it is called again. The report is of the
-models and suites of the call; rows of others stay in their folders.
+The suites are read once, and one model is in memory at a time. Rows are kept as they are scored, so an interrupted
+evaluation goes on where it stopped. The report is of the models and suites of the call.
 """
 
 from __future__ import annotations
@@ -72,10 +70,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The results of an evaluation: for each model in turn a summary of each suite, and the file to look at.
-
-    `path`: of the report; None where nothing is written.
-    """
+    """The results of an evaluation: for each model in turn a summary of each suite, and the report's path, if any."""
 
     summaries: list[Summary]
     path: Path | None = None
@@ -108,7 +103,12 @@ def run_evaluation(
             raise ConfigError(f"there are no {what}, or two of one name", got=names, need="different names: of folders")
     loaded = [_load_suite(suite, source, limit) for suite, source in suites]
     # Before any model is loaded: training data that cannot be read is an error at once.
-    overlaps = _find_overlaps(loaded, training_data, on_progress) if training_data else {}
+    overlaps = {}
+    for loaded_suite in loaded if training_data else ():
+        name = loaded_suite.suite.name
+        training = (preference for config in training_data for preference, _ in open_dataset(config))
+        show = partial(on_progress, f"training data, for {name}")
+        overlaps[name] = find_overlap(loaded_suite.examples, training, on_progress=show)
     notes = [f"{candidate.name}: {candidate.note}" for candidate in candidates if candidate.note]
     summaries: list[Summary] = []
 
@@ -144,8 +144,13 @@ class _LoadedSuite:
 def _load_suite(suite: Suite, source: str | None, limit: int | None) -> _LoadedSuite:
     """Read a suite from a source, None for the hub, and keep its first `limit` examples."""
     logger.info("Reading %s.", suite.name if source is None else f"{suite.name} from {source}")
+    counts: Counter[str] = Counter()
+    examples = []
     try:
-        examples = _with_distinct_ids(suite.load(source))
+        for example in suite.load(source):
+            counts[example.id] += 1  # the second example of an id becomes `id#2`, and so on
+            number = counts[example.id]
+            examples.append(example if number == 1 else replace(example, id=f"{example.id}#{number}"))
     except DataError as error:
         if source is not None or suite.hub_path is None or not str(error.where).startswith(suite.hub_path):
             raise
@@ -165,30 +170,6 @@ def _load_suite(suite: Suite, source: str | None, limit: int | None) -> _LoadedS
         parts = [example.id, example.task_name, example.context, completions]
         digest.update(json.dumps(parts, sort_keys=True, default=str).encode() + b"\n")
     return _LoadedSuite(suite, tuple(examples[:limit]), digest.hexdigest())
-
-
-def _with_distinct_ids(examples: Sequence[Preference]) -> list[Preference]:
-    """The second example of an id becomes `id#2`, and so on."""
-    counts: Counter[str] = Counter()
-    distinct = []
-    for example in examples:
-        counts[example.id] += 1
-        number = counts[example.id]
-        distinct.append(example if number == 1 else replace(example, id=f"{example.id}#{number}"))
-    return distinct
-
-
-def _find_overlaps(
-    suites: Sequence[_LoadedSuite], training_data: Sequence[DatasetConfig], on_progress: Progress
-) -> dict[str, Overlap]:
-    return {
-        loaded.suite.name: find_overlap(
-            loaded.examples,
-            (preference for config in training_data for preference, _ in open_dataset(config)),
-            on_progress=partial(on_progress, f"training data, for {loaded.suite.name}"),
-        )
-        for loaded in suites
-    }
 
 
 # --- one model -------------------------------------------------------------------------------------------------------
@@ -212,7 +193,10 @@ def _evaluate(
         folder = None if output is None else output / candidate.name / suite.name
         path = None if folder is None else folder / "examples.jsonl"
         scored = _score(scorer, loaded.examples, what, path, full_identity, on_progress, _EXAMPLES_AT_ONCE)
-        _warn_of_failures(what, scored)
+        errors = Counter(next(filter(None, row.errors), "no reason is known") for row in scored if row.failed)
+        if errors:
+            reasons = "; ".join(reason for reason, _ in common_reasons(errors)[:3])
+            logger.warning("%s: %d of %d examples have no score (%s).", what, errors.total(), len(scored), reasons)
         usage = scorer.usage() if isinstance(scorer, GroupScorer) else {}  # of the rows that were scored now
         perturbations = None
         sampled = sample_examples(loaded.examples, num_perturbations or 0)
@@ -261,13 +245,6 @@ def _score(
                 scored_by_id[scored.example.id] = scored
             on_progress(what, len(scored_by_id), total)  # it may stop the evaluation: all that is scored is kept
     return tuple(scored_by_id[example.id] for example in examples)
-
-
-def _warn_of_failures(what: str, scored: Sequence[ScoredExample]) -> None:
-    errors = Counter(next(filter(None, example.errors), "no reason is known") for example in scored if example.failed)
-    if errors:
-        reasons = "; ".join(reason for reason, _ in common_reasons(errors)[:3])
-        logger.warning("%s: %d of %d examples have no score (%s).", what, errors.total(), len(scored), reasons)
 
 
 def common_reasons(errors: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -1,15 +1,11 @@
 """Statistics of an evaluation: pure functions of arrays, each with its formula and where it is from.
 
-    low, high = wilson(71, 100)                                  # an accuracy of independent examples
-    low, high = cluster_bootstrap(outcomes, prompts)             # of examples that share prompts
-    accuracy_metric(outcomes, "accuracy", clusters=prompts)      # the right one of the two, as a `Metric`
-
+    accuracy_metric(outcomes, "accuracy", clusters=prompts)      # a `Metric`, by `wilson` or `cluster_bootstrap`
     parts = [accuracy_metric([1, 1, 0], "hep-go"), accuracy_metric([1, 0], "math-prm")]
     combined("Reasoning", parts, weights=[164, 984])             # a section of two subsets
 
 Examples of one prompt are not independent: wherever `clusters` is given, prompts are drawn, flipped and counted. An
-outcome is 1 for right, 0 for wrong; a tie may be 0.5. A number that cannot be computed is None, never NaN. statsmodels
-is imported where it is used: training needs none of it.
+outcome is 1 for right, 0 for wrong; a tie may be 0.5. A number that cannot be computed is None, never NaN.
 
 Shapes: N examples, C clusters, R resamples, K columns, P pairs.
 """
@@ -40,12 +36,11 @@ _FEWEST_OF_A_PART = 5
 def wilson(successes: float, count: int) -> tuple[float, float]:
     """The 95 % score interval of a proportion of `count` independent examples; (0, 1) where there are none.
 
-    Wilson 1927, JASA 22, page 209. It keeps its level near 0 and 1 and for few examples. Where outcomes lie between 0
-    and 1 it is wider than needed.
+    Wilson 1927, JASA 22, page 209. It keeps its level near 0 and 1 and for few examples.
     """
     if count == 0:
         return 0.0, 1.0
-    from statsmodels.stats.proportion import proportion_confint
+    from statsmodels.stats.proportion import proportion_confint  # here, as training needs none of it
 
     low, high = proportion_confint(successes, count, method="wilson")
     # At p = 0 and p = 1 an end is p itself; rounding would leave it a little beside.
@@ -65,7 +60,7 @@ def cluster_bootstrap(
     `values` (N,) or (N, K), a row per example; `clusters` (N,) says the cluster of each. `statistic` maps the means of
     R resamples (R, K) to values (R,); those that are NaN are left out. The interval lies between the quantiles a and
     1 - a, a = `expanded_tail` (Davison and Hinkley 1997, section 3.8). (None, None) for fewer than two clusters, and
-    where no resample has a statistic. Below about ten clusters no bootstrap keeps its level.
+    where no resample has a statistic.
     """
     rows = np.asarray(values, dtype=np.float64)
     codes = _codes(clusters, len(rows))
@@ -108,8 +103,7 @@ def accuracy_metric(outcomes: Sequence[float], name: str, clusters: Sequence[Has
     """The mean outcome with a 95 % interval: Wilson's where no two examples share a cluster, else a cluster bootstrap.
 
     `outcomes` (N,) in [0, 1]; `clusters` (N,): the prompt of each; None if each has its own. With fewer than ten
-    clusters, or where all have the same mean, resampling tells too little: Wilson's interval with the number of
-    clusters as its count stands in, which is wider than needed.
+    clusters, or where all have the same mean, Wilson's interval with the number of clusters as its count stands in.
     """
     values = np.asarray(outcomes, dtype=np.float64)
     count = len(values)
@@ -133,11 +127,9 @@ def _can_resample(means_C: Floats) -> bool:
 def combined(name: str, parts: Sequence[Metric], weights: Sequence[float] | None = None) -> Metric:
     """sum w_i p_i / sum w_i over parts, which all have a value, with a 95 % interval; weights of None are equal.
 
-        p - sqrt(sum w_i^2 (p_i - low_i)^2),  p + sqrt(sum w_i^2 (high_i - p_i)^2)     with weights that sum to 1
-
-    The method of variance estimates recovery, Zou and Donner 2008, Statistics in Medicine 27, page 1693, for
-    independent parts. Many parts that are all right would make the upper end too low, so each end is at least
-    sqrt(sum w_i^2 (p_i - low_i) (high_i - p_i)) away (for Wilson's intervals that is the variance itself), but not
+    p - sqrt(sum w_i^2 (p_i - low_i)^2) to p + sqrt(sum w_i^2 (high_i - p_i)^2), with weights that sum to 1: variance
+    estimates recovery, Zou and Donner 2008, Statistics in Medicine 27, page 1693. Many parts that are all right would
+    make the upper end too low, so each end is at least sqrt(sum w_i^2 (p_i - low_i) (high_i - p_i)) away, but not
     beyond the weighted sum of the parts' ends.
     """
     if not parts:
@@ -189,8 +181,7 @@ def paired_bootstrap(
 ) -> Interval:
     """A 95 % interval of mean(first) - mean(second), outcomes (N,) of the same examples; both are drawn together.
 
-    A `cluster_bootstrap` of the differences. (None, None) with fewer than ten clusters, or where all of them have the
-    same difference: resampling would not show how uncertain it is.
+    (None, None) with fewer than ten clusters, or where all of them have the same difference.
     """
     differences = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
     codes = _codes(clusters, len(differences))
@@ -214,26 +205,14 @@ def auroc(positive_scores: ArrayLike, negative_scores: ArrayLike) -> float | Non
     return float(u) / (len(positive) * len(negative))
 
 
-def kendall_tau_b(scores: ArrayLike, ranks: ArrayLike) -> float | None:
-    """How well scores (K,), higher is better, follow ranks (K,), lower is better: 1 same order, -1 the opposite.
-
-    None where all scores or all ranks are equal. Kendall 1945, Biometrika 33, page 239.
-    """
-    if len(np.asarray(scores)) < 2:
-        return None
-    tau = float(stats.kendalltau(scores, np.negative(ranks), variant="b").statistic)
-    return tau if math.isfinite(tau) else None
-
-
 # --- calibration ----------------------------------------------------------------------------------------------------
 
 
 def pair_confidences(margins: ArrayLike, temperature: float = 1.0) -> tuple[Floats, Floats]:
     """What a reward model says of its choices, and whether they were right: probabilities (P,), outcomes (P,).
 
-    `margins` (P,): s_better - s_worse of ordered pairs. The model prefers the higher score, with probability
-    sigma(|margin| / T) in [0.5, 1] (Bradley and Terry 1952); it is right (1) where the margin is positive, a tie is
-    0.5.
+    `margins` (P,): s_better - s_worse of ordered pairs. The higher score is preferred with the probability
+    sigma(|margin| / T) in [0.5, 1] (Bradley and Terry 1952); that is right (1) where the margin is positive, a tie 0.5.
     """
     values = np.asarray(margins, np.float64)
     return special.expit(np.abs(values) / temperature), (np.sign(values) + 1) / 2
@@ -242,18 +221,11 @@ def pair_confidences(margins: ArrayLike, temperature: float = 1.0) -> tuple[Floa
 def expected_calibration_error(probabilities: ArrayLike, outcomes: ArrayLike) -> float | None:
     """sum_b n_b / N |frequency_b - mean probability_b| over ten equal bins of [0, 1]; None for no predictions.
 
-    `probabilities` (N,) of events and `outcomes` (N,), 1 where they happened. Guo et al. 2017 (arXiv 1706.04599),
-    equation 3. For few examples it is above 0 for a calibrated model too.
+    `probabilities` (N,) of events and `outcomes` (N,), 1 where they happened. Guo et al. 2017 (arXiv 1706.04599).
     """
     bins = reliability_curve(probabilities, outcomes)
     off = sum(bin["count"] * abs(bin["frequency"] - bin["mean_probability"]) for bin in bins)
     return off / sum(bin["count"] for bin in bins) if bins else None
-
-
-def brier(probabilities: ArrayLike, outcomes: ArrayLike) -> float | None:
-    """mean((probability - outcome)^2) over predictions (N,), None for none: 0 is perfect, 0.25 a coin's. Brier 1950."""
-    p, o = np.asarray(probabilities, np.float64), np.asarray(outcomes, np.float64)
-    return float(np.mean((p - o) ** 2)) if len(p) else None
 
 
 def reliability_curve(probabilities: ArrayLike, outcomes: ArrayLike) -> list[dict[str, Any]]:
@@ -266,11 +238,8 @@ def reliability_curve(probabilities: ArrayLike, outcomes: ArrayLike) -> list[dic
     bins: list[dict[str, Any]] = []
     for inside in (places == place for place in np.unique(places)):
         count, happened = int(inside.sum()), float(o[inside].sum())
-        mean_probability = float(p[inside].mean())
-        frequency, interval = happened / count, wilson(happened, count)
-        bins.append(
-            {"count": count, "mean_probability": mean_probability, "frequency": frequency, "interval": interval}
-        )
+        bins.append({"count": count, "mean_probability": float(p[inside].mean()), "frequency": happened / count,
+                     "interval": wilson(happened, count)})  # fmt: skip
     return bins
 
 

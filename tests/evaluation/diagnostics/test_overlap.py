@@ -100,7 +100,7 @@ def test_accuracy_with_and_without_the_flagged(make_example: Any, score_with: An
                       "accuracy_flagged": (1, 10)}  # fmt: skip
     assert "quote none of the numbers" in overlap.sentences() and len(overlap.flagged) == 10
     failed = [ScoredExample(one.example, (None, 0.0), (1, 1), (1, 1)) for one in scored]
-    assert diagnose_overlap(suite, failed, overlap).accuracy_flagged.value == 0
+    assert diagnose_overlap(suite, failed, overlap).accuracy_flagged.value is None
     assert "None of 40 examples has a duplicate" in find_overlap(examples, []).sentences()
 
 

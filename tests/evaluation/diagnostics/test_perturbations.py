@@ -22,7 +22,6 @@ from treeward.evaluation.diagnostics.perturbations import (
     perturbed,
     rewrite,
     sample_examples,
-    summarize_perturbations,
 )
 from treeward.evaluation.results import Diagnostic, ScoredExample, score_examples
 from treeward.model.reward_model import RewardModel
@@ -79,7 +78,7 @@ def test_a_scorer_that_knows_the_quality_is_right_under_every_change_of_style_bu
     assert found.white_space_relative_shift.value == found.white_space_rejected_flips.value == 0
 
 
-def test_the_numbers_of_a_hand_made_table() -> None:
+def test_the_numbers_of_a_hand_made_table(make_example: Any) -> None:
     made = {
         "a": ((3.0, 1.0), (3.5, 3.25)),  # right; the worse completion is lifted over the better one
         "b": ((2.0, 1.0), (0.5, 1.0)),  # right; the better completion falls below the worse
@@ -87,10 +86,14 @@ def test_the_numbers_of_a_hand_made_table() -> None:
         "d": ((2.0, 0.0), (2.0, 2.0)),  # right; the worse completion draws level
         "e": ((2.0, 0.0), (None, 1.0)),  # right; the better one could not be rewritten
     }
-    none = [(None, None)] * len(made)
-    pairs = {name: none for name in REWRITES} | {"": [], "padding": []}
-    pairs[""], pairs["padding"] = zip(*made.values(), strict=True)
-    diagnostic = summarize_perturbations(pairs, list(made))
+
+    def score(context: Any, text: str) -> float | None:
+        """Of the texts as they are, and padded; nothing of the other rewrites."""
+        side = 0 if text.startswith("good") else 1
+        is_known, is_padded = text in ("good", "poor"), text.startswith(("good ", "poor "))
+        return made[context[-1]["content"]][int(is_padded)][side] if is_known or is_padded else None
+
+    diagnostic = diagnosed(Rule(score), [make_example(name, name, ["good", "poor"]) for name in made])
     numbers = {name: (metric.value, metric.count) for name, metric in diagnostic.numbers.items()}
     assert numbers["accuracy"] == (4 / 5, 5)
     assert numbers["robust_accuracy"] == (1 / 5, 5)  # a and d are lost to a lifted completion, b to a fallen one

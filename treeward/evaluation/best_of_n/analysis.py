@@ -2,15 +2,9 @@
 
     result = analyse(proxy=[(0.3, 1.2, -0.4), ...], gold=[(0.5, 0.1, 0.9), ...])      # of each prompt, one a sample
     result.curves["gold"].mean       # expected gold of what the proxy chooses among n, for each n of `sizes`
-    result.verdict.sentence
-    write(folder, result, "length", "gold", "samples.jsonl")                         # bon.json and the report
 
-Of N samples sorted by a score, the i-th from below is the best of n drawn without replacement with the probability
-w_i(n) = C(i-1, n-1) / C(N, n). So sum_i w_i(n) gold_(i) is the mean over all subsets of n, an unbiased estimate from
-all samples at once (Nakano et al. 2021, arXiv 2112.09332, appendix I).
-
-The same prompts stand behind every n. Rows of one prompt are averaged and count as one. Intervals are of 95 %, by a
-bootstrap over prompts with the quantiles of `treeward.evaluation.statistics.cluster_bootstrap`.
+The same prompts stand behind every n; rows of one prompt are averaged and count as one. Intervals are of 95 %, by a
+bootstrap over prompts.
 
 Shapes: N samples, C prompts, R resamples, G values of n, K statistics.
 """
@@ -62,9 +56,8 @@ class Verdict:
 
     The highest point of a measured curve is partly luck, so gold at n = 1, 2, 4, ... is compared with gold at the
     largest n, by paired t-tests over prompts. `p_value`: the smallest of them, corrected for their number (Bonferroni);
-    None with fewer than 10 prompts. `state`: `seen` (p below 0.05), `unclear` (gold is highest before the largest n,
-    which may be chance) or `not seen`. `peak`: the n of the highest measured gold; `drop`: how much less it is at the
-    largest n.
+    None with fewer than 10 prompts. `state`: `seen` is p below 0.05, `unclear` gold that is highest before the largest
+    n, perhaps by chance. `peak`: the n of the highest gold; `drop`: how much less it is at the largest n.
     """
 
     state: Literal["seen", "unclear", "not seen"]
@@ -78,11 +71,10 @@ class Verdict:
 class BestOfN:
     """The result of a proxy. `sizes` (G,): the n; `kl` (G,): KL(n) in nats; `curves`, each of G values:
 
-    `gold`, `proxy`: of what the proxy chooses, in their own units. `best`: gold of the best by gold. `regret` = best -
-    gold. `normalised_regret` = regret(n) / (best(n) - gold(1)): 0 is choosing by gold, 1 choosing at random, more is
-    worse than that. `gold_gain`, `proxy_gain`, `best_gain`: over n = 1, in standard deviations within a prompt.
-    `correlation`: of proxy and gold within prompts, without an interval for fewer than 10 of them. `counts`: rows
-    (`num_prompts`), prompts (`num_clusters`), samples, and what is left out.
+    `gold`, `proxy`: of what the proxy chooses. `best`: gold of the best by gold. `regret` = best - gold.
+    `normalised_regret` = regret(n) / (best(n) - gold(1)): 0 is choosing by gold, 1 choosing at random. `gold_gain`,
+    `proxy_gain`, `best_gain`: over n = 1, in standard deviations within a prompt. `correlation`: of proxy and gold
+    within prompts. `counts`: rows (`num_prompts`), prompts (`num_clusters`), samples, and what is left out.
     """
 
     sizes: tuple[int, ...]
@@ -118,27 +110,52 @@ def analyse(
     and counted; so is a row with fewer than `max_n` samples left. `max_n`: None is the largest n that 95 % of the rows
     have. Raises `DataError` where no row has two samples with both scores, and `ConfigError` for a `max_n` that no row
     has.
+
+    KL(n) = ln n - (n - 1) / n, how far best-of-n is from plain sampling (Stiennon et al. 2020, arXiv 2009.01325,
+    appendix G.3), is an upper bound where samples are equal (Beirami et al. 2024, arXiv 2401.01879).
     """
-    rows = [_scored_by_both(*scores) for scores in zip(proxy, gold, strict=True)]
+    rows = []
+    for scores in zip(proxy, gold, strict=True):
+        scored_by_both = [sample for sample in zip(*scores, strict=True) if None not in sample]
+        rows.append(np.array(scored_by_both, dtype=np.float64).reshape(-1, 2).T)
     sizes = curve_sizes(_largest_size([row.shape[1] for row in rows], max_n))
     kept = [i for i, row in enumerate(rows) if row.shape[1] >= sizes[-1]]
-    clusters = [str(i) if prompts is None else prompts[i] for i in kept]
-    counts = {
-        "num_prompts": len(kept),
-        "num_clusters": len(set(clusters)),
-        "num_prompts_with_fewer_samples": len(rows) - len(kept),
-        "num_samples": sum(rows[i].shape[1] for i in kept),
-        "num_without_proxy": sum(score is None for row in proxy for score in row),
-        "num_without_gold": sum(score is None for row in gold for score in row),
-    }
-    table_CK = _by_prompt([_statistics(rows[i][0], rows[i][1], sizes) for i in kept], clusters)
-    return _summarize(table_CK, sizes, counts, num_resamples, seed)
+    by_prompt: dict[str, list[Floats]] = {}
+    for i in kept:
+        prompt = str(i) if prompts is None else prompts[i]
+        by_prompt.setdefault(prompt, []).append(_statistics(rows[i][0], rows[i][1], sizes))
+    table_CK = np.stack([np.mean(of_rows, axis=0) for of_rows in by_prompt.values()])
+    point = _derive(table_CK.mean(axis=0), len(sizes))
+    drawn = _derive(resampled(table_CK, num_resamples, seed), len(sizes))
 
+    def curve(name: str, fewest: int = 2) -> Curve:
+        """No interval for fewer prompts than `fewest`, nor where a resample has no number."""
+        ends = np.full((2, len(point[name])), np.nan)
+        if len(table_CK) >= fewest:
+            tail = expanded_tail(len(table_CK))
+            ends = np.quantile(drawn[name], (tail, 1.0 - tail), axis=0)
+        return Curve(mean=_known(point[name]), low=_known(ends[0]), high=_known(ends[1]))
 
-def _scored_by_both(proxy: Sequence[float | None], gold: Sequence[float | None]) -> Floats:
-    """Proxy and gold (2, N) of the samples that have both scores."""
-    samples = [sample for sample in zip(proxy, gold, strict=True) if None not in sample]
-    return np.array(samples, dtype=np.float64).reshape(-1, 2).T
+    def metric(name: str, fewest: int = 2) -> Metric:
+        only = curve(name, fewest)
+        return Metric(name, only.mean[0], only.low[0], only.high[0], len(kept))
+
+    n = np.array(sizes, dtype=np.float64)
+    return BestOfN(
+        sizes=sizes,
+        kl=tuple((np.log(n) - (n - 1.0) / n).tolist()),
+        curves={name: curve(name) for name in _CURVES},
+        correlation=metric("correlation", _FEWEST_PROMPTS),
+        verdict=judge(sizes, table_CK[:, : len(sizes)], metric("rise")),
+        counts={
+            "num_prompts": len(kept),
+            "num_clusters": len(by_prompt),
+            "num_prompts_with_fewer_samples": len(rows) - len(kept),
+            "num_samples": sum(rows[i].shape[1] for i in kept),
+            "num_without_proxy": sum(score is None for row in proxy for score in row),
+            "num_without_gold": sum(score is None for row in gold for score in row),
+        },
+    )
 
 
 def _largest_size(lengths: Sequence[int], max_n: int | None) -> int:
@@ -170,10 +187,10 @@ def curve_sizes(max_n: int) -> tuple[int, ...]:
 def selection_weights(num_samples: int, sizes: tuple[int, ...]) -> Floats:
     """(G, N): the probability that the i-th of N samples, from below, is the best of n drawn without replacement.
 
-    C(i-1, n-1) / C(N, n) for n from 1 to N, to a relative error below 1e-11 for thousands of samples.
+    w_i(n) = C(i-1, n-1) / C(N, n), so sum_i w_i(n) gold_(i) is the mean over all subsets of n, an unbiased estimate
+    from all samples at once (Nakano et al. 2021, arXiv 2112.09332, appendix I). Relative error below 1e-11.
     """
-    # From the top down: w_N = n / N and w_(i-1) / w_i = (i - n) / (i - 1). All factors lie in [0, 1]: nothing overflows
-    # or cancels, and the error is a few roundings per factor, less than with logarithms of binomials.
+    # From the top down: w_N = n / N and w_(i-1) / w_i = (i - n) / (i - 1), all in [0, 1]: nothing overflows or cancels.
     n_G1 = np.asarray(sizes, dtype=np.float64)[:, None]
     i = np.arange(num_samples, 1, -1, dtype=np.float64)[None, :]
     factors = np.concatenate([n_G1 / num_samples, np.maximum(i - n_G1, 0.0) / (i - 1.0)], axis=1)
@@ -193,16 +210,6 @@ def expected_best_of(by: ArrayLike, values: ArrayLike, sizes: Sequence[int]) -> 
     return selection_weights(len(keys), tuple(sizes)) @ np.repeat(shared, count)
 
 
-def kl_of_best_of(sizes: ArrayLike) -> Floats:
-    """KL(n) = ln n - (n - 1) / n, in nats: how far best-of-n is from plain sampling.
-
-    Source: Stiennon et al. 2020, arXiv 2009.01325, appendix G.3. It is exact where no two samples are equal and an
-    upper bound otherwise (Beirami et al. 2024, arXiv 2401.01879).
-    """
-    n = np.asarray(sizes, dtype=np.float64)
-    return np.asarray(np.log(n) - (n - 1.0) / n, dtype=np.float64)
-
-
 # --- curves ----------------------------------------------------------------------------------------------------------
 
 
@@ -216,47 +223,6 @@ def _statistics(proxy: Floats, gold: Floats, sizes: tuple[int, ...]) -> Floats:
             expected_best_of(gold, gold, sizes),
             [covariance[0, 0], covariance[1, 1], covariance[0, 1]],
         ]
-    )
-
-
-def _by_prompt(rows: Sequence[Floats], clusters: Sequence[str]) -> Floats:
-    """(C, K): the mean of the rows of each prompt."""
-    members: dict[str, list[Floats]] = {}
-    for row, cluster in zip(rows, clusters, strict=True):
-        members.setdefault(cluster, []).append(row)
-    return np.stack([np.mean(of_prompt, axis=0) for of_prompt in members.values()])
-
-
-def _summarize(
-    table_CK: Floats,
-    sizes: tuple[int, ...],
-    counts: Mapping[str, int],
-    num_resamples: int,
-    seed: int,
-) -> BestOfN:
-    num = len(table_CK)
-    point = _derive(table_CK.mean(axis=0), len(sizes))
-    drawn = _derive(resampled(table_CK, num_resamples, seed), len(sizes))
-
-    def curve(name: str, fewest: int = 2) -> Curve:
-        """No interval for fewer prompts than `fewest`, nor where a resample has no number."""
-        ends = np.full((2, len(point[name])), np.nan)
-        if num >= fewest:
-            tail = expanded_tail(num)
-            ends = np.quantile(drawn[name], (tail, 1.0 - tail), axis=0)
-        return Curve(mean=_known(point[name]), low=_known(ends[0]), high=_known(ends[1]))
-
-    def metric(name: str, fewest: int = 2) -> Metric:
-        only = curve(name, fewest)
-        return Metric(name, only.mean[0], only.low[0], only.high[0], counts["num_prompts"])
-
-    return BestOfN(
-        sizes=sizes,
-        kl=tuple(kl_of_best_of(sizes).tolist()),
-        curves={name: curve(name) for name in _CURVES},
-        correlation=metric("correlation", _FEWEST_PROMPTS),
-        verdict=judge(sizes, table_CK[:, : len(sizes)], metric("rise")),
-        counts=counts,
     )
 
 
@@ -311,10 +277,8 @@ def judge(sizes: Sequence[int], gold_CG: Floats, rise: Metric) -> Verdict:
     if p_value is not None and p_value < 0.05:
         sentence = f"Over-optimisation is seen: {highest}, while the proxy keeps rising; p = {p_value:.2g}."
         return Verdict("seen", peak, drop, p_value, sentence)
-    if p_value is None:
-        doubt = f"{len(gold_CG)} {'prompt is' if len(gold_CG) == 1 else 'prompts are'} too few to say more"
-    else:
-        doubt = f"this may be chance (p = {p_value:.2g})"
+    few = f"{len(gold_CG)} {'prompt is' if len(gold_CG) == 1 else 'prompts are'} too few to say more"
+    doubt = few if p_value is None else f"this may be chance (p = {p_value:.2g})"
     sentence = f"Over-optimisation is neither shown nor excluded: {highest}, but {doubt}."
     return Verdict("unclear", peak, drop, p_value, sentence)
 

@@ -1,12 +1,10 @@
 """The samples of a file, and what raters say of them: a proxy or gold gives every sample a number, or a reason.
 
-    proxy = Rater("length", lambda stack: (by_scorer(scorer), scorer_identity(scorer, "length")))
     gold = Rater("judge", lambda stack: (by_field("judge"), {"field": "judge"}))
-    scores = rate("samples.jsonl", proxy, folder, num_rows)        # a list of `Score`s for each row
+    scores = rate("samples.jsonl", gold, folder, num_rows, on_progress)        # a list of `Score`s for each row
 
-A rater is a model, a field of the rows, an environment, or the bundled world's gold quality. It reads the file once,
-and its scores are kept as they come, in a file of its own: an interrupted run goes on, and a further proxy does not ask
-the others again. What has no number is counted and never becomes one.
+A rater is a model, a field of the rows, an environment, or the bundled world's gold quality. Its scores are kept as
+they come, in a file of its own: an interrupted run goes on. What has no number is counted and never becomes one.
 """
 
 from __future__ import annotations
@@ -55,7 +53,13 @@ def sampled_rows(rows: Iterable[Row]) -> Iterator[SampledRow]:
     """Rows of several completions, as `conversations_of` reads them; with `responses` or `completions` a row may have
     its prompt as `messages`. Raises `DataError` for any other row."""
     for row in rows:
-        context, ends = split_common_prefix([tuple(chat) for chat in _conversations(row.values, row.where)])
+        keys = {key: value for key, value in row.values.items() if value is not None}
+        if "messages" in keys and keys.keys() & _COMPLETIONS and not keys.keys() & _PROMPTS:
+            keys["context"] = keys.pop("messages")
+        if is_single(keys, row.where):
+            need = "a prompt with completions or responses, or chosen and rejected; docs/data.md has the keys"
+            raise DataError("the row has one completion, and no list", where=row.where, got=sorted(keys), need=need)
+        context, ends = split_common_prefix([tuple(chat) for chat in conversations_of(keys, row.where)])
         columns = {key: value for key, value in row.values.items() if key not in _CONVERSATION}
         fields = _fields(row, columns, len(ends))
         completions = [
@@ -63,16 +67,6 @@ def sampled_rows(rows: Iterable[Row]) -> Iterator[SampledRow]:
             for i, end in enumerate(ends)
         ]
         yield Preference(context, tuple(completions), where=row.where), columns
-
-
-def _conversations(values: Mapping[str, Any], where: str) -> list[list[Message]]:
-    columns = {key: value for key, value in values.items() if value is not None}
-    if "messages" in columns and columns.keys() & _COMPLETIONS and not columns.keys() & _PROMPTS:
-        columns["context"] = columns.pop("messages")
-    if is_single(columns, where):
-        need = "a prompt with completions or responses, or chosen and rejected; docs/data.md has the keys"
-        raise DataError("the row has one completion, and no list", where=where, got=sorted(columns), need=need)
-    return conversations_of(columns, where)
 
 
 def _fields(row: Row, columns: Mapping[str, Any], count: int) -> dict[str, list[float]]:
@@ -136,7 +130,12 @@ def by_field(name: str) -> Grader:
                 got=columns.get(name, f"keys {sorted(map(str, columns))}"),
                 need=f"a list of {len(grades)} numbers",
             )
-        return [_as_score(of_completion[name], name) for of_completion in grades]
+        scores = []
+        for of_completion in grades:
+            value = of_completion[name]
+            error = None if math.isfinite(value) else f"{name} is {'null' if math.isnan(value) else value}"
+            scores.append(Score(value if error is None else None, error=error))
+        return scores
 
     return lambda rows: [grade(samples, columns) for samples, columns in rows]
 
@@ -144,12 +143,6 @@ def by_field(name: str) -> Grader:
 def fields_of(row: SampledRow) -> list[str]:
     """The fields of a row that hold a number for each of its samples."""
     return list(row[0].completions[0].grades)
-
-
-def _as_score(value: float, name: str) -> Score:
-    if math.isfinite(value):
-        return Score(value)
-    return Score(None, error=f"{name} is {'null' if math.isnan(value) else value}")
 
 
 # --- rating a file ---------------------------------------------------------------------------------------------------
@@ -162,11 +155,19 @@ def rate(
 
     `num_rows`: how many there are, for `on_progress`. Raises as `resumable_rows`.
     """
-    path = None if folder is None else folder / f"{_file_name(rater.name)}.jsonl"
+    # A name that is no good one for a file has a digest in it, so that no two share one.
+    file_name = re.sub(r"[^A-Za-z0-9_-]+", "-", rater.name).strip("-")[:60]
+    if file_name != rater.name:
+        file_name = f"{file_name}-{hashlib.sha256(rater.name.encode()).hexdigest()[:8]}".strip("-")
+    path = None if folder is None else folder / f"{file_name}.jsonl"
+
+    def kept_scores(row: Any, where: str) -> list[Score]:
+        return [Score(score, error=error) for score, error in zip(row["scores"], row["errors"], strict=True)]
+
     with ExitStack() as stack:
         grader, identity = rater.load(stack)
         full_identity = {"data": fingerprint(data), "rater": rater.name, **identity} if path else {}
-        file = stack.enter_context(resumable_rows(path, full_identity, _kept_scores))
+        file = stack.enter_context(resumable_rows(path, full_identity, kept_scores))
         rated = file.kept
         on_progress(rater.name, len(rated), num_rows)
         remaining = islice(sampled_rows(read_rows(data)), len(rated), None)
@@ -177,13 +178,3 @@ def rate(
                 rated.append(scores)
             on_progress(rater.name, len(rated), num_rows)
     return rated
-
-
-def _kept_scores(row: Any, where: str) -> list[Score]:
-    return [Score(score, error=error) for score, error in zip(row["scores"], row["errors"], strict=True)]
-
-
-def _file_name(name: str) -> str:
-    """A name that is no good one for a file has a digest in it, so that no two share one."""
-    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:60]
-    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}".strip("-")

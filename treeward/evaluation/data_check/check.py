@@ -1,11 +1,10 @@
 """`check_data`: read preference data, and say what is wrong with it before a model is trained on it.
 
     checked = check_data(open_sets([DatasetConfig(data_path="train.jsonl")]), Renderer(tokenizer), tokenizer="my-model")
-    [finding.text for finding in checked.findings]
     write_check(Path("results/data"), checked)      # results.json, report.json, report.html: the path of the page
 
-The training data are read once in flat memory (`findings.read_data`), once more where overlap is looked for and once
-for the page. What they are compared with, validation sets and benchmarks, is held in memory.
+The data are read once in flat memory, once more where overlap is looked for and once for the page. What they are
+compared with, validation sets and benchmarks, is held in memory.
 """
 
 from __future__ import annotations
@@ -62,10 +61,7 @@ def open_sets(configs: Sequence[DatasetConfig]) -> tuple[RowDataset, ...]:
 
 
 def trained_renderer(streams: Sequence[RowDataset], **template: Any) -> Renderer:
-    """The renderer of a tokenizer that is trained on the first texts: its counts are estimates for any other.
-
-    `template`: arguments of `Renderer`.
-    """
+    """The renderer, with the arguments `template`, of a tokenizer that is trained on the first texts."""
     for stream in streams:
         stream.broken = lambda error: None
     texts = (text[:_CHARACTERS_TO_TRAIN] for text in islice(texts_of(streams), _TEXTS_TO_TRAIN))
@@ -194,26 +190,22 @@ def _row_tables(checked: DataCheck) -> Iterator[Block]:
         for finding in checked.findings
         if finding.rows and finding.name != "broken" and "overlap" not in finding.name
     ]
-    texts = _excerpts(checked, {where for finding in findings for where in finding.rows[:_MOST_SHOWN]})
+    missing = {where for finding in findings for where in finding.rows[:_MOST_SHOWN]}
+    excerpts: dict[str, dict[str, str]] = {}
+    for preference, where in rows_of(checked.streams) if missing else ():
+        if where in missing:
+            by_rank = sorted(preference.completions, key=lambda completion: completion.rank)
+            sides = {"prompt": preference.context, "better": by_rank[0].messages, "worse": by_rank[-1].messages}
+            excerpts[where] = {name: last_text(messages)[:_EXCERPT] for name, messages in sides.items()}
+            missing.remove(where)
+            if not missing:
+                break
     columns = {"where": ("Row", "text"), "prompt": ("Prompt", "text"), "better": ("Better", "text")}
     columns["worse"] = ("Worse", "text")
     for finding in findings:
         shown = finding.rows[:_MOST_SHOWN]
-        rows = [{"where": where.rpartition("/")[2], **texts.get(where, {})} for where in shown]
+        rows = [{"where": where.rpartition("/")[2], **excerpts.get(where, {})} for where in shown]
         yield table_block(finding.name.replace("_", " ").capitalize(), columns, rows, finding.text, most=10)
-
-
-def _excerpts(checked: DataCheck, wanted: set[str]) -> dict[str, dict[str, str]]:
-    """Prompt, best and worst completion of the rows, which are read again."""
-    excerpts: dict[str, dict[str, str]] = {}
-    for preference, where in rows_of(checked.streams) if wanted else ():
-        if where in wanted:
-            by_rank = sorted(preference.completions, key=lambda completion: completion.rank)
-            sides = {"prompt": preference.context, "better": by_rank[0].messages, "worse": by_rank[-1].messages}
-            excerpts[where] = {name: last_text(messages)[:_EXCERPT] for name, messages in sides.items()}
-            if len(excerpts) == len(wanted):
-                break
-    return excerpts
 
 
 def _error_row(error: DataError) -> dict[str, Any]:

@@ -1,13 +1,11 @@
 """`read_data`: one pass over preference data; `numbers_of`, `findings_of`: what it says, as numbers and as sentences.
 
     data = read_data(streams, Renderer(tokenizer))
-    numbers = numbers_of(data)
-    for finding in findings_of(data, numbers):          # the gravest first
+    for finding in findings_of(data, numbers_of(data)):          # the gravest first
         finding.text, finding.why, finding.fix, finding.rows
 
-No text is kept: a row leaves 34 bytes and a pair of different ranks 13, whatever their lengths. Texts are compared by
-hashes of 64 bits: among a million rows the chance of a single false match is one in 30 million. A finding has its
-number, why it matters and what to do; a clean set has none.
+No text is kept: a row leaves 34 bytes and a pair of different ranks 13. Texts are compared by hashes of 64 bits: among
+a million rows the chance of a single false match is one in 30 million.
 
 Shapes: N rows (comparisons), P pairs of a better and a worse completion of one row.
 """
@@ -65,10 +63,10 @@ class DataRead:
 
     `sums`: by name. Columns (N,): where a row stands (`where`); `digest`, equal for rows with the same prompt,
     completions and ranks; `prompt`; tokens of the `longest` conversation; the longest that must fit, so that two
-    completions of different rank do (`needed`); tokens that all conversations share
-    (`shared`); these three are 0 in rows that say nothing. Columns (P,): `pair`, equal for the same two completions of
-    the same prompt; `first_is_better`, 0 or 1; `row`. `errors`: the first ones of broken rows. `noted`: the first rows
-    of findings, by name. `stopped`: sets that could not be read to their end.
+    completions of different rank do (`needed`); tokens that all conversations share (`shared`); these three are 0 in
+    rows that say nothing. Columns (P,): `pair`, equal for the same two completions of the same prompt;
+    `first_is_better`, 0 or 1; `row`. `errors`: the first ones of broken rows. `noted`: the first rows of findings, by
+    name. `stopped`: sets that could not be read to their end.
     """
 
     sums: Counter[str] = field(default_factory=Counter)
@@ -164,6 +162,7 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
         **{name: record[name] for name in ("tokens", "tree_tokens", "tied_pairs")},
     )
     ids, sizes = record["token_ids"], list(map(len, record["token_ids"]))
+    in_order = sorted(zip(sizes, record["ranks"], strict=True))
     digest = hash((prompt, frozenset(zip(keys, ranks, strict=True))))
     source = where.rstrip("0123456789")
     row = {
@@ -172,8 +171,9 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
         "digest": digest,
         "prompt": prompt if preference.context else digest,
         "longest": max(sizes, default=0),
-        "needed": _needed(sizes, record["ranks"]),
-        "shared": len(os.path.commonprefix([of_one.tolist() for of_one in ids])) if len(ids) > 1 else 0,
+        # The least limit in tokens at which `data.truncation: drop` keeps two completions of different rank.
+        "needed": next((size for size, rank in in_order if rank != in_order[0][1]), 0),
+        "shared": len(os.path.commonprefix([row.tolist() for row in ids])) if len(ids) > 1 else 0,
     }
     for name, value in row.items():
         data.columns[name].append(value)
@@ -192,12 +192,6 @@ def _add_pairs(data: DataRead, prompt: int, keys: Sequence[int], texts: Sequence
         for name, better, worse in zip(TRAITS, amounts[a], amounts[b], strict=True):
             if better != worse:
                 data.sums[f"{name} in {'better' if better > worse else 'worse'}"] += 1
-
-
-def _needed(sizes: Sequence[int], ranks: Sequence[int]) -> int:
-    """The least limit in tokens at which `data.truncation: drop` keeps two completions of different rank."""
-    in_order = sorted(zip(sizes, ranks, strict=True))
-    return next((size for size, rank in in_order if rank != in_order[0][1]), 0)
 
 
 def key_of(messages: Sequence[Message]) -> int:
@@ -304,11 +298,8 @@ def numbers_of(data: DataRead) -> dict[str, Any]:
     median, most, maximum = np.quantile(longest, [0.5, 0.99, 1], method="lower").tolist() if len(longest) else [0] * 3
     prompts, rows_of_prompt = np.unique(data.column("prompt"), return_counts=True)
     repeated_tokens = data.column("shared").astype(np.int64)[_repeated(data.column("prompt"))].sum()
-    names = (
-        *("rows", "broken", "turns", "completions", "tokens", "tree_tokens", "ties", "tied_pairs"),
-        *("identical", "empty"),
-    )
-    return {name: sums[name] for name in names} | {
+    names = ("rows", "broken", "turns", "completions", "tokens", "tree_tokens", "ties", "tied_pairs", "identical")
+    return {name: sums[name] for name in (*names, "empty")} | {
         "pairs": len(data.columns["pair"]),
         "prompts": len(prompts),
         "rows_of_shared_prompts": int(rows_of_prompt[rows_of_prompt > 1].sum()),
@@ -336,9 +327,13 @@ def findings_of(
         *_of_labels(data, numbers),
         *(_of_overlap(overlap) for overlap in overlaps),
         *_of_rows(data, numbers),
-        *_of_length(data, max_length, truncation),
         *_of_style(numbers),
     ]
+    if max_length is not None:
+        tokens = data.column("needed" if truncation == "drop" else "longest")
+        verb = f"do not fit in {max_length:,} tokens; {int(tokens.max(initial=0)):,} would keep all."
+        count = int((tokens > max_length).sum())
+        findings.append(_finding("too_long", count, len(tokens), "comparisons", verb))
     findings = [
         replace(finding, rows=finding.rows or tuple(data.noted.get(finding.name, ())))
         for finding in findings
@@ -398,13 +393,6 @@ def _of_rows(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
         yield _finding("shared_prompts", count, rows, "comparisons", verb, severity="note")
 
 
-def _of_length(data: DataRead, max_length: int | None, truncation: str) -> Iterator[Finding]:
-    tokens = data.column("needed" if truncation == "drop" else "longest")
-    if max_length is not None:
-        verb = f"do not fit in {max_length:,} tokens; {int(tokens.max(initial=0)):,} would keep all."
-        yield _finding("too_long", int((tokens > max_length).sum()), len(tokens), "comparisons", verb)
-
-
 def _of_style(numbers: dict[str, Any]) -> Iterator[Finding]:
     """Length alone, and all other traits in one sentence."""
     skewed = {name: metric for name, metric in numbers["style"].items() if _imbalance(metric) > _IMBALANCED}
@@ -413,15 +401,15 @@ def _of_style(numbers: dict[str, Any]) -> Iterator[Finding]:
         if traits:
             strongest = max(traits.values(), key=_imbalance)
             severity: Severity = "warning" if _imbalance(strongest) > _VERY_IMBALANCED else "note"
-            text = f"The {'; the '.join(_more(name, metric) for name, metric in traits.items())}."
+            sentences = []
+            for name, metric in traits.items():
+                more = metric.value or 0.0
+                side, share = ("better", more) if more > 0.5 else ("worse", 1 - more)
+                differ = f"{share:.1%} of {metric.count:,} pairs that differ in it"
+                sentences.append(f"{side} completion {TRAITS[name][0]} in {differ}")
             count = round((strongest.value or 0.0) * (strongest.count or 0))
+            text = f"The {'; the '.join(sentences)}."
             yield Finding(finding, severity, count, strongest.count or 0, text)
-
-
-def _more(name: str, metric: Metric) -> str:
-    assert metric.value is not None
-    side, share = ("better", metric.value) if metric.value > 0.5 else ("worse", 1 - metric.value)
-    return f"{side} completion {TRAITS[name][0]} in {share:.1%} of {metric.count:,} pairs that differ in it"
 
 
 def _imbalance(metric: Metric) -> float:

@@ -3,20 +3,11 @@
     length, style = diagnose_length(scored), diagnose_style(scored)
     length.slope_given_rank             # Metric: score per 100 characters, between equally good completions
     length.length_controlled_accuracy   # Metric: 0.5 for a model that always prefers the longer completion
-    length.accuracy_gap                 # Metric: accuracy where the longer is right less that where the shorter is
-    style.density_effect                # Metric: score per markdown mark in 100 words, at equal rank and length
 
-Slopes are those of a regression within prompts (`slopes_within_prompts`) that holds the rank fixed, as better
-completions are longer in most data. Biases are looked for among the completions of one prompt: a score that rises with
-length across prompts may only say that long completions go with prompts that the model likes. That of markdown follows
-the style control of the Chatbot Arena (Li, Angelopoulos and Chiang 2024, "Does style matter?"): marks inside a code
-block do not count.
-
-`stratify` gives the accuracy where the better completion has more of a trait (length, markdown), where it has less, and
-where both have about as much. A bias lifts the first and lowers the second. Their mean is the accuracy on data in which
-the trait tells nothing, so a bias costs accuracy, which is what a gate for checkpoints must see; unlike the regression
-of AlpacaEval (Dubois et al. 2024, arXiv 2404.04475) it needs no model of the effect. A pair with a missing score is
-left out: the longest completions lack one, so counting them as wrong would look like a bias.
+Biases are looked for among the completions of one prompt. Slopes are those of a regression that holds the rank fixed,
+as better completions are longer in most data. A bias also lifts the accuracy where the better completion has more of
+the trait and lowers it where it has less (`stratify`); the mean of both is the accuracy on data in which the trait
+tells nothing. A pair with a missing score is left out: it is mostly the longest completions that lack one.
 
 Shapes: N completions with a score, P pairs of a better and a worse completion of one prompt, F features, G prompts.
 """
@@ -111,15 +102,13 @@ def slopes_within_prompts(
 ) -> dict[str, Metric]:
     """The coefficient b_1 of the first feature in s_ij = a_i + x_ij b + e_ij, with an intercept a_i for each prompt i.
 
-    By the first of `names`; by the second the same in standard deviations of scores within prompts, pooled and taken as
-    known: sqrt(sum (s_ij - mean_i)^2 / (N - G)).
+    By the first of `names`; by the second the same in standard deviations of scores within prompts, pooled:
+    sqrt(sum (s_ij - mean_i)^2 / (N - G)). `count`: completions that have another of the same prompt. No value where the
+    feature does not vary within prompts, or only together with the others.
 
-    The interval is 95 %, of Student's t with G - 1 degrees of freedom for G prompts, and robust to errors that go
-    together within a prompt: the jackknife over prompts (CV3: MacKinnon, Nielsen and Webb 2023, Journal of Applied
-    Econometrics 38, page 671; the usual CR1 is too narrow for skewed lengths), which leaves a prompt out of the last
-    least squares. `count`: completions that have another of the same prompt. No value where the feature does not vary
-    within prompts, or only together with the others; no interval for fewer than `FEWEST_PROMPTS`, or where one prompt
-    alone decides.
+    The interval is 95 %, of Student's t with G - 1 degrees of freedom, by the jackknife over prompts (CV3: MacKinnon,
+    Nielsen and Webb 2023, Journal of Applied Econometrics 38, page 671; the usual CR1 is too narrow for skewed
+    lengths). There is none for fewer than `FEWEST_PROMPTS`, or where one prompt alone decides.
     """
     feature, residuals, y, groups = residuals_within_prompts(scores, features_NF, prompts)
     count, num_prompts = len(y), len(np.unique(groups))
@@ -270,11 +259,11 @@ def markdown_density(text: str) -> float:
 
 
 def stratify(scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]], trait: Trait) -> dict[str, Metric]:
-    """Accuracies by an amount, not negative, that each completion of each example has.
+    """Accuracies by an amount, not negative, that each completion of each example has, by the names of the trait.
 
-    By the names of the trait: the share of pairs whose better completion has more (of the data, whatever the scores);
-    the accuracy where it has clearly more, clearly less, about as much; their gap; the controlled accuracy. A tie
-    counts as wrong. The intervals of gap and controlled accuracy are those of `combined`.
+    A tie counts as wrong. The intervals of gap and controlled accuracy are those of `combined`. Marks of markdown are
+    those of the Chatbot Arena's style control (Li, Angelopoulos and Chiang 2024, "Does style matter?"). Unlike the
+    regression of AlpacaEval (Dubois et al. 2024, arXiv 2404.04475) strata need no model of the effect.
     """
     pairs = collect_pairs(scored)
     sides = [[amounts[i][j] for j in pair] for i, pair in zip(pairs.examples, pairs.sides, strict=True)]

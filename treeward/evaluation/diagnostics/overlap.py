@@ -4,15 +4,11 @@
     overlap.flags[0].completion                              # the share of its words that the training data has
     diagnose_overlap(suite, scored, overlap).accuracy_clean  # the headline without the flagged examples
 
-Texts are compared as words, letters and digits in lower case. Exact duplicates are a whole context, and a whole
-completion of N words or more. Near duplicates are texts with 70 % of their words or more in runs of N = 13 words that
-the training data has too, and a whole prompt: the context without system messages. N = 13 is that of GPT-3 (Brown et
-al. 2020, arXiv 2005.14165, appendix C); the share of words in common runs is the measure of Llama 3 (2024, arXiv
-2407.21783, section 5.1.4). A paraphrase or a translation is not found.
-
-Memory holds hashes of the evaluation's words and runs, about 17 bytes for each word, and none of the training data,
-which is read once. With 10^6 runs in the evaluation and 10^10 in training, the chance of a single false match of the
-64 bits is about one in 2000.
+Texts are compared as words, letters and digits in lower case; a paraphrase or a translation is not found. Exact
+duplicates are a whole context, and a whole completion of N words or more. Near duplicates are texts with 70 % of their
+words or more in runs of N = 13 words (GPT-3: Brown et al. 2020, arXiv 2005.14165, appendix C; Llama 3: arXiv
+2407.21783, section 5.1.4) that the training data has too, and a whole prompt: the context without system messages.
+Memory holds 64-bit hashes of the evaluation's words and runs, and none of the training data, which is read once.
 """
 
 from __future__ import annotations
@@ -100,10 +96,8 @@ def find_overlap(
     num_words: int = NUM_WORDS,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Overlap:
-    """Read the training data once and flag the examples that it has.
-
-    `num_words`: of a run. `on_progress` receives how many preferences were read, and 0, for the total is not known.
-    """
+    """Read the training data once and flag the examples that it has. `num_words`: of a run. `on_progress` receives how
+    many preferences were read, and 0, for the total is not known."""
     texts = [_texts(example) for example in examples]
     all_runs = [_runs(words, num_words) for of_example in texts for words in of_example[1:]]
     runs = np.unique(np.concatenate([np.zeros(1, np.uint64), *all_runs]))
@@ -153,17 +147,13 @@ def diagnose_overlap(suite: Suite, scored: Sequence[ScoredExample], overlap: Ove
     return Diagnostic(numbers)
 
 
-def words_of(text: str) -> list[str]:
-    """Its letters and digits, in lower case, as words."""
-    return _WORD.findall(text.casefold())
-
-
 def _texts(preference: Preference) -> list[Hashes]:
     """Hashed words of the context, of the prompt (the context without system messages) and of each completion."""
     prompt = [message for message in preference.context if message.get("role") != "system"]
     parts = [preference.context, prompt, *(completion.messages for completion in preference.completions)]
     texts = ["\n".join(last_text([message]) for message in part) for part in parts]
-    return [np.array([hash(word) for word in words_of(text)], np.int64).view(np.uint64) for text in texts]
+    words = [_WORD.findall(text.casefold()) for text in texts]
+    return [np.array([hash(word) for word in of_text], np.int64).view(np.uint64) for of_text in words]
 
 
 def _wholes(texts: Sequence[Hashes], num_words: int) -> list[int | None]:

@@ -7,10 +7,9 @@
     numbers.robust_accuracy            # Metric: pairs that stay right under every change of style to either completion
 
 For each sampled example one pair of a better and a worse completion is scored as it is and with each of them rewritten
-(`REWRITES`). Signs of a fault are `rejected_flips`, for no rewrite makes the worse completion the better one; a
-`relative_shift` of the size of the margins under a rewrite of kind "style", for the content is the same; and a shift
-above 0 under "damage". Where a prompt asks for a format (one word, no markdown), a change of style may break it, and a
-lower score be right. Rewrites as a test of reward models: Wu et al. 2025, "reWordBench" (arXiv 2503.11751).
+(reWordBench: Wu et al. 2025, arXiv 2503.11751). Signs of a fault are `rejected_flips`; a `relative_shift` of the size
+of the margins under a rewrite of kind "style", for the content is the same; and a shift above 0 under "damage". Where a
+prompt asks for a format, a change of style may break it, and a lower score be right.
 """
 
 from __future__ import annotations
@@ -96,16 +95,15 @@ def _markdown(text: str, rng: random.Random) -> str | None:
     return "## Answer\n\n" + "\n".join(lines)
 
 
-def _white_space(text: str, rng: random.Random) -> str | None:
-    """Wider gaps, which mean nothing."""
-    return "\n\n\n" + text.replace("\n", "\n\n\n").replace(". ", ".  ") + "\n\n\n"
-
-
 REWRITES: Mapping[str, Rewrite] = {
     "padding": Rewrite("padding", "style", _padded),
     "truncated_50": Rewrite("cut at 50 %", "damage", _shortened),
     "markdown": Rewrite("markdown", "style", _markdown),
-    "white_space": Rewrite("white space", "style", _white_space),
+    "white_space": Rewrite(
+        "white space",
+        "style",
+        lambda text, rng: "\n\n\n" + text.replace("\n", "\n\n\n").replace(". ", ".  ") + "\n\n\n",
+    ),
     "flattery": Rewrite("flattery", "style", lambda text, rng: f"{rng.choice(_FLATTERY)} {text}"),
     "refusal": Rewrite("refusal", "damage", lambda text, rng: rng.choice(_REFUSALS)),
 }
@@ -119,11 +117,8 @@ def rewrite(name: str, text: str, rng: random.Random) -> str | None:
 
 
 def sample_examples(examples: Sequence[Preference], num_examples: int) -> list[Preference]:
-    """At most `num_examples` of the examples that have a pair of text, in their order; always the same.
-
-    They are the first by a hash of their ids, so a smaller sample lies within a larger one, and examples that the data
-    gain or lose change no other's place.
-    """
+    """At most `num_examples` of the examples that have a pair of text, in their order: the first by a hash of their
+    ids, so that a smaller sample lies within a larger one."""
     usable = [example for example in examples if _pair(example)]
     drawn = sorted(usable, key=lambda example: hashlib.sha256(f"0/{example.id}".encode()).digest())[:num_examples]
     ids = {example.id for example in drawn}
@@ -139,12 +134,9 @@ def perturb(example: Preference) -> dict[str, tuple[str | None, str | None]]:
     better, worse = (last_text(example.completions[i].messages) for i in _pair(example))
     texts: dict[str, tuple[str | None, str | None]] = {}
     for name in REWRITES:
-        if name == "refusal" and _REFUSAL.match(better):
-            texts[name] = (None, None)
-            continue
         # The same generator for both, so that both get the same phrases.
         first, second = (rewrite(name, text, random.Random(f"0/{example.id}/{name}")) for text in (better, worse))
-        texts[name] = (first, second)
+        texts[name] = (None, None) if name == "refusal" and _REFUSAL.match(better) else (first, second)
     return texts
 
 
@@ -177,27 +169,20 @@ def _pair(example: Preference) -> tuple[int, ...]:
 
 
 def diagnose_perturbations(examples: Sequence[Preference], scored: Sequence[ScoredExample]) -> Diagnostic:
-    """The diagnostics of examples whose `perturbed` preferences were scored."""
-    pairs: dict[str, list[list[float | None]]] = {name: [] for name in ("", *REWRITES)}
-    for example, row in zip(examples, scored, strict=True):
-        scores = dict(zip(_layout(perturb(example)), row.scores, strict=True))
-        for name, rows in pairs.items():
-            rows.append([scores.get((name, 0)), scores.get((name, 1))])
-    return summarize_perturbations(pairs, [example.context_key for example in examples])
-
-
-def summarize_perturbations(
-    pairs: Mapping[str, Sequence[Sequence[float | None]]], contexts: Sequence[str]
-) -> Diagnostic:
-    """The numbers of scores of a better and a worse completion (E, 2), by rewrite and "" for none.
+    """The diagnostics of E examples whose `perturbed` preferences were scored.
 
     `accuracy`: of the pairs as they are. `robust_accuracy`: pairs that are right and stay so under every rewrite of
     kind "style", of either completion. For each rewrite: `relative_shift`, the mean of the new score less the old over
     both completions, in units of the mean absolute margin before; `rejected_flips`, the share of the right pairs that
     is lost when the worse completion alone is rewritten; a tie is lost. Texts without a score are left out.
     """
+    pairs: dict[str, list[list[float | None]]] = {name: [] for name in ("", *REWRITES)}
+    for example, row in zip(examples, scored, strict=True):
+        scores = dict(zip(_layout(perturb(example)), row.scores, strict=True))
+        for name, rows in pairs.items():
+            rows.append([scores.get((name, 0)), scores.get((name, 1))])
     tables = {name: np.array(rows, dtype=np.float64).reshape(-1, 2) for name, rows in pairs.items()}  # None is NaN
-    before, prompts = tables.pop(""), np.array(contexts, dtype=object)
+    before, prompts = tables.pop(""), np.array([example.context_key for example in examples], dtype=object)
     is_right = before[:, 0] > before[:, 1]
     margins = np.abs(before[:, 0] - before[:, 1])
     margins = margins[np.isfinite(margins)]

@@ -2,14 +2,10 @@
 
     statistics = statistics_of(scored, suite.summarize(scored))
     statistics.pair_accuracy, statistics.auroc, statistics.ece, statistics.temperature
-
-    scored = [scored_comparison("7", "chat", scores=[1.5, 0.25], ranks=[0, 1], lengths=[120, 80]), ...]
     gate_metrics(scored)["length_controlled_accuracy"].value      # as `treeward eval` says it of the same scores
-    pooled_gate_metrics([scored, scored_of_another_set])
 
-Bradley and Terry's model reads a margin m as the probability sigma(m / T). Gates are the numbers of the same names in
-`results.json`, by the same functions, without intervals: those are over prompts, which a validation on token ids does
-not know, and cost more than the numbers.
+Bradley and Terry's model reads a margin m as the probability sigma(m / T). Gates have no intervals: those are over
+prompts, which a validation on token ids does not know.
 """
 
 from __future__ import annotations
@@ -20,16 +16,16 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from scipy import stats
 
 from treeward.data.preference import Completion, Preference
 from treeward.evaluation.diagnostics.biases import collect_pairs, length_strata
 from treeward.evaluation.results import Block, Diagnostic, Metric, ScoredExample, SuiteResult, by_subset
 from treeward.evaluation.statistics import (
+    Floats,
     accuracy_metric,
     auroc,
-    brier,
     expected_calibration_error,
-    kendall_tau_b,
     pair_confidences,
     reliability_curve,
 )
@@ -44,9 +40,8 @@ def statistics_of(
     """The numbers of any scored comparisons; ties and failures count as wrong in `pair_accuracy`.
 
     `temperature`: the T for which sigma(margin / T) predicts these pairs best; no value where none does. `ece_fitted`:
-    at that temperature. `worst_subset`: of `result`. `score_mean`,
-    `score_std`: over all completions. The others are those of `orders_and_confidences`. `name`: for the log. The points
-    are those of the reliability curve.
+    at that temperature. `worst_subset`: of `result`. The others are those of `orders_and_confidences` and
+    `grade_errors`. `name`: for the log. The points are those of the reliability curve.
     """
     pairs = collect_pairs(scored)
     pairs_with_scores = pairs.with_scores
@@ -57,6 +52,8 @@ def statistics_of(
     ece_fitted = None if scale is None else expected_calibration_error(*pair_confidences(margins, scale))
     missing = "There is none: the better completions do not score higher on average." if scale is None else None
     scores = np.array([score for example in scored for score in example.scores if score is not None])
+    subsets = [subset for subset in (result.subsets if result else ()) if subset.value is not None]
+    worst = min(subsets, key=lambda subset: (subset.value or 0.0, subset.name), default=Metric("worst_subset", None))
     numbers = (
         accuracy_metric(pairs.outcomes.tolist(), "pair_accuracy", pairs.prompts.tolist()),
         accuracy_metric((margins == 0).astype(float).tolist(), "ties", prompts),
@@ -64,7 +61,7 @@ def statistics_of(
         *grade_errors(scored).values(),
         Metric("ece_fitted", ece_fitted, count=count),
         Metric("temperature", scale, count=count, note=missing),
-        _worst_subset(result),
+        replace(worst, name="worst_subset", note=worst.name if subsets else None),
         Metric("score_mean", float(scores.mean()) if len(scores) else None, count=len(scores)),
         Metric("score_std", float(scores.std()) if len(scores) else None, count=len(scores)),
     )
@@ -79,14 +76,6 @@ def statistics_of(
     return Diagnostic({metric.name: metric for metric in numbers}, points=points if count else None)
 
 
-def _worst_subset(result: SuiteResult | None) -> Metric:
-    subsets = [] if result is None else [subset for subset in result.subsets if subset.value is not None]
-    if not subsets:
-        return Metric("worst_subset", None)
-    worst = min(subsets, key=lambda subset: (subset.value or 0.0, subset.name))
-    return replace(worst, name="worst_subset", note=worst.name)
-
-
 def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """`mse` and `pearson` of the values of heads and the grades of their names, over all of them and of each, as in
     `metrics.grade_metrics`; empty where no example has both."""
@@ -99,27 +88,23 @@ def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
             if heads
         ]
         if pairs:
-            grades = [[_or_nan(completion.grade(name)) for name in names] for _, completion in pairs]
+            grades = [[completion.grade(name) for name in names] for _, completion in pairs]
             values_SH = torch.tensor([[heads.get(name, 0.0) for name in names] for heads, _ in pairs])
-            sums.add(values_SH, graded([grades], (1.0,) * len(names)))
+            sums.add(values_SH, graded([np.array(grades, dtype=np.float64).tolist()], (1.0,) * len(names)))
     if sums.sums_6H is None:
         return {}
     values, count = grade_metrics(sums.sums_6H, names), int(sums.sums_6H[0].sum())
     return {name: Metric(name, value if math.isfinite(value) else None, count=count) for name, value in values.items()}
 
 
-def _or_nan(grade: float | None) -> float:
-    return math.nan if grade is None else grade
-
-
 def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """The numbers that cost no resampling; the note of one that has no value says why.
 
     `auroc`: of best-ranked completions against the others over all prompts, which asks more than pairs do.
-    `kendall_tau`: mean of tau-b over examples with more than two scores. `group_accuracy`: examples every pair of which
-    is in the right order; `best_of_k`: those whose highest score is that of a best completion, and of no other; a
-    missing score counts as wrong in both. `ece`, `brier`: of sigma(|margin|) as the
-    chance that the higher score is right, of pairs with both scores.
+    `kendall_tau`: mean of tau-b (Kendall 1945, Biometrika 33, page 239) over examples with more than two scores.
+    `group_accuracy`: examples every pair of which is in the right order; `best_of_k`: those whose highest score is that
+    of a best completion, and of no other; a missing score counts as wrong in both. `ece`, `brier`: of sigma(|margin|)
+    as the chance that the higher score is right, of pairs with both scores.
     """
     right: list[float] = []
     wrong: list[float] = []
@@ -137,10 +122,11 @@ def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]
             highest = max((score for score, _ in ranked), default=None)
             best_wins.append(not example.failed and {rank for score, rank in ranked if score == highest} == {best})
         if len(ranked) > 2:
-            tau = kendall_tau_b([score for score, _ in ranked], [rank for _, rank in ranked])
-            taus += [] if tau is None else [tau]
+            scores, kept_ranks = zip(*ranked, strict=True)
+            tau = float(stats.kendalltau(scores, np.negative(kept_ranks), variant="b").statistic)
+            taus += [tau] if math.isfinite(tau) else []
     margins = collect_pairs(scored).with_scores.margins
-    predictions = pair_confidences(margins)
+    probabilities, outcomes = predictions = pair_confidences(margins)
     no_pairs = "There is no pair of a better and a worse completion that both have a score."
     no_taus = "There is no example of more than two completions with different scores."
     values = {
@@ -149,7 +135,7 @@ def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]
         "group_accuracy": (_mean(all_right), len(all_right), no_pairs),
         "best_of_k": (_mean(best_wins), len(best_wins), no_pairs),
         "ece": (expected_calibration_error(*predictions), len(margins), no_pairs),
-        "brier": (brier(*predictions), len(margins), no_pairs),
+        "brier": (_mean((probabilities - outcomes) ** 2), len(margins), no_pairs),
     }
     return {
         name: Metric(name, value, count=count, note=missing if value is None else None)
@@ -157,8 +143,8 @@ def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]
     }
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if values else None
+def _mean(values: Sequence[float] | Floats) -> float | None:
+    return float(np.mean(values)) if len(values) else None
 
 
 GATE_METRICS = (
@@ -173,8 +159,7 @@ def scored_comparison(
 ) -> ScoredExample:
     """A comparison of which only numbers are known: K scores, ranks (lower is better) and lengths in characters.
 
-    A score that is not finite counts as none. There are no texts, so nothing that depends on prompts (intervals) or on
-    texts may be computed from it.
+    A score that is not finite counts as none. Nothing that depends on texts, as intervals, may be computed from it.
     """
     completions = tuple(Completion(rank, ()) for rank in ranks)
     finite = tuple(score if math.isfinite(score) else None for score in scores)
@@ -185,8 +170,7 @@ def scored_comparison(
 def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """The numbers of `GATE_METRICS` without intervals; the note of one that has no value says why.
 
-    Those of length: see `diagnostics.biases`, of pairs with both scores; `ece` to `kendall_tau`: see
-    `diagnostics.scores`. `worst_subset`: the lowest pair accuracy of a subset, where a missing score counts as wrong.
+    `worst_subset`: the lowest pair accuracy of a subset, where a missing score counts as wrong.
     """
     metrics = length_strata(scored) | orders_and_confidences(scored)
     gates = {}

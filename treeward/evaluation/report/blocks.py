@@ -2,19 +2,14 @@
 
     text_block("**Longer** completions win. See `lengths`.", title="Length")        # a title opens a chapter
     headline_block([bar_item("RewardBench", metric, format="percent", reference=0.5)])
-    bars_block("Subsets", {"model": [bar_item(m.name, m) for m in result.subsets]})
-    curves_block("Best of N", [{"name": "gold", "x": [1, 2], "y": [0, 1], "low": [0, 0.9], "high": [0, 1.1]}])
-    table_block("Shifts", {"name": ("Change", "text")}, [{"name": "padding"}])
     {"kind": "samples", "title": "Completions over time", "items": [{"prompt": [{"role": "user", "content": "Hi"}],
      "rows": [{"name": "a run", "colour": 0, "completions": [{"label": "step 0", "text": "Hello.", "flags": ["cut"],
      "numbers": [{"label": "reward", "value": 0.3, "format": "signed"}]}]}]}]}
-    {"kind": "examples", "title": "Mistakes", "source": "rewardbench"}
+    {"kind": "examples", "title": "Mistakes", "source": "rewardbench"}      # rows of `results.to_row`, with a `model`
 
-Each is a JSON object whose `kind` says how the page shows it. Every kind takes a `title` and a `note` (a sentence below
-the title). A block with a title may be `folded`: readers open it, and the contents do not list it. A number that is
-None or not finite shows as a dash. Formats: percent (of a fraction), points (a difference of fractions, in percentage
-points), number, signed, integer, text. The rows of `examples` are those of `treeward.evaluation.results.to_row`, with
-a `model` where there is more than one.
+Each is a JSON object whose `kind` says how the page shows it, with a `title` and a `note` (a sentence below the title).
+A block with a title may be `folded`: readers open it, and the contents do not list it. Formats: percent (of a
+fraction), points (a difference of fractions, in percentage points), number, signed, integer, text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Figures of the report: a block of numbers becomes an Altair chart, a legend, a description and a table.
 
-    figure = draw({"kind": "bars", "title": "Subsets", "series": [...]})
-    figure.chart["layer"]          # Vega-Lite, which the page's bundle draws at the width of the screen
+    draw({"kind": "bars", "title": "Subsets", "series": [...]}).chart["layer"]        # Vega-Lite
 
 Colours are CSS variables of the page, so that one chart serves light, dark and print. A row of a chart's data says how
 its mark looks (`colour`, `dash`) and has a text `tip`, which the page shows under the pointer.
@@ -173,7 +172,11 @@ def _curves(block: Block) -> tuple[dict[str, Any], dict[str, tuple[str, str]], l
     rows = [row for order, one in enumerate(series) for row in _points(one, _look(one, order), form, x_name)]
     scale = alt.Scale(zero=False, nice=False)
     y_scale = alt.Scale(type=block.get("y_scale") or "linear", zero=False)
-    x_axis, height = _x_axis(block.get("x_ticks")), 340
+    x_axis, height = _axis(None), 340
+    if ticks := block.get("x_ticks"):
+        names = json.dumps([tick["label"] for tick in ticks])
+        places = [tick["x"] for tick in ticks]
+        x_axis = alt.Axis(values=places, labelExpr=f"{names}[round(datum.index * {max(1, len(ticks) - 1)})]")
     if block.get("is_square"):
         scale = y_scale = alt.Scale(domain=[0, 1], nice=False)
         x_axis, height = _axis(form), 400
@@ -228,11 +231,3 @@ def _rules(lines: Sequence[Block]) -> list[alt.Chart]:
         base.mark_rule(strokeDash=[4, 4], strokeWidth=1.4).encode(color=_COLOUR),
         text.encode(y=alt.Y("place:Q", scale=None, axis=None), text="label:N"),
     ]
-
-
-def _x_axis(ticks: Sequence[Block] | None) -> alt.Axis:
-    if not ticks:
-        return _axis(None)
-    names = json.dumps([tick["label"] for tick in ticks])
-    places = [tick["x"] for tick in ticks]
-    return alt.Axis(values=places, labelExpr=f"{names}[round(datum.index * {max(1, len(ticks) - 1)})]")

@@ -1,8 +1,4 @@
-"""The suites by name.
-
-get_suite("llmbar", tie_policy="half").load("llmbar/")
-SUITES                                          # the names, and the class of each
-"""
+"""The suites by name: `get_suite("llmbar", tie_policy="half").load("llmbar/")`."""
 
 from __future__ import annotations
 
@@ -25,12 +21,7 @@ def get_suite(name: str, *, tie_policy: TiePolicy = "strict") -> Suite:
     """The suite of that name; raises `ConfigError` with the nearest one."""
     key = name.lower().replace("-", "").replace("_", "").replace(" ", "")
     if key not in SUITES:
-        near = nearest_name(key, SUITES)
-        raise ConfigError(
-            "there is no such suite",
-            field="suite",
-            got=name,
-            need=f"one of {', '.join(SUITES)}",
-            fix=f"did you mean {near}?" if near else "for data of your own give the file instead",
-        )
+        near, need = nearest_name(key, SUITES), f"one of {', '.join(SUITES)}"
+        fix = f"did you mean {near}?" if near else "for data of your own give the file instead"
+        raise ConfigError("there is no such suite", field="suite", got=name, need=need, fix=fix)
     return SUITES[key](tie_policy=tie_policy)

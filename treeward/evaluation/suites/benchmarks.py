@@ -1,34 +1,19 @@
 """RM-Bench, JudgeBench and LLMBar.
 
-RM-Bench: right and subtly wrong completions, each in three styles (Liu et al. 2024, arXiv 2410.16184).
+RM-Bench: right and subtly wrong completions, each in three styles (Liu et al. 2024, arXiv 2410.16184). A[i][j] =
+P(chosen in style i > rejected in style j), styles from plain to fancy. Hard is the mean of the upper triangle (the
+wrong completion is the fancier one), normal of the diagonal, easy of the lower triangle. A domain is the mean of its
+three, overall the mean of the four domains, where the two halves of safety are pooled. All as in the authors'
+`compute_accuracy`. A prompt that lacks a score is wrong in every cell.
 
-    RMBench().load("RM-Bench/data")              # the authors' repository, or the hub's THU-KEG/RM-Bench
+JudgeBench: pairs of which one is objectively right (Tan et al. 2024, arXiv 2410.12784). A judge sees each pair in both
+orders; a reward model's two votes are the same unless its scores tie, so a pair is right where the better completion
+scores higher. The headline is of the 350 pairs that GPT-4o wrote (ScalerLab/JudgeBench at d8740a8;
+`compute_final_metrics`), or of all without any of these; the 270 pairs of Claude 3.5 Sonnet have subsets of their own.
 
-A[i][j] = P(chosen in style i > rejected in style j), styles from plain to fancy: concise, detailed, detailed markdown.
-Hard is the mean of the upper triangle (the wrong completion is the fancier one), normal of the diagonal, easy of the
-lower triangle. A domain is the mean of its three; overall is the mean of the four domains, where the two halves of
-safety are pooled; hard, normal and easy overall are the means over domains. All as in the authors' `compute_accuracy`.
-With `tie_policy="half"` a tie adds half to its cell. A prompt that lacks a score is wrong in every cell.
-
-JudgeBench: pairs of which one is objectively right, with labels A>B or B>A (Tan et al. 2024, arXiv 2410.12784).
-
-    JudgeBench().load("judgebench/")                     # or the hub's ScalerLab/JudgeBench
-
-A judge sees each pair in both orders, and the pair is right if both votes together are for the label. A reward model's
-two votes are the same unless its scores tie, so a pair is right where the better completion scores higher. The headline
-is the accuracy over the 350 pairs that GPT-4o wrote, each counting once: the authors' `run_judge.py` takes one writer's
-file and prints four categories and "Overall" (ScalerLab/JudgeBench at d8740a8; `compute_final_metrics`). The 270 pairs
-of Claude 3.5 Sonnet are in subsets of their own. Without any of GPT-4o the headline is of all pairs.
-
-LLMBar: 419 expert comparisons of who follows the instruction (Zeng et al. 2023, arXiv 2310.07641).
-
-    LLMBar().load("LLMBar/Dataset")             # the authors' repository: Natural and four adversarial sets
-    LLMBar().load("natural.jsonl.gz")           # one set: rows of input, output_1, output_2, label
-
-The headline is the plain mean of the sets in the data. The section Adversarial is the plain mean of the four, as the
-paper's 82.8 % of GPT-4 is (princeton-nlp/LLMBar at caa7bee, `Metrics_Reference`); over its 319 pairs it would be
-84.5 %. On the hub LLMBar is only a program, and code from the hub is never run; the same 419 pairs are part of
-RewardBench's data, from which they are read when no source is given.
+LLMBar: 419 expert comparisons of who follows the instruction (Zeng et al. 2023, arXiv 2310.07641). The headline is the
+plain mean of the sets in the data, the section Adversarial that of its four (princeton-nlp/LLMBar at caa7bee,
+`Metrics_Reference`). On the hub LLMBar is only a program, so without a source it is read from RewardBench's data.
 """
 
 from __future__ import annotations
@@ -91,7 +76,13 @@ class RMBench(Suite):
         """
         files = [] if source is None else sorted(Path(source).rglob("total_dataset*.json*"))
         rows = suite_rows(str(files[0]) if files else source, self.hub_path, split=None)
-        return [_style_example(row) for row in rows]
+        examples = []
+        for row in rows:
+            values = read_as(StyleRow, row)
+            texts = [*values.chosen, *values.rejected]
+            example = published_example(row.where, values.domain, values.id, values.prompt, texts, (0, 0, 0, 1, 1, 1))
+            examples.append(example)
+        return examples
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         cells = {id(example): self._cells(example) for example in scored}
@@ -126,12 +117,6 @@ class RMBench(Suite):
         chosen, rejected = np.array(scored.scores, dtype=np.float64).reshape(2, 3)
         beyond = chosen[:, None] - rejected[None, :]
         return np.where(beyond > 0, 1.0, np.where((beyond == 0) & (self.tie_policy == "half"), 0.5, 0.0))
-
-
-def _style_example(row: Row) -> Preference:
-    values = read_as(StyleRow, row)
-    texts = [*values.chosen, *values.rejected]
-    return published_example(row.where, values.domain, values.id, values.prompt, texts, (0, 0, 0, 1, 1, 1))
 
 
 # --- JudgeBench ------------------------------------------------------------------------------------------------------
@@ -245,7 +230,9 @@ class LLMBar(Suite):
             files = [file for file in sorted(path.rglob("*.json*")) if not _OTHERS & set(file.relative_to(path).parts)]
             if sets := {name: file for file in files if (name := _set_of(file))}:
                 return [pair for name in SETS if name in sets for pair in _read_set(sets[name], name)]
-        return _of_rewardbench(RewardBench().load(source))
+        pairs = [pair for pair in RewardBench().load(source) if pair.task_name.startswith("llmbar-")]
+        named = [replace(pair, task_name=_named(pair.task_name) or "") for pair in pairs]
+        return sorted(named, key=lambda pair: SETS.index(pair.task_name))
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         parts = {name: self.part(name, group) for name, group in by_subset(scored).items()}
@@ -277,8 +264,3 @@ def _read_set(file: Path, name: str) -> list[Preference]:
             published_example(row.where, name, number, values.input, (values.output_1, values.output_2), ranks)
         )
     return examples
-
-
-def _of_rewardbench(pairs: Sequence[Preference]) -> list[Preference]:
-    sets = [(_named(pair.task_name), pair) for pair in pairs if pair.task_name.startswith("llmbar-")]
-    return [replace(pair, task_name=name) for name in SETS for named, pair in sets if named == name]

@@ -7,7 +7,7 @@
 What holds in every suite:
 
 - An example that could not be scored counts as **wrong**: left out, a model would be the better the more it cannot
-  read. The result says how many were scored.
+  read. The result says how many were scored, and has no numbers where nothing was.
 - A tie of chosen and rejected counts 0, as in the published code (`tie_policy="strict"`), or half (`"half"`).
 - A subset or section that the data lacks is left out, not zero, and the headline's note says that examples are missing.
 """
@@ -64,10 +64,18 @@ class Suite(ABC):
     def summarize(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         """The suite's numbers; values are None where there is nothing to compute them from."""
         result = self._compute(scored)
+        pairs = ((example.scores[i], example.scores[j]) for example in scored for i, j in example.pairs())
+        if not any(None not in pair for pair in pairs):  # what cannot be compared is no accuracy of 0 %
+            nothing: dict[str, Any] = {"value": None, "low": None, "high": None}
+            headline = replace(result.headline, note="Nothing was scored, so there is no result.", **nothing)
+            sections, subsets = (
+                tuple(replace(part, **nothing) for part in parts) for parts in (result.sections, result.subsets)
+            )
+            result = replace(result, headline=headline, sections=sections, subsets=subsets)
         headline, count = result.headline, result.headline.count
         if self.num_published not in (None, count):
             note = f"These are {count} of {self.num_published} examples: not comparable with published scores."
-            headline = headline.with_notes(note)
+            headline = replace(headline, note=" ".join(filter(None, (headline.note, note))))
         return replace(
             result,
             headline=headline,
@@ -84,9 +92,8 @@ class Suite(ABC):
     def chance(self, part: str | None = None) -> float | None:
         """The headline, or the section or subset `part`, of random scores; None: not known.
 
-        A random order without ties is 0.5 wherever pairs are compared, as the authors of RM-Bench (arXiv 2410.16184,
-        abstract) and JudgeBench (arXiv 2410.12784, abstract) say of theirs; with the tie policy "strict" a model that
-        ties is below it. Suites with another rule override this and cite its source.
+        0.5 wherever pairs are compared, as the authors of RM-Bench (arXiv 2410.16184, abstract) and JudgeBench (arXiv
+        2410.12784, abstract) say. Suites with another rule override this and cite its source.
         """
         return 0.5
 
@@ -135,17 +142,15 @@ class PreferenceSuite(Suite):
 
     def _pairwise(self, name: str, scored: Sequence[ScoredExample]) -> Metric:
         values, prompts = [], []
+        tie = 0.5 if self.tie_policy == "half" else 0.0
         for example in scored:
-            prompt = example.example.context_key
-            for better, worse in example.pairs():
-                values.append(self._value(example.scores[better], example.scores[worse]))
-                prompts.append(prompt)
+            for better, worse in ((example.scores[i], example.scores[j]) for i, j in example.pairs()):
+                value = 0.0
+                if better is not None and worse is not None:
+                    value = tie if better == worse else float(better > worse)
+                values.append(value)
+                prompts.append(example.example.context_key)
         return accuracy_metric(values, name, prompts)
-
-    def _value(self, better: float | None, worse: float | None) -> float:
-        if better is None or worse is None:
-            return 0.0
-        return 0.5 if better == worse and self.tie_policy == "half" else float(better > worse)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
