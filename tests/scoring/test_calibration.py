@@ -22,7 +22,7 @@ from treeward.scoring.calibration import (
     preference_nll,
 )
 from treeward.scoring.score import Conversation, OnError, Score
-from treeward.scoring.shaping import Shaper, length_effect
+from treeward.scoring.shaping import Shaper
 
 
 class LengthLover:
@@ -89,7 +89,8 @@ def test_a_planted_length_bias_is_found_and_taken_away() -> None:
     assert accuracy[0] < 0.75 and accuracy[1] > 0.95
     curve = calibration.length_curve
     assert curve is not None and len(curve.lengths) <= MAX_KNOTS
-    assert length_effect(900, curve) - length_effect(100, curve) == pytest.approx(8.0, abs=0.3)
+    effects = np.interp([100, 900], curve.lengths, curve.values)
+    assert effects[1] - effects[0] == pytest.approx(8.0, abs=0.3)
     assert curve.residual_std == pytest.approx(1.0, abs=0.1) and abs(curve.residual_mean) < 0.1
     assert curve.residual_std == pytest.approx(float(shaped.std()), rel=0.1)
     # the temperature after the curve is that of what the curve leaves
@@ -109,7 +110,7 @@ def test_a_nonlinear_curve_is_followed_and_outliers_are_not() -> None:
     scores[draw.choice(800, 20, replace=False)] += 40
     curve = fit_length_curve(scores, lengths, unit="tokens")
     assert curve is not None
-    errors = [abs(length_effect(x, curve) - 3 * np.log1p(x / 50)) for x in range(20, 380)]
+    errors = np.abs(np.interp(range(20, 380), curve.lengths, curve.values) - 3 * np.log1p(np.arange(20, 380) / 50))
     line = np.polyval(np.polyfit(lengths, scores, 1), np.arange(20, 380))
     assert max(errors) < 0.5 < float(np.abs(line - 3 * np.log1p(np.arange(20, 380) / 50)).max())
 

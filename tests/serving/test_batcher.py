@@ -21,8 +21,7 @@ from treeward.errors import ModelError
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Prepared
 from treeward.serving.api_error import APIError
-from treeward.serving.batcher import Batcher, FailedScore
-from treeward.serving.metrics import ServerMetrics
+from treeward.serving.batcher import Batcher, FailedScore, ServerMetrics
 from treeward.serving.models import LoadedModel
 from treeward.serving.rendered_text import RenderedText
 

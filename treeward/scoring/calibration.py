@@ -3,9 +3,10 @@
     calibration = calibrate(Scorer.load("results/rm/final"), preferences, name="validation.jsonl")
     calibration.normalization.mean, calibration.length_curve.values, calibration.temperature.value
 
-`treeward calibrate` stores the constants in the model's contract, and `treeward.scoring.shaping` applies them. Use
-comparisons that the model was not trained on: on its own training data it is too confident, and the temperature comes
-out too low. A constant that cannot be fitted is None, and the log says why.
+Use comparisons that the model was not trained on: on these it is too confident, and the temperature comes out too low.
+A constant that cannot be fitted is None, and the log says why.
+
+Shapes: N completions with a score, P pairs of a better and a worse one of a comparison, H heads.
 """
 
 from __future__ import annotations
@@ -71,9 +72,8 @@ def calibrate(
 ) -> RewardCalibration:
     """Score every completion of every comparison, and fit the constants.
 
-    `name`: of the data, kept as the provenance (the last part of an absolute path). Memory grows by a few numbers per
-    completion. Completions without a score are counted and left out. Raises `DataError` for fewer than two comparisons
-    with two scored completions, or where all scores are the same.
+    `name`: of the data, kept as the provenance. Completions without a score are counted and left out. Raises
+    `DataError` for fewer than two comparisons with two scored completions, or where all scores are the same.
     """
     tokenizer = scorer.members[0].renderer.tokenizer if isinstance(scorer, PreparedScorer) else None
     assert tokenizer is not None or length_unit == "characters", "the model's own tokenizer counts"
@@ -103,7 +103,10 @@ def calibrate(
     logger.info("Fitting the constants to %d scores.", len(scored))
     scores = np.array([completion.score for completion in scored], dtype=np.float64)
     lengths = np.array([completion.length for completion in scored], dtype=np.float64)
-    better, worse = _ordered_pairs(scored)
+    groups = groupby(range(len(scored)), key=lambda i: scored[i].group)
+    pairs = [pair for _, group in groups for pair in permutations(group, 2)]
+    ordered = [(i, j) for i, j in pairs if scored[i].rank < scored[j].rank]
+    better, worse = [i for i, _ in ordered], [j for _, j in ordered]
     curve = fit_length_curve(scores, lengths, unit=length_unit)
     if curve is not None:
         residuals = scores - np.interp(lengths, curve.lengths, curve.values)
@@ -133,14 +136,6 @@ def _constants(values: Floats) -> NormalizationConstants:
     return NormalizationConstants(mean=float(values.mean()), std=float(values.std()))
 
 
-def _ordered_pairs(scored: Sequence[_Scored]) -> tuple[list[int], list[int]]:
-    """The places of the better and of the worse completion, of each two of one comparison with different ranks."""
-    groups = groupby(range(len(scored)), key=lambda i: scored[i].group)
-    pairs = [pair for _, group in groups for pair in permutations(group, 2)]
-    ordered = [(i, j) for i, j in pairs if scored[i].rank < scored[j].rank]
-    return [i for i, _ in ordered], [j for _, j in ordered]
-
-
 def fit_length_curve(scores: Floats, lengths: Floats, *, unit: LengthUnit) -> LengthCurve | None:
     """The score that length alone predicts, from scores (N,) and lengths (N,); None where length explains every
     score, or where most have one length.
@@ -149,7 +144,13 @@ def fit_length_curve(scores: Floats, lengths: Floats, *, unit: LengthUnit) -> Le
     nearness and, in three further rounds, against outliers. Cleveland 1979; to calibrate rewards: Huang et al. 2024
     (arXiv 2409.17407). Kept at no more than 64 lengths, quantiles of those that occur.
     """
-    fitted = _smooth(scores, lengths) if lengths.min() < lengths.max() else np.full(len(scores), scores.mean())
+    fitted = np.full(len(scores), scores.mean())
+    if lengths.min() < lengths.max():
+        # A hundredth of the range would be coarse for most points if a few are very long.
+        low, high = np.quantile(lengths, [0.025, 0.975])
+        delta = float(high - low) / 100 if len(scores) > _EXACT_UP_TO else 0.0
+        part = min(1.0, max(_SMOOTHING, _FEWEST_NEIGHBOURS / len(scores)))
+        fitted = lowess(scores, lengths, frac=part, it=_ROBUST_ROUNDS, delta=delta, return_sorted=False)  # NaN: fails
     knots = np.unique(np.quantile(lengths, np.linspace(0, 1, MAX_KNOTS), method="nearest"))
     order = np.argsort(lengths, kind="stable")
     values = np.interp(knots, lengths[order], fitted[order])
@@ -177,14 +178,14 @@ def fit_temperature(differences: Floats, *, name: str | None = None) -> Calibrat
     (P + 1)/(P + 2) instead of 1 (Platt 1999), with a warning. `name`: of the data, for the log.
     """
     num_pairs = len(differences)
+    where, target = name or "calibration", 1.0
     if num_pairs == 0 or differences.mean() <= 0:
         reason = "no temperature: the better completion does not score higher on average"
-        logger.warning("%s: %s, over %d ordered pairs.", name or "calibration", reason, num_pairs)
+        logger.warning("%s: %s, over %d ordered pairs.", where, reason, num_pairs)
         return None
-    target = 1.0
     if differences.min() >= 0:
         reason = "the temperature is a cautious guess: no pair is in the wrong order, so any lower one fits better"
-        logger.warning("%s: %s, over %d ordered pairs.", name or "calibration", reason, num_pairs)
+        logger.warning("%s: %s, over %d ordered pairs.", where, reason, num_pairs)
         target = (num_pairs + 1) / (num_pairs + 2)
 
     def slope(log_b: float) -> float:
@@ -224,13 +225,3 @@ def _check(scored: Sequence[_Scored], errors: Sequence[str], num_comparisons: in
     if errors:
         logger.warning("%d of %d completions have no score and are left out; the first: %s.",
                        len(errors), len(errors) + len(scored), errors[0])  # fmt: skip
-
-
-def _smooth(scores: Floats, lengths: Floats) -> Floats:
-    """LOWESS at each point; NaN where it fails: most completions have one length."""
-    # A hundredth of the range would be coarse for most points if a few are very long.
-    low, high = np.quantile(lengths, [0.025, 0.975])
-    delta = float(high - low) / 100 if len(scores) > _EXACT_UP_TO else 0.0
-    neighbours = min(1.0, max(_SMOOTHING, _FEWEST_NEIGHBOURS / len(scores)))
-    smooth: Floats = lowess(scores, lengths, frac=neighbours, it=_ROBUST_ROUNDS, delta=delta, return_sorted=False)
-    return smooth

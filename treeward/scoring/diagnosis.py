@@ -3,9 +3,8 @@
     check = diagnose(contract, scores_of_the_server)
     check.part, check.summary      # "activation", "a sigmoid is applied to the score"
 
-A table has rows of what is expected and what is observed; `compare` makes a `Check` of a part's rows, whether they are
-of this machine or of a server. `diagnose` needs no model: the contract holds the right scores, and those that known
-mistakes give. A mistake is named only where it explains every score.
+`compare` makes a `Check` of a part's rows: what is expected and what is observed, on this machine or of a server.
+`diagnose` needs no model: the contract holds the right scores, and those that known mistakes give.
 """
 
 from __future__ import annotations
@@ -119,8 +118,7 @@ def failed(part: Part, error: TreewardError) -> Check:
 
 
 def table(checks: Sequence[Check]) -> tuple[Check, ...]:
-    """One check for each part, in order: its first difference, if it has any. A part without a check has not been
-    checked, because of the first difference."""
+    """One check for each part, in order: its first difference, if it has any, or why it was not checked."""
     differences = [check for check in checks if check.state == "differs"]
     by_part = {check.part: check for check in reversed([*differences, *checks])}
     cause = min((check.part for check in differences), key=PARTS.index, default="missing golden scores")
@@ -156,8 +154,8 @@ def verification(
 def diagnose(contract: ScoringContract, scores: Sequence[float | None], *, dtype: Dtype = "float32") -> Check:
     """One check that explains the scores of the golden conversations, made by whatever program.
 
-    Equal within the tolerance of `dtype`: part "weights" in state "equal". Otherwise the part is what explains them: a
-    known mistake of reading or framing, a function applied to the score, rounding, or, if nothing does, the weights.
+    Equal within the tolerance of `dtype`: part "weights" in state "equal". Otherwise the part is what explains every
+    score: a known mistake, a function applied to the score, rounding, or, if nothing does, the weights.
     Raises `ValueError` for another number of scores.
     """
     examples = contract.golden

@@ -4,10 +4,8 @@
     score = ensemble.score([conversation])[0]
     score.score, score.members        # the combined score, and the score of each member
 
-Optimising against one reward model finds its mistakes; members that disagree show where they are. Each member renders
-and scores with its own tokenizer, template and weights. Their scores have different zeros and units, so they are
-z-scored first with fixed constants: no score depends on the rest of the call. A conversation that one member cannot
-score has no score.
+Each member renders and scores with its own tokenizer, template and weights. Their scores are z-scored first with fixed
+constants: no score depends on the rest of the call. A conversation that one member cannot score has no score.
 
 Shapes: S conversations, M members.
 """
@@ -67,12 +65,9 @@ _Constants = tuple[tuple[float, ...], tuple[float, ...]]
 class EnsembleScorer(PreparedScorer):
     """Scores conversations with several models, or with the heads of one, and combines the scores.
 
-    `Score.members` holds the members' own scores, before standardisation. `num_tokens` is that of the first member;
-    `truncated` is True if any member truncated. An error names the member that it comes from.
-
-    `members`: a scorer for each model; for `over: heads` exactly one, of a model with several heads. `names`: of the
-    members, for errors. Raises `ConfigError` for members that do not fit the configuration, and where scores are to be
-    standardized and the constants of a member are unknown.
+    `Score.members` holds the members' own scores, before standardisation. `num_tokens` is that of the first member.
+    `members`: for `over: heads` exactly one, of a model with several heads. `names`: of the members, for errors. Raises
+    `ConfigError` for members that do not fit the configuration, or lack constants to be standardized by.
     """
 
     renderer: Renderer
@@ -95,8 +90,7 @@ class EnsembleScorer(PreparedScorer):
     ) -> EnsembleScorer:
         """Load every model from a folder or the hub; one that is named twice is loaded once.
 
-        `scorer_options`: those of `Scorer.load`, for every member; heads need no `head_weights`. Raises what that
-        raises, and `ConfigError` as the class does.
+        `scorer_options`: those of `Scorer.load`, for every member. Raises what that and the class raise.
         """
         names = [str(model) for model in models]
         config = config or EnsembleConfig()
@@ -218,11 +212,7 @@ def _check_number(means: Sequence[float], number: int, what: str) -> None:
 
 
 def load_scorer(config: ScoringConfig, **capacity: Any) -> Scorer | EnsembleScorer:
-    """The model of a section, or its ensemble.
-
-    `capacity`: the arguments `device`, `batch_tokens`, `max_sequences` and `prefix_cache_bytes` of `Scorer.load`, whose
-    errors it raises too.
-    """
+    """The model of a section, or its ensemble. `capacity`: arguments of `Scorer.load`, whose errors it raises too."""
     if config.ensemble is None:
         return Scorer.load(config, **capacity)
     of_members = ScoringConfig.model_fields.keys() - {"models", "ensemble", "shaping"}

@@ -3,9 +3,10 @@
     sign_folder(Path("results/rm/final"))                                     # load, score, write the contract
     sign_later(folder, model=run.model, renderer=run.renderer)()              # a model that was just exported there
 
-Each golden conversation holds something that goes wrong somewhere: several turns, a system message, letters beyond
-ASCII, code, white space at the end, a very short completion, a long one. Their scores are computed in float32 from the
+Each golden conversation holds something that goes wrong somewhere. Their scores are computed in float32 from the
 weights as they are saved, along with the scores that known mistakes would give.
+
+Shapes: S golden conversations, H heads.
 """
 
 from __future__ import annotations
@@ -159,13 +160,10 @@ def sign_later(
     """`sign_folder` of a model that was exported with `renderer`, in two: it is run now, by every process of `mesh`;
     what is returned reads the files when they are written, in any thread of one process.
 
-    The golden scores are of the weights in memory: files that hold others are refused when they are loaded. Of a
-    checkpoint only the head is hashed, as all tensors take about a second per GB, and weights that give no finite score
-    are signed with a warning. `heads`: None for a model whose score is its only value, or their sum.
-
-    `is_loaded`: the model was loaded from the folder. `pads_alike`: config.json and tokenizer have one padding token;
-    None: they are compared. Then transformers finds the last token of a padded row where it is read here, unless
-    conversations end with padding. `has_template`: the folder has a chat template.
+    The golden scores are of the weights in memory. Of a checkpoint only the head is hashed, as all tensors take about a
+    second per GB, and weights that give no finite score are signed with a warning. `heads`: None for a model whose
+    score is its only value, or their sum. `is_loaded`: the model was loaded from the folder. `pads_alike`: config.json
+    and tokenizer have one padding token; None: they are compared. `has_template`: the folder has a chat template.
     """
     stored = StoredModel(folder)
     stored.config = processes.on_main(lambda: stored.config)
@@ -316,11 +314,8 @@ def _default_heads(model: RewardModel) -> list[HeadContract]:
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of the vocabulary, the merges and the special tokens.
-
-    It survives saving and loading, and does not depend on how a version of `tokenizers` writes its files; what else
-    decides about ids (normalisation, splitting) shows in the golden conversations.
-    """
+    """SHA-256 of the vocabulary, the merges and the special tokens; other rules of ids (normalisation, splitting) show
+    in the golden conversations. It does not depend on how a version of `tokenizers` writes its files."""
     merges: list[list[str]] = []
     scores: Any = None
     if tokenizer.is_fast:

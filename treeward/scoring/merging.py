@@ -1,14 +1,12 @@
 """`merge_models`: the weights of several reward models averaged into one, with a scoring contract of its own.
 
     merge_models(["results/a/final", "results/b/final"], "results/merged")
-    AutoModelForSequenceClassification.from_pretrained("results/merged")       # as fast as one member
 
     theta = sum_i w_i theta_i,  w_i >= 0,  sum_i w_i = 1        (WARM: Rame et al. 2024, arXiv 2401.12187)
 
-The members must come from one initialisation, the same pretrained weights and the same head, and differ in what came
-after: data order, seed, learning rate. Files cannot prove that. Checked is what they can show: configuration, tensors,
-tokenizer, template and scoring contract are the same; and a warning names weights that point in unlike directions.
-Calibration and reward shaping hold for the members' scores only: `treeward calibrate` fits new ones.
+The members must come from one initialisation, which files cannot prove. Checked is what they can show: configuration,
+tensors, tokenizer, template and scoring contract are the same; and a warning names weights that point in unlike
+directions. Calibration and reward shaping hold for the members' scores only.
 """
 
 from __future__ import annotations
@@ -61,12 +59,10 @@ def merge_models(
 ) -> Path:
     """Average the members in `folders` into a new folder `output`, with the first member's tokenizer and configuration.
 
-    `weights`: each member's share; None: equal shares. Tensors have the number format of the first member. The folder
-    appears whole or not at all; its path is returned.
-
-    Raises `ConfigError` for wrong shares and an `output` that exists, `ModelError` for members that cannot be averaged;
-    it names the first difference.
+    `weights`: each member's share; None: equal shares. The folder appears whole or not at all; its path is returned.
+    Raises `ConfigError` for wrong shares and an `output` that exists, `ModelError` for members that cannot be averaged.
     """
+
     output = Path(output).expanduser()
     if output.exists():
         raise ConfigError("the output exists already", where=str(output), need="a new folder")
@@ -76,7 +72,13 @@ def merge_models(
         check_local(str(member))
     first = _identity(members[0], trust_remote_code)
     for member in members[1:]:
-        _check_alike(first, _identity(member, trust_remote_code), members[0], member)
+        other = _identity(member, trust_remote_code)
+        for name in dict.fromkeys([*first, *other]):
+            need, got = first.get(name), other.get(name)
+            is_optional = name in {"rendering", "read", "heads"} and None in (need, got)  # one has no contract
+            if need != got and not is_optional:
+                summary, need = "the models differ, and cannot be averaged", f"{need}, as in {members[0]}"
+                raise ModelError(summary, where=str(member), field=name, got=got, need=need)
     partial = output.parent / f".{output.name}.{os.getpid()}"
     try:
         partial.mkdir(parents=True)
@@ -96,9 +98,7 @@ def merge_models(
             logger.warning(
                 "The weights of %s and %s point in unlike directions (cosine %.2f): averaging is for models trained "
                 "from one initialisation, others lose what they have learnt. An ensemble of them works.",
-                members[0],
-                member,
-                cosine,
+                *(members[0], member, cosine),
             )
     return output
 
@@ -133,20 +133,6 @@ def _identity(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
         **{tensor.name: list(tensor.shape) for tensor in StoredModel(folder).tensors},
         **({} if contract is None else contract.model_dump(include={"rendering", "read", "heads"})),
     }
-
-
-def _check_alike(first: dict[str, Any], other: dict[str, Any], first_folder: Path, folder: Path) -> None:
-    for name in dict.fromkeys([*first, *other]):
-        need, got = first.get(name), other.get(name)
-        has_contracts = None not in (need, got)
-        if need != got and (has_contracts or name not in {"rendering", "read", "heads"}):
-            raise ModelError(
-                "the models differ, and cannot be averaged",
-                where=str(folder),
-                field=name,
-                got=got,
-                need=f"{need}, as in {first_folder}",
-            )
 
 
 def _write_weights(members: Sequence[Path], shares: Sequence[float], partial: Path) -> list[float]:

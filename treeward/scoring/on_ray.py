@@ -3,9 +3,8 @@
     read = partial(read_rows, "in.jsonl")
     for scored in scored_on_ray(load, read, num_workers=8, resources={"num_gpus": 1}):    # a ScoredChunk each
 
-One task reads the rows on this node, in the chunks of `treeward.scoring.rows`; memory does not grow with them. A chunk
-is the unit of everything: its rows share their prompts, any worker gives it the same scores, and it is scored again
-where its worker has died. A worker loads the model for its first chunk.
+One task reads the rows on this node, in the chunks of `treeward.scoring.rows`; memory does not grow with them. Any
+worker gives a chunk the same scores, and it is scored again where its worker has died.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """`completion_prefixes`: the conversations that end after each token of a completion, to show how its score develops.
 
     prefixes = completion_prefixes(renderer, conversation)
-    prefixes.pieces[2].text                 # the text of the third token of the completion
     prefixes.until(3)                       # token ids: the context, three pieces, the end of turn
 
-Each one is the conversation as if the completion had stopped there: the tokens of the whole conversation up to that
-place, then the tokens that the chat template writes after a completion, where a reward model reads the score. The last
-one is the whole conversation. They are branches of one tree: scored together, the completion is computed once.
+Each one is the conversation as if the completion had stopped there, with the tokens that the chat template writes after
+a completion, where a reward model reads the score. They are branches of one tree: the completion is computed once.
 """
 
 from __future__ import annotations
@@ -67,8 +65,7 @@ def completion_prefixes(renderer: Renderer, conversation: Conversation) -> Compl
     """The prefixes of the last message of a conversation, which is the assistant's.
 
     Raises `DataError` for a conversation that cannot be scored, a completion without text or whose last token reaches
-    into the end of turn, and a tokenizer that does not say where in the text its tokens are (one without
-    tokenizer.json).
+    into the end of turn, and a tokenizer without tokenizer.json.
     """
     *context, last = check_conversation(conversation, "the conversation")
     text = renderer.render(conversation)
@@ -90,7 +87,10 @@ def completion_prefixes(renderer: Renderer, conversation: Conversation) -> Compl
     after = next((i for i in range(first, len(spans)) if spans[i][0] >= end), len(spans))
     if start >= end or first >= after:
         raise DataError("the completion has no text", got=last.get("content"))
-    tail = whole[first + _added_in_front(renderer, raw, whole) :]
+    # The renderer writes one BOS (or CLS) in front, whatever the text has.
+    begin = renderer.tokenizer.cls_token_id if renderer.kind == "encoder" else renderer.tokenizer.bos_token_id
+    num_in_text = next((i for i, token in enumerate(raw) if token != begin), len(raw))
+    tail = whole[first + int(whole[0] == begin) - num_in_text :]
     assert tail[: after - first] == raw[first:after], "the tokens with offsets are the scored ones"
     if spans[after - 1][1] > end:
         raise DataError("the completion ends within a token of the end of turn", need="another last word")
@@ -105,14 +105,6 @@ def completion_prefixes(renderer: Renderer, conversation: Conversation) -> Compl
         end_ids=tuple(tail[after - first :]),
         truncated=fitted.truncated,
     )
-
-
-def _added_in_front(renderer: Renderer, raw: Sequence[int], framed: Sequence[int]) -> int:
-    """The number of tokens that the renderer adds in front; it writes one BOS, whatever the text has."""
-    tokenizer = renderer.tokenizer
-    first = tokenizer.cls_token_id if renderer.kind == "encoder" else tokenizer.bos_token_id
-    num_in_text = next((i for i, token in enumerate(raw) if token != first), len(raw))
-    return int(framed[0] == first) - num_in_text
 
 
 def _pieces(text: str, spans: Sequence[tuple[int, int]]) -> tuple[Piece, ...]:

@@ -6,9 +6,7 @@
         reward.value, reward.error, reward.score
 
 Reference completions are scored in the same call as the completions, so their prompt is computed once. `RewardScorer`
-puts the reward in the place of the score, for code that ranks by scores:
-
-    RewardScorer(scorer, load_shaper("contract", "results/rm/final")).score(conversations)[0].score
+puts the reward in the place of the score, for code that ranks by scores.
 """
 
 from __future__ import annotations
@@ -68,11 +66,10 @@ class Rewarder:
         *,
         where: Sequence[str] | None = None,
     ) -> list[Reward]:
-        """One reward per conversation, in order.
+        """One reward per conversation, in order. `where` names each sample.
 
         `reference_completions`: for each sample a text, a list of texts and message lists, or None. They are read where
-        the shaping compares with them; a sample whose references cannot be read gets no reward. `where` names each
-        sample.
+        the shaping compares with them; a sample whose references cannot be read gets no reward.
         """
         assert self._score is not None, "without a score there are only plan and finish"
         plan = self.plan(conversations, reference_completions, where=where)
@@ -89,31 +86,32 @@ class Rewarder:
         names = list(where) if where is not None else [f"conversation {i}" for i in range(len(conversations))]
         plan = RewardPlan(list(conversations), [], list(conversations), list(names))
         key = self.reference_key
-        given = reference_completions or [None] * len(names)
-        for conversation, completions, name in zip(conversations, given, names, strict=True):
+        samples = zip(conversations, reference_completions or [None] * len(names), names, strict=True)
+        for conversation, completions, name in samples:
             try:
-                found = [] if key is None else reference_conversations(conversation, completions, f"{name}, {key}")
+                chats = [] if key is None else reference_conversations(conversation, completions, f"{name}, {key}")
             except DataError as error:
                 plan.references.append(str(error).splitlines()[0])
                 continue
-            plan.references.append(found)
-            plan.to_score.extend(found)
-            plan.names.extend(f"{name}, {key}[{m}]" for m in range(len(found)))
+            plan.references.append(chats)
+            plan.to_score.extend(chats)
+            plan.names.extend(f"{name}, {key}[{m}]" for m in range(len(chats)))
         return plan
 
     def finish(self, plan: RewardPlan, scores: Sequence[Score]) -> list[Reward]:
         """The rewards of a plan from the scores of `plan.to_score`, in order."""
-        own, of_references = scores[: len(plan.conversations)], iter(scores[len(plan.conversations) :])
+        num = len(plan.conversations)
+        own_scores, reference_scores = scores[:num], iter(scores[num:])
         if self.shaper is None:
-            return [Reward(score.score, score, error=score.error) for score in own]
+            return [Reward(score.score, score, error=score.error) for score in own_scores]
         references = [
-            None if isinstance(one, str) else [(next(of_references), conversation) for conversation in one]
-            for one in plan.references
+            None if isinstance(chats, str) else [(next(reference_scores), chat) for chat in chats]
+            for chats in plan.references
         ]
-        rewards = self.shaper.shape(own, plan.conversations, references)
+        rewards = self.shaper.shape(own_scores, plan.conversations, references)
         return [
-            replace(reward, value=None, error=one) if isinstance(one, str) else reward
-            for reward, one in zip(rewards, plan.references, strict=True)
+            replace(reward, value=None, error=error) if isinstance(error, str) else reward
+            for reward, error in zip(rewards, plan.references, strict=True)
         ]
 
 
@@ -130,18 +128,15 @@ class RewardScorer:
     def score(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
     ) -> list[Score]:
-        """Scores whose `score` is the reward, or None with the reason in `error`.
-
-        Raises what the scorer raises, and `ModelError` for a reward that is not finite; with `on_error="mask"` such a
-        reward is None.
-        """
+        """Scores whose `score` is the reward, or None with the reason in `error`. Raises what the scorer raises, and
+        `ModelError` for a reward that is not finite; with `on_error="mask"` such a reward is None."""
         scores = self.scorer.score(conversations, where=where, on_error=on_error)
         rewards = self.shaper.shape(scores, conversations)
-        for i, one in enumerate(rewards):
-            if on_error == "raise" and one.value is None and one.raw is not None:
+        for i, reward in enumerate(rewards):
+            if on_error == "raise" and reward.value is None and reward.raw is not None:
                 name = where[i] if where is not None else f"conversation {i}"
-                raise ModelError("the conversation has no reward", where=name, got=one.error)
-        return [replace(one.score, score=one.value, error=one.error) for one in rewards]
+                raise ModelError("the conversation has no reward", where=name, got=reward.error)
+        return [replace(reward.score, score=reward.value, error=reward.error) for reward in rewards]
 
 
 def refuse_references(shaping: RewardShapingConfig, where: str) -> None:

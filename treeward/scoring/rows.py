@@ -2,10 +2,7 @@
 
 scorer = ChunkScorer(load)
 for chunk in chunks_of(read_rows("in.jsonl")):
-    for row in scorer.score(chunk).rows:
-        row.values["scores"]        # or "score", of a row of one conversation
-
-`treeward.data.formats` says which rows can be read.
+    scorer.score(chunk).rows[0].values["scores"]        # or "score", of a row of one conversation
 """
 
 from __future__ import annotations
@@ -59,10 +56,11 @@ def chunks_of(rows: Iterable[Row]) -> Iterator[Chunk]:
         for row in rows:
             conversations = conversations_of(row.values, row.where)
             is_prompted = check_prompted(conversations[0], is_prompted, row.where)
-            is_full = len(chunk) >= _ROWS_AT_ONCE
-            if is_full and (len(chunk) == 2 * _ROWS_AT_ONCE or _prompt(conversations) != _prompt(chunk[-1][1])):
-                yield Chunk(chunk)
-                chunk = []
+            if len(chunk) >= _ROWS_AT_ONCE:
+                continues = chunk[-1][1][0][:-1] == conversations[0][:-1]
+                if len(chunk) == 2 * _ROWS_AT_ONCE or not continues:
+                    yield Chunk(chunk)
+                    chunk = []
             chunk.append((row, conversations))
     except DataError as error:
         yield Chunk(chunk, error)
@@ -126,10 +124,6 @@ class ChunkScorer:
 
         scorer, shaper, identity = self._load()
         return scorer, Rewarder(lambda conversations, names: scorer.score(conversations, where=names), shaper), identity
-
-
-def _prompt(conversations: Sequence[list[Message]]) -> list[list[Message]]:
-    return [conversation[:-1] for conversation in conversations[:1]]
 
 
 def _score_chunk(rewarder: Rewarder, chunk: Sequence[_Request], ours: Sequence[str]) -> Iterator[ScoredRow]:

@@ -1,10 +1,7 @@
 """`Score`: a score of one conversation, or the reason why there is none; and `Reward`, a number made of a score.
 
-    score = scorer.score([conversation], on_error="mask")[0]
-    score.score      # a float, or None
-    score.error      # why it is None
-
-A missing score is never a number: the call raises, or the score is None with its reason. The same holds for rewards.
+score = scorer.score([conversation], on_error="mask")[0]
+score.score, score.error      # a float and None, or None and why there is no score
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@
     scorer.score_completions(context, [completion, other])      # the prompt is computed once
     scorer.score(prompt="2 + 2?", response="4.")                # a float, as `predict("2 + 2?", "4.")`
 
-Rendering, read position and head are those of training. What the conversations of a call have in common is computed
-once, and no score depends on the rest of the call. A conversation that is too long is never cut silently: its score is
-None, unless the truncation policy cuts its context, and then `Score.truncated` is True.
+A conversation that is too long is never cut silently: its score is None, unless the truncation policy cuts its context,
+and then `Score.truncated` is True.
+
+Shapes: S conversations, H heads, L tokens.
 """
 
 from __future__ import annotations
@@ -92,11 +93,8 @@ class PreparedScorer(abc.ABC):
 
     @abc.abstractmethod
     def prepare_texts(self, texts: Sequence[str | Sequence[int]]) -> list[Prepared]:
-        """As `prepare` with `on_error="mask"`, for conversations that a client has rendered or tokenized itself.
-
-        A text that `renderer.render` gives has the tokens, and so the score, of its conversation. A text that is too
-        long is never cut, since nothing shows where its messages are, and a huge one is not tokenized.
-        """
+        """As `prepare` with `on_error="mask"`, for conversations that a client has rendered or tokenized itself. A text
+        that is too long is never cut, since nothing shows where its messages are, and a huge one is not tokenized."""
 
     @abc.abstractmethod
     def score_prepared(self, prepared: Sequence[Prepared], *, on_error: OnError = "raise") -> list[Score]:
@@ -160,9 +158,8 @@ class Scorer(PreparedScorer):
     """Scores conversations with one reward model.
 
     `batch_tokens`: most tokens computed in one forward pass, counted after sharing; `max_sequences`: most conversations
-    in one. At least one of them is a number. `head_weights`: the weight of each head in the score, in order or by the
-    name of its label, or "mean"; None for a model with one head. `prefix_cache`: holds the prompts of earlier calls;
-    None computes each call's own once.
+    in one; one of them is a number. `head_weights`: the weight of each head in the score, in order or by the name of
+    its label, or "mean". `prefix_cache`: holds the prompts of earlier calls.
     """
 
     renderer: Renderer
@@ -186,7 +183,9 @@ class Scorer(PreparedScorer):
         self._has_estimates = contract is not None and contract.has_estimates
         self.prefix_cache = prefix_cache
         self._recent = RecentTokens()
-        self.head_names = _head_names(model, contract)
+        labels = [head.name for head in contract.heads] if contract else []
+        labels = labels or list(model.score_parts or (model.hf.config.id2label or {}).values())
+        self.head_names = tuple(map(str, labels if len(labels) == model.num_heads else range(model.num_heads)))
         try:
             is_sum = head_weights is None and bool(model.score_parts)
             self.head_weights = _head_weights((1.0,) * model.num_heads if is_sum else head_weights, self.head_names)
@@ -206,14 +205,13 @@ class Scorer(PreparedScorer):
     ) -> Scorer:
         """Load a reward model from a folder or the hub. `device`: None or `auto` is a GPU where there is one.
 
-        `settings`: keys of `ScoringConfig`, as `dtype="bfloat16"`; or `model` is such a section. The model's scoring
-        contract says how conversations are rendered and truncated; a model without one uses its tokenizer's chat
-        template and drops conversations longer than its positions. Settings override both, but no conversation is
-        longer than the model's positions. `prefix_cache_bytes`: for the prompts of earlier calls; 0 keeps none.
+        `settings`: keys of `ScoringConfig`, as `dtype="bfloat16"`; or `model` is such a section. They override the
+        model's scoring contract, which says how conversations are rendered and truncated; a model without one uses its
+        tokenizer's chat template and drops conversations longer than its positions. `prefix_cache_bytes`: for the
+        prompts of earlier calls; 0 keeps none.
 
         Raises `ModelError` for a checkpoint without a trained head, for several heads without `head_weights`, and for a
-        model that does not reproduce the tokens and scores of its contract's golden conversations, unless
-        `check_contract` is False.
+        model that breaks its contract, unless `check_contract` is False.
         """
         config = model if isinstance(model, ScoringConfig) else ScoringConfig(models=(str(model),), **settings)
         [name], tokenizer, contract = config.models, config.tokenizer, read_contract(config.models[0])
@@ -280,14 +278,14 @@ class Scorer(PreparedScorer):
         return [self._prepare_text(text, f"text {i}") for i, text in enumerate(texts)]
 
     def score_prepared(self, prepared: Sequence[Prepared], *, on_error: OnError = "raise") -> list[Score]:
-        lengths = [one.prompt_length for one in prepared if one.ids is not None]
-        values_SH = self._values([one.ids for one in prepared if one.ids is not None], lengths)
+        lengths = [item.prompt_length for item in prepared if item.ids is not None]
+        values_SH = self._values([item.ids for item in prepared if item.ids is not None], lengths)
         remaining = iter(values_SH.tolist())
         return [
-            Score(None, one.num_tokens, one.truncated, error=one.error)
-            if one.ids is None
-            else self._score(next(remaining), one, on_error)
-            for one in prepared
+            Score(None, item.num_tokens, item.truncated, error=item.error)
+            if item.ids is None
+            else self._score(next(remaining), item, on_error)
+            for item in prepared
         ]
 
     def score_tokens(self, sequences: Sequence[Sequence[int]]) -> list[float]:
@@ -333,15 +331,17 @@ class Scorer(PreparedScorer):
             prompt_lengths=prompt_lengths,
         )
 
-    def _score(self, values: list[float], one: Prepared, on_error: OnError) -> Score:
+    def _score(self, values: list[float], item: Prepared, on_error: OnError) -> Score:
         try:
-            check_finite(values, one.name, one.num_tokens)
+            check_finite(values, item.name, item.num_tokens)
         except ModelError as error:
             if on_error == "raise":
                 raise
-            return Score(None, one.num_tokens, one.truncated, error=_one_line(error))
+            return Score(None, item.num_tokens, item.truncated, error=_one_line(error))
         return Score(
-            *(self._combined(values), one.num_tokens, one.truncated),
+            score=self._combined(values),
+            num_tokens=item.num_tokens,
+            truncated=item.truncated,
             heads=tuple(values),
             head_names=self.head_names,
             spread=float(np.std(values)) if self._has_estimates else None,
@@ -353,7 +353,7 @@ class Scorer(PreparedScorer):
         return sum(weight * value for weight, value in zip(self.head_weights, values, strict=True))
 
     def _prepare_text(self, text: str | Sequence[int], name: str) -> Prepared:
-        known, limit = self.model.num_known_tokens, self.renderer.max_length
+        num_ids, limit = self.model.num_known_tokens, self.renderer.max_length
         ids: list[int] | None = None if isinstance(text, str) else list(text)
         num_tokens = 0 if ids is None else len(ids)
         if isinstance(text, str):
@@ -363,8 +363,8 @@ class Scorer(PreparedScorer):
                 return Prepared(name, None, error=_one_line(error))
         if ids is None or (limit is not None and num_tokens > limit):
             return self._too_long(name, num_tokens)
-        if not ids or min(ids) < 0 or max(ids) >= known:
-            return Prepared(name, None, len(ids), error=f"there must be tokens, with ids from 0 to {known - 1}")
+        if not ids or min(ids) < 0 or max(ids) >= num_ids:
+            return Prepared(name, None, len(ids), error=f"there must be tokens, with ids from 0 to {num_ids - 1}")
         return self._prepared(name, ids)
 
     def _prepared(
@@ -375,7 +375,8 @@ class Scorer(PreparedScorer):
         ids = np.asarray(token_ids, dtype=np.int32)
         if self.prefix_cache is None:
             return Prepared(name, ids, len(ids), truncated)
-        guess = int(len(ids) * _prompt_share(conversation)) + _TURN_TOKENS if conversation else 0
+        lengths = [len(str(message.get("content") or "")) for message in conversation]
+        guess = int(len(ids) * sum(lengths[:-1]) / max(1, sum(lengths))) + _TURN_TOKENS if conversation else 0
         length = self._recent.add(ids) or guess
         return Prepared(name, ids, len(ids), truncated, prompt_length=min(length, len(ids) - 1))
 
@@ -397,9 +398,9 @@ class Scorer(PreparedScorer):
             return [self._render([conversation], [name], on_error)[0] for conversation, name in pairs]
         return [
             self._too_long(name, num_tokens)
-            if one is None
-            else self._prepared(name, one.token_ids, conversation, truncated=one.truncated)
-            for (one, num_tokens), name, conversation in zip(fitted, names, conversations, strict=True)
+            if fit is None
+            else self._prepared(name, fit.token_ids, conversation, truncated=fit.truncated)
+            for (fit, num_tokens), name, conversation in zip(fitted, names, conversations, strict=True)
         ]
 
 
@@ -409,12 +410,6 @@ def _one_line(error: TreewardError | UnicodeError) -> str:
     parts = (("got", error.got), ("need", error.need))
     details = [f"{name}: {shown(value)}" for name, value in parts if value is not None]
     return f"{error.summary} ({'; '.join(details)})" if details else error.summary
-
-
-def _prompt_share(conversation: Conversation) -> float:
-    """The share of the characters that come before the last message."""
-    lengths = [len(str(message.get("content") or "")) for message in conversation]
-    return sum(lengths[:-1]) / max(1, sum(lengths))
 
 
 def check_conversation(conversation: Conversation, name: str) -> Conversation:
@@ -432,24 +427,15 @@ def check_conversation(conversation: Conversation, name: str) -> Conversation:
     return messages
 
 
-def _head_names(model: RewardModel, contract: ScoringContract | None) -> tuple[str, ...]:
-    """The name of each head: that of its label."""
-    own = model.score_parts or (model.hf.config.id2label or {}).values()
-    labels = [head.name for head in contract.heads] if contract else list(own)
-    if len(labels) != model.num_heads:
-        labels = [str(i) for i in range(model.num_heads)]
-    return tuple(map(str, labels))
-
-
 def _head_weights(weights: HeadWeights | None, names: Sequence[str]) -> tuple[float, ...] | None:
     if weights is None and len(names) == 1:
         return None
     if weights is None:
-        given = shlex.quote(",".join(f"{name}=1" for name in names[:2]))
+        example = shlex.quote(",".join(f"{name}=1" for name in names[:2]))
         raise ModelError(
             "the model has several heads, and nothing says how they make one score",
             got=f"{len(names)} heads: {', '.join(names)}",
-            fix=f"--head-weights {given} of treeward score, eval, bon and serve; in Python and in a configuration "
+            fix=f"--head-weights {example} of treeward score, eval, bon and serve; in Python and in a configuration "
             f"head_weights={dict.fromkeys(names[:2], 1.0)}; Score.heads has all values",
         )
     if weights == "mean":

@@ -9,11 +9,8 @@ Each step is off unless the configuration asks for it. The order is fixed:
 1. length calibration and length penalty, on the raw score: the curve and the coefficient are in its units;
 2. temperature, which turns a score into log-odds;
 3. reference completions: the sigmoid takes a difference of log-odds (`preference_score`: log-odds). References go
-   through steps 1 and 2 with their own lengths: otherwise a long completion would pay for its length, and the long
-   reference beside it would not;
+   through steps 1 and 2 with their own lengths;
 4. normalisation and clipping, last, because they set the scale and the bounds of the policy's reward.
-
-A missing score stays missing: `Reward.value` is None and `error` says why.
 """
 
 from __future__ import annotations
@@ -45,15 +42,6 @@ _WHERE = "reward_shaping"
 _T = TypeVar("_T")
 
 
-def length_effect(length: float, curve: LengthCurve) -> float:
-    """c(L), to be subtracted: the score that `length` L alone predicts, read off a fitted curve.
-
-    The curve is the locally weighted regression (LOWESS) of score on length, Huang et al. 2024 (arXiv 2409.17407).
-    Linear between its knots; constant beyond the first and the last, where nothing was observed.
-    """
-    return float(np.interp(length, curve.lengths, curve.values))
-
-
 def relative_reward(score: float, references: Sequence[float], kind: Literal["log_sigmoid", "par"]) -> float:
     """A reward relative to M >= 1 reference completions of the same prompt, from log-odds r and r_ref_m.
 
@@ -72,10 +60,7 @@ def normalize(reward: float, mean: float, std: float, clip: float | None) -> flo
 
 
 def completion_length(conversation: Conversation, unit: LengthUnit, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """Length of the last message's text, in characters or in tokens of `tokenizer` without special ones.
-
-    Parts of content that are not text, and messages without content, have no length.
-    """
+    """Length of the last message's text, in characters or in tokens of `tokenizer` without special ones."""
     text = last_text(conversation)
     if unit == "characters" or not text:
         return len(text)
@@ -87,10 +72,9 @@ def completion_length(conversation: Conversation, unit: LengthUnit, tokenizer: P
 class Shaper:
     """Turns scores into rewards by a `RewardShapingConfig`.
 
-    `calibration`: the fitted constants, as `Scorer.contract.calibration`. `tokenizer`: the reward model's own, where
-    lengths are in tokens. Raises `ConfigError` where constants or a tokenizer are needed and missing.
-    The contract's constants are adapted to the steps before the normalisation: after length calibration they are those
-    of the calibrated scores, and a temperature divides them too.
+    `calibration`: the fitted constants, as `Scorer.contract.calibration`, which are adapted to the steps before the
+    normalisation. `tokenizer`: the reward model's own, where lengths are in tokens. Raises `ConfigError` where
+    constants or a tokenizer are needed and missing.
     """
 
     def __init__(
@@ -130,11 +114,8 @@ class Shaper:
             self._constants = config.reward_mean, config.reward_std
         units = {part.unit for part in (self._curve, config.length_penalty) if part is not None}
         if tokenizer is None and "tokens" in units:
-            raise ConfigError(
-                "lengths are counted in tokens, and there is no tokenizer",
-                where=_WHERE,
-                need="the reward model's own tokenizer",
-            )
+            summary = "lengths are counted in tokens, and there is no tokenizer"
+            raise ConfigError(summary, where=_WHERE, need="the reward model's own tokenizer")
 
     @property
     def reads_completions(self) -> bool:
@@ -148,14 +129,20 @@ class Shaper:
         conversations: Sequence[Conversation],
         references: Sequence[Sequence[Reference] | None] | None = None,
     ) -> list[Reward]:
-        """One reward for each score, in order; B scores, B conversations.
-
-        `references`: the reference completions of each sample, read where the configuration asks for them; a sample
-        without references, or with a reference that has no score, gets no reward.
-        """
+        """One reward for each score, in order. `references`: the reference completions of each sample, read where the
+        configuration asks for them; a sample without them, or with one that has no score, gets no reward."""
         references = [None] * len(scores) if references is None else references
         shaped = [self._relative(*sample) for sample in zip(scores, conversations, references, strict=True)]
-        return [reward if reward.value is None else self._normalized(reward, reward.value) for reward in shaped]
+        if self._constants is None:
+            return shaped
+        rewards = []
+        for reward in shaped:
+            if reward.value is not None:
+                value = normalize(reward.value, *self._constants, self.config.reward_clip)
+                error = None if math.isfinite(value) else f"the normalised reward is not finite: {value}"
+                reward = replace(reward, value=value if error is None else None, error=error)
+            rewards.append(reward)
+        return rewards
 
     def _relative(self, score: Score, conversation: Conversation, references: Sequence[Reference] | None) -> Reward:
         """All steps before the normalisation."""
@@ -182,20 +169,14 @@ class Shaper:
     def _adjusted(self, score: float, conversation: Conversation) -> float:
         """The steps that a completion and its references share: (r - c(L) - alpha max(0, L - L0)) / T."""
         if self._curve is not None:
-            score -= length_effect(completion_length(conversation, self._curve.unit, self._tokenizer), self._curve)
+            # The score that length alone predicts: linear between the knots of the curve, constant beyond them.
+            length = completion_length(conversation, self._curve.unit, self._tokenizer)
+            score -= float(np.interp(length, self._curve.lengths, self._curve.values))
         penalty = self.config.length_penalty
         if penalty is not None:
             length = completion_length(conversation, penalty.unit, self._tokenizer)
             score -= penalty.coefficient * max(0.0, length - penalty.threshold)
         return score / self._temperature
-
-    def _normalized(self, shaped: Reward, value: float) -> Reward:
-        if self._constants is None:
-            return shaped
-        normalized = normalize(value, *self._constants, self.config.reward_clip)
-        if not math.isfinite(normalized):
-            return replace(shaped, value=None, error=f"the normalised reward is not finite: {normalized}")
-        return replace(shaped, value=normalized)
 
 
 def reference_conversations(conversation: Conversation, completions: Any, where: str) -> list[list[Message]]:
@@ -206,12 +187,8 @@ def reference_conversations(conversation: Conversation, completions: Any, where:
     """
     listed = [completions] if isinstance(completions, str) else [] if completions is None else completions
     if not isinstance(listed, Sequence) or any(isinstance(completion, Mapping) for completion in listed):
-        raise DataError(
-            "the reference completions cannot be read",
-            where=where,
-            got=completions,
-            need="a text, or texts and message lists",
-        )
+        summary, need = "the reference completions cannot be read", "a text, or texts and message lists"
+        raise DataError(summary, where=where, got=completions, need=need)
     ends = [
         [{"role": "assistant", "content": completion}]
         if isinstance(completion, str)

@@ -3,9 +3,10 @@
     verification = verify("results/rm/final", device="cuda")
     verification.equal, verification.first_difference      # True, None; or the part that differs first, with the remedy
 
-Everything between messages and a score is compared in the order in which it acts: the contract itself, the files, the
-chat template, the tokens, the read position, the number format, the activation, the weights. A wrong part makes later
-ones look wrong too, so the first is the cause.
+Everything between messages and a score is compared in the order in which it acts. A wrong part makes later ones look
+wrong too, so the first is the cause.
+
+Shapes: S golden conversations, H heads.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def verify(
         checks.append(compare(part, _tokens(contract, renderer), about))
         about = f"{contract.read.position}, {contract.read.token or 'whatever it is'}"
         checks.append(compare("read position", _padding(contract, stored, tokenizer), about))
-        checks.append(compare("activation", _activation(contract, stored), "none"))
+        summary = "config.json has other programs apply another function to the score"
+        row = Row("problem_type", contract.problem_type, stored.config.get("problem_type"), summary, _RESTORE_CONFIG)
+        checks.append(compare("activation", [row], "none"))
         part = "weights"
         model = _load(contract, stored, tokenizer, choose_device(device), dtype, trust_remote_code)
         with exact_scoring(model):
@@ -168,11 +171,6 @@ def _padding(contract: ScoringContract, stored: StoredModel, tokenizer: PreTrain
         if matters:
             summary = f"{file} pads with another token: transformers may read the score elsewhere"
             yield Row("pad_token_id", expected, observed, summary, restore(file))
-
-
-def _activation(contract: ScoringContract, stored: StoredModel) -> Iterator[Row]:
-    summary = "config.json has other programs apply another function to the score"
-    yield Row("problem_type", contract.problem_type, stored.config.get("problem_type"), summary, _RESTORE_CONFIG)
 
 
 def _precision(contract: ScoringContract, stored: StoredModel, heads: Sequence[str]) -> Iterator[Row]:

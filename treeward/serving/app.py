@@ -1,9 +1,6 @@
-"""`create_app`: the ASGI application, with the routes of every dialect.
+"""`create_app(service, token="...")`: the ASGI application, with the routes of every dialect.
 
-    app = create_app(Service.load(config), token="...")
-
-Every request passes `RequestLimits`. All errors have one form, also for unknown routes and methods and unreadable
-bodies.
+Every request passes `RequestLimits`. All errors have one form, also for unknown routes and unreadable bodies.
 """
 
 from __future__ import annotations

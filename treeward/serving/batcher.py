@@ -1,12 +1,11 @@
 """`Batcher`: conversations of many requests, scored in common batches by a thread beside the event loop.
 
-    batcher = Batcher([loaded_model], config, metrics)
+    batcher = Batcher([loaded_model], config, ServerMetrics(batch_tokens=4096))
     scores = await batcher.score("rm", conversations, deadline=time.monotonic() + 30)
 
 One thread tokenizes the next conversations of each request in turn, only some batches ahead. Another scores tokenized
-conversations, up to a budget of tokens, without waiting for a full batch. Requests and models take turns in both, so a
-large request does not hold up a small one. Conversations with one prompt are batched together, and a conversation that
-fails does not fail others.
+conversations, up to a budget of tokens, without waiting for a full batch. Requests and models take turns in both.
+Conversations with one prompt are batched together, and a conversation that fails does not fail others.
 """
 
 from __future__ import annotations
@@ -23,12 +22,21 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    Summary,
+    disable_created_metrics,
+)
+
 from treeward.config.server import ServerConfig
 from treeward.errors import TreewardError
 from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Prepared
 from treeward.serving.api_error import APIError, in_words
-from treeward.serving.metrics import ServerMetrics
 from treeward.serving.models import LoadedModel
 from treeward.serving.rendered_text import RenderedText
 
@@ -50,10 +58,57 @@ _MOST_FAILED = 8
 _BATCHES_AHEAD = 64
 """About how many batches ahead to tokenize for a request with ready conversations, and twice as many for others."""
 
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_FILL = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 2.0)
+
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
 
 @dataclass(frozen=True, slots=True)
 class FailedScore(Score):
     """A missing score by a fault of the server, not of the conversation."""
+
+
+class ServerMetrics:
+    """Counters of one server, for Prometheus. `batch_tokens`: of a full batch. `registry`: None makes one.
+
+    prometheus-fastapi-instrumentator adds requests by route and status, and their time, to the same registry.
+    """
+
+    def __init__(self, *, batch_tokens: int = 4096, registry: CollectorRegistry | None = None) -> None:
+        self.registry = CollectorRegistry() if registry is None else registry
+        ProcessCollector(registry=self.registry)
+        self._batch_tokens = batch_tokens
+        self._gauges: dict[str, Gauge] = {}
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"treeward_{name}", what, labels or ("model",), registry=self.registry)
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"treeward_{name}", what, ("model",), buckets=buckets, registry=self.registry)
+
+        self.errors = counter("refused_requests", "Requests that got no scores.", "code")
+        self.scores = Summary("treeward_scores", "Conversations that were scored.", ("model",), registry=self.registry)
+        self.failures = counter("failures", "Conversations without a score.", "model", "fault")
+        self.forgotten = counter("forgotten_conversations", "Those whose request had ended before they were scored.")
+        self.tokens = counter("tokens", "Tokens of the conversations that were scored, as plain rows.")
+        self.computed = counter("computed_tokens", "Tokens that went through the model, after sharing.")
+        self.fill = histogram("batch_fill_ratio", "Computed tokens of a batch by the budget of a batch.", _FILL)
+        self.seconds = histogram("batch_seconds", "Time of a batch.", _SECONDS)
+
+    def watch(self, name: str, what: str, value: Callable[[], float], **labels: str) -> None:
+        """Add a gauge that calls `value` when it is scraped."""
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(f"treeward_{name}", what, tuple(labels), registry=self.registry)
+        gauge = self._gauges[name]
+        (gauge.labels(**labels) if labels else gauge).set_function(value)
+
+    def batch(self, model: str, num_tokens: int, num_computed_tokens: int, seconds: float) -> None:
+        """Count a scored batch."""
+        self.tokens.labels(model).inc(num_tokens)
+        self.computed.labels(model).inc(num_computed_tokens)
+        self.fill.labels(model).observe(num_computed_tokens / self._batch_tokens)
+        self.seconds.labels(model).observe(seconds)
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +172,14 @@ class Batcher:
             return []
         number, loop = len(conversations), asyncio.get_running_loop()
         request = _Request(self.models[model], [None] * number, number)
-        self._accept(request)
+        with self._lock:
+            if self._closed:
+                raise _shut_down()
+            limit = self.config.max_queued
+            if self.num_queued and self.num_queued + number > limit:
+                raise queue_full(self.num_queued, limit, self.seconds_of_queue)
+            self.num_queued += number
+            self._open.add(request)
         try:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
                 for start in range(0, number, _TOKENIZED_AT_ONCE):
@@ -142,16 +204,6 @@ class Batcher:
                 request.future.set_exception(_shut_down())
         # A thread inside the model when the interpreter ends could bring it down.
         self._scoring.join(20.0)
-
-    def _accept(self, request: _Request) -> None:
-        with self._lock:
-            if self._closed:
-                raise _shut_down()
-            limit = self.config.max_queued
-            if self.num_queued and self.num_queued + request.num_missing > limit:
-                raise queue_full(self.num_queued, limit, self.seconds_of_queue)
-            self.num_queued += request.num_missing
-            self._open.add(request)
 
     def _end(self, request: _Request) -> bool:
         """Drop a request and its pending conversations. Returns False if it was over already."""
@@ -262,7 +314,11 @@ class Batcher:
             for request, i, score in scored:
                 if request.is_over:
                     continue
-                self.metrics.score(request.model.name, score.score, by_server=isinstance(score, FailedScore))
+                if score.score is None:
+                    fault = "server" if isinstance(score, FailedScore) else "request"
+                    self.metrics.failures.labels(request.model.name, fault).inc()
+                else:
+                    self.metrics.scores.labels(request.model.name).observe(score.score)
                 request.scores[i] = score
                 request.num_missing -= 1
                 self.num_queued -= 1

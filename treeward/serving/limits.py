@@ -1,8 +1,5 @@
 """`RequestLimits`: the middleware of every request.
 
-    app.add_middleware(RequestLimits, service=service, token=token)
-    request.state.request_id, request.state.deadline        # for a route
-
 It gives a request its id and its deadline, checks the bearer token, limits the body's size and time, cancels the work
 when the client disconnects, and writes the access log.
 """

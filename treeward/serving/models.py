@@ -1,7 +1,6 @@
 """`ServedModel`: the description of a served reward model. `LoadedModel`: its scorers.
 
     loaded = LoadedModel.load(ServedModelConfig(model="results/rm/final"), server_config)
-    loaded.served.described(created=0)                                                # as /v1/models lists it
     prepared = loaded.prepare([conversation, RenderedText("<|im_start|>user...")])    # tokens: a CPU's work
     scores = loaded.score(prepared)                                                   # the model's work
 

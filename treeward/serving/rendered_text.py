@@ -1,12 +1,10 @@
 """`RenderedText`: a conversation rendered or tokenized by the client. `Ending`: how a model's text ends.
 
-    ending = model.ending
     ending.completed("...4.<|im_end|>")          # with the chat template's white space after it
     ending.warning([text, another])              # a warning about their ends, or None
     beginning_of(conversation, ending)           # the same for all completions of a prompt
 
-A text with another end than the model's conversations is scored, at another token than in training, with a warning in
-the response.
+A text with another end than the model's conversations is scored at another token than in training, with a warning.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
     with started(config, "rewards") as service:     # Ray, the replicas, and a Service whose scores come from them
         app = create_app(service)
 
-The front is the application of one server, with its routes, limits, shaping and counters, and without weights.
 Conversations with a common beginning go to the same replica, so that each prompt is in one cache. If a replica dies,
 another scores its pending conversations.
 """
@@ -28,15 +27,14 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import RayServeException
 
-from treeward.config.server import ServedModelConfig, ServerConfig
+from treeward.config.server import ServerConfig
 from treeward.model.pretrained import check_local
 from treeward.parallel.ray_cluster import equal_shares, start_ray
 from treeward.scoring.replicas import running
 from treeward.scoring.score import Conversation, Score
 from treeward.serving import logs
 from treeward.serving.api_error import APIError
-from treeward.serving.batcher import not_in_time, queue_full
-from treeward.serving.metrics import ServerMetrics
+from treeward.serving.batcher import ServerMetrics, not_in_time, queue_full
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText, beginning_of
 from treeward.serving.service import SHUTDOWN_SECONDS, Service
@@ -191,9 +189,13 @@ def options_of(config: ServerConfig, resources: Mapping[str, Any]) -> dict[str, 
 
 
 def of_replicas(config: ServerConfig) -> ServerConfig:
-    """The configuration of a server's replicas: its models without shaping, which the front does."""
-    models = tuple(map(_unshaped, config.models))
-    return config.model_copy(update={"models": models, "max_queued": 2**62, "running": False})
+    """The configuration of a server's replicas, which may run in another folder: absolute paths, and no shaping, which
+    the front does."""
+    sections = []
+    for section in config.models:
+        models = tuple(str(Path(model).resolve()) if Path(model).exists() else model for model in section.models)
+        sections.append(section.model_copy(update={"models": models, "name": section.served_name, "shaping": None}))
+    return config.model_copy(update={"models": tuple(sections), "max_queued": 2**62, "running": False})
 
 
 def front(handle: Any, config: ServerConfig, models: Sequence[ServedModel]) -> Service:
@@ -218,9 +220,3 @@ def started(config: ServerConfig, name: str) -> Iterator[Service]:
     )
     with running(Replica, of_replicas(config), name=name, **options_of(config, resources)) as handle:
         yield front(handle, config, handle.models.remote().result())
-
-
-def _unshaped(section: ServedModelConfig) -> ServedModelConfig:
-    """A model for replicas, which may run in another folder: absolute paths, and no shaping, which the front does."""
-    models = tuple(str(Path(model).resolve()) if Path(model).exists() else model for model in section.models)
-    return section.model_copy(update={"models": models, "name": section.served_name, "shaping": None})

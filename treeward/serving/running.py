@@ -1,8 +1,5 @@
 """`RunningRewards`: normalisation of NeMo Gym's rewards by their mean and deviation so far.
 
-    running = RunningRewards()
-    running.normalized(reward, "hash of its conversation").value
-
 NeMo Gym repeats a request whose connection was lost, and verifies rollouts again. So a conversation keeps its first
 value and statistics, and after `SIZE` conversations the statistics are fixed.
 """

@@ -1,11 +1,7 @@
 """`Service`: from conversations to rewards, or to an `APIError`, for every route.
 
-    model = service.model("rm")
-    rewards = await service.rewards(model, [conversation, RenderedText(text)], deadline=deadline)
-    rewards[0].value        # the reward: the score, shaped if the model has shaping
-
-A dialect parses its own bodies and writes its own responses; everything between is here, so that a conversation has the
-same score in every dialect.
+model = service.model("rm")
+rewards = await service.rewards(model, [conversation, RenderedText(text)], deadline=deadline)
 """
 
 from __future__ import annotations
@@ -24,8 +20,7 @@ from treeward.config.server import ServerConfig
 from treeward.scoring.rewarding import Rewarder
 from treeward.scoring.score import Conversation, Reward, Score
 from treeward.serving.api_error import APIError
-from treeward.serving.batcher import Batcher, FailedScore
-from treeward.serving.metrics import ServerMetrics
+from treeward.serving.batcher import Batcher, FailedScore, ServerMetrics
 from treeward.serving.models import LoadedModel, ServedModel
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.running import RunningRewards

@@ -4,12 +4,11 @@
 -> the same body, byte for byte, with "reward": 1.5, "reward_num_tokens": 21, "reward_truncated": false at its end
 
 Further keys: with shaping `reward_score` (the model's score); `reward_components` (that score, and the values of
-members and heads, each at the top level too); for a row with a `reward_threshold` `reward_passed`; and with running
-statistics `reward_running_mean`, `reward_running_std` and `reward_running_count`.
+members and heads, each at the top level too); for a row with a `reward_threshold` `reward_passed`.
 
 A conversation without a reward gets a 200 and NeMo Gym's form of a failure: reward 0.0, `mask_sample` true,
-`failure_reason`. The row then stays out of the metrics and is tried again on resume; any other status would end the
-whole collection. A body that is not a rollout gets 422.
+`failure_reason`. The row stays out of the metrics and is tried again on resume; any other status would end the
+collection. A body that is not a rollout gets 422.
 """
 
 from __future__ import annotations
@@ -186,29 +185,20 @@ Row = Mapping[str, Any]
 
 def aggregate_metrics(rows: Sequence[Row]) -> dict[str, Any]:
     """`agent_metrics` of all rows, `key_metrics` (their means), and `group_level_metrics` of each prompt in order."""
-    groups = _by_task(rows)
+    groups: dict[int, list[Row]] = {}  # the unmasked rows by task, in the order of tasks and rollouts
+    for row in sorted(rows, key=lambda row: (_index(row, TASK_INDEX), _index(row, ROLLOUT_INDEX))):
+        if not row.get("mask_sample"):
+            groups.setdefault(_index(row, TASK_INDEX), []).append(row)
     metrics = _describe(row for group in groups.values() for row in group)
     num_measured = sum(map(len, groups.values()))
     coverage: dict[str, Any] = {}
     if num_measured < len(rows):
-        coverage = {
-            "coverage/measured_rollouts": num_measured,
-            "coverage/masked_rollouts": len(rows) - num_measured,
-        }
+        coverage = {"coverage/measured_rollouts": num_measured, "coverage/masked_rollouts": len(rows) - num_measured}
     return {
         "group_level_metrics": [{TASK_INDEX: task} | _describe(group) for task, group in groups.items()],
         "agent_metrics": metrics | coverage,
         "key_metrics": {name: value for name, value in metrics.items() if name.startswith("mean/")} | coverage,
     }
-
-
-def _by_task(rows: Iterable[Row]) -> dict[int, list[Row]]:
-    """The unmasked rows by task, in the order of tasks and rollouts."""
-    groups: dict[int, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (_index(row, TASK_INDEX), _index(row, ROLLOUT_INDEX))):
-        if not row.get("mask_sample"):
-            groups.setdefault(_index(row, TASK_INDEX), []).append(row)
-    return groups
 
 
 def _index(row: Row, key: str) -> int:

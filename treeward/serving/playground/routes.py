@@ -1,10 +1,6 @@
-"""The playground: the page at `/` and its files.
+"""The playground: the page at `/` and its files. `OPEN_PATHS`: what a browser may load without the bearer token.
 
-    app.include_router(router())
-    OPEN_PATHS                  # what a browser may load before a person has typed the bearer token
-
-The page calls the same routes as any client (`/v1/models`, `/v1/rewards`, `/v1/rewards/trace`). Its content security
-policy lets it talk to this server alone, and no URL contains the user's text.
+The page calls the same routes as any client. Its content security policy lets it talk to this server alone.
 """
 
 from __future__ import annotations
@@ -28,16 +24,15 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 OPEN_PATHS = frozenset(_FILES)
-"""Paths that need no bearer token, as they contain nothing of the models."""
 
 
 def router() -> APIRouter:
     """The routes."""
     routes = APIRouter()
+
+    async def give(request: Request) -> FileResponse:
+        return FileResponse(_FILES[request.url.path], headers=_HEADERS)
+
     for path in _FILES:
-        routes.add_api_route(path, _give, methods=["GET"], include_in_schema=False)
+        routes.add_api_route(path, give, methods=["GET"], include_in_schema=False)
     return routes
-
-
-async def _give(request: Request) -> FileResponse:
-    return FileResponse(_FILES[request.url.path], headers=_HEADERS)
