@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from evaluated import preference, rated
 
@@ -55,26 +54,3 @@ def score_with() -> Callable[..., list[ScoredExample]]:
         ]
 
     return score
-
-
-@pytest.fixture(scope="session")
-def normal_scores(make_example: Any) -> list[ScoredExample]:
-    """Two subsets of 60 and 30 pairs, normal scores around 0 and around 5."""
-    rng = np.random.default_rng(0)
-    found = []
-    for i in range(90):
-        subset, middle = ("low", 0.0) if i % 3 else ("high", 5.0)
-        example = make_example(str(i), f"prompt {i}", [f"good {i}", f"bad {i}"], subset=subset)
-        scores = tuple(float(score) for score in rng.normal(middle, 2.0, 2))
-        found.append(ScoredExample(example, scores, (6, 5), (9, 9)))
-    return found
-
-
-@pytest.fixture(scope="session")
-def rescored() -> Callable[..., list[ScoredExample]]:
-    """Examples with a function of each score in its place."""
-
-    def change(scored: Sequence[ScoredExample], function: Callable[[Any], float | None]) -> list[ScoredExample]:
-        return [replace(one, scores=tuple(function(score) for score in one.scores)) for one in scored]
-
-    return change

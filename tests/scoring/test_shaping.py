@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeward.config.scoring import RewardShapingConfig
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import CalibratedTemperature, LengthCurve, NormalizationConstants, RewardCalibration
-from treeward.scoring.score import Reward, Score
-from treeward.scoring.shaping import (
-    Reference,
-    Shaper,
-    relative_reward,
-)
+from treeward.scoring.rewarding import RewardScorer
+from treeward.scoring.score import Conversation, OnError, Reward, Score
+from treeward.scoring.shaping import Reference, Shaper, relative_reward
 
 CURVE = LengthCurve(
     unit="characters", lengths=(10, 20, 40), values=(-1.0, 1.0, 2.0), residual_mean=0.25, residual_std=0.5
@@ -156,3 +154,57 @@ def test_a_sample_without_its_references_has_no_reward() -> None:
         assert "reference_answers" in (one.error or "")
     assert shaper(reference="par").shape([Score(1.0)], [chat("x")])[0].value is None
     assert shape(shaper(), [1.0], references=[None]) == [1.0]  # not read
+
+
+# --- rewards in the place of scores -----------------------------------------------------------------------------------
+
+
+def answered(answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}]
+
+
+class Lengths:
+    """The score is the length of the reply; a reply of "?" has none."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[str] | None, str]] = []
+
+    def score(
+        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+    ) -> list[Score]:
+        self.calls.append((None if where is None else list(where), on_error))
+        return [
+            Score(None, 9, error="too long to score")
+            if one[-1]["content"] == "?"
+            else Score(float(len(one[-1]["content"])), 9, heads=(1.0, 2.0))
+            for one in conversations
+        ]
+
+
+def reward_scorer(**section: Any) -> RewardScorer:
+    curve = LengthCurve(unit="characters", lengths=(0, 100), values=(0, 300), residual_mean=0.0, residual_std=1.0)
+    constants = RewardCalibration(normalization=NormalizationConstants(mean=2.0, std=4.0), length_curve=curve)
+    return RewardScorer(Lengths(), Shaper(RewardShapingConfig(**section), calibration=constants))
+
+
+def test_the_reward_takes_the_place_of_the_score() -> None:
+    chats = [answered("a" * n) for n in (1, 4, 9)]
+    penalised = reward_scorer(length_penalty={"coefficient": 2.0, "threshold": 3}).score(chats)
+    assert [one.score for one in penalised] == [1, 4 - 2, 9 - 12]
+    assert [(one.num_tokens, one.heads, one.error) for one in penalised] == [(9, (1.0, 2.0), None)] * 3
+    calibrated = [one.score for one in reward_scorer(length_calibration=True).score(chats)]
+    assert calibrated == pytest.approx([1 - 3, 4 - 12, 9 - 27])  # the shortest is the best now
+    assert [one.score for one in reward_scorer(normalize_rewards=True).score(chats)] == [-0.25, 0.5, 1.75]
+
+
+def test_what_has_no_score_has_no_reward() -> None:
+    scorer = reward_scorer(normalize_rewards=True)
+    for on_error in ("mask", "raise"):  # as with a scorer, what is too long raises nothing
+        one, other = scorer.score([answered("?"), answered("four")], on_error=on_error)  # type: ignore[arg-type]
+        assert one.score is None and one.error == "too long to score" and one.num_tokens == 9
+        assert other.score == 0.5
+    endless = reward_scorer(length_penalty={"coefficient": 1e308, "threshold": 0})
+    (one,) = endless.score([answered("a" * 90)], on_error="mask")
+    assert one.score is None and "not finite" in (one.error or "")
+    with pytest.raises(ModelError, match="row 7.*no reward"):
+        endless.score([answered("a" * 90)], where=["row 7"])

@@ -129,18 +129,17 @@ def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
         got, fix = ", ".join(models), str(place / models[0])
         summary = "the folder holds the evaluations of several models"
         raise DataError(summary, where=str(path), got=got, need="the folder of one model", fix=fix)
-    return Evaluation(models[0], str(path), {file.resolve().parent.name: _read_rows(file) for file in files})
-
-
-def _read_rows(file: Path) -> list[ScoredExample]:
-    rows: dict[str, ScoredExample] = {}
-    for row in read_file(str(file)):
-        scored = scored_from_row(row.values, row.where)
-        if scored.example.id in rows:
-            need = "an id for each example of a suite"
-            raise DataError("two examples have one id", where=row.where, field="id", got=scored.example.id, need=need)
-        rows[scored.example.id] = scored
-    return list(rows.values())
+    suites: dict[str, list[ScoredExample]] = {}
+    for file in files:
+        rows: dict[str, ScoredExample] = {}
+        for row in read_file(str(file)):
+            scored = scored_from_row(row.values, row.where)
+            if (key := scored.example.id) in rows:
+                need = "an id for each example of a suite"
+                raise DataError("two examples have one id", where=row.where, field="id", got=key, need=need)
+            rows[key] = scored
+        suites[file.resolve().parent.name] = list(rows.values())
+    return Evaluation(models[0], str(path), suites)
 
 
 def compare(first: Evaluation, second: Evaluation, *, num_disagreements: int = 10) -> Comparison:

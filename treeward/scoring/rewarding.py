@@ -55,9 +55,8 @@ class Rewarder:
 
     @property
     def reference_key(self) -> str | None:
-        """The key of the data with reference completions; None where none are read."""
-        config = None if self.shaper is None else self.shaper.config
-        return None if config is None or config.reference is None else config.reference_key
+        """That of the shaper, if there is one."""
+        return None if self.shaper is None else self.shaper.reference_key
 
     def rewards(
         self,

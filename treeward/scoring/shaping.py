@@ -123,6 +123,11 @@ class Shaper:
         config = self.config
         return self._curve is not None or config.length_penalty is not None or config.reference is not None
 
+    @property
+    def reference_key(self) -> str | None:
+        """The key of the data with reference completions; None where none are read."""
+        return None if self.config.reference is None else self.config.reference_key
+
     def shape(
         self,
         scores: Sequence[Score],

@@ -112,8 +112,7 @@ class ServedModel:
     @property
     def reference_key(self) -> str | None:
         """The rows' key of reference answers for the shaping; None without one."""
-        config = None if self.shaper is None else self.shaper.config
-        return None if config is None or config.reference is None else config.reference_key
+        return None if self.shaper is None else self.shaper.reference_key
 
     @property
     def developer_role(self) -> str:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from evaluated import preference
 from hypothesis import given
 from hypothesis import strategies as st
 
 from treeward.config.data import DatasetConfig
-from treeward.data.datasets import open_dataset
 from treeward.data.preference import Completion, Preference
 from treeward.evaluation.diagnostics.overlap import diagnose_overlap, find_overlap
 from treeward.evaluation.results import ScoredExample
@@ -102,15 +100,6 @@ def test_accuracy_with_and_without_the_flagged(make_example: Any, score_with: An
     failed = [ScoredExample(one.example, (None, 0.0), (1, 1), (1, 1)) for one in scored]
     assert diagnose_overlap(suite, failed, overlap).accuracy_flagged.value is None
     assert "None of 40 examples has a duplicate" in find_overlap(examples, []).sentences()
-
-
-@pytest.mark.slow
-def test_the_held_out_bundled_data_is_held_out(bundled: Any) -> None:
-    training = open_dataset(DatasetConfig(dataset_name="Bundled", split="train"))
-    taught = list(preference for preference, _ in training)
-    held_out = find_overlap(bundled("validation"), taught)
-    assert np.mean([flag.is_exact for flag in held_out.flags]) < 0.05
-    assert all(flag.is_exact for flag in find_overlap(bundled("train")[:50], taught).flags)
 
 
 def test_words_are_without_case_and_punctuation_and_chinese_without_spaces(make_example: Any) -> None:

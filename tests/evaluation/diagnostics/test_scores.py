@@ -1,23 +1,31 @@
-"""The spread of scores and the temperature have the numbers that were planted."""
+"""Statistics have the numbers that were planted, and those by which checkpoints are chosen are of `treeward eval`."""
 
 from __future__ import annotations
 
 import json
+import math
+import random
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
+from evaluated import preference, rated
 
+from treeward.config.data import DatasetConfig
 from treeward.data.preference import Completion
-from treeward.evaluation.diagnostics.scores import statistics_of
+from treeward.evaluation.diagnostics.biases import diagnose_length
+from treeward.evaluation.diagnostics.scores import (
+    GATE_METRICS,
+    gate_metrics,
+    pooled_gate_metrics,
+    scored_comparison,
+    statistics_of,
+)
 from treeward.evaluation.results import ScoredExample, scored_from_row, to_row
+from treeward.evaluation.suites import PreferenceSuite
 
 
-def test_the_spread_is_that_of_all_completions(normal_scores: list[ScoredExample]) -> None:
-    found = statistics_of(normal_scores)
-    scores = np.array([score for one in normal_scores for score in one.scores])
-    assert (found.score_mean.value, found.score_std.value) == pytest.approx((scores.mean(), scores.std()))
+def test_nothing_has_no_numbers() -> None:
     assert all(metric.value is None for metric in statistics_of([]).numbers.values())
 
 
@@ -38,3 +46,84 @@ def test_a_row_gives_the_example_back_with_its_grades_and_heads(make_example: An
         replace(example, completions=completions), (1.0, None), (1, 1), (3, 3), (None, "too long"), ({"brief": 0.5}, {})
     )
     assert scored_from_row(json.loads(json.dumps(to_row(scored))), "examples.jsonl:1") == scored
+
+
+# --- by which checkpoints are chosen ----------------------------------------------------------------------------------
+
+
+def drawn(seed: int, count: int, *, most: int, missing: int) -> tuple[list[ScoredExample], list[ScoredExample]]:
+    """Examples as `treeward eval` has them (prompts shared, some scores missing), and as a validation knows them."""
+    generator = random.Random(seed)
+    full, numbers = [], []
+    for i in range(count):
+        size = generator.randint(2, most)
+        ranks = tuple(generator.randint(0, 2) for _ in range(size))
+        found = [0.5, 0.5, *(generator.gauss(0, 2) for _ in range(5))]
+        scores = tuple(generator.choice([*[math.nan] * missing, *found]) for _ in range(size))
+        lengths = tuple(generator.randint(0, 40) for _ in range(size))
+        subset = generator.choice(["chat", "code", "maths"])
+        example = preference(str(i), subset, f"question {i // 3}", ["x" * length for length in lengths], ranks)
+        full.append(rated(example, [None if math.isnan(score) else score for score in scores]))
+        numbers.append(scored_comparison(str(i), subset, scores=scores, ranks=ranks, lengths=lengths))
+    return full, numbers
+
+
+@pytest.mark.parametrize(("count", "most", "missing"), [(200, 4, 1), (200, 2, 1), (1, 2, 0), (200, 3, 7)])
+def test_they_are_the_numbers_of_an_evaluation(count: int, most: int, missing: int) -> None:
+    full, numbers = drawn(count + most, count, most=most, missing=missing)
+    suite = PreferenceSuite("any", DatasetConfig(data_path="rows.jsonl"))
+    expected = {**statistics_of(full, suite.summarize(full)).numbers, **diagnose_length(full).numbers}
+    found = gate_metrics(numbers)
+    assert tuple(found) == GATE_METRICS
+    for name, metric in found.items():
+        assert metric.value == pytest.approx(expected[name].value, abs=1e-12), name
+        assert metric.count == expected[name].count or metric.value is None, name
+        assert (metric.low, metric.high) == (None, None), "prompts are not known, so no interval would be right"
+    worst = found["worst_subset"]
+    assert worst.note == expected["worst_subset"].note or (worst.value is None and worst.note)
+
+
+def pair(margin: float, better: int, worse: int, subset: str = "all") -> ScoredExample:
+    return scored_comparison("1", subset, scores=[margin, 0.0], ranks=[0, 1], lengths=[better, worse])
+
+
+def test_what_cannot_be_measured_says_why() -> None:
+    found = gate_metrics([pair(1.0, 100, 50), pair(1.0, 100, 99)])
+    for name in ("length_controlled_accuracy", "accuracy_shorter_right", "accuracy_gap"):
+        assert found[name].value is None
+        assert found[name].note
+    assert found["accuracy_longer_right"].value == 1.0 and found["accuracy_longer_right"].note is None
+    nothing = gate_metrics([])
+    assert all(metric.value is None and metric.note for metric in nothing.values())
+    broken = scored_comparison("1", "all", scores=[math.nan, math.inf], ranks=[0, 1], lengths=[9, 5])
+    found = gate_metrics([broken, pair(1.0, 9, 5)])
+    assert broken.scores == (None, None) and found["worst_subset"].value == 0.5, "it counts as wrong"
+    assert found["accuracy_longer_right"].count == 1, "no judgement"
+
+
+def test_pooled_numbers_are_of_all_comparisons_and_subsets_of_two_sets_stay_two() -> None:
+    first = [pair(1.0, 100, 50, "chat")] * 3 + [pair(1.0, 50, 100, "code")]
+    second = [pair(-1.0, 100, 50, "chat")] * 2 + [pair(1.0, 50, 100, "code")] * 2
+    found, together = pooled_gate_metrics([first, second]), gate_metrics([*first, *second])
+    for name in GATE_METRICS[:-1]:
+        assert found[name] == together[name]
+    assert together["worst_subset"].value == 0.6
+    assert (found["worst_subset"].value, found["worst_subset"].note) == (0.0, "chat")
+    assert pooled_gate_metrics([first]) == gate_metrics(first)
+    assert pooled_gate_metrics([[], []]) == gate_metrics([])
+
+
+def test_groups_worked_by_hand() -> None:
+    """A tie of the best with another is not right, ties in the data are no pairs, a missing score is wrong."""
+    groups = [
+        ([2.0, 1.0, 0.0], [0, 1, 2], True, True),
+        ([2.0, 0.0, 1.0], [0, 1, 2], False, True),
+        ([2.0, 2.0, 1.0], [0, 1, 1], False, False),
+        ([1.0, 2.0, 0.0], [0, 0, 1], True, True),
+        ([math.nan, 1.0, 0.0], [0, 1, 2], False, False),
+        ([1.0, 1.0], [0, 0], None, None),
+    ]
+    scored = [scored_comparison("1", "a", scores=s, ranks=r, lengths=[1] * len(s)) for s, r, _, _ in groups]
+    found = gate_metrics(scored)
+    assert (found["group_accuracy"].value, found["best_of_k"].value) == (2 / 5, 3 / 5)
+    assert found["group_accuracy"].count == found["best_of_k"].count == 5

@@ -1,9 +1,9 @@
-"""RewardBench: golden section scores, the data as the hub has it, failures and ties."""
+"""RewardBench and RewardBench 2: golden scores, ties, failures, and the data as the hub has it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from evaluated import preference, rated
 from treeward.data.preference import Preference
 from treeward.errors import DataError
 from treeward.evaluation.results import ScoredExample
-from treeward.evaluation.suites.rewardbench import WEIGHTS, RewardBench
+from treeward.evaluation.suites.rewardbench import WEIGHTS, RewardBench, RewardBench2
 
 # The accuracies of Skywork-Reward-V2-Qwen3-8B in NeMo RL's pull request 1026: of the package and of its environment.
 PUBLISHED = Path(__file__).parents[3] / "examples" / "reproduce" / "published.json"
@@ -108,3 +108,144 @@ def test_a_bad_row_is_named(tmp_path: Path, change: dict[str, Any], field: str, 
     with pytest.raises(DataError, match=text) as caught:
         RewardBench().load(str(file))
     assert caught.value.where == f"{file}:2" and caught.value.field == field
+
+
+# --- RewardBench 2 ----------------------------------------------------------------------------------------------------
+
+
+Row = tuple[str, int, list[float]]
+
+# Scores by id and number of correct answers, for which the package's `process_single_model` (reward-bench at a009692)
+# returned what PUBLISHED_TIES has.
+GOLDEN: list[Row] = [
+    ("ref:0", 1, [2, 0, -1]),
+    ("tied:0", 3, [2, 1.5, 1, 0.5, -1]),
+    ("ref:1", 1, [0.1, 0.2]),
+    ("tied:1", 2, [1, 1, 0.5]),
+    ("ref:2", 1, [5, 0]),
+    ("tied:2", 2, [4, 3, 0]),
+]
+# Two without their partner (6 and 7), and three whose correct answers have no spread (10 to 12).
+RANDOM: list[Row] = [
+    ("tied:0", 4, [1.46, 0.79, 2.11, 1.27, 0.65]),
+    ("ref:0", 1, [0.32, -0.89]),
+    ("tied:1", 2, [0.81, 0.94, 1.02, -0.88, -0.25, 0.49]),
+    ("ref:1", 1, [1.23, 0.58, 1.28]),
+    ("tied:2", 5, [1.88, 2.1, 1.86, 1.92, 1.52, 0.03]),
+    ("ref:2", 1, [1.31, 0.47]),
+    ("tied:3", 3, [1.25, 2.49, 0.92, -0.26, 0.77]),
+    ("ref:3", 1, [2.64, 1.45]),
+    ("tied:4", 4, [1.32, 1.91, 1.56, 1.79, -0.22, -0.3, 0.9]),
+    ("ref:4", 1, [2.1, 0.02, 0.6]),
+    ("tied:5", 4, [1.65, 1.15, 1.54, 0.88, 0.13]),
+    ("ref:5", 1, [1.14, 1.65, -0.45, 0.56]),
+    ("ref:6", 1, [0.67, 0.69]),
+    ("tied:7", 5, [1.74, 1.57, 1.75, 1.43, 1.53, -1.61, -0.37, 0.54, -1.2]),
+    ("tied:10", 2, [1.0, 1.0, 0.0]),
+    ("ref:10", 1, [1.0, 0.5]),
+    ("tied:11", 2, [1.0, 1.0, 1.0]),
+    ("ref:11", 1, [2.0, 0.0]),
+    ("tied:12", 2, [1.0, 1.0, 2.0]),
+    ("ref:12", 1, [2.0, 0.0]),
+]
+PUBLISHED_TIES = [(GOLDEN, 0.698339701409386), (RANDOM, 0.5053204193305099)]
+
+
+def prompt_of(identity: str, subset: str, num_correct: int, count: int) -> Preference:
+    answers = [f"answer {i}" for i in range(count)]
+    ranks = (0,) * num_correct + (1,) * (count - num_correct)
+    return preference(f"{subset}/{identity}", subset, f"{subset} {identity}", answers, ranks)
+
+
+def ties(rows: Sequence[Row]) -> list[ScoredExample]:
+    return [rated(prompt_of(identity, "Ties", correct, len(scores)), scores) for identity, correct, scores in rows]
+
+
+@pytest.mark.parametrize(("rows", "score"), PUBLISHED_TIES)
+def test_ties_are_those_of_the_published_function(rows: list[Row], score: float) -> None:
+    result = RewardBench2().summarize(ties(rows))
+    assert result.headline.value == pytest.approx(score, abs=1e-15)
+    assert [(metric.name, metric.value) for metric in result.subsets] == [("Ties", pytest.approx(score, abs=1e-15))]
+
+
+@pytest.mark.parametrize(
+    ("scores", "credit"),
+    [
+        ([1.0, 0.0, 0.0, 0.0], 1.0),
+        ([1.0, 1.0, 0.0, 0.0], 0.5),
+        ([1.0, 1.0, 0.0, 1.0], 1 / 3),
+        ([2.0, 2.0, 2.0, 2.0], 0.25),
+        ([0.0, 1.0, 1.0, 0.0], 0.0),
+        ([-3.0, -3.5, -4.0, -9.0], 1.0),
+        ([1.0, 0.0, None, 0.0], 0.0),
+        ([None, 0.0, 0.0, 0.0], 0.0),
+    ],
+)
+def test_best_of_four_shares_the_credit_of_a_tie(scores: list[float | None], credit: float) -> None:
+    other = rated(prompt_of("2", "Math", 1, 4), [1.0, 0.0, 0.0, 0.0])
+    result = RewardBench2().summarize([rated(prompt_of("1", "Math", 1, 4), scores), other])
+    assert result.headline.value == pytest.approx((credit + 1) / 2)
+
+
+def test_the_overall_score_is_the_plain_mean_of_the_subsets() -> None:
+    rows = ties(GOLDEN)
+    rows += [rated(prompt_of(str(i), "Math", 1, 4), (1.0, 1.0, 0.0, i)) for i in range(4)]  # 1/2, 1/3, 0, 0
+    rows += [rated(prompt_of(str(i), "Focus", 1, 4), (1.0, 0.0, 0.0, 0.0)) for i in range(9)]
+    result = RewardBench2().summarize(rows)
+    assert {metric.name: metric.value for metric in result.subsets} == pytest.approx(
+        {"Math": 5 / 24, "Focus": 1.0, "Ties": 0.698339701409386}
+    )
+    assert result.headline.value == pytest.approx((5 / 24 + 1 + 0.698339701409386) / 3, abs=1e-15)
+    assert "19 of 1865" in str(result.headline.note)
+    for metric in (result.headline, *result.subsets):
+        assert metric.low is not None and metric.high is not None and metric.value is not None
+        assert metric.low <= metric.value <= metric.high and metric.low < metric.high
+
+
+@pytest.mark.parametrize("which", ["tied:2", "ref:2"])
+def test_a_failed_prompt_of_ties_is_as_bad_as_can_be(which: str) -> None:
+    rows = ties(GOLDEN)
+    lost = [rated(one.example, (None, *one.scores[1:])) if one.example.id == f"Ties/{which}" else one for one in rows]
+    terrible = [
+        rated(one.example, tuple(-1e9 if rank == 0 else 0.0 for rank in one.example.ranks[:-1]) + (0.0,))
+        if one.example.id == f"Ties/{which}"
+        else one
+        for one in rows
+    ]
+    suite = RewardBench2()
+    # Correct answers with no spread of their own: D is 0 in one and unknown in the other, and neither beats it.
+    assert suite.summarize(lost).headline.value == pytest.approx(suite.summarize(terrible).headline.value)
+
+
+def test_loads_the_second_download_of_the_hub(tmp_path: Path, write_parquet: Any) -> None:
+    common = {"prompt": "p", "models": ["m"], "additional_metadata": None}
+    rows: list[dict[str, Any]] = [
+        common | {"id": "12", "subset": "Precise IF", "chosen": ["a"], "rejected": ["b", "c", "d"], "num_correct": 1},
+        common | {"id": "tied:0", "subset": "Ties", "chosen": ["a", "b"], "rejected": ["c"], "num_correct": 2},
+        common | {"id": "ref:0", "subset": "Ties", "chosen": ["a"], "rejected": ["c", "d"], "num_correct": 1},
+    ]
+    write_parquet(tmp_path / "data" / "test-00000-of-00001.parquet", rows)
+    examples = RewardBench2().load(str(tmp_path))
+    assert [(e.id, e.ranks) for e in examples] == [
+        ("Precise IF/12", (0, 1, 1, 1)),
+        ("Ties/tied:0", (0, 0, 1)),
+        ("Ties/ref:0", (0, 1, 1)),
+    ]
+    assert [c.messages[0]["content"] for c in examples[1].completions] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "text"),
+    [
+        ({"id": "ties:0"}, "id", "which prompt of Ties"),
+        ({"rejected": ["a", None]}, "rejected.1", "does not fit"),
+        ({"subset": "Math"}, "chosen", "one right completion"),
+    ],
+)
+def test_a_bad_row_of_the_second_is_named(tmp_path: Path, change: dict[str, Any], field: str, text: str) -> None:
+    row = {"id": "tied:0", "prompt": "p", "subset": "Ties", "chosen": ["a", "b"], "rejected": ["c"], "num_correct": 2}
+    file = tmp_path / "test.jsonl"
+    file.write_text(json.dumps(row | change) + "\n")
+    with pytest.raises(DataError, match=text) as caught:
+        RewardBench2().load(str(file))
+    assert caught.value.where == f"{file}:1" and caught.value.field == field

@@ -237,18 +237,13 @@ def test_the_seeds_options() -> None:
     gym = {"entrypoint": "app.py", "domain": "rlhf", "verified": False, "host": "127.0.0.1", "port": 1234}
     scale = {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 2.0}
     more = {"length_penalty": {"coefficient": 0.01, "threshold": 100}, "server": {"deadline_seconds": 7}}
-    config = config_of(**gym, **scale, **more, model_path="some/model", batch_size=4, max_length=512)
+    config = config_of(**gym, **scale, **more, model_path=["some/model", "other"], batch_size=4, max_length=512)
     [model] = config.models
-    assert (model.models, model.device, model.max_length) == (("some/model",), ("cpu",), 512)
+    assert (model.models, model.device, model.max_length) == (("some/model", "other"), ("cpu",), 512)
     assert (config.host, config.port, config.batch_tokens, config.deadline_seconds) == ("127.0.0.1", 1234, 2048, 7)
     shaping = model.shaping
     assert (shaping.reward_mean, shaping.reward_std, shaping.length_penalty.coefficient) == (0.5, 2.0, 0.01)
-
-
-def test_several_models_are_an_ensemble() -> None:
-    for given, method in (({"ensemble": "worst"}, "worst"), ({}, "mean")):
-        [model] = config_of(model_path=["a", "b"], **given).models
-        assert model.models == ("a", "b") and model.ensemble.method == method
+    assert model.ensemble.method == "mean"
 
 
 def test_the_section_of_the_instance_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +295,6 @@ class Lengths:
     """A reward class: as many points as letters."""
 
     threads: set[str] = set()
-    batches: list[int] = []
 
     def __init__(self, model_path: str) -> None:
         self.model_path = model_path
@@ -312,26 +306,18 @@ class Lengths:
         return float("nan") if "nan" in response else len(prompt) + len(response) / 1000
 
 
-class InBatches(Lengths):
-    def score_batch(self, prompts: list[str], responses: list[str]) -> list[float]:
-        self.batches.append(len(prompts))
-        return [self.score(*pair) for pair in zip(prompts, responses, strict=True)]
-
-
 @pytest.fixture
 def own_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = types.ModuleType("own_rewards")
-    module.Lengths, module.InBatches, module.number, module.Silent = Lengths, InBatches, 3, type("Silent", (), {})
+    module.Lengths, module.number, module.Silent = Lengths, 3, type("Silent", (), {})
     monkeypatch.setitem(sys.modules, "own_rewards", module)
     Lengths.threads.clear()
-    Lengths.batches.clear()
 
 
-@pytest.mark.parametrize("name", ["Lengths", "InBatches"])
 def test_a_reward_class_scores(
-    own_rewards: None, make_service: Callable[..., Any], asgi_client: Callable[..., Any], name: str
+    own_rewards: None, make_service: Callable[..., Any], asgi_client: Callable[..., Any]
 ) -> None:
-    config = config_of(model_path="any/path", reward_class=f"own_rewards:{name}")
+    config = config_of(model_path="any/path", reward_class="own_rewards:Lengths")
     client = asgi_client(make_service(models=config.models))
     length = len(f"system: be brief\n\nuser: {QUESTION}")
     assert client.post("/verify", json=rollout()).json()["reward"] == pytest.approx(length + len(COMPLETION) / 1000)
@@ -341,7 +327,6 @@ def test_a_reward_class_scores(
     assert [one["reward"] for one in data] == want
     assert all(data[i]["error"] for i in (1, 3))
     assert len(Lengths.threads) == 1 and threading.current_thread().name not in Lengths.threads
-    assert bool(Lengths.batches) == (name == "InBatches")
 
 
 @pytest.mark.parametrize("path", ["own_rewards", "own_rewards:Lenghts", "no_such:Thing", "own_rewards:Silent"])

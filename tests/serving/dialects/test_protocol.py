@@ -110,15 +110,6 @@ def test_pairs_of_one_prompt_are_scored_and_ranked(serve: Any) -> None:
         assert ranked["usage"]["total_tokens"] == got["usage"]["total_tokens"]
 
 
-def test_sglangs_response_is_one_object_for_one_text(shared: Any) -> None:
-    served = shared("chatml")
-    for one in ({"text": served.texts[0]}, {"input_ids": served.ids[0]}):
-        got = served.client.post("/classify", json=one).json()
-        assert got["meta_info"]["prompt_tokens"] == len(served.ids[0])
-    for several in ({"text": served.texts[:1]}, {"input_ids": served.ids[:1]}):
-        assert len(served.client.post("/classify", json=several).json()) == 1
-
-
 @pytest.mark.parametrize("encoding", [openai.NOT_GIVEN, "float", "base64"])
 def test_the_openai_client_reads_embeddings(encoding: Any, shared: Any) -> None:
     served = shared("chatml")

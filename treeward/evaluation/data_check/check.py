@@ -26,13 +26,12 @@ from treeward.errors import DataError
 from treeward.evaluation.data_check.findings import (
     TRAITS,
     Finding,
-    Overlap,
     findings_of,
     numbers_of,
     read_data,
     rows_of,
 )
-from treeward.evaluation.diagnostics.overlap import find_overlap
+from treeward.evaluation.diagnostics.overlap import Overlap, find_overlap
 from treeward.evaluation.report.blocks import bar_item, bars_block, table_block, text_block
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Block
@@ -86,25 +85,28 @@ def check_data(
     run that is to train on the data.
     """
     data = read_data(streams, renderer, ties=ties, on_progress=lambda done: on_progress("reading", done))
+    benchmarks = benchmarks or {}
     sets = [
-        (stream.name.rpartition("/")[2], [preference for preference, _ in rows_of([stream], data)], False)
+        (stream.name.rpartition("/")[2], [preference for preference, _ in rows_of([stream], data)])
         for stream in validation
     ]
-    sets += [(name, list(examples), True) for name, examples in (benchmarks or {}).items()]
+    sets += [(name, list(examples)) for name, examples in benchmarks.items()]
     overlaps = []
     if sets:
-        examples = [example for _, of_set, _ in sets for example in of_set]
+        examples = [example for _, of_set in sets for example in of_set]
         training = (preference for preference, _ in rows_of(streams))
         overlap = find_overlap(examples, training, on_progress=lambda done, _: on_progress("looking for overlap", done))
         flags = iter(overlap.flags)
-        for name, of_set, is_benchmark in sets:
-            overlaps.append(Overlap(name, tuple(islice(flags, len(of_set))), is_benchmark))
+        for name, of_set in sets:
+            overlaps.append(Overlap(tuple(islice(flags, len(of_set))), overlap.num_training, name))
     numbers = numbers_of(data)
     return DataCheck(
         files=tuple(stream.name for stream in streams),
         tokenizer=tokenizer,
         numbers=numbers,
-        findings=findings_of(data, numbers, max_length=max_length, truncation=truncation, overlaps=overlaps),
+        findings=findings_of(
+            data, numbers, max_length=max_length, truncation=truncation, overlaps=overlaps, benchmarks=benchmarks
+        ),
         errors=data.errors,
         overlaps=overlaps,
         streams=tuple(streams),

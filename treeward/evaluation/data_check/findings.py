@@ -18,7 +18,7 @@ import os
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from treeward.data.preference import Message, Messages, Preference, last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 from treeward.evaluation.diagnostics.biases import markdown_density
-from treeward.evaluation.diagnostics.overlap import NUM_WORDS, OverlapFlag
+from treeward.evaluation.diagnostics.overlap import NUM_WORDS, Overlap
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import wilson
 
@@ -277,20 +277,6 @@ class Finding:
         return _ADVICE[self.name][1]
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """The examples of a set `name` that the data has too. `is_benchmark`: the set is not a validation set."""
-
-    name: str
-    flags: tuple[OverlapFlag, ...]
-    is_benchmark: bool
-
-    @property
-    def flagged(self) -> list[OverlapFlag]:
-        """Examples with an exact or near duplicate, the exact ones first."""
-        return sorted((flag for flag in self.flags if flag.is_flagged), key=lambda flag: not flag.is_exact)
-
-
 def numbers_of(data: DataRead) -> dict[str, Any]:
     """Every number of a pass by its name: sums, lengths in tokens, repetitions, and a `Metric` for each trait."""
     sums, longest = data.sums, data.column("longest")
@@ -321,11 +307,12 @@ def findings_of(
     max_length: int | None = None,
     truncation: str = "drop",
     overlaps: Sequence[Overlap] = (),
+    benchmarks: Collection[str] = (),
 ) -> list[Finding]:
     """The findings, the gravest first. `max_length`, `truncation`: of the run that is to train on the data."""
     findings = [
         *_of_labels(data, numbers),
-        *(_of_overlap(overlap) for overlap in overlaps),
+        *(_of_overlap(overlap, is_benchmark=overlap.name in benchmarks) for overlap in overlaps),
         *_of_rows(data, numbers),
         *_of_style(numbers),
     ]
@@ -364,14 +351,14 @@ def _of_labels(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
     yield _finding("contradictions", count, rows, "comparisons", verb, _wheres(data, in_order), "warning")
 
 
-def _of_overlap(overlap: Overlap) -> Finding:
+def _of_overlap(overlap: Overlap, is_benchmark: bool) -> Finding:
     flagged, total = overlap.flagged, len(overlap.flags)
     exact = sum(flag.is_exact for flag in flagged)
     verb = f"are in the data too, {f'{exact:,}' if exact else 'none'} word for word"
     verb += f", the others in runs of {NUM_WORDS} words." if exact < len(flagged) else "."
     is_templated = len(flagged) > _TEMPLATED * total and exact < len(flagged) / 2
     verb += " So many near duplicates with few exact ones are expected of templated data." if is_templated else ""
-    name = "benchmark_overlap" if overlap.is_benchmark else "validation_overlap"
+    name = "benchmark_overlap" if is_benchmark else "validation_overlap"
     places = [flag.id for flag in flagged[:MOST_KEPT]]
     severity: Severity = "note" if is_templated and not exact else "warning"
     return _finding(name, len(flagged), total, f"examples of {overlap.name}", verb, places, severity)

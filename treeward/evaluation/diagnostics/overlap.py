@@ -59,15 +59,16 @@ class OverlapFlag:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A flag for each example, in order. `num_training`: preferences that were read."""
+    """A flag for each example, in order. `num_training`: preferences that were read. `name`: of the set of examples."""
 
     flags: tuple[OverlapFlag, ...]
     num_training: int
+    name: str = ""
 
     @property
     def flagged(self) -> list[OverlapFlag]:
-        """The flags of the examples with an exact or near duplicate."""
-        return [flag for flag in self.flags if flag.is_flagged]
+        """The flags of the examples with an exact or near duplicate, the exact ones first."""
+        return sorted((flag for flag in self.flags if flag.is_flagged), key=lambda flag: not flag.is_exact)
 
     def sentences(self) -> str:
         """How many examples have a duplicate, and what to think of many."""

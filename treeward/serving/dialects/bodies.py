@@ -13,7 +13,6 @@ async def mine(body: MyBody, server: Server) -> JSON:
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Annotated, Any, NotRequired, TypeVar
 
@@ -155,11 +154,6 @@ def is_one(texts: str | Sequence[Any]) -> bool:
 def as_list(texts: str | Sequence[Any]) -> list[Any]:
     """Each text, or token ids, of what a client sent."""
     return [texts] if is_one(texts) else list(texts)
-
-
-def sigmoid(value: float) -> float:
-    """Without overflow."""
-    return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
 
 
 def as_numbers(value: float | None, encoding_format: str, byte_order: str = "<") -> list[float | None] | str:

@@ -17,11 +17,12 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
+from scipy.special import expit
 from typing_extensions import TypedDict
 
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import ERRORS
-from treeward.serving.dialects.bodies import Body, JSONRoute, List, ModelName, Server, described, sigmoid
+from treeward.serving.dialects.bodies import Body, JSONRoute, List, ModelName, Server, described
 from treeward.serving.limits import JSON
 from treeward.serving.rendered_text import RenderedText
 
@@ -78,7 +79,7 @@ def to_json(body: PredictBody, rewards: Sequence[Reward]) -> list[Any]:
     function = None if body.parameters is None else body.parameters.function_to_apply
     is_sigmoid = body.raw_scores is False if function is None else function == "sigmoid"
     values = [reward.value for reward in rewards if reward.value is not None]
-    rows = [[{"score": sigmoid(value) if is_sigmoid else value, "label": "LABEL_0"}] for value in values]
+    rows = [[{"score": float(expit(value)) if is_sigmoid else value, "label": "LABEL_0"}] for value in values]
     return list(rows) if _is_batch(body) else rows[0]
 
 

@@ -1,0 +1,250 @@
+"""RM-Bench, JudgeBench and LLMBar: the authors' arithmetic and headlines, and the data as it is published."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from evaluated import rated
+
+from treeward.data.preference import Preference
+from treeward.evaluation.results import ScoredExample
+from treeward.evaluation.suites.benchmarks import SETS, JudgeBench, LLMBar, RMBench
+
+# --- RM-Bench ---------------------------------------------------------------------------------------------------------
+
+
+# Scores of the three chosen and the three rejected answers, and what the authors' `compute_accuracy` gives for them:
+# a domain is the mean of hard, normal and easy; overall is the mean over domains.
+TABLE: list[tuple[str, list[float], list[float]]] = [
+    ("chat", [0.5, 1.7, -0.5], [1.0, -0.3, -0.3]),
+    ("chat", [2.3, 0.6, 0.4], [0.7, 1.1, -0.0]),
+    ("math", [1.0, -0.6, 0.0], [-0.4, -1.3, -1.5]),
+    ("math", [-1.2, 0.2, 0.2], [-0.3, 0.1, -1.3]),
+    ("math", [0.3, 0.6, 1.2], [-0.8, -0.4, -2.0]),
+    ("code", [-0.1, -1.8, -1.0], [1.1, -2.2, 0.8]),
+    ("code", [0.7, 0.1, 0.9], [0.5, 1.0, -0.2]),
+    ("safety-refuse", [-0.2, -0.2, -0.6], [-0.0, -0.8, 1.1]),
+    ("safety-refuse", [-1.5, -0.7, -0.6], [-2.1, 1.9, -2.4]),
+    ("safety-refuse", [0.1, -0.1, 2.1], [-2.0, 1.1, -0.7]),
+    ("safety-response", [0.2, -0.3, 1.0], [-1.1, -0.1, 0.4]),
+]
+DOMAINS = {"chat": 0.5555555555555556, "math": 0.8888888888888888, "code": 0.4444444444444444, "safety": 11 / 18}
+OVERALL = {"overall": 0.625, "hard": 0.7222222222222222, "normal": 0.6180555555555556, "easy": 0.5347222222222222}
+
+
+def rm_rows() -> list[dict[str, Any]]:
+    return [
+        {
+            "id": i,
+            "prompt": f"prompt {i}",
+            "chosen": [f"right {style} {i}" for style in range(3)],
+            "rejected": [f"wrong {style} {i}" for style in range(3)],
+            "domain": domain,
+        }
+        for i, (domain, _, _) in enumerate(TABLE)
+    ]
+
+
+@pytest.fixture
+def rm_examples(tmp_path: Path) -> list[Preference]:
+    file = tmp_path / "total_dataset.json"
+    file.write_text(json.dumps(rm_rows()))
+    return RMBench().load(str(file))
+
+
+@pytest.fixture
+def table(rm_examples: list[Preference]) -> list[ScoredExample]:
+    return [rated(e, (*chosen, *rejected)) for e, (_, chosen, rejected) in zip(rm_examples, TABLE, strict=True)]
+
+
+def test_the_arithmetic_is_the_authors(table: list[ScoredExample]) -> None:
+    result = RMBench().summarize(table)
+    sections = {metric.name: metric.value for metric in result.sections}
+    assert {name: sections[name] for name in DOMAINS} == pytest.approx(DOMAINS, abs=1e-12)
+    assert result.headline.value == pytest.approx(OVERALL["overall"], abs=1e-12)
+    assert {name: sections[name] for name in ("hard", "normal", "easy")} == pytest.approx(
+        {name: OVERALL[name] for name in ("hard", "normal", "easy")}, abs=1e-12
+    )
+    assert np.mean(result.details["matrix"]) == pytest.approx(OVERALL["overall"])
+    assert {metric.name for metric in result.subsets} == {"chat", "math", "code", "safety-refuse", "safety-response"}
+    assert "11 of 1327" in str(result.headline.note)
+
+
+def test_hard_is_where_the_wrong_answer_is_the_fancier_one(rm_examples: list[Preference]) -> None:
+    fancy = [rated(e, (0.0, 1.0, 2.0, 0.5, 1.5, 2.5)) for e in rm_examples]  # a model that only likes style
+    result = RMBench().summarize(fancy)
+    assert [metric.value for metric in result.sections[-3:]] == [0.0, 0.0, 1.0]
+    assert result.details["matrix"] == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
+
+
+def test_a_prompt_without_all_scores_is_wrong_in_every_cell(table: list[ScoredExample]) -> None:
+    lost = [rated(one.example, (*one.scores[:5], None)) if i == 4 else one for i, one in enumerate(table)]
+    result = RMBench().summarize(lost)
+    # The third prompt of math was right in all nine cells.
+    assert {m.name: m.value for m in result.sections}["math"] == pytest.approx(DOMAINS["math"] - 1 / 3)
+    assert result.num_failed == 1
+
+
+def test_the_total_of_a_folder_counts_and_not_its_parts(tmp_path: Path) -> None:
+    rows = rm_rows()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "total_dataset.json").write_text(json.dumps(rows))
+    (tmp_path / "data" / "chat_filtered.json").write_text(json.dumps(rows[:2]))
+    assert len(RMBench().load(str(tmp_path))) == len(rows)
+
+
+# --- JudgeBench -------------------------------------------------------------------------------------------------------
+
+
+SOURCES = ("mmlu-pro-computer science", "livebench-reasoning", "livebench-math", "livecodebench")
+
+
+def judged_rows(writer: str, count: int) -> list[dict[str, Any]]:
+    model = {"gpt": "gpt-4o-2024-05-13", "claude": "claude-3-5-sonnet-20240620"}[writer]
+    return [
+        {
+            "pair_id": f"{writer}-{i}",
+            "original_id": str(i),
+            "source": SOURCES[i % 4],
+            "question": f"question {i}",
+            "response_model": model,
+            "response_A": f"a {i}",
+            "response_B": f"b {i}",
+            "label": "A>B" if i % 3 else "B>A",
+        }
+        for i in range(count)
+    ]
+
+
+def write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def judged(tmp_path: Path) -> list[Preference]:
+    write_lines(tmp_path / "data" / "gpt-00000-of-00001.jsonl", judged_rows("gpt", 8))
+    write_lines(tmp_path / "data" / "claude-00000-of-00001.jsonl", judged_rows("claude", 6))
+    return JudgeBench().load(str(tmp_path))
+
+
+def test_both_splits_of_the_download(judged: list[Preference]) -> None:
+    assert len(judged) == 14 and judged[0].id == "Knowledge (gpt)/gpt-0"
+    assert [e.task_name for e in judged[6:10]] == [
+        "Math (gpt)",
+        "Coding (gpt)",
+        "Knowledge (claude)",
+        "Reasoning (claude)",
+    ]
+    assert [e.ranks for e in judged[:3]] == [(1, 0), (0, 1), (0, 1)]
+    assert judged[1].context == ({"role": "user", "content": "question 1"},)
+    assert [c.messages[0]["content"] for c in judged[1].completions] == ["a 1", "b 1"]
+
+
+def test_the_headline_is_of_the_pairs_of_gpt(judged: list[Preference]) -> None:
+    rows = [rated(e, (1.0, 0.0)) for e in judged]  # the first completion always: right where the label is A>B
+    result = JudgeBench().summarize(rows)
+    assert result.headline.value == 5 / 8 and result.headline.count == 8
+    assert {m.name: m.value for m in result.sections} == {
+        "Knowledge": 0.5,
+        "Reasoning": 1.0,
+        "Math": 0.5,
+        "Coding": 0.5,
+    }
+    assert len(result.subsets) == 8 and result.num_examples == 14
+    assert "8 of 350" in str(result.headline.note)
+    claude = JudgeBench().summarize([one for one in rows if "claude" in one.example.task_name])
+    assert claude.headline.value == 4 / 6 and claude.headline.count == 6
+
+
+def test_a_folder_of_one_writer(tmp_path: Path) -> None:
+    write_lines(tmp_path / "claude.jsonl", judged_rows("claude", 2))
+    write_lines(tmp_path / "other.jsonl", judged_rows("gpt", 1))
+    assert len(JudgeBench().load(str(tmp_path))) == 2
+
+
+# --- LLMBar -----------------------------------------------------------------------------------------------------------
+
+
+Make = Callable[[Preference, Sequence[float | None]], ScoredExample]
+
+
+def set_rows(name: str, count: int) -> list[dict[str, Any]]:
+    return [
+        {"input": f"{name} {i}", "output_1": f"one {i}", "output_2": f"two {i}", "label": 1 + i % 2}
+        for i in range(count)
+    ]
+
+
+def write_set(file: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(list(rows)))
+    return file
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """The authors' folders with few pairs, their results, and sets that are not LLMBar's."""
+    root = tmp_path / "LLMBar"
+    for name in SETS:
+        parent = "Natural" if name == "Natural" else f"Adversarial/{name}"
+        write_set(root / "Dataset" / "LLMBar" / parent / "dataset.json", set_rows(name, 3))
+        write_set(root / "Dataset" / "LLMBar" / parent / "evaluators" / "GPT-4" / "result.json", [{"winner": 1}])
+    write_set(root / "Dataset" / "CaseStudy" / "Manual" / "dataset.json", set_rows("case study", 9))
+    write_set(root / "Dataset" / "Processed" / "MT-Bench" / "dataset.json", set_rows("processed", 9))
+    return root
+
+
+@pytest.mark.parametrize("inside", ["", "Dataset", "Dataset/LLMBar"])
+def test_the_authors_folders(repository: Path, inside: str) -> None:
+    examples = LLMBar().load(str(repository / inside))
+    assert [e.task_name for e in examples] == [name for name in SETS for _ in range(3)]
+    assert examples[4].id == "Neighbor/2" and examples[4].context[0]["content"] == "Neighbor 1"
+    assert [e.ranks for e in examples[:3]] == [(0, 1), (1, 0), (0, 1)]
+    assert [c.messages[0]["content"] for c in examples[1].completions] == ["one 1", "two 1"]
+    assert str(examples[1].where).endswith("Natural/dataset.json:row 2")
+
+
+def test_a_file_is_the_set_that_it_names(tmp_path: Path) -> None:
+    for file, name in (
+        ("natural.jsonl.gz", "Natural"),
+        ("Adversarial_GPTInst.jsonl.gz", "GPTInst"),
+        ("a.jsonl.gz", "a"),
+    ):
+        with gzip.open(tmp_path / file, "wt") as stream:
+            stream.writelines(json.dumps(row) + "\n" for row in set_rows("x", 2))
+        assert {e.task_name for e in LLMBar().load(str(tmp_path / file))} == {name}
+    assert {e.task_name for e in LLMBar().load(str(tmp_path))} == {"Natural", "GPTInst"}
+
+
+def test_rewardbench_has_the_same_pairs(tmp_path: Path, write_parquet: Any) -> None:
+    row = {"prompt": "p", "chosen": "c", "rejected": "r"}
+    subsets = ["llmbar-adver-neighbor", "hep-go", "llmbar-natural", "llmbar-adver-GPTInst", "llmbar-natural"]
+    rows = [row | {"subset": subset, "id": i} for i, subset in enumerate(subsets)]
+    write_parquet(tmp_path / "data" / "filtered-00000-of-00001.parquet", rows)
+    examples = LLMBar().load(str(tmp_path))
+    assert [(e.task_name, e.id) for e in examples] == [
+        ("Natural", "llmbar-natural/2"),
+        ("Natural", "llmbar-natural/4"),
+        ("Neighbor", "llmbar-adver-neighbor/0"),
+        ("GPTInst", "llmbar-adver-GPTInst/3"),
+    ]
+    assert all(e.ranks == (0, 1) for e in examples)
+
+
+def test_the_real_pairs(shared_data: Path) -> None:
+    examples = LLMBar().load(str(shared_data / "llmbar"))
+    assert len(examples) == 100 and {e.task_name for e in examples} == {"Natural"}
+    first = examples[0]
+    assert first.context[0]["content"].startswith("Summarize the following content.") and first.ranks == (0, 1)
+    with gzip.open(shared_data / "llmbar" / "natural.jsonl.gz", "rt") as stream:
+        labels = [json.loads(line)["label"] for line in stream]
+    assert [1 + e.ranks.index(0) for e in examples] == labels
+    assert examples == LLMBar().load(str(shared_data / "llmbar" / "natural.jsonl.gz"))

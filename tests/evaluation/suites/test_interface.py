@@ -1,0 +1,148 @@
+"""What holds for every suite and for preference data as one: names, policies, rows, intervals of sections."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from evaluated import rated
+
+from treeward.config.data import DatasetConfig
+from treeward.errors import ConfigError, DataError
+from treeward.evaluation.results import Metric
+from treeward.evaluation.statistics import combined, wilson
+from treeward.evaluation.suites import SUITES, PreferenceSuite, get_suite
+from treeward.evaluation.suites.interface import suite_rows
+
+
+def test_names() -> None:
+    assert list(SUITES) == ["rewardbench", "rewardbench2", "rmbench", "judgebench", "llmbar"]
+    for name, cls in SUITES.items():
+        suite = get_suite(name)
+        assert type(suite) is cls and suite.name == name and suite.title and suite.tie_policy == "strict"
+        assert suite.chance() == (None if name == "rewardbench2" else 0.5)
+    assert get_suite("RM-Bench", tie_policy="half").tie_policy == "half"
+    assert (get_suite("rewardbench2").chance("Ties"), get_suite("rewardbench2").chance("Math")) == (None, 0.25)
+    with pytest.raises(ConfigError, match="did you mean judgebench"):
+        get_suite("jugdebench")
+
+
+@pytest.mark.parametrize("name", list(SUITES))
+def test_nothing_to_summarize_is_no_number(name: str) -> None:
+    result = get_suite(name).summarize([])
+    assert result.headline.value is None and result.headline.low is None
+    assert json.loads(json.dumps(result.details)) == result.details
+
+
+@pytest.mark.parametrize("name", list(SUITES))
+def test_the_data_of_another_suite_and_no_data_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        get_suite(name).load(str(tmp_path / "nowhere" / "at all.jsonl"))
+    file = tmp_path / "other.jsonl"
+    file.write_text(json.dumps({"question": "?", "answer": "!"}))
+    with pytest.raises(DataError, match="does not fit the suite") as caught:
+        get_suite(name).load(str(file))
+    assert caught.value.where == f"{file}:1"
+
+
+def test_rows_are_those_of_the_split(tmp_path: Path, write_parquet: Any) -> None:
+    import datasets  # type: ignore[import-untyped]
+
+    def values(source: Path, split: str = "filtered") -> list[int]:
+        return [row.values["a"] for row in suite_rows(str(source), "org/name", split=split)]
+
+    for shard in (1, 0):
+        write_parquet(tmp_path / "data" / f"test-0000{shard}-of-00002.parquet", [{"a": shard}])
+    write_parquet(tmp_path / "data" / "testing-00000-of-00001.parquet", [{"a": 7}])
+    assert values(tmp_path, "test") == [0, 1]
+    (tmp_path / "filtered.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "raw.jsonl").write_text('{"a": 2}\n')
+    assert values(tmp_path) == [1] and values(tmp_path / "f*.jsonl") == [1]
+    saved = {name: datasets.Dataset.from_list([{"a": i}]) for i, name in enumerate(("raw", "filtered"))}
+    datasets.DatasetDict(saved).save_to_disk(tmp_path / "d")
+    assert values(tmp_path / "d") == [1]
+
+
+# --- parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_interval_of_parts_by_hand() -> None:
+    parts = [Metric("a", 0.5, 0.25, 0.75, 4), Metric("c", 1.0, 0.5, 1.0, 2)]
+    found = combined("headline", parts, [1, 3])
+    assert "fewer than 5 examples" in str(found.note)
+    assert (found.value, found.count) == (0.875, 6) and combined("headline", []).value is None
+    assert found.low == pytest.approx(0.875 - math.hypot(0.25 * 0.25, 0.75 * 0.5))
+    assert found.high == pytest.approx(0.875 + 0.25 * 0.25)
+
+
+@pytest.mark.parametrize("accuracy", [0.95, 0.99])
+def test_the_interval_of_many_parts_that_are_nearly_all_right_covers(accuracy: float) -> None:
+    """A part that is all right reaches nowhere above itself, so the sum of 23 of them reached too low."""
+    rng, held = np.random.default_rng(14), 0
+    for _ in range(400):
+        counts = rng.binomial(100, accuracy, size=23)
+        found = combined("c", [Metric("p", k / 100, *wilson(int(k), 100), 100) for k in counts])
+        assert found.low is not None and found.high is not None and found.high <= 1.0
+        held += found.low <= accuracy <= found.high
+    assert held / 400 > 0.935
+
+
+# --- preference data of one's own -------------------------------------------------------------------------------------
+
+
+def ranked(prompt: str, *ranks: int, **more: Any) -> dict[str, Any]:
+    completions = [
+        {"rank": rank, "completion": [{"role": "assistant", "content": f"answer {i}"}]} for i, rank in enumerate(ranks)
+    ]
+    return {"context": [{"role": "user", "content": prompt}], "completions": completions, **more}
+
+
+@pytest.fixture
+def suite_of(tmp_path: Path) -> Callable[..., PreferenceSuite]:
+    def make(*rows: dict[str, Any], **options: Any) -> PreferenceSuite:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return PreferenceSuite("mine", DatasetConfig(data_path=str(file)), **options)
+
+    return make
+
+
+def test_rows_become_examples(suite_of: Callable[..., PreferenceSuite]) -> None:
+    first, second = suite_of(ranked("a", 0, 1), ranked("b", 2, 0, 2, 1, task_name="hard", margin=0.5)).load()
+    assert (first.id, second.id) == ("1", "2") and second.task_name == "hard" and second.ranks == (2, 0, 2, 1)
+    assert second.strength == 0.5 and str(second.where).endswith("rows.jsonl:2")
+    assert second.conversations[3] == [
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "answer 3"},
+    ]
+
+
+def test_pairs_are_pooled_as_in_the_trainers_validation(suite_of: Callable[..., PreferenceSuite]) -> None:
+    suite = suite_of(ranked("a", 0, 1), ranked("b", 0, 1, 2), ranked("c", 0, 0, 1))
+    a, b, c = suite.load()
+    rows = [rated(a, (0.0, 1.0)), rated(b, (3.0, 1.0, 2.0)), rated(c, (2.0, 0.0, 1.0))]
+    result = suite.summarize(rows)
+    # a: 0 of 1; b: 0>1, 0>2 and not 1>2; c: 0>2 and not 1>2
+    assert result.headline.value == 3 / 6 and result.details["num_pairs"] == 6
+    assert result.headline.low is not None and result.headline.low <= 0.5 <= (result.headline.high or 0)
+
+
+@pytest.mark.parametrize(("policy", "value"), [("strict", 2 / 6), ("half", 3 / 6)])
+def test_ties_of_scores(suite_of: Callable[..., PreferenceSuite], policy: Any, value: float) -> None:
+    suite = suite_of(ranked("a", 0, 1, 2), ranked("b", 0, 1, 2), tie_policy=policy)
+    a, b = suite.load()
+    result = suite.summarize([rated(a, (1.0, 1.0, 0.0)), rated(b, (1.0, 1.0, 2.0))])
+    # a: tie, right, right; b: tie, wrong, wrong
+    assert result.headline.value == pytest.approx(value)
+
+
+def test_what_needs_a_missing_score_is_wrong(suite_of: Callable[..., PreferenceSuite]) -> None:
+    suite = suite_of(ranked("a", 0, 1, 2), ranked("b", 0, 1))
+    a, b = suite.load()
+    result = suite.summarize([rated(a, (2.0, 1.0, None)), rated(b, (1.0, 0.0))])
+    assert result.headline.value == 2 / 4 and result.num_failed == 1
