@@ -142,6 +142,9 @@ def test_a_judge_is_evaluated_like_a_model_with_its_cost_and_position_bias(
     usage = own["details"]["usage"]
     assert usage["num_requests"] == 60 and usage["seconds"] > 0 and usage["position_bias"] == pytest.approx(1 / 30)
     assert ["usage" in one["details"] for one in found.values()] == [False]
+    assert "As a judge it took 60 requests" in (output / "report.html").read_text("utf-8")
+    rows = (output / "judge-pairwise-m" / "held_out" / "examples.jsonl").read_text("utf-8").splitlines()
+    assert json.loads(rows[0])["judgements"] == ["[[A]]\n\n[[B]]"] * 2
     assert main(words) == 0 and len(endpoint.requests) == 60  # its rows are kept
     capsys.readouterr()
     assert main(["eval", *(json.dumps(section | {"name": name}) for name in ("a", "b")), "--data", str(data)]) == 0

@@ -30,7 +30,6 @@ from treeward.cli.options import (
     check_shaping,
     load_rewards,
     parse_yaml,
-    usage_line,
     with_model_options,
 )
 from treeward.config.load import load_section
@@ -132,10 +131,11 @@ def _rater(text: str, option: str, fields: Sequence[str], options: ModelOptions)
 def _by_environment(section: Mapping[str, Any], option: str, stack: ExitStack) -> Any:
     from treeward.environments.registry import make_environment
     from treeward.environments.scorer import EnvironmentScorer
+    from treeward.evaluation.findings import usage_finding
 
     scorer = EnvironmentScorer(make_environment("rules", section, where=option))
     stack.callback(scorer.environment.shutdown)
-    stack.callback(lambda: logger.info("%s", usage) if (usage := usage_line(option, scorer.usage())) else None)
+    stack.callback(lambda: logger.info("%s: %s", option, usage) if (usage := usage_finding(scorer.usage())) else None)
 
     def grade(rows: Sequence[Any]) -> Any:
         conversations, infos = zip(*((samples.conversations, columns) for samples, columns in rows), strict=True)

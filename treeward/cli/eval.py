@@ -32,7 +32,6 @@ from treeward.cli.options import (
     checked_models,
     load_rewards,
     parse_yaml,
-    usage_line,
     with_model_options,
 )
 from treeward.errors import ConfigError, nearest_path
@@ -85,7 +84,7 @@ def run(
     if named or checkpoints is not None or not candidates:
         candidates = _candidates(named, checkpoints, ensemble, shaping, options) + candidates
 
-    from treeward.evaluation.findings import verdict
+    from treeward.evaluation.findings import usage_finding, verdict
     from treeward.evaluation.session import run_evaluation
 
     with ShownProgress() as progress:
@@ -110,8 +109,8 @@ def run(
     for summary in evaluated.summaries:
         sys.stdout.write("\n" + verdict(summary).replace("**", "", 2) + "\n")
     for summary in evaluated.summaries:
-        if usage := usage_line(f"{summary.model} on {summary.suite.name}", summary.result.details.get("usage", {})):
-            sys.stdout.write(f"\n{usage}\n")
+        if usage := usage_finding(summary.result.details.get("usage", {})):
+            sys.stdout.write(f"\n{summary.model} on {summary.suite.name}: {usage}\n")
     if evaluated.path is not None:
         sys.stdout.write(f"\nThe report is {evaluated.path}\n")
     results = [summary.result for summary in evaluated.summaries]

@@ -178,21 +178,6 @@ def parse_head_weights(text: str) -> dict[str, float] | list[float]:
     return dict(zip(names, values, strict=True)) if are_named else values
 
 
-def usage_line(name: str, usage: Mapping[str, float]) -> str | None:
-    """What a judge has used, and what it saw of itself; None of a scorer that says nothing."""
-    if not usage.get("num_requests"):
-        return None
-    line = (
-        f"{name}: {usage['num_requests']:,.0f} requests, {usage['num_prompt_tokens']:,.0f} tokens read and "
-        f"{usage['num_completion_tokens']:,.0f} written, {usage['seconds']:,.1f} seconds"
-    )
-    if "position_bias" in usage:
-        line += f"; the first place is worth {usage['position_bias']:+.3f}"
-    if "inconsistent" in usage:
-        line += f", and {usage['inconsistent']:.1%} of pairs change their winner with the order"
-    return line + "."
-
-
 def parse_yaml(text: str, option: str, *, names: bool = True) -> Any:
     """A mapping that is given as an option, or with `names` a name."""
     import yaml

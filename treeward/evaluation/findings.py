@@ -134,6 +134,21 @@ def length_finding(length: Mapping[str, Metric], standing: str | None = None) ->
     )
 
 
+def usage_finding(usage: Mapping[str, float]) -> str | None:
+    """What a judge has used, and what it saw of itself; None of a scorer that says nothing."""
+    if not usage.get("num_requests"):
+        return None
+    line = (
+        f"{usage['num_requests']:,.0f} requests, {usage['num_prompt_tokens']:,.0f} tokens read and "
+        f"{usage['num_completion_tokens']:,.0f} written, {usage['seconds']:,.1f} seconds"
+    )
+    if "position_bias" in usage:
+        line += f"; the first place is worth {usage['position_bias']:+.3f}"
+    if "inconsistent" in usage:
+        line += f", and {usage['inconsistent']:.1%} of pairs change their winner with the order"
+    return f"{line}."
+
+
 def percent(metric: Metric) -> str:
     """A fraction with its interval, in per cent."""
     if metric.value is None:
@@ -187,6 +202,8 @@ def _reasons(summary: Summary) -> Iterator[str | None]:
             f"{percent(overlap.flagged_exact)} word for word: accuracy {percent(overlap.accuracy_flagged)} on these "
             f"and {percent(overlap.accuracy_clean)} on the others."
         )
+    if usage := usage_finding(result.details.get("usage", {})):
+        yield f"As a judge it took {usage}"
     yield result.headline.note
 
 

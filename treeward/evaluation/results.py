@@ -89,7 +89,7 @@ class Diagnostic:
 
 Outcome = Literal["right", "wrong", "tie", "failed"]
 
-_NUMBERS = ("scores", "lengths", "num_tokens", "errors")
+_NUMBERS, _OPTIONAL = ("scores", "lengths", "num_tokens", "errors"), ("heads", "judgements")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ class ScoredExample:
     """A preference with a score for each completion, None where there is none and `errors` says why.
 
     `lengths`: characters of each completion's last message. `num_tokens`: of each scored conversation. `heads`: the
-    values of the model's heads by name, for each completion, where the example has grades of such names.
+    values of the model's heads by name, for each completion, where the example has grades of such names. `judgements`:
+    what a judge wrote of each completion.
     """
 
     example: Preference
@@ -106,6 +107,7 @@ class ScoredExample:
     num_tokens: tuple[int, ...]
     errors: tuple[str | None, ...] = ()
     heads: tuple[Mapping[str, float], ...] = ()
+    judgements: tuple[str | None, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -152,6 +154,7 @@ def score_examples(scorer: ConversationScorer, examples: Iterable[Preference], a
                 num_tokens=tuple(score.num_tokens for score in scores),
                 errors=tuple(score.error for score in scores),
                 heads=tuple(heads) if any(heads) else (),
+                judgements=tuple(score.judgement for score in scores) if any(s.judgement for s in scores) else (),
             )
 
 
@@ -178,7 +181,7 @@ def to_row(scored: ScoredExample) -> dict[str, Any]:
     row |= {name: getattr(scored, name) for name in _NUMBERS}
     grades = [completion.all_grades for completion in example.completions]
     row |= {"grades": grades} if any(grades) else {}
-    return row | ({"heads": scored.heads} if scored.heads else {})
+    return row | {name: values for name in _OPTIONAL if (values := getattr(scored, name))}
 
 
 def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
@@ -191,7 +194,8 @@ def scored_from_row(row: Mapping[str, Any], where: str) -> ScoredExample:
         ]
         example = Preference(tuple(row["context"]), tuple(completions), task_name=row["subset"], id=row["id"])
         numbers = {name: tuple(row[name]) for name in _NUMBERS}
-        return ScoredExample(example, heads=tuple(row.get("heads") or ()), **numbers)
+        optional = {name: tuple(row.get(name) or ()) for name in _OPTIONAL}
+        return ScoredExample(example, **numbers, **optional)
     except (KeyError, TypeError, ValueError) as error:
         need = "a line of examples.jsonl as `treeward eval` writes it"
         raise DataError(
