@@ -313,20 +313,23 @@ def test_a_cancelled_request_is_forgotten_and_no_other(run: Any, model: FakeMode
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("fault", "wrong", "says"),
     [
-        (RuntimeError("device-side assert"), "the server failed: RuntimeError"),
-        (ModelError("it has no positions left"), "it has no positions left"),
-        (SystemExit(1), "the server failed: SystemExit"),
-        (math.nan, "the model gave nan"),
-        (Score(None, TOKENS, error="the score is not finite"), "the score is not finite"),
+        ("fail", RuntimeError("device-side assert"), "the server failed: RuntimeError"),
+        ("fail", ModelError("it has no positions left"), "it has no positions left"),
+        ("fail", SystemExit(1), "the server failed: SystemExit"),
+        ("fail", math.nan, "the model gave nan"),
+        ("fail", Score(None, TOKENS, error="the score is not finite"), "the score is not finite"),
+        ("fail_to_prepare", "there is no completion to score", "there is no completion to score"),
+        ("fail_to_prepare", KeyError("bug"), "the server failed: KeyError"),
+        ("fail_to_prepare", BaseException("a panic of the tokenizer"), "the server failed: BaseException"),
     ],
-    ids=["exception", "model error", "exit", "nan", "masked"],
+    ids=["exception", "model error", "exit", "nan", "masked", "refused", "exception of a tokenizer", "panic"],
 )
 def test_a_failed_conversation_fails_alone_and_is_no_number(
-    run: Any, model: FakeModel, score: Any, wrong: Any, says: str
+    run: Any, model: FakeModel, score: Any, fault: str, wrong: Any, says: str
 ) -> None:
-    model.fail = {13: wrong}
+    setattr(model, fault, {13: wrong})
 
     async def story(batcher: Batcher) -> list[Score]:
         scores, others = await asyncio.gather(
@@ -338,25 +341,7 @@ def test_a_failed_conversation_fails_alone_and_is_no_number(
 
     scores = run(story)
     assert [one.score for one in scores] == [10, 11, 12, None, 14, 15, 16, 17, 18, 19]
-    assert says in (scores[3].error or "") and isinstance(scores[3], FailedScore)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "by_server", "says"),
-    [
-        ("there is no completion to score", False, "there is no completion to score"),
-        (KeyError("bug"), True, "the server failed: KeyError"),
-        (BaseException("a panic of the tokenizer"), True, "the server failed: BaseException"),
-    ],
-    ids=["refused", "exception", "panic"],
-)
-def test_a_conversation_that_cannot_be_tokenized_fails_alone(
-    run: Any, model: FakeModel, wrong: Any, by_server: bool, says: str
-) -> None:
-    model.fail_to_prepare = {13: wrong}
-    scores = run(lambda batcher: batcher.score(model.name, conversations(range(10, 20))))
-    assert [one.score for one in scores] == [10, 11, 12, None, 14, 15, 16, 17, 18, 19]
-    assert says in scores[3].error and isinstance(scores[3], FailedScore) == by_server
+    assert says in (scores[3].error or "") and isinstance(scores[3], FailedScore) == (not isinstance(wrong, str))
 
 
 def test_a_model_that_fails_at_everything_is_not_alive(run: Any, model: FakeModel, score: Any) -> None:

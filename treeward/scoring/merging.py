@@ -98,7 +98,9 @@ def merge_models(
             logger.warning(
                 "The weights of %s and %s point in unlike directions (cosine %.2f): averaging is for models trained "
                 "from one initialisation, others lose what they have learnt. An ensemble of them works.",
-                *(members[0], member, cosine),
+                members[0],
+                member,
+                cosine,
             )
     return output
 

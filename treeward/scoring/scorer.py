@@ -272,7 +272,23 @@ class Scorer(PreparedScorer):
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
     ) -> list[Prepared]:
         names = where or [f"conversation {i}" for i in range(len(conversations))]
-        return self._render(conversations, names, on_error)
+        try:
+            checked = [check_conversation(*item) for item in zip(conversations, names, strict=True)]
+            fitted = self.renderer.fit_many(checked, where=names)
+        except DataError as error:
+            if on_error == "raise":
+                raise
+            if len(conversations) == 1:
+                return [Prepared(names[0], None, error=_one_line(error))]
+            # One of them is wrong: the others are found one by one.
+            pairs = zip(conversations, names, strict=True)
+            return [self.prepare([chat], where=[name], on_error=on_error)[0] for chat, name in pairs]
+        return [
+            self._too_long(name, num_tokens)
+            if fit is None
+            else self._prepared(name, fit.token_ids, conversation, truncated=fit.truncated)
+            for (fit, num_tokens), name, conversation in zip(fitted, names, conversations, strict=True)
+        ]
 
     def prepare_texts(self, texts: Sequence[str | Sequence[int]]) -> list[Prepared]:
         return [self._prepare_text(text, f"text {i}") for i, text in enumerate(texts)]
@@ -383,25 +399,6 @@ class Scorer(PreparedScorer):
     def _too_long(self, name: str, num_tokens: int) -> Prepared:
         error = f"too long to score: {num_tokens} tokens, at most {self.renderer.max_length}"
         return Prepared(name, None, num_tokens, error=error)
-
-    def _render(self, conversations: Sequence[Conversation], names: Sequence[str], on_error: OnError) -> list[Prepared]:
-        try:
-            checked = [check_conversation(*item) for item in zip(conversations, names, strict=True)]
-            fitted = self.renderer.fit_many(checked, where=names)
-        except DataError as error:
-            if on_error == "raise":
-                raise
-            if len(conversations) == 1:
-                return [Prepared(names[0], None, error=_one_line(error))]
-            # One of them is wrong: the others are found one by one.
-            pairs = zip(conversations, names, strict=True)
-            return [self._render([conversation], [name], on_error)[0] for conversation, name in pairs]
-        return [
-            self._too_long(name, num_tokens)
-            if fit is None
-            else self._prepared(name, fit.token_ids, conversation, truncated=fit.truncated)
-            for (fit, num_tokens), name, conversation in zip(fitted, names, conversations, strict=True)
-        ]
 
 
 def _one_line(error: TreewardError | UnicodeError) -> str:

@@ -26,8 +26,8 @@ class Client:
     at_once: bool = True
 
 
-def _decoded(text: str, order: str = "<") -> float:
-    (value,) = struct.unpack(f"{order}f", base64.b64decode(text))
+def _decoded(text: str) -> float:
+    (value,) = struct.unpack("<f", base64.b64decode(text))
     return float(value)
 
 
@@ -53,7 +53,6 @@ def _best(got: Any) -> list[float]:
 
 
 _RAW = {"model": "rm", "use_activation": False}
-_BASE64 = {"encoding_format": "base64", "embed_dtype": "float32", "endianness": "little"}
 _ONE: dict[str, Any] = {"at_once": False}
 
 CLIENTS = [
@@ -78,20 +77,7 @@ CLIENTS = [
     ),
     Client("vllm_pooling", "/pooling", "texts", lambda texts: {**_RAW, "input": texts, "task": "classify"}, _pooled),
     Client("vllm_pooling_messages", "/pooling", "messages", lambda chats: {"messages": chats[0]}, _pooled, **_ONE),
-    Client(
-        "vllm_pooling_base64",
-        "/pooling",
-        "ids",
-        lambda ids: {"input": ids, **_BASE64},
-        lambda got: [_decoded(row["data"]) for row in got["data"]],
-    ),
-    Client(
-        "vllm_pooling_big_endian",
-        "/pooling",
-        "texts",
-        lambda texts: {"input": texts, "encoding_format": "base64", "endianness": "big"},
-        lambda got: [_decoded(row["data"], ">") for row in got["data"]],
-    ),
+    Client("vllm_pooling_ids", "/pooling", "ids", lambda ids: {"input": ids, "encoding_format": "float"}, _pooled),
     *(
         Client(
             f"vllm_{first}",

@@ -161,10 +161,9 @@ def test_classify_refuses_what_it_cannot_score_as_asked(body: Any, what: str, sh
     ("route", "body", "what"),
     [
         ("/pooling", {"input": "a", "task": "embed"}, "task"),
-        ("/pooling", {"input": "a", "dimensions": 1}, "dimensions"),
         ("/tokenize", {}, "either prompt or messages"),
         ("/tokenize", {"prompt": ""}, "no token"),
-        ("/pooling", {"input": "a", "encoding_format": "bytes"}, "encoding_format"),
+        ("/pooling", {"input": "a", "encoding_format": "base64"}, "encoding_format"),
         ("/get_reward", {"query": ["a", "b"], "prompts": ["a"]}, "1 of them for 2 queries"),
         ("/get_reward", {"query": ["a", ""]}, "no token"),
         ("/slime", {"prompt": [{"role": 5, "content": "a"}], "response": "b"}, "a text or messages"),

@@ -130,30 +130,27 @@ def test_scores_are_raw_whatever_activation_is_asked_for(route: str, key: str, s
 
 
 def test_a_sigmoid_is_given_where_tei_is_asked_for_it(shared: Any) -> None:
-    served = shared("chatml")
-    score = served.scores[2]
-    for raw, want in ((False, 1 / (1 + math.exp(-score))), (None, score), (True, score)):
-        got = served.client.post("/predict", json={"inputs": served.texts[2], "raw_scores": raw}).json()
-        assert got[0]["score"] == pytest.approx(want, abs=CLOSE)
-
-
-def test_the_hubs_client_asks_for_a_function(shared: Any) -> None:
     """`huggingface_hub.InferenceClient.text_classification` sends `parameters.function_to_apply`."""
     served = shared("chatml")
 
-    def ask(function: str | None, **more: Any) -> Any:
-        body = {"inputs": served.texts[2], "parameters": {"function_to_apply": function, "top_k": 1}, **more}
-        return served.client.post("/predict", json=body)
+    def ask(**more: Any) -> Any:
+        return served.client.post("/predict", json={"inputs": served.texts[2], **more})
 
-    probability = 1 / (1 + math.exp(-served.scores[2]))
-    for function, more, want in (
-        ("sigmoid", {"raw_scores": True}, probability),
-        ("none", {"raw_scores": False}, served.scores[2]),
-        (None, {"raw_scores": False}, probability),
+    def of_hub(function: str | None, **more: Any) -> dict[str, Any]:
+        return {"parameters": {"function_to_apply": function, "top_k": 1}, **more}
+
+    score, probability = served.scores[2], 1 / (1 + math.exp(-served.scores[2]))
+    for more, want in (
+        ({"raw_scores": False}, probability),
+        ({"raw_scores": None}, score),
+        ({"raw_scores": True}, score),
+        (of_hub("sigmoid", raw_scores=True), probability),
+        (of_hub("none", raw_scores=False), score),
+        (of_hub(None, raw_scores=False), probability),
     ):
-        assert ask(function, **more).json()[0]["score"] == pytest.approx(want, abs=CLOSE), (function, more)
+        assert ask(**more).json()[0]["score"] == pytest.approx(want, abs=CLOSE), more
     for wrong in ("softmax", "tanh"):
-        refused = ask(wrong)
+        refused = ask(**of_hub(wrong))
         assert refused.status_code == 422 and "function_to_apply" in refused.json()["error"]
 
 

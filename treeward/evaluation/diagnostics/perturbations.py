@@ -2,9 +2,7 @@
 
     sampled = sample_examples(examples, 200)
     numbers = diagnose_perturbations(sampled, list(score_examples(scorer, map(perturbed, sampled), at_once=16)))
-    numbers.padding_relative_shift     # Metric: mean change of the score, in mean margins of the pairs
-    numbers.padding_rejected_flips     # Metric: pairs that were right until the worse completion was padded
-    numbers.robust_accuracy            # Metric: pairs that stay right under every change of style to either completion
+    numbers.padding_relative_shift, numbers.robust_accuracy
 
 For each sampled example one pair of a better and a worse completion is scored as it is and with each of them rewritten
 (reWordBench: Wu et al. 2025, arXiv 2503.11751). Signs of a fault are `rejected_flips`; a `relative_shift` of the size

@@ -1,10 +1,6 @@
 """`Suite`: a named set of examples with the arithmetic that its published numbers are computed by.
 
-    suite = get_suite("rewardbench")
-    examples = suite.load("reward-bench/")          # None: from the hub
-    result = suite.summarize(scored)                # a ScoredExample for each example, scored by any model
-
-What holds in every suite:
+    get_suite("rewardbench").summarize(scored)                # a ScoredExample for each example, scored by any model
 
 - An example that could not be scored counts as **wrong**: left out, a model would be the better the more it cannot
   read. The result says how many were scored, and has no numbers where nothing was.

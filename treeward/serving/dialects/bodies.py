@@ -12,11 +12,9 @@ async def mine(body: MyBody, server: Server) -> JSON:
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Annotated, Any, NotRequired, TypeVar
 
-import numpy as np
 import orjson
 from fastapi import Depends
 from fastapi.routing import APIRoute
@@ -154,10 +152,3 @@ def is_one(texts: str | Sequence[Any]) -> bool:
 def as_list(texts: str | Sequence[Any]) -> list[Any]:
     """Each text, or token ids, of what a client sent."""
     return [texts] if is_one(texts) else list(texts)
-
-
-def as_numbers(value: float | None, encoding_format: str, byte_order: str = "<") -> list[float | None] | str:
-    """A list of one number, or for `base64` its float32."""
-    if encoding_format != "base64":
-        return [value]
-    return base64.b64encode(np.asarray([value], dtype=f"{byte_order}f4").tobytes()).decode()

@@ -7,14 +7,11 @@
     "usage": {"total_tokens": 42}}
 
 {"context": [{"role": "user", "content": "2 + 2?"}], "completion": "It is 4."}
--> {"object": "reward.trace", "model": "rm", "contract": "3f...", "text": "It is 4.", "end": "<|im_end|>\\n",
-    "tokens": [{"text": "It", "start": 0, "end": 2}, {"text": " is", "start": 2, "end": 5}, ...],
-    "points": [{"tokens": 1, "score": -0.5}, {"tokens": 2, "score": -0.25}, ...],
-    "num_tokens": 21, "truncated": false, "usage": {"total_tokens": 21}}
+-> {"object": "reward.trace", "text": "It is 4.", "tokens": [{"text": "It", "start": 0, "end": 2}, ...],
+    "points": [{"tokens": 1, "score": -0.5}, ...], "end": "<|im_end|>\\n", "num_tokens": 21, "truncated": false, ...}
 
-A point is the score of the conversation up to that token with the chat template's end of turn (`end`): the score if the
-completion stopped there. The last point is the score of the completion. Scores are raw, without shaping. Tokens have
-their places in `text` in code points; tokens that make up one character are one. `truncated`: the context was cut.
+A point is the raw score of the conversation up to that token with the chat template's end of turn (`end`): the score if
+the completion stopped there. Tokens have their places in `text` in code points.
 """
 
 from __future__ import annotations

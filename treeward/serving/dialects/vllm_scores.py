@@ -2,11 +2,9 @@
 assistant's completion of it, rendered by the model's own template.
 
 {"text_1": "2 + 2?", "text_2": ["4", "5"]}                          -> /score, also as `queries` and `documents`
--> {"id": "score-3f...", "object": "list", "created": 1, "model": "rm",
-    "data": [{"index": 0, "object": "score", "score": 1.5}, ...], "usage": {"prompt_tokens": 42, ...}}
+-> {"id": "score-3f...", "object": "list", "data": [{"index": 0, "object": "score", "score": 1.5}, ...], ...}
 {"query": "2 + 2?", "documents": ["5", "4"], "top_n": 1}            -> /rerank
--> {"id": "score-3f...", "model": "rm", "usage": {"prompt_tokens": 42, ...},
-    "results": [{"index": 1, "document": {"text": "4"}, "relevance_score": 1.5}]}
+-> {"id": "score-3f...", "results": [{"index": 1, "document": {"text": "4"}, "relevance_score": 1.5}], ...}
 
 Also as /v1/score, /v1/rerank and /v2/rerank. One prompt goes with every document; lists of one length go pairwise.
 vLLM itself joins the two texts without a template: its own `/score` is meaningless for an export.

@@ -14,10 +14,12 @@ SGLang ignores `model`, as does a server of one model here; a server of several 
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
+import numpy as np
 from fastapi import APIRouter
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -26,7 +28,7 @@ from treeward.errors import TreewardError
 from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError, in_words
 from treeward.serving.dialects import bodies
-from treeward.serving.dialects.bodies import Body, Chat, JSONRoute, ModelName, Server, Texts, as_list, as_numbers
+from treeward.serving.dialects.bodies import Body, Chat, JSONRoute, ModelName, Server, Texts, as_list
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
@@ -71,14 +73,8 @@ class PoolingBody(VllmBody):
 
     task: Literal["classify"] | None = None
     """A reward model pools whole conversations."""
-    dimensions: None = None
-    """Must be absent: there is one."""
-    encoding_format: Literal["float", "base64"] = "float"
-    """Numbers, or base64 of their float32 values."""
-    embed_dtype: Literal["float32"] = "float32"
-    """Of base64."""
-    endianness: Literal["native", "little", "big"] = "native"
-    """Of base64; native is little."""
+    encoding_format: Literal["float"] = "float"
+    """Numbers; /v1/embeddings writes base64 too."""
 
 
 class ClassifyBody(VllmBody):
@@ -121,10 +117,7 @@ class ListResponse(TypedDict):
 
 @router.post("/pooling", summary="vLLM: scores as pooled data", tags=["vllm"], response_model=ListResponse)
 async def pooling(body: PoolingBody, server: Server) -> JSON:
-    order = ">" if body.endianness == "big" else "<"
-    return await _vllm(
-        body, server, "pooling", lambda x: {"object": "pooling", "data": as_numbers(x, body.encoding_format, order)}
-    )
+    return await _vllm(body, server, "pooling", lambda value: {"object": "pooling", "data": [value]})
 
 
 @router.post(
@@ -162,8 +155,12 @@ async def embeddings(body: EmbeddingsBody, server: Server) -> JSON:
     model = _any_model(server, body.model)
 
     def to_json(rewards: Sequence[Reward]) -> ListResponse:
-        numbers = [as_numbers(reward.value, body.encoding_format) for reward in rewards]
-        rows = [{"object": "embedding", "embedding": number} for number in numbers]
+        rows = []
+        for reward in rewards:
+            embedding: list[float | None] | str = [reward.value]
+            if body.encoding_format == "base64":
+                embedding = base64.b64encode(np.asarray(embedding, dtype="<f4").tobytes()).decode()
+            rows.append({"object": "embedding", "embedding": embedding})
         return list_response(server, "embd", model, rewards, rows)
 
     return await server.respond(model, [RenderedText(text) for text in as_list(body.input)], to_json)
