@@ -61,9 +61,6 @@ def peaked_prompts(num: int = 12, samples: int = 12) -> tuple[Any, Any]:
     return np.array(orders, float), np.array([by_rank[order] + i for i, order in enumerate(orders)])
 
 
-# --- choosing --------------------------------------------------------------------------------------------------------
-
-
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(-2, 2), st.integers(-9, 9)), min_size=1, max_size=7), st.randoms())
 def test_the_estimate_is_the_mean_over_all_subsets(samples: list[tuple[int, int]], random: Any) -> None:
@@ -77,13 +74,13 @@ def test_the_estimate_is_the_mean_over_all_subsets(samples: list[tuple[int, int]
 @pytest.mark.parametrize("n", [1, 2, 64, 4095, 4096])
 def test_the_weights_are_exact_for_thousands_of_samples(n: int) -> None:
     num = 4096
-    found = selection_weights(num, (n,))[0]
-    assert found.sum() == pytest.approx(1.0, abs=1e-11)
-    assert (found[: n - 1] == 0).all()
+    metrics = selection_weights(num, (n,))[0]
+    assert metrics.sum() == pytest.approx(1.0, abs=1e-11)
+    assert (metrics[: n - 1] == 0).all()
     whole = math.comb(num, n)
     for i in {n, n + 1, (n + num) // 2, num - 1, num} & set(range(n, num + 1)):
         expected = float(Fraction(math.comb(i - 1, n - 1), whole))
-        assert found[i - 1] == pytest.approx(expected, rel=1e-11, abs=1e-300)
+        assert metrics[i - 1] == pytest.approx(expected, rel=1e-11, abs=1e-300)
 
 
 def test_kl_and_the_sizes_of_curves() -> None:
@@ -94,9 +91,6 @@ def test_kl_and_the_sizes_of_curves() -> None:
     sizes = curve_sizes(4096)
     assert sizes[:64] == tuple(range(1, 65)) and sizes[-1] == 4096 and len(sizes) == 64 + 16 * 6
     assert {128, 256, 512, 1024, 2048} <= set(sizes)
-
-
-# --- the analysis ----------------------------------------------------------------------------------------------------
 
 
 def test_gold_as_proxy_has_no_regret_and_none_or_less_has_more() -> None:
@@ -173,9 +167,6 @@ def test_intervals_hold_what_they_promise() -> None:
     assert 0.915 <= covered <= 0.985
 
 
-# --- is there over-optimisation? -------------------------------------------------------------------------------------
-
-
 def test_over_optimisation_is_seen() -> None:
     """Gold rises with the proxy up to a point and falls beyond it."""
     rng = np.random.default_rng(9)
@@ -221,9 +212,6 @@ def test_numbers_that_are_all_equal() -> None:
     assert result.curves["proxy_gain"].mean[2] is None
 
 
-# --- the report ------------------------------------------------------------------------------------------------------
-
-
 def test_the_report() -> None:
     proxy, gold = (scores.tolist() for scores in peaked_prompts())
     result = analyse([[None, *row] for row in proxy], [[1.0, *row] for row in gold], num_resamples=50)
@@ -238,9 +226,6 @@ def test_the_report() -> None:
     content = json.loads(json.dumps(to_json(result), allow_nan=False))
     assert content["n"] == list(range(1, 13)) and len(content["curves"]["gold"]["mean"]) == 12
     assert content["verdict"]["peak"] == 5
-
-
-# --- rows and fields -------------------------------------------------------------------------------------------------
 
 
 def read(*values: dict[str, Any]) -> list[SampledRow]:
@@ -265,8 +250,8 @@ COMPLETIONS = [[{"role": "assistant", "content": text}] for text in ("4.", "Five
     ],
 )
 def test_every_shape_of_row(row: dict[str, Any]) -> None:
-    (found,) = read({**row, "ground_truth": "4"})
-    samples, columns = found
+    (metrics,) = read({**row, "ground_truth": "4"})
+    samples, columns = metrics
     assert samples.conversations == [[USER, *completion] for completion in COMPLETIONS]
     assert samples.context == (USER,) and columns == {"ground_truth": "4"}
 

@@ -47,14 +47,11 @@ def write(folder: Path, examples: Sequence[ScoredExample]) -> Path:
     return file
 
 
-# --- numbers ---
-
-
 def test_numbers_are_those_of_the_statistics() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.normal(0.6, 1, 120), rng.normal(0.2, 1, 120)
-    found = of_margins(a.tolist(), b.tolist())
-    overall, differ = found.overall, (int(np.sum((a > 0) & (b <= 0))), int(np.sum((b > 0) & (a <= 0))))
+    metrics = of_margins(a.tolist(), b.tolist())
+    overall, differ = metrics.overall, (int(np.sum((a > 0) & (b <= 0))), int(np.sum((b > 0) & (a <= 0))))
     assert (overall.count, overall.num_prompts) == (120, 120)
     assert overall.first.value == np.mean(a > 0) and overall.second.value == np.mean(b > 0)
     assert overall.difference.value == pytest.approx(np.mean(a > 0) - np.mean(b > 0))
@@ -62,18 +59,18 @@ def test_numbers_are_those_of_the_statistics() -> None:
     assert (
         overall.p_value == paired_test((a > 0) * 1.0 - (b > 0), range(120))
         and overall.adjusted_p_value is None
-        and found.parts == ()
+        and metrics.parts == ()
     )
     assert (overall.difference.low, overall.difference.high) == paired_bootstrap(a > 0, b > 0, range(120))
-    assert found.notes == ("p is of McNemar's exact test, two-sided.",)
+    assert metrics.notes == ("p is of McNemar's exact test, two-sided.",)
 
 
 def test_the_interval_and_the_test_do_not_contradict_each_other() -> None:
     """Four examples that one model alone has right are no evidence (p = 0.125), but hardly a resample has none."""
-    found = of_margins([1.0] * 100, [-1.0] * 4 + [1.0] * 96)
+    metrics = of_margins([1.0] * 100, [-1.0] * 4 + [1.0] * 96)
     low, high = paired_bootstrap([1.0] * 100, [0.0] * 4 + [1.0] * 96, range(100))
-    assert found.overall.p_value == 0.125 and low is not None and low > 0
-    assert (found.overall.difference.low, found.overall.difference.high) == (0.0, high)
+    assert metrics.overall.p_value == 0.125 and low is not None and low > 0
+    assert (metrics.overall.difference.low, metrics.overall.difference.high) == (0.0, high)
     back = of_margins([-1.0] * 4 + [1.0] * 96, [1.0] * 100)
     assert (back.overall.difference.high, back.overall.difference.low) == (0.0, pytest.approx(-(high or 0)))
     clear = of_margins([1.0] * 100, [-1.0] * 9 + [1.0] * 91)
@@ -82,24 +79,24 @@ def test_the_interval_and_the_test_do_not_contradict_each_other() -> None:
 
 def test_of_more_than_two_completions_right_is_said_to_be_stricter() -> None:
     three = [rated(preference(str(i), "s", f"{i}?", ["a"] * 3, (0, 1, 1)), (1.0, 0.0, 2.0 * (i % 2))) for i in range(4)]
-    found = compare(evaluation("a", *three), evaluation("b", *three))
-    assert found.overall.first.value == 0.5
-    assert any(note.startswith("4 examples with more than two completions") for note in found.notes)
+    metrics = compare(evaluation("a", *three), evaluation("b", *three))
+    assert metrics.overall.first.value == 0.5
+    assert any(note.startswith("4 examples with more than two completions") for note in metrics.notes)
 
 
 def test_examples_of_one_prompt_are_one_draw() -> None:
     margins = [(1.0, -1.0)] * 30 + [(-1.0, 1.0)] * 10
     prompts = [f"Prompt {n // 10}?" for n in range(40)]
-    found = compare(
+    metrics = compare(
         evaluation("a", *(scored(n, a, prompt=prompts[n]) for n, (a, _) in enumerate(margins))),
         evaluation("b", *(scored(n, b, prompt=prompts[n]) for n, (_, b) in enumerate(margins))),
     )
     differences = [1] * 30 + [-1] * 10
-    assert found.overall.num_prompts == 4
+    assert metrics.overall.num_prompts == 4
     # With four prompts no more than four signs speak; forty independent examples would say p = 0.002.
-    assert found.overall.p_value == paired_test(differences, prompts) == pytest.approx(10 / 16)
-    assert found.overall.difference.low is None
-    assert "4 prompts" in " ".join(found.notes)
+    assert metrics.overall.p_value == paired_test(differences, prompts) == pytest.approx(10 / 16)
+    assert metrics.overall.difference.low is None
+    assert "4 prompts" in " ".join(metrics.notes)
 
 
 @pytest.mark.slow
@@ -111,28 +108,25 @@ def test_subsets_are_corrected_for_their_number() -> None:
             key = f"{subset}-{n}"
             first.append(scored(key, -1.0 if n < b else 1.0, subset=subset))
             second.append(scored(key, -1.0 if b <= n < a + b else 1.0, subset=subset))
-    found = compare(evaluation("a", *first), evaluation("b", *second))
-    assert {part.name: part.p_value for part in found.parts} == {"easy": 2 / 2**9, "hard": 2 / 2**6, "odd": 1.0}
-    assert [part.adjusted_p_value for part in found.parts] == [3 * 2 / 2**9, 2 * 2 / 2**6, 1.0]
-    assert "p (Holm) is corrected for looking at 3 parts." in found.notes
+    metrics = compare(evaluation("a", *first), evaluation("b", *second))
+    assert {part.name: part.p_value for part in metrics.parts} == {"easy": 2 / 2**9, "hard": 2 / 2**6, "odd": 1.0}
+    assert [part.adjusted_p_value for part in metrics.parts] == [3 * 2 / 2**9, 2 * 2 / 2**6, 1.0]
+    assert "p (Holm) is corrected for looking at 3 parts." in metrics.notes
     several = compare(evaluation("a", x=first, y=first[:1]), evaluation("b", x=second, y=second[:1]))
     assert [part.name for part in several.parts] == ["x", "x / easy", "x / hard", "x / odd", "y"]
 
 
-# --- what is left out, and what counts as not right ---
-
-
 def test_ties_and_failures_are_not_right_and_counted() -> None:
-    found = of_margins([1.0, 0.0, None, -1.0, 2.0], [1.0, 1.0, 1.0, 1.0, None])
-    assert (found.overall.only_first, found.overall.only_second, found.overall.count) == (1, 3, 5)
-    assert "Not right for a model: 1 example on which it ties." in found.notes
-    assert "Not right for a model: 2 examples that it could not score." in found.notes
+    metrics = of_margins([1.0, 0.0, None, -1.0, 2.0], [1.0, 1.0, 1.0, 1.0, None])
+    assert (metrics.overall.only_first, metrics.overall.only_second, metrics.overall.count) == (1, 3, 5)
+    assert "Not right for a model: 1 example on which it ties." in metrics.notes
+    assert "Not right for a model: 2 examples that it could not score." in metrics.notes
     # an example that one could not score has no margin to compare
-    assert {one.example.id for one in found.disagreements} == {"1", "3"}
+    assert {one.example.id for one in metrics.disagreements} == {"1", "3"}
 
 
 def test_what_only_one_has_or_another_content_is_left_out_and_said() -> None:
-    found = compare(
+    metrics = compare(
         evaluation("a", suite=[scored(i, 1.0) for i in range(1, 6)], other=[scored(1, -1.0)]),
         evaluation(
             "b",
@@ -144,31 +138,25 @@ def test_what_only_one_has_or_another_content_is_left_out_and_said() -> None:
             third=[scored(1, 1.0), scored(2, 1.0)],
         ),
     )
-    assert found.overall.count == 1
-    assert found.notes[:3] == (
+    assert metrics.overall.count == 1
+    assert metrics.notes[:3] == (
         "Left out: 2 examples that only the first has.",
         "Left out: 3 examples that only the second has.",
         "Left out: 3 examples whose content differs under the same id.",
     )
 
 
-# --- where they disagree ---
-
-
 def test_disagreements_are_sorted_by_standardized_margins() -> None:
     """The second model's scores are a thousand times larger; in its own units it is less sure of example 1."""
     first, second = [-2.0, 0.2, -1.0, 1.0], [100.0, -2000.0, 500.0, 3000.0]
-    found = of_margins(first, second)
+    metrics = of_margins(first, second)
     scales = [np.sqrt(np.mean(np.square(margins))) for margins in (first, second)]
     apart = np.abs(np.array(first) / scales[0] - np.array(second) / scales[1])
     expected = sorted([0, 1, 2], key=lambda n: -apart[n])
-    assert [int(one.example.id) for one in found.disagreements] == expected == [0, 1, 2]
-    assert not found.disagreements[0].first_is_right
+    assert [int(one.example.id) for one in metrics.disagreements] == expected == [0, 1, 2]
+    assert not metrics.disagreements[0].first_is_right
     rescaled = of_margins(first, [margin / 1000 for margin in second])
-    assert [one.example.id for one in rescaled.disagreements] == [one.example.id for one in found.disagreements]
-
-
-# --- files ---
+    assert [one.example.id for one in rescaled.disagreements] == [one.example.id for one in metrics.disagreements]
 
 
 def test_folders_and_files_are_one_evaluation(tmp_path: Path) -> None:

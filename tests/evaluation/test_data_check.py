@@ -48,17 +48,17 @@ def checked(write_rows: Write, tiny_tokenizer: Any) -> Callable[..., DataCheck]:
     return check
 
 
-def names(found: DataCheck) -> dict[str, tuple[int, int]]:
-    return {one.name: (one.count, one.of) for one in found.findings}
+def names(checked: DataCheck) -> dict[str, tuple[int, int]]:
+    return {one.name: (one.count, one.of) for one in checked.findings}
 
 
 def test_clean_data_has_no_finding(checked: Callable[..., DataCheck], tmp_path: Path, tiny_tokenizer: Any) -> None:
     rows = clean()
-    found = checked(rows, clean(80)[60:], max_length=400)
-    assert names(found) == {}
+    result = checked(rows, clean(80)[60:], max_length=400)
+    assert names(result) == {}
     stream = open_dataset(DatasetConfig(data_path=str(tmp_path / "train.jsonl")))
     counts = encode_dataset(stream, Renderer(tiny_tokenizer), cache_dir=tmp_path).counts
-    numbers = found.numbers
+    numbers = result.numbers
     assert (numbers["tokens"], numbers["tree_tokens"]) == (counts.tokens, counts.tree_tokens)
     assert (numbers["rows"], numbers["completions"], numbers["turns"], numbers["prompts"]) == (60, 120, 60, 60)
     assert repr(checked(rows[:1]).numbers["ties"]) == "0"
@@ -114,10 +114,10 @@ GROUP_LONG = [
 def test_a_planted_fault_is_found_and_no_other(
     checked: Callable[..., DataCheck], rows: list[Row], how: Row, expected: dict[str, Any]
 ) -> None:
-    found = checked(rows, **how)
+    result = checked(rows, **how)
     others = {"longer"} if "style" in expected else {"shared_prompts"} - expected.keys()
-    assert {name: count for name, count in names(found).items() if name not in others} == expected
-    assert all(one.why and one.fix for one in found.findings)
+    assert {name: count for name, count in names(result).items() if name not in others} == expected
+    assert all(one.why and one.fix for one in result.findings)
 
 
 def test_broken_rows_are_named_and_the_others_are_checked(checked: Callable[..., DataCheck], tmp_path: Path) -> None:
@@ -125,14 +125,14 @@ def test_broken_rows_are_named_and_the_others_are_checked(checked: Callable[...,
     rows[3:3] = ['{"prompt": ', {"prompt": "a", "chosen": "b"}, "[1]"]
     rows.insert(0, {"nothing": "known"})
     rows.insert(20, rows[19] | {"margin": float("nan")})
-    found = checked(rows)
-    assert names(found) == {"broken": (5, 66), "contradictions": (2, 61)}
-    places = [str(error.where).rpartition(":")[2] for error in found.errors]
-    assert places == ["1", "5", "6", "7", "21"] and found.findings[0].severity == "error"
-    assert [error.field for error in found.errors] == [*("chosen",), None, "rejected", None, "margin"]
-    page = write_check(tmp_path / "out", found)
+    result = checked(rows)
+    assert names(result) == {"broken": (5, 66), "contradictions": (2, 61)}
+    places = [str(error.where).rpartition(":")[2] for error in result.errors]
+    assert places == ["1", "5", "6", "7", "21"] and result.findings[0].severity == "error"
+    assert [error.field for error in result.errors] == [*("chosen",), None, "rejected", None, "margin"]
+    page = write_check(tmp_path / "out", result)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert [one["where"] for one in results["broken"]] == [error.where for error in found.errors]
+    assert [one["where"] for one in results["broken"]] == [error.where for error in result.errors]
     assert results["findings"][0]["fix"] and clean()[0]["chosen"] in page.read_text()
 
 
@@ -148,19 +148,19 @@ def test_what_is_too_long_is_what_training_drops(
         return {"prompt": text(i), "completions": said, "scores": [generator.randrange(3) for _ in said]}
 
     config = DatasetConfig(data_path=str(write_rows("g.jsonl", [group(i) for i in range(40)])))
-    found = check_data(open_sets([config]), Renderer(tiny_tokenizer), tokenizer="", max_length=limit)
+    result = check_data(open_sets([config]), Renderer(tiny_tokenizer), tokenizer="", max_length=limit)
     loose, strict = (
         encode_dataset(open_dataset(config), Renderer(tiny_tokenizer, max_length=most), cache_dir=tmp_path)
         for most in (None, limit)
     )
-    assert names(found).get("too_long", (0, 40))[0] == loose.counts.kept - strict.counts.kept
+    assert names(result).get("too_long", (0, 40))[0] == loose.counts.kept - strict.counts.kept
 
 
 @pytest.mark.slow
 def test_real_data(shared_data: Path, tiny_tokenizer: Any) -> None:
     path = shared_data / "hh_harmless" / "train.jsonl.gz"
-    found = check_data(open_sets([DatasetConfig(data_path=str(path))]), Renderer(tiny_tokenizer), tokenizer="tiny")
-    style = {name: one.value for name, one in found.numbers["style"].items()}
-    assert found.numbers["rows"] == 1700 and not found.errors and 0.3 < found.numbers["saved_by_tree"] < 0.5
+    result = check_data(open_sets([DatasetConfig(data_path=str(path))]), Renderer(tiny_tokenizer), tokenizer="tiny")
+    style = {name: one.value for name, one in result.numbers["style"].items()}
+    assert result.numbers["rows"] == 1700 and not result.errors and 0.3 < result.numbers["saved_by_tree"] < 0.5
     assert style["more_refusals"] > 0.6 and style["longer"] < 0.5  # the harmless completion declines, briefly
-    assert {"style", "empty"} == {finding.name for finding in found.findings}
+    assert {"style", "empty"} == {finding.name for finding in result.findings}

@@ -128,9 +128,9 @@ def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(
     folder = tmp_path / "cut" / "m" / "questions"
     kept = [json.loads(line) for line in (folder / "perturbations.jsonl").read_text().splitlines()]
     assert 0 < len(kept) < 60 and len((folder / "examples.jsonl").read_text().splitlines()) == 90
-    rest = Model()
-    got = run(rest, tmp_path / "cut")
-    assert rest.num_scored == num_rewritten - sum(len(row["scores"]) for row in kept)
+    remaining = Model()
+    got = run(remaining, tmp_path / "cut")
+    assert remaining.num_scored == num_rewritten - sum(len(row["scores"]) for row in kept)
     assert got.summaries[0].perturbations == want.summaries[0].perturbations
     read = [json.loads((tmp_path / name / "results.json").read_text())["results"] for name in ("whole", "cut")]
     assert read[0] == read[1]

@@ -78,9 +78,6 @@ def test_accuracy_metric_chooses_the_interval() -> None:
     assert accuracy_metric([], "accuracy").value is None
 
 
-# --- two models ---
-
-
 def paired_outcomes(
     rng: np.random.Generator, num_clusters: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], list[int]]:

@@ -176,17 +176,17 @@ def test_heads_are_standardized_by_the_calibration_of_their_model(tiny_tokenizer
     scorer = Scorer.load(tmp_path, device="cpu")
     answers = [Completion(rank, ({"role": "assistant", "content": text},)) for rank, text in enumerate(("4", "Five."))]
     asked = [Preference(tuple(one[:-1]), tuple(answers)) for one in CHATS]
-    found = calibrate(scorer, asked, name="held_out.jsonl")
+    result = calibrate(scorer, asked, name="held_out.jsonl")
     values_NH = np.array(
         [one.heads for p in asked for one in scorer.score([[*p.context, *c.messages] for c in p.completions])]
     )
-    assert [*found.heads] == ["helpful", "brief", "polite"]
-    for h, own in enumerate(found.heads.values()):
+    assert [*result.heads] == ["helpful", "brief", "polite"]
+    for h, own in enumerate(result.heads.values()):
         assert (own.mean, own.std) == pytest.approx((values_NH[:, h].mean(), values_NH[:, h].std()), abs=1e-6)
-    write_contract(contract.model_copy(update={"calibration": found}), tmp_path)
+    write_contract(contract.model_copy(update={"calibration": result}), tmp_path)
     ensemble = EnsembleScorer.load([tmp_path], config=EnsembleConfig(method="worst", over="heads"), device="cpu")
     z = [
-        [(v - one.mean) / one.std for v, one in zip(p.heads, found.heads.values(), strict=True)]
+        [(v - one.mean) / one.std for v, one in zip(p.heads, result.heads.values(), strict=True)]
         for p in scorer.score(CHATS)
     ]
     assert values(ensemble.score(CHATS)) == pytest.approx(by_hand(z, "worst", 0.5), abs=1e-5)

@@ -124,7 +124,7 @@ def test_golden_scores_do_not_depend_on_settings_of_products_nor_the_model_in_me
         parts = (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv)
         seen.append((torch.get_float32_matmul_precision(), *(part.fp32_precision for part in parts)))
 
-    found = []
+    result = []
     for precision in ("highest", "medium"):
         hf = tiny_model("llama")
         RewardModel(hf).cast(torch.bfloat16)
@@ -145,9 +145,9 @@ def test_golden_scores_do_not_depend_on_settings_of_products_nor_the_model_in_me
         seen.clear()
         assert {p.dtype for p in model.weights()} == {torch.bfloat16}
         assert contract.dtypes.weights == contract.dtypes.config == "bfloat16"
-        found.append(contract)
-    assert found[0].golden == found[1].golden and found[0].tolerance == found[1].tolerance
-    assert sign_folder(tmp_path / "medium").golden == found[1].golden  # loaded in float32
+        result.append(contract)
+    assert result[0].golden == result[1].golden and result[0].tolerance == result[1].tolerance
+    assert sign_folder(tmp_path / "medium").golden == result[1].golden  # loaded in float32
 
 
 @pytest.mark.parametrize("where", ["config", "tokenizer"])

@@ -13,7 +13,7 @@ from treeward.data.rendering import Renderer
 from treeward.data.sources import Row
 from treeward.errors import DataError
 from treeward.model.reward_model import RewardModel
-from treeward.scoring.rows import ChunkScorer, ScoredRow, chunks_of
+from treeward.scoring.rows import ChunkScorer, chunks_of
 from treeward.scoring.scorer import Scorer
 
 ASK = {"role": "user", "content": "2 + 2?"}
@@ -21,7 +21,7 @@ FOUR, FIVE = {"role": "assistant", "content": "4"}, {"role": "assistant", "conte
 TWO = [[ASK, FOUR], [ASK, FIVE]]
 
 
-def score_rows(scorer: Scorer, rows: Iterable[Row]) -> Iterator[ScoredRow]:
+def score_rows(scorer: Scorer, rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
     for scored in map(ChunkScorer(lambda: (scorer, None, {})).score, chunks_of(rows)):
         yield from scored.rows
         if scored.error is not None:
@@ -56,9 +56,7 @@ def scorer(tiny_tokenizer: Any) -> Scorer:
 )
 def test_every_shape(values: dict[str, Any], want: list[Any], scorer: Scorer) -> None:
     assert conversations_of(values, "in.jsonl:1") == want
-    (scored,) = score_rows(scorer, [Row(values, "in.jsonl:1")])
-    row = scored.values
-    assert scored.num_failed == 0
+    (row,) = score_rows(scorer, [Row(values, "in.jsonl:1")])
     numbers = [score.score for score in scorer.score(want)]
     assert {name: row[name] for name in values} == values  # as it came, and its scores
     assert row.keys() - values.keys() == ({"score"} if len(want) == 1 else {"scores"})
@@ -101,23 +99,22 @@ def test_rows_stream_in_order(scorer: Scorer) -> None:
             yield Row({"id": i, "messages": [ASK, FOUR if i % 2 else FIVE]}, f"in.jsonl:{i + 1}")
 
     out = score_rows(scorer, rows())
-    first = next(out).values
+    first = next(out)
     assert first["id"] == 0 and len(read) < 600
-    rest = [row.values for row in out]
-    assert [row["id"] for row in rest] == list(range(1, 600))
-    assert len({row["score"] for row in rest if row["id"] % 2}) == 1
+    remaining = list(out)
+    assert [row["id"] for row in remaining] == list(range(1, 600))
+    assert len({row["score"] for row in remaining if row["id"] % 2}) == 1
     assert list(score_rows(scorer, [])) == []
 
 
 def test_too_long_and_truncated_rows_say_so(tiny_tokenizer: Any) -> None:
     long = {"context": [{"role": "user", "content": "word " * 60}, FOUR, ASK], "completions": ["4", "5 " * 90]}
     model = RewardModel(tiny_model("llama"))
-    (scored,) = score_rows(Scorer(model, Renderer(tiny_tokenizer, max_length=40)), [Row(long, "a:1")])
-    dropped = scored.values
-    assert scored.num_failed == 2 and dropped["scores"] == [None, None]
+    (dropped,) = score_rows(Scorer(model, Renderer(tiny_tokenizer, max_length=40)), [Row(long, "a:1")])
+    assert dropped["scores"] == [None, None]
     assert "too long to score" in dropped["error"] and "at most 40" in dropped["error"]
     cutting = Scorer(model, Renderer(tiny_tokenizer, max_length=40, truncation="truncate_left"))
-    cut = next(score_rows(cutting, [Row(long, "a:1")])).values
+    cut = next(score_rows(cutting, [Row(long, "a:1")]))
     assert cut["truncated"] is True and cut["scores"][0] is not None and cut["scores"][1] is None
     assert "too long" in cut["error"]
 
@@ -128,7 +125,7 @@ def test_the_rows_before_a_wrong_one_are_scored(wrong: dict[str, Any], scorer: S
     done = []
     with pytest.raises(DataError, match=r"in\.jsonl:3: "):
         for row in score_rows(scorer, rows):
-            done.append(row.values["score"])
+            done.append(row["score"])
     assert len(done) == 2
 
 
@@ -140,4 +137,4 @@ def test_what_an_earlier_scoring_has_left_is_replaced_and_told(
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "The rows already have error, score, truncated, which this scoring replaces."
     ]
-    assert scored.num_failed == 0 and scored.values.keys() == {"messages", "score"} and scored.values["score"] != 99.0
+    assert scored.keys() == {"messages", "score"} and scored["score"] != 99.0

@@ -57,9 +57,6 @@ def reward(score: float, length: int = 1, references: list[Reference] | None = N
     return values(made.shape([Score(score)], [chat("x" * length)], given))[0]
 
 
-# --- formulas
-
-
 def test_rewards_are_normalised_and_clipped_on_both_sides() -> None:
     constants = {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 2.0}
     scores, normalised = [-99.0, -2.0, 1.0, 2.0, 99.0], [-50.0, -1.5, 0.0, 0.5, 49.0]
@@ -96,9 +93,6 @@ def test_a_better_score_is_never_a_worse_reward(a: float, b: float, scores: list
         assert got[0] <= got[1], keys
 
 
-# --- the order of the steps
-
-
 def test_lengths_come_before_the_temperature() -> None:
     keys = {"length_calibration": True, "length_penalty": {"coefficient": 0.1, "threshold": 20}}
     # The contract has a temperature of the scores, 2, and one of the scores after the curve, 5.
@@ -130,9 +124,6 @@ def test_constants_of_the_contract_are_adapted_to_the_steps_before() -> None:
         assert got == pytest.approx((3.0 - 1.5 - 0.25) / 0.5)
     fixed = reward(3.0, 30, length_calibration=True, temperature=2.0, reward_mean=1.0, reward_std=0.5, **keys)
     assert fixed == pytest.approx(((3.0 - 1.5) / 2.0 - 1.0) / 0.5)
-
-
-# --- missing scores, references and constants
 
 
 def test_a_missing_score_stays_missing() -> None:

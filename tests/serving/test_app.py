@@ -42,10 +42,10 @@ def ask(client: Any, **body: Any) -> Any:
 
 def error(response: Any) -> tuple[int, str]:
     """The status and the code of an error, whose form is that of all of them."""
-    found = response.json()["error"]
-    assert set(found) == {"message", "type", "code", "param", "request_id"} and len(response.content) < 1000
-    assert found["request_id"] == response.headers["x-request-id"]
-    return response.status_code, found["code"]
+    result = response.json()["error"]
+    assert set(result) == {"message", "type", "code", "param", "request_id"} and len(response.content) < 1000
+    assert result["request_id"] == response.headers["x-request-id"]
+    return response.status_code, result["code"]
 
 
 def counted(service: Service, name: str, **labels: str) -> float | None:

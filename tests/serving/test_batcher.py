@@ -252,10 +252,10 @@ def test_one_prompt_of_several_requests_is_in_one_batch(run: Any, model: FakeMod
         first = await blocked(batcher, model, score)
         # 48 tokens hold 4 conversations with prompts of their own, or two times the 8 + 8 * 2 of those with one prompt
         rows = [conversations([i], prompt=f"prompt {i % 4}") for i in range(1, 33)]
-        rest = [asyncio.create_task(score(batcher, row)) for row in rows]
+        remaining = [asyncio.create_task(score(batcher, row)) for row in rows]
         await until(lambda: len(model.prepared) == 33)
         model.gate.set()
-        await asyncio.gather(first, *rest)
+        await asyncio.gather(first, *remaining)
 
     run(story, batch_tokens=48)
     prompts = [{number % 4 for number in batch} for batch in model.batches[1:]]

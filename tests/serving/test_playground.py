@@ -73,8 +73,8 @@ def wanted(url: str, completions: list[str] = COMPLETIONS) -> list[float]:
 
 
 def texts(page: Any) -> list[str]:
-    found: list[str] = page.locator("#completions textarea").evaluate_all("all => all.map((one) => one.value)")
-    return found
+    result: list[str] = page.locator("#completions textarea").evaluate_all("all => all.map((one) => one.value)")
+    return result
 
 
 def test_scores_are_those_of_the_server(visit: Visits, url: str) -> None:
@@ -325,13 +325,13 @@ def test_axe_finds_nothing_wrong(visit: Visits, scheme: str, width: int) -> None
     page = visit(color_scheme=scheme, width=width)
 
     def audit() -> list[Any]:
-        found = axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
-        return [(one["id"], [node["html"] for node in one["nodes"]]) for one in found]
+        result = axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
+        return [(one["id"], [node["html"] for node in one["nodes"]]) for one in result]
 
-    found = {"empty": audit()}
+    result = {"empty": audit()}
     write(page, [*COMPLETIONS, "", "egg " * 300, "egg\n" * 20])  # one is empty, one too long, one is scrolled
     score(page)
     expect(page.locator("#chart path.line")).to_have_count(4)
     page.locator("#cursor").focus()
-    found["scored"] = audit()
-    assert {state: wrong for state, wrong in found.items() if wrong} == {}
+    result["scored"] = audit()
+    assert {state: wrong for state, wrong in result.items() if wrong} == {}

@@ -42,10 +42,10 @@ def starts_ray(test: Any) -> Any:
 
 def wait_until(condition: Callable[[], Any]) -> Any:
     end = time.monotonic() + SECONDS
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < end, "it never came"
         time.sleep(0.1)
-    return found
+    return result
 
 
 class Server:
@@ -86,9 +86,9 @@ def server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         command = [sys.executable, "-m", "treeward.cli.main", *words]
         process = subprocess.Popen(command, stderr=stderr, cwd=folder, env=environment)
     try:
-        found = wait_until(lambda: process.poll() or re.search(r"at (http://\S+)", log.read_text()))
-        assert isinstance(found, re.Match), log.read_text()
-        yield Server(process, found[1], Scorer.load(served_folder, device="cpu"))
+        result = wait_until(lambda: process.poll() or re.search(r"at (http://\S+)", log.read_text()))
+        assert isinstance(result, re.Match), log.read_text()
+        yield Server(process, result[1], Scorer.load(served_folder, device="cpu"))
     finally:
         process.terminate()
         process.wait(60)
@@ -110,8 +110,8 @@ def test_the_front_is_one_server(server: Server) -> None:
         groups = [items] if client.at_once else [[item] for item in items]
         responses = [server.post(client.route, client.body(group)) for group in groups]
         assert all(response.status_code == 200 for response in responses), (client.name, responses[0].text)
-        found = [score for response in responses for score in client.read(response.json())]
-        assert found == pytest.approx(want, abs=CLOSE), client.name
+        result = [score for response in responses for score in client.read(response.json())]
+        assert result == pytest.approx(want, abs=CLOSE), client.name
     assert httpx.get(f"{server.url}/ready").json() == {"status": "ready", "models": ["rm"]}
     (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert model["root"] == "models/rm" and model["contract"] == server.scorer.contract.scores_sha256  # type: ignore

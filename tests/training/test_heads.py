@@ -152,7 +152,7 @@ def test_spread_is_used_by_environment_and_ensemble(
     given = [{"messages": log}, {"prompt": "Say 1.", "completions": ["sun moon", "ash"]}]
     chunks = chunks_of(Row(values, f"in.jsonl:{i}") for i, values in enumerate(given))
     [scored] = map(ChunkScorer(lambda: (Scorer.load(folder), None, {})).score, chunks)
-    one, two = (row.values for row in scored.rows)
+    one, two = scored.rows
     assert (one["score"], one["spread"]) == pytest.approx((score.score, score.spread))
     assert two["spreads"][0] == pytest.approx(score.spread) and len(two["spreads"]) == 2
 

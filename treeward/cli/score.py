@@ -105,10 +105,10 @@ def _write(
     with ShownProgress(unit="rows") as progress:
         for chunk in chunks:
             for row in chunk.rows:
-                kept.add({key: value for key, value in row.values.items() if key not in columns})
+                kept.add({key: value for key, value in row.items() if key not in columns})
                 done += 1
-                failed += row.num_failed > 0
-                first_error = first_error or row.values.get("error")
+                failed += "error" in row
+                first_error = first_error or row.get("error")
                 progress.show("scoring", done, 0)
             computed, plain = computed + chunk.tokens[0], plain + chunk.tokens[1]
             if chunk.error is not None:

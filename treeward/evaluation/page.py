@@ -159,9 +159,6 @@ def _numbers(summary: Summary) -> dict[str, Any]:
     }
 
 
-# --- the first screen ------------------------------------------------------------------------------------------------
-
-
 def _opening_of_several(summaries: Sequence[Summary]) -> Iterator[Block]:
     """A verdict for each model in each suite, and their numbers in one table."""
     yield text_block("\n".join(f"- {verdict(summary)}" for summary in summaries))
@@ -220,9 +217,6 @@ def _counts(summary: Summary) -> str:
         text = f"{counted(result.headline.count or 0, 'pair')} of {text}"
     text += f", {counted(result.num_ties, 'tie')}" if result.num_ties else ""
     return text + (f", {result.scored}" if result.num_failed else "")
-
-
-# --- a chapter -------------------------------------------------------------------------------------------------------
 
 
 def _chapter(summaries: Sequence[Summary], *, is_alone: bool) -> Iterator[Block]:

@@ -129,9 +129,6 @@ def run_evaluation(
     return Evaluated(summaries, write(notes))
 
 
-# --- suites ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _LoadedSuite:
     """A suite with its examples; `digest` identifies all that it has, whatever the limit, in their order."""
@@ -170,9 +167,6 @@ def _load_suite(suite: Suite, source: str | None, limit: int | None) -> _LoadedS
         parts = [example.id, example.task_name, example.context, completions]
         digest.update(json.dumps(parts, sort_keys=True, default=str).encode() + b"\n")
     return _LoadedSuite(suite, tuple(examples[:limit]), digest.hexdigest())
-
-
-# --- one model -------------------------------------------------------------------------------------------------------
 
 
 def _evaluate(
@@ -256,9 +250,6 @@ def common_reasons(errors: Mapping[str, int]) -> list[tuple[str, int]]:
         kind = re.sub(r"(?<!\w)\d[\d,.]*", "0", reason)
         counts[firsts.setdefault(kind, reason)] += count
     return counts.most_common()
-
-
-# --- names and identities --------------------------------------------------------------------------------------------
 
 
 def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:

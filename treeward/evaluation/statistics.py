@@ -190,9 +190,6 @@ def paired_bootstrap(
     return cluster_bootstrap(differences, codes.tolist(), num_resamples=num_resamples, seed=seed)
 
 
-# --- orders ---------------------------------------------------------------------------------------------------------
-
-
 def auroc(positive_scores: ArrayLike, negative_scores: ArrayLike) -> float | None:
     """The chance that a positive (P,) scores higher than a negative (Q,), ties half; None if either is empty.
 

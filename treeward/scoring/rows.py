@@ -2,7 +2,7 @@
 
 scorer = ChunkScorer(load)
 for chunk in chunks_of(read_rows("in.jsonl")):
-    scorer.score(chunk).rows[0].values["scores"]        # or "score", of a row of one conversation
+    scorer.score(chunk).rows[0]["scores"]        # or "score", of a row of one conversation
 """
 
 from __future__ import annotations
@@ -30,14 +30,6 @@ _Request = tuple[Row, list[list[Message]]]
 
 _ROWS_AT_ONCE = 256
 _OURS = ("score", "scores", "spread", "spreads", "error", "truncated")
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredRow:
-    """A row with its scores. `num_failed`: how many of its conversations have no score, or no reward."""
-
-    values: dict[str, Any]
-    num_failed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +66,12 @@ Load = Callable[[], "tuple[PreparedScorer, Shaper | None, Mapping[str, Any]]"]
 
 @dataclass(frozen=True, slots=True)
 class ScoredChunk:
-    """The rows of a chunk in order, up to its `error` if there is one.
+    """The rows of a chunk in order, up to its `error` if there is one; those without some score have an "error" each.
 
     `identity`: None where the model cannot be loaded. `tokens`: those that were computed, and those of plain rows.
     """
 
-    rows: list[ScoredRow]
+    rows: list[dict[str, Any]]
     error: TreewardError | None = None
     identity: Mapping[str, Any] | None = None
     tokens: tuple[int, int] = (0, 0)
@@ -107,7 +99,7 @@ class ChunkScorer:
         if taken and not self._warned:
             logger.warning("The rows already have %s, which this scoring replaces.", ", ".join(taken))
             self._warned = True
-        rows: list[ScoredRow] = []
+        rows: list[dict[str, Any]] = []
         computed, plain = scorer.num_computed_tokens, scorer.num_row_tokens
         failure: TreewardError | None = chunk.error
         try:
@@ -126,7 +118,7 @@ class ChunkScorer:
         return scorer, Rewarder(lambda conversations, names: scorer.score(conversations, where=names), shaper), identity
 
 
-def _score_chunk(rewarder: Rewarder, chunk: Sequence[_Request], ours: Sequence[str]) -> Iterator[ScoredRow]:
+def _score_chunk(rewarder: Rewarder, chunk: Sequence[_Request], ours: Sequence[str]) -> Iterator[dict[str, Any]]:
     flat = [conversation for _, conversations in chunk for conversation in conversations]
     where = [row.where for row, conversations in chunk for _ in conversations]
     key = rewarder.reference_key
@@ -143,7 +135,7 @@ def _score_chunk(rewarder: Rewarder, chunk: Sequence[_Request], ours: Sequence[s
         yield _with_scores(row, [next(rewarded) for _ in conversations], ours)
 
 
-def _with_scores(row: Row, rewarded: Sequence[Reward], ours: Sequence[str]) -> ScoredRow:
+def _with_scores(row: Row, rewarded: Sequence[Reward], ours: Sequence[str]) -> dict[str, Any]:
     # Values of an earlier scoring would be taken for this one's.
     result = {key: value for key, value in row.values.items() if key not in ours}
     single = is_single(row.values, row.where)
@@ -160,4 +152,4 @@ def _with_scores(row: Row, rewarded: Sequence[Reward], ours: Sequence[str]) -> S
         result["error"] = errors[0] if alone else "; ".join(f"[{i}] {error}" for i, error in errors.items())
     if any(reward.score.truncated for reward in rewarded):
         result["truncated"] = True
-    return ScoredRow(result, len(errors))
+    return result

@@ -39,8 +39,8 @@ def diagnosed(bundled: Any, score_with: Any) -> Any:
 @pytest.mark.parametrize("bias", [-0.2, 0.0, 0.3])
 @pytest.mark.parametrize("split", ["length_controlled", "validation"])
 def test_the_planted_bias_of_the_bundled_data_is_recovered(split: str, bias: float, diagnosed: Any) -> None:
-    found = diagnosed(split, bias).slope_given_rank
-    assert found.low <= bias <= found.high and found.high - found.low < 0.12
+    metrics = diagnosed(split, bias).slope_given_rank
+    assert metrics.low <= bias <= metrics.high and metrics.high - metrics.low < 0.12
 
 
 def test_a_bias_costs_length_controlled_accuracy_and_opens_the_gap(diagnosed: Any) -> None:
@@ -61,31 +61,31 @@ def test_score_against_length_has_the_planted_slope_and_is_flat_without_one(diag
 
 
 def test_a_model_that_only_likes_length_has_one_zero_and_a_half(bundled: Any, score_with: Any) -> None:
-    found = diagnose_length(score_with(bundled("validation"), lambda context, text: float(len(text))))
-    assert (found.accuracy_longer_right.value, found.accuracy_shorter_right.value) == (1, 0)
-    assert found.length_controlled_accuracy.value == 0.5 and found.accuracy_gap.value == 1
-    assert 0.4 < found.length_controlled_accuracy.low < 0.5 < found.length_controlled_accuracy.high < 0.6
-    assert found.slope_given_rank.value == pytest.approx(100)
+    metrics = diagnose_length(score_with(bundled("validation"), lambda context, text: float(len(text))))
+    assert (metrics.accuracy_longer_right.value, metrics.accuracy_shorter_right.value) == (1, 0)
+    assert metrics.length_controlled_accuracy.value == 0.5 and metrics.accuracy_gap.value == 1
+    assert 0.4 < metrics.length_controlled_accuracy.low < 0.5 < metrics.length_controlled_accuracy.high < 0.6
+    assert metrics.slope_given_rank.value == pytest.approx(100)
 
 
 def test_strata_are_bounded_by_a_tenth_of_the_longer_completion(make_example: Any, score_with: Any) -> None:
     sizes = {"longer": 112, "similar": 111, "similar too": 90, "shorter": 89}
     examples = [make_example(name, name, ["x" * size, "y" * 100]) for name, size in sizes.items()]
     examples.append(make_example("tied", "e", ["x", "y" * 100], ranks=[0, 0]))
-    found = length_strata(score_with(examples, lambda context, text: float("x" in text)))
+    metrics = length_strata(score_with(examples, lambda context, text: float("x" in text)))
     strata = ("accuracy_longer_right", "accuracy_shorter_right", "accuracy_similar_length")
-    assert [found[name].count for name in strata] == [1, 1, 2] and found["longer_is_right"].value == 0.5
-    controlled = found["length_controlled_accuracy"]
+    assert [metrics[name].count for name in strata] == [1, 1, 2] and metrics["longer_is_right"].value == 0.5
+    controlled = metrics["length_controlled_accuracy"]
     assert (controlled.value, controlled.count) == (1, 2) and (controlled.low or 1) < 0.6  # of two pairs
 
 
 def test_an_empty_stratum_leaves_no_value(make_example: Any, score_with: Any) -> None:
     examples = [make_example(str(i), str(i), ["long " * 9, "short"]) for i in range(4)]
-    found = diagnose_length(score_with(examples, lambda context, text: float(len(text))))
-    assert found.length_controlled_accuracy.value is None and 'right completion is "shorter"' in str(
-        found.length_controlled_accuracy.note
+    metrics = diagnose_length(score_with(examples, lambda context, text: float(len(text))))
+    assert metrics.length_controlled_accuracy.value is None and 'right completion is "shorter"' in str(
+        metrics.length_controlled_accuracy.note
     )
-    assert found.accuracy_gap.value is None and found.accuracy_longer_right.value == 1
+    assert metrics.accuracy_gap.value is None and metrics.accuracy_longer_right.value == 1
     for nothing in (diagnose_length([]), diagnose_style([])):
         assert all(metric.value is None for metric in nothing.numbers.values())
 
@@ -213,8 +213,8 @@ def test_a_slope_that_the_data_do_not_determine_has_no_value() -> None:
     assert slope_within_prompts(scores, constant, prompts).value == pytest.approx(alone.value)
     twice = np.column_stack([features[:, 0], 2 * features[:, 0]])
     for undetermined in (constant[:, ::-1], twice):
-        found = slope_within_prompts(scores, undetermined, prompts)
-        assert found.value is None and "does not vary" in str(found.note)
+        metrics = slope_within_prompts(scores, undetermined, prompts)
+        assert metrics.value is None and "does not vary" in str(metrics.note)
     decided, lengths = np.array([0, 0, 1, 1, 2, 2]), np.array([1.0, 3.0, 2.0, 2.0, 2.0, 2.0])
     by_one = slope_within_prompts(np.array([0.0, 1.0, 2.0, 1.0, 1.0, 3.0]), lengths[:, None], decided)
     assert by_one.value == pytest.approx(0.5) and by_one.low is None and by_one.high is None

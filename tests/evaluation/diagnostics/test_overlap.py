@@ -32,22 +32,22 @@ def flag_of(example: Preference, *training: Preference, **settings: Any) -> Any:
     return find_overlap([example], training, **settings).flags[0]
 
 
-def found(example: Preference, *training: Preference, **settings: Any) -> tuple[float, float, bool, bool]:
+def shares(example: Preference, *training: Preference, **settings: Any) -> tuple[float, float, bool, bool]:
     flag = flag_of(example, *training, **settings)
     return flag.prompt, flag.completion, flag.is_exact, flag.is_flagged
 
 
 def test_exact_duplicates_are_whole_prompts_and_long_completions(make_example: Any) -> None:
     example = make_example("a", "Why is the sky blue?", [LONG, "No idea."])
-    assert found(example, trained("Why is it so?", OTHER, "No idea.")) == (0, 0, False, False)  # too short to tell
-    assert found(example, trained("why is the SKY - blue", OTHER, "Another.")) == (1, 0, True, True)
-    assert found(example, trained("Why is it so?", LONG.title(), "x")) == (0, 1, True, True)
+    assert shares(example, trained("Why is it so?", OTHER, "No idea.")) == (0, 0, False, False)  # too short to tell
+    assert shares(example, trained("why is the SKY - blue", OTHER, "Another.")) == (1, 0, True, True)
+    assert shares(example, trained("Why is it so?", LONG.title(), "x")) == (0, 1, True, True)
     # The same question after another system message is a near duplicate; a system message alone tells nothing.
     system = {"role": "system", "content": LONG}
     with_system = replace(example, context=(system, *example.context))
     assert not flag_of(with_system, trained("How?", "u", "v", system=LONG)).is_flagged
-    assert found(with_system, trained("Why is the sky blue?", "x", "v")) == (1, 0, False, True)
-    assert found(with_system, trained("Why is the sky blue?", "x", "v", system=LONG)) == (1, 0, True, True)
+    assert shares(with_system, trained("Why is the sky blue?", "x", "v")) == (1, 0, False, True)
+    assert shares(with_system, trained("Why is the sky blue?", "x", "v", system=LONG)) == (1, 0, True, True)
 
 
 def test_near_duplicates_are_told_by_the_share_of_words_in_common_runs(make_example: Any) -> None:
@@ -55,9 +55,9 @@ def test_near_duplicates_are_told_by_the_share_of_words_in_common_runs(make_exam
     assert len(words) == 22
     example = make_example("a", "Why?", [LONG, "x"])
     first_16 = trained("p", " ".join(words[:16]) + " and then something else", "y")
-    assert found(example, first_16) == (0, pytest.approx(16 / 22), False, True)
+    assert shares(example, first_16) == (0, pytest.approx(16 / 22), False, True)
     first_13 = trained("p", " ".join(words[:13]) + " and then something else", "y")
-    assert found(example, first_13) == (0, pytest.approx(13 / 22), False, False)
+    assert shares(example, first_13) == (0, pytest.approx(13 / 22), False, False)
     first_12 = trained("p", " ".join(words[:12]), "y")
     assert [flag_of(example, first_12, num_words=n).completion for n in (13, 12)] == [0, 12 / 22]
     # One word changed in the middle leaves 10 and 11 words, shorter than a run; runs of 8 see it.

@@ -61,11 +61,11 @@ def diagnosed(rule: Rule, examples: Sequence[Preference], num_examples: int = 20
 
 
 def test_a_scorer_that_likes_length_is_won_by_padding_and_never_by_cutting(bundled: Any) -> None:
-    found = diagnosed(Rule(lambda context, text: len(text) / 100), bundled("length_controlled"))
-    assert (found.padding_relative_shift.low or 0) > 0.8
-    assert (found.padding_rejected_flips.value or 0) > 0.2
-    assert (found.truncated_50_relative_shift.high or 0) < 0
-    assert (found.robust_accuracy.value or 0) < (found.accuracy.value or 0)
+    metrics = diagnosed(Rule(lambda context, text: len(text) / 100), bundled("length_controlled"))
+    assert (metrics.padding_relative_shift.low or 0) > 0.8
+    assert (metrics.padding_rejected_flips.value or 0) > 0.2
+    assert (metrics.truncated_50_relative_shift.high or 0) < 0
+    assert (metrics.robust_accuracy.value or 0) < (metrics.accuracy.value or 0)
 
 
 def test_a_scorer_that_knows_the_quality_is_right_under_every_change_of_style_but_those_that_break_a_format(
@@ -73,9 +73,9 @@ def test_a_scorer_that_knows_the_quality_is_right_under_every_change_of_style_bu
 ) -> None:
     formats = ("Answer", "word", "reply", "dash", "End", "[")
     plain = [one for one in bundled("length_controlled") if not any(word in str(one.context) for word in formats)]
-    found = diagnosed(Rule(gold_quality), plain, num_examples=60)
-    assert found.accuracy.value == 1 and found.robust_accuracy.count == min(60, len(plain)) > 40
-    assert found.white_space_relative_shift.value == found.white_space_rejected_flips.value == 0
+    metrics = diagnosed(Rule(gold_quality), plain, num_examples=60)
+    assert metrics.accuracy.value == 1 and metrics.robust_accuracy.count == min(60, len(plain)) > 40
+    assert metrics.white_space_relative_shift.value == metrics.white_space_rejected_flips.value == 0
 
 
 def test_the_numbers_of_a_hand_made_table(make_example: Any) -> None:
@@ -113,8 +113,8 @@ def test_the_scores_are_those_of_the_conversations(bundled: Any, tiny_tokenizer:
         assert texts == [*(last_text(completion.messages) for completion in example.completions), *rewrites]
         expected = [score.score for score in scorer.score_completions(example.context, texts)]
         assert row.scores == pytest.approx(expected, abs=1e-5)
-    found = diagnose_perturbations(examples, rows)
-    assert len(found.numbers) == 2 + 2 * len(REWRITES)
+    metrics = diagnose_perturbations(examples, rows)
+    assert len(metrics.numbers) == 2 + 2 * len(REWRITES)
 
 
 def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: Any, make_example: Any) -> None:
@@ -137,8 +137,8 @@ def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: An
 def test_failures_are_counted_and_left_out(bundled: Any) -> None:
     examples = bundled("length_controlled")
     rule = Rule(lambda context, text: None if len(text) > 180 else float(len(text)))
-    found = diagnosed(rule, examples, num_examples=50)
-    assert (found.padding_relative_shift.count or 0) < (found.truncated_50_relative_shift.count or 0)
+    metrics = diagnosed(rule, examples, num_examples=50)
+    assert (metrics.padding_relative_shift.count or 0) < (metrics.truncated_50_relative_shift.count or 0)
     masked = diagnosed(Rule(lambda context, text: None), examples, num_examples=5)
     assert masked.accuracy.value == 0 and masked.padding_relative_shift.value is None
 

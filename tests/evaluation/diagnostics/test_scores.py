@@ -58,8 +58,8 @@ def drawn(seed: int, count: int, *, most: int, missing: int) -> tuple[list[Score
     for i in range(count):
         size = generator.randint(2, most)
         ranks = tuple(generator.randint(0, 2) for _ in range(size))
-        found = [0.5, 0.5, *(generator.gauss(0, 2) for _ in range(5))]
-        scores = tuple(generator.choice([*[math.nan] * missing, *found]) for _ in range(size))
+        drawn_scores = [0.5, 0.5, *(generator.gauss(0, 2) for _ in range(5))]
+        scores = tuple(generator.choice([*[math.nan] * missing, *drawn_scores]) for _ in range(size))
         lengths = tuple(generator.randint(0, 40) for _ in range(size))
         subset = generator.choice(["chat", "code", "maths"])
         example = preference(str(i), subset, f"question {i // 3}", ["x" * length for length in lengths], ranks)
@@ -73,13 +73,13 @@ def test_they_are_the_numbers_of_an_evaluation(count: int, most: int, missing: i
     full, numbers = drawn(count + most, count, most=most, missing=missing)
     suite = PreferenceSuite("any", DatasetConfig(data_path="rows.jsonl"))
     expected = {**statistics_of(full, suite.summarize(full)).numbers, **diagnose_length(full).numbers}
-    found = gate_metrics(numbers)
-    assert tuple(found) == GATE_METRICS
-    for name, metric in found.items():
+    gates = gate_metrics(numbers)
+    assert tuple(gates) == GATE_METRICS
+    for name, metric in gates.items():
         assert metric.value == pytest.approx(expected[name].value, abs=1e-12), name
         assert metric.count == expected[name].count or metric.value is None, name
         assert (metric.low, metric.high) == (None, None), "prompts are not known, so no interval would be right"
-    worst = found["worst_subset"]
+    worst = gates["worst_subset"]
     assert worst.note == expected["worst_subset"].note or (worst.value is None and worst.note)
 
 
@@ -88,27 +88,27 @@ def pair(margin: float, better: int, worse: int, subset: str = "all") -> ScoredE
 
 
 def test_what_cannot_be_measured_says_why() -> None:
-    found = gate_metrics([pair(1.0, 100, 50), pair(1.0, 100, 99)])
+    gates = gate_metrics([pair(1.0, 100, 50), pair(1.0, 100, 99)])
     for name in ("length_controlled_accuracy", "accuracy_shorter_right", "accuracy_gap"):
-        assert found[name].value is None
-        assert found[name].note
-    assert found["accuracy_longer_right"].value == 1.0 and found["accuracy_longer_right"].note is None
+        assert gates[name].value is None
+        assert gates[name].note
+    assert gates["accuracy_longer_right"].value == 1.0 and gates["accuracy_longer_right"].note is None
     nothing = gate_metrics([])
     assert all(metric.value is None and metric.note for metric in nothing.values())
     broken = scored_comparison("1", "all", scores=[math.nan, math.inf], ranks=[0, 1], lengths=[9, 5])
-    found = gate_metrics([broken, pair(1.0, 9, 5)])
-    assert broken.scores == (None, None) and found["worst_subset"].value == 0.5, "it counts as wrong"
-    assert found["accuracy_longer_right"].count == 1, "no judgement"
+    gates = gate_metrics([broken, pair(1.0, 9, 5)])
+    assert broken.scores == (None, None) and gates["worst_subset"].value == 0.5, "it counts as wrong"
+    assert gates["accuracy_longer_right"].count == 1, "no judgement"
 
 
 def test_pooled_numbers_are_of_all_comparisons_and_subsets_of_two_sets_stay_two() -> None:
     first = [pair(1.0, 100, 50, "chat")] * 3 + [pair(1.0, 50, 100, "code")]
     second = [pair(-1.0, 100, 50, "chat")] * 2 + [pair(1.0, 50, 100, "code")] * 2
-    found, together = pooled_gate_metrics([first, second]), gate_metrics([*first, *second])
+    gates, together = pooled_gate_metrics([first, second]), gate_metrics([*first, *second])
     for name in GATE_METRICS[:-1]:
-        assert found[name] == together[name]
+        assert gates[name] == together[name]
     assert together["worst_subset"].value == 0.6
-    assert (found["worst_subset"].value, found["worst_subset"].note) == (0.0, "chat")
+    assert (gates["worst_subset"].value, gates["worst_subset"].note) == (0.0, "chat")
     assert pooled_gate_metrics([first]) == gate_metrics(first)
     assert pooled_gate_metrics([[], []]) == gate_metrics([])
 
@@ -124,6 +124,6 @@ def test_groups_worked_by_hand() -> None:
         ([1.0, 1.0], [0, 0], None, None),
     ]
     scored = [scored_comparison("1", "a", scores=s, ranks=r, lengths=[1] * len(s)) for s, r, _, _ in groups]
-    found = gate_metrics(scored)
-    assert (found["group_accuracy"].value, found["best_of_k"].value) == (2 / 5, 3 / 5)
-    assert found["group_accuracy"].count == found["best_of_k"].count == 5
+    gates = gate_metrics(scored)
+    assert (gates["group_accuracy"].value, gates["best_of_k"].value) == (2 / 5, 3 / 5)
+    assert gates["group_accuracy"].count == gates["best_of_k"].count == 5

@@ -166,8 +166,8 @@ def test_no_layout_overflows_and_axe_finds_nothing_wrong(visit: Visit, name: str
     assert cut == []
     if name in ("light", "phone"):
         axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="the dev extra has it").Axe()
-        found = axe.run(page).response["violations"]
-        assert [(one["id"], one["nodes"][0]["html"][:200]) for one in found] == []
+        result = axe.run(page).response["violations"]
+        assert [(one["id"], one["nodes"][0]["html"][:200]) for one in result] == []
 
 
 def test_dark_by_preference_and_by_toggle(visit: Visit) -> None:

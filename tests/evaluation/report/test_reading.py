@@ -191,12 +191,12 @@ def test_missing_scores_of_long_completions_are_no_length_bias() -> None:
 def many(scores: list[tuple[float | None, ...]]) -> Summary:
     """Examples of three completions each, best first, as a set of preferences."""
     texts = ("short", "a longer reply", "the longest reply of all")
-    found = []
+    examples = []
     for n, own in enumerate(scores):
-        found.append(rated(preference(str(n), "s", f"{n}?", texts), own))
+        examples.append(rated(preference(str(n), "s", f"{n}?", texts), own))
     flags = tuple(OverlapFlag(str(n), "s", float(n < 2), 0.0, n < 2) for n in range(len(scores)))
     suite = PreferenceSuite("mine", DatasetConfig(data_path="x"))
-    return summarize(suite, tuple(found), "m", overlap=Overlap(flags, 5))
+    return summarize(suite, tuple(examples), "m", overlap=Overlap(flags, 5))
 
 
 def test_pairs_and_examples_are_told_apart_where_both_are_counted() -> None:

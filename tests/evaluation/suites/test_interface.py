@@ -68,16 +68,13 @@ def test_rows_are_those_of_the_split(tmp_path: Path, write_parquet: Any) -> None
     assert values(tmp_path / "d") == [1]
 
 
-# --- parts ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_interval_of_parts_by_hand() -> None:
     parts = [Metric("a", 0.5, 0.25, 0.75, 4), Metric("c", 1.0, 0.5, 1.0, 2)]
-    found = combined("headline", parts, [1, 3])
-    assert "fewer than 5 examples" in str(found.note)
-    assert (found.value, found.count) == (0.875, 6) and combined("headline", []).value is None
-    assert found.low == pytest.approx(0.875 - math.hypot(0.25 * 0.25, 0.75 * 0.5))
-    assert found.high == pytest.approx(0.875 + 0.25 * 0.25)
+    metrics = combined("headline", parts, [1, 3])
+    assert "fewer than 5 examples" in str(metrics.note)
+    assert (metrics.value, metrics.count) == (0.875, 6) and combined("headline", []).value is None
+    assert metrics.low == pytest.approx(0.875 - math.hypot(0.25 * 0.25, 0.75 * 0.5))
+    assert metrics.high == pytest.approx(0.875 + 0.25 * 0.25)
 
 
 @pytest.mark.parametrize("accuracy", [0.95, 0.99])
@@ -86,9 +83,9 @@ def test_the_interval_of_many_parts_that_are_nearly_all_right_covers(accuracy: f
     rng, held = np.random.default_rng(14), 0
     for _ in range(400):
         counts = rng.binomial(100, accuracy, size=23)
-        found = combined("c", [Metric("p", k / 100, *wilson(int(k), 100), 100) for k in counts])
-        assert found.low is not None and found.high is not None and found.high <= 1.0
-        held += found.low <= accuracy <= found.high
+        metrics = combined("c", [Metric("p", k / 100, *wilson(int(k), 100), 100) for k in counts])
+        assert metrics.low is not None and metrics.high is not None and metrics.high <= 1.0
+        held += metrics.low <= accuracy <= metrics.high
     assert held / 400 > 0.935
 
 

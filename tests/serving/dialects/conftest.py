@@ -77,12 +77,12 @@ def make_renderer(kind: str, tiny_tokenizer: Any) -> Renderer:
 
 @pytest.fixture(scope="session")
 def scorers(tiny_tokenizer: Any) -> dict[str, Scorer]:
-    found = {}
+    result = {}
     for kind in KINDS:
         family, layout = ("bert", "encoder") if kind == "encoder" else ("qwen3", "tree")
         renderer = make_renderer(kind, tiny_tokenizer)
-        found[kind] = Scorer(RewardModel(tiny_model(family), layout=layout), renderer)  # type: ignore[arg-type]
-    return found
+        result[kind] = Scorer(RewardModel(tiny_model(family), layout=layout), renderer)  # type: ignore[arg-type]
+    return result
 
 
 @pytest.fixture(scope="session")

@@ -191,14 +191,14 @@ def test_aggregate_metrics(client: Any) -> None:
         {"_ng_task_index": 1, "_ng_rollout_index": 0, "reward": 6, "response": {"usage": {"total_tokens": 4}}},
         {"_ng_task_index": 1, "_ng_rollout_index": 1, "reward": 0.0, "mask_sample": True},
     ]
-    found = client.post("/aggregate_metrics", json={"verify_responses": rows}).json()
-    metrics = found["agent_metrics"]
+    result = client.post("/aggregate_metrics", json={"verify_responses": rows}).json()
+    metrics = result["agent_metrics"]
     assert [metrics[f"{name}/reward"] for name in ("mean", "max", "min", "median")] == [3.0, 6.0, 1.0, 2.0]
     assert metrics["std/reward"] == pytest.approx(7**0.5)
     assert metrics["mean/reward_passed"] == 0.5 and metrics["mean/total_tokens"] == 4.0
     assert metrics["coverage/masked_rollouts"] == 1 and metrics["coverage/measured_rollouts"] == 3
-    assert found["key_metrics"]["mean/reward"] == 3.0
-    groups = [(group["_ng_task_index"], group["mean/reward"]) for group in found["group_level_metrics"]]
+    assert result["key_metrics"]["mean/reward"] == 3.0
+    groups = [(group["_ng_task_index"], group["mean/reward"]) for group in result["group_level_metrics"]]
     assert groups == [(0, 1.5), (1, 6.0)]
 
 

@@ -123,9 +123,9 @@ def test_the_openai_client_reads_embeddings(encoding: Any, shared: Any) -> None:
                 await client.embeddings.create(model="rm", input=[[0.5]])
             return await client.embeddings.create(model="rm", input=served.texts, encoding_format=encoding)
 
-    found = asyncio.run(ask())
-    assert [row.index for row in found.data] == [0, 1, 2, 3]
-    values = [row.embedding for row in found.data]
+    result = asyncio.run(ask())
+    assert [row.index for row in result.data] == [0, 1, 2, 3]
+    values = [row.embedding for row in result.data]
     if encoding == "base64":  # asked for in so many words, it is left to the caller
         values = [list(memoryview(base64.b64decode(str(value))).cast("f")) for value in values]
     assert [value for (value,) in values] == pytest.approx(served.scores, abs=1e-5)

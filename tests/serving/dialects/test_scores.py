@@ -37,13 +37,13 @@ def scores_through(client: Client, served: Served) -> list[float]:
     """What the client reads for each of `CHATS`, in one request or in one each."""
     items = forms_of(served, client.form)
     groups = [items] if client.at_once else [[item] for item in items]
-    found = []
+    result = []
     for group in groups:
         response = served.client.post(client.route, json=client.body(group))
         assert response.status_code == 200, response.text
         assert "X-Treeward-Warning" not in response.headers
-        found += client.read(response.json())
-    return found
+        result += client.read(response.json())
+    return result
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -94,9 +94,6 @@ def _fields(row: Row, columns: Mapping[str, Any], count: int) -> dict[str, list[
     }
 
 
-# --- graders ---------------------------------------------------------------------------------------------------------
-
-
 def by_scorer(scorer: ConversationScorer) -> Grader:
     """Scores of a reward model."""
     return lambda rows: score_groups(scorer, [samples.conversations for samples, _ in rows], on_error="mask")
@@ -143,9 +140,6 @@ def by_field(name: str) -> Grader:
 def fields_of(row: SampledRow) -> list[str]:
     """The fields of a row that hold a number for each of its samples."""
     return list(row[0].completions[0].grades)
-
-
-# --- rating a file ---------------------------------------------------------------------------------------------------
 
 
 def rate(

@@ -404,9 +404,6 @@ def _imbalance(metric: Metric) -> float:
     return 0.0 if metric.low is None or metric.high is None else max(metric.low, 1 - metric.high)
 
 
-# --- arithmetic ------------------------------------------------------------------------------------------------------
-
-
 def _trait(data: DataRead, name: str, num_prompts: int) -> Metric:
     """How often the better completion has more of it, of the pairs that differ. The interval is that of as many
     independent pairs as there are prompts at most."""

@@ -122,9 +122,6 @@ def _sections(blocks: Sequence[Block], examples: Examples) -> Iterator[Block]:
         yield section
 
 
-# --- what the templates call -----------------------------------------------------------------------------------------
-
-
 @cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
@@ -169,9 +166,6 @@ def _cell(value: Any, column: Block) -> Block:
     form = item.get("format") or ("number" if column["is_text"] else column["format"])
     shown, interval = format_interval(item, form)
     return {"value": shown, "range": interval, "order": item.get("value"), "rest": None}
-
-
-# --- scripts ---------------------------------------------------------------------------------------------------------
 
 
 @cache

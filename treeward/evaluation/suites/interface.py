@@ -107,9 +107,6 @@ class Suite(ABC):
         return float(scored.outcome == "right")
 
 
-# --- data of one's own -----------------------------------------------------------------------------------------------
-
-
 class PreferenceSuite(Suite):
     """Any preference data that the trainer reads, as a suite; `name` is that of its results.
 
@@ -147,9 +144,6 @@ class PreferenceSuite(Suite):
                 values.append(value)
                 prompts.append(example.example.context_key)
         return accuracy_metric(values, name, prompts)
-
-
-# --- rows ------------------------------------------------------------------------------------------------------------
 
 
 def suite_rows(source: str | None, hub_path: str, *, split: str | None) -> Iterator[Row]:

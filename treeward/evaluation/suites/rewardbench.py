@@ -157,9 +157,6 @@ def _example(row: Row) -> Preference:
     return published_example(row.where, subset, values.id, values.prompt, [*chosen, *values.rejected], ranks)
 
 
-# --- ties ------------------------------------------------------------------------------------------------------------
-
-
 def _tie_number(id: str, where: str | None = None) -> tuple[str, int]:
     kind, _, number = id.removeprefix("Ties/").partition(":")
     if kind not in ("ref", "tied") or not number.isdecimal():
