@@ -61,7 +61,7 @@ class Suite(ABC):
         """The suite's numbers; values are None where there is nothing to compute them from."""
         result = self._compute(scored)
         pairs = ((example.scores[i], example.scores[j]) for example in scored for i, j in example.pairs())
-        if not any(None not in pair for pair in pairs):  # what cannot be compared is no accuracy of 0 %
+        if scored and not any(None not in pair for pair in pairs):  # what cannot be compared is no accuracy of 0 %
             nothing: dict[str, Any] = {"value": None, "low": None, "high": None}
             headline = replace(result.headline, note="Nothing was scored, so there is no result.", **nothing)
             sections, subsets = (
