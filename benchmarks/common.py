@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -88,14 +89,14 @@ def shared_data() -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def load_pairs(longest: int) -> tuple[str, PreTrainedTokenizerBase, list[tuple[Ids, Ids]]]:
+def load_pairs(longest: int, size: str = "xs") -> tuple[str, PreTrainedTokenizerBase, list[tuple[Ids, Ids]]]:
     """(name of the data, tokenizer, (chosen, rejected) token ids) of HH harmless, or of the bundled data without it."""
     folder = shared_data()
     if folder is None:
         config = DatasetConfig(dataset_name="Bundled")
     else:
         config = DatasetConfig(dataset_name="HHTranscripts", data_path=str(folder / "hh_harmless" / "train.jsonl.gz"))
-    tokenizer = train_tokenizer(texts_of([open_dataset(config)]), vocab_size=VOCAB_SIZE)
+    tokenizer = tokenizer_of(size, texts_of([open_dataset(config)]))
     renderer = Renderer(tokenizer)
     pairs = []
     for preference, _ in open_dataset(config):
@@ -104,6 +105,28 @@ def load_pairs(longest: int) -> tuple[str, PreTrainedTokenizerBase, list[tuple[I
         if max(len(chosen), len(rejected)) <= longest and chosen != rejected:
             pairs.append((chosen, rejected))
     return ("bundled data" if folder is None else "HH harmless"), tokenizer, pairs
+
+
+def tokenizer_of(size: str, texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, or one that is trained on these texts."""
+    if size in SIZES:
+        return train_tokenizer(texts, vocab_size=vocab_size)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(size)
+    tokenizer.chat_template = Renderer(tokenizer).chat_template  # a base model has none of its own
+    return tokenizer
+
+
+def model_name(size: str) -> str:
+    """For a heading."""
+    return f"Qwen3 {size}" if size in SIZES else Path(size).name
+
+
+def add_model(parser: argparse.ArgumentParser, *, few: str | None = None) -> None:
+    """`--size`, or `--model` with a folder; and with `few` an option that leaves variants out."""
+    parser.add_argument("--size", default="xs", choices=tuple(SIZES), help="random weights of this size")
+    parser.add_argument("--model", dest="size", help="a Hugging Face folder instead, with its tokenizer")
+    if few is not None:
+        parser.add_argument("--float32", action="store_true", help=few)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -129,8 +152,9 @@ def describe(device: torch.device) -> str:
 def build(
     size: str, tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> RewardModel:
-    """A sequence classifier with random weights, the same for the same size and device, and a float32 head."""
-    hf = _random(AutoModelForSequenceClassification, size, tokenizer, device, dtype, num_labels=1)
+    """A sequence classifier with random weights, the same for the same size and device, or those of a folder; and a
+    float32 head."""
+    hf = _model(AutoModelForSequenceClassification, size, tokenizer, device, dtype, num_labels=1)
     initialise_head(hf, seed=0)
     ensure_pad_token(hf, tokenizer)
     return RewardModel(hf)
@@ -140,7 +164,7 @@ def build_causal(
     size: str, tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
     """The same as a causal language model."""
-    hf = _random(AutoModelForCausalLM, size, tokenizer, device, dtype)
+    hf = _model(AutoModelForCausalLM, size, tokenizer, device, dtype)
     embeddings = hf.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding)
     embeddings.padding_idx = None
@@ -148,7 +172,7 @@ def build_causal(
     return hf
 
 
-def _random(
+def _model(
     kind: Any,
     size: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -157,13 +181,20 @@ def _random(
     **settings: Any,
 ) -> PreTrainedModel:
     quiet_transformers()
+    if size not in SIZES:
+        hf: PreTrainedModel = kind.from_pretrained(
+            size, dtype=dtype or torch.float32, attn_implementation="sdpa", **settings
+        )
+        hf.config.pad_token_id = tokenizer.pad_token_id
+        hf.to(device)  # type: ignore[arg-type]
+        return hf
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     fields = {"vocab_size": len(tokenizer), **special, **_fields(size), **settings}
     device = torch.device(device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         config = AutoConfig.for_model(**fields)
-        hf: PreTrainedModel = kind.from_config(config, dtype=dtype or torch.float32, attn_implementation="sdpa")
+        hf = kind.from_config(config, dtype=dtype or torch.float32, attn_implementation="sdpa")
     return hf
 
 

@@ -1,7 +1,8 @@
 """A whole GRPO step, sampling included, against the whole step of TRL's GRPOTrainer.
 
-    python benchmarks/grpo_step.py [--size xs|s|m|l] [--prompts 8] [--completions 8] [--prompt-tokens 90]
-                                    [--new-tokens 64] [--rounds 3] [--float32] [--json FILE] [--device cuda] [--profile]
+    python benchmarks/grpo_step.py [--size xs|s|m|l | --model FOLDER] [--prompts 8] [--completions 8]
+                                    [--prompt-tokens 90] [--new-tokens 64] [--rounds 3] [--float32] [--json FILE]
+                                    [--device cuda] [--profile]
 
 A step draws the prompts, samples the completions, rewards them (a count of letters, which costs nothing), computes the
 reference's log-probabilities, and updates: forward, backward, clipping, AdamW. Both sides start from the same weights
@@ -25,7 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SIZES, VOCAB_SIZE, add_options, build_causal, describe, interleave, print_profile, use_device
+from common import (
+    add_model,
+    add_options,
+    build_causal,
+    describe,
+    interleave,
+    model_name,
+    print_profile,
+    tokenizer_of,
+    use_device,
+)
 from datasets import Dataset
 from scoring import load_prompts
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -33,7 +44,6 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from treeward.config.load import load_grpo_config
-from treeward.data.tokenizers import train_tokenizer
 from treeward.rl.generation import LocalGenerator
 from treeward.rl.grpo import GRPORun
 from treeward.rl.setup import set_up
@@ -78,7 +88,7 @@ def main() -> None:
     device = use_device(arguments.device)
     data, found = load_prompts()
     texts = (text for prompt, completions in found for text in (prompt, *completions))
-    tokenizer = train_tokenizer(texts, vocab_size=VOCAB_SIZE)
+    tokenizer = tokenizer_of(arguments.size, texts)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build_causal(arguments.size, tokenizer).save_pretrained(folder)
@@ -97,8 +107,9 @@ def main() -> None:
             calls[TREE_BF16] = lambda n: runs[TREE_BF16].step(n + 1)
             calls[TRL_DEFAULT] = lambda _: trainers[TRL_DEFAULT][1]()
         print(
-            f"{data}, Qwen3 {arguments.size}, {len(tokenizer)} tokens, {describe(device)}; {arguments.prompts} prompts "
-            f"of {arguments.prompt_tokens} tokens, {arguments.completions} completions of {arguments.new_tokens}"
+            f"{data}, {model_name(arguments.size)}, {len(tokenizer)} tokens, {describe(device)}; "
+            f"{arguments.prompts} prompts of {arguments.prompt_tokens} tokens, {arguments.completions} completions of "
+            f"{arguments.new_tokens}"
         )
         seconds = interleave(calls, arguments.rounds, device=device)
         print_ratios(seconds)
@@ -286,13 +297,12 @@ def print_parts(ours: Timed, theirs: Timed) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="xs", choices=tuple(SIZES))
+    add_model(parser, few="without TRL's default and bfloat16")
     parser.add_argument("--prompts", type=int, default=8, help="a step")
     parser.add_argument("--completions", type=int, default=8, help="to each prompt; with the prompts a multiple of 8")
     parser.add_argument("--prompt-tokens", type=int, default=90)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--float32", action="store_true", help="without TRL's default and bfloat16")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     add_options(parser)
     return parser.parse_args()

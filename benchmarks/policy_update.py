@@ -1,7 +1,8 @@
 """A policy update on prefix trees against treeward's own packed rows, TRL's GRPOTrainer and PrefixGrouper.
 
-    python benchmarks/policy_update.py [--size xs|s|m|l] [--completions 4 8 16] [--prompt-tokens 128 512]
-                                        [--prompts 4] [--rounds 5] [--json FILE] [--device cuda] [--profile]
+    python benchmarks/policy_update.py [--size xs|s|m|l | --model FOLDER] [--float32] [--completions 4 8 16]
+                                        [--prompt-tokens 128 512] [--prompts 4] [--rounds 5] [--json FILE]
+                                        [--device cuda] [--profile]
 
 Real completions of many models to real prompts (alpaca_eval), prompts as long as the completions and four times as
 long. Two things are timed: log-probabilities without gradients, and a whole update with a KL penalty: the reference,
@@ -35,14 +36,16 @@ from typing import Any
 import numpy as np
 import torch
 from common import (
-    SIZES,
     VOCAB_SIZE,
+    add_model,
     add_options,
     build_causal,
     describe,
     flops,
     interleave,
+    model_name,
     print_profile,
+    tokenizer_of,
     use_device,
 )
 from datasets import Dataset
@@ -61,7 +64,6 @@ from treeward.data.encoding import count_tree_tokens
 from treeward.data.preference import Message
 from treeward.data.prompt_sets import Prompt
 from treeward.data.rendering import Renderer
-from treeward.data.tokenizers import train_tokenizer
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.advantages import advantages
 from treeward.rl.generation import CompletionGroup, SampledCompletion, prompt_lengths
@@ -143,14 +145,22 @@ def main() -> None:
     device = use_device(arguments.device)
     data, prompts = load_prompts()
     texts = (text for prompt, completions in prompts for text in (prompt, *completions))
-    tokenizer = train_tokenizer(texts, vocab_size=arguments.vocabulary)
-    print(f"{data}, Qwen3 {arguments.size}, {len(tokenizer)} tokens, {describe(device)}")
+    tokenizer = tokenizer_of(arguments.size, texts, arguments.vocabulary)
+    print(f"{data}, {model_name(arguments.size)}, {len(tokenizer)} tokens, {describe(device)}")
     print(f"{arguments.prompts} prompts an update, micro-batches of {MICRO_BATCH_TOKENS} computed tokens")
     rows = []
     for prompt, completions in product(arguments.prompt_tokens, arguments.completions):
         work = make_work(prompts, tokenizer, Setting(completions, prompt, 128), arguments.prompts)
         rows.append(
-            measure(arguments.size, tokenizer, work, arguments.rounds, device=device, profile=arguments.profile)
+            measure(
+                arguments.size,
+                tokenizer,
+                work,
+                arguments.rounds,
+                device=device,
+                profile=arguments.profile,
+                few=arguments.float32,
+            )
         )
         if arguments.json is not None:  # after each: a run takes long
             arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
@@ -201,8 +211,12 @@ def measure(
     device: torch.device = torch.device("cpu"),  # noqa: B008
     profile: bool = False,
     exact: float = EXACT,
+    few: bool = False,
 ) -> dict[str, Any]:
-    """Everything about one setting. Raises `RuntimeError` where the variants do not compute the same."""
+    """Everything about one setting. Raises `RuntimeError` where the variants do not compute the same.
+
+    `few`: without PrefixGrouper and bfloat16.
+    """
     reference = build_causal(size, tokenizer, device)
     policy = moved(reference)
     with tempfile.TemporaryDirectory() as folder:
@@ -210,12 +224,15 @@ def measure(
         variants = {
             TREE: _ours(PolicyModel, policy, reference, work),
             PACKED: _ours(PackedRows, policy, reference, work.alone),
-            TREE_BF16: _ours(PolicyModel, policy, reference, work, dtype=torch.bfloat16),
             TRL: trl_update(policy, Path(folder), tokenizer, work, default=False),
-            TRL_DEFAULT: trl_update(policy, Path(folder), tokenizer, work, default=True),
-            GROUPER: _grouper(policy, reference, work, all_logits=True),
-            GROUPER_OUR_HEAD: _grouper(policy, reference, work, all_logits=False),
         }
+        if not few:
+            variants |= {
+                TREE_BF16: _ours(PolicyModel, policy, reference, work, dtype=torch.bfloat16),
+                TRL_DEFAULT: trl_update(policy, Path(folder), tokenizer, work, default=True),
+                GROUPER: _grouper(policy, reference, work, all_logits=True),
+                GROUPER_OUR_HEAD: _grouper(policy, reference, work, all_logits=False),
+            }
     differences = check_exact(variants, exact)
     calls: dict[str, Callable[[int], object]] = {
         **{f"log_probs {name}": partial(_ignore_round, variants[name].log_probs) for name in (TREE, PACKED)},
@@ -241,7 +258,8 @@ def measure(
         ("update", GROUPER, TREE),
         ("update", GROUPER_OUR_HEAD, TREE),
     ]:
-        row[f"{what} x {base}"] = _ratio(seconds[f"{what} {base}"], seconds[f"{what} {ours}"])
+        if base in variants:
+            row[f"{what} x {base}"] = _ratio(seconds[f"{what} {base}"], seconds[f"{what} {ours}"])
     return row
 
 
@@ -530,25 +548,20 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
         )
     )
     print("\nAgainst the update of PrefixGrouper and of GRPOTrainer, whose default is bfloat16 with checkpointing\n")
-    print(
-        results_table(
-            shown,
-            [
-                *setting,
-                Column(f"ms update {TREE}", title="ms, float32", format=".0f"),
-                Column(f"ms update {GROUPER}", title="PrefixGrouper ms", format=".0f"),
-                Column(f"update x {GROUPER}", title="x PrefixGrouper"),
-                Column(f"update x {GROUPER_OUR_HEAD}", title="x it with our head"),
-                Column(f"difference {GROUPER}", title="difference", format=".1e"),
-                Column(f"ms update {TRL}", title="TRL ms", format=".0f"),
-                Column(f"update x {TRL}", title="x TRL"),
-                Column(f"difference {TRL}", title="difference", format=".1e"),
-                Column(f"ms update {TREE_BF16}", title="ms, bfloat16", format=".0f"),
-                Column(f"ms update {TRL_DEFAULT}", title="TRL's default ms", format=".0f"),
-                Column(f"update x {TRL_DEFAULT}", title="x TRL's default"),
-            ],
-        )
-    )
+    columns = [
+        Column(f"ms update {TREE}", title="ms, float32", format=".0f"),
+        Column(f"ms update {GROUPER}", title="PrefixGrouper ms", format=".0f"),
+        Column(f"update x {GROUPER}", title="x PrefixGrouper"),
+        Column(f"update x {GROUPER_OUR_HEAD}", title="x it with our head"),
+        Column(f"difference {GROUPER}", title="difference", format=".1e"),
+        Column(f"ms update {TRL}", title="TRL ms", format=".0f"),
+        Column(f"update x {TRL}", title="x TRL"),
+        Column(f"difference {TRL}", title="difference", format=".1e"),
+        Column(f"ms update {TREE_BF16}", title="ms, bfloat16", format=".0f"),
+        Column(f"ms update {TRL_DEFAULT}", title="TRL's default ms", format=".0f"),
+        Column(f"update x {TRL_DEFAULT}", title="x TRL's default"),
+    ]
+    print(results_table(shown, [*setting, *(column for column in columns if column.key in shown[0])]))
     print()
     for gate, passed in gates(rows):
         print(f"{'passed' if passed else 'MISSED'}  {gate}")
@@ -565,10 +578,10 @@ def gates(rows: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
             gate = f"{what}, {setting}: {share:.0%} of the saving of tokens (by FLOPs at most {allowed:.0%})"
             found.append((f"{gate}; promised {GATE_SHARE:.0%}", share >= GATE_SHARE))
         if row["completions"] == 8 and row["prompt"] <= 1.25 * row["completion"]:
-            for base in (TRL, TRL_DEFAULT):
+            for base in [base for base in (TRL, TRL_DEFAULT) if f"update x {base}" in row]:
                 times = row[f"update x {base}"][0]
                 found.append((f"update, {setting}: {times:.2f} x {base}; promised {GATE_TRL:.0f} x", times >= GATE_TRL))
-        if row["completions"] == 8:
+        if row["completions"] == 8 and f"update x {GROUPER}" in row:
             times = row[f"update x {GROUPER}"][0]
             found.append((f"update, {setting}: {times:.2f} x {GROUPER}; goal {GATE_GROUPER}", times >= GATE_GROUPER))
     return found
@@ -576,7 +589,7 @@ def gates(rows: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="xs", choices=tuple(SIZES))
+    add_model(parser, few="only trees, packed rows and TRL in float32, for models of which few fit into memory")
     parser.add_argument("--vocabulary", type=int, default=VOCAB_SIZE, help="of the tokenizer: how much the head costs")
     parser.add_argument("--prompts", type=int, default=4, help="an update; with 4 completions each, an even number")
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,6 +1,7 @@
 """Scoring K answers to one prompt: trees against Hugging Face rows, one by one and in padded batches.
 
-    python benchmarks/scoring.py [--size xs|s|m|l] [--prompts 6] [--rounds 5] [--device cuda] [--profile]
+    python benchmarks/scoring.py [--size xs|s|m|l | --model FOLDER] [--prompts 6] [--rounds 5]
+                                  [--device cuda] [--profile]
 
 Real answers of many models to real prompts (alpaca_eval), as they are and behind about 1000 tokens of earlier turns.
 The rows are plain transformers: one sequence a forward without padding, and right-padded batches of 8. Every variant
@@ -19,16 +20,17 @@ from typing import Any
 
 import torch
 from common import (
-    SIZES,
-    VOCAB_SIZE,
+    add_model,
     add_options,
     build,
     describe,
     flops,
     interleave,
     median_ratio,
+    model_name,
     print_profile,
     shared_data,
+    tokenizer_of,
     use_device,
 )
 from torch import Tensor
@@ -37,7 +39,6 @@ from transformers import PreTrainedTokenizerBase
 from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
 from treeward.data.synthetic import bundled_path
-from treeward.data.tokenizers import train_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.scorer import Scorer
 from treeward.tables import Column, results_table
@@ -51,11 +52,9 @@ def main() -> None:
     arguments = _parse()
     device = use_device(arguments.device)
     data, prompts = load_prompts()
-    tokenizer = train_tokenizer(
-        (text for prompt, answers in prompts for text in (prompt, *answers)), vocab_size=VOCAB_SIZE
-    )
+    tokenizer = tokenizer_of(arguments.size, (text for prompt, answers in prompts for text in (prompt, *answers)))
     model = build(arguments.size, tokenizer, device, torch.bfloat16 if device.type == "cuda" else None).eval()
-    print(f"{data}, Qwen3 {arguments.size}, {describe(device)}, {arguments.prompts} prompts\n")
+    print(f"{data}, {model_name(arguments.size)}, {describe(device)}, {arguments.prompts} prompts\n")
     rows = []
     for num_answers in (8, 16):
         for earlier in (0, 1000):
@@ -179,7 +178,7 @@ def _common(group: Group) -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="xs", choices=tuple(SIZES))
+    add_model(parser)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)
     add_options(parser)

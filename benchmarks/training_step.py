@@ -1,6 +1,7 @@
 """A training step on prefix trees against TRL's RewardTrainer, on the same comparisons in one interleaved run.
 
-    python benchmarks/training_step.py [--size xs|s|m|l] [--pairs 8] [--rounds 12] [--device cuda] [--profile]
+    python benchmarks/training_step.py [--size xs|s|m|l | --model FOLDER] [--float32] [--pairs 8] [--rounds 12]
+                                       [--longest 1024] [--device cuda] [--profile]
 
 A step is forward, backward, clipping and fused AdamW on the same real comparisons. For TRL it is the peer's own
 collator and `training_step`, without its data loader and logging. Rows are padded as each does it; "packed" is
@@ -18,14 +19,15 @@ from typing import Any
 
 import torch
 from common import (
-    SIZES,
     activation_bytes,
+    add_model,
     add_options,
     build,
     describe,
     interleave,
     load_pairs,
     median_ratio,
+    model_name,
     print_profile,
     use_device,
 )
@@ -49,24 +51,31 @@ Variant = tuple[Step, Callable[[Batch], int]]
 """A step on a batch, which gives the loss; and the bytes of the activations that it keeps."""
 
 LEARNING_RATE = 1e-5
+TRL, TRL_DEFAULT, PACKED = "TRL, float32", "TRL, default (bf16, checkpointing)", "treeward, packed rows"
+TREE, TREE_BF16 = "treeward, tree", "treeward, tree, bf16"
+PEERS = {"TRL float32": TRL, "TRL default": TRL_DEFAULT, "packed": PACKED}
 
 
 def main() -> None:
     arguments = _parse()
     device, size = use_device(arguments.device), arguments.size
-    data, tokenizer, pairs = load_pairs(longest=1024)
+    data, tokenizer, pairs = load_pairs(arguments.longest, size)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(pairs), generator=generator).tolist()
     batches = [[pairs[i] for i in order[n : n + arguments.pairs]] for n in range(0, len(order), arguments.pairs)]
-    names = {
-        "TRL, default (bf16, checkpointing)": _trl(size, tokenizer, pairs, device, default=True),
-        "TRL, float32": _trl(size, tokenizer, pairs, device, default=False),
-        "treeward, padded rows": _ours(size, tokenizer, "rows", device),
-        "treeward, packed rows": _ours(size, tokenizer, "packed", device),
-        "treeward, tree": _ours(size, tokenizer, "tree", device),
-        "treeward, tree, medium": _ours(size, tokenizer, "tree", device, matmul="medium"),
-        "treeward, tree, bf16": _ours(size, tokenizer, "tree", device, dtype=torch.bfloat16),
-    }
+    names = {TRL: _trl(size, tokenizer, pairs, device, default=False)}
+    if not arguments.float32:
+        names |= {
+            TRL_DEFAULT: _trl(size, tokenizer, pairs, device, default=True),
+            "treeward, padded rows": _ours(size, tokenizer, "rows", device),
+            PACKED: _ours(size, tokenizer, "packed", device),
+        }
+    names[TREE] = _ours(size, tokenizer, "tree", device)
+    if not arguments.float32:
+        names |= {
+            "treeward, tree, medium": _ours(size, tokenizer, "tree", device, matmul="medium"),
+            TREE_BF16: _ours(size, tokenizer, "tree", device, dtype=torch.bfloat16),
+        }
     first = {name: float(step(batches[0])) for name, (step, _) in names.items()}  # same weights: the same loss
 
     def take(step: Step, number: int) -> torch.Tensor:
@@ -75,16 +84,14 @@ def main() -> None:
     seconds = interleave(
         {name: partial(take, step) for name, (step, _) in names.items()}, arguments.rounds, device=device
     )
-    base, trl_default = seconds["TRL, float32"], seconds["TRL, default (bf16, checkpointing)"]
+    base = seconds[TRL]
     real, computed, padded = _tokens([batches[n % len(batches)] for n in range(1, arguments.rounds + 1)])
     rows = [
         {
             "variant": name,
             "ms": 1000 * sorted(seconds[name])[len(base) // 2],
             "rate": real / sum(seconds[name]),
-            "vs32": median_ratio(base, seconds[name]),
-            "vsdefault": median_ratio(trl_default, seconds[name]),
-            "packed": median_ratio(seconds["treeward, packed rows"], seconds[name]),
+            **{key: median_ratio(seconds[other], seconds[name]) for key, other in PEERS.items() if other in seconds},
             "memory": kept(batches[0]) / 1e6,
             "loss": first[name],
         }
@@ -94,17 +101,15 @@ def main() -> None:
         Column("variant"),
         Column("ms", title="ms a step", format=".0f"),
         Column("rate", title="tokens/s", format=",.0f"),
-        Column("vs32", title="x TRL float32", format=".2f"),
-        Column("vsdefault", title="x TRL default", format=".2f"),
-        Column("packed", title="x packed", format=".2f"),
+        *(Column(key, title=f"x {key}", format=".2f") for key, other in PEERS.items() if other in seconds),
         Column("memory", title="activations MB", format=".0f"),
         Column("loss", title="first loss", format=".6f"),
     ]
-    print(f"\n{data}, {arguments.pairs} pairs a step, Qwen3 {size}, {describe(device)}")
+    print(f"\n{data}, {arguments.pairs} pairs a step, {model_name(size)}, {describe(device)}")
     print(f"tokens: {padded / computed:.2f} padded, {real / computed:.2f} packed for 1 on trees\n")
     print(results_table(rows, columns))
     if arguments.profile:
-        for name in ("treeward, tree", "treeward, tree, bf16"):
+        for name in [name for name in (TREE, TREE_BF16) if name in names]:
             print_profile(name, partial(names[name][0], batches[0]), device)
 
 
@@ -222,7 +227,8 @@ def _tokens(batches: list[Batch]) -> tuple[int, int, int]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="xs", choices=tuple(SIZES))
+    add_model(parser, few="only trees against TRL in float32, for models of which few fit into memory")
+    parser.add_argument("--longest", type=int, default=1024, help="tokens of a conversation")
     parser.add_argument("--pairs", type=int, default=8, help="comparisons a step")
     parser.add_argument("--rounds", type=int, default=12)
     add_options(parser)

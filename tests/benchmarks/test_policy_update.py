@@ -55,8 +55,8 @@ def work_of(benchmark: ModuleType) -> Any:
 @pytest.fixture(scope="module")
 def tokenizer(benchmark: ModuleType) -> PreTrainedTokenizerBase:
     _, prompts = benchmark.load_prompts()
-    tokenizer: PreTrainedTokenizerBase = benchmark.train_tokenizer(
-        (text for prompt, texts in prompts for text in (prompt, *texts)), vocab_size=400
+    tokenizer: PreTrainedTokenizerBase = benchmark.tokenizer_of(
+        "xs", (text for prompt, texts in prompts for text in (prompt, *texts)), vocab_size=400
     )
     return tokenizer
 
