@@ -1,11 +1,14 @@
-"""`preference(...)` and `rated(...)`: what a suite gives and a model scores, made of texts."""
+"""`preference(...)`, `rated(...)` and `RuleScorer`: what a suite gives and a model scores, made of texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from treeward.data.preference import Completion, Message, Preference
 from treeward.evaluation.results import ScoredExample
+from treeward.scoring.score import Conversation, OnError, Score
 
 
 def preference(
@@ -29,3 +32,29 @@ def rated(example: Preference, scores: Sequence[float | None]) -> ScoredExample:
     errors = tuple("too long" if score is None else None for score in scores)
     lengths = tuple(len(completion.messages[-1]["content"]) for completion in example.completions)
     return ScoredExample(example, tuple(scores), lengths, (1,) * len(scores), errors)
+
+
+class RuleScorer:
+    """Scores by a rule of the context and the last text, by default its length; None has the `error`.
+
+    It dies when it has scored `most` conversations.
+    """
+
+    def __init__(
+        self,
+        rule: Callable[[list[Any], str], float | None] = lambda context, text: float(len(text)),
+        *,
+        most: float = math.inf,
+        error: str = "too long",
+    ) -> None:
+        self.rule, self.most, self.error, self.num_scored = rule, most, error, 0
+
+    def score(
+        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+    ) -> list[Score]:
+        if self.num_scored + len(conversations) > self.most:
+            raise KeyboardInterrupt
+        self.num_scored += len(conversations)
+        values = [self.rule(list(chat[:-1]), chat[-1]["content"]) for chat in conversations]
+        assert on_error == "mask" or None not in values
+        return [Score(value, 3, error=self.error if value is None else None) for value in values]

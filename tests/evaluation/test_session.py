@@ -6,14 +6,14 @@ import copy
 import gc
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from evaluated import preference
+from evaluated import RuleScorer, preference
 from families import tiny_model
 
 from treeward.config.scoring import EnsembleConfig, RewardShapingConfig
@@ -37,7 +37,6 @@ from treeward.model.reward_model import RewardModel
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.golden import sign_folder
 from treeward.scoring.rewarding import RewardScorer
-from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper
 
@@ -71,35 +70,19 @@ class Questions(Suite):
         return SuiteResult(self.name, accuracy_metric([self.outcome_value(one) for one in scored], "accuracy"))
 
 
-class Model:
-    """Scores by a rule; it dies when it has scored `most` conversations."""
-
-    def __init__(self, rule: Callable[[str], float | None] = len, most: int | None = None) -> None:
-        self.rule, self.most, self.num_scored = rule, most, 0
-
-    def score(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
-    ) -> list[Score]:
-        if self.most is not None and self.num_scored + len(conversations) > self.most:
-            raise KeyboardInterrupt
-        self.num_scored += len(conversations)
-        values = [self.rule(chat[-1]["content"]) for chat in conversations]
-        return [Score(value, 3, error="refused" if value is None else None) for value in values]
-
-
-def candidate(name: str, model: Model | None = None, **fields: Any) -> Candidate:
-    return Candidate(name, lambda: (model or Model(), {"model": name}), **fields)
+def candidate(name: str, model: RuleScorer | None = None, **fields: Any) -> Candidate:
+    return Candidate(name, lambda: (model or RuleScorer(), {"model": name}), **fields)
 
 
 @pytest.mark.slow
 def test_the_suites_are_read_once_and_one_model_is_in_memory_at_a_time(tmp_path: Path) -> None:
     suites = [Questions("a"), Questions("b")]
-    living: list[weakref.ref[Model]] = []
+    living: list[weakref.ref[RuleScorer]] = []
 
-    def load() -> tuple[Model, dict[str, Any]]:
+    def load() -> tuple[RuleScorer, dict[str, Any]]:
         gc.collect()
         assert all(model() is None for model in living), "the model before is still in memory"
-        model = Model()
+        model = RuleScorer()
         living.append(weakref.ref(model))
         return model, {"model": "m"}
 
@@ -114,30 +97,30 @@ def test_the_suites_are_read_once_and_one_model_is_in_memory_at_a_time(tmp_path:
 
 @pytest.mark.slow
 def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(tmp_path: Path) -> None:
-    def run(model: Model, output: Path, perturbations: int = 60) -> Any:
+    def run(model: RuleScorer, output: Path, perturbations: int = 60) -> Any:
         suites = [(Questions(), None)]
         return run_evaluation([candidate("m", model)], suites, output, num_perturbations=perturbations)
 
-    whole = Model()
+    whole = RuleScorer()
     want = run(whole, tmp_path / "whole")
     num_rewritten = whole.num_scored - 180
     # It dies while it scores the rows, and once more while it scores the rewritten replies.
     for most in (130, 180 + num_rewritten // 2):
         with pytest.raises(KeyboardInterrupt):
-            run(Model(most=most), tmp_path / "cut")
+            run(RuleScorer(most=most), tmp_path / "cut")
     folder = tmp_path / "cut" / "m" / "questions"
     kept = [json.loads(line) for line in (folder / "perturbations.jsonl").read_text().splitlines()]
     assert 0 < len(kept) < 60 and len((folder / "examples.jsonl").read_text().splitlines()) == 90
-    remaining = Model()
+    remaining = RuleScorer()
     got = run(remaining, tmp_path / "cut")
     assert remaining.num_scored == num_rewritten - sum(len(row["scores"]) for row in kept)
     assert got.summaries[0].perturbations == want.summaries[0].perturbations
     read = [json.loads((tmp_path / name / "results.json").read_text())["results"] for name in ("whole", "cut")]
     assert read[0] == read[1]
-    again = Model()
+    again = RuleScorer()
     assert run(again, tmp_path / "cut").summaries[0].perturbations == want.summaries[0].perturbations
     assert again.num_scored == 0
-    more = Model()
+    more = RuleScorer()
     grown = run(more, tmp_path / "cut", 80)
     assert grown.summaries[0].perturbations.accuracy.count == 80
     assert 0 < more.num_scored < num_rewritten  # what the smaller sample has is not scored again
@@ -159,7 +142,7 @@ def test_names_that_would_share_a_folder(tmp_path: Path) -> None:
             run_evaluation(models, suites, tmp_path)
     run_evaluation([candidate("a")], [(Questions(), None)], tmp_path)
     with pytest.raises(CheckpointError, match="another model"):
-        run_evaluation([Candidate("a", lambda: (Model(), {"model": "another"}))], [(Questions(), None)], tmp_path)
+        run_evaluation([Candidate("a", lambda: (RuleScorer(), {"model": "another"}))], [(Questions(), None)], tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +203,7 @@ def test_the_identity_is_what_a_score_or_reward_depends_on(
     with torch.no_grad():
         next(unsigned.model.parameters())[0, 0] += 1e-3
     assert before != scorer_identity(Scorer(model, Renderer(copy.deepcopy(tiny_tokenizer))), "m")
-    assert scorer_identity(Model(), "mine") == {"model": "mine"}
+    assert scorer_identity(RuleScorer(), "mine") == {"model": "mine"}
 
 
 def results_of(folder: Path) -> dict[str, Any]:
@@ -229,7 +212,7 @@ def results_of(folder: Path) -> dict[str, Any]:
 
 
 def test_what_is_complete_is_written_when_a_later_model_fails(tmp_path: Path) -> None:
-    def no_model() -> tuple[Model, dict[str, Any]]:
+    def no_model() -> tuple[RuleScorer, dict[str, Any]]:
         raise ConfigError("there is no such folder", where="nowhere")
 
     candidates = [candidate("x", note="mine"), Candidate("y", no_model), candidate("z")]

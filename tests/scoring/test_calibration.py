@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evaluated import RuleScorer
 
 from treeward.config.scoring import RewardShapingConfig
 from treeward.data.preference import Completion, Preference
@@ -21,29 +22,19 @@ from treeward.scoring.calibration import (
     fit_temperature,
     preference_nll,
 )
-from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.shaping import Shaper
-
-
-class LengthLover:
-    """Scores a completion `q=<quality> xxx...` by its quality and 0.01 for each of its characters."""
-
-    def score(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
-    ) -> list[Score]:
-        scores = []
-        for conversation in conversations:
-            text = conversation[-1]["content"]
-            if "unscorable" in text:
-                assert on_error == "mask"
-                scores.append(Score(None, error="it was planted so"))
-            else:
-                scores.append(Score(_quality(text) + 0.01 * len(text)))
-        return scores
 
 
 def _quality(text: str) -> float:
     return float(text.split()[0].removeprefix("q="))
+
+
+def length_lover() -> RuleScorer:
+    """Scores a completion `q=<quality> xxx...` by its quality and 0.01 for each of its characters."""
+    return RuleScorer(
+        lambda context, text: None if "unscorable" in text else _quality(text) + 0.01 * len(text),
+        error="it was planted so",
+    )
 
 
 def completion(quality: float, length: int) -> str:
@@ -69,14 +60,14 @@ def planted(count: int, seed: int = 0) -> list[Preference]:
 
 
 def calibrated(rows: list[Preference], **options: Any) -> RewardCalibration:
-    return calibrate(LengthLover(), iter(rows), name="planted", length_unit="characters", **options)
+    return calibrate(length_lover(), iter(rows), name="planted", length_unit="characters", **options)
 
 
 def test_a_planted_length_bias_is_found_and_taken_away() -> None:
     calibration = calibrated(planted(600))
     held_out = planted(400, seed=1)
     conversations = [[*row.context, *c.messages] for row in held_out for c in row.completions]
-    scores = LengthLover().score(conversations)
+    scores = length_lover().score(conversations)
     shaper = Shaper(RewardShapingConfig(length_calibration=True), calibration=calibration)
     shaped = np.array([one.value for one in shaper.shape(scores, conversations)], dtype=float)
     lengths = np.array([len(c[-1]["content"]) for c in conversations])
@@ -96,7 +87,7 @@ def test_a_planted_length_bias_is_found_and_taken_away() -> None:
     # the temperature after the curve is that of what the curve leaves
     assert curve.residual_temperature is not None and calibration.temperature is not None
     chats = [[*row.context, *c.messages] for row in planted(600) for c in row.completions]
-    left = np.array([one.value for one in shaper.shape(LengthLover().score(chats), chats)], dtype=float)
+    left = np.array([one.value for one in shaper.shape(length_lover().score(chats), chats)], dtype=float)
     own = fit_temperature(left[::2] - left[1::2])
     assert own is not None and own.value == pytest.approx(curve.residual_temperature.value)
     assert own.value != pytest.approx(calibration.temperature.value, rel=0.05)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from evaluated import RuleScorer
 from families import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,26 +26,7 @@ from treeward.evaluation.diagnostics.perturbations import (
 )
 from treeward.evaluation.results import Diagnostic, ScoredExample, score_examples
 from treeward.model.reward_model import RewardModel
-from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.scorer import Scorer
-
-
-class Rule:
-    """Scores by a known rule, to see whether its weakness is found; it dies after `most` conversations."""
-
-    def __init__(self, rule: Callable[[list[Any], str], float | None], most: float = float("inf")) -> None:
-        self.rule, self.most = rule, most
-        self.conversations: list[Conversation] = []
-
-    def score(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
-    ) -> list[Score]:
-        assert on_error == "mask"
-        if len(self.conversations) > self.most:
-            raise KeyboardInterrupt
-        self.conversations += conversations
-        values = [self.rule(list(chat[:-1]), chat[-1]["content"]) for chat in conversations]
-        return [Score(value, 1, error=None if value is not None else "too long") for value in values]
 
 
 def by_letters(context: Any, text: str) -> float:
@@ -55,13 +37,13 @@ def scored(scorer: Any, examples: Sequence[Preference]) -> list[ScoredExample]:
     return list(score_examples(scorer, map(perturbed, examples), at_once=16))
 
 
-def diagnosed(rule: Rule, examples: Sequence[Preference], num_examples: int = 200) -> Diagnostic:
+def diagnosed(rule: RuleScorer, examples: Sequence[Preference], num_examples: int = 200) -> Diagnostic:
     sampled = sample_examples(examples, num_examples)
     return diagnose_perturbations(sampled, scored(rule, sampled))
 
 
 def test_a_scorer_that_likes_length_is_won_by_padding_and_never_by_cutting(bundled: Any) -> None:
-    metrics = diagnosed(Rule(lambda context, text: len(text) / 100), bundled("length_controlled"))
+    metrics = diagnosed(RuleScorer(lambda context, text: len(text) / 100), bundled("length_controlled"))
     assert (metrics.padding_relative_shift.low or 0) > 0.8
     assert (metrics.padding_rejected_flips.value or 0) > 0.2
     assert (metrics.truncated_50_relative_shift.high or 0) < 0
@@ -73,7 +55,7 @@ def test_a_scorer_that_knows_the_quality_is_right_under_every_change_of_style_bu
 ) -> None:
     formats = ("Answer", "word", "reply", "dash", "End", "[")
     plain = [one for one in bundled("length_controlled") if not any(word in str(one.context) for word in formats)]
-    metrics = diagnosed(Rule(gold_quality), plain, num_examples=60)
+    metrics = diagnosed(RuleScorer(gold_quality), plain, num_examples=60)
     assert metrics.accuracy.value == 1 and metrics.robust_accuracy.count == min(60, len(plain)) > 40
     assert metrics.white_space_relative_shift.value == metrics.white_space_rejected_flips.value == 0
 
@@ -93,7 +75,7 @@ def test_the_numbers_of_a_hand_made_table(make_example: Any) -> None:
         is_known, is_padded = text in ("good", "poor"), text.startswith(("good ", "poor "))
         return made[context[-1]["content"]][int(is_padded)][side] if is_known or is_padded else None
 
-    diagnostic = diagnosed(Rule(score), [make_example(name, name, ["good", "poor"]) for name in made])
+    diagnostic = diagnosed(RuleScorer(score), [make_example(name, name, ["good", "poor"]) for name in made])
     numbers = {name: (metric.value, metric.count) for name, metric in diagnostic.numbers.items()}
     assert numbers["accuracy"] == (4 / 5, 5)
     assert numbers["robust_accuracy"] == (1 / 5, 5)  # a and d are lost to a lifted completion, b to a fallen one
@@ -129,17 +111,17 @@ def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: An
     assert set(ids[0]) < set(ids[1])  # so that a larger sample scores only what it has more
     fewer = [example for example in some if example.id not in ids[0][:3]]
     assert set(ids[0][3:]) <= {example.id for example in sample_examples(fewer, 20)}
-    assert scored(Rule(by_letters), first[23:]) == scored(Rule(by_letters), first)[23:]
+    assert scored(RuleScorer(by_letters), first[23:]) == scored(RuleScorer(by_letters), first)[23:]
     unusable = [make_example("a", "p", ["x", "y"], ranks=[0, 0]), make_example("b", "p", ["x", " "])]
     assert sample_examples(unusable, 5) == []
 
 
 def test_failures_are_counted_and_left_out(bundled: Any) -> None:
     examples = bundled("length_controlled")
-    rule = Rule(lambda context, text: None if len(text) > 180 else float(len(text)))
+    rule = RuleScorer(lambda context, text: None if len(text) > 180 else float(len(text)))
     metrics = diagnosed(rule, examples, num_examples=50)
     assert (metrics.padding_relative_shift.count or 0) < (metrics.truncated_50_relative_shift.count or 0)
-    masked = diagnosed(Rule(lambda context, text: None), examples, num_examples=5)
+    masked = diagnosed(RuleScorer(lambda context, text: None), examples, num_examples=5)
     assert masked.accuracy.value == 0 and masked.padding_relative_shift.value is None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluated import preference, rated
+from evaluated import RuleScorer, preference, rated
 from report_sample import EMPTY, BestOf, by_length, perfect, scored, summary, three_in_eight
 
 from treeward.config.data import DatasetConfig
@@ -19,19 +19,11 @@ from treeward.evaluation.findings import Summary, findings, length_finding, stan
 from treeward.evaluation.page import LABELS, metrics_table, report_blocks, write_results
 from treeward.evaluation.results import Metric, score_examples
 from treeward.evaluation.suites import PreferenceSuite
-from treeward.scoring.score import Score
 
 
 class Coin(BestOf):
     def chance(self, part: str | None = None) -> float | None:
         return 0.5
-
-
-class Lengths:
-    """Scores a completion by its length."""
-
-    def score(self, conversations: Sequence[Any], **_: Any) -> list[Score]:
-        return [Score(float(len(one[-1]["content"])), 7) for one in conversations]
 
 
 def block(blocks: Sequence[dict[str, Any]], title: str) -> dict[str, Any]:
@@ -109,7 +101,7 @@ def test_every_number_has_a_name_in_words() -> None:
         "m",
         perturbations=diagnose_perturbations(
             [one.example for one in examples],
-            list(score_examples(Lengths(), [perturbed(one.example) for one in examples], at_once=16)),
+            list(score_examples(RuleScorer(), [perturbed(one.example) for one in examples], at_once=16)),
         ),
         overlap=overlap(near=3, exact=1),
     )
