@@ -14,13 +14,23 @@ import json
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-__all__ = ["Asked", "Loopback", "serving_on_loopback"]
+__all__ = ["Asked", "Loopback", "serving_on_loopback", "wait_until"]
+
+
+def wait_until(condition: Callable[[], Any], *, seconds: float = 600.0) -> Any:
+    """What the condition gives once it holds."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
+    return value
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,14 @@ def assistant(content: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
+def chat(question: Any, completion: Any) -> list[dict[str, Any]]:
+    return [user(question), assistant(completion)]
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
+
+
 def write_jsonl(path: Path, *rows: Any) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

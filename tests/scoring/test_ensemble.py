@@ -14,6 +14,7 @@ import torch
 from families import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import chat
 from signed import signed
 
 from treeward.config.scoring import EnsembleConfig
@@ -30,10 +31,6 @@ from treeward.scoring.scorer import Scorer
 CLOSE = 1e-5
 METHODS = ("mean", "worst", "uncertainty")
 RAW = EnsembleConfig(standardize=False)
-
-
-def chat(question: str, completion: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
 
 
 CHATS = [

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import plain_scores, tiny_model
+from messages import edit_json
 from signed import signed
 from transformers import AutoTokenizer
 
@@ -161,8 +162,7 @@ def test_padding_that_plain_transformers_would_read_is_known(
     if where == "tokenizer":
         edits["tokenizer_config.json"] = {"pad_token": tiny_tokenizer.eos_token}
     for file, values in edits.items():
-        content = json.loads((folder / file).read_text(encoding="utf-8"))
-        (folder / file).write_text(json.dumps(content | values), encoding="utf-8")
+        edit_json(folder / file, **values)
     contract = sign_folder(folder)
     assert contract.read.plain_transformers == (where == "tokenizer") and contract.read.position == "before padding"
     assert contract.rendering.pad_token_id == end

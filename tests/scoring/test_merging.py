@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_model
+from messages import edit_json
 from safetensors.torch import load_file, save_file
 from signed import signed
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -63,10 +64,6 @@ def change(folder: Path, **new: Any) -> None:
     save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def change_json(path: Path, **new: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | new), encoding="utf-8")
-
-
 @pytest.mark.parametrize(
     ("family", "weights"),
     [("gemma2", None), ("bert", (0.7, 0.2, 0.1))],
@@ -97,7 +94,7 @@ def test_sharded_checkpoints(make: Make, tmp_path: Path) -> None:
 def test_the_folder_is_complete_and_says_what_it_is_made_of(make: Make, tmp_path: Path) -> None:
     a, b = make(1), make(2)
     (a / "README.md").write_text("of a", encoding="utf-8")
-    change_json(a / "config.json", _name_or_path=str(a))
+    edit_json(a / "config.json", _name_or_path=str(a))
     assert main(["merge", str(a), str(b), "--output", str(tmp_path / "merged"), "--weights", "0.75,0.25"]) == 0
     card = (tmp_path / "merged" / "README.md").read_text(encoding="utf-8")
     assert f"| {a.parent.name}/final | 0.75 |" in card and f"| {b.parent.name}/final | 0.25 |" in card

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from families import plain_scores, tiny_model
+from messages import assistant, user
 from safetensors.torch import load_file, save_file
 
 from treeward.config.data import DatasetConfig
@@ -29,14 +30,6 @@ from treeward.tree.prefix import PrefixCache
 from treeward.tree.token_tree import TokenTree
 
 CLOSE = 1e-5
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
 
 
 CHATS = [

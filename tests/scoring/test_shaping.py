@@ -150,10 +150,6 @@ def test_a_sample_without_its_references_has_no_reward() -> None:
 # --- rewards in the place of scores -----------------------------------------------------------------------------------
 
 
-def answered(answer: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}]
-
-
 class Lengths:
     """The score is the length of the reply; a reply of "?" has none."""
 
@@ -179,7 +175,7 @@ def reward_scorer(**section: Any) -> RewardScorer:
 
 
 def test_the_reward_takes_the_place_of_the_score() -> None:
-    chats = [answered("a" * n) for n in (1, 4, 9)]
+    chats = [chat("a" * n) for n in (1, 4, 9)]
     penalised = reward_scorer(length_penalty={"coefficient": 2.0, "threshold": 3}).score(chats)
     assert [one.score for one in penalised] == [1, 4 - 2, 9 - 12]
     assert [(one.num_tokens, one.heads, one.error) for one in penalised] == [(9, (1.0, 2.0), None)] * 3
@@ -191,11 +187,11 @@ def test_the_reward_takes_the_place_of_the_score() -> None:
 def test_what_has_no_score_has_no_reward() -> None:
     scorer = reward_scorer(normalize_rewards=True)
     for on_error in ("mask", "raise"):  # as with a scorer, what is too long raises nothing
-        one, other = scorer.score([answered("?"), answered("four")], on_error=on_error)  # type: ignore[arg-type]
+        one, other = scorer.score([chat("?"), chat("four")], on_error=on_error)  # type: ignore[arg-type]
         assert one.score is None and one.error == "too long to score" and one.num_tokens == 9
         assert other.score == 0.5
     endless = reward_scorer(length_penalty={"coefficient": 1e308, "threshold": 0})
-    (one,) = endless.score([answered("a" * 90)], on_error="mask")
+    (one,) = endless.score([chat("a" * 90)], on_error="mask")
     assert one.score is None and "not finite" in (one.error or "")
     with pytest.raises(ModelError, match="row 7.*no reward"):
-        endless.score([answered("a" * 90)], where=["row 7"])
+        endless.score([chat("a" * 90)], where=["row 7"])

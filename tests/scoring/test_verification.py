@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_model
+from messages import edit_json
 from safetensors.torch import load_file, save_file
 from signed import signed
 from tokenizers import Tokenizer
@@ -60,11 +61,6 @@ def folder(exported: Path, tmp_path: Path) -> Path:
 
 def check(folder: Path, **options: Any) -> Verification:
     return verify(folder, device="cpu", **options)
-
-
-def edit(file: Path, **values: Any) -> None:
-    content = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps(content | values), encoding="utf-8")
 
 
 def replace_text(file: Path, old: str, new: str) -> None:
@@ -136,7 +132,7 @@ def pad_with_eos(*files: str) -> Callable[[Path], None]:
             value = {"pad_token_id": tokenizer.eos_token_id} if file == "config.json" else {
                 "pad_token": tokenizer.eos_token
             }  # fmt: skip
-            edit(folder / file, **value)
+            edit_json(folder / file, **value)
 
     return change
 
@@ -173,10 +169,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "precision", "the head's weights are stored",
     ),
     "dtype in config.json": (
-        lambda f: edit(f / "config.json", dtype="bfloat16"), "precision",
+        lambda f: edit_json(f / "config.json", dtype="bfloat16"), "precision",
         "another number format got dtype bfloat16 need dtype float32 fix restore config.json",
     ),
-    "a sigmoid": (lambda f: edit(f / "config.json", problem_type=None), "activation", "problem_type None"),
+    "a sigmoid": (lambda f: edit_json(f / "config.json", problem_type=None), "activation", "problem_type None"),
     "head changed": (
         lambda f: change_weights(f, add_to("score.weight", 0.5)), "weights",
         "1 of 21 tensors are others: score.weight got [-0-9.]+ for .*fix restore the weights from the folder",
@@ -193,7 +189,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "a tensor lost": (lambda f: change_weights(f, lambda t: t.pop(UP)), "weights", "other names or shapes"),
     "architecture": (
-        lambda f: edit(f / "config.json", rms_norm_eps=0.1), "files", "by rms_norm_eps got rms_norm_eps 0.1 need",
+        lambda f: edit_json(f / "config.json", rms_norm_eps=0.1), "files", "by rms_norm_eps got rms_norm_eps 0.1 need",
     ),
     "weights that give no number": (
         lambda f: change_weights(f, lambda t: t.update({k: 1e30 * t[k] for k in (NORM, "score.weight")})),

@@ -11,7 +11,6 @@ import re
 import socket
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.exceptions import RequestValidationError
+from loopback import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from treeward.config.server import ServedModelConfig
@@ -50,13 +50,6 @@ def error(response: Any) -> tuple[int, str]:
 
 def counted(service: Service, name: str, **labels: str) -> float | None:
     return service.metrics.registry.get_sample_value(f"treeward_{name}", labels)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.005)
 
 
 def test_a_form_is_read_as_json(client: Any) -> None:

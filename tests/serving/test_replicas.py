@@ -10,8 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from loopback import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from serving.dialects.clients import CLIENTS
 from serving.dialects.conftest import CHATS
@@ -38,14 +38,6 @@ SECONDS = 240.0
 def starts_ray(test: Any) -> Any:
     """Ray, Serve and two replicas take half a minute on two cores that do nothing else."""
     return pytest.mark.slow(test)
-
-
-def wait_until(condition: Callable[[], Any]) -> Any:
-    end = time.monotonic() + SECONDS
-    while not (result := condition()):
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.1)
-    return result
 
 
 class Server:

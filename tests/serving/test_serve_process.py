@@ -8,13 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
+from loopback import wait_until
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
@@ -34,13 +33,6 @@ def score_later(self, items):
 LoadedModel.score = score_later
 sys.exit(main(sys.argv[1:]))
 """
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
 
 
 @pytest.mark.slow
