@@ -133,9 +133,10 @@ def load(section: ServedModelConfig, batch_tokens: int | None) -> tuple[Scorer |
     from treeward.scoring.ensemble import load_scorer
     from treeward.scoring.rewarding import load_shaper
 
-    need = "a reward model; `treeward serve` serves a reward class"
-    section.refuse(section.reward_class is not None, "reward_class", need)
-    section.refuse(len(section.device) > 1, "device", "one device; `treeward serve` takes several")
+    if section.reward_class is not None:
+        raise section.error("reward_class", "a reward model; `treeward serve` serves a reward class")
+    if len(section.device) > 1:
+        raise section.error("device", "one device; `treeward serve` takes several")
     capacity = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
     scorer = load_scorer(section, device=section.device[0], **capacity)
     return scorer, load_shaper(section, tokenizer=scorer.renderer.tokenizer)

@@ -122,24 +122,17 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
     def check(self) -> None:
         """Raise `ConfigError` for keys that do not fit together; called when the section is made."""
 
-    def refuse(self, wrong: Any, keys: str, need: str, fix: str | None = None) -> None:
-        """Raise `ConfigError` if `wrong`: `keys` (names, with spaces between) do not fit together.
+    def error(self, keys: str, need: str, fix: str | None = None) -> ConfigError:
+        """An error at the first of `keys` (names, with spaces between) that shows the values of all.
 
-        The error is at the first of them and shows the values of all; `watch.max_kl` is in an inner section.
+        `watch.max_kl` is a key of an inner section.
         """
-        if not wrong:
-            return
         spelt = {name: field.alias or name for name, field in type(self).model_fields.items()}
         values = {spelt.get(key, key): _shown(functools.reduce(getattr, key.split("."), self)) for key in keys.split()}
         first, *others = values
         summary = f"{' and '.join(values)} do not fit together" if others else f"{first} cannot be {values[first]}"
         got = ", ".join(f"{key}: {value}" for key, value in values.items())
-        raise ConfigError(summary, field=first, got=got, need=need, fix=fix)
-
-    def check_pair(self, first: str, second: str, *, need: str = "both of them, or neither") -> None:
-        """Raise `ConfigError`, at the missing key, if only one of two keys is given."""
-        missing, present = (first, second) if getattr(self, first) is None else (second, first)
-        self.refuse(getattr(self, missing) is None and getattr(self, present) is not None, f"{missing} {present}", need)
+        return ConfigError(summary, field=first, got=got, need=need, fix=fix)
 
 
 def _shown(value: Any) -> str:

@@ -147,11 +147,12 @@ class CheckpointingConfig(Strict):
             direction = self._direction(self.metric_name)
         except ConfigError as error:
             raise error.but(field="metric_name") from None
-        keys, configured = "higher_is_better metric_name", self.higher_is_better
-        need = "true or false: the metric has no direction of its own; length_controlled_accuracy has one"
-        self.refuse(direction is None and configured is None, keys, need)
-        need = f"{str(direction).lower()}, or null: the best checkpoints would be deleted"
-        self.refuse(direction is not None and configured not in (None, direction), keys, need)
+        if direction is None and self.higher_is_better is None:
+            need = "true or false: the metric has no direction of its own; length_controlled_accuracy has one"
+            raise self.error("higher_is_better metric_name", need)
+        if direction is not None and self.higher_is_better not in (None, direction):
+            need = f"{str(direction).lower()}, or null: the best checkpoints would be deleted"
+            raise self.error("higher_is_better metric_name", need)
 
     @property
     def metric_is_better_when_higher(self) -> bool:

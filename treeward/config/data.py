@@ -231,13 +231,13 @@ class SetConfig(Strict):
     """Determines which prompts `split_validation_size` holds out."""
 
     def check(self) -> None:
-        is_missing = self.data_path is None and self.dataset_name in _NEEDS_A_PATH
-        fix = "give data_path, or a dataset_name that brings its own data, as HelpSteer3 or OpenMathInstruct-2"
-        self.refuse(is_missing, "data_path dataset_name", "a file, a folder or a hub name", fix)
-        is_ours = self.dataset_name in (*COMPARISON_SETS, *PROMPT_SETS)
-        self.refuse(self.kwargs and is_ours, "kwargs dataset_name", "no kwargs, or the dotted path of a class")
-        is_useless = self.part is not None and self.split_validation_size == 0.0
-        self.refuse(is_useless, "part split_validation_size", "split_validation_size above 0, or no part")
+        if self.data_path is None and self.dataset_name in _NEEDS_A_PATH:
+            fix = "give data_path, or a dataset_name that brings its own data, as HelpSteer3 or OpenMathInstruct-2"
+            raise self.error("data_path dataset_name", "a file, a folder or a hub name", fix)
+        if self.kwargs and self.dataset_name in (*COMPARISON_SETS, *PROMPT_SETS):
+            raise self.error("kwargs dataset_name", "no kwargs, or the dotted path of a class")
+        if self.part is not None and self.split_validation_size == 0.0:
+            raise self.error("part split_validation_size", "split_validation_size above 0, or no part")
 
 
 class DatasetConfig(SetConfig):
@@ -275,7 +275,8 @@ class _Sets(Strict, Generic[_Set]):
     """Longest conversation, or prompt of GRPO, in tokens. None: as `policy.max_total_sequence_length` allows."""
 
     def check(self) -> None:
-        self.refuse(not self.train, "train", "at least one set of data", fix="give data.train_data_path")
+        if not self.train:
+            raise self.error("train", "at least one set of data", "give data.train_data_path")
         names = [dataset.name for dataset in self.validation]
         for i, dataset in enumerate(self.validation):
             field = f"validation[{i}]"

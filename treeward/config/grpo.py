@@ -58,19 +58,18 @@ class PolicyLossConfig(Strict):
     """Set the ratio to 1 and keep its gradient; needs one update per batch."""
 
     def check(self) -> None:
-        is_unweighted = not (self.kl_in_reward or self.use_on_policy_kl_approximation)
-        is_k1 = self.reference_policy_kl_type == "k1" and is_unweighted
-        need = "k3 or k2 in the loss, or k1 in the reward: as an unweighted loss k1 has an expected gradient of zero"
-        fix = "set loss_fn.kl_in_reward=true, or loss_fn.reference_policy_kl_type=k3"
-        self.refuse(is_k1 and self.reference_policy_kl_penalty > 0, "reference_policy_kl_type kl_in_reward", need, fix)
-        keys = "sequence_level_importance_ratios token_level_loss"
-        self.refuse(self.sequence_level_importance_ratios and self.token_level_loss, keys, "token_level_loss: false")
-        is_inside = self.ratio_clip_c is not None and self.ratio_clip_c <= 1.0 + self.ratio_clip_max
-        self.refuse(is_inside, "ratio_clip_c ratio_clip_max", "more than 1 + ratio_clip_max; usually 3")
-        keys = "truncated_importance_sampling_ratio use_importance_sampling_correction"
-        is_unread = self.truncated_importance_sampling_ratio is not None
-        is_unread = is_unread and not self.use_importance_sampling_correction
-        self.refuse(is_unread, keys, "use_importance_sampling_correction: true, or no ratio")
+        is_weighted = self.kl_in_reward or self.use_on_policy_kl_approximation
+        if self.reference_policy_kl_type == "k1" and self.reference_policy_kl_penalty > 0 and not is_weighted:
+            need = "k3 or k2, or k1 in the reward: as an unweighted loss k1 has an expected gradient of zero"
+            fix = "set loss_fn.kl_in_reward=true, or loss_fn.reference_policy_kl_type=k3"
+            raise self.error("reference_policy_kl_type kl_in_reward", need, fix)
+        if self.sequence_level_importance_ratios and self.token_level_loss:
+            raise self.error("sequence_level_importance_ratios token_level_loss", "token_level_loss: false")
+        if self.ratio_clip_c is not None and self.ratio_clip_c <= 1.0 + self.ratio_clip_max:
+            raise self.error("ratio_clip_c ratio_clip_max", "more than 1 + ratio_clip_max; usually 3")
+        if self.truncated_importance_sampling_ratio is not None and not self.use_importance_sampling_correction:
+            keys = "truncated_importance_sampling_ratio use_importance_sampling_correction"
+            raise self.error(keys, "use_importance_sampling_correction: true, or no ratio")
 
 
 class AdvantageEstimatorConfig(Strict):
@@ -116,7 +115,8 @@ class RewardScalingConfig(Strict):
 
     def check(self) -> None:
         for low, high in (("source_min", "source_max"), ("target_min", "target_max")):
-            self.refuse(getattr(self, low) >= getattr(self, high), f"{low} {high}", f"{low} below {high}")
+            if getattr(self, low) >= getattr(self, high):
+                raise self.error(f"{low} {high}", f"{low} below {high}")
 
 
 class WatchConfig(Strict):
@@ -228,5 +228,5 @@ class GRPOConfig(ScheduleConfig):
         return {**raw, **keys, "adv_estimator": kept}
 
     def check(self) -> None:
-        is_unread = self.batch_multiplier != 1.0 and not self.use_dynamic_sampling
-        self.refuse(is_unread, "batch_multiplier use_dynamic_sampling", "1, or use_dynamic_sampling: true")
+        if self.batch_multiplier != 1.0 and not self.use_dynamic_sampling:
+            raise self.error("batch_multiplier use_dynamic_sampling", "1, or use_dynamic_sampling: true")

@@ -15,17 +15,8 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from treeward.config.base import Period, Strict, TextOrTexts
-from treeward.config.policy import TrainedModelConfig
+from treeward.config.policy import Precision, ResourcesConfig, TrainedModelConfig
 from treeward.errors import ConfigError
-
-
-class EngineResourcesConfig(Strict):
-    """The GPUs of vLLM engines that are not colocated."""
-
-    gpus_per_node: PositiveInt | None = None
-    """GPUs of each node, a multiple of `vllm_cfg.tensor_parallel_size`. Needed with `colocated.enabled: false`."""
-    num_nodes: PositiveInt | None = None
-    """Nodes. None: 1."""
 
 
 class ColocatedConfig(Strict):
@@ -34,7 +25,7 @@ class ColocatedConfig(Strict):
     enabled: bool = True
     """Generation and training take turns on the same GPU. False: a server at `url`, or vLLM engines that the run starts
     on the GPUs of `resources`."""
-    resources: EngineResourcesConfig = EngineResourcesConfig()
+    resources: ResourcesConfig = ResourcesConfig()
 
 
 class VllmConfig(Strict):
@@ -44,8 +35,8 @@ class VllmConfig(Strict):
     """GPUs of one engine, all of one node. Colocated: 1."""
     expert_parallel_size: PositiveInt = 1
     """1, or `tensor_parallel_size`: the experts of a mixture are spread over the GPUs whole."""
-    precision: str | None = None
-    """`bfloat16` or `float32`, of weights and arithmetic; the weights are handed over in it. None: `bfloat16`."""
+    precision: Precision | None = None
+    """`bfloat16` or `float32`, of weights and arithmetic, in which the policy sends them. None: `bfloat16`."""
     gpu_memory_utilization: float = Field(default=0.6, gt=0.0, le=1.0)
     """The share of each GPU that an engine takes for weights and keys and values."""
     max_model_len: PositiveInt | None = None
@@ -56,9 +47,8 @@ class VllmConfig(Strict):
     """Compute without CUDA graphs: an engine starts faster and samples slower."""
 
     def check(self) -> None:
-        self.refuse(self.precision not in (None, "bfloat16", "float32"), "precision", "bfloat16, float32 or null")
-        is_other = self.expert_parallel_size not in (1, self.tensor_parallel_size)
-        self.refuse(is_other, "expert_parallel_size tensor_parallel_size", "1, or as tensor_parallel_size")
+        if self.expert_parallel_size not in (1, self.tensor_parallel_size):
+            raise self.error("expert_parallel_size tensor_parallel_size", "1, or as tensor_parallel_size")
 
 
 class GenerationConfig(Strict):
@@ -134,20 +124,22 @@ class GenerationConfig(Strict):
         """How many engines the run starts."""
         if self.colocated.enabled:
             return 1
-        per_node = (self.colocated.resources.gpus_per_node or 0) // self.vllm_cfg.tensor_parallel_size
-        return per_node * (self.colocated.resources.num_nodes or 1)
+        resources = self.colocated.resources
+        return resources.gpus_per_node // self.vllm_cfg.tensor_parallel_size * resources.num_nodes
 
     def check(self) -> None:
-        need = "backend: vllm or sglang, or no url: backend hf samples in this process"
-        self.refuse(self.backend == "hf" and self.url is not None, "url backend", need)
-        needs_server = self.backend != "vllm" and not self.colocated.enabled
-        need = "a url, as http://127.0.0.1:8000/v1; or backend: vllm; or backend: hf and colocated.enabled: true"
-        self.refuse(self.url is None and needs_server, "url backend colocated.enabled", need)
-        if self.url is None and not self.colocated.enabled:
-            gpus, size = self.colocated.resources.gpus_per_node, self.vllm_cfg.tensor_parallel_size
+        gpus, size = self.colocated.resources.gpus_per_node, self.vllm_cfg.tensor_parallel_size
+        if self.backend == "hf" and self.url is not None:
+            raise self.error("url backend", "backend: vllm or sglang, or no url: backend hf samples in this process")
+        if self.url is not None or self.colocated.enabled:
+            return
+        if self.backend != "vllm":
+            need = "a url, as http://127.0.0.1:8000/v1; or backend: vllm; or backend: hf and colocated.enabled: true"
+            raise self.error("url backend colocated.enabled", need)
+        if gpus == 0 or gpus % size:
             keys = "colocated.resources.gpus_per_node vllm_cfg.tensor_parallel_size url"
             need = "GPUs of each node for vLLM's engines, a multiple of tensor_parallel_size; or the url of a server"
-            self.refuse(gpus is None or gpus % size, keys, need)
+            raise self.error(keys, need)
 
 
 class GRPOPolicyConfig(TrainedModelConfig):
@@ -171,11 +163,11 @@ class GRPOPolicyConfig(TrainedModelConfig):
 
     def check(self) -> None:
         super().check()
-        is_bare, need = self.hf_config_overrides and self.architecture is not None, "these keys in policy.model_config"
-        self.refuse(is_bare, "hf_config_overrides", need)
-        longest, new = self.max_total_sequence_length, self.generation.max_new_tokens
-        need, fix = "at most policy.max_total_sequence_length", "set policy.generation.max_new_tokens=null"
-        self.refuse((new or 0) > longest, "generation.max_new_tokens max_total_sequence_length", need, fix)
+        if self.hf_config_overrides and self.architecture is not None:
+            raise self.error("hf_config_overrides", "these keys in policy.model_config")
+        if (self.generation.max_new_tokens or 0) > self.max_total_sequence_length:
+            need, fix = "at most policy.max_total_sequence_length", "set policy.generation.max_new_tokens=null"
+            raise self.error("generation.max_new_tokens max_total_sequence_length", need, fix)
         positions = {**(self.architecture or {}), **self.hf_config_overrides}.get("max_position_embeddings")
-        is_longer = isinstance(positions, int) and positions < longest
-        self.refuse(is_longer, "max_total_sequence_length", f"at most {positions}, the positions of the model")
+        if isinstance(positions, int) and positions < self.max_total_sequence_length:
+            raise self.error("max_total_sequence_length", f"at most {positions}, the positions of the model")

@@ -168,42 +168,52 @@ class GRPORunConfig(Strict):
         self._check_update()
         self._check_environments()
         self._check_watch_and_metric()
-        skip, watch = "grpo.skip_reference_policy_logprobs_calculation", self.grpo.watch
-        penalty, budget = self.loss_fn.reference_policy_kl_penalty, watch.enabled and watch.max_kl is not None
-        for key, is_on in (("loss_fn.reference_policy_kl_penalty", penalty), ("grpo.watch.max_kl", budget)):
-            need, fix = f"the reference policy for {key}", f"set {skip}=false"
-            self.refuse(is_on and not self.needs_reference, f"{skip} {key}", need, fix)
-        is_longer = (self.data.max_input_seq_length or 0) > self.policy.max_total_sequence_length
-        keys, fix = "data.max_input_seq_length policy.max_total_sequence_length", "set data.max_input_seq_length=null"
-        self.refuse(is_longer, keys, "at most policy.max_total_sequence_length", fix)
-        shaping, longest = self.grpo.reward_shaping, self.max_response_length
-        is_longer, key = shaping.overlong_buffer_length > longest, "grpo.reward_shaping.overlong_buffer_length"
-        need, fix = "at most the longest completion", f"set {key}={max(longest // 4, 1)}"
-        self.refuse(shaping.enabled and is_longer, f"{key} max_response_length", need, fix)
+        skip, watch, shaping = (
+            "grpo.skip_reference_policy_logprobs_calculation",
+            self.grpo.watch,
+            self.grpo.reward_shaping,
+        )
+        needs_reference = {
+            "loss_fn.reference_policy_kl_penalty": self.loss_fn.reference_policy_kl_penalty > 0,
+            "grpo.watch.max_kl": watch.enabled and watch.max_kl is not None,
+        }
+        for key, needs in needs_reference.items():
+            if needs and not self.needs_reference:
+                raise self.error(f"{skip} {key}", f"the reference policy for {key}", f"set {skip}=false")
+        if (self.data.max_input_seq_length or 0) > self.policy.max_total_sequence_length:
+            keys = "data.max_input_seq_length policy.max_total_sequence_length"
+            fix = "set data.max_input_seq_length=null"
+            raise self.error(keys, "at most policy.max_total_sequence_length", fix)
+        if shaping.enabled and shaping.overlong_buffer_length > self.max_response_length:
+            key = "grpo.reward_shaping.overlong_buffer_length"
+            fix = f"set {key}={max(self.max_response_length // 4, 1)}"
+            raise self.error(f"{key} max_response_length", "at most the longest completion", fix)
 
     def _check_update(self) -> None:
-        size, group = self.policy.train_global_batch_size, self.grpo.num_generations_per_prompt
-        whole, loss, sampling = self.grpo.completions_per_step, self.loss_fn, self.policy.generation
-        keys = "policy.train_global_batch_size grpo.num_prompts_per_step grpo.num_generations_per_prompt"
-        need = f"a multiple of grpo.num_generations_per_prompt that divides {whole}, the completions of a step"
-        fix = f"set policy.train_global_batch_size=null for one update from all {whole}"
-        self.refuse(size is not None and (size % group or whole % size), keys, need, fix)
-        are_several = self.grpo.updates_per_batch * self.updates_per_pass > 1
-        keys = "loss_fn.force_on_policy_ratio grpo.updates_per_batch policy.train_global_batch_size"
-        need, fix = "one update from the completions of a step", "set loss_fn.force_on_policy_ratio=false"
-        self.refuse(loss.force_on_policy_ratio and are_several, keys, need, fix)
-        in_kl = loss.use_on_policy_kl_approximation and loss.reference_policy_kl_penalty > 0 and not loss.kl_in_reward
-        key = f"loss_fn.use_{'on_policy_kl_approximation' if in_kl else 'importance_sampling_correction'}"
-        has_none = (sampling.url or sampling.starts_engines) and not sampling.gives_log_probs
-        is_wanted = loss.use_importance_sampling_correction or in_kl
-        keys = f"{key} policy.generation.backend policy.generation.top_k policy.generation.top_p"
-        need = "a generator that returns log-probabilities of its tokens, which this one does not for these settings"
-        fix = f"set {key}=false, or sample with backend hf or sglang"
-        self.refuse(has_none and is_wanted, keys, need, fix)
+        size, whole = self.policy.train_global_batch_size, self.grpo.completions_per_step
+        loss, sampling = self.loss_fn, self.policy.generation
+        if size is not None and (size % self.grpo.num_generations_per_prompt or whole % size):
+            keys = "policy.train_global_batch_size grpo.num_prompts_per_step grpo.num_generations_per_prompt"
+            need = f"a multiple of grpo.num_generations_per_prompt that divides {whole}, the completions of a step"
+            fix = f"set policy.train_global_batch_size=null for one update from all {whole}"
+            raise self.error(keys, need, fix)
+        if loss.force_on_policy_ratio and self.grpo.updates_per_batch * self.updates_per_pass > 1:
+            keys = "loss_fn.force_on_policy_ratio grpo.updates_per_batch policy.train_global_batch_size"
+            fix = "set loss_fn.force_on_policy_ratio=false"
+            raise self.error(keys, "one update from the completions of a step", fix)
+        weighs_kl = loss.use_on_policy_kl_approximation and loss.reference_policy_kl_penalty and not loss.kl_in_reward
+        lacks_log_probs = (sampling.url or sampling.starts_engines) and not sampling.gives_log_probs
+        if lacks_log_probs and (loss.use_importance_sampling_correction or weighs_kl):
+            key = f"loss_fn.use_{'on_policy_kl_approximation' if weighs_kl else 'importance_sampling_correction'}"
+            keys = f"{key} policy.generation.backend policy.generation.top_k policy.generation.top_p"
+            need = (
+                "a generator that returns log-probabilities of its tokens, which this one does not for these settings"
+            )
+            raise self.error(keys, need, f"set {key}=false, or sample with backend hf or sglang")
 
     def _check_environments(self) -> None:
-        fix = f"set env.{next(iter(self.env))}.enabled=true"
-        self.refuse(not self.environments, "env", "an environment that is enabled", fix)
+        if not self.environments:
+            raise self.error("env", "an environment that is enabled", f"set env.{next(iter(self.env))}.enabled=true")
         named = {
             "grpo.environment": (self.grpo.environment,) if self.grpo.environment else (),
             "grpo.gold_environment": (self.grpo.gold_environment,) if self.grpo.gold_environment else (),
@@ -222,22 +232,24 @@ class GRPORunConfig(Strict):
 
     def _check_watch_and_metric(self) -> None:
         gold, watch, metric = self.grpo.gold_environment, self.grpo.watch, self.ranking_metric
-        keys = "grpo.gold_environment grpo.environment"
-        need = "a gold environment that is not trained on: neither grpo.environment nor named by a set of data"
-        fix = "set grpo.gold_environment=null, or grpo.environment to another one"
-        self.refuse(gold is not None and gold in self.used_environments, keys, need, fix)
-        keys = "grpo.watch.stop grpo.watch.stop_on grpo.gold_environment"
-        need = "a gold_environment, or another kind of alarm in stop_on"
-        fix = "set grpo.gold_environment, or grpo.watch.stop_on=[kl_budget]"
-        self.refuse(watch.stop and watch.stop_on == ("gold_falls",) and gold is None, keys, need, fix)
-        validates, need = bool(self.data.validation) and self.grpo.validates, "a set in data.validation to validate on"
-        fix = "give data.val_data_path, or set grpo.watch.stop=false"
-        self.refuse(watch.stop and not validates, "grpo.watch.stop grpo.val_period", need, fix)
+        if gold is not None and gold in self.used_environments:
+            need = "a gold environment that is not trained on: neither grpo.environment nor named by a set of data"
+            fix = "set grpo.gold_environment=null, or grpo.environment to another one"
+            raise self.error("grpo.gold_environment grpo.environment", need, fix)
+        if watch.stop and watch.stop_on == ("gold_falls",) and gold is None:
+            need = "a gold_environment, or another kind of alarm in stop_on"
+            fix = "set grpo.gold_environment, or grpo.watch.stop_on=[kl_budget]"
+            raise self.error("grpo.watch.stop grpo.watch.stop_on grpo.gold_environment", need, fix)
+        validates = bool(self.data.validation) and self.grpo.validates
+        if watch.stop and not validates:
+            fix = "give data.val_data_path, or set grpo.watch.stop=false"
+            raise self.error("grpo.watch.stop grpo.val_period", "a set in data.validation to validate on", fix)
         is_measured = {
             "a set in data.validation, and grpo.val_period or grpo.val_at_end": validates,
             "grpo.gold_environment": metric != "gold_reward" or gold is not None,
             "grpo.skip_reference_policy_logprobs_calculation: false": metric != "kl" or self.needs_reference,
         }
-        fix = "set checkpointing.metric_name=null to keep the latest checkpoints"
         for need, is_there in is_measured.items():
-            self.refuse(metric is not None and not is_there, "checkpointing.metric_name", f"{need}, to measure it", fix)
+            if metric is not None and not is_there:
+                fix = "set checkpointing.metric_name=null to keep the latest checkpoints"
+                raise self.error("checkpointing.metric_name", f"{need}, to measure it", fix)

@@ -129,7 +129,6 @@ class NemoGymConfig(ServedModelConfig):
         return load_section(ServerConfig, values, where="server")
 
     def check(self) -> None:
-        normalizes = isinstance(self.shaping, RewardShapingConfig) and self.shaping.normalize_rewards
-        need = "running statistics, or normalize_rewards with constants: one of them"
-        self.refuse(self.running and normalizes, "running", need)
+        if self.running and isinstance(self.shaping, RewardShapingConfig) and self.shaping.normalize_rewards:
+            raise self.error("running", "running statistics, or normalize_rewards with constants: one of them")
         assert self.server_config  # raises for what the server would refuse

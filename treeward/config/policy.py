@@ -10,7 +10,6 @@ A schedule may also be a list of PyTorch schedulers, with the steps at which one
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -62,8 +61,8 @@ class NamedScheduleConfig(Strict):
     """The last learning rate as a fraction of the peak."""
 
     def check(self) -> None:
-        is_both = self.warmup_steps is not None and self.warmup_ratio is not None
-        self.refuse(is_both, "warmup_steps warmup_ratio", "at most one of them")
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise self.error("warmup_steps warmup_ratio", "at most one of them")
 
 
 class TorchSchedulerConfig(Strict):
@@ -84,10 +83,10 @@ class TorchScheduleConfig(Strict):
     """The optimiser steps at which the second and later schedulers begin."""
 
     def check(self) -> None:
-        steps, num_steps = self.milestones, len(self.schedulers) - 1
-        need = f"{num_steps} rising steps: where each scheduler but the first begins"
-        is_wrong = len(steps) != num_steps or any(a >= b for a, b in itertools.pairwise(steps))
-        self.refuse(is_wrong, "milestones", need)
+        num_steps = len(self.schedulers) - 1
+        if len(self.milestones) != num_steps or list(self.milestones) != sorted(set(self.milestones)):
+            need = f"{num_steps} rising steps: where each scheduler but the first begins"
+            raise self.error("milestones", need)
 
 
 def _schedule(raw: Any) -> Any:
@@ -116,6 +115,8 @@ _VOCAB_SIZE = 4096
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _short_names = BeforeValidator(lambda name: _PRECISIONS.get(str(name), str(name).removeprefix("torch.")))
 
+_null_is_one = BeforeValidator(lambda number: 1 if number is None else number)
+
 Precision = Annotated[Literal["float32", "bfloat16"], _short_names]
 """Of a model that is trained."""
 ScoringDtype = Literal["float32", "bfloat16", "float16"]
@@ -139,6 +140,15 @@ class ShardingConfig(Strict):
     for the same communication."""
 
 
+class ResourcesConfig(Strict):
+    """The GPUs of a model's replicas or engines, each on one, or on `tensor_parallel_size`."""
+
+    gpus_per_node: Annotated[NonNegativeInt, _null_is_one] = 1
+    """GPUs on each node; where the machines have none, as many processes on CPUs. 0 is on the CPU in any case."""
+    num_nodes: Annotated[PositiveInt, _null_is_one] = 1
+    """Nodes."""
+
+
 class LoraConfig(Strict):
     """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): the model stays frozen, and a product of two small
     matrices trains beside each adapted linear layer; of a reward model the head trains too. For GRPO the frozen model
@@ -160,9 +170,9 @@ class LoraConfig(Strict):
 
     def check(self) -> None:
         names_layers = self.target_modules or (self.exclude_modules and not self.match_all_linear)
-        is_wrong = self.enabled and self.match_all_linear == bool(names_layers)
-        need = "match_all_linear: true, or false with layers in target_modules, as [q_proj, v_proj], or exclude_modules"
-        self.refuse(is_wrong, "target_modules match_all_linear", need)
+        if self.enabled and self.match_all_linear == bool(names_layers):
+            need = "match_all_linear: true, or false with layers in target_modules or exclude_modules, as [q_proj]"
+            raise self.error("target_modules match_all_linear", need)
 
 
 class PolicyDTensorConfig(ShardingConfig):
@@ -173,9 +183,9 @@ class PolicyDTensorConfig(ShardingConfig):
     lora_cfg: LoraConfig = LoraConfig()
 
     def check(self) -> None:
-        is_cut, need = self.tensor_parallel_size > 1, "1 with adapters, which are not cut"
-        fix = "save memory with activation_checkpointing or fewer policy.train_micro_batch_tokens"
-        self.refuse(is_cut and self.lora_cfg.enabled, "tensor_parallel_size lora_cfg.enabled", need, fix)
+        if self.tensor_parallel_size > 1 and self.lora_cfg.enabled:
+            fix = "save memory with activation_checkpointing or fewer policy.train_micro_batch_tokens"
+            raise self.error("tensor_parallel_size lora_cfg.enabled", "1 with adapters, which are not cut", fix)
 
 
 class BatchingConfig(Strict):
@@ -329,26 +339,29 @@ class TrainedModelConfig(Strict):
 
     def check(self) -> None:
         trained, rows = self.trained_vocab_size, (self.architecture or {}).get("vocab_size")
-        is_unclear = (self.model_name is None) == (self.architecture is None)
-        need = "model_name, a hub name or a folder, or model_config to train from scratch"
-        self.refuse(is_unclear, "model_name architecture", need, "give policy.model_name or policy.model_config")
-        is_unnamed = self.architecture is not None and not isinstance(self.architecture.get("model_type"), str)
-        self.refuse(is_unnamed, "architecture", "with model_type, a model family of transformers, as qwen3 or llama")
-        has_none, is_bare = not self.dtensor_cfg.lora_cfg.enabled, self.architecture is not None
-        need, fix = "adapters to train: 4-bit weights cannot be trained", "set policy.dtensor_cfg.lora_cfg.enabled=true"
-        self.refuse(self.load_in_4bit and has_none, "load_in_4bit", need, fix)
-        self.refuse(self.load_in_4bit and is_bare, "load_in_4bit", "a model_name: random weights would stay random")
-        size, whole = self.train_micro_batch_size, self.train_global_batch_size
-        need = "at most as many in a forward pass as in an optimiser step"
-        is_larger = size is not None and whole is not None and size > whole
-        self.refuse(is_larger, "train_micro_batch_size train_global_batch_size", need)
-        is_ready, need = trained is None, "no vocab_size, or policy.model_config with no policy.tokenizer.name"
-        self.refuse(is_ready and self.tokenizer.vocab_size is not None, "tokenizer.vocab_size tokenizer.name", need)
-        self.refuse(not isinstance(rows, int | None), "architecture", "a whole number as vocab_size")
-        is_larger = rows is not None and rows < (trained or 0)
-        self.refuse(is_larger, "tokenizer.vocab_size", f"at most {rows}, the vocab_size of model_config")
-        is_cut, need = self.dtensor_cfg.tensor_parallel_size > 1, "false: Liger's kernels take whole weights"
-        self.refuse(self.use_liger_kernel and is_cut, "use_liger_kernel dtensor_cfg.tensor_parallel_size", need)
+        if (self.model_name is None) == (self.architecture is None):
+            need = "model_name, a hub name or a folder, or model_config to train from scratch"
+            raise self.error("model_name architecture", need, "give policy.model_name or policy.model_config")
+        if self.architecture is not None and not isinstance(self.architecture.get("model_type"), str):
+            raise self.error("architecture", "with model_type, a model family of transformers, as qwen3 or llama")
+        if self.load_in_4bit and not self.dtensor_cfg.lora_cfg.enabled:
+            fix = "set policy.dtensor_cfg.lora_cfg.enabled=true"
+            raise self.error("load_in_4bit", "adapters to train: 4-bit weights cannot be trained", fix)
+        if self.load_in_4bit and self.architecture is not None:
+            raise self.error("load_in_4bit", "a model_name: random weights would stay random")
+        if self.train_global_batch_size and (self.train_micro_batch_size or 0) > self.train_global_batch_size:
+            need = "at most as many in a forward pass as in an optimiser step"
+            raise self.error("train_micro_batch_size train_global_batch_size", need)
+        if trained is None and self.tokenizer.vocab_size is not None:
+            need = "no vocab_size, or policy.model_config with no policy.tokenizer.name"
+            raise self.error("tokenizer.vocab_size tokenizer.name", need)
+        if not isinstance(rows, int | None):
+            raise self.error("architecture", "a whole number as vocab_size")
+        if rows is not None and rows < (trained or 0):
+            raise self.error("tokenizer.vocab_size", f"at most {rows}, the vocab_size of model_config")
+        if self.use_liger_kernel and self.dtensor_cfg.tensor_parallel_size > 1:
+            need = "false: Liger's kernels take whole weights"
+            raise self.error("use_liger_kernel dtensor_cfg.tensor_parallel_size", need)
 
 
 class PolicyConfig(TrainedModelConfig):
@@ -364,25 +377,21 @@ class PolicyConfig(TrainedModelConfig):
 
     def check(self) -> None:
         super().check()
-        is_both = self.reward_model_cfg.freeze_backbone and self.dtensor_cfg.lora_cfg.enabled
-        keys, fix = "reward_model_cfg.freeze_backbone dtensor_cfg.lora_cfg.enabled", "set one of them to false"
-        self.refuse(is_both, keys, "the head alone, or adapters with the head", fix)
-        kind, names = self.reward_model_cfg, self.reward_model_cfg.attributes
-        key, has_many = "reward_model_cfg", kind.reward_model_type == "attributes"
-        keys, need = (
-            f"{key}.attributes {key}.reward_model_type",
-            "names of grades, each once, with type attributes alone",
-        )
-        self.refuse(has_many != bool(names) or len(set(names)) < len(names), keys, need)
+        kind, names, key = self.reward_model_cfg, self.reward_model_cfg.attributes, "reward_model_cfg"
+        has_attributes = kind.reward_model_type == "attributes"
+        if kind.freeze_backbone and self.dtensor_cfg.lora_cfg.enabled:
+            keys, fix = f"{key}.freeze_backbone dtensor_cfg.lora_cfg.enabled", "set one of them to false"
+            raise self.error(keys, "the head alone, or adapters with the head", fix)
+        if has_attributes != bool(names) or len(set(names)) < len(names):
+            need = "names of grades, each once, with type attributes alone"
+            raise self.error(f"{key}.attributes {key}.reward_model_type", need)
         weights = kind.attribute_weights if isinstance(kind.attribute_weights, dict) else {}
         for name in weights.keys() - set(names):
-            summary, near = "a weight is of no attribute", nearest_name(name, names)
-            raise ConfigError(
-                summary, field=f"{key}.attribute_weights.{name}", got=name, need=f"one of {', '.join(names)}",
-                fix=f"did you mean {near}?" if near else None,
-            )  # fmt: skip
-        is_other, keys = has_many or kind.attribute_weights == "fit", f"{key}.num_heads {key}.reward_model_type"
-        need = "1 for attributes, which have a head each, and for fitted weights: heads of one score are averaged"
-        self.refuse(kind.num_heads > 1 and is_other, keys, need)
-        is_idle = bool(weights) and not any(weights.values())
-        self.refuse(is_idle, f"{key}.attribute_weights", "a weight that is not zero")
+            near, field = nearest_name(name, names), f"{key}.attribute_weights.{name}"
+            meant, need = f"did you mean {near}?" if near else None, f"one of {', '.join(names)}"
+            raise ConfigError("a weight is of no attribute", field=field, got=name, need=need, fix=meant)
+        if kind.num_heads > 1 and (has_attributes or kind.attribute_weights == "fit"):
+            need = "1 for attributes, which have a head each, and for fitted weights: heads of one score are averaged"
+            raise self.error(f"{key}.num_heads {key}.reward_model_type", need)
+        if weights and not any(weights.values()):
+            raise self.error(f"{key}.attribute_weights", "a weight that is not zero")

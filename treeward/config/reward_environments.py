@@ -20,6 +20,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveI
 from treeward.config.base import Strict, TextOrTexts, config_error
 from treeward.config.policy import (
     BatchingConfig,
+    ResourcesConfig,
     RewardModelConfig,
     ScoringPrecision,
     ShardingConfig,
@@ -29,19 +30,8 @@ from treeward.config.scoring import ScoringConfig
 from treeward.errors import ConfigError, nearest_name
 
 
-class ResourcesConfig(Strict):
-    """The GPUs that replicas of the model run on, each on one, or on `dtensor_cfg.tensor_parallel_size`."""
-
-    gpus_per_node: NonNegativeInt = 1
-    """GPUs on each node; where the machines have none, as many processes on CPUs. 0 is on the CPU in any case."""
-    num_nodes: PositiveInt = 1
-    """Nodes."""
-
-
 class ScoringDTensorConfig(ShardingConfig):
     """How the model is sharded, and what is moved to save memory."""
-
-    _saves_memory: ClassVar[str] = "save memory with precision: bfloat16, cpu_offload, or a smaller batch_size"
 
     cpu_offload: bool = False
     """Keep the weights in the CPU's memory and move them to the GPU for each step only."""
@@ -49,10 +39,9 @@ class ScoringDTensorConfig(ShardingConfig):
     """GPUs that a replica of the model is sharded over, all of one node: for a model that does not fit into one."""
 
     def check(self) -> None:
-        super().check()
-        is_both = self.cpu_offload and self.tensor_parallel_size > 1
-        need = "one of the two: cpu_offload is for a model on one GPU"
-        self.refuse(is_both, "cpu_offload tensor_parallel_size", need)
+        if self.cpu_offload and self.tensor_parallel_size > 1:
+            need = "one of the two: cpu_offload is for a model on one GPU"
+            raise self.error("cpu_offload tensor_parallel_size", need)
 
 
 class RewardModelEnvironmentConfig(ScoringConfig):
@@ -126,28 +115,31 @@ class RewardModelEnvironmentConfig(ScoringConfig):
 
     def check(self) -> None:
         super().check()
-        self.refuse(not self.enabled, "enabled", "true: this environment is switched off")
         gpus, size = self.resources.gpus_per_node, self.dtensor_cfg.tensor_parallel_size
-        need = "GPUs of each node that are a multiple of tensor_parallel_size"
-        self.refuse(gpus % size, "resources.gpus_per_node dtensor_cfg.tensor_parallel_size", need)
+        if not self.enabled:
+            raise self.error("enabled", "true: this environment is switched off")
+        if gpus % size:
+            need = "GPUs of each node that are a multiple of tensor_parallel_size"
+            raise self.error("resources.gpus_per_node dtensor_cfg.tensor_parallel_size", need)
         self._check_server()
+        replicas = gpus // size * self.resources.num_nodes
         is_given = "resources" in self.model_fields_set and self.num_replicas is not None
-        is_other = gpus and self.num_replicas != gpus // size * self.resources.num_nodes
-        need = "a replica for each tensor_parallel_size GPUs, or resources.gpus_per_node: 0 for replicas on the CPU"
-        keys = "num_replicas resources.gpus_per_node resources.num_nodes dtensor_cfg.tensor_parallel_size"
-        self.refuse(is_given and is_other, keys, need)
+        if is_given and gpus and self.num_replicas != replicas:
+            keys = "num_replicas resources.gpus_per_node resources.num_nodes dtensor_cfg.tensor_parallel_size"
+            need = "a replica for each tensor_parallel_size GPUs, or resources.gpus_per_node: 0 for replicas on the CPU"
+            raise self.error(keys, need)
 
     def _check_server(self) -> None:
-        is_of_server = self.served_model or self.token_env or any(map(server_address, self.models))
-        is_bare = any(re.fullmatch(r"[\w.-]+:\d+/?", name) for name in self.models)
-        self.refuse(is_bare, "models", "http:// before the address of a server")
-        is_alone = self.url is not None and len(self.models) == 1
-        need = "the address of a server as the only model_name"
-        self.refuse(is_of_server and not is_alone, "models served_model token_env", need)
-        is_changed = self.has_other_score or self.tokenizer.chat_template or self.tokenizer.chat_template_kwargs
-        keys = "models head_weights ensemble tokenizer.chat_template tokenizer.chat_template_kwargs shaping"
-        need = "a model alone: its server is started with the others, as `treeward serve --shaping contract`"
-        self.refuse(self.url is not None and (is_changed or self.shaping == "contract"), keys, need)
+        if any(re.fullmatch(r"[\w.-]+:\d+/?", name) for name in self.models):
+            raise self.error("models", "http:// before the address of a server")
+        needs_server = self.served_model or self.token_env or any(map(server_address, self.models))
+        if needs_server and (self.url is None or len(self.models) > 1):
+            raise self.error("models served_model token_env", "the address of a server as the only model_name")
+        has_template = self.tokenizer.chat_template or self.tokenizer.chat_template_kwargs
+        if self.url is not None and (self.has_other_score or has_template or self.shaping == "contract"):
+            keys = "models head_weights ensemble tokenizer.chat_template tokenizer.chat_template_kwargs shaping"
+            need = "a model alone: its server is started with the others, as `treeward serve --shaping contract`"
+            raise self.error(keys, need)
 
 
 class RuleEnvironmentConfig(Strict):
@@ -174,9 +166,10 @@ class RuleEnvironmentConfig(Strict):
     """Processes of the rule `math`."""
 
     def check(self) -> None:
-        need = "rule: regex; extract finds the answer for the other rules"
-        self.refuse(self.pattern is not None and self.rule != "regex", "pattern rule", need)
-        self.refuse(self.correct <= self.wrong, "correct wrong", "correct above wrong")
+        if self.pattern is not None and self.rule != "regex":
+            raise self.error("pattern rule", "rule: regex; extract finds the answer for the other rules")
+        if self.correct <= self.wrong:
+            raise self.error("correct wrong", "correct above wrong")
 
 
 class MathEnvironmentConfig(RuleEnvironmentConfig):
@@ -238,19 +231,24 @@ class JudgeEnvironmentConfig(Strict):
 
     def check(self) -> None:
         places = ("{completion}",) if self.mode == "rating" else ("{completion_a}", "{completion_b}")
-        lacks_one = self.template is not None and any(place not in self.template for place in places)
-        self.refuse(lacks_one, "template mode", f"{' and '.join(places)} in the template, where the texts to judge go")
-        need = "lowest_rating below highest_rating"
-        self.refuse(self.lowest_rating >= self.highest_rating, "lowest_rating highest_rating", need)
-        need = "a temperature above 0, without which every answer is the same"
-        self.refuse(self.num_samples > 1 and self.temperature == 0, "num_samples temperature", need)
-        in_process = self.base_url is None and self.use_logprobs
-        need = "one sample: nothing is drawn where the model in the process is asked for probabilities"
-        self.refuse(in_process and self.num_samples > 1, "num_samples use_logprobs", need)
-        self.refuse(self.use_logprobs and self.mode == "equivalence", "mode use_logprobs", "mode: rating or pairwise")
-        one_digit = self.mode != "rating" or (self.lowest_rating >= 0 and self.highest_rating <= 9)
-        need = "ratings of one digit, as lowest_rating: 1 and highest_rating: 9: probabilities are those of one token"
-        self.refuse(self.use_logprobs and not one_digit, "highest_rating use_logprobs", need)
+        if self.template is not None and any(place not in self.template for place in places):
+            need = f"{' and '.join(places)} in the template, where the texts to judge go"
+            raise self.error("template mode", need)
+        if self.lowest_rating >= self.highest_rating:
+            raise self.error("lowest_rating highest_rating", "lowest_rating below highest_rating")
+        if self.num_samples > 1 and self.temperature == 0:
+            need = "a temperature above 0, without which every answer is the same"
+            raise self.error("num_samples temperature", need)
+        if not self.use_logprobs:
+            return
+        if self.num_samples > 1 and self.base_url is None:
+            need = "one sample: nothing is drawn where the model in the process is asked for probabilities"
+            raise self.error("num_samples use_logprobs", need)
+        if self.mode == "equivalence":
+            raise self.error("mode use_logprobs", "mode: rating or pairwise")
+        if self.mode == "rating" and not 0 <= self.lowest_rating < self.highest_rating <= 9:
+            need = "ratings of one digit, as lowest_rating: 1 and highest_rating: 9: one token's probabilities"
+            raise self.error("highest_rating use_logprobs", need)
 
 
 class CustomEnvironmentConfig(Strict):

@@ -190,20 +190,23 @@ class RewardModelRunConfig(Strict):
         return self.rm.val_perturbations or (_PERTURBATIONS if ranks else None)
 
     def check(self) -> None:
-        is_longer = (self.data.max_input_seq_length or 0) > self.policy.max_total_sequence_length
-        keys, fix = "data.max_input_seq_length policy.max_total_sequence_length", "set data.max_input_seq_length=null"
-        self.refuse(is_longer, keys, "at most policy.max_total_sequence_length", fix)
-        for key, is_on in (("hub.push_to_hub", self.hub.push_to_hub), ("evaluation.enabled", self.evaluation.enabled)):
-            fix = f"set checkpointing.enabled=true, or {key}=false"
-            is_lost, keys = is_on and not self.checkpointing.enabled, f"{key} checkpointing.enabled"
-            self.refuse(is_lost, keys, "checkpointing.enabled: true, to export the model", fix)
         sets, suites = self.data.validation, self.evaluation.suites
-        fix = "give data.val_data_path or evaluation.suites, or set evaluation.enabled=false"
-        is_idle, need = not (sets or suites), "a set in data.validation, or evaluation.suites"
-        self.refuse(self.evaluation.enabled and is_idle, "evaluation.enabled evaluation.suites", need, fix)
-        is_unfit = self.reward_shaping is not None and self.reward_shaping.uses_calibration and not sets
-        fix = "give data.val_data_path, or reward_mean and reward_std; or run `treeward calibrate` later"
-        self.refuse(is_unfit, "reward_shaping", "a set in data.validation, to fit its constants on", fix)
+        if (self.data.max_input_seq_length or 0) > self.policy.max_total_sequence_length:
+            keys = "data.max_input_seq_length policy.max_total_sequence_length"
+            fix = "set data.max_input_seq_length=null"
+            raise self.error(keys, "at most policy.max_total_sequence_length", fix)
+        for key, is_on in (("hub.push_to_hub", self.hub.push_to_hub), ("evaluation.enabled", self.evaluation.enabled)):
+            if is_on and not self.checkpointing.enabled:
+                fix = f"set checkpointing.enabled=true, or {key}=false"
+                need = "checkpointing.enabled: true, to export the model"
+                raise self.error(f"{key} checkpointing.enabled", need, fix)
+        if self.evaluation.enabled and not (sets or suites):
+            fix = "give data.val_data_path or evaluation.suites, or set evaluation.enabled=false"
+            need = "a set in data.validation, or evaluation.suites"
+            raise self.error("evaluation.enabled evaluation.suites", need, fix)
+        if self.reward_shaping is not None and self.reward_shaping.uses_calibration and not sets:
+            fix = "give data.val_data_path, or reward_mean and reward_std; or run `treeward calibrate` later"
+            raise self.error("reward_shaping", "a set in data.validation, to fit its constants on", fix)
         self._check_loss()
         if self.checkpointing.enabled and self.checkpointing.metric_name is not None:
             self._check_ranking_metric(self.checkpointing.metric_name, self.validation_names)
@@ -212,11 +215,12 @@ class RewardModelRunConfig(Strict):
         """Whether the type of the reward model reads the options of the loss, and the data has what it learns from."""
         kind, key = self.policy.reward_model_cfg.reward_model_type, "policy.reward_model_cfg.reward_model_type"
         for name, option in LossConfig.model_fields.items():
-            is_idle = kind not in readers(option) and getattr(self.rm.loss, name) != option.default
-            self.refuse(is_idle, f"rm.loss.{name} {key}", f"no such key, or the type {' or '.join(readers(option))}")
-        allowed = LOSS_KINDS[kind].ties
-        need = f"{' or '.join(allowed)}, or the type bradley_terry: its pairs alone may be tied"
-        self.refuse(self.data.ties not in allowed, f"data.ties {key}", need)
+            if kind not in readers(option) and getattr(self.rm.loss, name) != option.default:
+                need = f"no such key, or the type {' or '.join(readers(option))}"
+                raise self.error(f"rm.loss.{name} {key}", need)
+        if self.data.ties not in (allowed := LOSS_KINDS[kind].ties):
+            need = f"{' or '.join(allowed)}, or the type bradley_terry: its pairs alone may be tied"
+            raise self.error(f"data.ties {key}", need)
         drawn = [f"data.train[{i}]" for i, dataset in enumerate(self.data.train) if dataset.non_contextual_answer]
         if drawn and self.policy.reward_model_cfg.labels:
             where, need = f"{drawn[0]}.non_contextual_answer", "false: a completion of another prompt has no grade"
@@ -224,10 +228,12 @@ class RewardModelRunConfig(Strict):
 
     def _check_ranking_metric(self, given: str, names: list[str]) -> None:
         field, fix = "checkpointing.metric_name", "set checkpointing.metric_name=null to keep the latest checkpoints"
-        give = f"give data.val_data_path, or {fix}"
-        self.refuse(not names, field, "a set in data.validation, to measure it on", give)
-        is_never, need = not self.rm.validates, "a validation, to measure it"
-        self.refuse(is_never, f"{field} rm.val_period rm.val_at_end", need, f"set rm.val_at_end=true, or {fix}")
+        if not names:
+            need = "a set in data.validation, to measure it on"
+            raise self.error(field, need, f"give data.val_data_path, or {fix}")
+        if not self.rm.validates:
+            keys = f"{field} rm.val_period rm.val_at_end"
+            raise self.error(keys, "a validation, to measure it", f"set rm.val_at_end=true, or {fix}")
         try:
             validation, metric = parse_metric_name(given, names)
         except ConfigError as error:

@@ -81,14 +81,16 @@ class RewardShapingConfig(Strict):
         return self.uses_contract_constants or self.length_calibration or self.temperature == "calibrated"
 
     def check(self) -> None:
-        self.check_pair("reward_mean", "reward_std", need="both of them, or neither for those of the model's contract")
-        is_wrong = self.preference_score and (self.normalize_rewards or self.reference == "log_sigmoid")
-        need = "rewards in [0, 1] as they are, or with reference: par"
-        self.refuse(is_wrong, "preference_score normalize_rewards reference", need)
-        is_wrong = self.reference is not None and self.uses_contract_constants
-        need = "constants of the relative rewards; the contract's constants describe scores"
-        fix = "set normalize_rewards to false: relative rewards are bounded from above already"
-        self.refuse(is_wrong, "normalize_rewards reference", need, fix)
+        if (self.reward_mean is None) != (self.reward_std is None):
+            keys = "reward_mean reward_std" if self.reward_mean is None else "reward_std reward_mean"
+            raise self.error(keys, "both of them, or neither for those of the model's contract")
+        if self.preference_score and (self.normalize_rewards or self.reference == "log_sigmoid"):
+            need = "rewards in [0, 1] as they are, or with reference: par"
+            raise self.error("preference_score normalize_rewards reference", need)
+        if self.reference is not None and self.uses_contract_constants:
+            need = "constants of the relative rewards; the contract's constants describe scores"
+            fix = "set normalize_rewards to false: relative rewards are bounded from above already"
+            raise self.error("normalize_rewards reference", need, fix)
 
 
 ShapingOrContract = Annotated[
@@ -120,11 +122,10 @@ class EnsembleConfig(Strict):
     """The standard deviation of each member's scores, in the members' order. None: those of the calibrations."""
 
     def check(self) -> None:
-        self.check_pair("means", "stds", need="both of them, one number for each member, or neither")
-        is_uneven = len(self.means or ()) != len(self.stds or ())
-        self.refuse(is_uneven, "stds means", "one number for each member in both")
-        is_unread, need = self.means is not None and not self.standardize, "standardize: true, or no means and stds"
-        self.refuse(is_unread, "standardize means", need)
+        if len(self.means or ()) != len(self.stds or ()):
+            raise self.error("stds means", "one number for each member in both, or neither")
+        if self.means is not None and not self.standardize:
+            raise self.error("standardize means", "standardize: true, or no means and stds")
 
 
 class ScoringConfig(Strict):
@@ -163,9 +164,9 @@ class ScoringConfig(Strict):
         return self.ensemble is not None or self.head_weights is not None
 
     def check(self) -> None:
-        are_several = len(self.models) > 1
-        is_ensemble = self.ensemble is not None and self.ensemble.over == "models"
-        need = "one model, or an `ensemble` section with over: models"
-        self.refuse(are_several and not is_ensemble, "models ensemble", need)
-        is_extra, need = self.tokenizer != ScoringTokenizerConfig(), "no tokenizer: the models use their own"
-        self.refuse(are_several and is_extra, "tokenizer models", need)
+        if len(self.models) == 1:
+            return
+        if self.ensemble is None or self.ensemble.over == "heads":
+            raise self.error("models ensemble", "one model, or an `ensemble` section with over: models")
+        if self.tokenizer != ScoringTokenizerConfig():
+            raise self.error("tokenizer models", "no tokenizer: the models use their own")

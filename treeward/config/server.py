@@ -46,11 +46,11 @@ class ServedModelConfig(ScoringConfig):
 
     def check(self) -> None:
         super().check()
-        is_class = self.reward_class is not None
-        self.refuse(is_class and self.ensemble is not None, "reward_class ensemble", "one model, without an ensemble")
-        is_contract = is_class and self.shaping == "contract"
-        need = "a reward_shaping section: a reward class has no scoring contract"
-        self.refuse(is_contract, "shaping reward_class", need)
+        if self.reward_class is not None and self.ensemble is not None:
+            raise self.error("reward_class ensemble", "one model, without an ensemble")
+        if self.reward_class is not None and self.shaping == "contract":
+            need = "a reward_shaping section: a reward class has no scoring contract"
+            raise self.error("shaping reward_class", need)
 
 
 class ServerConfig(Strict):

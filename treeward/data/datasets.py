@@ -92,7 +92,7 @@ def open_dataset(config: DatasetConfig) -> RowDataset:
     """
     if config.split_validation_size > 0 and config.part is None:
         need = "part: train, or part: validation for the rows held out"
-        config.refuse(True, "part split_validation_size", need)
+        raise config.error("part split_validation_size", need)
     config = recognised(config)
     cls = _DATASETS.find(config.dataset_name)
     dataset: RowDataset = cls(config) if issubclass(cls, RowDataset) else _ObjectDataset(config, cls)

@@ -49,7 +49,8 @@ class RewardSourceConfig(Strict):
 
     def check(self) -> None:
         num_sources = sum(value is not None for value in (self.model, self.environment, self.actor))
-        self.refuse(num_sources != 1, "model environment actor", "one source: model, environment or actor")
+        if num_sources != 1:
+            raise self.error("model environment actor", "one source: model, environment or actor")
 
 
 class RewardSource:

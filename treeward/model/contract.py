@@ -11,7 +11,6 @@ conversations, with their token ids and scores, in another program, on another m
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -175,9 +174,8 @@ class LengthCurve(Strict):
     residual_temperature: CalibratedTemperature | None = None
 
     def check(self) -> None:
-        is_rising = all(a < b for a, b in itertools.pairwise(self.lengths))
-        need = "strictly increasing lengths, and one value for each"
-        self.refuse(len(self.lengths) != len(self.values) or not is_rising, "lengths values", need)
+        if len(self.lengths) != len(self.values) or list(self.lengths) != sorted(set(self.lengths)):
+            raise self.error("lengths values", "strictly increasing lengths, and one value for each")
 
 
 class CalibrationProvenance(Strict):

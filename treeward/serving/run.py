@@ -33,7 +33,8 @@ def serve(config: ServerConfig) -> int:
     Raises `ConfigError` for an unusable address or a missing token, and `ModelError` as `Service.load` does.
     """
     token = key_from(config.token_env, field="token_env")
-    config.refuse(config.replicas == 1 and config.ray_actor_options, "ray_actor_options replicas", "2 replicas or more")
+    if config.replicas == 1 and config.ray_actor_options:
+        raise config.error("ray_actor_options replicas", "2 replicas or more")
     with contextlib.closing(_bind(config)) as listener, _service(config, listener) as service:
         server = make_server(service, token=token)
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises it once more at its end
