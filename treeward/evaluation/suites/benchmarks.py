@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from treeward.data.preference import Preference
-from treeward.data.sources import Row, read_rows
+from treeward.data.sources import read_rows
 from treeward.errors import DataError
 from treeward.evaluation.results import Metric, ScoredExample, SuiteResult, by_subset
 from treeward.evaluation.statistics import combined
@@ -67,22 +67,18 @@ class RMBench(Suite):
     name = "rmbench"
     title = "RM-Bench"
     hub_path = "THU-KEG/RM-Bench"
+    schema = StyleRow
     num_published = 1327
 
     def load(self, source: str | None = None) -> list[Preference]:
-        """Six completions, ranks 0, 0, 0, 1, 1, 1, each three in the order of `STYLES`; see `Suite.load`.
-
-        In a folder `total_dataset.json` counts, if it is there, and not the files of single domains beside it.
-        """
+        """As `Suite.load`; in a folder `total_dataset.json` counts, and not the files of single domains beside it."""
         files = [] if source is None else sorted(Path(source).rglob("total_dataset*.json*"))
-        rows = suite_rows(str(files[0]) if files else source, self.hub_path, split=None)
-        examples = []
-        for row in rows:
-            values = read_as(StyleRow, row)
-            texts = [*values.chosen, *values.rejected]
-            example = published_example(row.where, values.domain, values.id, values.prompt, texts, (0, 0, 0, 1, 1, 1))
-            examples.append(example)
-        return examples
+        return super().load(str(files[0]) if files else source)
+
+    def _example(self, row: StyleRow, where: str) -> Preference:
+        """Six completions, each three in the order of `STYLES`."""
+        texts, ranks = [*row.chosen, *row.rejected], (0, 0, 0, 1, 1, 1)
+        return published_example(where, row.domain, row.id, row.prompt, texts, ranks)
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         cells = {id(example): self._cells(example) for example in scored}
@@ -153,15 +149,29 @@ class JudgeBench(Suite):
     name = "judgebench"
     title = "JudgeBench"
     hub_path = "ScalerLab/JudgeBench"
+    schema = JudgedRow
     num_published = 350
 
     def load(self, source: str | None = None) -> list[Preference]:
         """The splits `gpt` and `claude` of the hub or of a copy, or one file; see `Suite.load`."""
         if source is not None and os.path.isfile(source):
-            return [_judged_example(row) for row in read_rows(source)]
+            return super().load(source)
         there = [writer for writer in _WRITERS if source is not None and any(Path(source).rglob(f"{writer}*"))]
-        splits = [suite_rows(source, self.hub_path, split=split) for split in there or _WRITERS]
-        return [_judged_example(row) for row in chain.from_iterable(splits)]
+        rows = chain.from_iterable(suite_rows(source, self.hub_path, split=split) for split in there or _WRITERS)
+        return [self._example(read_as(self.schema, row), row.where) for row in rows]
+
+    def _example(self, row: JudgedRow, where: str) -> Preference:
+        category = next((name for name, start in CATEGORIES.items() if row.source.startswith(start)), None)
+        if category is None:
+            summary, need = (
+                "there is no such source in JudgeBench",
+                f"one that begins with {', '.join(CATEGORIES.values())}",
+            )
+            raise DataError(summary, where=where, field="source", got=row.source, need=need)
+        model = row.response_model
+        writer = next((name for name in _WRITERS if model.lower().startswith(name)), model)
+        texts, ranks = (row.response_A, row.response_B), (0, 1) if row.label == "A>B" else (1, 0)
+        return published_example(where, f"{category} ({writer})", row.pair_id, row.question, texts, ranks)
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         main = [example for example in scored if example.example.task_name.endswith("(gpt)")] or scored
@@ -174,20 +184,6 @@ class JudgeBench(Suite):
             sections=tuple(self.part(name, examples) for name, examples in categories.items() if examples),
             subsets=tuple(self.part(name, examples) for name, examples in by_subset(scored).items()),
         )
-
-
-def _judged_example(row: Row) -> Preference:
-    values = read_as(JudgedRow, row)
-    category = next((name for name, start in CATEGORIES.items() if values.source.startswith(start)), None)
-    if category is None:
-        need = f"a name that begins with {', '.join(CATEGORIES.values())}"
-        summary = "there is no such source in JudgeBench"
-        raise DataError(summary, where=row.where, field="source", got=values.source, need=need)
-    model = values.response_model
-    writer = next((name for name in _WRITERS if model.lower().startswith(name)), model)
-    ranks = (0, 1) if values.label == "A>B" else (1, 0)
-    texts = (values.response_A, values.response_B)
-    return published_example(row.where, f"{category} ({writer})", values.pair_id, values.question, texts, ranks)
 
 
 # --- LLMBar ----------------------------------------------------------------------------------------------------------

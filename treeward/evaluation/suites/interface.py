@@ -41,6 +41,10 @@ class Suite(ABC):
     """As its authors write it."""
     hub_path: ClassVar[str | None] = None
     """The dataset on the hub that `load(None)` reads."""
+    split: ClassVar[str | None] = None
+    """Its split."""
+    schema: ClassVar[type[BaseModel]]
+    """Of its rows."""
     num_published: ClassVar[int | None] = None
     """Of how many examples the published headline is."""
     caveat: str | None = None
@@ -49,13 +53,18 @@ class Suite(ABC):
     def __init__(self, *, tie_policy: TiePolicy = "strict") -> None:
         self.tie_policy: TiePolicy = tie_policy
 
-    @abstractmethod
     def load(self, source: str | None = None) -> list[Preference]:
         """The examples in the order of the data; `run_evaluation` makes ids that come twice distinct.
 
         `source`: a file or folder in the published schema, the name of a copy on the hub, or None for `hub_path`.
         Raises `DataError` naming file, row and field for data that is not there or not in the schema.
         """
+        rows = suite_rows(source, str(self.hub_path), split=self.split)
+        return [self._example(read_as(self.schema, row), row.where) for row in rows]
+
+    def _example(self, row: Any, where: str) -> Preference:
+        """The example of a row, which is of `schema`."""
+        raise NotImplementedError
 
     def summarize(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         """The suite's numbers; values are None where there is nothing to compute them from."""

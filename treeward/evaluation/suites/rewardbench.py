@@ -30,11 +30,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
 from treeward.data.preference import Preference
-from treeward.data.sources import Row
 from treeward.errors import DataError
 from treeward.evaluation.results import Metric, ScoredExample, SuiteResult, by_subset
 from treeward.evaluation.statistics import cluster_bootstrap, combined, wilson
-from treeward.evaluation.suites.interface import Prompt, Suite, one_of, published_example, read_as, suite_rows
+from treeward.evaluation.suites.interface import Prompt, Suite, one_of, published_example
 
 _HEP = ("hep-cpp", "hep-go", "hep-java", "hep-js", "hep-python", "hep-rust")
 # fmt: off
@@ -72,16 +71,11 @@ class RewardBench(Suite):
     name = "rewardbench"
     title = "RewardBench"
     hub_path = "allenai/reward-bench"
+    split, schema = "filtered", PairRow
     num_published = 2985
 
-    def load(self, source: str | None = None) -> list[Preference]:
-        """The rows of the split `filtered`; see `Suite.load`."""
-        examples = []
-        for row in suite_rows(source, self.hub_path, split="filtered"):
-            pair = read_as(PairRow, row)
-            texts = (pair.chosen, pair.rejected)
-            examples.append(published_example(row.where, pair.subset, pair.id, pair.prompt, texts, (0, 1)))
-        return examples
+    def _example(self, row: PairRow, where: str) -> Preference:
+        return published_example(where, row.subset, row.id, row.prompt, (row.chosen, row.rejected), (0, 1))
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         groups = by_subset(scored)
@@ -115,11 +109,17 @@ class RewardBench2(Suite):
     name = "rewardbench2"
     title = "RewardBench 2"
     hub_path = "allenai/reward-bench-2"
+    split, schema = "test", BestOfRow
     num_published = 1865
 
-    def load(self, source: str | None = None) -> list[Preference]:
-        """The rows of the split `test`; see `Suite.load`."""
-        return [_example(row) for row in suite_rows(source, self.hub_path, split="test")]
+    def _example(self, row: BestOfRow, where: str) -> Preference:
+        if row.subset == "Ties":
+            _tie_number(str(row.id), where)
+        elif len(row.chosen) != 1:
+            summary, got = f"a prompt of {row.subset} has one right completion", f"{len(row.chosen)} completions"
+            raise DataError(summary, where=where, field="chosen", got=got)
+        ranks = [0] * len(row.chosen) + [1] * len(row.rejected)
+        return published_example(where, row.subset, row.id, row.prompt, [*row.chosen, *row.rejected], ranks)
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
         groups = by_subset(scored)
@@ -143,18 +143,6 @@ class RewardBench2(Suite):
         None for Ties, whose prompts differ in their number of right completions, and so for the mean of all six.
         """
         return 0.25 if part in _SUBSETS_2 and part != "Ties" else None
-
-
-def _example(row: Row) -> Preference:
-    values = read_as(BestOfRow, row)
-    subset, chosen = values.subset, values.chosen
-    if subset == "Ties":
-        _tie_number(str(values.id), row.where)
-    elif len(chosen) != 1:
-        got = f"{len(chosen)} completions"
-        raise DataError(f"a prompt of {subset} has one right completion", where=row.where, field="chosen", got=got)
-    ranks = [0] * len(chosen) + [1] * len(values.rejected)
-    return published_example(row.where, subset, values.id, values.prompt, [*chosen, *values.rejected], ranks)
 
 
 def _tie_number(id: str, where: str | None = None) -> tuple[str, int]:
