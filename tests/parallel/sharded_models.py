@@ -56,10 +56,10 @@ def _policy(family: str, **changes: Any) -> Callable[[], WrappedModel]:
     return lambda: PolicyModel(causal_model(family, **changes))
 
 
-def _recomputed(make: Callable[[], WrappedModel], selective: bool) -> Callable[[], WrappedModel]:
+def _recomputed(make: Callable[[], WrappedModel]) -> Callable[[], WrappedModel]:
     def made() -> WrappedModel:
         model = make()
-        model.recompute_activations(selective=selective)
+        model.recompute_activations()
         return model
 
     return made
@@ -84,8 +84,8 @@ KINDS: dict[str, Callable[[], WrappedModel]] = {
     "rows": _reward_model("gptj", "rows"),
     "encoder": _reward_model("bert", "encoder"),
     "experts": _reward_model("mixtral"),
-    "recomputed": _recomputed(_reward_model("llama"), selective=False),
-    "recomputed selectively": _recomputed(_policy("qwen3"), selective=True),
+    "recomputed": _recomputed(_reward_model("llama")),
+    "recomputed policy": _recomputed(_policy("qwen3")),
     "adapted reward model": _adapted(_reward_model("llama")),
     "adapted policy": _adapted(_policy("llama", tie_word_embeddings=True)),
 }

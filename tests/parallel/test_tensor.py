@@ -32,30 +32,30 @@ THREE = {"num_hidden_layers": 3}
 _TEMPERATURE = 0.7
 
 # kind, family, changes of its configuration, layout, sequence_parallel, what is computed again
-CASES: list[tuple[str, str, dict[str, Any], str, bool, str]] = [
-    ("reward", "llama", {"attention_bias": True, "mlp_bias": True}, "tree", False, ""),
-    ("reward", "qwen2", {}, "tree", False, "selective"),
-    ("reward", "qwen3", {}, "tree", False, "all"),
-    ("reward", "qwen3", {}, "rows", False, ""),
-    ("reward", "mistral", {}, "tree", False, ""),
-    ("reward", "gemma2", {}, "tree", False, ""),
-    ("reward", "gemma3", {}, "tree", False, ""),
-    ("reward", "phi3", {}, "tree", False, ""),
-    ("reward", "gpt_neox", {}, "tree", False, "all"),
-    ("reward", "llama", THREE | {"attention_bias": True, "mlp_bias": True}, "tree", True, "all"),
-    ("reward", "qwen3", THREE, "tree", True, "selective"),
-    ("reward", "qwen3", THREE, "rows", True, ""),
-    ("reward", "gemma3", THREE | {"layer_types": ["sliding_attention"] * 3}, "tree", True, ""),
-    ("reward", "gpt_neox", THREE, "tree", True, "all"),
-    ("policy", "llama", {}, "tree", False, ""),
-    ("policy", "qwen2", TIED, "tree", False, "all"),
-    ("policy", "qwen3", TIED | THREE, "tree", True, "all"),
-    ("policy", "mistral", TIED, "rows", False, ""),
-    ("policy", "gemma2", TIED, "tree", False, ""),
+CASES: list[tuple[str, str, dict[str, Any], str, bool, bool]] = [
+    ("reward", "llama", {"attention_bias": True, "mlp_bias": True}, "tree", False, False),
+    ("reward", "qwen2", {}, "tree", False, True),
+    ("reward", "qwen3", {}, "tree", False, True),
+    ("reward", "qwen3", {}, "rows", False, False),
+    ("reward", "mistral", {}, "tree", False, False),
+    ("reward", "gemma2", {}, "tree", False, False),
+    ("reward", "gemma3", {}, "tree", False, False),
+    ("reward", "phi3", {}, "tree", False, False),
+    ("reward", "gpt_neox", {}, "tree", False, True),
+    ("reward", "llama", THREE | {"attention_bias": True, "mlp_bias": True}, "tree", True, True),
+    ("reward", "qwen3", THREE, "tree", True, True),
+    ("reward", "qwen3", THREE, "rows", True, False),
+    ("reward", "gemma3", THREE | {"layer_types": ["sliding_attention"] * 3}, "tree", True, False),
+    ("reward", "gpt_neox", THREE, "tree", True, True),
+    ("policy", "llama", {}, "tree", False, False),
+    ("policy", "qwen2", TIED, "tree", False, True),
+    ("policy", "qwen3", TIED | THREE, "tree", True, True),
+    ("policy", "mistral", TIED, "rows", False, False),
+    ("policy", "gemma2", TIED, "tree", False, False),
 ]
 
 
-def _build(kind: str, family: str, changes: dict[str, Any], layout: Any, recomputed: str) -> RewardModel | PolicyModel:
+def _build(kind: str, family: str, changes: dict[str, Any], layout: Any, recomputed: bool) -> RewardModel | PolicyModel:
     model: RewardModel | PolicyModel
     if kind == "reward":
         model = RewardModel(tiny_model(family, **changes), layout=layout)
@@ -63,7 +63,7 @@ def _build(kind: str, family: str, changes: dict[str, Any], layout: Any, recompu
         model = PolicyModel(causal_model(family, **changes), layout=layout, chunk_tokens=7)
     model.train()
     if recomputed:
-        model.recompute_activations(selective=recomputed == "selective")
+        model.recompute_activations()
     return model
 
 

@@ -45,7 +45,7 @@ CASES: dict[str, list[str]] = {
         "rm.loss.center_rewards_coefficient=0.01",  # else the bias has no gradient but rounding, which Adam makes large
     ],
     "recomputed": [
-        *("policy.dtensor_cfg.activation_checkpointing=selective", "policy.train_micro_batch_size=1"),
+        *("policy.dtensor_cfg.activation_checkpointing=true", "policy.train_micro_batch_size=1"),
         *("policy.reward_model_cfg.reward_model_type=plackett_luce", "rm.loss.weight=pair"),
     ],
     "head alone": ["policy.reward_model_cfg.freeze_backbone=true", "policy.train_micro_batch_tokens=80"],

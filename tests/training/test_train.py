@@ -111,7 +111,6 @@ def test_pooled_metrics_count_every_comparison_once(trained: Trained, write_rows
         ["policy.train_micro_batch_tokens=70"],
         ["policy.train_micro_batch_tokens=null", "+policy.train_micro_batch_size=3", "+policy.attention=rows"],
         ["+policy.activation_checkpointing_enabled=true"],
-        ["+policy.dtensor_cfg.activation_checkpointing=selective"],
         [],
     ],
 )

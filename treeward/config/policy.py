@@ -127,9 +127,8 @@ ScoringPrecision = Annotated[ScoringDtype, _short_names]
 class ShardingConfig(Strict):
     """How the model is sharded over processes, and what is recomputed to save memory."""
 
-    activation_checkpointing: bool | Literal["selective"] = False
-    """Compute activations again in the backward pass: slower, with far less memory. `selective` keeps the costly half:
-    the outputs of attention and of every second matrix product. Scoring keeps none anyway."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass: slower, with far less memory. Scoring keeps none anyway."""
     dp_replicate_size: PositiveInt = 1
     """Copies of the model (hybrid sharding): each is sharded over the processes divided by this. The number of nodes
     keeps the gathering of weights within a node."""

@@ -85,7 +85,7 @@ def why_not_tree(hf: PreTrainedModel) -> str | None:
 
 
 def _why_not_equal(model: WrappedModel, sequences: Sequence[TokenIds], plain_SD: Tensor) -> str | None:
-    """Why a tree of the sequences has other last hidden states at its reads; None if they are equal."""
+    """Why the last hidden states of a tree of the sequences differ from `plain_SD`; None if they do not."""
     try:
         batch = TreeBatch.from_groups([sequences]).to(model.device)
         tree_SD = model.tree_hidden(batch, batch.reads_N).index_select(0, batch.read_of_S).float()
@@ -144,7 +144,11 @@ def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds], *, exact: Pol
     `exact`: the policy in float32; None widens its weights meanwhile, or allows 0.05 if the GPU has no room for them.
     """
     _check_tokens(policy.num_embeddings, prompts)
-    groups = [_completed([int(token) for token in prompt]) for prompt in sorted(prompts, key=len)[:4]]
+    groups = []
+    for prompt in sorted(prompts, key=len)[:4]:
+        ids = [int(token) for token in prompt]
+        tail = ids[-8:]
+        groups.append((len(ids), [ids + end for end in (tail, tail[: len(tail) // 2] + tail[::-1], tail[:1])]))
     together = [policy.log_probs([rows], [[start] * len(rows)]) for start, rows in groups]
     together_N = torch.cat([log_probs.values_SL[log_probs.mask_SL] for log_probs in together])
     plain_N = exact_N = _plain_log_probs(policy, groups)
@@ -163,14 +167,6 @@ def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds], *, exact: Pol
     logger.info("The policy's log-probabilities in %s: %s; %.1e is allowed.", name, summary, allowed)
     if not off <= allowed:
         raise _not_plain(policy, "log-probability", summary, f"at most {allowed:.1e}")
-
-
-def _completed(prompt: list[int]) -> tuple[int, list[list[int]]]:
-    """The length of a prompt, and rows of it with three completions of its own tokens: the second shares a beginning
-    with the first, the third is a beginning of the first."""
-    tail = prompt[-8:]
-    completions = (tail, tail[: len(tail) // 2] + tail[::-1], tail[:1])
-    return len(prompt), [[*prompt, *completion] for completion in completions]
 
 
 def _plain_log_probs(policy: PolicyModel, groups: Sequence[tuple[int, list[list[int]]]]) -> Tensor:

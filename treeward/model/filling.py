@@ -11,7 +11,7 @@ lack more than a score head, the main process loads them whole and sends the oth
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -114,20 +114,17 @@ def _sources(hf: PreTrainedModel, name: str, weights: Mapping[str, Tensor]) -> d
                         return {}  # other tensors than the model's, as the experts of some mixtures
                     if target not in weights:
                         unused.add(target)
-                    elif not _fits(opened.get_slice(key).get_shape(), weights[target], is_head=is_of_head(target)):
+                        continue
+                    shape, needed = opened.get_slice(key).get_shape(), list(weights[target].shape)
+                    # an embedding in the file may lack the row that was added for padding
+                    may_lack_row = not is_of_head(target) and len(needed) == 2
+                    if shape != needed and not (may_lack_row and shape == [needed[0] - 1, needed[1]]):
                         return {}
-                    else:
-                        sources[target] = (str(path), key)
+                    sources[target] = (str(path), key)
     except (OSError, SafetensorError) as error:
         raise ModelError("the model cannot be loaded", where=name, got=str(error)) from error
     check_used(hf, unused, name)
     return sources
-
-
-def _fits(shape: Sequence[int], weight: Tensor, *, is_head: bool) -> bool:
-    """Whether `shape` is the weight's, or an embedding's without the row that was added for padding."""
-    rows, *others = weight.shape or (1,)
-    return tuple(shape) == weight.shape or (not is_head and len(others) == 1 and list(shape) == [rows - 1, *others])
 
 
 def _read(sources: Mapping[str, tuple[str, str]], weights: Mapping[str, Tensor]) -> None:

@@ -90,7 +90,7 @@ def load_reward_model(
     published = find(config.to_dict(), config.name_or_path)
     is_classifier = any("SequenceClassification" in text for text in config.architectures or ())
     if published is None and labels:
-        config.id2label, config.label2id = _named(labels)
+        vars(config).update(_named(labels))
     elif published is None and not (several_heads and is_classifier):
         config.num_labels = 1  # a causal LM names no labels, and would get two
     settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "load_in_4bit": load_in_4bit}
@@ -147,23 +147,17 @@ def _with_weights(
         if child_name != head_name(hf) and any(kept in child_name for kept in _HEADS):
             child.to(settings["dtype"])  # transformers matches parts of names: pre_classifier as well
     if new_head and head_seed is None:
-        raise _no_head_error(name, config, new_head, published)
+        lost = new_head if published is None else list(published.stored(config.to_dict()))
+        architecture = ", ".join(config.architectures or ["an unknown architecture"])
+        raise ModelError(
+            "this checkpoint has no reward head: its scores would be random",
+            where=name,
+            got=f"{architecture}, without {', '.join(lost[:3])}",
+            fix=f"train one: treeward train --config FILE policy.model_name={name}" if published is None else None,
+        )
     if new_head:
         initialise_head(hf, seed=head_seed or 0, std=head_std)
     return hf
-
-
-def _no_head_error(
-    name: str, config: PreTrainedConfig, missing: Sequence[str], published: Adapter | None
-) -> ModelError:
-    architecture = ", ".join(config.architectures or ["an unknown architecture"])
-    lost = missing if published is None else [published.stored_name(config, weight_name) for weight_name in missing]
-    return ModelError(
-        "this checkpoint has no reward head: its scores would be random",
-        where=name,
-        got=f"{architecture}, without {', '.join(lost[:3])}",
-        fix=f"train one: treeward train --config FILE policy.model_name={name}" if published is None else None,
-    )
 
 
 def build_reward_model(
@@ -186,15 +180,14 @@ def build_reward_model(
         hf: PreTrainedModel = classifier_class(config, False)._from_config(config, **options)
         return hf
 
-    names, places = _named(labels or ("LABEL_0",))
-    hf = bare_model(make, model_config, tokenizer, seed=seed, id2label=names, label2id=places)
+    hf = bare_model(make, model_config, tokenizer, seed=seed, **_named(labels or ("LABEL_0",)))
     initialise_head(hf, seed=seed, std=head_std)
     return Loaded(_ready(hf, tokenizer, attention, device), tokenizer)
 
 
-def _named(labels: Sequence[str]) -> tuple[dict[int, str], dict[str, int]]:
-    """`id2label` and `label2id` of a configuration."""
-    return dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
+def _named(labels: Sequence[str]) -> dict[str, Any]:
+    """The fields of a configuration that name its labels."""
+    return {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
 
 
 def _ready(

@@ -58,11 +58,6 @@ class Standardised(nn.Module):
         return values
 
 
-def _mlp(config: PreTrainedConfig) -> nn.Module:
-    size = config.hidden_size
-    return nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, 1))
-
-
 class WeightedAttributes(nn.Module):
     """URM: the mean of each attribute times its weight by a network, both from the last token. Attributes are pairs of
     mean and spread; the score ignores the spread.
@@ -240,13 +235,6 @@ class Adapter:
         register_checkpoint_conversion_mapping(name, [*renamings, *self.backbone], overwrite=True)
         return made
 
-    def stored_name(self, config: PreTrainedConfig, name: str) -> str:
-        """The name in the checkpoint of a tensor of our head."""
-        for stored_prefix, prefix in self.stored(config.to_dict()).items():
-            if f"{name}.".startswith(f"{prefix}."):
-                return stored_prefix + name.removeprefix(prefix)
-        return name
-
     def settle(self, hf: Any) -> None:
         """Turn a loaded model with a linear head into a plain classifier."""
         vars(hf.config).pop("auto_map", None)  # names files of code that are not saved with it
@@ -306,10 +294,6 @@ def _is_openrlhf(*, normalised: bool) -> Callable[[Fields, str], bool]:
     return recognises
 
 
-def _openrlhf_head(fields: Fields) -> str:
-    return str(fields.get("value_head_prefix") or "score")
-
-
 def _writes(fields: Fields) -> bool:
     return any(name.endswith("ForCausalLM") for name in fields.get("architectures") or ())
 
@@ -318,14 +302,14 @@ ADAPTERS: Mapping[str, Adapter] = {
     "OpenRLHF": Adapter(
         source=_OPENRLHF,
         recognises=_is_openrlhf(normalised=False),
-        stored=lambda fields: {_openrlhf_head(fields): "score"},
+        stored=lambda fields: {fields.get("value_head_prefix") or "score": "score"},
         end=_at_end_of_text,
         keys=("value_head_prefix", "mean", "std", "normalize_reward"),
     ),
     "OpenRLHF, normalised": Adapter(
         source=_OPENRLHF,
         recognises=_is_openrlhf(normalised=True),
-        stored=lambda fields: {_openrlhf_head(fields): "score.value"},
+        stored=lambda fields: {fields.get("value_head_prefix") or "score": "score.value"},
         head=Standardised,
         end=_at_end_of_text,
     ),
@@ -333,7 +317,9 @@ ADAPTERS: Mapping[str, Adapter] = {
         source=f"{_BENCH}inform.py",
         recognises=_is("INFORMForSequenceClassification", "Qwen2ForRewardModel"),
         stored=lambda _: {"score": "score"},
-        head=_mlp,
+        head=lambda config: nn.Sequential(
+            nn.Linear(config.hidden_size, config.hidden_size), nn.ReLU(), nn.Linear(config.hidden_size, 1)
+        ),
     ),
     "InternLM2-Reward": Adapter(
         source=f"{_HUB}internlm/internlm2-20b-reward/blob/6539b1df85e74019a3e36da43901e18205c572ea/modeling_internlm2.py",

@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from treeward.errors import ConfigError, ModelError
-from treeward.model.recomputation import compute_again_selectively
 from treeward.tree import attention
 from treeward.tree.batch import Batch, RowBatch, TreeBatch
 from treeward.tree.choice import fastest
@@ -139,7 +138,9 @@ class WrappedModel(nn.Module):
         """For a model on the meta device: functions that fill its weights, once they have memory."""
         self._is_compiled = False
         self.last_layer = LastLayer.of(hf) if layout == "tree" else None
-        _switch_off_noise(hf)
+        # A reward is deterministic (Ziegler et al. 2019, p. 3), and sampling has the probabilities of training.
+        for owner, name in find_noise(hf):
+            setattr(owner, name, 0.0)
 
     def fill(self, device: torch.device | str) -> None:
         """Give a model on the meta device, which may have been sharded since, memory and values (`filling.py`)."""
@@ -244,8 +245,9 @@ class WrappedModel(nn.Module):
             yield
 
     def plain_attention(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which `hf` runs as in plain transformers."""
-        return self.attention(self._row_attention)
+        """A context in which `hf` runs as in plain transformers, whose SDPA would ignore soft-caps and sinks."""
+        has_softcap = getattr(self.hf.config.get_text_config(), "attn_logit_softcapping", None) is not None
+        return self.attention("sdpa" if getattr(self.hf, "_supports_sdpa", True) and not has_softcap else "eager")
 
     def plain_logits(self, **inputs: Any) -> Tensor:
         """The logits of plain transformers."""
@@ -295,27 +297,15 @@ class WrappedModel(nn.Module):
         for layer in self.layers:
             layer.compile(**options)
 
-    def recompute_activations(self, *, selective: bool = False) -> None:
-        """Keep one activation per layer and compute the others again in the backward pass. Raises `ConfigError`.
-
-        `selective`: keep the outputs of attention and of every second matrix product too (`model.recomputation`).
-        """
+    def recompute_activations(self) -> None:
+        """Keep one activation per layer and compute the others again in the backward pass. Raises `ConfigError`."""
         # transformers has renamed it; the oldest versions that we allow have only the old name.
         enable = getattr(self.hf, "activation_checkpointing_enable", None) or self.hf.gradient_checkpointing_enable
-        layers, where = self.layers, "policy.dtensor_cfg.activation_checkpointing"
-        if selective and not layers:
-            raise ConfigError("this model's layers are not known: none of its activations can be kept", where=where)
-        if selective:
-            if hasattr(torch._inductor.config, "wrap_inductor_compiled_regions"):
-                torch._inductor.config.wrap_inductor_compiled_regions = True  # a compiled FlexAttention is seen as one
-            for layer in layers:
-                compute_again_selectively(layer)
-            return
         try:
             enable({"use_reentrant": False})
         except ValueError as error:
-            summary = "this model cannot compute its activations again"
-            raise ConfigError(summary, where=where, got=str(error)) from error
+            summary, where = "this model cannot compute its activations again", "policy.dtensor_cfg"
+            raise ConfigError(summary, where=where, field="activation_checkpointing", got=str(error)) from error
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -350,14 +340,6 @@ class WrappedModel(nn.Module):
             ).last_hidden_state
         return hidden[:, :length]
 
-    @property
-    def _row_attention(self) -> str:
-        """Plain attention for rows; transformers' SDPA would ignore soft-caps and sinks, so those run eagerly."""
-        config = self.hf.config.get_text_config()
-        softcap = getattr(config, "attn_logit_softcapping", None) is not None
-        supported = getattr(self.hf, "_supports_sdpa", True)
-        return "sdpa" if supported and not softcap else "eager"
-
 
 _NOISE = re.compile("drop|jitter")
 """Names of the rates, of modules and configurations, that make a forward in training mode random."""
@@ -370,11 +352,3 @@ def find_noise(hf: PreTrainedModel) -> Iterator[tuple[Any, str]]:
             is_rate = _NOISE.search(name) or (isinstance(owner, nn.Dropout) and name == "p")
             if is_rate and isinstance(value, float) and value > 0:
                 yield owner, name
-
-
-def _switch_off_noise(hf: PreTrainedModel) -> None:
-    """No dropout, layer drop or router jitter: a reward is a deterministic function (Ziegler et al. 2019, p. 3), and
-    the probability of a sampled completion must be the one that training computes.
-    """
-    for owner, name in find_noise(hf):
-        setattr(owner, name, 0.0)

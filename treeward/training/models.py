@@ -91,7 +91,7 @@ def make_ready(
     if policy.use_liger_kernel:
         use_liger_kernel(model)
     if section.activation_checkpointing:
-        model.recompute_activations(selective=section.activation_checkpointing == "selective")
+        model.recompute_activations()
     can_compile = model.layout == "tree" and model.device.type == "cuda"
     if policy.torch_compile and not can_compile:
         got, need = f"{model.layout} on {model.device}", "a model that runs on trees, on a GPU"
