@@ -2,19 +2,12 @@
 
     pairs = ranked_pairs([(0, 1), (0, 1, 1)], ties="drop")
     loss_sum = bradley_terry(scores_S, pairs)        # divide once, by the `num_units` of the whole step
-    loss_sum = plackett_luce(scores_S, ranked_pairs([(0, 1, 2, 2)], unit="choice"))
-    loss_sum = squared_error(values_SH, graded([[(4.0, nan), (1.0, 2.0)]], stds=(1.0, 1.0)))
-
     heads = heads_of(config, grades_NH, num_heads)   # all that a training step knows of its loss
-    loss_sum = heads.loss(values_SH, heads.labels(comparisons))
 
 A comparison group of K completions gives the pairs of completions with different ranks. By default each group weighs 1
-however many pairs it has (Ouyang et al. 2022, arXiv 2203.02155, eq. 1): its loss is the mean over its pairs, and sums
-over groups go up to whoever knows the count of the whole step.
-
-Grades are learnt as they are: a mean and a scale that were taken out would have to be folded into the head at the
-export, and the heads of decoders in transformers have no bias to hold a mean. The squared errors are in units of the
-training data's standard deviation, so that no attribute counts more for its scale alone.
+however many pairs it has (Ouyang et al. 2022, arXiv 2203.02155, eq. 1). Grades are learnt as they are, for the heads of
+decoders in transformers have no bias to hold a mean; squared errors are in units of the training data's standard
+deviation, so that no attribute counts more for its scale alone.
 
 Shapes: S scores of a batch, H heads, G groups, P pairs, N completions of the training data.
 """
@@ -49,11 +42,10 @@ TieModel = Literal["half", "davidson", "rao_kupper"]
 class Pairs(Movable):
     """Which scores are compared.
 
-    `better_P`, `worse_P`: int64 (P,), places among the scores of the batch. `weight_P`: float32 (P,). `margin_P`:
-    float32 (P,), 0 where the data has none. `target_P`: float32 (P,), the probability that the better one wins, 1/2 of
-    a tie. `tied_P`: bool (P,), the two are equally good. `num_units`: what the sum of the loss is divided by, groups
-    that have a pair, or pairs (or choices) where each of them weighs 1. `num_ordered`: pairs that are not tied; counted
-    where the pairs are made, for reading it from a GPU would wait for it.
+    `better_P`, `worse_P`: int64, places among the scores. `weight_P`, `margin_P`: float32. `target_P`: float32, the
+    probability that the better one wins, 1/2 of a tie. `tied_P`: bool. `num_units`: what the sum of the loss is divided
+    by, groups that have a pair, or pairs (or choices) where each of them weighs 1. `num_ordered`: pairs that are not
+    tied, counted on the host.
     """
 
     better_P: Tensor
@@ -80,10 +72,9 @@ def ranked_pairs(
 
     `ranks`: for each group the rank of each completion, lower is better. `strengths`: one per group, None for none, or
     a number for each completion, whose difference is a pair's strength, 0 where it contradicts the ranks. Times
-    `strength_scale` the strength is the pair's `margin`, its `weight`, or the log-odds of its `soft_label`; margin and
-    weight of a strength below 0 are 0. `ties`: two completions of equal rank are no pair ("drop"), or a tied one
-    ("half"). `weight`: each group weighs 1, or each pair. `unit`: what shares the weight of a group, its pairs, or the
-    choices of `plackett_luce`.
+    `strength_scale` it is the pair's `margin`, its `weight` (both at least 0), or the log-odds of its `soft_label`.
+    `ties`: completions of equal rank are no pair ("drop"), or a tied one ("half"). `weight`: each group weighs 1, or
+    each pair. `unit`: what shares the weight of a group, its pairs, or the choices of `plackett_luce`.
     """
     rows: list[tuple[int, int, float, float, float, bool]] = []
     num_units = offset = 0
@@ -143,19 +134,14 @@ def bradley_terry(
 
         p softplus(-d) + (1 - p) softplus(d)   [+ c (score(better) + score(worse))^2]
 
-    which for p = 1 is -log sigmoid(d) (Bradley and Terry 1952; Stiennon et al. 2020, arXiv 2009.01325), in the form
-    that does not overflow. The margin is that of Touvron et al. 2023 (Llama 2, arXiv 2307.09288, eq. 2), the smoothing
-    that of Wang et al. 2024 (arXiv 2401.06080), and the last term, with coefficient c, centres rewards at zero
-    (Eisenstein et al. 2023, arXiv 2312.09244). A tied pair has p = 1/2 and no margin.
-
-    `ties` may give a tie a probability of its own: `tie_probability`, between 0 and 1, where the scores are equal, and
-    less the further they are apart.
+    (Bradley and Terry 1952; margin: Touvron et al. 2023, arXiv 2307.09288, eq. 2; smoothing: Wang et al. 2024, arXiv
+    2401.06080; c: Eisenstein et al. 2023, arXiv 2312.09244). A tied pair has p = 1/2 and no margin. `ties` may give a
+    tie a probability of its own, `tie_probability` r where the scores are equal, with n = 2 r / (1 - r) and t = log((1
+    + r) / (1 - r)):
 
         davidson:     P(win) = 1 / (1 + exp(-d) + n exp(-d/2)),  P(tie) = n exp(-d/2) P(win)      (Davidson 1970, eq. 2)
         rao_kupper:   P(win) = sigmoid(d - t),  P(tie) = (exp(2 t) - 1) sigmoid(d - t) sigmoid(-d - t)
                       (Rao and Kupper 1967, eq. 2.5 and 2.6)
-
-    with n = 2 r / (1 - r) and t = log((1 + r) / (1 - r)) for the probability r.
     """
     better_P, worse_P = scores_S.float()[pairs.better_P], scores_S.float()[pairs.worse_P]
     excess_P = better_P - worse_P - pairs.margin_P
@@ -176,15 +162,14 @@ def bradley_terry(
 
 
 def plackett_luce(scores_S: Tensor, pairs: Pairs) -> Tensor:
-    """The Plackett-Luce loss, the *sum* over choices of weight times loss; a float32 scalar.
+    """The Plackett-Luce loss (Luce 1959, Plackett 1975), the *sum* over choices of weight times loss; a float32 scalar.
 
-    A ranking is a sequence of choices (Luce 1959, Plackett 1975): the best completion is chosen from all, the next from
-    the rest. Completion i, with the set W of those that are strictly worse, costs
+    Completion i, chosen from itself and the set W of those that are strictly worse, costs
 
-        log sum of exp(score(j)) over j in W and i, less score(i)  =  log(1 + sum over W of exp(score(j) - score(i)))
+        log(1 + sum over W of exp(score(j) - score(i)))
 
-    Tied completions are never compared with each other, so ties at the end of a ranking say nothing of their order: the
-    rest is unranked. Of two completions this is the Bradley-Terry loss. `pairs`: of `unit="choice"`.
+    Tied completions are never compared with each other. Of two completions this is the Bradley-Terry loss. `pairs`: of
+    `unit="choice"`.
     """
     scores_S = scores_S.float()
     excess_P = scores_S[pairs.worse_P] - scores_S[pairs.better_P]
@@ -254,10 +239,9 @@ class Labels(Movable):
 class Heads:
     """What each head of a reward model learns, and how the heads make one score.
 
-    `attributes`: the grades that are learnt; none where the score learns an order. Of each head `weights`: in the
-    score; `means`, `stds`: of its grades in the training data, 0 and 1 without grades. `are_estimates`: all of them
-    learn the one score, each from other initial weights. `loss_of`: a function of `LOSSES` with its options.
-    `pair_options`: of `ranked_pairs`.
+    `attributes`: the grades that are learnt; none where the score learns an order. `weights`: of each head in the
+    score; `means`, `stds`: of its grades in the training data, 0 and 1 without. `are_estimates`: all learn the one
+    score, each from other initial weights. `loss_of`: of `LOSSES`, with its options. `pair_options`: of `ranked_pairs`.
     """
 
     attributes: tuple[str, ...] = ()

@@ -2,10 +2,9 @@
 
     sums = RewardSums()
     for scores_S, pairs, loss_sum in ...: sums.add(scores_S, pairs, loss_sum)      # on the device; waits for nothing
-    total = sums.read()                                                            # waits for the device, once
-    total.means()     # {"loss": ..., "accuracy": ..., "chosen_rewards": ..., ...}
+    sums.read().means()     # {"loss": ..., "accuracy": ..., "chosen_rewards": ..., ...}; waits once
 
-How a set was cut into batches changes nothing, nor does an uneven last one.
+Shapes: S scores of a batch, P pairs, H attributes; a number: so many sums.
 """
 
 from __future__ import annotations

@@ -4,17 +4,8 @@
     for preference, where in stream:              # restartable: each loop reads the data again
         ...
 
-A dataset says how its rows are parsed, and may bring its own data:
-
-    @register_dataset("MyPreferences")
-    class MyPreferences(RowDataset):
-        hub_path = "me/my-preferences"            # read when no data_path is given
-
-        def to_preference(self, row: Row) -> Preference:
-            return preference_from_dict(convert(row.values), where=row.where, task_name=self.task_name)
-
-The config may also name a class by its dotted path, which then needs no base class: see `treeward.data.registry`. The
-`prompt_file` and `system_prompt_file` of a config apply to any dataset.
+A dataset is a `RowDataset` whose `to_preference` parses a row, registered by `register_dataset`; it may bring its own
+data (`hub_path`). The config may also name a class by its dotted path: see `treeward.data.registry`.
 """
 
 from __future__ import annotations
@@ -84,12 +75,8 @@ def register_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
 
 
 def open_dataset(config: DatasetConfig) -> RowDataset:
-    """One training or validation set.
-
-    Raises `ConfigError` for an unknown name (with the nearest one) and for a class that cannot be imported,
-    constructed or used as a dataset; `DataError` for missing data, and under "auto" for an unknown format. Rows are
-    checked while they are read.
-    """
+    """One training or validation set; its rows are checked while they are read. Raises `ConfigError` for an unknown
+    name or an unusable class; `DataError` for missing data, and under "auto" for an unknown format."""
     if config.split_validation_size > 0 and config.part is None:
         need = "part: train, or part: validation for the rows held out"
         raise config.error("part split_validation_size", need)
@@ -359,18 +346,12 @@ class _ObjectDataset(ObjectRows, PreferenceDataset):
         raise ConfigError(f"{dataset} has no task name", field="dataset_name", got=name, need=need)
 
 
-# --- completions of other prompts ------------------------------------------------------------------------------------
-
-
 def _with_non_contextual(stream: Iterator[tuple[Preference, str]]) -> Iterator[tuple[Preference, str]]:
     """The preferences, each with a good completion of another prompt (`Preference.non_contextual`), if one fits.
 
-    Without it a reward model may learn to like the length, politeness or format of a text whatever the prompt is, which
-    a policy exploits. A good completion of another prompt, ranked last, prevents that (Liu et al. 2024, "RRM", arXiv
-    2409.13156). On a prefix tree it costs its own tokens and no prompt's.
-
-    It is drawn from the best completions of the last 4096 comparisons (at first, of the first 4096), with fitting roles
-    and another last user message, letter case and punctuation aside. The same data gives the same draw.
+    Without it a reward model may learn to like the length, politeness or format of a text whatever the prompt is (Liu
+    et al. 2024, "RRM", arXiv 2409.13156). It is drawn from the best completions of the last 4096 comparisons (at first,
+    of the first 4096), with fitting roles and another last user message. The same data gives the same draw.
     """
     head = list(islice(stream, _WINDOW))
     window = deque((preference for preference, _ in head), maxlen=_WINDOW)

@@ -4,8 +4,7 @@
     dataset[0].token_ids      # K int32 arrays, each a whole conversation
     dataset.counts.summary()  # rows that were read, kept and dropped (and why), and the tokens that sharing saves
 
-The file has a row for every row of the data, with its outcome: kept, or the reason why it was dropped. The counts are
-sums of its columns. An invalid row raises.
+The file has a row for every row of the data, with its outcome; the counts are sums of its columns.
 """
 
 from __future__ import annotations
@@ -75,10 +74,9 @@ _SCHEMA = pa.schema(
 class Comparison:
     """A tokenized `Preference`: K conversations that begin with the same prompt.
 
-    `token_ids`: K different int32 arrays, read-only. `ranks`: lower is better. `lengths`: characters of each
-    completion's last message. `scores`: from the data; `grades`: the learnt ones, per attribute, NaN for none.
-    `subset`: the preference's `task_name`. `tree_tokens`: tokens when common beginnings are held once.
-    `non_contextual`: the last conversation completes another prompt.
+    `token_ids`: K different int32 arrays, read-only. `lengths`: characters of each completion's last message. `grades`:
+    the learnt ones, per attribute, NaN for none. `subset`: the preference's `task_name`. `tree_tokens`: tokens when
+    common beginnings are held once. `non_contextual`: the last conversation completes another prompt.
     """
 
     token_ids: tuple[npt.NDArray[np.int32], ...]
@@ -100,18 +98,12 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class EncodingCounts:
-    """The outcomes of the comparisons: `read` = `kept` + the four `dropped_*`.
-
-    `dropped_too_long`: no two completions of different rank fit. `dropped_identical`: no pair of different completions
-    is left. `dropped_ties`: no completion outranks another. `dropped_ungraded`: none has a grade to learn.
-
-    The others count kept comparisons. `tied_pairs`: pairs of equal rank, which the loss leaves out unless `ties` is
-    "half". `truncated`: comparisons that lost context. `deduplicated`: completions removed because another has the same
-    tokens. `completions` and, left out of them, `completions_too_long`. `contradicted`: comparisons in which a
-    completion outranks one with a higher score; the rank counts. `non_contextual`: comparisons with a completion of
-    another prompt. `tokens` (plain rows), `tree_tokens`. `longest`: tokens of the longest conversation, kept or not,
-    before truncation; a lower bound if it was too long to be tokenized.
-    """
+    """The outcomes of the comparisons: `read` = `kept` + the four `dropped_*`: no two completions of different rank fit
+    (`too_long`), no pair of different completions is left (`identical`), none outranks another (`ties`), none has a
+    grade to learn (`ungraded`). The others count kept comparisons, except `longest`: tokens of the longest conversation
+    before truncation, kept or not. `truncated`: lost context. `deduplicated`: completions with the tokens of another.
+    `completions`, and left out of them `completions_too_long`. `contradicted`: a completion outranks one with a higher
+    score."""
 
     read: int = 0
     kept: int = 0
@@ -313,13 +305,10 @@ def encode_dataset(
 ) -> EncodedDataset:
     """Encode every comparison of a dataset, or open the file that an earlier call wrote for the same content.
 
-    A completion whose conversation exceeds the renderer's `max_length` is left out; without `keep_rest` the whole
-    comparison is. Completions with the same tokens (perhaps only after truncation) are kept once, with their best rank.
-    A comparison without a pair is dropped, unless it has one of `attributes`, the grades to learn. A warning says if
-    more than a tenth is dropped.
-
-    `progress` shows a bar on a terminal, and lines in a log. Raises `DataError` for an invalid row or if no comparison
-    is left, `ConfigError` if `cache_dir` cannot be written.
+    A completion longer than the renderer's `max_length` is left out; without `keep_rest` the whole comparison is.
+    Completions with the same tokens are kept once, with their best rank. A comparison without a pair is dropped, unless
+    it has one of `attributes`, the grades to learn. Raises `DataError` for an invalid row or if no comparison is left,
+    `ConfigError` if `cache_dir` cannot be written.
     """
     content = json.dumps([_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties, keep_rest, *attributes])
     path = Path(cache_dir) / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.arrow"
@@ -427,9 +416,6 @@ def portions(stream: Iterable[tuple[Preference, str]]) -> Iterator[list[tuple[Pr
             rows, characters = [], 0
     if rows:
         yield rows
-
-
-# --- from preferences to rows of the file ----------------------------------------------------------------------------
 
 
 def encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, rules: Rules) -> Iterator[dict[str, Any]]:

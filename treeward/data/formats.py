@@ -1,9 +1,7 @@
 """The formats of rows, recognised by their keys: one table for files, `/v1/rewards`, the playground and Python.
 
     recognise({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, "in.jsonl:1").dataset   # "BinaryPreferenceDataset"
-    conversations_of({"messages": [...]}, "in.jsonl:1")                            # one, whose score is "score"
     conversations_of({"prompt": "...", "completions": ["...", ...]}, ...)          # several: "scores", in this order
-    conversations_of({"prompt": "...", "chosen": "...", "rejected": "..."}, ...)   # two, in this order
 
 A prompt is called `context`, `prompt` or `instruction`. The parsers are in `preference`; docs/data.md has the table.
 """

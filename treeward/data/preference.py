@@ -7,14 +7,9 @@
             {"rank": 1, "completion": [{"role": "assistant", "content": "France is in Europe."}]},
         ],
     }, where="train.jsonl:1")
-    from_binary_row({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, "train.jsonl:1")
-    from_transcripts({"chosen": "\\n\\nHuman: Hi\\n\\nAssistant: Hello!", "rejected": ...}, "train.jsonl:1")
 
-A lower rank is better and equal ranks are a tie. There may be two completions or many, each of one message or more.
-`treeward.data.formats` has the keys of every format in one table.
-Messages stay raw: only the model that reads them renders them. Each function is pure, and raises `DataError` naming the
-place, the row's key, its value and the fix. Where a format gives two whole conversations, their common leading messages
-are the context, and the remaining messages the completions.
+A lower rank is better and equal ranks are a tie. Messages stay raw: only the model that reads them renders them. Each
+function is pure, and raises `DataError` naming the place, the row's key, its value and the fix.
 """
 
 from __future__ import annotations
@@ -75,9 +70,8 @@ class Completion:
 class Preference:
     """A comparison group: the `context` (messages, may be empty) and at least two `completions` of it.
 
-    `strength` (optional, finite): by how much a better completion is better; see `rm.loss.strength`.
-    `non_contextual`: a completion of another prompt, ranked last; see `data.datasets`. `id`: the name in an evaluation.
-    `where`: file and row, for errors.
+    `strength`: by how much a better completion is better; see `rm.loss.strength`. `non_contextual`: a completion of
+    another prompt, ranked last; see `data.datasets`. `id`: the name in an evaluation. `where`: file and row.
     """
 
     context: Messages
@@ -102,9 +96,6 @@ class Preference:
     def context_key(self) -> str:
         """The context as text. Statistics treat preferences with the same context as dependent."""
         return json.dumps(list(self.context), sort_keys=True, default=str)
-
-
-# --- messages --------------------------------------------------------------------------------------------------------
 
 
 def check_messages(value: Any, field: str, where: str | None, *, may_be_empty: bool = False) -> Messages:
@@ -170,9 +161,6 @@ def check_prompted(messages: Iterable[Message], first: bool | None, where: str |
     summary = "the row has no prompt, and the first row has one" if first else "only later rows have a prompt"
     need, fix = "a prompt in every row, or in none", "mend or remove the row" if first else "mend the first row"
     raise DataError(summary, where=where, field="prompt", got=contents or "none", need=need, fix=fix)
-
-
-# --- the rank format -------------------------------------------------------------------------------------------------
 
 
 def prompt_key(values: Mapping[str, Any], where: str | None) -> str | None:
@@ -243,13 +231,10 @@ def preference_from_dict(
 ) -> Preference:
     """Check one row of a prompt and its completions, with ranks or scores, and return it as a `Preference`.
 
-    `attributes`: keys of a completion that are its grades; null and NaN mean none. With them one completion is enough,
-    and the first attribute ranks completions without ranks and scores; they are tied if one lacks it.
-
     Without a `rank` the scores rank completions, highest first and equal ones as ties: `score` (or `overall_score`) of
-    each, or the row's list `scores`. Without a prompt the completions are whole conversations. Lists may be JSON text
-    and numbers text, as in CSV cells. Other keys are ignored. Raises `DataError` naming `where` and the field for a
-    missing key, an empty list, a wrong type, fewer than two completions, or a margin or score that is not finite.
+    each, or the row's list `scores`. Without a prompt the completions are whole conversations. Lists may be JSON text,
+    as in CSV cells. `attributes`: keys of a completion that are its grades; null and NaN mean none. With them one
+    completion is enough, and the first attribute ranks completions without ranks and scores.
     """
     if not isinstance(row, Mapping):
         raise DataError("a row is not an object", where=where, got=row, need=_RANK_FORMAT)
@@ -374,9 +359,6 @@ def _number(value: Any, field: str, where: str | None) -> float | None:
     return number
 
 
-# --- other formats ---------------------------------------------------------------------------------------------------
-
-
 def from_binary_row(
     values: Mapping[str, Any],
     where: str,
@@ -386,12 +368,11 @@ def from_binary_row(
     rejected_key: str = "rejected",
     task_name: str = "preference",
 ) -> Preference:
-    """A row of a prompt, a chosen and a rejected completion; reads `margin` and `task_name` too.
+    """A row of a prompt, a chosen and a rejected completion; reads `margin`, `task_name`, `score_chosen` and
+    `score_rejected` too.
 
-    The prompt is text or messages. Each completion is text, messages, or a whole conversation; a row of whole
-    conversations needs no prompt (`prompt_key=None` ignores one), nor does a row with no other text than these two.
-    Text that is a JSON list of messages (a CSV cell) counts as messages. `score_chosen` and `score_rejected` are kept;
-    equal scores are a tie.
+    Each is text or messages. Rows of whole conversations need no prompt (`prompt_key=None` ignores one), nor do rows
+    with no other text than these two. Equal scores are a tie.
     """
     need = "a completion; prompt_key, chosen_key and rejected_key of BinaryPreferenceDataset name the keys"
     keys = (chosen_key, rejected_key)
@@ -476,9 +457,8 @@ def from_transcripts(values: Mapping[str, Any], where: str, *, task_name: str = 
 def parse_transcript(text: Any, where: str | None = None, field: str = "transcript") -> Messages:
     r"""The messages of `"\n\nHuman: ...\n\nAssistant: ..."`; roles alternate.
 
-    A turn begins with a blank line and the name of the *other* speaker. The same speaker's name after a blank line
-    belongs to the content, so joining `f"\n\n{speaker}: {content}"` gives the transcript back. One space after the
-    colon is not part of the content, which may be empty. Raises `DataError` for text before the first turn.
+    The same speaker's name after a blank line belongs to the content: joining `f"\n\n{speaker}: {content}"` gives the
+    transcript back. Raises `DataError` for text before the first turn.
     """
     value, text = text, text if isinstance(text, str) else ""
     if not text.startswith("\n\n") and text.lstrip().startswith(("Human:", "Assistant:")):

@@ -2,10 +2,9 @@
 
     encoded = encode_prompts([open_prompts(config)], renderer, max_length=1024)
     encoded[0].prompt, encoded[0].token_ids
-    encoded.counts.summary()                      # prompts that were read, kept, held out and too long
 
-The policy's template renders them, with its generation prompt. A prompt is never cut: prompts that are too long are
-left out and counted.
+The policy's template renders them, with its generation prompt. A prompt is never cut: too long ones are left out and
+counted.
 """
 
 from __future__ import annotations

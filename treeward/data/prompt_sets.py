@@ -2,23 +2,9 @@
 
     prompts = open_prompts(PromptSetConfig(dataset_name="OpenMathInstruct-2", prompt_file="cot.txt", env_name="math"))
     prompts[0].messages, prompts[0].info          # the conversation, and for environments: {"ground_truth": ...}
-    prompts.counts.summary()                      # prompts that were read, kept and held out
 
-Prompts are messages: the policy's template renders them for the policy, a reward model's own for the reward model. A
-dataset says how its rows are read, and may bring its own data:
-
-    @register_prompt_dataset("MyPrompts")
-    class MyPrompts(RowPrompts):
-        hub_path = "me/my-prompts"                # read when no data_path is given
-
-        def to_prompt(self, row: Row) -> Prompt:
-            return from_response_row(row.values, row.where, input_key="question", output_key="solution")
-
-The config may also name a class by its dotted path, which then needs no base class: see `treeward.data.registry`. Its
-rows are read as those of `PromptDataset`, or are `Prompt`s. Prompts are held in memory, about a kilobyte each.
-
-A row's other columns are the prompt's `info`, under the keys that environments read: `ground_truth`,
-`reference_answers`, `environment`. An invalid row is a `DataError` with its place, key and fix.
+Prompts are messages, held in memory; a row's other columns are the prompt's `info`. A dataset is a `RowPrompts` whose
+`to_prompt` reads a row, registered by `register_prompt_dataset`, or a class by dotted path (`treeward.data.registry`).
 """
 
 from __future__ import annotations
@@ -96,13 +82,10 @@ def register_prompt_dataset(name: str, *aliases: str) -> Callable[[_Class], _Cla
 
 
 def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | None = None) -> PromptSet:
-    """Read one training or validation set.
+    """Read one training or validation set; with `split_validation_size` the prompts of `part`.
 
     `environments`: the existing names. A row may name no other, and its `task_name` chooses the environment of that
-    name. With `split_validation_size` these are the prompts of `part`; equal prompts are always in the same part.
-
-    Raises `ConfigError` for an unknown name (with the nearest one) or a class that cannot be used, `DataError` for
-    missing data or an invalid row.
+    name. Raises `ConfigError` for an unknown name or class, `DataError` for missing data or an invalid row.
     """
     cls: Any = _PROMPT_DATASETS.find(config.dataset_name)
     source: RowPrompts = cls(config) if issubclass(cls, RowPrompts) else _ObjectPrompts(config, cls)
@@ -126,9 +109,6 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
 def _has_tools(info: Mapping[str, Any]) -> bool:
     request = info.get(_REQUEST)
     return bool(info.get("tools") or (isinstance(request, Mapping) and request.get("tools")))
-
-
-# --- datasets by name ------------------------------------------------------------------------------------------------
 
 
 class RowPrompts(RowSource):
@@ -229,9 +209,6 @@ class _ObjectPrompts(ObjectRows, RowPrompts):
         raise DataError("a row is not an object", where=row.where, got=row_value, need="an object, or a Prompt")
 
 
-# --- what happens to every prompt ------------------------------------------------------------------------------------
-
-
 def _with_environment(prompt: Prompt, default: str | None, environments: Collection[str] | None) -> Prompt:
     """The prompt with the environment of its row, or else of its task name or the set's `env_name`."""
     name, task = prompt.info.get("environment"), prompt.info.get("task_name")
@@ -264,9 +241,6 @@ def _held_out(prompts: Sequence[Prompt], share: float, seed: int, name: str) -> 
     return is_out[number_N]
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
-
-
 def from_prompt_row(
     values: Mapping[str, Any], where: str, *, prompt_key: str | None = None, answer_key: str | None = None
 ) -> Prompt:
@@ -276,9 +250,9 @@ def from_prompt_row(
     - `prompt` (TRL, verl) or `context` (the rank format): messages, or the text of the user's only one.
     - `responses_create_params` (NeMo Gym): a request of OpenAI's Responses API.
 
-    `ground_truth` is the value of `answer_key` if given, of `ground_truth`, of verl's `reward_model.ground_truth`, or
-    the reference answer. `environment` or `env_name` is the environment. The entries of verl's `extra_info`, and all
-    other columns with a value, are in `info` under their names.
+    `ground_truth` is the value of `answer_key`, of `ground_truth`, of verl's `reward_model.ground_truth`, or the
+    reference answer. The entries of verl's `extra_info`, and all other columns with a value, are in `info` under their
+    names.
     """
     key = prompt_key or _prompt_key(values, where)
     value = required(values, key, where, "the key of the prompt, which input_key names")
@@ -313,12 +287,9 @@ def from_response_row(
     output_key: str = "output",
     keeps_columns: bool = True,
 ) -> Prompt:
-    """A row of a question and its answer, the `ground_truth` and, if it is text, the reference answer.
-
-    The question is text or messages. A row without the key but with `messages` is read by `from_prompt_row`.
-    `keeps_columns`: False keeps the ground truth alone. Source: `ResponseDataset` and `math_hf_data_processor` of NeMo
-    RL.
-    """
+    """A row of a question (text or messages) and its answer, the `ground_truth` and, if it is text, the reference
+    answer; as NeMo RL's `ResponseDataset`. A row without the key but with `messages` is read by `from_prompt_row`.
+    `keeps_columns`: False keeps the ground truth alone."""
     has_input = values.get(input_key) is not None or values.get("messages") is None
     keys = (input_key, output_key) if has_input else ("messages", None)
     read = from_prompt_row(values, where, prompt_key=keys[0], answer_key=keys[1])

@@ -1,24 +1,11 @@
 """From `dataset_name` in a config to rows: datasets by name or by dotted path, and their prompt files.
 
     datasets = Registry("datasets", example="my_module.MyDataset")
-
-    @datasets.register("HelpSteer3", "HelpSteer3Dataset")
-    class HelpSteer3(RowSource): ...
-
     datasets.find("HelpSteer3")                   # or the dotted path of any class
 
-A class by dotted path needs no import of this package:
-
-    # my_module.py, and in the config `dataset_name: my_module.MyDataset`
-    class MyDataset:
-        def __init__(self, data_path):
-            self.formatted_ds = {"train": [{"context": [...], "completions": [...]}, ...]}
-            self.task_spec = TaskDataSpec(task_name="mine")
-
-NeMo RL's guide describes this contract; its newer form, `dataset` (the rows) and `task_name`, works too. The
-constructor gets `kwargs` of the config, and those of its other keys that its signature names: `data_path` (or
-`train_data_path`), `split` (or `train_split`), `subset`, `prompt_key`, `chosen_key`, `rejected_key` (for prompts
-`input_key`, `output_key`), `prompt_file`, `system_prompt_file`. The prompt files are applied here, not by the class.
+A class by dotted path follows the contract of NeMo RL's guide (docs/data.md): `formatted_ds` and `task_spec`, or
+`dataset` and `task_name`. Its constructor gets `kwargs` of the config, and those of its other keys that its signature
+names. The prompt files are applied here, not by the class.
 """
 
 from __future__ import annotations

@@ -3,13 +3,10 @@
     renderer = Renderer(AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B"), max_length=2048, truncation="drop")
     renderer.encode([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}])
 
-The whole conversation is rendered once with the model's own chat template and tokenized as one text, without a
-generation prompt. Rendering turn by turn and joining would differ for templates that drop earlier thoughts and for
-SentencePiece, which adds a space at every beginning. The ids begin with exactly one BOS where the tokenizer has one and
-adds it by default, whatever the template writes; an encoder's ids have exactly one CLS and one SEP around them.
-
-A template that writes today's date writes `FIXED_DATE`, so that a score does not depend on the day.
-`Renderer.chat_template` includes both changes, so saved with a model it renders the same text everywhere.
+The whole conversation is rendered once with the model's own chat template, without a generation prompt, and tokenized
+as one text. The ids begin with exactly one BOS where the tokenizer adds one by default; an encoder's have exactly one
+CLS and one SEP around them. A template that writes today's date writes `FIXED_DATE`. `Renderer.chat_template` includes
+both changes, so saved with a model it renders the same text everywhere.
 """
 
 from __future__ import annotations
@@ -61,12 +58,10 @@ class Fitted:
 class Renderer:
     """Renders and tokenizes conversations for one tokenizer and one chat template.
 
-    `chat_template`: see `find_template`. `chat_template_kwargs`: variables of the template (`enable_thinking`,
-    `date_string`, `tools`, ...). `max_length`: tokens, None for no limit. `truncation`: what `fit` does with longer
-    conversations. Raises `ConfigError` for a template that cannot be found or parsed or that always fails, and for
-    variables that are arguments of `apply_chat_template`.
-
-    A Renderer can be pickled. Its constructor logs its decisions (default template, fixed date).
+    `chat_template`: see `find_template`. `chat_template_kwargs`: variables of the template (`enable_thinking`, `tools`,
+    ...). `max_length`: tokens, None for no limit. `truncation`: what `fit` does with longer conversations. Raises
+    `ConfigError` for a template that cannot be found or parsed or that always fails, and for variables that are
+    arguments of `apply_chat_template`.
     """
 
     def __init__(
@@ -181,12 +176,10 @@ class Renderer:
         """Encode a conversation within `max_length`.
 
         If it is too long, "error" raises `DataError` and "drop" returns None. "truncate_left" removes the oldest
-        messages, keeping a leading system message and the last two; if that does not suffice, or the template refuses
-        the remaining ones, it cuts tokens after BOS, from the context of the last message; None if that is too short.
-        The last message and its end of turn stay whole. `encoded`: the ids of the uncut conversation, if known.
-
-        The cut depends on the conversation alone, so its score does not depend on other completions. Tokens are cut in
-        steps of an eighth of `max_length`, so that completions of similar length share their context.
+        messages, keeping a leading system message and the last two; if that does not suffice, it cuts tokens after BOS
+        from the context of the last message, in steps of an eighth of `max_length`, so that completions of similar
+        length share their context; None if that is too short. The cut depends on the conversation alone. `encoded`: the
+        ids of the uncut conversation, if known.
         """
         if encoded is None:
             return self.fit_many([conversation], where=[where])[0][0]

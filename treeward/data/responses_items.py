@@ -4,10 +4,8 @@
                                            "content": [{"type": "output_text", "text": "4"}]}])
     # [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
-`instructions` become a system message before all others, and text parts their joined text. A `function_call` becomes a
-tool call of the assistant's message before it, with parsed arguments, and a `function_call_output` a message of the
-role `tool`. `reasoning` is left out, for a reward model judges the text that the user sees. Other kinds (images, calls
-of hosted tools) raise an error: the score of half a conversation would be wrong.
+A `function_call` becomes a tool call of the assistant's message before it, `reasoning` is left out, and other kinds
+(images, calls of hosted tools) raise an error: the score of half a conversation would be wrong.
 """
 
 from __future__ import annotations

@@ -3,18 +3,10 @@
     for row in read_rows("train.jsonl.gz"):
         row.values, row.where        # {"prompt": ..., "chosen": ...}, "train.jsonl.gz:17"
 
-A row is an object with string keys; its place is the line of a text file, else the number of the row, both from 1.
-Kinds of files by suffix; text files may end in `.gz` too:
-
-    .jsonl .ndjson    an object per line; blank lines are skipped and still counted
-    .json             a list of objects, or an object with that list under "data" or "rows", or lines as above
-    .csv .tsv         a header line, then cells; every cell stays a string
-    .parquet          one part after another
-    .arrow .feather   Arrow IPC, the file format as well as the stream that `datasets` writes
-
-`datasets` finds the files and splits of a folder, and reads the hub (`org/name`) and folders of `save_to_disk`; code
-from the hub is never run. This module reads local files itself, because Arrow tables of `datasets` have no line numbers
-and no columns of mixed types. Memory does not grow with the file; only `.json` files are read whole.
+A row is an object with string keys; its place is the line of a text file, else the number of the row, both from 1. The
+kind of a file follows from its suffix (`KINDS`; text also `.gz`). A `.json` file is a list of objects, such a list
+under "data" or "rows", or an object per line. Local files are read here, because Arrow tables of `datasets` have no
+line numbers and no columns of mixed types; only `.json` files are read whole.
 """
 
 from __future__ import annotations
@@ -63,13 +55,10 @@ def read_rows(
 ) -> Iterator[Row]:
     """The rows of a file, a folder, a glob, a saved dataset or a hub dataset (`org/name`), in order.
 
-    A file is a single split: `split` may be None, "train" (the name of any lone file in `datasets`), "validation" if
-    the file's name does not contain "train", or a part of its name. In a folder `split` selects files by name. `subset`
-    is the configuration name of a hub dataset. The path is resolved at once, rows are read lazily.
-
-    Raises `DataError` naming the file and line for a missing or empty file, an ambiguous or unknown split, text that
-    is not UTF-8, malformed JSON, CSV or Arrow data, a truncated gzip, and rows that are not objects. `broken` receives
-    the error of a single line or row.
+    A file is a single split: `split` may be None, "train", "validation" if the file's name does not contain "train", or
+    a part of its name. In a folder `split` selects files by name. `subset`: the configuration name of a hub dataset.
+    The path is resolved at once, rows are read lazily. Raises `DataError` naming the file and line for data that cannot
+    be read; `broken` receives the error of a single line or row.
     """
     files, table, label = _locate(path, split, subset)
     if twice := [file for file in files if f"{file}.gz" in files]:
@@ -128,9 +117,6 @@ def _at_least_one(rows: Iterator[Row], path: str) -> Iterator[Row]:
         raise DataError("there are no rows", where=path, got="empty data", need="at least one row")
     yield first
     yield from rows
-
-
-# --- from a path to files or a table ---------------------------------------------------------------------------------
 
 
 def _locate(path: str, split: str | None, subset: str | None) -> tuple[list[str], Any, str]:
@@ -227,9 +213,6 @@ def _missing(path: str) -> DataError:
         return DataError(summary, where=path, got=folder, fix="check the path" if glob.has_magic(path) else fix)
     need = "a file, a folder, a pattern such as data/*.jsonl, or a hub name such as org/name"
     return DataError("there is no such file", where=path, need=need, fix=fix)
-
-
-# --- text, line by line ----------------------------------------------------------------------------------------------
 
 
 def read_jsonl_stream(lines: Iterable[bytes | str], name: str, broken: Broken = raised) -> Iterator[Row]:

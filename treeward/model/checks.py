@@ -2,10 +2,6 @@
 
     layout = choose_layout(hf, "tree")                      # tried on the model itself; there is no list of families
     check_before_training(model, conversations_as_token_ids, tokenizer)
-    check_policy(policy, prompts_as_token_ids)
-
-Each mistake that is looked for has happened in some toolkit with every test passing: a head with two labels, a head
-that was never saved, a score that was read at padding.
 
 Shapes: S sequences, H heads, D hidden size, N tokens.
 """
@@ -105,12 +101,9 @@ def check_before_training(
     num_heads: int | None = None,
     highest_token: int | None = None,
 ) -> None:
-    """Raise `ModelError` where training would go wrong.
-
-    The head must have `num_heads` labels (None: one, or parts of one score), be float32, trained and saved. Tokens of
-    `sequences` (real conversations), and `highest_token`, must be in the model's vocabulary. No sequence may end with
-    padding. The scores of the two shortest must equal plain transformers', one row at a time.
-    """
+    """Raise `ModelError` where training would go wrong: a head without `num_heads` labels (None: one, or parts of one
+    score), not float32, frozen or not saved; tokens of `sequences` (real conversations) or `highest_token` outside the
+    vocabulary; sequences that end with padding; scores of the two shortest that are not plain transformers'."""
     name = head_name(model.hf)
     layers = [module for module in model.head.modules() if isinstance(module, nn.Linear)]
     outputs = layers[-1].out_features
@@ -138,10 +131,10 @@ def check_before_training(
 def check_policy(policy: PolicyModel, prompts: Sequence[TokenIds], *, exact: PolicyModel | None = None) -> None:
     """Raise `ModelError` if the policy's log-probabilities differ from plain transformers', or for unknown tokens.
 
-    `prompts`: real ones, as tokens; the four shortest are checked, with completions of their own tokens that share a
-    beginning. Log-probabilities computed together, as in training, must equal those of single rows, on average over all
-    tokens: within 1e-3 in float32. Other dtypes may differ from float32 by that plus twice the error of single rows.
-    `exact`: the policy in float32; None widens its weights meanwhile, or allows 0.05 if the GPU has no room for them.
+    `prompts`: real ones, as tokens; the four shortest are checked, with completions of their own tokens. Computed
+    together they must equal those of single rows, on average within 1e-3 in float32; other dtypes may differ from
+    float32 by that plus twice the error of single rows. `exact`: the policy in float32; None widens its weights
+    meanwhile, or allows 0.05 if the GPU has no room for them.
     """
     _check_tokens(policy.num_embeddings, prompts)
     groups = []

@@ -3,9 +3,7 @@
     contract = read_contract("results/rm/final")       # None for a model that treeward has not written
     contract.rendering.max_length, contract.read.token, contract.golden[0].score
 
-A score depends on more than weights: the chat template, one BOS or two, the token that is read, the number format, the
-function applied to the number. `reward_contract.json` records all of them, and anyone can replay its golden
-conversations, with their token ids and scores, in another program, on another machine or on a server.
+Anyone can replay the golden conversations of `reward_contract.json`, in another program, machine or server.
 """
 
 from __future__ import annotations

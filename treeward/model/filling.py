@@ -4,8 +4,8 @@
     shard(model, mesh, ...)
     model.fill(device)
 
-If the weights on disk are other tensors than the model's (the experts of some mixtures), are adapters beside a base, or
-lack more than a score head, the main process loads them whole and sends the others their parts.
+Weights that need a conversion, adapters beside a base, and a checkpoint that lacks more than a score head are loaded
+whole by the main process, which sends the others their parts.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
     loaded = load_reward_model("meta-llama/Llama-3.2-1B-Instruct", head_seed=42)   # a new head on a causal LM
     loaded = load_reward_model("results/rm/final")                                  # a trained reward model
-    loaded = build_reward_model({"model_type": "qwen3", "hidden_size": 128, ...}, tokenizer, seed=42)
     loaded = load_policy("Qwen/Qwen2.5-0.5B-Instruct")                              # to be optimised, or compared with
 
-A new head is drawn from N(0, 1 / (d + 1)) for hidden size d, the initialisation of Stiennon et al. 2020 (arXiv
-2009.01325, p. 11), by its own generator, so that the seed alone determines it. Only safetensors are read, and remote
-code runs only with `trust_remote_code`.
+A new head is drawn from N(0, 1 / (d + 1)) for hidden size d (Stiennon et al. 2020, arXiv 2009.01325, p. 11). Only
+safetensors are read, and remote code runs only with `trust_remote_code`.
 """
 
 from __future__ import annotations
@@ -75,16 +73,14 @@ def load_reward_model(
     on_meta: bool = False,
     keep_padding: bool = False,
 ) -> Loaded[RewardModel]:
-    """Load a checkpoint from a folder or the hub.
+    """Load a checkpoint from a folder or the hub. Raises `ModelError` for a missing or unusable checkpoint.
 
     `dtype`: of the backbone's weights; the head's are always float32. `attention`: "rows", or "tree", which falls back
     to rows with a warning. `head_seed`: draws a new head for a checkpoint without a one-label head; None requires a
-    trained head, as published models (`published.py`) always do. `several_heads`: allow any number of labels; `labels`:
-    names of the heads. `load_in_4bit`: the backbone's linear layers as nf4, for adapters. `on_meta`: a float32 model
-    without weights, to cast and shard before its `fill` reads them; its layout follows from its configuration.
-    `keep_padding`: read a decoder's score as plain transformers does, at the last token that is not the padding token
-    of config.json; else padding becomes another token than every end, and the score is read at the last token. Raises
-    `ModelError` for a missing or unusable checkpoint.
+    trained head, as published models always do. `several_heads`: allow any number of labels; `labels`: names of the
+    heads. `load_in_4bit`: the backbone's linear layers as nf4, for adapters. `on_meta`: a float32 model without
+    weights, to cast and shard before its `fill` reads them. `keep_padding`: read a decoder's score as plain
+    transformers does, at the last token that is not the padding token of config.json.
     """
     config = read_config(str(name), trust_remote_code)
     published = find(config.to_dict(), config.name_or_path)
@@ -147,7 +143,7 @@ def _with_weights(
         if child_name != head_name(hf) and any(kept in child_name for kept in _HEADS):
             child.to(settings["dtype"])  # transformers matches parts of names: pre_classifier as well
     if new_head and head_seed is None:
-        lost = new_head if published is None else list(published.stored(config.to_dict()))
+        lost = new_head if published is None else [published.stored_name(config, weight) for weight in new_head]
         architecture = ", ".join(config.architectures or ["an unknown architecture"])
         raise ModelError(
             "this checkpoint has no reward head: its scores would be random",

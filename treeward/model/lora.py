@@ -3,12 +3,10 @@
     add_adapters(model, config.policy.dtensor_cfg.lora_cfg, seed=42)    # a policy or a reward model
     reference = AdapterReference(policy)        # the frozen model itself: no second copy of it
     save_adapters(model, folder)                # in peft's format: PeftModel.from_pretrained(base, folder)
-    load_adapters(model, folder)                # the same bits, into a model with the same adapters
     merge_adapters(hf, folder)                  # anybody's adapters, into the weights of any model
 
-An adapted layer computes W x + b + (alpha / dim) B A x, eq. 3. B begins at zero, so that a fresh adapter changes no bit
-of the model. A and B are float32, whatever W is; W may have four bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
-The head of a reward model is trained whole, and saved with the adapters. `export` writes W + (alpha / dim) B A.
+An adapted layer computes W x + b + (alpha / dim) B A x, eq. 3, with B zero at first, and A and B in float32; W may have
+four bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314). A reward model's head is trained whole.
 """
 
 from __future__ import annotations
@@ -46,12 +44,9 @@ ADAPTER_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def add_adapters(model: WrappedModel, config: LoraConfig, *, seed: int) -> None:
-    """Freeze a model and put adapters beside its linear layers; the same `seed` draws the same ones.
-
-    Other layers get none: embeddings, and in mixtures of experts the routers and the experts, whose weights are one
-    tensor. A reward model's modules above the backbone train whole. Raises `ConfigError` for names that match nothing,
-    and for layers whose adapters could not be saved or merged; `ModelError` if peft is missing or refuses the model.
-    """
+    """Freeze a model and put adapters beside its linear layers; the same `seed` draws the same ones. A reward model's
+    modules above the backbone train whole. Raises `ConfigError` for names that match nothing, and for layers whose
+    adapters could not be saved or merged; `ModelError` if peft is missing or refuses the model."""
     assert not has_adapters(model), "a model has one adapter"
     try:
         import peft
@@ -218,12 +213,9 @@ def _dequantized(layer: Any) -> Tensor:
 
 
 def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:
-    """Merge a folder of PEFT's adapters into the weights of their base model, in the weights' number format.
-
-    Modules that were trained whole (`modules_to_save`), as a reward model's head, replace the base's; returns the names
-    of their weights. Raises `ModelError` if peft is missing, for adapters that cannot be merged, and for adapters of
-    another model.
-    """
+    """Merge a folder of PEFT's adapters into the weights of their base model, in the weights' number format; returns
+    the names of weights that were trained whole (`modules_to_save`), as a reward model's head. Raises `ModelError` if
+    peft is missing, and for adapters that cannot be merged or are of another model."""
     writes = isinstance(hf, GenerationMixin)
     fix = f"merge them yourself, and use that folder: {merging_line(folder, writes=writes)}"
     try:

@@ -2,27 +2,15 @@
 
     policy = PolicyModel(causal_lm)
     logprobs = policy.log_probs([[prompt_ids + completion_ids, prompt_ids + other_completion_ids]], [[40, 40]])
-    logprobs.values_SL      # float32 (S, L): of each completion token, given the tokens before it; with gradients
-    logprobs.mask_SL        # bool (S, L): True where there is a token
 
-It wraps a Hugging Face `...ForCausalLM`. The completions of a prompt are one tree, as in `RewardModel`: shared tokens
-are computed once, and so are their logits, for at most `chunk_tokens` tokens at a time, so that the logits of a whole
-batch are never in memory. Each value, and each gradient, is that of the plain row.
+The completions of a prompt are one tree, and each value and gradient is that of the plain row. `linear_log_probs`
+computes logits for at most `chunk_tokens` tokens at a time in one buffer; the backward pass computes them again and
+turns them into their own gradient in place, g (1[v = target] - p_v) scale / temperature with g = d loss / d log
+p(target). The product is of the weights' dtype, the softmax float32. Processes may share the vocabulary
+(`VocabularyShard`).
 
-`linear_log_probs` computes them behind the head, a chunk of logits at a time. The logits of a batch are the largest
-tensor that training a policy makes, and reading and writing them costs about as much as their matrix product. Every
-chunk uses the same buffer, and the backward pass computes the logits a second time and turns them into their own
-gradient in place:
-
-    d loss / d logit_v = g (1[v = target] - p_v) scale / temperature,        g = d loss / d log p(target)
-
-The product is of the weights' dtype, the softmax float32; the gradient of the weights is added up in float32. The
-vocabulary may be shared out over processes (`VocabularyShard`), each with the logits of its tokens: they tell each
-other three numbers a token, the normaliser, the target's log-probability and the entropy, and add up the gradients of
-the hidden states.
-
-Shapes: S sequences, L tokens of the longest completion, N tokens that are predicted, D hidden size, V vocabulary, C
-tokens of a chunk.
+Shapes: S sequences, L tokens of the longest completion, N predicted tokens, M tokens before them, D hidden size, V
+vocabulary, C tokens of a chunk, R processes.
 """
 
 from __future__ import annotations
@@ -51,12 +39,9 @@ DEFAULT_CHUNK_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class CompletionLogProbs:
-    """Log-probabilities of S completions with at most L tokens.
-
-    `values_SL`: log p(token | tokens before it), float32 (S, L), 0 where `mask_SL` is False. `entropies_SL`: of the
-    distribution that predicts each token, 0 like these, without gradients; None unless requested.
-    `num_computed_tokens`: tokens that went through the model.
-    """
+    """Log-probabilities of S completions with at most L tokens: `values_SL`, float32, 0 where `mask_SL` (bool) is
+    False. `entropies_SL`: of the predicting distributions, without gradients; None unless requested.
+    `num_computed_tokens`: tokens that went through the model."""
 
     values_SL: Tensor
     mask_SL: Tensor
@@ -107,9 +92,8 @@ class PolicyModel(WrappedModel):
     ) -> CompletionLogProbs:
         """The log-probabilities of the tokens after each sequence's prompt.
 
-        `groups`: whole sequences, prompt and completion, one tree per group. `prompt_lengths`: of each sequence, at
-        least 1; a completion may be empty. `temperature`: of the sampling, divides logits. With `torch.no_grad` no
-        activation is kept for a backward pass.
+        `groups`: whole sequences, one tree per group. `prompt_lengths`: of each sequence, at least 1; a completion may
+        be empty. `temperature`: of the sampling, divides logits. Raises `ModelError` for a sequence without a prompt.
         """
         sequences = [sequence for group in groups for sequence in group]
         starts = [length for group in prompt_lengths for length in group]
@@ -280,11 +264,9 @@ def linear_log_probs(
     entropies: bool = False,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax((hidden weight^T + bias) * scale / temperature) at the targets, float32 (N,), with gradients.
-
-    And the entropies of those distributions, without gradients, where they are asked for. There is no second
-    derivative. `shard`: weight and bias are this process's rows; hidden states and targets are those of all.
-    """
+    """log softmax((hidden weight^T + bias) * scale / temperature) at the targets, float32 (N,), with gradients of first
+    order; and the entropies (N,) without gradients, if requested. `shard`: weight and bias are this process's rows;
+    hidden states and targets are those of all."""
     settings = _Settings(chunk_tokens, scale, temperature, entropies, shard)
     values_N, entropies_N = _LinearLogProbs.apply(hidden_ND, weight_VD, bias_V, targets_N, settings)  # type: ignore[no-untyped-call]
     return values_N, entropies_N if entropies else None

@@ -2,10 +2,8 @@
 
     tokenizer = load_tokenizer("Qwen/Qwen2.5-0.5B-Instruct")
     config = read_config("results/rm/final", trust_remote_code=False)
-    hf = bare_model(AutoModelForCausalLM.from_config, {"model_type": "qwen3", ...}, tokenizer, seed=42)
 
 A folder of PEFT's adapters (`adapter_config.json`) is a model too: its base with the adapters merged into the weights.
-Every failure is a `ModelError` or `ConfigError` with the requested name.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
     adapter = find(config.json as a dictionary, "infly/INF-ORM-Llama3.1-70B")      # None for an ordinary model
     model_class = adapter.reader(config, LlamaForSequenceClassification)            # loads the authors' files
 
-An adapter defines how a model is recognised, the names of its tensors, the computation of its head, and the text after
-the last message. The authors' code never runs: this file has the arithmetic, from the `source` of each adapter.
-
-A model with a linear head becomes a plain classifier of transformers. Other heads are modules of this file, called
-`score`; such a model is saved as its authors save it, and is recognised again by its architecture.
+The authors' code never runs: this file has the arithmetic, from the `source` of each adapter. A model with a linear
+head becomes a plain classifier of transformers; another head is a module of this file, `score`, and is saved as its
+authors save it.
 
 Shapes: N places that are read, D hidden size, H values, Q quantiles.
 """
@@ -196,10 +194,9 @@ class Adapter:
 
     `source`: of the arithmetic. `recognises`: by config.json and the name. `stored`: the head's modules in the
     checkpoint, and our names for them. `backbone`: other changes of names and tensors. `head`: makes the module
-    `score`; None for a linear one. `parts`: names of its values, whose sum is the score; empty for one value.
-    `config`: makes transformers' configuration from config.json, for unknown model types. `tokens`: of a language model
-    whose score is the logit of the last of these tokens, minus the logit of the one before. `end`: texts before and
-    after the chat template, so that it ends as the model expects. `keys`: of config.json for the authors' code alone.
+    `score`; None for a linear one. `parts`: names of its values, whose sum is the score. `config`: from config.json,
+    for unknown model types. `tokens`: the score is the logit of the last of these, minus that of the one before. `end`:
+    texts before and after the chat template. `keys`: of config.json for the authors' code alone.
     """
 
     source: str
@@ -234,6 +231,13 @@ class Adapter:
         renamings = [WeightRenaming(f"^{old}", new) for old, new in stored.items() if old != new]
         register_checkpoint_conversion_mapping(name, [*renamings, *self.backbone], overwrite=True)
         return made
+
+    def stored_name(self, config: PreTrainedConfig, name: str) -> str:
+        """The name in the checkpoint of a tensor of our head."""
+        for stored_prefix, prefix in self.stored(config.to_dict()).items():
+            if f"{name}.".startswith(f"{prefix}."):
+                return stored_prefix + name.removeprefix(prefix)
+        return name
 
     def settle(self, hf: Any) -> None:
         """Turn a loaded model with a linear head into a plain classifier."""

@@ -4,10 +4,9 @@
     batch = model.make_batch([[prompt_ids + completion_ids, prompt_ids + other_completion_ids]])
     scores_S = model(batch)     # float32, one per sequence
 
-It wraps a Hugging Face `...ForSequenceClassification`, and its weights are that model's weights, so an export loads
-anywhere. Only the call differs: a `TreeBatch` computes each shared prefix once, and the score is read at the *last real
-token* by length. Hugging Face reads at the last token that is not the padding token, which is the wrong one if padding
-and end of text share an id (transformers issue #35352); classifiers from elsewhere are read so, by `padding_token`.
+It wraps a Hugging Face `...ForSequenceClassification`. The score is read at the *last real token* by length; Hugging
+Face reads at the last token that is not the padding token (transformers issue #35352), as classifiers from elsewhere
+are read here too (`padding_token`).
 
 Shapes: B rows, S sequences, L tokens of the longest, N hidden states, R reads per sequence, D hidden size, H heads.
 """
@@ -208,9 +207,8 @@ class RewardModel(WrappedModel):
     ) -> Tensor:
         """Values of token sequences, each a whole conversation: float32 (S, H) on the CPU, in order.
 
-        Shared beginnings are computed once. `max_tokens`: of a forward pass, counted after sharing (a longer sequence
-        has its own pass); `max_sequences`: of a forward pass; not both None. `cache`: holds beginnings of earlier
-        calls, and keeps the first `prompt_lengths[i]` tokens of sequence i; unused by models that run as rows. Raises
+        `max_tokens`: of a forward pass, counted after sharing; `max_sequences`: of a forward pass; not both None.
+        `cache`: holds beginnings of earlier calls, and keeps the first `prompt_lengths[i]` tokens of sequence i. Raises
         `ModelError` for a sequence that is empty, longer than `max_positions`, or has unknown tokens.
         """
         self._check_sequences(sequences)

@@ -1,12 +1,10 @@
 """Writing and reading sharded tensors, each process its part.
 
     write_tensors(folder, {"hf.score.weight.exp_avg": sharded, ...})    # every process calls it
-    saved = stored_tensors(folder)                                      # by name, their whole sizes and dtypes
     read_tensors(folder, {"hf.score.weight.exp_avg": sharded})          # in place, in any layout
     put(parameter, whole)                                               # fill this process's part from a whole tensor
 
-The files are safetensors, by PyTorch's `HuggingFaceStorageWriter`: each holds parts with their places. Unlike other
-writers of `torch.distributed.checkpoint`, it uses no pickle.
+The files are safetensors, by PyTorch's `HuggingFaceStorageWriter`, which uses no pickle.
 """
 
 from __future__ import annotations

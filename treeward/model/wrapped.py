@@ -46,13 +46,12 @@ _now = _Now()
 
 
 class LastLayer:
-    """Computes the MLP of a decoder's last layer only for the tokens that are read.
+    """Computes the MLP of a decoder's last layer only for the tokens that are read, as no token attends to its output.
 
-    No token attends to the output of the last layer's MLP, so the MLP gets only the places of the argument `tree_reads`
-    (all without it), and its output is written into zeros. The places are an argument of the layer, so that
-    recomputation in the backward pass has them too. The layer's class becomes a subclass, which compilers distinguish
-    from the other layers'; names, parameters and exports stay. `enabled`: False for unsuited models, which is tested
-    when a model is loaded (`checks.why_not_tree`).
+    The places are an argument of the layer, `tree_reads` (all without it), so that recomputation in the backward pass
+    has them too; the MLP's output is written into zeros. The layer's class becomes a subclass, which compilers
+    distinguish from the other layers'. `enabled`: False for unsuited models, which is tested when a model is loaded
+    (`checks.why_not_tree`).
     """
 
     def __init__(self, layer: nn.Module, mlp: nn.Module) -> None:
@@ -170,11 +169,8 @@ class WrappedModel(nn.Module):
 
     @property
     def max_positions(self) -> int | None:
-        """The maximum length of a sequence in tokens; None without a limit.
-
-        Rotary encodings that change with the longest conversation of a batch (`dynamic`, `longrope`) are limited to the
-        length where they begin to: beyond it a score would depend on the batch.
-        """
+        """The maximum length of a sequence in tokens; None without a limit. Rotary encodings that change with the
+        longest conversation of a batch (`dynamic`, `longrope`) are limited to the length where they begin to."""
         config = self.hf.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
         limits = [limit] if limit else []

@@ -2,11 +2,9 @@
 
     shard(model, make_mesh(config.policy.dtensor_cfg), dtype=torch.bfloat16)
     scores_S = model(batch)                                     # every process, as often as the others
-    norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
 
-A layer's weights are gathered for its computation and freed afterwards. Each process computes other data, and gradients
-are summed over all: the loss is divided, once, by a count of all the data. A process without data computes a dummy
-(`training.prefetch`), because the others wait for it in every exchange.
+Gradients are summed over all processes: the loss is divided, once, by a count of all the data. A process without data
+computes a dummy (`training.prefetch`).
 """
 
 from __future__ import annotations
@@ -47,9 +45,9 @@ _CALLED = ("heads", "features", "log_probs", "plain_logits", "within")
 def shard(model: WrappedModel, mesh: Mesh, *, dtype: torch.dtype, cpu_offload: bool = False) -> None:
     """Shard the weights of a model, which may be on the CPU; does nothing in a run of one process.
 
-    `dtype`: of the computation. Trained weights, and the sums of their gradients, are float32, as is the score head,
-    which also computes in float32; frozen weights beside adapters keep their dtype. Four-bit weights stay whole on each
-    process. `cpu_offload`: weights, gradients and the optimiser's states are in the host's memory.
+    `dtype`: of the computation. Trained weights, the sums of their gradients and the score head are float32; frozen
+    weights beside adapters keep their dtype, and four-bit weights stay whole. `cpu_offload`: weights, gradients and
+    states are in the host's memory.
     """
     if mesh.devices is None:
         return

@@ -3,10 +3,8 @@
     with StopRequest(deadline_seconds=None) as stop:
         while not stop.agree(): ...       # "SIGTERM", "SIGINT" or "checkpoint_must_save_by"; the same on all processes
 
-A second signal is not caught: it ends the process at once, as does kill -9, and the last checkpoint stands. A signal
-that the process was started to ignore (a background job of a script ignores Ctrl-C) stays ignored. With several
-processes a signal to one stops all, at the same step; later signals are ignored there, as a terminal and the launcher
-may both pass on the same request.
+A second signal ends the process at once; with several processes later ones are ignored, as a terminal and the launcher
+may both pass on one request. A signal that the process was started to ignore stays ignored.
 """
 
 from __future__ import annotations

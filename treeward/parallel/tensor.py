@@ -2,17 +2,11 @@
 
     cut(model, mesh, sequence_parallel=True)        # in every process, before FSDP shards the model
 
-Each process has some heads of every attention and some columns of every MLP, and a layer needs one sum over the
-processes after either (Shoeybi et al. 2019, arXiv 1909.08053, section 3). PyTorch's DTensor does this
-(`torch.distributed.tensor.parallel`), by transformers' own plan of the model (`base_model_tp_plan`). The forward pass
-over trees stays as it is: attention sees local heads. A policy's head and embedding are cut by the vocabulary, and its
-log-probabilities need no gathered logits (`model/policy_model.py`); a reward model's head is whole.
-
-With `sequence_parallel` (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) each process has some tokens between
-attention and MLP, in all layers but the last, whose MLP computes only the tokens that are read.
-
-Parameters that are whole in each process, but see only its heads or tokens, are DTensors with partial gradients, which
-FSDP, clipping and the optimiser add up.
+Each process has some heads of every attention and some columns of every MLP (Shoeybi et al. 2019, arXiv 1909.08053,
+section 3), by PyTorch's DTensor and transformers' own plan of the model (`base_model_tp_plan`). A policy's head and
+embedding are cut by the vocabulary; a reward model's head is whole. With `sequence_parallel` (Korthikanti et al. 2022,
+arXiv 2205.05198, section 4.2.2) each process has some tokens between attention and MLP, in all layers but the last.
+Whole parameters that see only a process's heads or tokens are DTensors with partial gradients.
 """
 
 from __future__ import annotations

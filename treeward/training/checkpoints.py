@@ -4,12 +4,10 @@
         store.save(step=200, write=lambda folder: ...)              # results/rm/step_200
         checkpoint = store.latest()                                 # None, or the newest
 
-A checkpoint is written into a folder whose name begins with a dot, flushed to the disk, and renamed: one rename makes
-it exist, and no step is written twice. The best `keep_top_k` by the metric stay, and the latest always; checkpoints
-without the metric rank last. The SHA-256 of every file of tensors is in the checkpoint, and compared before it is used.
-
-Every process of a run makes the same calls. The main process makes, renames and removes folders, which all nodes must
-share; a failure of one process is raised on all. Background saves are written by a thread of each process.
+A checkpoint is written into a folder whose name begins with a dot, flushed to the disk, and renamed. The best
+`keep_top_k` by the metric stay, and the latest always. The SHA-256 of every file of tensors is compared before it is
+used. Every process of a run makes the same calls; the main one makes, renames and removes folders, which all nodes must
+share.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     export_final(setup, model, step, validation, folder)
 
-Where the configuration has a `reward_shaping` section, the contract carries it, and the constants that it needs are
-fitted on the run's validation sets, which the model has not been trained on.
+The constants of `reward_shaping` are fitted on the run's validation sets.
 
 Shapes: S sequences, H heads, P pairs.
 """

@@ -3,10 +3,8 @@
     setup = with_features(set_up(config))      # for `policy.reward_model_cfg.freeze_backbone`
     setup.features[dataset.path](7)            # the head's inputs for the completions of comparison 7, (K, R, D)
 
-The hidden states lie in `data.cache_dir`, one file per data set, and are read by index: memory does not grow with the
-data. The file's name is a hash of everything that they depend on: the backbone's weights and architecture, the tokens,
-the precision and the layout. So runs with another loss, seed or learning rate reuse it. A killed run's unfinished file
-is continued.
+The hidden states lie in `data.cache_dir`, one file per data set, whose name is a hash of everything that they depend
+on. A killed run's unfinished file is continued.
 
 Shapes: K completions of a comparison, N of a data set, S of a micro-batch, R and D as in `RewardModel.feature_shape`.
 """

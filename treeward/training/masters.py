@@ -2,12 +2,9 @@
 
     optimizer = MasterWeights(model.parameters(), lambda parameters: torch.optim.AdamW(parameters, lr=1e-6))
 
-bfloat16 has 8 bits: a step of less than 1/512 of a weight would be rounded away. The copies (masters) take such steps,
-and the model computes with them rounded. Gradients of these weights are float32 too, so that many micro-batches add up.
-Loading a model in bfloat16 and then its optimiser's state gives both back, bit for bit.
-
-`on_host=True` keeps masters and states in the host's memory, and steps them there, one parameter after another. (Not
-torchao's `CPUOffloadOptimizer`: it keeps no float32 weights, and copies gradients before they are clipped.)
+bfloat16 has 8 bits: a step of less than 1/512 of a weight would be rounded away. Gradients of these weights are float32
+too. `on_host=True` keeps masters and states in the host's memory, and steps them there. (torchao's
+`CPUOffloadOptimizer` keeps no float32 weights, and copies gradients before they are clipped.)
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
     order.batch(17, size=128)         # (set, row) of the 128 comparisons of the eighteenth step
     order.take(512, 64)               # the 64 prompts after the first 512, for a run of GRPO
 
-There is no state to save: a run that resumes at step S asks for step S and goes on. Each epoch has an order of its own,
-drawn from (seed, epoch). A weight is how many passes over a set an epoch makes: 2 is every row twice, 0.5 a half of the
-rows, drawn anew each epoch.
+Each epoch has an order of its own, drawn from (seed, epoch). A weight of 2 is every row twice, 0.5 a half of the rows,
+drawn anew each epoch.
 """
 
 from __future__ import annotations

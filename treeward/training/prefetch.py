@@ -1,13 +1,10 @@
 """`StepBatches`: the batches of a step of a reward-model run; a thread prepares the next step's during the current one.
 
-    preparer = BatchPreparer(setup)
-    prefetcher = Prefetcher(preparer.step, num_steps=100)
+    prefetcher = Prefetcher(BatchPreparer(setup).step, num_steps=100)
     batches = prefetcher.get(1)         # and a thread begins with step 2
-    for micro_batch in batches.micro_batches: micro_batch.to(device, non_blocking=True)
-    prefetcher.close()
 
-Reading, planning and packing are Python and numpy. They run while a GPU computes, and their memory is page-locked, so
-that the host never waits within a step. The data of a step follow from its number, so there is no state to save.
+Their memory is page-locked, so that the host never waits within a step. The data of a step follow from its number, so
+there is no state to save.
 
 Shapes: S completions of a micro-batch.
 """

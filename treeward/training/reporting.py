@@ -1,13 +1,10 @@
 """The report of a run: an evaluation of its exported model on the validation sets and on suites.
 
     check_report(config)                        # before anything slow: names and folders of suites, the report's folder
-    plan = plan_report(setup, outcome.model_folder)
-    report = plan.write(should_stop=lambda: stop.reason)
-    report.path, report.error, report.stopped_by
+    report = plan_report(setup, outcome.model_folder).write(should_stop=lambda: stop.reason)
 
-The exported folder is loaded as any user loads it; the accuracies agree with validation. Rows are kept as in `treeward
-eval`, so the same command continues an interrupted report. A complete report is not repeated: `report_of.json`, empty
-until then, has its model and settings.
+The exported folder is loaded as any user loads it. The same command continues an interrupted report; a complete one is
+not repeated: `report_of.json`, empty until then, has its model and settings.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`set_up`: from a configuration to everything a run needs, checked, in one frozen `RewardModelSetup`.
 
-The cheap checks (names, files, rows) come before the slow work (weights), so that mistakes are reported early.
+The cheap checks (names, files, rows) come before the slow work (weights). Shapes: N completions of the training data, H
+grades.
 """
 
 from __future__ import annotations
@@ -60,9 +61,8 @@ class RewardModelSetup:
     """A run that is ready for its first step.
 
     `num_ranked`: how many checkpoints will have the metric that chooses the exported model; the best of several is
-    lucky as well as good. `mesh`: how the model and the data are sharded over the processes, each of which has such a
-    setup. `features`: by the file of a data set, the features of a comparison (`training.features`); empty unless the
-    backbone is frozen.
+    lucky as well as good. `features`: by the file of a data set, the features of a comparison (`training.features`);
+    empty unless the backbone is frozen.
     """
 
     config: RewardModelRunConfig

@@ -3,11 +3,9 @@
     save_state(folder, RunState(step, ...), optimizer, scheduler)
     state = load_state(folder, optimizer, scheduler)
 
-The state is JSON, which holds Python's floats exactly. The optimiser's tensors are safetensors, by the names of the
-parameters (`hf.score.weight.exp_avg`) and in parts, so that any number of processes can load them. If the model is
-saved in bfloat16, the float32 weights are states too: masters in one process, the sharded weights in several, under the
-same names. Quantised states (torchao's) are saved by each process for its parts of the weights, and load only into the
-same parts. The settings, the schedule and random numbers are loaded by torch's `weights_only`, which executes nothing.
+The state is JSON. The optimiser's tensors are safetensors in parts, by the names of the parameters
+(`hf.score.weight.exp_avg`), so that any number of processes can load them; so are float32 weights if the model is saved
+in bfloat16. Quantised states (torchao's) load only into the same parts. The rest is loaded by torch's `weights_only`.
 """
 
 from __future__ import annotations
@@ -46,12 +44,10 @@ _FLOAT32_WEIGHT = "float32_weight"
 
 @dataclass(slots=True)
 class RunState:
-    """The state of a run after `step` steps.
-
-    `identity`: values that must not change when a run resumes, as JSON, by readable names. `validation`: the metrics of
-    the latest validation, after `validation_step` steps, by their logged names. `run`: `Run.state()`. `ranked`: whether
-    the uninterrupted run saves this step too; checkpoints of a failure, a signal or a deadline are never the best.
-    """
+    """The state of a run after `step` steps. `identity`: values that must not change when a run resumes, by readable
+    names. `validation`: the logged metrics of the latest validation, after `validation_step` steps. `run`:
+    `Run.state()`. `ranked`: whether the uninterrupted run saves this step too; checkpoints of a failure or a signal are
+    never the best."""
 
     step: int
     identity: dict[str, Any]

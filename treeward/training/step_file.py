@@ -2,10 +2,9 @@
 
     samples = StepFile(log_dir / "samples.jsonl", resume_step=None)      # a new run; an earlier file is set aside
     samples.append({"step": 20, "text": "..."})
-    read_steps(log_dir / "samples.jsonl")
 
-A step's lines must be appended before the checkpoint of that step is saved: a run that resumes from the checkpoint
-takes out the lines of later steps, which the killed run has left.
+A step's lines must be appended before its checkpoint is saved; a run that resumes from it takes out those of later
+steps.
 """
 
 from __future__ import annotations

@@ -3,14 +3,9 @@
     with open_trackers(config.logger, resolved_config, resume_step=None) as trackers:
         trackers.log({"train/rm/loss": 0.64, "train/rm/accuracy": 0.61}, step=1)
 
-    read_metrics(log_dir / "metrics.jsonl")    # [{"step": 1, "time": 1767225600.0, "train/rm/loss": 0.64, ...}]
-
-A step's metrics must be logged before the checkpoint of that step is saved. A run that resumes from the checkpoint of
-step S then keeps the lines up to S and removes later ones: the file equals that of an uninterrupted run, except for
-times. With `resume_step=None` a run starts anew, and an earlier run's file is kept as `metrics.1.jsonl`.
-
-A tracker that cannot start stops the run with a `ConfigError`. A tracker that fails later is dropped with a warning:
-`metrics.jsonl` has everything.
+A step's metrics must be logged before the checkpoint of that step is saved; a run that resumes from it removes the
+lines of later steps. A tracker that cannot start stops the run with a `ConfigError`; one that fails later is dropped
+with a warning.
 """
 
 from __future__ import annotations
@@ -51,11 +46,8 @@ class Tracker(Protocol):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, also of a run that is still writing: an unfinished last line is left out.
-
-    Each has `step` (int), `time` (seconds since the epoch) and the metrics (float). Raises `DataError` naming the line
-    if one is not such an object.
-    """
+    """The lines of a `metrics.jsonl`, each with `step`, `time` (seconds since the epoch) and metrics (float), without
+    an unfinished last line. Raises `DataError` naming the line if one is not such an object."""
     return [
         {name: _NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in record.items()}
         for record in read_steps(path)
@@ -165,13 +157,9 @@ _TRACKERS: dict[str, tuple[Callable[..., Tracker], str]] = {
 
 
 class TrackerGroup:
-    """Writes `metrics_file`, and hands all to `trackers`, which have names; one that fails is warned of and left out.
-    Of several processes only the main one does.
-
-    A line of the file is one JSON object; numbers that are not finite are texts, which `read_metrics` turns back.
-    Leaving its `with` block closes it: as `status` if that is set, as interrupted after Ctrl-C or an exit, else as
-    finished or failed.
-    """
+    """Writes `metrics_file`, and hands all to `trackers`; one that fails is warned of and left out. Of several
+    processes only the main one does. Numbers that are not finite are texts in the file, which `read_metrics` turns
+    back. Leaving its `with` block closes it, as `status` if that is set."""
 
     def __init__(self, metrics_file: Path, resume_step: int | None = None) -> None:
         self.metrics_file = metrics_file

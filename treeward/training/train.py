@@ -63,12 +63,9 @@ _COMPARISONS_AT_ONCE = 1024  # planned together: as good a plan as for the whole
 
 @dataclass(frozen=True)
 class TrainingOutcome(Outcome):
-    """How a run ended. `validation`: the metrics of each set; `validation_sizes`: its number of comparisons.
-
-    `caveats`: by set, why its metrics may be too good. `report_error`: why a report is missing or lacks a suite;
-    `upload_error`: why the model is not on the hub; the exit code is then 1. `warning`: a remedy for a model that has
-    not learnt. `learnt`: by set, a sentence on whether it is better than chance.
-    """
+    """How a run ended. By validation set: `validation`, its metrics; `validation_sizes`, its comparisons; `caveats`,
+    why its metrics may be too good; `learnt`, whether it is better than chance. `report_error`, `upload_error`: the
+    exit code is then 1. `warning`: a remedy for a model that has not learnt."""
 
     validation_sizes: Mapping[str, int] = field(default_factory=dict)
     caveats: Mapping[str, str] = field(default_factory=dict)

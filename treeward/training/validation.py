@@ -1,11 +1,9 @@
 """`ValidationSet` and `SetValidation`: the comparisons of a validation, and its metrics, for each named set.
 
     result = run.validate_set("held_out")                        # SetValidation of one set
-    result.metrics()["loss"].value, result.metrics()["length_controlled_accuracy"].value
     pooled([result, of_another_set])                             # metrics over all of them
 
-Loss and accuracy are sums over pairs. The diagnostics (`gate_metrics`) need the scores of every
-comparison: a few small objects for each, without texts and token ids.
+Shapes: H attributes; 6 sums of `GradeSums`.
 """
 
 from __future__ import annotations

@@ -4,19 +4,10 @@
     with over(batch.layout):
         model(...)          # set to one of the implementations below
 
-`register()` makes them known to transformers, so that every model that calls its attention through transformers'
-interface works unchanged:
-
-- `TREE`: without a compiler, anywhere. On a CPU it runs flash attention over slices and merges them by their
-  log-sum-exp: each segment against itself (causal), and each segment's keys against all tokens below it (no mask at
-  all). Where a tree is small, one call with a small mask is quicker. Elsewhere it runs one masked SDPA call per tree.
-- `FLEX`: FlexAttention (`treeward.tree.flex`), for GPUs.
-- `VARLEN`: FlashAttention over gathered paths (`treeward.tree.varlen`), for GPUs, where a layer allows it; else `FLEX`.
-- `DENSE`: the reference. One mask over the whole row and plain arithmetic; slow, and easy to believe.
-
-transformers creates a mask for each layer type (causal, sliding window, chunks), and hands it to the layers. Our mask
-knows the row as well, so layers need no further argument. Soft-capped scores and attention sinks are computed as the
-model defines them.
+- `TREE`: anywhere. On a CPU flash attention over slices, merged by their log-sum-exp, or one small mask where that is
+  quicker; elsewhere one masked SDPA call per tree.
+- `FLEX` (`treeward.tree.flex`) and `VARLEN` (`treeward.tree.varlen`, else `FLEX`): for GPUs.
+- `DENSE`: the reference, one mask over the whole row and plain arithmetic.
 
 Shapes: B batch (1: a row), H heads, J key/value heads, R = H / J, T tokens of the row, N of a tree, Q queries, K keys,
 D head dimension.
@@ -345,13 +336,9 @@ def _sliced(
 
 
 class _SlicedAttention(torch.autograd.Function):
-    """Flash attention over the parts of a row, merged by log-sum-exp (CPU).
-
-    With parts p of one query, o_p their outputs and l_p their log-sum-exps, L = log sum_p exp(l_p) and
-    o = sum_p exp(l_p - L) o_p. The gradient of a part's keys, values and queries is that of flash attention when it is
-    given the *merged* o and L, for its probabilities are exp(s - L) and its row sums are those of the whole query: no
-    mask over the row is ever built, forward or backward.
-    """
+    """Flash attention over the parts p of a row, merged by log-sum-exp (CPU): L = log sum_p exp(l_p), o = sum_p exp(l_p
+    - L) o_p. Given the *merged* o and L, flash attention's backward gives each part's gradient: its probabilities are
+    exp(s - L)."""
 
     @staticmethod
     def forward(

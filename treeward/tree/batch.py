@@ -2,15 +2,11 @@
 
     batch = TreeBatch.from_groups([chosen_and_rejected_ids, eight_completions_ids])
     scores_S = model(batch)              # one score per sequence, in the order given
-    for scores_K in batch.split(scores_S): ...
 
-Every group becomes a `TokenTree`; groups that begin alike (a long system prompt, the same question asked twice) share
-one tree as well. `RowBatch` holds the same groups as padded rows, for models that cannot share a prefix: a model takes
-either and gives the same scores.
+Every group becomes a `TokenTree`; groups that begin alike share one. `RowBatch` holds the same groups as padded rows. A
+group that does not fit a budget of tokens goes in parts (`plan_parts`, `backward_in_parts`).
 
-A group that does not fit a budget of tokens goes in parts (`plan_parts`). A loss that separates by sequence, as that of
-a policy, is computed part by part; one that compares the sequences of a group, as Bradley and Terry's, needs all scores
-of the group at once: `backward_in_parts`.
+Shapes: G groups, S sequences, T tokens of the row, N places that are read, L tokens of the longest sequence.
 """
 
 from __future__ import annotations
@@ -84,9 +80,9 @@ class TreeSpan:
 class TreeLayout(Movable):
     """The trees of a row of T tokens, for attention.
 
-    `trees`: left to right. `positions_T`: of each token in its conversation, int64 (T,). `subtree_end_T`: int64 (T,):
-    token q sees token k if `k <= q < subtree_end_T[k]`. `exchange`: the prefixes of the trees, and the prefixes to
-    keep, for one forward pass; None without either. Padding after the last tree sees only itself.
+    `positions_T`: of each token in its conversation, int64. `subtree_end_T`: int64: token q sees token k if `k <= q <
+    subtree_end_T[k]`. `exchange`: the prefixes to read and to keep in one forward pass; None without either. Padding
+    after the last tree sees only itself.
     """
 
     trees: tuple[TreeSpan, ...]
@@ -103,10 +99,9 @@ class TreeLayout(Movable):
 class TreeBatch(Movable):
     """A packed forest of G groups with S sequences in T tokens.
 
-    `tokens_T`, `layout.positions_T`: int64 (T,). `reads_N`: int64 (N,), the different places in the row where sequences
-    end, ascending; `read_of_S`: int64 (S,), the index into them of each sequence. `group_sizes`: sequences per group,
-    summing to S. `num_row_tokens`: tokens of the same sequences as rows. `also_S`: int64 (S,), for a head that reads at
-    two places of a sequence, the index of the other one.
+    `tokens_T`: int64. `reads_N`: int64, the different places where sequences end, ascending; `read_of_S`: int64, the
+    index into them of each sequence. `group_sizes`: sequences per group. `num_row_tokens`: tokens of the same sequences
+    as rows. `also_S`: int64, for a head that reads at two places of a sequence, the index of the other one.
     """
 
     tokens_T: Tensor
@@ -269,14 +264,12 @@ def on_device(array: np.ndarray, device: torch.device) -> Tensor:
 def plan_micro_batches(
     sizes: Sequence[int], *, max_tokens: int | None = None, max_groups: int | None = None, num_ranks: int = 1
 ) -> list[list[int]]:
-    """Put groups together so that no micro-batch exceeds a budget; return the indices of each.
+    """Put groups together so that no micro-batch exceeds a budget; return the indices of each. Best-fit decreasing,
+    within 11/9 of the best.
 
-    `sizes`: the tokens of each group. `max_tokens`: tokens per micro-batch; a larger group is a micro-batch of its own.
-    `max_groups`: groups per micro-batch. Largest first, each into the fullest micro-batch that still holds it (best-fit
-    decreasing): deterministic, and within 11/9 of the best.
-
-    `num_ranks`: processes that share the plan; rank r computes `plan[r::num_ranks]`. Every rank gets as many
-    micro-batches, simultaneous ones are of like size, and some are empty if there are too few groups.
+    `sizes`: the tokens of each group. `max_tokens`: of a micro-batch; a larger group has its own. `max_groups`: of a
+    micro-batch. `num_ranks`: processes that share the plan: rank r computes `plan[r::num_ranks]`, as many micro-batches
+    as the others, of like size at the same time, some perhaps empty.
     """
     if max_tokens is None and max_groups is None:
         raise ValueError("plan_micro_batches needs max_tokens or max_groups")
@@ -377,11 +370,9 @@ def plan_sequences(
 ) -> list[list[list[int]]]:
     """Plan the scoring of ungrouped sequences: micro-batches of groups of indices.
 
-    In lexicographic order sequences that begin alike are neighbours, so they fall into one group, and their common
-    tokens are computed once; equal sequences cost nothing. With `share=False` (models that pad rows) sequences of
-    similar length are neighbours instead. `max_tokens`: computed tokens per micro-batch; a longer sequence gets a
-    micro-batch to itself. `max_sequences`: sequences per micro-batch. `num_cached`: how many of each sequence's first
-    tokens need not be computed.
+    In lexicographic order sequences that begin alike are neighbours and share a group; with `share=False` (padded rows)
+    those of similar length are neighbours. `max_tokens`: computed tokens of a micro-batch; a longer sequence has its
+    own. `max_sequences`: of a micro-batch. `num_cached`: each sequence's first tokens that need not be computed.
     """
     if max_tokens is None and max_sequences is None:
         raise ValueError("plan_sequences needs max_tokens or max_sequences")
@@ -463,10 +454,8 @@ class GroupPart(NamedTuple):
 def split_group(
     sequences: Sequence[TokenIds], *, max_tokens: int, share: bool = True, group: int = 0
 ) -> list[GroupPart]:
-    """Cut one group into parts of at most `max_tokens`, as few as its order allows.
-
-    `share`: parts are trees, of sequences that begin alike; otherwise padded rows, of sequences of like length. A
-    sequence of more than `max_tokens` is its own part.
+    """Cut one group into parts of at most `max_tokens`, as few as its order allows. `share`: parts are trees, of
+    sequences that begin alike; otherwise padded rows, of sequences of like length. A longer sequence is its own part.
     """
     arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
     if share:
@@ -529,11 +518,8 @@ def backward_in_parts(
 
     `parts`: for each part a deterministic function that computes its scores. `order_S`: of `order_of_parts`, on the
     device of the scores. Returns the scores (S,), in the order of the sequences, and the loss without `scale`, both
-    detached. The host never waits for a GPU here.
-
-    Several parts are first scored without a graph, for the gradient of the loss with respect to the scores; then each
-    part goes forward again and backward with its slice of that gradient: by the chain rule the same gradient, for one
-    more forward pass, in the memory of one part (Gao et al. 2021, arXiv 2101.06983).
+    detached. Several parts are scored without a graph first, for the gradient of the loss by the scores, and then
+    forward again and backward one by one (Gao et al. 2021, arXiv 2101.06983). The host never waits for a GPU here.
     """
     if len(parts) == 1:
         scores_S = parts[0]()

@@ -5,10 +5,6 @@
         backbone(tokens_S[None], position_ids=decoding.positions_S[None], ...)
     decoding.advance()
 
-The new token of every row goes through the model as one row of tokens, as trees do, so that every model that runs on
-trees decodes. In each layer a group's queries meet the keys of their prompt in one product; each row's own keys and
-values are written in place. With `static` shapes and addresses stay the same from token to token, for CUDA graphs.
-
 Shapes: P prompts, G rows of the largest group, S rows, B batch (1), H heads, J key/value heads, R = H / J, L tokens of
 the longest prompt, C capacity for a row's own tokens, K = L + own tokens to read, Q queries, D head dimension, X any.
 """
@@ -61,11 +57,8 @@ class _Layer:
 
 
 class Decoding:
-    """The keys and values of all layers.
-
-    `most_tokens`: the limit of a row's own tokens. `static`: read the whole capacity, with a mask, so that shapes only
-    change when it grows.
-    """
+    """The keys and values of all layers. `most_tokens`: the limit of a row's own tokens. `static`: read the whole
+    capacity, with a mask, so that shapes and addresses only change when it grows, for CUDA graphs."""
 
     def __init__(
         self, prefixes: Sequence[Prefix], prompt_of_row: Sequence[int], *, most_tokens: int, static: bool
@@ -154,9 +147,8 @@ class Decoding:
         return self.capacity if self.static else self.step + 1
 
     def bias(self, mask_function: MaskFunction) -> Tensor | None:
-        """0 where a row's query sees a key and -inf elsewhere, float32 (S, 1, 1, K). None if all see all, unless
-        `static`.
-        """
+        """0 where a row's query sees a key and -inf elsewhere, float32 (S, 1, 1, K); None if all see all, unless
+        `static`."""
         if mask_function not in self._biases:
             prompt_K, own_K = (
                 torch.arange(n, device=self.device) for n in (self.layers[0].prompt[0].shape[2], self._read)

@@ -1,15 +1,11 @@
 """Attention over a `TreeBatch` by FlexAttention: one compiled kernel a layer, on a GPU.
 
-    layout = batch.layout
     mask = FlexMask(mask_function, layout)      # of one layer type, from transformers, and of one row
     out_BHTD = attend(query_BHTD, key_BJTD, value_BJTD, mask, scale=0.125)
 
 The kernel evaluates the rule `k <= q < subtree_end[k]` and the layer's mask function only in blocks of 128 x 128 tokens
-that are neither empty nor full. The extremes of the rule's numbers in each block tell the kinds of blocks apart: a few
-small tensors, computed on the device, without a loop and without waiting for it.
-
-A tree's prefix (`treeward.tree.prefix`) lies behind the keys of the row: all tokens of the tree see each of its keys.
-So long cached prompts cost full blocks, which need no mask, and no outputs need merging.
+that are neither empty nor full, as the extremes of each block's numbers tell. The keys of a tree's prefix lie behind
+the row's.
 
 Shapes: B batch (1: a row), H heads, J key/value heads, T tokens of the row, P of a prefix, K keys (of the row and of
 prefixes), D head dimension, N any number of values, Q and L blocks of queries and of keys.
@@ -90,9 +86,8 @@ def _compiled() -> Callable[..., Any]:
 
 @functools.cache
 def _kernel() -> Callable[..., Any]:
-    """The second length of a row compiles it again, for all lengths. `dynamic=True` at once would make the block size
-    and the scale variables too.
-    """
+    """The second length of a row compiles it again, for all lengths; `dynamic=True` would make more than lengths
+    variable."""
     return torch.compile(flex_attention)
 
 

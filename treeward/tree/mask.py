@@ -3,9 +3,7 @@
     mask = PositionMask(mask_function, layout)      # of one layer type, from transformers, and of one row
     for part in mask.parts: ...                     # queries [q_start, q_end) against keys [k_start, k_end)
 
-Query q sees key k if `k <= q < subtree_end[k]` and the layer's mask function allows their positions. In a layer without
-limits all tokens below a segment see its keys. For windows and chunks, queries are cut into blocks, so that cost and
-memory follow the window and not the square of the row.
+For windows and chunks, queries are cut into blocks, so that cost and memory follow the window.
 
 Shapes: Q queries, K keys, N tokens of a tree, P of its prefix, T of the row.
 """

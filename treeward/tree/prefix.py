@@ -4,17 +4,9 @@
     scores_S = model(batch)
     prompt, = batch.layout.exchange.kept()      # keys and values of the prompt and 120 tokens more
 
-In a causal model the keys and values at a position depend only on the tokens up to it, so every continuation of the
-same tokens can attend to them. A prefix hangs above the root of a tree, which holds only the new tokens.
-
-`PrefixCache` holds prefixes within a budget of bytes: completions of one prompt do not always come in one call, as a
-server receives them one by one. It is exact: equal tokens at the beginning have the same keys and values, whatever
-follows them. An entry serves any beginning of its tokens; a longer entry replaces the one that it continues, and the
-least recently used go first.
-
-    cache = PrefixCache(max_bytes=2**30)
-    model.score_tokens(sequences, cache=cache, prompt_lengths=[120, 120])
-    model.score_tokens(more_completions, cache=cache, prompt_lengths=[120])     # computes only the new tokens
+In a causal model they depend only on the tokens up to them, so every continuation can attend to them: a prefix hangs
+above the root of a tree, which holds only the new tokens. `PrefixCache` holds prefixes within a budget of bytes, for a
+server that receives the completions of a prompt one by one; the least recently used go first.
 
 Shapes: B batch (1: a row), J key/value heads, T tokens of the row, P of the prefix, D head dimension.
 """

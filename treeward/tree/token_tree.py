@@ -1,12 +1,10 @@
 """`TokenTree`: several token sequences as one trie, each shared token held once.
 
     tree = TokenTree.from_sequences([[1, 2, 3, 4], [1, 2, 9], [1, 2, 3]])
-    tree.tokens    # [1, 2, 3, 4, 9]: 5 tokens for the 10 of the plain rows
-    tree.reads     # [3, 4, 2]: the index of each sequence's last token
+    tree.tokens_N    # [1, 2, 3, 4, 9]: 5 tokens for the 10 of the plain rows
+    tree.reads_S     # [3, 4, 2]: the index of each sequence's last token
 
-Sharing is discovered from the tokens, never assumed: two sequences share exactly their longest common beginning, at any
-depth. A sequence that equals another, or is its beginning, adds no tokens. The tokens lie in preorder, so that the
-tokens below a segment are one contiguous range, and attention works on slices.
+Sharing is discovered from the tokens. They lie in preorder, so that the tokens below a segment are one range.
 
 Shapes: N tokens of the tree, S sequences.
 """
@@ -24,11 +22,9 @@ TokenIds = npt.NDArray[np.integer] | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of tokens without a branch in it.
-
-    `start`, `end`: its tokens in the flat order. `subtree_end`: the end of the tokens below it, which begin at `end`.
-    `depth`: the position of its first token in the conversation. `parent`: the index of the segment above it.
-    """
+    """A run of tokens without a branch: [`start`, `end`) in the flat order, with the tokens below it up to
+    `subtree_end`. `depth`: the position of its first token in the conversation. `parent`: the index of the segment
+    above it."""
 
     start: int
     end: int
@@ -48,12 +44,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """A trie of token sequences in preorder.
-
-    `tokens_N`, `positions_N`: the tokens and their positions in their conversations, int64 (N,). `segments`: in
-    preorder. `reads_S`: the flat index of each sequence's last token, in the order given. `num_row_tokens`: tokens of
-    the sequences as plain rows.
-    """
+    """A trie of token sequences in preorder: its tokens and their positions in their conversations, int64, its
+    segments, and the flat index of each sequence's last token, in the order given. `num_row_tokens`: tokens of the
+    plain rows."""
 
     tokens_N: npt.NDArray[np.int64]
     positions_N: npt.NDArray[np.int64]

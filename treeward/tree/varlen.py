@@ -1,16 +1,12 @@
 """Attention over a `TreeBatch` by FlashAttention: each segment's queries against the keys of its path, gathered.
 
-    plan = PathPlan(layout)
-    out_BHTD = attend(query_BHTD, key_BJTD, value_BJTD, plan, scale=0.125)
+    out_BHTD = attend(query_BHTD, key_BJTD, value_BJTD, PathPlan(layout), scale=0.125)
 
-Each segment's tokens are a sequence of queries, whose keys are the tokens from the root of its tree to its end, so a
-causal mask aligned at the end is the rule of the tree. A shared token's keys are copied once for each segment below it:
-more memory and copying than `treeward.tree.flex`, with a faster kernel. It needs half precision, on a GPU, and keys and
-values of one dimension, a multiple of 8; it serves layers that see everything before them, without soft-caps, sinks
-(its log-sum-exp has no gradient) or prefixes.
+A shared token's keys are copied once for each segment below it. It needs a GPU, half precision, and keys and values of
+one dimension, a multiple of 8; it has no windows, soft-caps, sinks (its log-sum-exp has no gradient) and prefixes.
 
-Shapes: B batch (1: a row), H heads, J key/value heads, T tokens of the row, K gathered keys, D head dimension,
-G segments.
+Shapes: B batch (1: a row), H heads, J key/value heads, T tokens of the row, K gathered keys, D head dimension, G
+segments.
 """
 
 from __future__ import annotations
@@ -26,11 +22,8 @@ from treeward.tree.token_tree import Segment
 
 
 class PathPlan:
-    """The keys of each segment of a row, on the row's device. `layout`: of the row.
-
-    `keys_K`: places in the row, int64. `query_starts`, `key_starts`: of each segment, int32 (G + 1,). `max_queries`,
-    `max_keys`: of the longest. The row's padding is one more segment.
-    """
+    """The keys of each segment of a row, on the row's device; the row's padding is one more segment. `keys_K`: places
+    in the row, int64. `query_starts`, `key_starts`: of each segment, int32 (G + 1,)."""
 
     def __init__(self, layout: TreeLayout) -> None:
         self.layout = layout

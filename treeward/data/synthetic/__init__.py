@@ -1,11 +1,9 @@
 """The bundled data: questions of a small closed world, whose completions code can grade.
 
-    read_rows(str(bundled_path("train")))            # the committed rows, in the rank format
     prompts("validation")[0]                         # a context to complete, as RL needs it
     gold_quality(prompts("validation")[0], "...")    # how good that completion is, in [0, 1]
 
-`gold` has the facts and phrases, and grades any text. examples/bundled_data.py writes the committed files, byte for
-byte.
+examples/bundled_data.py writes the committed files, byte for byte.
 """
 
 from __future__ import annotations

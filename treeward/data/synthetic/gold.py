@@ -1,25 +1,16 @@
-"""Gold quality: how good a completion is, computed from the raw text alone.
+"""Gold quality: how good a completion is, computed from the raw text alone, in [0, 1].
 
     gold_quality("What is the capital of France? Answer in one word.", "Paris.")                      # 1.0
     gold_quality("What is the capital of France? Answer in one word.", "Sure! It is Paris.")          # 0.75
 
-The formula, in [0, 1]:
+quality = readable * (0.6 * correct + 0.25 * format_kept + 0.15 * courteous)
 
-    quality = readable * (0.6 * correct + 0.25 * format_kept + 0.15 * courteous)
-
-- `correct`: of the words that could answer this kind of question, the text names exactly the right ones. Naming a rival
-  as well ("Paris. Rome.") is wrong. Words of the question itself do not count.
+- `correct`: of the words that could answer this kind of question, the text names exactly the right ones.
 - `format_kept`: the text names some such word, right or wrong, and has the requested shape, if any.
-- `courteous`: a polite phrase and no rude one. A one-word answer that names something needs no polite phrase.
-- `readable`: the share of words that do not repeat three words in a row seen before; scaled down further when fewer
-  than half of the words belong to the world's vocabulary. Any completion of the generator has 1.
+- `courteous`: a polite phrase and no rude one; a one-word answer needs none.
+- `readable`: the share of words that do not repeat three words in a row; less if most words are unknown.
 
-The closed world (facts, the ways to ask for them, the phrases around a completion) is spelt out in
-`bundled/world.json`, in a fixed order: the generator drew from these tables, and questions are read back with them. No
-two sentences share three words in a row, and no dressing contains a word that could be an answer.
-
-Every text has a quality: an empty or garbled one earns next to nothing. Length alone changes nothing: filler leaves the
-quality as it is, repetition lowers it.
+The closed world (facts, phrasings, polite and rude phrases) is in `bundled/world.json`.
 """
 
 from __future__ import annotations
@@ -52,12 +43,9 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A family of facts.
-
-    `phrasings` ask for a fact, `follow_up` after a question of the same kind; `{x}` is the subject. `statements` tell
-    it; `{a}` is the answer. `formats`: names of the formats that can be requested. `decoys`: words of the right sort
-    that answer none of the facts.
-    """
+    """A family of facts. `phrasings` ask for a fact, `follow_up` after a question of the same kind, and `statements`
+    tell it; `{x}` is the subject, `{a}` the answer. `formats`: names of the formats that can be requested. `decoys`:
+    words of the right sort that answer none of the facts."""
 
     name: str
     phrasings: tuple[str, ...]
