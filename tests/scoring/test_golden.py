@@ -26,6 +26,7 @@ from treeward.scoring.golden import (
     sign_later,
     tokenizer_sha256,
 )
+from treeward.scoring.verification import verify
 from treeward.tree import attention
 
 BOS_TEMPLATE = "{{ '<|system|>' }}{% for m in messages %}{{ m.role + ': ' + m.content }}{{ eos_token }}{% endfor %}"
@@ -43,6 +44,7 @@ def test_golden_scores_are_those_of_plain_rows(family: str, tiny_tokenizer: Any,
     assert [example.score for example in contract.golden] == pytest.approx(want, abs=1e-5)
     assert contract.read.plain_transformers
     assert contract.read.position == ("pooled" if family == "bert" else "last token")
+    assert verify(tmp_path, device="cpu").equal and verify(tmp_path, device="cpu", dtype=torch.bfloat16).equal
 
 
 def test_what_the_contract_says_of_the_folder(tiny_tokenizer: Any, tmp_path: Path) -> None:

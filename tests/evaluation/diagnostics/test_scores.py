@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from evaluated import preference, rated
 
@@ -32,7 +33,10 @@ def test_nothing_has_no_numbers() -> None:
 def test_a_model_that_is_wrong_on_average_has_no_temperature(make_example: Any) -> None:
     scored = [ScoredExample(make_example(str(i), str(i), ["a", "b"]), (margin, 0.0), (1, 1), (1, 1))
               for i, margin in enumerate([-6.0, -4.9, 5.1, -0.5, -1.0, -5.0])]  # fmt: skip
-    temperature = statistics_of(scored).temperature
+    statistics = statistics_of(scored)
+    scores = np.array([score for example in scored for score in example.scores])
+    assert (statistics.score_mean.value, statistics.score_std.value) == pytest.approx((scores.mean(), scores.std()))
+    temperature = statistics.temperature
     assert temperature.value is None and "do not score higher" in str(temperature.note)
 
 
@@ -127,3 +131,8 @@ def test_groups_worked_by_hand() -> None:
     gates = gate_metrics(scored)
     assert (gates["group_accuracy"].value, gates["best_of_k"].value) == (2 / 5, 3 / 5)
     assert gates["group_accuracy"].count == gates["best_of_k"].count == 5
+    # tau-b of the first four, which have more than two scores: C - D over the root of the untied pairs of both sides
+    assert gates["kendall_tau"].value == pytest.approx((1 + 1 / 3 + 1 / 2 + 2 / math.sqrt(6)) / 4)
+    margins = np.array([1, 2, 1, 2, 1, -1, 0, 1, 1, 2, 1])
+    outcomes = np.where(margins == 0, 0.5, margins > 0)
+    assert gates["brier"].value == pytest.approx(np.mean((1 / (1 + np.exp(-np.abs(margins))) - outcomes) ** 2))
