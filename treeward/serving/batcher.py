@@ -1,6 +1,6 @@
 """`Batcher`: conversations of many requests, scored in common batches by a thread beside the event loop.
 
-    batcher = Batcher([loaded_model], config, ServerMetrics(batch_tokens=4096))
+    batcher = Batcher([loaded_model], config, ServerMetrics())
     scores = await batcher.score("rm", conversations, deadline=time.monotonic() + 30)
 
 One thread tokenizes the next conversations of each request in turn, only some batches ahead. Another scores tokenized
@@ -70,15 +70,14 @@ class FailedScore(Score):
 
 
 class ServerMetrics:
-    """Counters of one server, for Prometheus. `batch_tokens`: of a full batch. `registry`: None makes one.
+    """Counters of one server, for Prometheus. `registry`: None makes one.
 
     prometheus-fastapi-instrumentator adds requests by route and status, and their time, to the same registry.
     """
 
-    def __init__(self, *, batch_tokens: int = 4096, registry: CollectorRegistry | None = None) -> None:
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = CollectorRegistry() if registry is None else registry
         ProcessCollector(registry=self.registry)
-        self._batch_tokens = batch_tokens
         self._gauges: dict[str, Gauge] = {}
 
         def counter(name: str, what: str, *labels: str) -> Counter:
@@ -102,13 +101,6 @@ class ServerMetrics:
             self._gauges[name] = Gauge(f"treeward_{name}", what, tuple(labels), registry=self.registry)
         gauge = self._gauges[name]
         (gauge.labels(**labels) if labels else gauge).set_function(value)
-
-    def batch(self, model: str, num_tokens: int, num_computed_tokens: int, seconds: float) -> None:
-        """Count a scored batch."""
-        self.tokens.labels(model).inc(num_tokens)
-        self.computed.labels(model).inc(num_computed_tokens)
-        self.fill.labels(model).observe(num_computed_tokens / self._batch_tokens)
-        self.seconds.labels(model).observe(seconds)
 
 
 @dataclass(slots=True, eq=False)
@@ -262,7 +254,10 @@ class Batcher:
         rate = len(batch) / max(seconds, 1e-6)
         self._per_second = rate if not self._per_second else 0.9 * self._per_second + 0.1 * rate
         self._settle([(request, i, score) for (request, i, _), score in zip(batch, scores, strict=True)])
-        self.metrics.batch(model.name, sum(item.num_tokens for item in items), computed, seconds)
+        self.metrics.tokens.labels(model.name).inc(sum(item.num_tokens for item in items))
+        self.metrics.computed.labels(model.name).inc(computed)
+        self.metrics.fill.labels(model.name).observe(computed / self.config.batch_tokens)
+        self.metrics.seconds.labels(model.name).observe(seconds)
         self._check_model(model, items, scores)
 
     def _check_model(self, model: LoadedModel, items: Sequence[Prepared], scores: Sequence[Score]) -> None:
@@ -364,9 +359,9 @@ def _tokens(request: _Request) -> bytes:
 
 
 def _finite(score: Score) -> Score:
-    if score.score is not None and not math.isfinite(score.score):
-        return FailedScore(None, score.num_tokens, error=f"the model gave {score.score}")
-    return FailedScore(None, score.num_tokens, error=score.error) if score.score is None else score
+    if score.score is not None and math.isfinite(score.score):
+        return score
+    return FailedScore(None, score.num_tokens, error=score.error or f"the model gave {score.score}")
 
 
 def _isolated(

@@ -201,7 +201,7 @@ def of_replicas(config: ServerConfig) -> ServerConfig:
 def front(handle: Any, config: ServerConfig, models: Sequence[ServedModel]) -> Service:
     """The service of a front. `handle`: of the replicas; `models`: from one of them."""
     shaped = [model.shaped(section) for model, section in zip(models, config.models, strict=True)]
-    metrics = ServerMetrics(batch_tokens=config.batch_tokens, registry=_AllMetrics(handle))
+    metrics = ServerMetrics(_AllMetrics(handle))
     return Service(shaped, config, metrics, ReplicaBatcher(handle, config, shaped))
 
 

@@ -77,7 +77,7 @@ class Service:
     @classmethod
     def of(cls, models: Sequence[LoadedModel], config: ServerConfig) -> Service:
         """A service that scores in this process."""
-        metrics = ServerMetrics(batch_tokens=config.batch_tokens)
+        metrics = ServerMetrics()
         for model in models:
             size, reused = partial(_sum, model.caches, "num_bytes"), partial(_sum, model.caches, "num_reused_tokens")
             if model.caches:
