@@ -232,7 +232,7 @@ logger: {{log_dir: {folder}/logs}}
 """
 TINY_GRPO = """
 grpo: {{num_prompts_per_step: 4, num_generations_per_prompt: 4, max_num_epochs: 9, max_num_steps: 6, val_period: 2,
-       max_val_samples: 6, seed: 7, num_logged_samples: 2}}
+       max_val_samples: 6, seed: 7}}
 loss_fn: {{reference_policy_kl_penalty: 0.01}}
 policy:
   model_config: {{model_type: qwen3, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,

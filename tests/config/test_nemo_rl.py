@@ -102,7 +102,6 @@ def test_the_reward_model_example_means_what_it_meant(tmp_path, caplog):
     assert config.policy.tokenizer.name == "meta-llama/Llama-3.2-1B-Instruct"
     assert config.policy.optimizer.kwargs["eps"] == 1e-5
     assert (config.policy.train_micro_batch_size, config.policy.micro_batch_tokens) == (1, None)
-    assert config.policy.dynamic_batching.train_mb_tokens == 8192
     assert config.checkpointing.save_period == 16
     assert config.ranking_metric == ("default", "loss")
     assert [(d.split, d.name) for d in (*config.data.train, *config.data.validation)] == [
@@ -121,7 +120,7 @@ def test_the_first_file_means_what_it_meant(caplog):
     assert (config.grpo.estimator, config.grpo.divides_by_std) == ("leave_one_out", True)
     assert config.policy.micro_batch_tokens == 4 * 512
     assert (config.max_new_tokens, config.max_prompt_length) == (512, 511)
-    assert (config.policy.generation.batch_size, config.policy.generation_batch_size) == (None, 32)
+    assert config.policy.generation.batch_size == 32
     assert config.ranking_metric == "reward"
     assert config.used_environments == ("reward_model",)
     assert config.default_environment == "reward_model"

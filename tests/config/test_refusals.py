@@ -126,8 +126,7 @@ SECTIONS = [
     (GRPOPolicyConfig, "model_name: m, generation: {url: 'http://h/v1'}", "generation.url"),
     (GRPOPolicyConfig, "model_name: m, generation: {colocated: {enabled: false, resources: {gpus_per_node: 1}}}",
      "generation.url"),
-    (GRPOPolicyConfig, "model_name: m, generation: {backend: vllm, "
-     "colocated: {enabled: false, resources: {gpus_per_node: 0}}}",
+    (GRPOPolicyConfig, "model_name: m, generation: {backend: vllm, colocated: {enabled: false}}",
      "generation.colocated.resources.gpus_per_node"),
     (GRPOPolicyConfig, "model_name: m, generation: {backend: vllm, vllm_cfg: {tensor_parallel_size: 3}, "
      "colocated: {enabled: false, resources: {gpus_per_node: 4}}}", "generation.colocated.resources.gpus_per_node"),

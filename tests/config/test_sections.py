@@ -252,7 +252,6 @@ def test_what_a_served_model_is_called(tmp_path, monkeypatch):
         (["cluster.gpus_per_node=8"], (1, 8)),
         (["cluster.gpus_per_node=8", "env.reward_model.num_replicas=3"], (1, 5)),
         (["cluster.gpus_per_node=8", "env.reward_model.resources={gpus_per_node: 4, num_nodes: 1}"], (1, 4)),
-        (["cluster.gpus_per_node=8", "grpo.environments_on_ray=[reward_model]"], (1, 7)),
         (["cluster.gpus_per_node=8", "env.reward_model={model_name: m, type: reward_model, num_replicas: 2, "
           "resources: {gpus_per_node: 0}}"], (1, 8)),
         (["cluster={num_nodes: 3, gpus_per_node: 0}", "env.reward_model.num_replicas=2"], (1, 1)),

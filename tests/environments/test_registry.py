@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from treeward.environments.hybrid import HybridEnvironment
 from treeward.environments.interface import Environment, Reward
 from treeward.environments.registry import (
+    as_environment,
     make_environment,
     make_environments,
-    make_named,
     register_environment,
 )
 from treeward.environments.rules import RuleEnvironment
@@ -76,7 +77,7 @@ def test_as_a_ray_actor(ray: Any) -> None:
     with pytest.raises(ConfigError, match="maths"):
         RuleEnvironment.remote({"rule": "maths"})
     members = {"math": {"type": "rules", "rule": "math", "workers": 1, "weight": 2}}
-    environment = make_named("sums", {"type": "hybrid", "members": members}, on_ray=True)
+    environment = as_environment(HybridEnvironment.remote({"members": members}), "sums_env")
     assert environment.name == "sums_env"
     chats = [[{"role": "user", "content": "1/2"}, {"role": "assistant", "content": text}] for text in ("0.5", "2")]
     assert environment.step(chats, [{"ground_truth": "1/2"}] * 2).rewards.tolist() == [2, 0]

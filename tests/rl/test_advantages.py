@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from treeward.config.grpo import GRPOConfig
-from treeward.rl.advantages import advantages, shaped_rewards, used_completions
+from treeward.rl.advantages import STD_FLOOR, advantages, shaped_rewards, used_completions
 from treeward.rl.generation import CompletionGroup, Prompt, SampledCompletion
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0], [0.5, -1.0, 3.0, 0.25], [7.0, 1.0, 1.0, 1.0], [5.0] * 4]
 KNOWN = [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
-FLOOR = 0.01
 ALL = [
-    GRPOConfig(advantage_std_floor=FLOOR, **options)
+    GRPOConfig(**options)
     for options in (
         {},
         {"normalize_rewards": False},
@@ -51,12 +50,12 @@ def written_out(p: int, g: int, config: GRPOConfig) -> float:
             base = [statistics.mean(everything)] * len(REWARDS)
         spread = [r - base[q] for q in range(len(REWARDS)) for r in members(q)]
         std = (sum(d * d for d in spread) / (len(spread) - 1)) ** 0.5
-        return (reward - base[p]) / (std + FLOOR)
+        return (reward - base[p]) / (std + STD_FLOOR)
     if len(own) < 2:
         return 0.0
     others = [r for h, r in enumerate(REWARDS[p]) if KNOWN[p][h] and h != g]
     value = reward - statistics.mean(others if config.estimator == "leave_one_out" else own)
-    return value / (statistics.stdev(own) + FLOOR) if config.divides_by_std else value
+    return value / (statistics.stdev(own) + STD_FLOOR) if config.divides_by_std else value
 
 
 @pytest.mark.parametrize("config", ALL)
@@ -76,8 +75,7 @@ def test_it_is_the_formula(config: GRPOConfig, given_rewards: Tensor) -> None:
 @given(st.floats(-1e3, 1e3), st.integers(2, 9), st.sampled_from(ALL))
 def test_equal_rewards_teach_exactly_nothing(value: float, size: int, config: GRPOConfig) -> None:
     rewards = torch.full((2, size), value, dtype=torch.float64)
-    tiny = config.model_copy(update={"advantage_std_floor": 1e-12})
-    assert torch.equal(advantages(rewards, tiny), torch.zeros(2, size))
+    assert torch.equal(advantages(rewards, config), torch.zeros(2, size))
 
 
 def group(prompt_tokens: int, *lengths: int, truncated: tuple[bool, ...] = ()) -> CompletionGroup:

@@ -158,8 +158,8 @@ def test_completions_of_which_nothing_is_used_and_samples(tiny_grpo: Make, tmp_p
         assert line["train/advantages_std"] == 0 and "train/loss" not in line and "train/grad_norm" not in line
     assert [line["step"] for line in logged(tmp_path, "train/reward")] == [3, 5]
     samples = [json.loads(line) for line in (tmp_path / "logs" / "samples.jsonl").read_text().splitlines()]
-    assert [sample["step"] for sample in samples] == [2, 2, 4, 4, 5, 5]
-    assert samples[0]["prompt"] == samples[2]["prompt"] == samples[4]["prompt"]
+    assert [sample["step"] for sample in samples] == [2] * 6 + [4] * 6 + [5] * 6
+    assert samples[0]["prompt"] == samples[6]["prompt"] == samples[12]["prompt"]
     assert all(len(sample["completions"]) == 2 for sample in samples)
     one = samples[0]["completions"][0]
     assert one["reward"] == one["raw_reward"] and one["gold_reward"] is None and one["kl"] == 0.0

@@ -96,7 +96,7 @@ def test_the_numbers_are_those_of_the_completions(
 ) -> None:
     ends = f"policy.generation.stop_token_ids={list(range(120, 160))}"  # so that completions have different lengths
     twice = "grpo.reward_scaling={enabled: true, source_min: 0, source_max: 1, target_min: 0, target_max: 2}"
-    run = opened(*GOLD, twice, "grpo.num_val_generations=2", "grpo.num_logged_samples=100", ends)
+    run = opened(*GOLD, twice, "grpo.num_val_generations=2", ends)
     with torch.no_grad():
         run.policy.hf.get_output_embeddings().weight.mul_(30)  # type: ignore[union-attr, operator]
     measure, entropies = run.updater.measure, list[torch.Tensor]()
@@ -134,7 +134,7 @@ def test_metrics_by_set(opened: Callable[..., GRPOSetup], write_prompts: Callabl
     form = "{{dataset_name: PromptDataset, data_path: {}, name: {}}}"
     few, many = write_prompts("few.jsonl", ["Hum."]), write_prompts("many.jsonl", [f"Hum {n}." for n in range(3)])
     sets = f"data.validation=[{form.format(few, 'few')}, {form.format(many, 'many')}]"
-    found = measured(opened(*GOLD, sets, "grpo.num_logged_samples=100"))
+    found = measured(opened(*GOLD, sets))
     rewards = [sample["completions"][0]["reward"] for sample in found.samples]
     assert found.metrics["validation-few/reward"] == pytest.approx(rewards[0])
     assert found.metrics["validation-many/reward"] == pytest.approx(sum(rewards[1:]) / 3)

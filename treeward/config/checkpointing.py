@@ -129,8 +129,6 @@ class CheckpointingConfig(Strict):
     of a run is waited for. Off, because the copies need as much memory again as what is saved."""
     save_optimizer: bool = True
     """Save the state of the optimiser. A checkpoint without it can be scored with, and not resumed from."""
-    model_save_format: Literal["safetensors"] | None = "safetensors"
-    """The only format: pickled weights would be code."""
     export_dtype: Literal["float32", "bfloat16"] | None = None
     """Number format of the exported weights; the score head stays float32. None: as they were trained and validated,
     `policy.precision`."""

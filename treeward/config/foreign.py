@@ -30,19 +30,19 @@ def _unread(keys: str) -> dict[str, Rule]:
 
 
 FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
-    "BatchingConfig": _unread(
-        "algorithm fuse_loss logprob_mb_tokens max_sequences_per_bin microbatch_order sequence_length_round"
-    ),
-    "CheckpointingConfig": _unread("save_consolidated model_cache_dir model_repo_id is_async"),
+    "CheckpointingConfig": _unread("save_consolidated model_cache_dir model_repo_id is_async")
+    | {"model_save_format": Only(("safetensors",), "set it to safetensors: pickled weights would be code")},
     "GRPOCheckpointingConfig": _unread("save_data_plane load_replay_buffer"),
     "ClusterConfig": _unread("master_port_range* segment_size"),
     "DataConfig": _unread("processor env_name num_workers"),
     "DatasetConfig": _unread("processor env_name"),
-    "GRPOConfig": _unread("calculate_advantages_on_gpu deduplicate_multimodal_data debug_payload_metrics")
+    "GRPOConfig": _unread(
+        "calculate_advantages_on_gpu deduplicate_multimodal_data debug_payload_metrics val_batch_size"
+    )
     | {
         "async_grpo": f"set grpo.async_grpo.enabled=false: {_ON_POLICY}",
         "advantage_clip_low": "set it to null; loss_fn.ratio_clip_c limits negative advantages",
-        "advantage_clip_high": "set it to null; grpo.advantage_std_floor limits advantages",
+        "advantage_clip_high": "set it to null; advantages are not clipped",
         "seq_logprob_error_threshold": "set it to null; token_mult_prob_error is logged",
         "val_start_at": "set it to null; grpo.val_period says when to validate",
         **dict.fromkeys(("stop_at_validation_metric", "stop_at_validation_threshold"), _STOP),
@@ -51,7 +51,8 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
         "interleave_rollouts": f"set it to false: {_ON_POLICY}",
         "max_rollout_turns": Only((1,), "set it to 1: a prompt is completed once"),
     },
-    "GRPOPolicyConfig": {
+    "GRPOPolicyConfig": _unread("logprob_chunk_size")
+    | {
         "reward_model_cfg": "remove it; `treeward train` trains a reward model, and env.reward_model rewards with one",
         "draft": "set policy.draft.enabled=false: completions are sampled token by token",
         "router_replay": "set policy.router_replay.enabled=false: experts are routed anew in each update",
@@ -63,7 +64,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
         "reward_penalties": f"remove the section; {_RULE}",
         **dict.fromkeys(("rollout_checkpointing", "rollout_recovery"), _RESUME),
         "telemetry": "remove the section; logger says where metrics go",
-        "token_capture": "remove the section; grpo.num_logged_samples keeps completions for the report",
+        "token_capture": "remove the section; samples.jsonl has completions of each validation",
     },
     "GenerationConfig": _unread(
         "sglang_* mcore_generation_config port_range_* real_quant_* refit_* use_async_rollouts "

@@ -153,14 +153,10 @@ class GRPOConfig(ScheduleConfig):
     use_leave_one_out_baseline: bool = False
     """Subtract the mean reward of the other completions of the group instead of the mean of all."""
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
-    advantage_std_floor: PositiveFloat = 1e-6
-    """Added to the standard deviation before the division."""
 
     environment: str | None = None
     """Environment of prompts that name none; a mixture is one of the type `hybrid`. None: `reward_model`, or the only
     one."""
-    environments_on_ray: tuple[str, ...] = ()
-    """Environments that run in Ray actors, on the GPUs of their `resources`, as several replicas always do."""
     gold_environment: str | None = None
     """An environment whose reward is watched and never trained on: a stronger judge, or known truth."""
     environment_timeout_seconds: PositiveFloat = 600.0
@@ -185,14 +181,9 @@ class GRPOConfig(ScheduleConfig):
     """Steps from one validation to the next. None (or 0): no validation before the end."""
     max_val_samples: Limit = 256
     """Most prompts to validate on, always the same ones. None: all."""
-    val_batch_size: PositiveInt | None = 256
-    """Validation prompts that are completed and rewarded at a time. None: all."""
     num_val_generations: PositiveInt = 1
     """Completions of each validation prompt. NeMo RL's name is `val_num_generations_per_prompt`."""
     watch: WatchConfig = WatchConfig()
-    num_logged_samples: int = Field(default=8, ge=0)
-    """Prompts of each validation whose completions are kept for the report, in `samples.jsonl`; without validation
-    prompts those of the first step and every `val_period` steps."""
 
     @property
     def estimator(self) -> Estimator:

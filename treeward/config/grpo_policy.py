@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -25,7 +25,7 @@ class ColocatedConfig(Strict):
     enabled: bool = True
     """Generation and training take turns on the same GPU. False: a server at `url`, or vLLM engines that the run starts
     on the GPUs of `resources`."""
-    resources: ResourcesConfig = ResourcesConfig()
+    resources: ResourcesConfig = ResourcesConfig(gpus_per_node=0)
 
 
 class VllmConfig(Strict):
@@ -75,8 +75,8 @@ class GenerationConfig(Strict):
     """Tokens that end a completion, beside those of the model."""
     stop_strings: TextOrTexts | None = None
     """Texts that end a completion."""
-    batch_size: PositiveInt | None = None
-    """Most completions that are sampled at once. None: `policy.generation_batch_size`."""
+    batch_size: PositiveInt = 64
+    """Most completions that are sampled at once; NeMo RL's name is `policy.generation_batch_size`."""
     timeout_seconds: PositiveFloat = 600.0
     """Time limit of a request to the server; of engines, for each `max_concurrency` requests together."""
     max_concurrency: PositiveInt = 64
@@ -145,15 +145,22 @@ class GenerationConfig(Strict):
 class GRPOPolicyConfig(TrainedModelConfig):
     """The policy, its batches, its numerics, its optimiser and its generation."""
 
+    other_forms: ClassVar[tuple[str, ...]] = (*TrainedModelConfig.other_forms, "generation_batch_size")
+
     train_global_batch_size: PositiveInt | None = None
     """Completions per optimiser step, in whole groups that divide a step. None: all of a step."""
-    generation_batch_size: PositiveInt = 64
-    """Most completions that are sampled at once, where `generation.batch_size` is null."""
-    logprob_chunk_size: PositiveInt | None = None
-    """Predicted tokens whose logits are in memory at a time. None: 1024."""
     hf_config_overrides: dict[str, Any] = {}
     """Keys of the loaded model's configuration to change, as `{rope_parameters: {rope_theta: 500000.0}}`."""
     generation: GenerationConfig = GenerationConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_generation_batch_size(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping) or "generation_batch_size" not in raw:
+            return raw
+        values, generation = dict(raw), raw.get("generation", {})
+        size = {"batch_size": values.pop("generation_batch_size")}
+        return {**values, "generation": size | generation if isinstance(generation, dict) else generation}
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -81,16 +81,11 @@ class GRPORunConfig(Strict):
 
         Raises `ConfigError` where none is left.
         """
-        num_gpus = sum(model.num_gpus for name, model in self.reward_models.items() if self.is_apart(name))
+        num_gpus = sum(model.num_gpus for name, model in self.reward_models.items() if model.needs_ray)
         generation = self.policy.generation
         if self._has_engines_apart:
             num_gpus += generation.num_engines * generation.vllm_cfg.tensor_parallel_size
         return self.cluster.without(num_gpus)
-
-    def is_apart(self, reward_model: str) -> bool:
-        """Whether an environment of `reward_models` has workers of its own in Ray."""
-        is_on_ray = reward_model.split(".")[0] in self.grpo.environments_on_ray
-        return is_on_ray or self.reward_models[reward_model].needs_ray
 
     @property
     def reward_models(self) -> dict[str, RewardModelEnvironmentConfig]:
@@ -217,7 +212,6 @@ class GRPORunConfig(Strict):
         named = {
             "grpo.environment": (self.grpo.environment,) if self.grpo.environment else (),
             "grpo.gold_environment": (self.grpo.gold_environment,) if self.grpo.gold_environment else (),
-            "grpo.environments_on_ray": self.grpo.environments_on_ray,
         }
         for kind, sets in (("train", self.data.train), ("validation", self.data.validation)):
             keys = {f"data.{kind}[{i}].env_name": dataset.env_name for i, dataset in enumerate(sets)}

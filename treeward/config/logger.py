@@ -5,20 +5,9 @@ logger: {log_dir: logs/rm, wandb_enabled: true, wandb: {project: reward-models, 
 
 from __future__ import annotations
 
-from pydantic import ConfigDict
+from typing import Any
 
 from treeward.config.base import Strict
-
-
-class WandbConfig(Strict):
-    """Weights & Biases. Keys beside these are passed on to `wandb.init`."""
-
-    model_config = ConfigDict(extra="allow")
-
-    project: str | None = None
-    """Project of the run."""
-    name: str | None = None
-    """Name of the run."""
 
 
 class TensorboardConfig(Strict):
@@ -37,8 +26,6 @@ class MlflowConfig(Strict):
     """Name of the run."""
     tracking_uri: str | None = None
     """Server or folder. None: a folder `mlflow` inside `logger.log_dir`."""
-    artifact_location: str | None = None
-    """Where a new experiment keeps its files. None: MLflow decides."""
 
 
 class LoggerConfig(Strict):
@@ -51,7 +38,8 @@ class LoggerConfig(Strict):
     tensorboard: TensorboardConfig = TensorboardConfig()
     wandb_enabled: bool = False
     """Log to Weights & Biases."""
-    wandb: WandbConfig = WandbConfig()
+    wandb: dict[str, Any] = {}
+    """Arguments of `wandb.init`, as `{project: reward-models, name: first}`."""
     mlflow_enabled: bool = False
     """Log to MLflow."""
     mlflow: MlflowConfig = MlflowConfig()

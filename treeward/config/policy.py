@@ -115,8 +115,6 @@ _VOCAB_SIZE = 4096
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _short_names = BeforeValidator(lambda name: _PRECISIONS.get(str(name), str(name).removeprefix("torch.")))
 
-_null_is_one = BeforeValidator(lambda number: 1 if number is None else number)
-
 Precision = Annotated[Literal["float32", "bfloat16"], _short_names]
 """Of a model that is trained."""
 ScoringDtype = Literal["float32", "bfloat16", "float16"]
@@ -142,9 +140,9 @@ class ShardingConfig(Strict):
 class ResourcesConfig(Strict):
     """The GPUs of a model's replicas or engines, each on one, or on `tensor_parallel_size`."""
 
-    gpus_per_node: Annotated[NonNegativeInt, _null_is_one] = 1
-    """GPUs on each node; where the machines have none, as many processes on CPUs. 0 is on the CPU in any case."""
-    num_nodes: Annotated[PositiveInt, _null_is_one] = 1
+    gpus_per_node: Annotated[NonNegativeInt, BeforeValidator(lambda number: number or 0)] = 1
+    """GPUs on each node; where the machines have none, as many processes on CPUs. 0 (or null): none, the CPU."""
+    num_nodes: Annotated[PositiveInt, BeforeValidator(lambda number: 1 if number is None else number)] = 1
     """Nodes."""
 
 
@@ -187,25 +185,21 @@ class PolicyDTensorConfig(ShardingConfig):
             raise self.error("tensor_parallel_size lora_cfg.enabled", "1 with adapters, which are not cut", fix)
 
 
-class BatchingConfig(Strict):
-    """NeMo RL's sections on batching; an enabled one sets the token budget that micro-batches are filled to."""
-
-    enabled: bool = False
-    """True: `train_mb_tokens` is the budget of a forward pass, instead of a number of sequences."""
-    train_mb_tokens: PositiveInt | None = None
-    """Tokens of a forward pass. None: the budget stays as it is."""
+BATCHING_SECTIONS = ("dynamic_batching", "sequence_packing")
+"""NeMo RL's sections on batching. One that is enabled sets the token budget of a forward pass by `train_mb_tokens`."""
 
 
 def take_batching_budget(raw: Any, tokens_key: str, size_key: str) -> Any:
-    """Set `tokens_key` from an enabled batching section, unless it is given; such configs carry `size_key` too, and
-    mean that the budget replaces it."""
-    if not isinstance(raw, Mapping) or raw.get(tokens_key) is not None:
+    """Replace the batching sections by `tokens_key`, unless it is given, and drop `size_key` where they set it."""
+    if not isinstance(raw, Mapping):
         return raw
-    for name in ("dynamic_batching", "sequence_packing"):
-        section = raw.get(name)
-        if isinstance(section, Mapping) and section.get("enabled") and section.get("train_mb_tokens") is not None:
-            return {**raw, tokens_key: section["train_mb_tokens"], size_key: None}
-    return raw
+    values = {key: value for key, value in raw.items() if key not in BATCHING_SECTIONS}
+    for section in (raw.get(name) for name in BATCHING_SECTIONS):
+        if not isinstance(section, Mapping) or not section.get("enabled"):
+            continue
+        if section.get("train_mb_tokens") is not None and raw.get(tokens_key) is None:
+            values |= {tokens_key: section["train_mb_tokens"], size_key: None}
+    return values
 
 
 class ScoringTokenizerConfig(Strict):
@@ -262,8 +256,8 @@ class RewardModelConfig(Strict):
 class TrainedModelConfig(Strict):
     """What a model that is trained needs, whatever it is trained for."""
 
-    other_forms: ClassVar[tuple[str, ...]] = ("activation_checkpointing_enabled",)
-    """NeMo RL's older spelling of `dtensor_cfg.activation_checkpointing`; either of them switches it on."""
+    other_forms: ClassVar[tuple[str, ...]] = ("activation_checkpointing_enabled", *BATCHING_SECTIONS)
+    """Of NeMo RL: the older spelling of `dtensor_cfg.activation_checkpointing`, and sections that set a budget."""
 
     model_name: str | None = None
     """Hub name or folder of a causal language model or a sequence classifier."""
@@ -306,8 +300,6 @@ class TrainedModelConfig(Strict):
     """The learning-rate schedule; null is constant."""
 
     dtensor_cfg: PolicyDTensorConfig = PolicyDTensorConfig()
-    dynamic_batching: BatchingConfig = BatchingConfig()
-    sequence_packing: BatchingConfig = BatchingConfig()
 
     @property
     def micro_batch_tokens(self) -> int | None:

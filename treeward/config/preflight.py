@@ -77,8 +77,6 @@ def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[st
     if config.policy.generation.starts_engines:
         for module in ("vllm", "ray"):
             yield "policy.generation.backend", module, module, "give the url of a server, or sample with backend: hf"
-    if config.grpo.environments_on_ray:
-        yield "grpo.environments_on_ray", "ray", "ray", "set grpo.environments_on_ray=[]"
 
 
 def _used_environments(config: GRPORunConfig) -> list[tuple[str, str, dict[str, Any]]]:

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveI
 
 from treeward.config.base import Strict, TextOrTexts, config_error
 from treeward.config.policy import (
-    BatchingConfig,
+    BATCHING_SECTIONS,
     ResourcesConfig,
     RewardModelConfig,
     ScoringPrecision,
@@ -44,11 +44,15 @@ class ScoringDTensorConfig(ShardingConfig):
             raise self.error("cpu_offload tensor_parallel_size", need)
 
 
+_SHARDING_KEYS = ("cpu_offload", "activation_checkpointing")
+"""Keys of `dtensor_cfg` that may stand beside it."""
+
+
 class RewardModelEnvironmentConfig(ScoringConfig):
     """A reward model as the environment of an RL loop. Its model may also be the address of a `treeward serve`, as
     `http://host:8000`."""
 
-    other_forms: ClassVar[tuple[str, ...]] = ("cpu_offload", "activation_checkpointing")
+    other_forms: ClassVar[tuple[str, ...]] = (*_SHARDING_KEYS, *BATCHING_SECTIONS)
 
     enabled: bool = True
     """Use this environment. It must be true where the environment is made in Python."""
@@ -75,8 +79,6 @@ class RewardModelEnvironmentConfig(ScoringConfig):
     """Samples without a reward are NaN, with the reason in the metadata (`mask`), or the step fails (`raise`)."""
 
     dtensor_cfg: ScoringDTensorConfig = ScoringDTensorConfig()
-    dynamic_batching: BatchingConfig = BatchingConfig()
-    sequence_packing: BatchingConfig = BatchingConfig()
 
     @property
     def url(self) -> str | None:
@@ -107,7 +109,7 @@ class RewardModelEnvironmentConfig(ScoringConfig):
         if not isinstance(raw, Mapping):
             return raw
         sharding = raw.get("dtensor_cfg") or {}
-        moved = {key: raw[key] for key in cls.other_forms if key in raw}
+        moved = {key: raw[key] for key in _SHARDING_KEYS if key in raw}
         if moved and isinstance(sharding, Mapping):
             others = {key: value for key, value in raw.items() if key not in moved}
             raw = {**others, "dtensor_cfg": {**moved, **sharding}}

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from treeward.config.base import Limit, OneIsAList, Period, Strict
 from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKey, parse_metric_name
@@ -66,8 +66,6 @@ class RMConfig(ScheduleConfig):
     """Most comparisons of a set that are rewritten for `robust_accuracy`. None: 100 where that ranks checkpoints."""
     val_micro_batch_size: PositiveInt | None = None
     """Most comparisons in one forward pass of validation. None: as many as in training."""
-    head_init_std: NonNegativeFloat | None = None
-    """Standard deviation of the head's initial weights. None: 1 / sqrt(hidden size + 1) (Stiennon et al. 2020)."""
     loss: LossConfig = LossConfig()
 
 

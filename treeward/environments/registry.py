@@ -85,17 +85,12 @@ def check_section(name: str, config: Mapping[str, Any], *, where: str = WHERE) -
         environment_class(kind).check_remote(section)
 
 
-def make_named(name: str, section: Mapping[str, Any], *, on_ray: bool = False) -> Environment:
+def make_named(name: str, section: Mapping[str, Any]) -> Environment:
     """The environment `env.<name>`, whose kind is its name unless the section has a `type`.
 
-    `on_ray`: in a Ray actor. If the name is not a kind, its metrics begin with `<name>_env/`.
+    If the name is not a kind, its metrics begin with `<name>_env/`.
     """
-    where = f"env.{name}"
-    if on_ray:
-        kind, settings = _kind(name, section)
-        with _named(where):
-            return RemoteEnvironment(f"{name}_env", environment_class(kind).remote(settings))
-    environment = make_environment(name, section, where=where)
+    environment = make_environment(name, section, where=f"env.{name}")
     if name not in _CLASSES:
         environment.name = f"{name}_env"
     return environment

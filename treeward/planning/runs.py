@@ -28,7 +28,7 @@ from treeward.losses import heads_of
 from treeward.model.checks import choose_layout, tree_or_rows
 from treeward.model.loading import classifier_class
 from treeward.model.lora import AdapterReference, has_adapters
-from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
+from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import DTYPES, bare_config, read_config
 from treeward.model.reward_model import RewardModel
 from treeward.model.wrapped import WrappedModel
@@ -181,7 +181,7 @@ def _bytes_of_sampling(config: GRPORunConfig, policy: PolicyModel, mesh: Mesh) -
     heads = getattr(shapes, "num_key_value_heads", None) or shapes.num_attention_heads
     size = getattr(shapes, "head_dim", None) or shapes.hidden_size // shapes.num_attention_heads
     itemsize = DTYPES[config.policy.precision].itemsize
-    rows, new = section.batch_size or config.policy.generation_batch_size, min(config.max_new_tokens, longest)
+    rows, new = section.batch_size, min(config.max_new_tokens, longest)
     tokens = rows * new + -(-rows // config.grpo.num_generations_per_prompt) * (longest - new)
     cached = 2 * shapes.num_hidden_layers * heads * size * tokens
     sizes = {"KV cache": cached} | ({} if mesh.devices is None else {"whole policy": policy.hf.num_parameters()})
@@ -196,7 +196,7 @@ def _reward_model_bytes(config: GRPORunConfig) -> tuple[int, dict[str, int]]:
             continue
         models = [_classifier(read_config(model, section.trust_remote_code)) for model in section.models]
         size = sum(model.num_parameters() for model in models) * DTYPES[section.dtype].itemsize
-        if config.is_apart(name):
+        if section.needs_ray:
             other_devices[f"env.{name}, on its own devices"] = size // section.dtensor_cfg.tensor_parallel_size
         elif not section.dtensor_cfg.cpu_offload:  # such weights come for the scoring alone
             beside_policy += size
@@ -205,8 +205,7 @@ def _reward_model_bytes(config: GRPORunConfig) -> tuple[int, dict[str, int]]:
 
 def _policy(policy: GRPOPolicyConfig) -> PolicyModel:
     hf = AutoModelForCausalLM.from_config(_config_of(policy), dtype=torch.float32, attn_implementation="eager")
-    chunk_tokens = policy.logprob_chunk_size or DEFAULT_CHUNK_TOKENS
-    return PolicyModel(hf, layout=tree_or_rows(hf, policy.attention), chunk_tokens=chunk_tokens)
+    return PolicyModel(hf, layout=tree_or_rows(hf, policy.attention))
 
 
 def _classifier(config: PreTrainedConfig, trust_remote_code: bool = False, num_labels: int = 1) -> PreTrainedModel:

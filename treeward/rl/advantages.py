@@ -21,6 +21,9 @@ from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.rl.generation import CompletionGroup, completion_lengths, truncated_completions
 
+STD_FLOOR = 1e-6
+"""Added to a standard deviation before the division."""
+
 
 def shaped_rewards(config: GRPORunConfig, groups: Sequence[CompletionGroup], rewards_PG: Tensor) -> Tensor:
     """Rewards scaled, less what the length of a completion costs, (P, G); NaN stays NaN.
@@ -49,7 +52,7 @@ def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
     """The advantage of each completion, float32 (P, G); 0 where it has no reward (NaN).
 
     With n rewards r_i in a group, mean and std those of the group, std with n - 1 in its denominator, and
-    `advantage_std_floor`:
+    a floor of 1e-6 (`STD_FLOOR`):
 
     - grpo: (r_i - mean) / (std + floor) (Shao et al. 2024, arXiv 2402.03300). Without `normalize_rewards` it is not
       divided: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783).
@@ -70,13 +73,13 @@ def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
         centres_batch = not config.adv_estimator.minus_baseline
         centred = _centred(rewards.reshape(1, -1) if centres_batch else rewards).reshape(rewards.shape)
         std = (centred.square().sum() / (count_P1.sum() - 1).clamp_min(1)).sqrt()
-        return (centred / (std + config.advantage_std_floor)).float()
+        return (centred / (std + STD_FLOOR)).float()
     centred = _centred(rewards)
     others_P1 = (count_P1 - 1).clamp_min(1)
     result = centred * count_P1 / others_P1 if config.estimator == "leave_one_out" else centred
     if config.divides_by_std:
         std_P1 = (centred.square().sum(dim=1, keepdim=True) / others_P1).sqrt()
-        result = result / (std_P1 + config.advantage_std_floor)
+        result = result / (std_P1 + STD_FLOOR)
     return result.float()
 
 

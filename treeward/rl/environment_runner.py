@@ -185,9 +185,8 @@ class EnvironmentRunner:
 def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) -> EnvironmentRunner:
     """The runner of a run, with the environments of `env` that the configuration or a prompt names.
 
-    The main process makes them; those in `grpo.environments_on_ray` run in a Ray actor, whose reward model has its own
-    workers. Raises `DataError` for a prompt that cannot be rewarded, and passes on the errors of an environment's
-    constructor, after it has shut the others down.
+    The main process makes them. Raises `DataError` for a prompt that cannot be rewarded, and passes on the errors of an
+    environment's constructor, after it has shut the others down.
     """
     grpo, default = config.grpo, config.default_environment
     used = dict.fromkeys((*([] if default is None else [default]), *config.named_environments))
@@ -197,7 +196,7 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
     made: dict[str, Environment] = {}
     try:
         for name in (*used, *(() if gold is None else (gold,))) if processes.is_main() else ():
-            made[name] = make_named(name, sections[name], on_ray=name in grpo.environments_on_ray)
+            made[name] = make_named(name, sections[name])
     except BaseException:
         for environment in made.values():
             environment.shutdown()

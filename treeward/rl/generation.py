@@ -44,7 +44,6 @@ _PROBE: list[Message] = [
     {"role": "assistant", "content": _PROBE_COMPLETION},
     {"role": "user", "content": _PROBE_NEXT},
 ]
-_BATCH_SIZE = 64
 _SLACK_TOKENS = 4
 """The last token of a stop string may begin within a character, and hold more than its end."""
 
@@ -227,7 +226,7 @@ class LocalGenerator(Generator):
         ]
 
     def _sample(self, rows: Sequence[Row]) -> None:
-        size = self.config.batch_size or _BATCH_SIZE
+        size = self.config.batch_size
         for start in range(0, len(rows), size):
             sample(
                 self.policy,

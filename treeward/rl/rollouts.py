@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_VALIDATION_BATCH = 256
+"""Prompts between two looks at whether the run should stop."""
+LOGGED_PROMPTS = 8
+"""Prompts of each validation, or step, whose completions are kept for the report."""
 _SAMPLED = ("reward", "raw_reward", "gold_reward", "kl")
 
 
@@ -119,7 +123,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
         "groups_without_signal": finite_metrics["train/groups_without_signal"],
         "length_correlation": correlation,
     }
-    samples = _samples(groups, measurements, grpo.num_logged_samples)
+    samples = _samples(groups, measurements)
     return Rollouts(groups, rewards_PG, used_PG, len(draws) * count, finite_metrics, watched, samples)
 
 
@@ -174,13 +178,12 @@ def _check_signal(kept: Sequence[int], wanted: int, num_draws: int) -> None:
 def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: None) -> Validation | None:
     """Complete, reward and measure every validation prompt; None if `should_stop` gave a reason on the way."""
     grpo = run.config.grpo
-    size = grpo.val_batch_size or len(run.validation)
     groups: list[CompletionGroup] = []
     measurements: dict[str, list[Tensor]] = defaultdict(list)
-    for number, start in enumerate(range(0, len(run.validation), size)):
+    for number, start in enumerate(range(0, len(run.validation), _VALIDATION_BATCH)):
         if should_stop():
             return None
-        chosen = run.validation[start : start + size]
+        chosen = run.validation[start : start + _VALIDATION_BATCH]
         batch = run.generator.generate(
             [prompt.prompt for prompt in chosen],
             [prompt.token_ids for prompt in chosen],
@@ -221,10 +224,10 @@ def _summary(run: GRPOSetup, groups: Sequence[CompletionGroup], values: Mapping[
         "length": means["mean_gen_tokens_per_sample"],
         "length_correlation": length_correlation(values["reward"], lengths_PG),
     } | {name: means.get(name) for name in ("kl", "entropy", "truncation_rate")}
-    return Validation(metrics, watched, _samples(groups, values, run.config.grpo.num_logged_samples))
+    return Validation(metrics, watched, _samples(groups, values))
 
 
-def _samples(groups: Sequence[CompletionGroup], values: Mapping[str, Tensor], most: int) -> list[dict[str, Any]]:
+def _samples(groups: Sequence[CompletionGroup], values: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """The first groups with their measurements."""
 
     def measured(p: int, g: int) -> dict[str, float | None]:
@@ -244,7 +247,7 @@ def _samples(groups: Sequence[CompletionGroup], values: Mapping[str, Tensor], mo
                 for g, completion in enumerate(group.completions)
             ],
         }
-        for p, group in enumerate(groups[:most])
+        for p, group in enumerate(groups[:LOGGED_PROMPTS])
     ]
 
 

@@ -29,7 +29,7 @@ from treeward.model.checks import check_policy, check_positions
 from treeward.model.export import DeferredWrite, export_policy
 from treeward.model.loading import build_policy, load_policy
 from treeward.model.lora import AdapterReference, has_adapters
-from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
+from treeward.model.policy_model import PolicyModel
 from treeward.parallel.mesh import Mesh, make_mesh
 from treeward.parallel.ray_cluster import start_ray_of_run
 from treeward.parallel.sharding import plain_copy
@@ -60,9 +60,8 @@ logger = logging.getLogger(__name__)
 _MEASURED_PROMPTS, _MEASURED_TOKENS = 2, 256  # completions of so many tokens
 _CHECKED_PROMPTS = 8
 _NOT_OF_THE_RUN = {
-    *("max_num_epochs", "max_num_steps", "val_period", "val_at_start", "val_at_end", "val_batch_size"),
-    *("watch", "log_period", "num_logged_samples", "gold_environment"),
-    *("environment_timeout_seconds", "max_failed_share", "environments_on_ray"),
+    *("max_num_epochs", "max_num_steps", "val_period", "val_at_start", "val_at_end"),
+    *("watch", "log_period", "gold_environment", "environment_timeout_seconds", "max_failed_share"),
 }
 """Keys of `grpo` that a resumed run may change: neither weights nor the comparability of validations depend on them."""
 _NOT_OF_THE_REWARD = {
@@ -201,7 +200,6 @@ def _load_policy(
 ) -> PolicyModel:
     policy, lora = config.policy, config.policy.dtensor_cfg.lora_cfg
     common: dict[str, Any] = {"attention": policy.attention, "device": device_of(policy, mesh)}
-    common["chunk_tokens"] = policy.logprob_chunk_size or DEFAULT_CHUNK_TOKENS
     saved = None if checkpoint is None or lora.enabled else checkpoint.path / "model"  # adapters are merged there
     if saved is None and policy.architecture is not None:
         fields = {key: value for key, value in policy.architecture.items() if key != "vocab_size"}
@@ -254,7 +252,6 @@ def _make_generator(
 ) -> Generator:
     section = config.policy.generation
     changes = {
-        "batch_size": section.batch_size or config.policy.generation_batch_size,
         "model": section.model or config.policy.model_name,
         "weight_folder": section.weight_folder or f"{config.checkpointing.checkpoint_dir}/weights",
     }

@@ -224,7 +224,7 @@ def _load_model(
 ) -> RewardModel:
     policy = config.policy
     common: dict[str, Any] = {"attention": policy.attention, "device": device_of(policy, mesh)}
-    common |= {"head_std": config.rm.head_init_std, "labels": policy.reward_model_cfg.head_names}
+    common["labels"] = policy.reward_model_cfg.head_names
     has_lora = policy.dtensor_cfg.lora_cfg.enabled
     saved = None if checkpoint is None or has_lora else checkpoint.path / "model"  # adapters are merged there
     if saved is None and policy.architecture is not None:

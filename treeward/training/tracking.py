@@ -88,7 +88,7 @@ class WandbTracker:
         file = Path(config.log_dir) / "wandb_run_id"
         run_id = _read_id(file, resume_step)
         options: dict[str, Any] = {"dir": config.log_dir, "id": run_id, "resume": None if run_id is None else "allow"}
-        self._run = wandb.init(**(options | config.wandb.model_dump(exclude_none=True)))
+        self._run = wandb.init(**(options | config.wandb))
         write_text(file, f"{self._run.id}\n")
         self._run.config.update(dict(settings), allow_val_change=True)  # type: ignore[no-untyped-call]
 
@@ -121,12 +121,7 @@ class MLflowTracker:
         if run_id is None:
             name = section.experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "treeward"
             experiment = self._client.get_experiment_by_name(name)
-            location = section.artifact_location
-            number = (
-                experiment.experiment_id
-                if experiment
-                else self._client.create_experiment(name, artifact_location=location)
-            )
+            number = experiment.experiment_id if experiment else self._client.create_experiment(name)
             run_id = str(self._client.create_run(number, run_name=section.run_name).info.run_id)
             write_text(log_dir / "mlflow_run_id", f"{run_id}\n")
             params = [Param(_MLFLOW_REFUSES.sub("_", key), str(value)[:6000]) for key, value in flattened(settings)]
