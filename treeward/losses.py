@@ -111,10 +111,11 @@ def ranked_pairs(
     )
 
 
-def _strength(of_group: float | Sequence[float | None] | None, better: int, worse: int) -> float | None:
-    if of_group is None or isinstance(of_group, int | float):
-        return of_group
-    a, b = (of_group[i] if i < len(of_group) else None for i in (better, worse))
+def _strength(group_strength: float | Sequence[float | None] | None, better: int, worse: int) -> float | None:
+    """Of one pair; None for none."""
+    if group_strength is None or isinstance(group_strength, int | float):
+        return group_strength
+    a, b = (group_strength[i] if i < len(group_strength) else None for i in (better, worse))
     return None if a is None or b is None else max(a - b, 0.0)
 
 
@@ -192,11 +193,8 @@ class Targets(Movable):
 
 
 def graded(groups: Sequence[Sequence[Sequence[float]]], stds: Sequence[float]) -> Targets:
-    """The grades of G groups whose values lie one group after another: for each completion H grades, NaN for none.
-
-    Each group weighs 1, each of its K completions 1/K, and each attribute 1/H of that; what has no grade has no loss.
-    `stds`: the units of the attributes.
-    """
+    """The grades of G groups whose values lie one group after another: for each completion H grades, NaN for none. Each
+    group weighs 1, each of its K completions 1/K, each attribute 1/H of that. `stds`: the units of the attributes."""
     rows = [row for group in groups for row in group]
     shares_S = torch.tensor([1 / (len(group) * len(stds)) for group in groups for _ in group])
     grades_SH = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), len(stds))
@@ -307,10 +305,7 @@ class Heads:
 
 def heads_of(config: RewardModelRunConfig, grades_NH: npt.NDArray[np.floating[Any]], num_heads: int) -> Heads:
     """The heads of a run, whose model has `num_heads`. Weights that are to be fitted are those of the mean until then.
-
-    `grades_NH`: those of the training data, for each of the run's labels. The values of a published model without
-    attributes are parts of its score.
-    """
+    `grades_NH`: those of the training data, for each of the run's labels."""
     section, loss = config.policy.reward_model_cfg, config.rm.loss
     names, num_estimates, chosen = section.labels, section.num_heads, section.attribute_weights
     if names:

@@ -108,14 +108,6 @@ def test_rank_format_in_csv(tmp_path: Path) -> None:
     assert [preference for preference, _ in stream] == [preference for preference, _ in stream] == expected
 
 
-def test_rows_without_ranks_name_their_own_keys(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="tells the format by the keys") as caught:
-        parse(tmp_path, "PreferenceDataset", {"prompt": "a", "chosen": "b", "rejected": "c"})
-    assert caught.value.got == "keys ['chosen', 'prompt', 'rejected']"
-
-
-# --- BinaryPreferenceDataset -----------------------------------------------------------------------------------------
-
 CONTEXT = [user("Hi"), assistant("Hello"), user("2 + 2?")]
 PLAIN = (CONTEXT, {0: [assistant("4")], 1: [assistant("5")]})
 
@@ -333,8 +325,6 @@ def test_registered_datasets(tmp_path: Path) -> None:
     for name in ("Arithmetic", "arithmetic"):
         assert shape(parse(tmp_path, name, {"good": "4", "bad": "5"})) == shape(preference_from_dict(rank_row()))
 
-
-# --- classes by dotted path ------------------------------------------------------------------------------------------
 
 _MODULE = """
 from types import SimpleNamespace as Spec

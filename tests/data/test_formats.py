@@ -19,7 +19,6 @@ from treeward.errors import DataError
 from treeward.scoring.rows import chunks_of
 
 ASK, FOUR, FIVE = user("2 + 2?"), assistant("4"), assistant("5")
-PAIR = {"context": [ASK], "ranked": [(0, [FOUR]), (1, [FIVE])]}
 TURNS = [user("Hi"), assistant("Hello"), ASK]
 Write = Callable[..., Path]
 
@@ -275,19 +274,3 @@ def test_an_unknown_format_names_the_ways_out(write_rows: Write) -> None:
         read(write_rows, {"good": "4"})
     with pytest.raises(DataError, match=r"no rank and no score(?s:.*)completions\[0\](?s:.*)or a score for each"):
         read(write_rows, {"prompt": "2 + 2?", "completions": ["4", "5"]})
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error"),
-    [
-        ({"chosen": 3}, r"completions\[0\]"),
-        ({"reject": {"llm_name": "b"}}, r"completions\[1\]"),
-        ({"bon_best": {"answer": "4"}, "loser_list": []}, "two or more completions"),
-        ({"bon_best": {"answer": "4"}, "loser_list": [None]}, r"completions\[1\]"),
-    ],
-)
-def test_a_wrong_row_of_rmb_is_an_error(wrong: dict[str, Any], error: str, write_rows: Write) -> None:
-    row = {"conversation_input": [ASK], "chosen": "4", "reject": "5"}
-    assert [one.messages for one in read(write_rows, row).completions] == [(FOUR,), (FIVE,)]
-    with pytest.raises(DataError, match=error):
-        read(write_rows, row | wrong)

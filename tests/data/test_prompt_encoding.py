@@ -12,7 +12,7 @@ from templates import CASES, byte_bpe, family_renderer
 from treeward.data.prompt_encoding import EncodedPrompts, encode_prompts
 from treeward.data.prompt_sets import Prompt, PromptCounts, PromptSet
 from treeward.data.rendering import Renderer
-from treeward.errors import DataError, ModelError
+from treeward.errors import DataError
 
 # Their generation prompts open a thought, which a finished answer without one does not have.
 THINKING = ("deepseek", "nemotron_3_")
@@ -42,13 +42,6 @@ def test_a_prompt_is_how_an_answered_one_begins(name: str) -> None:
         if renderer._reads_text:  # as the tokenizer itself makes of the same template
             own = {"chat_template": renderer.chat_template, "add_generation_prompt": True, "return_dict": False}
             assert asked == renderer.tokenizer.apply_chat_template(chat, **own)
-
-
-def test_an_encoder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    renderer = Renderer(byte_bpe(), chat_template=CHATML)
-    monkeypatch.setattr(renderer, "kind", "encoder")
-    with pytest.raises(ModelError, match="cannot complete"):
-        renderer.encode_prompt([user("Hi")])
 
 
 @pytest.fixture

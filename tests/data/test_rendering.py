@@ -264,37 +264,3 @@ def test_a_template_that_fails_is_an_error_with_its_reason(
     renderer = Renderer(byte_bpe(), chat_template=later)
     with pytest.raises(DataError, match=f"a.jsonl:7: the chat template refused the conversation.*{reason}"):
         renderer.encode(CHAT, where="a.jsonl:7")
-
-
-class Counting:
-    """A tokenizer that counts the characters that it is given."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.tokenizer, self.characters = tokenizer, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-    def __call__(self, texts: list[str] | str, **options: Any) -> Any:
-        self.characters += len(texts) if isinstance(texts, str) else sum(map(len, texts))
-        return self.tokenizer(texts, **options)
-
-
-@pytest.mark.parametrize("truncation", ["drop", "truncate_left", "error"])
-def test_a_huge_text_does_not_reach_the_tokenizer(truncation: Any) -> None:
-    tokenizer: Any = Counting(byte_bpe(("<|im_start|>", "<|im_end|>"), "<s>", "<|im_end|>", True))
-    renderer = Renderer(tokenizer, chat_template=CHATML, max_length=100, truncation=truncation)
-    huge, question = "flour and water " * 100_000, [user("What is the capital of France?"), assistant("Paris.")]
-    tokenizer.characters = 0
-    if truncation == "error":
-        with pytest.raises(DataError, match=r"a.jsonl:3: .*too long(?s:.*)more than 12\d+ tokens"):
-            renderer.fit([user(huge), assistant("Paris.")], where="a.jsonl:3")
-        return
-    conversations = [[user(huge), assistant("Paris.")], [user(huge), assistant("Hm."), *question], question]
-    (first, tokens), (second, _), (third, _) = renderer.fit_many(conversations)
-    assert tokenizer.characters < 50_000 and 100 < tokens < len(huge)
-    assert renderer.fit([user("Hi"), assistant(huge)]) is None
-    assert third is not None and not third.truncated
-    assert first is None and (second is None) == (truncation == "drop")
-    if second is not None:  # the huge message goes, whole
-        assert second.truncated and second.token_ids == renderer.encode([assistant("Hm."), *question])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -55,28 +54,6 @@ def test_rows_are_preferences_ranked_by_gold(split: str) -> None:
         assert [completion.rank for completion in preference.completions] == [better.index(s) for s in scores]
         assert len(set(answers(row))) == len(scores)
         assert known_words().issuperset(words_of(" ".join(answers(row))))
-
-
-def length_gaps(row: dict[str, Any]) -> list[int]:
-    """Characters of the better completion less those of the worse, for every pair of different rank."""
-    marks = [(completion["rank"], len(completion["completion"][0]["content"])) for completion in row["completions"]]
-    return [b[1] - a[1] if b[0] < a[0] else a[1] - b[1] for a, b in combinations(marks, 2) if a[0] != b[0]]
-
-
-def _share_longer(split_rows: list[dict[str, Any]]) -> float:
-    gaps = [gap for row in split_rows for gap in length_gaps(row)]
-    return sum(gap > 0 for gap in gaps) / len(gaps)
-
-
-def test_length_goes_with_quality_except_where_it_is_controlled() -> None:
-    assert 0.75 <= _share_longer(rows("train")) <= 0.80
-    assert 0.72 <= _share_longer(rows("validation")) <= 0.83
-    assert abs(_share_longer(rows("length_controlled")) - 0.5) <= 0.02
-    gaps = {split: [abs(gap) for row in rows(split) for gap in length_gaps(row)] for split in SPLITS}
-    assert min(gaps["length_controlled"]) >= 50
-    assert sum(gaps["length_controlled"]) / len(gaps["length_controlled"]) > 1.4 * sum(gaps["train"]) / len(
-        gaps["train"]
-    )
 
 
 def test_formats_come_from_the_turn_then_earlier_turns_then_the_system_prompt() -> None:

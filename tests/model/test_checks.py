@@ -134,9 +134,6 @@ def test_a_policy_whose_logits_are_not_those_of_transformers() -> None:
         assert "off a token, the mean of 45" in str(raised.value)
 
 
-# --- which layout
-
-
 def model_of(family: str, **changes: Any) -> Any:
     """A tiny model of any family, with a classifier made by treeward where transformers has none."""
     config = config_of(family, **changes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ import torch
 from families import config_of, forest, randomise, score_error, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
 from treeward.model.export import export_model
-from treeward.model.loading import build_reward_model, load_policy, load_reward_model
+from treeward.model.loading import build_reward_model, load_reward_model
 from treeward.model.reward_model import head_name
 
 LLAMA = {
@@ -62,26 +60,6 @@ def test_a_causal_lm_gets_one_label_and_a_head_drawn_from_the_seed(family: str, 
     backbone = dict(lm.base_model.named_parameters())
     for name, weight in loaded.model.backbone.named_parameters():
         assert torch.equal(weight, backbone[name]), name
-
-
-def test_loading_tells_nothing_and_leaves_the_log_of_transformers_as_it_was(
-    save: Callable[..., Path], capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = save(AutoModelForCausalLM.from_config(config_of("llama")))
-    logger = logging.getLogger("huggingface_hub")
-    before = (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled(), logger.level)
-    transformers_logging.set_verbosity_info()
-    transformers_logging.enable_progress_bar()
-    capfd.readouterr()  # of the saving
-    try:
-        load_reward_model(folder, head_seed=0)  # with a report of the head that is missing
-        assert capfd.readouterr().err == ""
-        assert transformers_logging.get_verbosity() == logging.INFO and transformers_logging.is_progress_bar_enabled()
-        assert logger.level == before[2]
-    finally:
-        transformers_logging.set_verbosity(before[0])
-        if not before[1]:
-            transformers_logging.disable_progress_bar()
 
 
 def test_missing_weights_and_nan_are_refused(save: Callable[..., Path]) -> None:
@@ -230,12 +208,6 @@ def test_a_bare_configuration_is_determined_by_its_seed(tiny_tokenizer: Any) -> 
 def test_wrong_configurations(fields: dict[str, Any], message: str, tiny_tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=message):
         build_reward_model(fields, tiny_tokenizer, seed=0)
-
-
-@pytest.mark.parametrize("fields", [{"vocab_size": "text"}, {"num_hidden_layers": 0}, {"num_attention_heads": 0}])
-def test_wrong_overrides(fields: dict[str, Any], policy_folder: Path) -> None:
-    with pytest.raises((ConfigError, ModelError), match="no model can be built|the model cannot be loaded"):
-        load_policy(policy_folder, config_overrides=fields)
 
 
 def test_remote_code_is_not_run(save: Callable[..., Path], tmp_path: Path) -> None:

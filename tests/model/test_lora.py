@@ -7,11 +7,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import peft
 import pytest
 import torch
-from families import VOCABULARY, causal_model, gradient_error
+from families import causal_model, gradient_error
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -31,7 +30,6 @@ from treeward.model.lora import (
     without_adapters,
 )
 from treeward.model.policy_model import PolicyModel
-from treeward.rl.generation import CompletionGroup, Prompt, SampledCompletion
 
 CONFIG = LoraConfig(enabled=True, dim=4, alpha=12)
 TIED = {"qwen3": {"tie_word_embeddings": True}}
@@ -244,18 +242,6 @@ def test_loading_puts_back_the_bits_and_refuses_other_adapters(tmp_path: Path) -
     (tmp_path / "saved" / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_adapters(other, tmp_path / "saved")
-
-
-def experience(seed: int) -> tuple[list[CompletionGroup], Tensor, Tensor]:
-    generator = np.random.default_rng(seed)
-    draw = lambda n: tuple(int(i) for i in generator.integers(3, VOCABULARY, n))  # noqa: E731
-    groups = []
-    for _ in range(2):
-        prompt = draw(int(generator.integers(4, 12)))
-        groups.append(
-            CompletionGroup(Prompt(()), prompt, tuple(SampledCompletion(draw(int(n)), "", False) for n in (3, 8, 5)))
-        )
-    return groups, torch.from_numpy(generator.normal(size=(2, 3))).float(), torch.ones(2, 3, dtype=torch.bool)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

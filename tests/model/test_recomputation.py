@@ -21,7 +21,7 @@ def held_bytes(run: Any) -> tuple[torch.Tensor, int]:
         return run(), sum(sizes)
 
 
-@pytest.mark.parametrize(("kind", "family"), [("reward", "gemma2"), ("policy", "gpt_neox")])
+@pytest.mark.parametrize(("kind", "family"), [("reward", "gemma2"), ("reward", "gpt_oss"), ("policy", "gpt_neox")])
 def test_gradients_are_the_same_bits_and_less_is_held(kind: str, family: str) -> None:
     model: Any = RewardModel(tiny_model(family)) if kind == "reward" else PolicyModel(causal_model(family))
     model.train()

@@ -7,12 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from killed_run import PATIENCE_SECONDS, User, assert_same_run
-from training_runs import assert_same_files
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow]
@@ -71,32 +69,6 @@ def test_torchrun_stops_all_when_one_is_stopped_and_goes_on(tmp_path: Path, undi
     assert not (tmp_path / "checkpoints/final").exists()
     subprocess.run([*torchrun, *command(tmp_path)], check=True, timeout=PATIENCE_SECONDS)
     assert_same_run(tmp_path, undisturbed)
-
-
-def test_a_policy_is_the_same_by_srun_and_by_ray(
-    tiny_grpo: Callable[..., Any],
-    tmp_path: Path,
-    as_srun: Callable[..., list[subprocess.Popen[str]]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tiny_grpo()
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tests"))  # its reward is a function there
-
-    def words(folder: Path, *overrides: str) -> list[str]:
-        places = (f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs")
-        settled = ("grpo.max_num_steps=3", "policy.optimizer.kwargs={lr: 0.02, eps: 0.001}")
-        return ["-m", "treeward", "grpo", "--config", str(tmp_path / "run.yaml"), *places, *settled, *overrides]
-
-    def run(*arguments: str) -> None:
-        subprocess.run([sys.executable, *arguments], check=True, timeout=PATIENCE_SECONDS)
-
-    run(*words(tmp_path / "alone"))
-    running = as_srun(words(tmp_path / "srun"))
-    said = [process.communicate(timeout=PATIENCE_SECONDS) for process in running]
-    assert [process.returncode for process in running] == [0, 0], said
-    run(*words(tmp_path / "ray", "cluster.gpus_per_node=2"))
-    for launched in ("srun", "ray"):
-        assert_same_files(tmp_path / launched, tmp_path / "alone", but_for="ray")
 
 
 def children(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -21,13 +21,6 @@ def test_a_signal_is_a_request(number: signal.Signals, code: int, capfd: pytest.
     assert f"{number.name}: finishing this step" in capfd.readouterr().err
 
 
-def test_a_second_ctrl_c_interrupts_at_once() -> None:
-    with StopRequest():
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-
-
 def test_the_deadline_counts_from_the_construction() -> None:
     assert StopRequest(deadline_seconds=0.0).reason == "checkpoint_must_save_by"
     assert StopRequest(deadline_seconds=0.0).exit_code == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,14 +12,12 @@ import pytest
 import torch
 from conftest import WORDS
 from families import ENCODERS, tiny_model
-from killed_run import Killed, assert_same_run, killed_before_step
+from killed_run import Killed
 from no_syncs import NoSyncs
 
-from treeward.cli.main import main
 from treeward.errors import ConfigError, ModelError
 from treeward.metrics import RewardSums
 from treeward.model.reward_model import FeatureBatch, RewardModel
-from treeward.scoring.scorer import Scorer
 from treeward.training import features as features_module
 from treeward.training import train as train_module
 from treeward.training.features import with_features
@@ -28,6 +25,7 @@ from treeward.training.prefetch import BatchPreparer
 from treeward.training.setup import set_up
 from treeward.training.tracking import read_metrics
 from treeward.training.train import RewardModelRun, train
+from treeward.tree.batch import TreeBatch
 
 FROZEN = "+policy.reward_model_cfg.freeze_backbone=true"
 BERT = (
@@ -74,7 +72,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         original = getattr(RewardModel, name)
 
         def call(self: RewardModel, batch: Any, *rest: Any) -> Any:
-            counts.append(sum(batch.group_sizes))
+            counts.append(len(batch.read_of_S if isinstance(batch, TreeBatch) else batch.lengths_S))
             return original(self, batch, *rest)
 
         return call
@@ -182,27 +180,6 @@ def test_other_weights_tokens_numbers_or_rows_are_read_again(
     assert add(stretched) == 2
 
 
-def test_a_killed_run_goes_on_exactly_and_its_features_stand(
-    options: tuple[str, ...],
-    tiny_runs: Callable[[Path], Callable[..., Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def run(name: str) -> Any:
-        (tmp_path / name).mkdir(exist_ok=True)
-        return train(tiny_runs(tmp_path / name)(*options, FROZEN), show_progress=False)
-
-    with killed_before_step(4):
-        run("killed")
-    written = files(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(features_module, "_states", lambda *_: pytest.fail("the features were there"))
-        run("killed")
-        run("whole")
-    assert_same_run(tmp_path / "killed", tmp_path / "whole")
-    assert files(tmp_path) == written
-
-
 def test_features_that_were_cut_short_are_completed_and_never_read_before(
     options: tuple[str, ...], tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,36 +208,6 @@ def test_features_that_were_cut_short_are_completed_and_never_read_before(
     shutil.rmtree(part.parent)
     with_features(setup)
     assert (part.parent / "features.bin").read_bytes() == whole
-
-
-def test_a_planted_rule_is_learnt_and_the_export_scores_as_validation_did(
-    policy_folder: Path, write_rows: Callable[..., Path], tiny_run: Callable[..., Any]
-) -> None:
-    rows = [
-        {"prompt": f"Name the {a}.", "chosen": f"A {b} sun.", "rejected": f"A {b} rain."} for a in WORDS for b in WORDS
-    ]
-    read = "dataset_name: BinaryPreferenceDataset, split: null, data_path"
-    outcome = train(
-        tiny_run(
-            *(FROZEN, "policy.model_config=null", "policy.tokenizer.vocab_size=null", "policy.scheduler=null"),
-            *(f"policy.model_name={policy_folder}", "policy.max_total_sequence_length=128"),
-            *("policy.optimizer.kwargs.lr=0.1", "checkpointing.metric_name=null", "checkpointing.save_period=null"),
-            f"data.train={{{read}: {write_rows('train.jsonl', rows[::2])}}}",
-            f"data.validation=[{{{read}: {write_rows('held_out.jsonl', rows[1::2])}, name: held_out}}]",
-            "rm={max_num_steps: 40, max_num_epochs: 9, val_period: null, val_batches: null, seed: 7}",
-        ),
-        show_progress=False,
-    )
-    measured = outcome.validation["held_out"]
-    assert measured["accuracy"] > 0.95 and main(["verify", str(outcome.model_folder)]) == 0
-    scorer = Scorer.load(outcome.model_folder)
-    for key in ("chosen", "rejected"):
-        chats = [
-            [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[key]}]
-            for row in rows[1::2]
-        ]
-        mean = math.fsum(one.score for one in scorer.score(chats)) / len(chats)
-        assert mean == pytest.approx(measured[f"{key}_rewards"], abs=1e-5)
 
 
 def test_the_host_waits_for_nothing_within_a_micro_batch(

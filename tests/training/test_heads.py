@@ -76,18 +76,6 @@ def test_the_loss_is_the_mean_of_each_heads_loss() -> None:
     assert float(got) == pytest.approx(float(error), rel=1e-6)
 
 
-def test_estimates_of_a_grade_are_averaged(tiny_run: Callable[..., Any], write_rows: Callable[..., Path]) -> None:
-    high = [{"completion": text, "score": 9} for text in ("sun", "moon")]
-    graded_rows = [*rows(7, seed=0), {"prompt": "Say 0.", "completions": high}]
-    path = write_rows("rows.jsonl", graded_rows)
-    kind = "policy.reward_model_cfg.reward_model_type=regression"
-    sets = [f"data.train=[{{data_path: {path}}}]", "data.validation=[]", "checkpointing.metric_name=null"]
-    heads = set_up(tiny_run(kind, HEADS, *sets)).heads
-    grades = [completion["score"] for row in graded_rows for completion in row["completions"]]
-    assert heads.weights == (0.25,) * 4 and heads.are_estimates
-    assert (heads.means, heads.stds) == (pytest.approx([fmean(grades)] * 4), pytest.approx([pstdev(grades)] * 4))
-
-
 @pytest.mark.parametrize("num_heads", [1, 3])
 def test_grades_of_completions_that_stand_alone_are_learnt(
     num_heads: int, tiny_run: Callable[..., Any], write_rows: Callable[..., Path]
@@ -155,27 +143,6 @@ def test_spread_is_used_by_environment_and_ensemble(
     one, two = scored.rows
     assert (one["score"], one["spread"]) == pytest.approx((score.score, score.spread))
     assert two["spreads"][0] == pytest.approx(score.spread) and len(two["spreads"]) == 2
-
-
-@pytest.mark.slow
-def test_a_run_with_adapters_and_heads_resumes_exactly(
-    tiny_run: Callable[..., Any], policy_folder: Path, tmp_path: Path, read_weights: Callable[..., Any]
-) -> None:
-    lora = [HEADS, "policy.dtensor_cfg.lora_cfg.enabled=true", f"policy.model_name={policy_folder}"]
-    lora += ["policy.model_config=null", "policy.tokenizer.vocab_size=null", "policy.scheduler=null"]
-    lora += ["policy.max_total_sequence_length=256", "data.validation=[]", "checkpointing.metric_name=null"]
-
-    def run(name: str, *overrides: str) -> Any:
-        places = [f"checkpointing.checkpoint_dir={tmp_path / name}", f"logger.log_dir={tmp_path / name}-logs"]
-        return train(tiny_run(*lora, *places, *overrides), show_progress=False)
-
-    whole = run("whole", "rm.max_num_steps=4")
-    run("parted", "rm.max_num_steps=2")
-    parted = run("parted", "rm.max_num_steps=4")
-    assert whole.model_folder is not None and parted.model_folder is not None
-    weights = [read_weights(folder) for folder in (whole.model_folder, parted.model_folder)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0] | weights[1])
-    assert list(weights[0]["score.weight"].shape) == [4, 32]
 
 
 @pytest.mark.parametrize("kind", ["{reward_model_type: attributes, attributes: [a, b], num_heads: 2}",

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from treeward.config.data import DatasetConfig
 from treeward.errors import DataError
 from treeward.model.contract import read_contract
 from treeward.scoring.scorer import Scorer
-from treeward.training.export import fitted_heads, weights_of_order
+from treeward.training.export import weights_of_order
 from treeward.training.setup import set_up
 from treeward.training.train import train
 
@@ -157,28 +156,6 @@ def test_rows_of_one_prompt_are_one_comparison_and_a_missing_grade_is_nan(
     assert DatasetConfig(data_path="a", attributes="helpfulness,verbosity").attributes == ("helpfulness", "verbosity")
     assert dataset.counts.dropped_ungraded == 1 and dataset.counts.read == 3
     assert repr(dataset.grades.tolist()) == "[[3.0, nan], [3.0, nan], [nan, 1.0]]"
-
-
-def test_weights_that_are_fitted_at_the_end_of_a_run_order_its_validation_sets(
-    tiny_run: Callable[..., Any], write_rows: Callable[..., Path]
-) -> None:
-    """Also where the heads know nothing: the likelihood is higher than without weights, which is that of a coin."""
-    path = write_rows("held_out.jsonl", rows(24, seed=1))
-    sets = [f"data.{role}=[{{data_path: {path}}}]" for role in ("train", "validation")]
-    setup = set_up(tiny_run(*KINDS["attributes"], *sets, "checkpointing.metric_name=null"))
-    weights = np.array(fitted_heads(setup, setup.model, torch.float32).weights)
-    [dataset] = [one.comparisons for one in setup.validation_sets.values()]
-    losses = []
-    for one in dataset[:]:
-        scores = setup.model.score_tokens(one.token_ids).double().numpy() @ weights
-        ranked = [
-            s - t
-            for s, r in zip(scores, one.ranks, strict=True)
-            for t, q in zip(scores, one.ranks, strict=True)
-            if r < q
-        ]
-        losses += np.logaddexp(0, -np.array(ranked)).tolist()
-    assert len(losses) > 100 and np.mean(losses) < math.log(2)
 
 
 def test_weights_of_heads_are_fitted_to_an_order() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,7 @@ from treeward.config.policy import (
 from treeward.errors import CheckpointError
 from treeward.training.masters import MasterWeights
 from treeward.training.optimisation import build_optimizer, build_scheduler
-from treeward.training.setup import set_up
 from treeward.training.state import RunState, check_identity, load_state, read_state, save_state, write_state
-from treeward.training.train import RewardModelRun
 from treeward.user_code import import_object
 
 TOTAL = 12
@@ -134,24 +131,6 @@ def test_states_in_the_memory_of_the_host_are_the_same_states(tmp_path: Path, na
         session.train(range(TOTAL))
     for weight, want in zip(there.model.parameters(), here.model.parameters(), strict=True):
         torch.testing.assert_close(weight, want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-def test_a_run_with_its_states_in_the_memory_of_the_host(
-    tiny_runs: Callable[[Path], Callable[..., Any]], tmp_path: Path, precision: str
-) -> None:
-    losses = []
-    for offload in ("true", "false"):
-        (tmp_path / offload).mkdir()
-        options = (f"policy.precision={precision}", f"policy.dtensor_cfg.cpu_offload={offload}")
-        run = RewardModelRun(set_up(tiny_runs(tmp_path / offload)(*options)))
-        losses.append([run.step(number).logged["train/rm/loss"] for number in range(1, 7)])
-        assert run.model.device.type == "cuda"
-        states = {one.device.type for state in run.optimizer.state.values() for one in state.values() if one.dim()}
-        assert states == {"cpu" if offload == "true" else "cuda"}
-        run.close()
-    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
 @pytest.mark.slow  # PyTorch compiles their step

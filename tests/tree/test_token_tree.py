@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeward.tree.token_tree import TokenTree, common_prefix_length
+from treeward.tree.token_tree import TokenTree
 
 # few different tokens, so that sequences share beginnings, equal and contain one another
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
@@ -32,7 +30,6 @@ def check(sequences: list[list[int]]) -> TokenTree:
     tree = TokenTree.from_sequences(sequences)
     assert [path_to(tree, int(read)) for read in tree.reads_S] == sequences
     assert tree.num_tokens == len({tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)})
-    assert tree.num_row_tokens == sum(map(len, sequences))
     assert tree.depth == max(map(len, sequences))
     return tree
 
@@ -80,17 +77,3 @@ def test_the_order_of_the_sequences_changes_only_the_order_of_the_reads(sequence
     one, other = check(sequences), check([sequences[i] for i in order])
     assert one.tokens_N.tolist() == other.tokens_N.tolist() and one.segments == other.segments
     assert one.reads_S[order].tolist() == other.reads_S.tolist()
-
-
-def test_nothing_and_empty_sequences_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one sequence"):
-        TokenTree.from_sequences([])
-    with pytest.raises(ValueError, match="empty sequence"):
-        TokenTree.from_sequences([[1], []])
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "length"), [([], [], 0), ([1], [], 0), ([1, 2], [1, 2], 2), ([1, 2, 3], [1, 2], 2), ([1, 2], [3, 2], 0)]
-)
-def test_common_prefix_length(a: list[int], b: list[int], length: int) -> None:
-    assert common_prefix_length(np.array(a, dtype=np.int64), np.array(b, dtype=np.int64)) == length

@@ -265,23 +265,20 @@ class GradedDataset(UltraFeedback):
 
     def _responses(self) -> Iterator[tuple[Any, dict[str, Any], str]]:
         """The prompt of each row, its completion, and its place."""
+        need = f"a row of prompt, response and {self.score_key}"
         for row in super().rows():
+            values, where = row.values, row.where
+            text_key = "completion" if values.get("completion") is not None else "response"
             try:
-                response = self._response(row)
+                prompt = required(values, prompt_key(values, where) or "prompt", where, need)
+                response, score = required(values, text_key, where, need), values.get(self.score_key)
+                if not self.config.attributes:
+                    required(values, self.score_key, where, need)
+                grades = grades_of(values, self.config.attributes, where)
             except DataError as error:
                 self.broken(error)
                 continue
-            yield response
-
-    def _response(self, row: Row) -> tuple[Any, dict[str, Any], str]:
-        need, values = f"a row of prompt, response and {self.score_key}", row.values
-        prompt = required(values, prompt_key(values, row.where) or "prompt", row.where, need)
-        text_key = "completion" if values.get("completion") is not None else "response"
-        response, score = required(values, text_key, row.where, need), values.get(self.score_key)
-        if not self.config.attributes:
-            required(values, self.score_key, row.where, need)
-        grades = grades_of(values, self.config.attributes, row.where)
-        return prompt, {**values, **grades, "response": response, "score": score}, row.where
+            yield prompt, {**values, **grades, "response": response, "score": score}, where
 
 
 @register_dataset("HelpSteer2")

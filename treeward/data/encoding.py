@@ -196,10 +196,7 @@ class EncodedDataset(Sequence[Comparison]):
     def __getitem__(self, index: int | slice) -> Comparison | list[Comparison]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        row = int(self._kept[index])
-        # By hand: a table of many batches would search all of them for each value.
-        place = int(np.searchsorted(self._starts, row, side="right")) - 1
-        table, row = self._batches[place], row - int(self._starts[place])
+        table, row = self._place(index)
         return Comparison(
             token_ids=tuple(ids.values.to_numpy() for ids in table["token_ids"][row]),
             ranks=tuple(table["ranks"][row].as_py()),
@@ -215,9 +212,14 @@ class EncodedDataset(Sequence[Comparison]):
 
     def ranks(self, index: int) -> tuple[int, ...]:
         """The ranks of a comparison, without its tokens."""
+        table, row = self._place(index)
+        return tuple(table["ranks"][row].as_py())
+
+    def _place(self, index: int) -> tuple[Any, int]:
+        """The batch and the row of a comparison; by hand, as a table of many batches would search all of them."""
         row = int(self._kept[index])
-        place = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return tuple(self._batches[place]["ranks"][row - int(self._starts[place])].as_py())
+        batch = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self._batches[batch], row - int(self._starts[batch])
 
     def _column(self, name: str) -> Any:
         return pa.chunked_array([batch[name] for batch in self._batches], _SCHEMA.field(name).type)
@@ -464,11 +466,12 @@ def _encode_row(
     if len(best) < rules.fewest or (rules.need_order and len(set(ranks.values())) < 2):
         return {"outcome": "dropped_identical", "longest": longest}
     scored = [(completion.rank, completion.score) for completion in best.values() if completion.score is not None]
+    digest = hashlib.blake2b(repr(sorted(ranks.items())).encode(), digest_size=8)
     record = {
         "outcome": "kept",
         "subset": preference.task_name,
         "strength": preference.strength,
-        "digest": _digest(ranks),
+        "digest": int.from_bytes(digest.digest(), "little", signed=True),
         "truncated": int(any(sequence.truncated for sequence, _ in kept)),
         "deduplicated": len(kept) - len(best),
         "tied_pairs": sum(a == b for a, b in itertools.combinations(ranks.values(), 2)),
@@ -487,16 +490,11 @@ def _encode_row(
         "ranks": list(ranks.values()),
         "lengths": lengths,
         "scores": scores,
-        "grades": [[_grade(completion, name) for name in rules.attributes] for completion in best.values()],
+        "grades": [[item.all_grades.get(name, math.nan) for name in rules.attributes] for item in best.values()],
         "tokens": sum(map(len, ranks)),
         "tree_tokens": count_tree_tokens(list(ranks)),
         "longest": longest,
     }
-
-
-def _grade(completion: Completion, name: str) -> float:
-    grade = completion.grade(name)
-    return math.nan if grade is None else grade
 
 
 def _is_trainable(preference: Preference, where: str, rules: Rules) -> bool:
@@ -510,9 +508,3 @@ def _is_trainable(preference: Preference, where: str, rules: Rules) -> bool:
         return len(set(ranks)) > 1
     field, need = "completions[*].rank", "different ranks, or data.ties: drop or half"
     raise DataError("completions have equal ranks", where=where, field=field, got=f"ranks {ranks}", need=need)
-
-
-def _digest(rank_of: dict[tuple[int, ...], int]) -> int:
-    digest = hashlib.blake2b(digest_size=8)
-    digest.update(repr(sorted(rank_of.items())).encode())
-    return int.from_bytes(digest.digest(), "little", signed=True)

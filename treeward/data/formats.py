@@ -115,11 +115,8 @@ def is_single(values: Mapping[str, Any], where: str) -> bool:
 
 
 def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message]]:
-    """The conversations of one row, in the order of their scores.
-
-    Lists may be JSON text, as in a CSV cell, and keys without a value count as absent. Raises `DataError` for a row of
-    no known format, or of two.
-    """
+    """The conversations of one row, in the order of their scores. Lists may be JSON text, and keys without a value
+    count as absent. Raises `DataError` for a row of no known format, or of two."""
     keys = scored_keys(values, where)
     row = {key: value for key, value in values.items() if value is not None}
     row = ranked_row_of_rmb(row, where) if _is_of_rmb(row.keys()) else row

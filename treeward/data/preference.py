@@ -45,11 +45,8 @@ _ROLE_OF_SPEAKER = {"Human": "user", "Assistant": "assistant"}
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One completion of a prompt.
-
-    `rank`: lower is better. `messages`: at least one. `score`: the data's grade, if any, for evaluation, regression,
-    and as the strength of pairs without one. `grades`: the requested attributes that the data has, by name.
-    """
+    """One completion of a prompt. `rank`: lower is better. `messages`: at least one. `score`: the data's grade, if any.
+    `grades`: the requested attributes that the data has."""
 
     rank: int
     messages: Messages
@@ -127,7 +124,8 @@ def as_messages(value: Any, key: str, role: str, where: str | None) -> Messages:
             parsed = parse_json_list(value, key, where)
         except DataError:
             parsed = value
-        if not (isinstance(parsed, list) and parsed and all(map(_has_role_and_content, parsed))):
+        items = parsed if isinstance(parsed, list) else []
+        if not items or not all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in items):
             return ({"role": role, "content": value},)  # also "[1, 2]"
         value = parsed
     if _is_list(value):
@@ -149,11 +147,8 @@ def last_text(messages: Sequence[Message]) -> str:
 
 
 def check_prompted(messages: Iterable[Message], first: bool | None, where: str | None) -> bool:
-    """Whether a conversation has anything beside instructions and completions.
-
-    `first`: whether the data's first row has; None for that row itself. Raises `DataError` for a row that differs from
-    the first.
-    """
+    """Whether a conversation has anything beside instructions and completions. Raises `DataError` if it differs from
+    the data's `first` row; None for that row itself."""
     contents = [m.get("content") for m in messages if m["role"] not in ("assistant", "system", "developer")]
     is_prompted = any(content.strip() if isinstance(content, str) else content for content in contents)
     if first is None or is_prompted == first:
@@ -187,11 +182,9 @@ def _check_no_input(values: Mapping[str, Any], key: str | None, where: str | Non
 def completions_of(
     values: Mapping[str, Any], where: str | None
 ) -> tuple[Messages, list[tuple[Messages, Mapping[str, Any]]]]:
-    """The context of the row's `completions` or `responses`, and the messages and other attributes of each.
-
-    A completion is text, messages, or an object with either as its `completion`, `response` or `answer`. The context is
-    empty if the row has no prompt, or if all completions are whole conversations.
-    """
+    """The context of the row's `completions` or `responses`, and the messages and other attributes of each, which is
+    text, messages, or an object with either as its `completion`, `response` or `answer`. The context is empty if the
+    row has no prompt, or if all completions are whole conversations."""
     key, prompt = "completions" if values.get("completions") is not None else "responses", prompt_key(values, where)
     items = parse_json_list(values.get(key), key, where)
     if not _is_list(items):
@@ -396,11 +389,8 @@ def from_binary_row(
 
 
 def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str = "preference") -> Preference:
-    """A row of a prompt, two responses and a preference from -3 (the first is much better) to 3.
-
-    0 is a tie: both completions have rank 0. The better one comes first; the strength is 1, 2 or 3. The keys are those
-    of nvidia/HelpSteer3, or those of nvidia/HelpSteer2's preferences. Source: their cards.
-    """
+    """A row of a prompt, two responses and a preference from -3 (the first is much better) to 3; 0 is a tie. The
+    strength is 1, 2 or 3. The keys are those of nvidia/HelpSteer3, or of nvidia/HelpSteer2's preferences."""
     keys = _HELPSTEER2_KEYS if _HELPSTEER2_KEYS[1] in values else _HELPSTEER3_KEYS
     need = f"a row of {', '.join(keys)}; or another format, as {_RECOGNISED}"
     raw_prompt, *responses, raw = (required(values, key, where, need) for key in keys)
@@ -549,10 +539,6 @@ def _check_continues(prompt: Messages, side: Messages, key: str, where: str | No
 
 def _keys(values: Mapping[str, Any]) -> str:
     return f"keys {sorted(map(str, values))}"
-
-
-def _has_role_and_content(value: Any) -> bool:
-    return isinstance(value, dict) and {"role", "content"} <= value.keys()
 
 
 def _is_list(value: Any) -> bool:

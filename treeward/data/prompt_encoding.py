@@ -42,11 +42,8 @@ class EncodedPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """The prompts of several sets that are short enough, set after set, N in all.
-
-    `token_ids`: N int32 arrays. `sizes`, `weights`: prompts of each set, and passes over it per epoch. `longest`:
-    tokens of the longest prompt, kept or not.
-    """
+    """The prompts of several sets that are short enough, N in all, and their token ids, int32. `sizes`, `weights`:
+    prompts of each set, and passes over it per epoch. `longest`: tokens of the longest prompt, kept or not."""
 
     prompts: tuple[Prompt, ...]
     token_ids: tuple[npt.NDArray[np.int32], ...]
@@ -77,11 +74,9 @@ class EncodedPrompts:
 def encode_prompts(
     sets: Sequence[PromptSet], renderer: Renderer, *, max_length: int | None = None, progress: bool = False
 ) -> EncodedPrompts:
-    """Render and tokenize the prompts for a policy: see `Renderer.encode_prompt`.
-
-    Prompts of more than `max_length` tokens are left out and counted. Raises `DataError` if a set has no shorter ones,
-    and for a prompt that the chat template refuses; `ModelError` for an encoder, which completes nothing.
-    """
+    """Render and tokenize the prompts for a policy. Those of more than `max_length` tokens are left out and counted.
+    Raises `DataError` if a set has no shorter ones, and for a prompt that the chat template refuses; `ModelError` for
+    an encoder."""
     prompts: list[Prompt] = []
     token_ids: list[npt.NDArray[np.int32]] = []
     sizes, counts, longest = [], PromptCounts(), 0

@@ -95,7 +95,8 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
         prompts.append(_with_environment(replace(prompt, messages=messages), config.env_name, environments))
     if not prompts:
         raise DataError("there are no prompts", where=source.name, got="an empty dataset", need="at least one")
-    if number := sum(_has_tools(prompt.info) for prompt in prompts):
+    requests = [prompt.info.get(_REQUEST) or {} for prompt in prompts]
+    if number := sum(bool(p.info.get("tools") or r.get("tools")) for p, r in zip(prompts, requests, strict=True)):
         logger.warning("%s: %d rows have tools; the policy does not see them", source.name, number)
     kept = prompts
     if config.split_validation_size:
@@ -104,11 +105,6 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
         kept = [prompt for prompt, is_out in zip(prompts, held_out, strict=True) if is_out == wants]
     counts = PromptCounts(read=len(prompts), kept=len(kept), held_out=len(prompts) - len(kept))
     return PromptSet(source.name, kept, counts, config.weight)
-
-
-def _has_tools(info: Mapping[str, Any]) -> bool:
-    request = info.get(_REQUEST)
-    return bool(info.get("tools") or (isinstance(request, Mapping) and request.get("tools")))
 
 
 class RowPrompts(RowSource):
@@ -182,11 +178,7 @@ class DapoMathAime2024(DapoMath17K):
 
 @register_prompt_dataset("Bundled")
 class BundledPrompts(RowPrompts):
-    """The prompts of the data that comes with treeward: `train`, `validation` or `length_controlled`, each once.
-
-    Their `reference_answers` are the best completions of their comparisons. `treeward.data.synthetic.gold_quality` is
-    the quality of any completion.
-    """
+    """The different prompts of the bundled data; their `reference_answers` are the best completions."""
 
     hub_path = "Bundled"
 

@@ -62,11 +62,8 @@ class Registry:
 
 @dataclass(frozen=True)
 class PromptFiles:
-    """The texts that a config adds to every conversation of a dataset.
-
-    `template`, of `prompt_file`, has one `{}` for the last user message; `{{` and `}}` stand for braces. `system`, of
-    `system_prompt_file`, is a system message for contexts that have none.
-    """
+    """The texts that a config adds to every conversation of a dataset: `template` has one `{}` for the last user
+    message; `system` is a system message for contexts that have none."""
 
     template: str | None = None
     system: str | None = None
@@ -107,11 +104,9 @@ class PromptFiles:
 
 
 class RowSource:
-    """What every dataset of rows has: the rows of a file, a folder or a hub dataset, as a config names them.
-
-    A subclass may bring its own data: `hub_path` is read if the config has no `data_path`. `name`: path and split, for
-    messages. `files`: its prompt files. `broken` receives the error of an invalid row; by default it raises it.
-    """
+    """The rows of a file, a folder or a hub dataset, as a config names them; `hub_path` is read without a `data_path`.
+    `name`: path and split, for messages. `files`: its prompt files. `broken` receives the error of an invalid row; by
+    default it raises it."""
 
     hub_path: ClassVar[str | None] = None
     hub_subset: ClassVar[str | None] = None

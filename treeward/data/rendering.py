@@ -95,11 +95,9 @@ class Renderer:
             self.chat_template = self._with_frame(source)
 
     def render(self, messages: Sequence[Message], *, where: str | None = None, generation_prompt: bool = False) -> str:
-        """The text of a whole conversation; with `generation_prompt`, up to where the assistant continues.
-
-        Raises `DataError` if the template refuses it, fails, or writes nothing, and for invalid Unicode; `ModelError`
-        for an encoder with `generation_prompt`.
-        """
+        """The text of a whole conversation; with `generation_prompt`, up to where the assistant continues. Raises
+        `DataError` if the template refuses it, fails, or writes nothing, and for invalid Unicode; `ModelError` for an
+        encoder with `generation_prompt`."""
         if generation_prompt and self.kind == "encoder":
             got = type(self.tokenizer).__name__
             raise ModelError("an encoder cannot complete a prompt", got=got, need="a decoder")
@@ -201,11 +199,8 @@ class Renderer:
     def encode_short(
         self, texts: Sequence[str], max_length: int | None, *, where: Sequence[str | None]
     ) -> list[tuple[list[int] | None, int]]:
-        """The ids and the number of tokens of each text.
-
-        To bound memory, a text of more characters than `max_length` tokens can have is not tokenized: its ids are None,
-        and its number is a lower bound.
-        """
+        """The ids and the number of tokens of each text. To bound memory, a text of more characters than `max_length`
+        tokens can have is not tokenized: its ids are None, and its number is a lower bound."""
         most = float("inf") if max_length is None else max_length * self._characters_per_token
         short = [i for i, text in enumerate(texts) if len(text) <= most]
         encoded = self.encode_texts([texts[i] for i in short], where=[where[i] for i in short])
@@ -249,10 +244,15 @@ class Renderer:
     @functools.cached_property
     def fingerprint(self) -> str:
         """A digest of everything that the ids depend on: template, variables, tokenizer, `max_length`, `truncation`."""
+        tokenizer: Any = self.tokenizer
+        contents: Any = [type(tokenizer).__name__, tokenizer.get_vocab(), tokenizer.init_kwargs]
+        if tokenizer.is_fast:
+            # Without leftovers of the last call with padding or truncation: they change from call to call.
+            contents = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
         parts = self.settings | {
             "version": _FORMAT_VERSION,
-            "tokenizer": _tokenizer_contents(self.tokenizer),
-            "special": self.tokenizer.special_tokens_map,
+            "tokenizer": json.dumps(contents, default=str),
+            "special": tokenizer.special_tokens_map,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -374,16 +374,15 @@ class Renderer:
             return None
 
     def _apply(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        """The text that transformers renders, at most `MAX_CHARACTERS`. Passes on the template's errors."""
         variables = {"add_generation_prompt": generation_prompt, **self.chat_template_kwargs}
-        return apply_template(self.tokenizer, messages, self.chat_template, variables)
-
-
-def _tokenizer_contents(tokenizer: PreTrainedTokenizerBase) -> str:
-    if not tokenizer.is_fast:
-        return json.dumps([type(tokenizer).__name__, tokenizer.get_vocab(), tokenizer.init_kwargs], default=str)
-    contents = json.loads(tokenizer.backend_tokenizer.to_str())
-    # Leftovers of the last call with padding or truncation: they change from call to call, our ids do not.
-    return json.dumps(contents | {"padding": None, "truncation": None})
+        text = self.tokenizer.apply_chat_template(
+            list(messages), chat_template=self.chat_template, tokenize=False, **variables
+        )
+        assert isinstance(text, str)
+        if len(text) > MAX_CHARACTERS:
+            raise jinja2.TemplateRuntimeError(f"it writes a text of more than {MAX_CHARACTERS:,} characters")
+        return text
 
 
 def _as_parts(text: str) -> list[dict[str, str]]:
@@ -412,11 +411,9 @@ _CLOCK = "{% macro strftime_now(format) %}"
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> tuple[str, str]:
-    """The template's text, and its name for errors.
-
-    `chat_template`: None or "default" for the tokenizer's, or `DEFAULT_CHAT_TEMPLATE` if it has none; else the name of
-    one of the tokenizer's templates, a file, or the text of a template. Raises `ConfigError`.
-    """
+    """The template's text, and its name for errors. `chat_template`: None or "default" for the tokenizer's, or
+    `DEFAULT_CHAT_TEMPLATE` if it has none; else the name of one of the tokenizer's templates, a file, or a text. Raises
+    `ConfigError`."""
     tokenizer_template = tokenizer.chat_template
     if chat_template is None or chat_template == "default":
         if not tokenizer_template:
@@ -453,14 +450,3 @@ def without_clock(template: str, variables: Mapping[str, Any]) -> str:
     codes = [f"%{code}" for code in ("-d", "-m", *"aAbBcdDeFHIjmMpSTuUwWxXyYzZ")]
     replaced = "".join(f" | replace({code!r}, {_MIDNIGHT.strftime(code)!r})" for code in codes)
     return f"{_CLOCK}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
-
-
-def apply_template(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template: str, variables: Mapping[str, Any]
-) -> str:
-    """The text that transformers renders, at most `MAX_CHARACTERS`. Passes on the template's errors."""
-    text = tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **variables)
-    assert isinstance(text, str)
-    if len(text) > MAX_CHARACTERS:
-        raise jinja2.TemplateRuntimeError(f"it writes a text of more than {MAX_CHARACTERS:,} characters")
-    return text

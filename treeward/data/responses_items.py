@@ -24,11 +24,8 @@ _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "ref
 def conversation_of(
     params: Mapping[str, Any], output: Sequence[Mapping[str, Any]], *, developer: str = "system"
 ) -> list[Message]:
-    """The messages of a request (`responses_create_params`) and of its `output`.
-
-    `developer`: the role for developer messages; most chat templates know `system` only, and some silently drop unknown
-    roles. Raises `DataError` for items that are not messages.
-    """
+    """The messages of a request (`responses_create_params`) and of its `output`. `developer`: the role for developer
+    messages, which most chat templates do not know. Raises `DataError` for items that are not messages."""
     return [*messages_of_input(params, developer=developer), *_messages(output, "response.output", developer)]
 
 

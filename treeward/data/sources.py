@@ -92,11 +92,8 @@ def file_suffix(path: str) -> str:
 
 
 def fingerprint(path: str, *, split: str | None = None, subset: str | None = None) -> str:
-    """A hex digest (128 bits) of the content.
-
-    For files, of their bytes and, for several files, their names; for saved datasets and the hub, of name, split,
-    subset and the fingerprint in `datasets`. Raises `DataError` as `read_rows` does.
-    """
+    """A hex digest (128 bits) of the content: bytes and, of several files, names; for saved datasets and the hub, of
+    name, split, subset and the fingerprint in `datasets`. Raises `DataError` as `read_rows` does."""
     digest = hashlib.blake2b(digest_size=16)
     files, table, label = _locate(path, split, subset)
     for file in files:

@@ -1,8 +1,5 @@
-"""A tokenizer trained on the training data, for models that are built from a bare configuration.
-
-    tokenizer = train_tokenizer(texts, vocab_size=2048)
-
-Byte-level BPE, so any text can be encoded, with tokens of its own for the ends and roles of `DEFAULT_CHAT_TEMPLATE`.
+"""A tokenizer trained on the training data, for models that are built from a bare configuration: byte-level BPE, with
+tokens of its own for the ends and roles of `DEFAULT_CHAT_TEMPLATE`.
 """
 
 from __future__ import annotations

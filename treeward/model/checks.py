@@ -34,11 +34,8 @@ and a token that sees one token too many lies far above."""
 
 
 def choose_layout(hf: PreTrainedModel, requested: Literal["tree", "rows"]) -> Layout:
-    """How to run a sequence classifier when `policy.attention` is `requested`.
-
-    Falls back to rows, with a warning, if the model cannot share a prefix. Raises `ModelError` if not even rows give
-    the scores of plain transformers.
-    """
+    """How to run a sequence classifier when `policy.attention` is `requested`; rows, with a warning, if it cannot share
+    a prefix. Raises `ModelError` if not even rows give the scores of plain transformers."""
     if head_name(hf) != "score":
         return "encoder"
     if hf.device.type != "meta" and not getattr(hf, "made_by_treeward", False):

@@ -38,10 +38,9 @@ ESTIMATE_MEANING = "an estimate of the score, which is the mean of all; where th
 class RenderingContract(Strict):
     """From messages to token ids: the whole conversation is rendered once, without a generation prompt.
 
-    `template_in_folder`: without a template in the folder treeward uses its default, and other programs none.
-    `max_length`: in tokens; null: the model's positions. `frame`: the tokens that every conversation has exactly once,
-    BOS, or CLS and SEP; the template writes them, so tokenize with `add_special_tokens=False`. `pad_token_id`:
-    transformers reads the score before it. `tokenizer_sha256`: of vocabulary, merges, special tokens.
+    `template_in_folder`: else treeward uses its default, and other programs none. `max_length`: in tokens; null: the
+    model's positions. `frame`: the tokens that every conversation has exactly once, written by the template: tokenize
+    with `add_special_tokens=False`. `tokenizer_sha256`: of vocabulary, merges, special tokens.
     """
 
     chat_template_sha256: str
@@ -58,13 +57,9 @@ class RenderingContract(Strict):
 
 
 class ReadContract(Strict):
-    """The position in a conversation at which its score is read.
-
-    `position`: "last token" by length, whatever the token is; "before padding", at the last token that is not
-    `rendering.pad_token_id`, as plain transformers reads a classifier that treeward has not trained; "pooled", by the
-    encoder's class. `plain_transformers`: plain transformers reads the same scores from padded rows. `token`: the kind
-    of the last token; null: the template refuses the probe conversation.
-    """
+    """The position in a conversation at which its score is read: "last token" by length; "before padding", at the last
+    token that is not `rendering.pad_token_id`; "pooled", by the encoder's class. `plain_transformers`: it reads the
+    same scores from padded rows. `token`: the kind of the last token; null: the template refuses the probe."""
 
     position: Literal["last token", "before padding", "pooled"] = "last token"
     plain_transformers: bool = True
@@ -90,13 +85,9 @@ class HeadContract(Strict):
 
 
 class WeightsContract(Strict):
-    """The identity of the weights. Hashes are SHA-256.
-
-    `architecture`: the class of transformers. `shapes_sha256`: of names and shapes; `head_sha256`: of the head's
-    tensors, with formats and bytes; `sha256`: of the names and hashes of all tensors in order, null if not computed, as
-    in the checkpoints of a run; `tensors`: the first 12 digits of each tensor's hash. `config`: the keys of config.json
-    that describe the architecture.
-    """
+    """The identity of the weights, in SHA-256. `architecture`: the class of transformers. `shapes_sha256`: of names and
+    shapes; `head_sha256`: of the head's tensors; `sha256`: of all tensors, null if not computed; `tensors`: the first
+    12 digits of each. `config`: the keys of config.json that describe the architecture."""
 
     architecture: str
     num_parameters: int
@@ -144,11 +135,8 @@ class NormalizationConstants(Strict):
 
 
 class CalibratedTemperature(Strict):
-    """The temperature T (`value`) at which sigmoid((s_i - s_j) / T) predicts the preferences of the data best.
-
-    `nll_before`, `nll_after`: the mean negative log-likelihood of the preferences at T = 1 and at T, in nats.
-    `num_pairs`: ordered pairs of completions in the fit, without ties.
-    """
+    """The temperature T at which sigmoid((s_i - s_j) / T) predicts the data's preferences best. `nll_before`,
+    `nll_after`: mean negative log-likelihood at T = 1 and at T, in nats. `num_pairs`: ordered pairs of completions."""
 
     value: PositiveFloat
     nll_before: NonNegativeFloat
@@ -157,12 +145,8 @@ class CalibratedTemperature(Strict):
 
 
 class LengthCurve(Strict):
-    """The score that length alone predicts: piecewise linear between knots, constant beyond the first and last.
-
-    `lengths`: of the knots, strictly increasing, and `values` the predicted score at each. After the curve is
-    subtracted the calibration data's scores have `residual_mean`, `residual_std` (of the population), and
-    `residual_temperature`.
-    """
+    """The score that length alone predicts: piecewise linear between knots, constant beyond. `lengths`: strictly
+    increasing; `values`: the score at each. `residual_*`: of the calibration data's scores after the subtraction."""
 
     unit: LengthUnit
     lengths: tuple[float, ...] = Field(min_length=1)
@@ -177,11 +161,8 @@ class LengthCurve(Strict):
 
 
 class CalibrationProvenance(Strict):
-    """The data that the constants were fitted on.
-
-    `data`: its name, without folders of the machine. `fingerprint`: SHA-256 over the comparisons in order.
-    `num_conversations`, `num_failed`: completions with and without a score. `date`: as 2025-01-31, in UTC.
-    """
+    """The data that the constants were fitted on. `fingerprint`: SHA-256 over the comparisons in order.
+    `num_conversations`, `num_failed`: completions with and without a score. `date`: as 2025-01-31, in UTC."""
 
     data: str
     fingerprint: str
@@ -207,10 +188,8 @@ class RewardCalibration(Strict):
 class ScoringContract(Strict):
     """Everything that a model's score depends on: the content of `reward_contract.json`.
 
-    `activation`: no function is applied to the head's output; some servers apply a sigmoid to models with one label,
-    and pipelines of transformers do unless `problem_type`, a key of config.json, is "regression". `calibration`:
-    constants of `treeward calibrate`; `reward_shaping`: how scores become rewards by default. `golden`: conversations
-    to replay, empty if the model's template or limit refuses all of them.
+    `activation`: some servers apply a sigmoid to models with one label, and pipelines of transformers do unless
+    `problem_type` is "regression". `golden`: conversations to replay, empty if the model refuses all of them.
     """
 
     version: Literal[2] = 2

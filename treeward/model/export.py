@@ -1,10 +1,7 @@
 """The folder of a reward model: weights, tokenizer, template and card, loadable with plain transformers.
 
-    export_model(model, tokenizer, Path("results/rm/final"), rendering=renderer.settings, card=text)
-    AutoModelForSequenceClassification.from_pretrained("results/rm/final", dtype="float32")    # gives the same scores
-
-`treeward.scoring.golden.sign_folder` then writes the scoring contract into the folder: everything that a score depends
-on and plain transformers has no place for. It holds scores, so the model must be run for it.
+export_model(model, tokenizer, Path("results/rm/final"), rendering=renderer.settings, card=text)
+AutoModelForSequenceClassification.from_pretrained("results/rm/final", dtype="float32")    # gives the same scores
 """
 
 from __future__ import annotations
@@ -56,12 +53,12 @@ def export_model(
     card: str | None = None,
     staged: bool = False,
 ) -> DeferredWrite | None:
-    """Write a model folder; the caller makes it atomic. Adapters are merged into the weights.
+    """Write a model folder, adapters merged into the weights; the caller makes it atomic. Every process of a run calls
+    it.
 
-    Every process of a run calls it, and the main one writes. `rendering`: the `Renderer`'s settings, whose template
-    becomes the tokenizer's. `dtype`: of the backbone's weights, None keeps theirs; the head's are always float32.
-    `card`: the text of README.md. `staged`: copy the weights to the host's memory, and return a function that writes
-    them, in any thread.
+    `rendering`: the `Renderer`'s settings, whose template becomes the tokenizer's. `dtype`: of the backbone's weights,
+    None keeps theirs; the head's are float32. `card`: the text of README.md. `staged`: copy the weights to the host's
+    memory, and return a function that writes them, in any thread.
     """
     head, dtype = head_name(model.hf), dtype or model.compute_dtype or model.hf.dtype
     # Otherwise pipelines of transformers, and servers like them, apply a sigmoid to a single label.
@@ -169,10 +166,8 @@ def export_policy(
     dtype: torch.dtype | None = None,
     staged: bool = False,
 ) -> DeferredWrite | None:
-    """Write a folder that plain transformers loads; the caller makes it atomic. Adapters are merged into the weights.
-
-    `dtype`: None keeps the weights'. `staged`: see `export_model`. Leaves the policy unchanged.
-    """
+    """Write a folder that plain transformers loads; the caller makes it atomic. `dtype`: None keeps the weights'.
+    `staged`: see `export_model`."""
     dtype = dtype or policy.compute_dtype
     changes = {"dtype": dtype or policy.hf.dtype}
     return _write(policy, tokenizer, folder, dtype, None, changes=changes, chat_template=chat_template, staged=staged)
@@ -190,12 +185,9 @@ def export_configuration(
 def exported_weights(
     model: WrappedModel, dtype: torch.dtype | None, *, float32: str | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of an export, by their names in it, on the model's device; tied ones come once.
-
-    Adapted weights are merged in float32, and four-bit weights dequantized. Every process of a sharded model iterates,
-    with one whole decoder layer in memory at a time. `dtype`: of floating-point weights; None keeps theirs. `float32`:
-    a module whose weights are float32.
-    """
+    """The weights of an export, by their names in it, on the model's device, merged and dequantized; tied ones come
+    once. Every process of a sharded model iterates, with one whole decoder layer in memory at a time. `dtype`: None
+    keeps theirs. `float32`: a module whose weights are float32."""
 
     def layer(weight: tuple[str, torch.Tensor, Any]) -> str:
         match = re.match(r".*?\.\d+\.", weight[0])
@@ -213,10 +205,8 @@ def exported_weights(
 
 
 def push_folder(folder: Path, repo_id: str, *, private: bool) -> str:
-    """Upload a model folder to the hub, and return its page there.
-
-    `repo_id`: without an organisation, in the account that is logged in. Raises `ModelError` if the hub refuses.
-    """
+    """Upload a model folder to the hub, and return its page there. `repo_id`: without an organisation, in the account
+    that is logged in. Raises `ModelError` if the hub refuses."""
     api = HfApi()
     try:
         page = api.create_repo(repo_id, private=private, exist_ok=True)

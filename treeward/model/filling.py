@@ -47,11 +47,8 @@ def without_weights(model_class: Any, config: PreTrainedConfig, **settings: Any)
 def fill(
     model: WrappedModel, name: str, load_whole: Callable[[], PreTrainedModel], draw_head: Callable[[], None] | None
 ) -> None:
-    """Read the weights of `name` into a model that has memory; every process calls it.
-
-    `load_whole`: loads the model as a single process does. `draw_head`: draws a head that the checkpoint lacks; None if
-    it must have one.
-    """
+    """Read the weights of `name` into a model that has memory; every process calls it. `load_whole`: loads the model as
+    a single process does. `draw_head`: draws a head that the checkpoint lacks; None if it must have one."""
     restore_buffers(model)
     weights = {plain: weight for plain, weight, _ in plain_weights(model)}
     embeddings: Any = model.hf.get_input_embeddings()

@@ -166,11 +166,9 @@ def build_reward_model(
     head_std: float | None = None,
     labels: Sequence[str] = (),
 ) -> Loaded[RewardModel]:
-    """A model with random weights from a bare configuration (`model_type` and its fields), for small experiments.
-
-    The vocabulary size and special tokens are the tokenizer's; `labels` name the heads. Raises `ConfigError` for an
-    unknown model type or field.
-    """
+    """A model with random weights from a bare configuration (`model_type` and its fields). The vocabulary size and
+    special tokens are the tokenizer's; `labels` name the heads. Raises `ConfigError` for an unknown model type or
+    field."""
 
     def make(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
         hf: PreTrainedModel = classifier_class(config, False)._from_config(config, **options)
@@ -215,12 +213,10 @@ def load_policy(
     trust_remote_code: bool = False,
     on_meta: bool = False,
 ) -> Loaded[PolicyModel]:
-    """Load a causal language model from a folder or the hub.
+    """Load a causal language model from a folder or the hub. Raises `ModelError` for a missing or unusable checkpoint.
 
-    `dtype`: of the weights. `attention`: "rows", or "tree", which falls back to rows with a warning.
     `config_overrides`: changed fields of its configuration. `chunk_tokens`: predicted tokens with logits in memory at a
-    time. `load_in_4bit`: linear layers but the head as nf4, for adapters. `on_meta`: see `load_reward_model`. Raises
-    `ModelError` for a missing or unusable checkpoint.
+    time. `load_in_4bit`: linear layers but the head as nf4. The others: see `load_reward_model`.
     """
     config = read_config(str(name), trust_remote_code)
     if any("SequenceClassification" in text for text in config.architectures or ()):
@@ -253,10 +249,7 @@ def build_policy(
     device: torch.device | str = "cpu",
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
 ) -> Loaded[PolicyModel]:
-    """A policy with random weights from a bare configuration (`model_type` and its fields), for small experiments.
-
-    The vocabulary size and special tokens are the tokenizer's. Raises `ConfigError` for an unknown model type or field.
-    """
+    """A policy with random weights from a bare configuration, as `build_reward_model`."""
     hf = bare_model(AutoModelForCausalLM.from_config, model_config, tokenizer, seed=seed)
     return _policy(hf, tokenizer, "policy.model_config", attention, device, chunk_tokens)
 
@@ -300,11 +293,8 @@ def initialise_head(hf: PreTrainedModel, *, seed: int, std: float | None = None)
 
 
 def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give model and tokenizer a padding token that no conversation ends with.
-
-    treeward needs none, but plain transformers reads the score at the last token that is not padding: with one token
-    for padding and end of text, the exported model would score differently there.
-    """
+    """Give model and tokenizer a padding token that no conversation ends with: plain transformers reads the score at
+    the last token that is not padding."""
     eos = getattr(hf.config.get_text_config(), "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}  # Llama 3 has three
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:

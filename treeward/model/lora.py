@@ -189,7 +189,11 @@ def plain_weights(model: WrappedModel) -> Iterator[tuple[str, Tensor, Callable[[
 
 
 def _plain(weight: Tensor, layer: Any, four_bit_layer: Any, dtype: torch.dtype | None) -> Tensor:
-    plain = weight.detach() if four_bit_layer is None else _dequantized(four_bit_layer)
+    plain = weight.detach()
+    if four_bit_layer is not None:  # (outputs, inputs), in the dtype of its loading
+        from bitsandbytes.functional import dequantize_4bit
+
+        plain = dequantize_4bit(four_bit_layer.weight.data, four_bit_layer.weight.quant_state)
     plain_dtype = plain.dtype
     if layer is not None:
         delta = layer.get_delta_weight(_NAME)
@@ -202,14 +206,6 @@ def _plain(weight: Tensor, layer: Any, four_bit_layer: Any, dtype: torch.dtype |
 def is_quantized(module: nn.Module) -> bool:
     """Whether it is a four-bit linear layer of bitsandbytes."""
     return hasattr(dict(module.named_parameters(recurse=False)).get("weight"), "quant_state")
-
-
-def _dequantized(layer: Any) -> Tensor:
-    """The dequantized weights of a four-bit layer, (outputs, inputs), in the dtype of its loading."""
-    from bitsandbytes.functional import dequantize_4bit
-
-    weight: Tensor = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-    return weight
 
 
 def merge_adapters(hf: PreTrainedModel, folder: Path) -> set[str]:

@@ -50,11 +50,8 @@ class CompletionLogProbs:
 
 
 class PolicyModel(WrappedModel):
-    """A causal language model, as a policy or a reference. `layout`: "tree" or, for models that cannot, "rows".
-
-    `chunk_tokens`: predicted tokens with logits in memory at a time. Raises `ModelError` for a model that does not
-    predict tokens. `model.checks.check_policy` compares it with plain transformers.
-    """
+    """A causal language model, as a policy or a reference. `chunk_tokens`: predicted tokens with logits in memory at a
+    time. Raises `ModelError` for a model that does not predict tokens."""
 
     def __init__(
         self,
@@ -221,11 +218,9 @@ def tree_places(layout: TreeLayout, reads: Sequence[int]) -> list[np.ndarray]:
 
 
 class _Completions(NamedTuple):
-    """The predicted tokens, each token of a tree once, int64: their places `at_N`; the places of those before them,
-    `before_M`, ascending and each once, and which of those is each token's, `before_of_N`.
-
-    `index_SL`: for each completion, the indices of its tokens among the N; `mask_SL`: which of them exist, bool.
-    """
+    """The predicted tokens, each token of a tree once, int64: their places `at_N`; the places before them `before_M`,
+    ascending and each once, and which is each token's, `before_of_N`. `index_SL`, `mask_SL`: each completion's among
+    the N."""
 
     before_M: Tensor
     before_of_N: Tensor

@@ -221,11 +221,9 @@ def _read_weights(
 
 
 def check_used(hf: PreTrainedModel, unused: Iterable[str], name: str) -> None:
-    """Raise `ModelError` for `unused` tensors of the checkpoint `name`, which may be the head of a reward model.
-
-    Tensors of a language model of this configuration, or of the checkpoint's class in transformers, may be unused. A
-    head file of LLaMA-Factory counts as a tensor.
-    """
+    """Raise `ModelError` for `unused` tensors of the checkpoint `name`, which may be the head of a reward model; those
+    of a language model of this configuration, or of the checkpoint's class in transformers, may be. A head file of
+    LLaMA-Factory counts as a tensor."""
     config, unknown = hf.config, set(unused)
     if hasattr(hf, "num_labels"):  # a language model needs no head
         may_lack: Any = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
@@ -264,10 +262,8 @@ def check_local(name: str) -> None:
 
 
 def check_fields(config: PreTrainedConfig, fields: Iterable[str], where: str) -> None:
-    """Raise `ConfigError` for a field that a model's configuration does not have.
-
-    transformers keeps unknown fields silently: a misspelt size would be the default one.
-    """
+    """Raise `ConfigError` for a field that a model's configuration does not have; transformers keeps unknown ones
+    silently."""
     for name in fields:
         if not hasattr(config, name):
             near = nearest_name(name, config.to_dict())
@@ -305,11 +301,8 @@ def bare_model(
     seed: int,
     **settings: Any,
 ) -> PreTrainedModel:
-    """A model with random float32 weights, by `make` from a bare configuration: `model_type` and its fields.
-
-    The vocabulary size and special tokens are the tokenizer's; `settings` are further fields. The seed alone determines
-    the weights. Raises `ConfigError` for an unknown model type or field.
-    """
+    """A model with random float32 weights, by `make` from a bare configuration; the seed alone determines them. The
+    vocabulary size and special tokens are the tokenizer's; `settings` are further fields. Raises `ConfigError`."""
     fields = dict(model_config)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     settings |= {"vocab_size": len(tokenizer), **special}

@@ -100,11 +100,8 @@ class Gate(nn.Module):
 
 
 class GatedObjectives(nn.Module):
-    """ArmoRM and QRM: objectives at the last token, transformed, and their weights from the end of the prompt.
-
-    Returns both for every place, (N, 2H): the model multiplies the objectives of a conversation's last token with the
-    weights at the last occurrence of `gate_pattern`. QRM's objective is the mean of its quantiles.
-    """
+    """ArmoRM and QRM: objectives at the last token (QRM's: means of quantiles), transformed, and their weights at the
+    last `gate_pattern`, the end of the prompt. Returns both for every place, (N, 2H)."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()

@@ -292,11 +292,9 @@ class RewardModel(WrappedModel):
             raise ModelError("the model cannot read this sequence", where=f"sequence {i}", got=got, need=need)
 
     def score(self, data: Mapping[str, Tensor], *, max_tokens: int | None = DEFAULT_BATCH_TOKENS) -> dict[str, Tensor]:
-        """`{"scores": float32 (B,)}` for `{"input_ids": (B, L), "input_lengths": (B,)}`, as NeMo RL's `Policy.score`.
-
-        Rows are padded on the right, with any token; several heads give `scores` (B, H). Raises `ModelError` for an
-        invalid length, and for a score that is not finite.
-        """
+        """`{"scores": float32 (B,)}` for `{"input_ids": (B, L), "input_lengths": (B,)}`, rows padded on the right, as
+        NeMo RL's `Policy.score`; several heads give (B, H). Raises `ModelError` for an invalid length, and for a score
+        that is not finite."""
         ids_BL, lengths_B = data["input_ids"], data["input_lengths"].tolist()
         if wrong := [length for length in lengths_B if not 0 < length <= ids_BL.shape[1]]:
             raise ModelError("a row cannot have this length", got=wrong[0], need=f"1 to {ids_BL.shape[1]}")

@@ -252,11 +252,9 @@ class WrappedModel(nn.Module):
         return logits
 
     def choose_attention(self, groups: Sequence[Sequence[TokenIds]]) -> None:
-        """Choose the fastest attention for these trees, and use it from now on.
-
-        There is a choice only on a GPU in half precision, not for soft-caps, sinks, latent attention and head sizes
-        without FlashAttention, nor in a deterministic run, as measurements vary.
-        """
+        """Choose the fastest attention for these trees, and use it from now on. There is a choice only on a GPU in half
+        precision, where FlashAttention has all that the model needs, and not in a deterministic run, as measurements
+        vary."""
         config, dtype = self.hf.config.get_text_config(), self.compute_dtype or self.hf.dtype
         heads, key_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

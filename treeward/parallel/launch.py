@@ -2,9 +2,8 @@
 
     outcome = launch(train, config)     # what train(config) returns; on processes that are not the main one, None
 
-`torchrun`, `srun` (its variables are read here) and Ray Train start processes that all run `train(config)`: then this
-process is one of them. Else, where `cluster` asks for more than one process, Ray Train starts them; else this one does
-it alone. An error comes to the user once, from the process that met it.
+Under `torchrun`, `srun` (its variables are read here) and Ray Train this process is one of them; else Ray Train starts
+them where `cluster` asks for several. An error comes to the user once, from the process that met it.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ _OF_COLLECTIVES = re.compile(r"gloo|nccl|process ?group|connection (closed|reset
 
 def launch(function: Callable[..., _T], config: Any) -> _T | None:
     """`function(config, show_progress=...)` on each process of the run; its result on the main one, None elsewhere.
-
-    `config` is that of a run. The function is one that can be imported. Raises what it raises,
-    `ConfigError` where the processes cannot be had, and `LostProcessError` where one of them is lost.
-    """
+    Raises what it raises, `ConfigError` where the processes cannot be had, and `LostProcessError` where one of them is
+    lost."""
     heed_slurm()
     if "WORLD_SIZE" in os.environ:
         with processes.joined(timeout=timedelta(minutes=config.cluster.timeout_minutes)):
@@ -54,11 +51,8 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
 
 
 def heed_slurm() -> None:
-    """In a process of `srun`, set torchrun's variables: RANK, WORLD_SIZE, MASTER_ADDR, ...
-
-    Existing values stay, and with RAY_ADDRESS Ray starts the processes. Slurm's variables are those of
-    https://slurm.schedmd.com/srun.html (output environment).
-    """
+    """In a process of `srun`, set torchrun's variables unless they are set; with RAY_ADDRESS Ray starts the processes.
+    Slurm's: https://slurm.schedmd.com/srun.html (output environment)."""
     slurm = {key.removeprefix("SLURM_"): value for key, value in os.environ.items() if key.startswith("SLURM_")}
     if not {"RANK", "RAY_ADDRESS"}.isdisjoint(os.environ) or int(slurm.get("STEP_NUM_TASKS", "1")) == 1:
         return

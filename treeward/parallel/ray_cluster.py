@@ -1,9 +1,6 @@
 """`start_ray`: a running Ray, or a new one; and room in its cluster for the actors of a run.
 
-    ray = start_ray()
-    places = reserve(count=2, cpus=1, gpus=1, what="the engines", where="policy", field="generation", seconds=60)
-
-Ray is imported when it is asked for.
+places = reserve(count=2, cpus=1, gpus=1, what="the engines", where="policy", field="generation", seconds=60)
 """
 
 from __future__ import annotations
@@ -54,10 +51,8 @@ def start_ray(*, spare_gpus: Collection[int] = (), address: str | None = None) -
 
 
 def start_ray_of_run(*, spares: bool, everywhere: bool) -> None:
-    """Ray for the main process of a run or, with `everywhere`, for each of its processes: engines lie beside them.
-
-    `spares`: a new Ray spares the GPUs of the run. Raises `ConfigError` for processes on several nodes of no cluster.
-    """
+    """Ray for the main process of a run or, with `everywhere`, for each: engines lie beside them. `spares`: a new Ray
+    spares the GPUs of the run. Raises `ConfigError` for processes on several nodes of no cluster."""
     import ray
 
     nodes_joined = processes.gather((platform.node(), ray.is_initialized() or "RAY_ADDRESS" in os.environ))
@@ -128,10 +123,8 @@ def check_room(ray: Any, *, count: int, cpus: float, gpus: int, what: str, where
 
 
 def reserve(*, count: int, cpus: float, gpus: int, what: str, where: str, field: str, seconds: float) -> PlacementGroup:
-    """`count` places as of `check_room`, once they are free.
-
-    Raises `ConfigError` where the cluster is too small, or they are not free after so many seconds.
-    """
+    """`count` places as of `check_room`. Raises `ConfigError` where the cluster is too small, or they are not free in
+    time."""
     ray = start_ray()
     place = check_room(ray, count=count, cpus=cpus, gpus=gpus, what=what, where=where, field=field)
     places = PlacementGroup(ray, ray.util.placement_group([place] * count), "GPU" in place)
@@ -150,10 +143,7 @@ def reserve(*, count: int, cpus: float, gpus: int, what: str, where: str, field:
 
 def equal_shares(ray: Any, number: int, *, num_gpus: float, required: bool, where: str) -> dict[str, float]:
     """Ray's options of `number` processes: so many GPUs each where there are any, else an equal part of a node's CPUs.
-
-    `required`: they have no use for CPUs. Raises `ConfigError` for more GPUs than a Ray of this machine has; a cluster
-    (RAY_ADDRESS) may grow.
-    """
+    `required`: they need GPUs. Raises `ConfigError` for more GPUs than a Ray of this machine has."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     have = sum(node.get("GPU", 0.0) for node in nodes)
     if num_gpus and (have or required):

@@ -46,11 +46,9 @@ _STARTS = 10  # a minute each, in which Ray waits for machines that are not ther
 
 
 def run(work: Callable[[], _T], config: Any) -> _T | None:
-    """`work()` on a worker for each process of the configuration's `training_cluster`; the result of the first.
-
-    SIGTERM and Ctrl-C of this process reach the workers as a request to stop. Raises what a worker raises,
-    `ConfigError` where there are too few machines, and `LostProcessError` after too many restarts.
-    """
+    """`work()` on a worker for each process of the configuration's `training_cluster`; the result of the first. Signals
+    of this process reach the workers as a request to stop. Raises what a worker raises, `ConfigError` where there are
+    too few machines, and `LostProcessError` after too many restarts."""
     began, cluster, logs = time.time(), config.training_cluster, Path(config.logger.log_dir).resolve()
     logs.mkdir(parents=True, exist_ok=True)
     stop = _StopOfWorkers(logs / f".stop_{began}")

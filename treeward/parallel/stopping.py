@@ -33,11 +33,8 @@ def stop_with(file: Path, *, seconds_ago: float = 0.0) -> None:
 
 
 class StopRequest:
-    """Whether the run shall stop, and why.
-
-    `deadline_seconds` counts from the construction, or from when `stop_with` says; the deadline asks to stop
-    `reserved_seconds` earlier, the time that the run expects to need until it is saved.
-    """
+    """Whether the run shall stop, and why. `deadline_seconds` counts from the construction, or from when `stop_with`
+    says; the deadline asks to stop `reserved_seconds` earlier, the time until the run is saved."""
 
     def __init__(self, *, deadline_seconds: float | None = None) -> None:
         begun = time.monotonic() - _earlier_seconds

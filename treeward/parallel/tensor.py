@@ -46,11 +46,8 @@ between attention and MLP: each process has all of them (`Replicate`) or some (`
 
 
 def cut(model: WrappedModel, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
-    """Keep this process's part of the model, whose weights must be the same in all processes; sends nothing.
-
-    Raises `ConfigError` for a model without a plan, with adapters or four-bit layers, and for a size that does not
-    divide its heads and columns.
-    """
+    """Keep this process's part of the model, whose weights must be the same in all processes; sends nothing. Raises
+    `ConfigError` for a model without a plan, with adapters or four-bit layers, or with sizes that cannot be divided."""
     size = mesh.tensor_size
     if size == 1:
         return

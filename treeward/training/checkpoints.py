@@ -56,11 +56,9 @@ class Checkpoint:
 def open_store(
     config: CheckpointingConfig, metric_of: Callable[[Path], float | None] | None = None
 ) -> Iterator[CheckpointStore | None]:
-    """The store of a run, locked while the block runs; None where checkpointing is off, with a warning.
-
-    `metric_of` reads the ranking metric from a checkpoint's folder; None: the latest are the best. Raises
-    `CheckpointError` for an unusable folder, or one that another process uses.
-    """
+    """The store of a run, locked while the block runs; None where checkpointing is off. `metric_of` reads the ranking
+    metric from a checkpoint's folder; None: the latest are the best. Raises `CheckpointError` for an unusable or locked
+    folder."""
     if not config.enabled:
         logger.warning("checkpointing.enabled is false: nothing of this run will be kept but its metrics.")
         yield None
@@ -108,11 +106,9 @@ class CheckpointStore:
             )  # fmt: skip
 
     def save(self, step: int, write: Callable[[Path], DeferredWrite | None]) -> Checkpoint | None:
-        """Have `write` fill a folder, and make it the checkpoint of `step`; then prune.
-
-        If `write` returns a deferred write, a thread does it, and `wait` returns the checkpoint. A save waits for the
-        last one. Raises `CheckpointError` if it cannot be written (a full disk); earlier checkpoints stay.
-        """
+        """Have `write` fill a folder, and make it the checkpoint of `step`; then prune. If `write` returns a deferred
+        write, a thread does it, and `wait` returns the checkpoint. Raises `CheckpointError` if it cannot be written;
+        earlier ones stay."""
         self.wait()
         assert not (self.folder / f"step_{step}").exists()
         name = f"step_{step}"
@@ -157,9 +153,7 @@ class CheckpointStore:
 
     def write_folder(self, name: str, write: Callable[[Path], object]) -> Path:
         """Have `write` fill a folder of any `name` beside the checkpoints, whole or absent; it replaces an older one.
-
-        Raises `CheckpointError` if it cannot be written; the older one stays.
-        """
+        Raises `CheckpointError` if it cannot be written; the older one stays."""
         self.wait()
         with self._whole_or_absent(name):
             write(self._begin(name))
@@ -269,14 +263,15 @@ class CheckpointStore:
 
     def prune(self) -> None:
         """Remove checkpoints that are neither among the best nor the latest."""
-        if self.config.keep_top_k is not None:
-            processes.on_main(self._prune)
 
-    def _prune(self) -> None:
-        latest = self.all()[-1:]
-        for checkpoint in self._ranked()[self.config.keep_top_k :]:
-            if checkpoint not in latest:
-                self._remove(checkpoint.path)
+        def remove_others() -> None:
+            latest = self.all()[-1:]
+            for checkpoint in self._ranked()[self.config.keep_top_k :]:
+                if checkpoint not in latest:
+                    self._remove(checkpoint.path)
+
+        if self.config.keep_top_k is not None:
+            processes.on_main(remove_others)
 
     def _remove(self, folder: Path) -> None:
         # Renamed first: were it killed half-way, a part of a checkpoint would look like a whole one.

@@ -106,11 +106,8 @@ def fitted_heads(setup: RewardModelSetup, model: RewardModel, saved: torch.dtype
 
 
 def weights_of_order(differences_PH: NDArray[np.float64]) -> tuple[float, ...] | None:
-    """The weights whose score orders pairs best, by logistic regression without a constant; None without pairs.
-
-    `differences_PH`: values of the better completion less the worse one's. A small penalty keeps the weights finite for
-    separable pairs.
-    """
+    """The weights whose score orders pairs best, by logistic regression without a constant, with a small penalty; None
+    without pairs. `differences_PH`: values of the better completion less the worse one's."""
     units_H = differences_PH.std(axis=0) if len(differences_PH) else np.zeros(1)
     if not units_H.all():
         return None

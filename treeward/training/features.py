@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,11 +46,9 @@ _COMPARISONS_AT_ONCE = 256  # planned together, and written together
 
 
 def with_features(setup: RewardModelSetup, show_progress: bool = False) -> RewardModelSetup:
-    """The setup with the features of its data sets, if its backbone is frozen; every process calls it.
-
-    Computes missing features. Raises `ConfigError` if `data.cache_dir` cannot be written, and `ModelError` for an
-    encoder whose head reads more than one hidden state.
-    """
+    """The setup with the features of its data sets, if its backbone is frozen; every process calls it. Raises
+    `ConfigError` if `data.cache_dir` cannot be written, and `ModelError` for an encoder whose head reads more than one
+    hidden state."""
     if not setup.config.policy.reward_model_cfg.freeze_backbone:
         return setup
     sizes = {held.comparisons.path: (held.comparisons, held.size) for held in setup.validation_sets.values()}
@@ -60,7 +59,10 @@ def with_features(setup: RewardModelSetup, show_progress: bool = False) -> Rewar
         key = hashlib.sha256(f"{backbone} {tokens}".encode()).hexdigest()[:32]
         file = Path(setup.config.data.cache_dir or ".treeward_cache") / "features" / key / "features.bin"
         _complete(file, setup, dataset, size, show_progress)
-        features[path] = _reader(file, setup, dataset, size)
+        counts, shape = dataset.shapes[:size, 0], setup.model.feature_shape
+        num, starts = int(counts.sum()), counts.cumsum() - counts
+        mapped = torch.from_file(str(file), size=num * math.prod(shape), dtype=_dtype(setup))
+        features[path] = partial(_features, mapped.view(num, *shape), starts, counts)
     return replace(setup, features=features)
 
 
@@ -77,12 +79,8 @@ def _backbone(setup: RewardModelSetup) -> str:
     return json.dumps([_FORMAT_VERSION, digest.hexdigest(), config, how], sort_keys=True, default=str)
 
 
-def _reader(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, size: int) -> Callable[[int], Tensor]:
-    counts, shape = dataset.shapes[:size, 0], setup.model.feature_shape
-    ends, num = counts.cumsum(), int(counts.sum())
-    mapped = torch.from_file(str(file), size=num * math.prod(shape), dtype=_dtype(setup))
-    features_NRD = mapped.view(num, *shape)
-    return lambda index: features_NRD[ends[index] - counts[index] : ends[index]]
+def _features(features_NRD: Tensor, starts: Any, counts: Any, index: int) -> Tensor:
+    return features_NRD[starts[index] : starts[index] + counts[index]]
 
 
 def _complete(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, size: int, show_progress: bool) -> None:

@@ -1,6 +1,5 @@
 """`LearningWatch`: detects a reward model that does not learn, by the loss and the scores of its latest steps.
 
-watch = LearningWatch(total_steps, learning_rate=1e-5)
 watch.see(step, metrics, chance)     # warns once in the log, at half of the run; of a collapse at once
 watch.verdict()                      # of the latest steps; None if nothing is wrong, or for too few steps
 """
@@ -35,10 +34,7 @@ class LearningWatch:
         self._warned = False
 
     def see(self, step: int, metrics: RewardMetrics, chance: float) -> None:
-        """Observe the sums of a step, and the loss that equal scores would give (`chance`).
-
-        Warns once: when ten steps' scores have collapsed, or when half of a run of fifty steps or more taught nothing.
-        """
+        """Observe the sums of a step, and the loss of equal scores (`chance`); warns once."""
         if metrics.num_units and chance > 0:  # a custom loss may have no chance level
             self._losses.append((metrics.loss_sum / metrics.num_units, chance / metrics.num_units))
             self._sums.append(metrics)

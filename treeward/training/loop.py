@@ -70,9 +70,9 @@ class Validation:
 class Outcome:
     """How a run ended.
 
-    `validation`: the metrics of the exported model (or of the last step), empty without a validation. `model_folder`:
-    the exported model, of step `model_step`; None if the run was interrupted. `interrupted_by`: a signal or the
-    deadline, None if the run finished; `exit_code`: of the process. `report`: the page of the run's report, if any.
+    `validation`: the metrics of the exported model (or of the last step). `model_folder`: the exported model, of step
+    `model_step`; None if the run was interrupted. `interrupted_by`: a signal or the deadline. `report`: its page, if
+    any.
     """
 
     step: int
@@ -86,10 +86,8 @@ class Outcome:
 
 
 class Run(ABC):
-    """A run, for the loop. Steps are counted from 1; `step` below is the number of finished steps.
-
-    `identity`: values that a resumed run must share with the run that it continues, by readable names. `validates`:
-    whether there is anything to validate on.
+    """A run, for the loop. Steps are counted from 1; `step` below is the number of finished steps. `identity`: values
+    that a resumed run must share with the run that it continues. `validates`: whether there is anything to validate on.
     """
 
     def __init__(
@@ -156,10 +154,8 @@ def start(
     show_progress: bool,
 ) -> Outcome:
     """Check, set a run up, resume where an earlier one of the same configuration stopped, and run to the end.
-
     `ranked_by`: the logged name of the metric that ranks checkpoints. `set_up` gets the checkpoint that the run resumes
-    from, and whether to show progress. Raises a `TreewardError` for anything that the user can mend.
-    """
+    from, and whether to show progress. Raises a `TreewardError`."""
     stop = StopRequest(deadline_seconds=config.checkpointing.checkpoint_must_save_by)
     metric_of = None if ranked_by is None else partial(stored_metric, name=ranked_by)
     show_progress = show_progress and processes.is_main()
@@ -330,19 +326,16 @@ class Loop:
             validation = self.run.validate(state.step, self.stop.agree)
         if validation is None:
             return  # a resumed run repeats it
-        if processes.is_main() and not self._validation_is_logged():
+        is_logged = False
+        if processes.is_main() and state.step == self.first_step > 0:  # perhaps by a session that was killed then
+            lines = read_metrics(self.trackers.metrics_file)
+            is_logged = any(line["step"] == state.step and _VALIDATION_SECONDS in line for line in lines)
+        if processes.is_main() and not is_logged:
             seconds = {_VALIDATION_SECONDS: time.monotonic() - started}
             self.trackers.log({**validation.metrics, **validation.logged, **seconds}, step=state.step)
         state.validation_step, state.validation = state.step, dict(validation.metrics)
         for line in validation.lines:
             self.progress.message(line)
-
-    def _validation_is_logged(self) -> bool:
-        """Whether a session logged this validation before it was killed."""
-        if self.state.step == 0 or self.state.step != self.first_step:
-            return False
-        lines = read_metrics(self.trackers.metrics_file)
-        return any(line["step"] == self.state.step and _VALIDATION_SECONDS in line for line in lines)
 
     @contextlib.contextmanager
     def _saved_if_it_fails(self, what: str) -> Iterator[None]:

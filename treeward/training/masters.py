@@ -17,11 +17,8 @@ from torch import Tensor, nn
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """`make`: builds the inner optimiser, of the masters and of the `parameters` that need none.
-
-    `on_host`: every parameter has a master, on the CPU. `param_groups`, `state` and `defaults` are the inner
-    optimiser's, so schedules work as with any other.
-    """
+    """`make`: builds the inner optimiser, of the masters and of the `parameters` that need none; its groups, state and
+    defaults are shared. `on_host`: every parameter has a master, on the CPU."""
 
     def __init__(
         self,

@@ -1,8 +1,4 @@
-"""Preparation of a model for training, in either kind of run: tokenizer, precision, adapters, shards, kernels.
-
-model = load_reward_model(name, **how_to_load(config.policy, mesh)).model
-make_ready(model, config.policy, mesh, role="reward model", adaptation=partial(adapt, model, config.policy, ...))
-"""
+"""Preparation of a model for training, in either kind of run: tokenizer, precision, adapters, shards, kernels."""
 
 from __future__ import annotations
 

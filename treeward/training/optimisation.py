@@ -1,8 +1,4 @@
-"""The optimiser and the learning-rate schedule that a configuration names.
-
-optimizer = build_optimizer(model, config.policy.optimizer, cpu_offload=config.policy.dtensor_cfg.cpu_offload)
-scheduler = build_scheduler(optimizer, config.policy.scheduler, total_steps=1000)
-"""
+"""The optimiser and the learning-rate schedule that a configuration names."""
 
 from __future__ import annotations
 
@@ -38,12 +34,9 @@ def be_deterministic() -> None:
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, *, cpu_offload: bool = False) -> torch.optim.Optimizer:
-    """An optimiser over the model's trainable parameters, with float32 masters of bfloat16 ones.
-
-    torchao's Adam and its variants round bfloat16 stochastically instead, unless `bf16_stochastic_round` is false.
-    `cpu_offload`: keep masters and states of all parameters in the host's memory. Raises `ConfigError` for a class or
-    arguments that fail.
-    """
+    """An optimiser over the model's trainable parameters, with float32 masters of bfloat16 ones; torchao's Adam and its
+    variants round stochastically instead, unless `bf16_stochastic_round` is false. `cpu_offload`: keep masters and
+    states in the host's memory. Raises `ConfigError` for a class or arguments that fail."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     parameters = list(trained.values())
     is_low = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
@@ -141,11 +134,8 @@ def advance(scheduler: LRScheduler) -> None:
 
 
 def _learning_rate_factor(config: NamedScheduleConfig, step: int, total_steps: int) -> float:
-    """The learning rate of the step after `step` steps, as a fraction of the peak.
-
-    Warm-up rises from 1/w in the first of w steps to 1; a decay then falls so that the step after the last would have
-    `min_lr_ratio`.
-    """
+    """The learning rate of the step after `step` steps, as a fraction of the peak: warm-up rises from 1/w in the first
+    of w steps to 1; a decay then falls so that the step after the last would have `min_lr_ratio`."""
     warmup = config.warmup_steps
     if warmup is None:
         warmup = math.ceil((config.warmup_ratio or 0.0) * total_steps)

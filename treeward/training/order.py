@@ -25,11 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class EpochOrder:
-    """The rows of one or several sets in each epoch, a function of (seed, epoch).
-
-    `sizes`: rows of each set. `weights`: passes over each per epoch, positive; default 1 each. `what`: a row, for
-    messages. Raises `ConfigError` when an epoch would hold nothing of a set.
-    """
+    """The rows of one or several sets in each epoch. `sizes`: rows of each set. `weights`: passes over each per epoch.
+    `what`: a row, for messages. Raises `ConfigError` when an epoch would hold nothing of a set."""
 
     def __init__(
         self,

@@ -67,11 +67,8 @@ class RankBatch(NamedTuple):
 
 
 class BatchPreparer:
-    """Makes the batches of a run in the host's memory. It is stateless, so any thread may call it.
-
-    Every process makes the same plan of a whole step, from sizes alone, and reads and packs its own share: all have as
-    many micro-batches, of like cost, and as many forward passes.
-    """
+    """Makes the batches of a run in the host's memory, statelessly. Every process makes the same plan of a whole step,
+    from sizes alone, and reads and packs its own share: as many micro-batches and forward passes as the others."""
 
     def __init__(self, setup: RewardModelSetup) -> None:
         self.setup, self.config, self.model, self.mesh = setup, setup.config, setup.model, setup.mesh
@@ -133,11 +130,8 @@ class BatchPreparer:
         num_passes: int = 1,
         features: FeatureBatch | None = None,
     ) -> MicroBatch:
-        """The comparisons packed; page-locked where the model is on a GPU.
-
-        A process with fewer forward passes than `num_passes` computes a token and ignores its score. `features`: the
-        head's inputs, instead of tokens.
-        """
+        """The comparisons packed; page-locked where the model is on a GPU. A process with fewer forward passes than
+        `num_passes` computes a token and ignores its score. `features`: the head's inputs, instead of tokens."""
         batches: list[Batch | FeatureBatch] = []
         order_S: Tensor | None = None
         if features is not None:

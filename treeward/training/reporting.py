@@ -51,16 +51,9 @@ class Report:
     stopped_by: str | None = None
 
 
-def _report_folder(config: RewardModelRunConfig) -> Path:
-    return Path(config.checkpointing.checkpoint_dir) / "report"
-
-
 def check_report(config: RewardModelRunConfig) -> None:
-    """Check, before training, that the configured report can be written at the end.
-
-    Raises `ConfigError` for an unknown or repeated suite, and for another run's folder; `DataError` for a suite that
-    cannot be read.
-    """
+    """Check, before training, that the configured report can be written at the end. Raises `ConfigError` for an unknown
+    or repeated suite; `DataError` for a suite that cannot be read."""
     if not config.evaluation.enabled:
         return
     names = [str(dataset.name) for dataset in config.data.validation]
@@ -74,10 +67,7 @@ def check_report(config: RewardModelRunConfig) -> None:
 
 
 def plan_report(setup: RewardModelSetup, model: Path, caveats: Mapping[str, str]) -> ReportPlan:
-    """The report of a finished run: its validation sets, as validation measures them, and its suites.
-
-    `caveats`: by set, the sentence beside its verdict.
-    """
+    """The report of a finished run. `caveats`: by set, the sentence beside its verdict."""
     suites: list[tuple[Suite, str | None]] = []
     for dataset in setup.config.validation_sets:
         held_out, caveat = setup.validation_sets[str(dataset.name)], caveats.get(str(dataset.name))
@@ -98,7 +88,12 @@ class ReportPlan:
 
         A reason from `should_stop` ends the evaluation, and the rows stay.
         """
-        folder, mark = _report_folder(self.config), self._mark()
+        folder, mark = Path(self.config.checkpointing.checkpoint_dir) / "report", self._mark()
+
+        def stop_if_asked() -> None:
+            if (reason := should_stop()) is not None:
+                raise _Stopped(reason)
+
         try:
             if (folder / _PAGE).exists() and (folder / _MARK).read_text(encoding="utf-8") == mark:
                 return Report(folder / _PAGE)
@@ -107,7 +102,7 @@ class ReportPlan:
                 (folder / name).unlink(missing_ok=True)
             write_text(folder / _MARK, "")
             logger.info("Evaluating %s on %s.", self.model, ", ".join(suite.name for suite, _ in self.suites))
-            with ShownProgress(lambda: _raise_if(should_stop()), enabled=show_progress, leave=False) as shown:
+            with ShownProgress(stop_if_asked, enabled=show_progress, leave=False) as shown:
                 done = self._evaluate(folder, shown.show)
             write_text(folder / _MARK, mark)
             return Report(done.path)
@@ -155,11 +150,8 @@ class ReportPlan:
 
 
 class ValidationSuite(PreferenceSuite):
-    """The comparisons of a validation, so that the accuracies agree (to rounding; a model that trains in bfloat16 is
-    evaluated in float32). `caveat`: a sentence beside the verdict.
-
-    It leaves out the comparisons and completions that the encoding has left out (too long, ties, identical tokens).
-    """
+    """The comparisons of a validation, without those and the completions that the encoding has left out, so that the
+    accuracies agree (to rounding). `caveat`: a sentence beside the verdict."""
 
     title = ""  # its name is its title
 
@@ -196,8 +188,3 @@ def _named_suites(config: RewardModelRunConfig) -> list[tuple[Suite, str | None]
 
 class _Stopped(Exception):
     """The reason for which the report was stopped."""
-
-
-def _raise_if(reason: str | None) -> None:
-    if reason is not None:
-        raise _Stopped(reason)

@@ -99,10 +99,8 @@ class RewardModelSetup:
 def set_up(
     config: RewardModelRunConfig, checkpoint: Checkpoint | None = None, show_progress: bool = False
 ) -> RewardModelSetup:
-    """Build everything a run needs, with the checkpoint's model and tokenizer, if there is one.
-
-    Raises a `TreewardError` for anything that the user can mend.
-    """
+    """Build everything a run needs, with the checkpoint's model and tokenizer, if there is one. Raises a
+    `TreewardError`."""
     mesh = make_mesh(config.policy.dtensor_cfg)
     streams: list[RowDataset] = []  # of the main process, which alone reads rows
     held_out: list[RowDataset] = []

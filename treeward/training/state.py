@@ -72,10 +72,8 @@ def save_state(
     staged: bool = False,
 ) -> DeferredWrite | None:
     """Write a state into a folder; every process calls it. Without an optimiser the run cannot be resumed.
-
-    `with_weights`: the float32 weights too, as the folder's model is rounded. `staged`: the tensors are copied to the
-    host, and what is returned writes them, in any thread.
-    """
+    `with_weights`: the float32 weights too. `staged`: copy the tensors to the host, and return a function that writes
+    them, in any thread."""
     tensors, settings = ({}, None) if optimizer is None else _pack(optimizer, with_weights=with_weights)
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():

@@ -25,16 +25,19 @@ logger = logging.getLogger(__name__)
 
 class StepFile:
     """Appends objects with a whole number `step`, each handed to the operating system before `append` returns.
-
-    `resume_step`: the step of the checkpoint to continue from; None: start anew, and keep an existing file as
-    `<name>.1.jsonl`. Raises `DataError` on resume for a line that is not such an object.
-    """
+    `resume_step`: the step to continue from; None keeps an existing file as `<name>.1.jsonl`. Raises `DataError` on
+    resume for a line that is not such an object."""
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and resume_step is not None:
-            _cut_after(path, resume_step)
+            records = read_steps(path)
+            kept_records = [record for record in records if record["step"] <= resume_step]
+            with atomic_file(path) as file:  # a kill leaves the old file or the new one
+                file.writelines(json.dumps(record) + "\n" for record in kept_records)
+            if number := len(records) - len(kept_records):
+                logger.info("%s: cut %d lines after step %d", path.name, number, resume_step)
         elif path.exists() and path.stat().st_size > 0:
             names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
             kept = path.rename(next(name for name in names if not name.exists()))
@@ -75,16 +78,6 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
             raise DataError("a line is not an object with a step", where=f"{path}:{number}", got=got)
         records.append(record)
     return records
-
-
-def _cut_after(path: Path, step: int) -> None:
-    """Take out the lines of later steps; a kill leaves the old file or the new one."""
-    records = read_steps(path)
-    kept = [record for record in records if record["step"] <= step]
-    with atomic_file(path) as file:
-        file.writelines(json.dumps(record) + "\n" for record in kept)
-    if len(kept) < len(records):
-        logger.info("%s: cut %d lines after step %d, kept %d", path.name, len(records) - len(kept), step, len(kept))
 
 
 def flattened(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

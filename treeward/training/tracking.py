@@ -76,11 +76,8 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A Weights & Biases run; WANDB_MODE=offline writes it to `log_dir`/wandb for a later `wandb sync`.
-
-    Weights & Biases takes no step twice: the steps that a killed run had logged after its last checkpoint keep their
-    first values, which a resumed run only repeats. Offline each session has a folder of its own, all with the same id.
-    """
+    """A Weights & Biases run; WANDB_MODE=offline writes it to `log_dir`/wandb. It takes no step twice: steps after the
+    last checkpoint of a killed run keep their first values."""
 
     def __init__(self, config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None) -> None:
         import wandb
@@ -205,10 +202,8 @@ def check_log_folder(config: LoggerConfig) -> None:
 
 
 def open_trackers(config: LoggerConfig, settings: Mapping[str, Any], resume_step: int | None) -> TrackerGroup:
-    """The trackers that `config` enables, all writing below its `log_dir`; on a process that is not the main one none.
-
-    `settings`: the run's configuration, to show. `resume_step`: the step of the checkpoint to continue from, None for a
-    new run. Raises `ConfigError` naming its key for a tracker that cannot start.
+    """The trackers that `config` enables, all writing below its `log_dir`; none on a process that is not the main one.
+    `settings`: the run's configuration, to show. Raises `ConfigError` naming its key for a tracker that cannot start.
     """
     if processes.is_main():
         remove_leftovers(Path(config.log_dir))

@@ -1,8 +1,9 @@
 """`train`: the run of a reward model. `treeward.training.loop` takes its steps, validates, saves, stops and resumes.
 
-outcome = train(load_config("examples/configs/quickstart.yaml", []))
-outcome.model_folder      # a Hugging Face folder, None if the run was interrupted
-outcome.validation        # {"plain": {"accuracy": 0.95, ...}, ...}
+    outcome = train(load_config("examples/configs/quickstart.yaml", []))
+    outcome.model_folder, outcome.validation      # None if it was interrupted; {"plain": {"accuracy": 0.95, ...}, ...}
+
+Shapes: S completions of a micro-batch, H heads; 6 sums of `GradeSums`.
 """
 
 from __future__ import annotations

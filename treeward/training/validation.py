@@ -86,18 +86,14 @@ def as_measured(
             summary = "the validation set is not what the run has read"
             raise DataError(summary, where=comparison.where, got="other rows", need=need)
         if len(example.completions) > len(comparison.ranks):
-            example = _without_left_out(example, comparison, renderer)
+            firsts: dict[tuple[int, ...], Completion] = {}
+            for completion, conversation in zip(example.completions, example.conversations, strict=True):
+                if fitted := renderer.fit(conversation, where=example.where):
+                    firsts.setdefault(tuple(fitted.token_ids), completion)
+            pairs = zip(firsts.values(), comparison.ranks, strict=True)
+            example = replace(example, completions=tuple(replace(item, rank=rank) for item, rank in pairs))
         measured.append(example)
     return measured
-
-
-def _without_left_out(example: Preference, comparison: Comparison, renderer: Renderer) -> Preference:
-    firsts: dict[tuple[int, ...], Completion] = {}
-    for completion, conversation in zip(example.completions, example.conversations, strict=True):
-        if fitted := renderer.fit(conversation, where=example.where):
-            firsts.setdefault(tuple(fitted.token_ids), completion)
-    completions = zip(firsts.values(), comparison.ranks, strict=True)
-    return replace(example, completions=tuple(replace(completion, rank=rank) for completion, rank in completions))
 
 
 def place_of(where: str | None) -> str:

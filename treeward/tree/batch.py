@@ -61,10 +61,8 @@ def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TreeSpan:
-    """One tree's place in the row: tokens `start` to `end`, its longest conversation `depth`, its segments.
-
-    `num_prefix_tokens`: tokens before its root that are not in the row; its `depth` and its segments' count them.
-    """
+    """One tree's place in the row, its longest conversation `depth`, its segments. `num_prefix_tokens`: tokens before
+    its root that are not in the row; `depth` and segments count them."""
 
     start: int
     end: int
@@ -100,15 +98,14 @@ class TreeBatch(Movable):
     """A packed forest of G groups with S sequences in T tokens.
 
     `tokens_T`: int64. `reads_N`: int64, the different places where sequences end, ascending; `read_of_S`: int64, the
-    index into them of each sequence. `group_sizes`: sequences per group. `num_row_tokens`: tokens of the same sequences
-    as rows. `also_S`: int64, for a head that reads at two places of a sequence, the index of the other one.
+    index into them of each sequence. `num_row_tokens`: tokens of the same sequences as rows. `also_S`: int64, for a
+    head that reads at two places of a sequence, the index of the other one.
     """
 
     tokens_T: Tensor
     layout: TreeLayout
     reads_N: Tensor
     read_of_S: Tensor
-    group_sizes: tuple[int, ...]
     num_row_tokens: int
     also_S: Tensor | None = None
 
@@ -137,9 +134,8 @@ class TreeBatch(Movable):
     ) -> TreeBatch:
         """Pack groups of non-empty token sequences. `min_shared`: tokens that groups must share to share a tree.
 
-        `prefixes`: for each group the prefix that its sequences continue, and do not contain; such groups share no
-        trees. `keep`: prefixes to keep, as (group, sequence in the group, tokens): the group's prefix and so many of
-        that sequence's tokens. Raises `ValueError` for an empty group, sequence or batch.
+        `prefixes`: for each group the prefix that its sequences continue, and do not contain. `keep`: prefixes to keep,
+        as (group, sequence in the group, tokens of it). Raises `ValueError` for an empty group, sequence or batch.
         """
         if not groups or any(len(group) == 0 for group in groups):
             raise ValueError("a TreeBatch needs at least one group, and every group at least one sequence")
@@ -153,7 +149,9 @@ class TreeBatch(Movable):
         # With prefixes to read or keep, every group is its own tree, so that trees have the groups' indices.
         separate = prefixes is not None or bool(keep)
         group_prefixes = [None] * len(groups) if prefixes is None else list(prefixes)
-        for members in _ranges(sizes) if separate else _clusters(sequences, sizes, min_shared):
+        starts = np.cumsum([0, *sizes]).tolist()
+        ranges = [list(range(start, end)) for start, end in itertools.pairwise(starts)]
+        for members in ranges if separate else _clusters(sequences, sizes, min_shared):
             prefix = group_prefixes[len(spans)] if separate else None
             before = 0 if prefix is None else len(prefix)
             tree = TokenTree.from_sequences([sequences[i] for i in members])
@@ -165,7 +163,6 @@ class TreeBatch(Movable):
             offset += tree.num_tokens
         exchange = None
         if separate:
-            starts = np.cumsum([0, *sizes])
             kept = [
                 Kept(group_prefixes[g], _path(spans[g], int(reads[starts[g] + k]), length)) for g, k, length in keep
             ]
@@ -177,7 +174,7 @@ class TreeBatch(Movable):
         )
         num_row_tokens = sum(len(sequence) for sequence in sequences)
         reads_N, read_of_S = map(torch.from_numpy, np.unique(reads, return_inverse=True))
-        return cls(torch.from_numpy(np.concatenate(tokens)), layout, reads_N, read_of_S, sizes, num_row_tokens)
+        return cls(torch.from_numpy(np.concatenate(tokens)), layout, reads_N, read_of_S, num_row_tokens)
 
     def also_reading(self, positions: Sequence[int]) -> TreeBatch:
         """The batch, on the host, with one more read position for each sequence."""
@@ -204,22 +201,14 @@ class TreeBatch(Movable):
         )
         return replace(self, tokens_T=F.pad(self.tokens_T, (0, padding)), layout=layout)
 
-    def split(self, scores_S: Tensor) -> tuple[Tensor, ...]:
-        """The scores of each group, (K,) each."""
-        return torch.split(scores_S, list(self.group_sizes))
-
 
 @dataclass(frozen=True, slots=True)
 class RowBatch(Movable):
-    """The same groups as S right-padded rows of L tokens.
-
-    `tokens_SL`: int64 (S, L). `lengths_S`: int64 (S,), the real tokens of each row. `group_sizes`: as in `TreeBatch`.
-    `also_S`: int64 (S,), the position of another token that the head reads.
-    """
+    """The same groups as S right-padded rows of L tokens: `tokens_SL`, int64; `lengths_S`, int64, the real tokens of
+    each row. `also_S`: int64, the position of another token that the head reads."""
 
     tokens_SL: Tensor
     lengths_S: Tensor
-    group_sizes: tuple[int, ...]
     num_row_tokens: int
     also_S: Tensor | None = None
 
@@ -245,11 +234,7 @@ class RowBatch(Movable):
         sequences = [torch.as_tensor(np.asarray(sequence, dtype=np.int64)) for group in groups for sequence in group]
         lengths = torch.tensor([len(sequence) for sequence in sequences])
         padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad_token_id)
-        return cls(padded, lengths, tuple(len(group) for group in groups), int(lengths.sum()))
-
-    def split(self, scores_S: Tensor) -> tuple[Tensor, ...]:
-        """The scores of each group, (K,) each."""
-        return torch.split(scores_S, list(self.group_sizes))
+        return cls(padded, lengths, int(lengths.sum()))
 
 
 Batch = TreeBatch | RowBatch
@@ -271,24 +256,19 @@ def plan_micro_batches(
     micro-batch. `num_ranks`: processes that share the plan: rank r computes `plan[r::num_ranks]`, as many micro-batches
     as the others, of like size at the same time, some perhaps empty.
     """
-    if max_tokens is None and max_groups is None:
-        raise ValueError("plan_micro_batches needs max_tokens or max_groups")
+    most_tokens, most_groups = max_tokens or sys.maxsize, max_groups or sys.maxsize
     if num_ranks > 1:
-        return _plan_shares(sizes, max_tokens or sys.maxsize, max_groups or sys.maxsize, num_ranks)
+        return _plan_shares(sizes, most_tokens, most_groups, num_ranks)
     plan: list[list[int]] = []
     used: list[int] = []
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        best: int | None = None
-        for b, members in enumerate(plan):
-            fits = max_tokens is None or used[b] + sizes[i] <= max_tokens
-            if fits and (max_groups is None or len(members) < max_groups) and (best is None or used[b] > used[best]):
-                best = b
-        if best is None:
-            plan.append([i])
-            used.append(sizes[i])
-        else:
-            plan[best].append(i)
-            used[best] += sizes[i]
+        fitting = [b for b in range(len(plan)) if used[b] + sizes[i] <= most_tokens and len(plan[b]) < most_groups]
+        if not fitting:
+            plan.append([])
+            used.append(0)
+        fullest = max(fitting, key=used.__getitem__, default=len(plan) - 1)
+        plan[fullest].append(i)
+        used[fullest] += sizes[i]
     return [sorted(members) for members in plan]
 
 
@@ -322,20 +302,18 @@ def plan_padded(
 
     `shapes`: (rows, longest row) of each group. Groups of similar length go together, longest first.
     """
-    if max_tokens is None and max_groups is None:
-        raise ValueError("plan_padded needs max_tokens or max_groups")
     if num_ranks > 1:
         return _plan_padded_shares(shapes, max_tokens, max_groups, num_ranks)
     plan: list[list[int]] = []
     rows = length = 0
     for i in sorted(range(len(shapes)), key=lambda i: (-shapes[i][1], i)):
-        own_rows, own_length = shapes[i]
-        fits = bool(plan) and (max_tokens is None or (rows + own_rows) * length <= max_tokens)
+        group_rows, longest = shapes[i]
+        fits = bool(plan) and (max_tokens is None or (rows + group_rows) * length <= max_tokens)
         if not fits or (max_groups is not None and len(plan[-1]) == max_groups):
             plan.append([])
-            rows, length = 0, own_length
+            rows, length = 0, longest
         plan[-1].append(i)
-        rows += own_rows
+        rows += group_rows
     return [sorted(members) for members in plan]
 
 
@@ -374,8 +352,6 @@ def plan_sequences(
     those of similar length are neighbours. `max_tokens`: computed tokens of a micro-batch; a longer sequence has its
     own. `max_sequences`: of a micro-batch. `num_cached`: each sequence's first tokens that need not be computed.
     """
-    if max_tokens is None and max_sequences is None:
-        raise ValueError("plan_sequences needs max_tokens or max_sequences")
     max_tokens, max_sequences = max_tokens or sys.maxsize, max_sequences or sys.maxsize
     arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
     plan: list[list[list[int]]] = []
@@ -405,12 +381,6 @@ def plan_sequences(
         count += 1
         previous = i
     return plan
-
-
-def _ranges(sizes: Sequence[int]) -> list[list[int]]:
-    """The sequences of each group."""
-    starts = np.cumsum([0, *sizes]).tolist()
-    return [list(range(start, end)) for start, end in zip(starts, starts[1:], strict=False)]
 
 
 def _path(tree: TreeSpan, read: int, num_tokens: int) -> tuple[tuple[int, int], ...]:

@@ -1,9 +1,5 @@
-"""`fastest`: the faster attention for a model's trees on this GPU, by measurement.
-
-    implementation = fastest(layout, heads=32, key_heads=8, head_dim=128, dtype=torch.bfloat16)
-
-FlashAttention has the faster kernel and copies the keys of a path for each segment; FlexAttention copies nothing and
-visits blocks of 128. The faster one depends on the GPU and on the shape of the trees.
+"""`fastest`: the faster attention for a model's trees on this GPU, by measurement: FlashAttention has the faster kernel
+and copies the keys of a path for each segment; FlexAttention copies nothing and visits blocks of 128.
 """
 
 from __future__ import annotations

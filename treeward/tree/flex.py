@@ -33,11 +33,8 @@ _MOST_CASES = 64
 
 
 class FlexMask:
-    """One layer type's mask over one row, for FlexAttention: `block_mask`. `layout`: of the row.
-
-    With the mask function each query must see all positions from a first one, which never decreases from query to
-    query: causal masks, sliding windows and chunks do.
-    """
+    """One layer type's mask over one row, for FlexAttention. With the mask function each query must see all positions
+    from a first one, which never decreases: causal masks, sliding windows and chunks do."""
 
     def __init__(self, mask_function: MaskFunction, layout: TreeLayout) -> None:
         self.layout = layout

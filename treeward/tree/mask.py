@@ -34,11 +34,9 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Queries [q_start, q_end) against keys [k_start, k_end) of the row, or of a tree's prefix.
-
-    `causal`: query i sees keys up to i (the ranges are equal). `mask_QK`: the visible keys, or None for all. `first`:
-    no earlier part wrote these queries. `prefix_of`: the index of the tree whose prefix holds the keys.
-    """
+    """Queries [q_start, q_end) against keys [k_start, k_end) of the row, or of the prefix of tree `prefix_of`.
+    `causal`: query i sees keys up to i. `mask_QK`: the visible keys, or None for all. `first`: no earlier part wrote
+    these queries."""
 
     q_start: int
     q_end: int
@@ -78,11 +76,9 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Queries [q_start, q_end) of one segment, and the keys of their path from the first visible one.
-
-    `start`: the position of the first query. `low`, `high`: the first position that the first, the last query sees.
-    `keys`: runs of keys, root first, up to the last query.
-    """
+    """Queries [q_start, q_end) of one segment, and the runs of keys of their path from the first visible one, root
+    first. `start`: the position of the first query. `low`, `high`: the first position that the first, the last query
+    sees."""
 
     q_start: int
     q_end: int
@@ -93,10 +89,8 @@ class Window:
 
 
 class PositionMask:
-    """One layer type's mask over one row. transformers passes it to attention layers in place of a tensor.
-
-    It lives for one forward pass (and its backward), and caches its parts for the other layers of its type.
-    """
+    """One layer type's mask over one row, for one forward pass and its backward. transformers passes it to attention
+    layers in place of a tensor; its parts serve all layers of the type."""
 
     def __init__(self, mask_function: MaskFunction, layout: TreeLayout) -> None:
         self.mask_function, self.layout = mask_function, layout

@@ -63,10 +63,8 @@ class Kept:
 
 
 class Exchange:
-    """The prefixes that the attention layers of one forward pass read, and the ones that they write.
-
-    It counts the calls of layers, so one exchange serves one forward pass.
-    """
+    """The prefixes that the attention layers of one forward pass read, and the ones that they write. It counts the
+    calls of layers."""
 
     def __init__(self, prefixes: Sequence[Prefix | None], keep: Sequence[Kept] = ()) -> None:
         self.prefixes = tuple(prefixes)
@@ -101,10 +99,8 @@ MIN_PREFIX_TOKENS = 32
 
 
 class PrefixCache:
-    """Prefixes by their tokens. `max_bytes`: of keys and values.
-
-    It belongs to one model: clear it after a change of the weights. One thread uses it at a time.
-    """
+    """Prefixes by their tokens. `max_bytes`: of keys and values. It belongs to one model: clear it after a change of
+    the weights. One thread uses it at a time."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -168,11 +164,8 @@ class PrefixCache:
 
 
 class RecentTokens:
-    """The beginnings of recent sequences, to find repeated prompts.
-
-    In a rendered text the end of the prompt is unknown; the tokens that it shares with an earlier text are the prompt,
-    or more. It keeps hashes of beginnings in blocks of 32 tokens; the oldest of `max_blocks` go first.
-    """
+    """The beginnings of recent sequences, to find repeated prompts: the tokens that a rendered text shares with an
+    earlier one are the prompt, or more. It keeps hashes in blocks of 32 tokens; the oldest of `max_blocks` go first."""
 
     def __init__(self, max_blocks: int = 2**17) -> None:
         self.max_blocks = max_blocks

@@ -45,14 +45,12 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class TokenTree:
     """A trie of token sequences in preorder: its tokens and their positions in their conversations, int64, its
-    segments, and the flat index of each sequence's last token, in the order given. `num_row_tokens`: tokens of the
-    plain rows."""
+    segments, and the flat index of each sequence's last token, in the order given."""
 
     tokens_N: npt.NDArray[np.int64]
     positions_N: npt.NDArray[np.int64]
     segments: tuple[Segment, ...]
     reads_S: npt.NDArray[np.int64]
-    num_row_tokens: int
 
     @property
     def num_tokens(self) -> int:
@@ -82,11 +80,8 @@ def common_prefix_length(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer])
 
 
 class _Builder:
-    """Builds the trie from the sorted sequences.
-
-    In lexicographic order each sequence adds one *piece*: its tokens after the prefix that it shares with the sequence
-    before it. The pieces one after another are the trie in preorder. Segments end where later pieces branch off.
-    """
+    """Builds the trie from the sorted sequences: in lexicographic order each adds one *piece*, its tokens after the
+    prefix that it shares with the one before it. Segments end where later pieces branch off."""
 
     def __init__(self, arrays: list[npt.NDArray[np.int64]]) -> None:
         self.arrays = arrays
@@ -104,7 +99,6 @@ class _Builder:
             np.concatenate(positions),
             segments,
             np.array([reads[i] for i in range(len(self.arrays))], dtype=np.int64),
-            sum(len(array) for array in self.arrays),
         )
 
     def _lay_out_pieces(self) -> tuple[dict[int, tuple[int, int, int | None]], dict[int, set[int]], dict[int, int]]:

@@ -169,11 +169,8 @@ def grade(question: Question, completion: str) -> float:
 
 
 def parse_question(context: Sequence[Message] | str) -> Question:
-    """Read the question and the format in force out of a conversation that ends in a user turn.
-
-    A format asked for in the last user turn wins, then one that an earlier user turn asked for "from now on", the
-    latest first, then the system prompt's. A follow-up ("And of Italy?") needs an earlier question of its kind.
-    """
+    """Read the question and the format in force out of a conversation that ends in a user turn: the format of that
+    turn, or one that an earlier turn asked for "from now on", the latest first, or the system prompt's."""
     turns = [("user", context)] if isinstance(context, str) else [(m.get("role"), last_text([m])) for m in context]
     asking = [text for role, text in turns if role == "user"]
     if not asking or turns[-1][0] != "user":
