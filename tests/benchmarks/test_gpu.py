@@ -72,15 +72,3 @@ def test_operations_are_those_that_torch_counts(benchmark: ModuleType) -> None:
         model(tokens)
     found = sys.modules["common"].flops(model, 40, 40 * 40, 40, (1, 1, 1))
     assert found == pytest.approx(counter.get_total_flops(), rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"), [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA Unknown", None)]
-)
-def test_utilisation_is_of_the_device(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    found = sys.modules["common"].utilisation(1e12, 0.01, torch.device("cuda"), torch.bfloat16)
-    assert found == (None if peak is None else pytest.approx(1e14 / peak))
-    assert sys.modules["common"].utilisation(1e12, 0.01, torch.device("cuda"), torch.float32) is None

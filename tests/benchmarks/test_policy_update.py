@@ -77,36 +77,6 @@ def test_the_variants_compute_what_was_counted(benchmark: ModuleType, tokenizer:
     assert benchmark._ours(benchmark.PackedRows, policy, policy, work.alone).log_probs() == 69
 
 
-def test_packed_rows_share_nothing_however_long_the_prompt(
-    benchmark: ModuleType, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    policy = benchmark.PackedRows(benchmark.build_causal("toy", tokenizer))
-    sequence = list(range(60))
-    assert policy.log_probs([[sequence], [sequence]], [[50], [50]]).num_computed_tokens == 120
-
-
-def test_prompts_and_completions_have_the_lengths_that_are_measured(
-    benchmark: ModuleType, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    _, prompts = benchmark.load_prompts()
-    work = benchmark.make_work(prompts, tokenizer, benchmark.Setting(4, 40, 12), 2)
-    assert [len(group.prompt_ids) for group in work.groups] == [40, 40]
-    assert {len(completion.token_ids) for group in work.groups for completion in group.completions} == {12}
-    assert work.advantages_PG.shape == (2, 4) and work.alone.advantages_PG.shape == (8, 1)
-    assert [g.completions for g in work.alone.groups] == [(a,) for g in work.groups for a in g.completions]
-
-
-def test_it_runs_and_is_exact(
-    benchmark: ModuleType, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
-) -> None:
-    row = benchmark.measure("toy", tokenizer, work_of(benchmark), rounds=1, warmup=0)
-    for name in benchmark.FLOAT32:
-        assert row[f"difference {name}"] <= benchmark.EXACT
-    assert 0 < row[f"difference {benchmark.TRL_DEFAULT}"] < 0.1
-    benchmark.print_tables([row])
-    assert "of the saving of tokens" in capsys.readouterr().out
-
-
 def test_it_stops_where_the_variants_differ(benchmark: ModuleType) -> None:
     gradient = {"weight": torch.ones(3)}
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_judge import FakeJudge, completion, places
 from verbs import call
 
 from treeward.cli import bon
@@ -82,29 +81,6 @@ def test_a_rule_sees_the_other_columns(samples: Path, tmp_path: Path) -> None:
     rows = map(json.loads, samples.read_text(encoding="utf-8").splitlines())
     expected = [[float(text in ("4.", "4")) for text in row["responses"]] for row in rows]
     assert scores_of(output, "type-rules") == expected
-
-
-def test_a_judge_compares_the_samples_of_a_prompt(
-    samples: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def answer(request: dict[str, Any]) -> Any:
-        first, second = (text.startswith(("4", "Four")) for text in places(request))
-        verdict = "[[C]]" if first == second else "[[A]]" if first else "[[B]]"
-        return 200, completion(verdict) | {"usage": {"prompt_tokens": 90, "completion_tokens": 9}}
-
-    judge, output = FakeJudge(answer), tmp_path / "out"
-    section = {"type": "judge", "base_url": judge.url, "model": "m", "api_key_env": None, "mode": "pairwise"}
-    with caplog.at_level("INFO"):
-        assert run("--proxy", "n", "--gold", json.dumps(section), "--data", samples, "--output", output) == 0
-    rows = map(json.loads, samples.read_text(encoding="utf-8").splitlines())
-    expected = []
-    for row in rows:
-        right = [text.startswith(("4", "Four")) for text in row["responses"]]
-        neighbours = zip(right[-1:] + right[:-1], right[1:] + right[:1], strict=True)
-        expected.append([0.5 + (2 * own - sum(two)) / 4 for own, two in zip(right, neighbours, strict=True)])
-    assert scores_of(output, "type-judge") == expected
-    assert len(judge.requests) == 12 * 5 * 2 and "120 requests, 10,800 tokens read and 1,080 written" in caplog.text
-    judge.server.__exit__()
 
 
 def test_what_has_no_score_is_counted_and_never_a_number(

@@ -48,19 +48,6 @@ def test_every_form_means_the_same(form):
 
 
 @pytest.mark.parametrize(
-    "raw",
-    [
-        {"train_data_path": "t", "val_data_path": "v"},
-        {"train": {"data_path": "t"}, "validation": {"data_path": "v"}},
-        {"train": {"data_path": "t"}, "validation": [{"data_path": "v"}]},
-        {"train_data_path": "t", "val_data_paths": {"default": "v"}},
-    ],
-)
-def test_the_only_unnamed_validation_set_is_called_default(raw):
-    assert [(d.name, d.data_path) for d in DataConfig.model_validate(raw).validation] == [("default", "v")]
-
-
-@pytest.mark.parametrize(
     ("name", "validation"),
     [
         ("HelpSteer3Dataset", [("default", "validation")]),

@@ -1,6 +1,5 @@
 """What sections make of the keys that they are given: other forms, other names, and what follows from several keys."""
 
-import json
 import logging
 
 import pytest
@@ -22,7 +21,6 @@ from treeward.config.reward_environments import HybridEnvironmentConfig, RewardM
 from treeward.config.run import EvaluationConfig
 from treeward.config.server import ServedModelConfig
 from treeward.errors import ConfigError
-from treeward.model.contract import RewardCalibration
 
 
 def policy(**keys):
@@ -195,12 +193,6 @@ def test_remarks_are_logged_once_each(load, caplog):
 # environments and servers
 
 
-def test_features_that_nemo_rl_does_not_support():
-    assert model(cpu_offload=True).dtensor_cfg.cpu_offload
-    assert model(activation_checkpointing=True, dtensor_cfg={"_v2": True}).dtensor_cfg.activation_checkpointing
-    assert not model(cpu_offload=True, dtensor_cfg={"cpu_offload": False}).dtensor_cfg.cpu_offload
-
-
 def test_a_members_keys_stand_beside_its_weight():
     values = {
         "rules": {"weight": 2, "rule": "math"},
@@ -209,22 +201,6 @@ def test_a_members_keys_stand_beside_its_weight():
     members = load_section(HybridEnvironmentConfig, {"members": values}, where="env_config").members
     assert members["rules"].section == {"rule": "math"} and members["rules"].weight == 2
     assert members["other"].section == {"rule": "regex", "pattern": "x"} and members["other"].type == "rules"
-
-
-def test_constants_survive_the_contract():
-    raw = {
-        "normalization": {"mean": 1.25, "std": 2.0},
-        "length_curve": {
-            "unit": "tokens", "lengths": [1, 5], "values": [0.0, 2.0], "residual_mean": 0.0, "residual_std": 1.0,
-        },
-        "temperature": {"value": 1.5, "nll_before": 0.5, "nll_after": 0.4, "num_pairs": 12},
-        "provenance": {
-            "data": "held_out.jsonl", "fingerprint": "ab", "num_comparisons": 3, "num_conversations": 6,
-            "num_failed": 0, "treeward_version": "1", "date": "2025-01-31",
-        },
-    }  # fmt: skip
-    calibration = RewardCalibration.model_validate(raw)
-    assert RewardCalibration.model_validate(json.loads(json.dumps(calibration.model_dump(mode="json")))) == calibration
 
 
 def test_what_a_served_model_is_called(tmp_path, monkeypatch):

@@ -392,16 +392,6 @@ def test_the_options_have_the_pages_defaults(model_path: str, five_attributes: s
     assert got["failure_reason"].endswith("at most 50")
 
 
-def test_float16(model_path: str, make_client: Any) -> None:
-    exact = make_client(model_path=model_path).post("/verify", json=rollout()).json()["reward"]
-    client = make_client(model_path=model_path, dtype="float16")
-    got = client.post("/verify", json=rollout()).json()["reward"]
-    assert got != exact and got == pytest.approx(exact, abs=2e-3)
-    [model] = client.app.state.service.batcher.models.values()
-    reward_model = model.scorer.members[0].model
-    assert (reward_model.hf.dtype, reward_model.head.weight.dtype) == (torch.float16, torch.float32)
-
-
 def test_weights_that_float16_cannot_hold(model_path: str, tmp_path: Path, make_client: Any) -> None:
     hf = AutoModelForSequenceClassification.from_pretrained(model_path)
     with torch.no_grad():
@@ -442,16 +432,6 @@ def test_two_devices_give_the_scores_of_one(model_path: str, make_client: Any, e
     first.model.hf = None
     [row] = two.post("/v1/rewards", json={"conversations": chats[:1], "on_error": "mask"}).json()["data"]
     assert row["score"] is None and "the server failed" in row["error"]
-
-
-def test_the_options_of_an_ensemble(model_path: str, make_client: Any) -> None:
-    ensemble = {"method": "uncertainty", "uncertainty_coefficient": 2.0, "means": [0.0, 1.0], "stds": [1.0, 2.0]}
-    got = make_client(model_path=[model_path] * 2, ensemble=ensemble).post("/verify", json=rollout()).json()
-    raw = make_client(model_path=model_path).post("/verify", json=rollout()).json()["reward"]
-    assert got["reward_member_0"] == got["reward_member_1"] == pytest.approx(raw, abs=1e-5)
-    members = [raw, (raw - 1) / 2]
-    expected = statistics.fmean(members) - 2 * statistics.pvariance(members)
-    assert got["reward"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_preference_score_is_in_0_to_1(model_path: str, make_client: Any) -> None:
@@ -518,19 +498,3 @@ def test_running_statistics_are_the_pages_formula_and_fixed_for_who_asks_again(
     body = {"context": [{"role": "user", "content": PROMPT}], "completions": RESPONSES[:1]}
     [row] = client.post("/v1/rewards", json=body).json()["data"]
     assert row["reward"] == row["score"] == pytest.approx(scores[0], abs=1e-5)  # there, nothing runs
-
-
-def test_other_weights_in_the_same_folder_are_other_rewards(
-    five_attributes: str, tmp_path: Any, make_client: Any
-) -> None:
-    """Without a scoring contract the weights tell a model from another."""
-    folder = shutil.copytree(five_attributes, tmp_path / "model")
-    section = {"model_path": str(folder), "head_weights": "mean"}
-    [first], [again] = (make_client(**section).get("/v1/models").json()["data"] for _ in range(2))
-    assert first["identity"] == again["identity"]
-    hf = AutoModelForSequenceClassification.from_pretrained(folder)
-    with torch.no_grad():
-        hf.model.norm.weight *= 2
-    hf.save_pretrained(folder)
-    [other] = make_client(**section).get("/v1/models").json()["data"]
-    assert other["identity"] != first["identity"]

@@ -10,14 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from treeward.compat.nemo_rl import EnvironmentReturn, RewardModelEnvironment
 from treeward.config.load import load_config, load_grpo_config
 from treeward.config.reward_environments import RewardModelEnvironmentConfig
-from treeward.data.preference import preference_from_dict
 from treeward.errors import ConfigError
 from treeward.scoring.scorer import Scorer
 
@@ -109,13 +107,6 @@ def test_the_configuration_of_the_environment(section: Callable[..., dict[str, A
     assert step.rewards.tolist() == pytest.approx(exact, abs=0.05)  # bfloat16
 
 
-def test_the_command_of_the_third_step(model_folder: Path) -> None:
-    """`examples/run_grpo_rm.py --config ... env.reward_model.model_name=path/to/your/model`, of which 1026 runs all."""
-    word = "env.reward_model.model_name=path/to/your/model"
-    config = load_grpo_config(REPOSITORY / "examples/configs/grpo_rm_1B.yaml", [word])
-    assert config.env["reward_model"]["model_name"] == "path/to/your/model"
-
-
 # --- Configuration Reference -----------------------------------------------------------------------------------------
 
 
@@ -159,27 +150,4 @@ def test_what_the_page_says_is_disabled_works(
 # --- Preference Data Format ------------------------------------------------------------------------------------------
 
 
-def test_the_preference_of_the_page() -> None:
-    row = {
-        "context": [{"role": "user", "content": "What's the capital of France?"}],
-        "completions": [
-            {"rank": 0, "completion": [{"role": "assistant", "content": "The capital of France is Paris."}]},
-            {"rank": 1, "completion": [{"role": "assistant", "content": "France is a country in Europe."}]},
-        ],
-    }
-    preference = preference_from_dict(row)
-    best = min(preference.completions, key=lambda one: one.rank)
-    assert best.messages[0]["content"] == "The capital of France is Paris."
-    assert [one.rank for one in preference.completions] == [0, 1]
-
-
 # --- Metrics ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_metrics(environment: RewardModelEnvironment) -> None:
-    rewards = environment.step(LOGS, [{}, {}]).rewards
-    _, metrics = environment.global_post_process_and_metrics({"rewards": rewards})
-    of = {"num_samples": 2, "mean_reward": np.mean, "std_reward": np.std, "min_reward": np.min, "max_reward": np.max}
-    for name, value in of.items():
-        expected = value(rewards.numpy()) if callable(value) else value
-        assert metrics[f"reward_model_env/{name}"] == pytest.approx(expected, abs=1e-6)
