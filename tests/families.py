@@ -168,6 +168,19 @@ def plain_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> 
         config.pad_token_id = pad
 
 
+def plain_log_probs(
+    model: PreTrainedModel, sequence: Sequence[int], start: int, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the tokens from `start` on, and entropies, by the model's own forward of one row."""
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation("eager")  # a `PolicyModel` of it leaves its own
+    logits = model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0].float() / temperature
+    log_probs = logits.log_softmax(-1)
+    picked = log_probs[:-1].gather(-1, torch.tensor(sequence)[1:, None])[:, 0]
+    entropies = -(log_probs.exp() * log_probs).sum(-1)[:-1]
+    return picked[start - 1 :], entropies[start - 1 :]
+
+
 def gradients(model: torch.nn.Module, scores: Tensor) -> dict[str, Tensor]:
     """Gradients of a weighted sum of the scores, by parameter name; parameters without one are left out."""
     weights = torch.linspace(-1.0, 1.0, len(scores)) + 0.1

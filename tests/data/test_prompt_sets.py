@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from messages import assistant, user, write_jsonl
 
 from treeward.config.data import PromptSetConfig
 from treeward.data.prompt_sets import (
-    _PROMPT_DATASETS,
-    Prompt,
     PromptSet,
-    RowPrompts,
-    from_response_row,
     open_prompts,
-    register_prompt_dataset,
 )
-from treeward.data.sources import Row
 from treeward.data.synthetic import best_completions
 from treeward.data.synthetic import prompts as bundled_prompts
 from treeward.errors import ConfigError, DataError
@@ -112,20 +104,6 @@ def test_named_keys(tmp_path: Path) -> None:
     assert own.info == {"ground_truth": "5", "reference_answers": ["5"]}
     request = {"input": "2?", "output": "2", "responses_create_params": "text", "tools": ["f"]}
     assert opened(tmp_path, "ResponseDataset", request)[0].info["tools"] == ["f"]
-
-
-def test_what_is_read_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def load(*names: Any, **options: Any) -> Any:
-        asked.append((*names, options["split"]))
-        return datasets.Dataset.from_list([PROBLEM])
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    (prompt,) = open_prompts(PromptSetConfig(dataset_name="OpenMathInstruct-2"))
-    open_prompts(PromptSetConfig(dataset_name="AIME2024", split="test"))
-    assert asked == [("nvidia/OpenMathInstruct-2", None, "train_1M"), ("HuggingFaceH4/aime_2024", None, "test")]
-    assert prompt.where == "nvidia/OpenMathInstruct-2[train_1M]:row 1"
 
 
 def test_bundled() -> None:
@@ -221,7 +199,7 @@ def test_bad_rows_are_named(tmp_path: Path, name: str, row: dict[str, Any], mess
 
 
 @pytest.fixture
-def my_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def my_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "prompts_of_mine.py").write_text(
         """
 from types import SimpleNamespace
@@ -246,9 +224,6 @@ class Rows(RowPrompts):
 """
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield
-    for name in [name for name, cls in _PROMPT_DATASETS.classes.items() if cls.__module__ == __name__]:
-        del _PROMPT_DATASETS.classes[name]
 
 
 @pytest.mark.usefixtures("my_prompts")
@@ -268,17 +243,3 @@ def test_classes_by_dotted_path(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match="a row is not an object"):
         texts("Texts")
-
-
-@pytest.mark.usefixtures("my_prompts")
-def test_registered_classes(tmp_path: Path) -> None:
-    @register_prompt_dataset("Mine", "mine-too")
-    class Mine(RowPrompts):
-        def to_prompt(self, row: Row) -> Prompt:
-            return from_response_row(row.values, row.where, input_key="q", output_key="a")
-
-    for name in ("Mine", "mine-too"):
-        (prompt,) = opened(tmp_path, name, {"q": "2?", "a": "2"})
-        assert (prompt.messages, prompt.info["ground_truth"]) == ((user("2?"),), "2")
-    with pytest.raises(ConfigError, match="Mine needs a path"):
-        open_prompts(PromptSetConfig(dataset_name="Mine"))

@@ -2,13 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from treeward.data.tokenizers import train_tokenizer
-from treeward.errors import ConfigError
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "a cat and a dog"] * 3
 TOKENIZER = train_tokenizer(TEXTS, vocab_size=300)
@@ -27,8 +25,3 @@ def test_training_is_deterministic_and_survives_a_folder(tmp_path: Path) -> None
     conversation = [{"role": "user", "content": "the cat?"}, {"role": "assistant", "content": "on the mat"}]
     assert again.apply_chat_template(conversation) == TOKENIZER.apply_chat_template(conversation)
     assert again.pad_token_id != again.eos_token_id
-
-
-def test_a_vocabulary_without_the_bytes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least 261"):
-        train_tokenizer(TEXTS, vocab_size=260)

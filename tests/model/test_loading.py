@@ -25,19 +25,6 @@ LLAMA = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def save(tmp_path: Path, tiny_tokenizer: Any) -> Callable[..., Path]:
-    """Save a model with the tiny tokenizer as a folder that anyone could have made."""
-
-    def to_folder(model: Any, tokenizer: Any = tiny_tokenizer, **options: Any) -> Path:
-        folder = tmp_path / f"model{len(list(tmp_path.iterdir()))}"
-        model.save_pretrained(folder, **options)
-        tokenizer.save_pretrained(folder)
-        return folder
-
-    return to_folder
-
-
 def causal_lm(family: str = "llama", **changes: Any) -> Any:
     """A language model, saved and loaded by people who never heard of reward models."""
     return randomise(AutoModelForCausalLM.from_config(config_of(family, num_labels=2, **changes)))

@@ -10,8 +10,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from families import causal_model, gradient_error
-from torch import Tensor, nn
+from families import causal_model, gradient_error, plain_log_probs
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -51,15 +51,10 @@ def adapted(hf: PreTrainedModel, config: LoraConfig = CONFIG, *, fresh: bool = F
     return policy
 
 
-def row_log_probs(model: Any, sequence: list[int], start: int) -> Tensor:
-    logits = model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0].float().log_softmax(-1)
-    return logits[:-1].gather(-1, torch.tensor(sequence)[1:, None])[start - 1 :, 0]
-
-
 def assert_as_rows(policy: PolicyModel, model: Any, tolerance: float = 2e-5) -> None:
     with torch.no_grad():
         got = policy.log_probs(GROUPS, STARTS)
-        rows = [row_log_probs(model, s, starts[0]) for g, starts in zip(GROUPS, STARTS, strict=True) for s in g]
+        rows = [plain_log_probs(model, s, starts[0])[0] for g, starts in zip(GROUPS, STARTS, strict=True) for s in g]
     for values, row in zip(got.values_SL, rows, strict=True):
         assert float((values[: len(row)] - row).abs().max()) < tolerance
 
@@ -81,7 +76,7 @@ def test_values_and_gradients_are_those_of_peft_on_plain_rows(family: str, tmp_p
         assert float((policy.log_probs(GROUPS, STARTS).values_SL - got.values_SL).abs().max()) > 0.01
     weights = torch.linspace(-1, 1, got.values_SL.numel()).reshape(got.values_SL.shape)
     (got.values_SL * weights).sum().backward()
-    rows = [row_log_probs(model, s, starts[0]) for g, starts in zip(GROUPS, STARTS, strict=True) for s in g]
+    rows = [plain_log_probs(model, s, starts[0])[0] for g, starts in zip(GROUPS, STARTS, strict=True) for s in g]
     torch.stack([(row * weights[i, : len(row)]).sum() for i, row in enumerate(rows)]).sum().backward()
     trained = {n.replace(".default", ""): p.grad for n, p in model.named_parameters() if p.requires_grad}
     ours = {name: weight.grad for name, weight in adapter_state(policy).items()}

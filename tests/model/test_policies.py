@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import causal_model, tiny_model
-from torch import Tensor
+from families import causal_model, plain_log_probs, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.errors import ConfigError, ModelError
@@ -22,35 +21,10 @@ STARTS = [[3, 3, 3]]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-@pytest.fixture
-def save(tmp_path: Path, tiny_tokenizer: Any) -> Callable[..., Path]:
-    """Save a model with the tiny tokenizer as a folder that anyone could have made."""
-
-    def to_folder(model: Any) -> Path:
-        folder = tmp_path / f"model{len(list(tmp_path.iterdir()))}"
-        model.save_pretrained(folder)
-        tiny_tokenizer.save_pretrained(folder)
-        return folder
-
-    return to_folder
-
-
-def plain_values(hf: Any) -> list[Tensor]:
-    """Of each completion, as plain transformers computes it."""
-    found = []
-    if hf._can_set_attn_implementation():
-        hf.set_attn_implementation("eager")  # a `PolicyModel` of it leaves its own
-    with torch.no_grad():
-        for ids, start in zip(GROUPS[0], STARTS[0], strict=True):
-            logits = hf(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1)
-            found.append(logits[:-1].gather(-1, torch.tensor(ids)[1:, None])[start - 1 :, 0])
-    return found
-
-
 def difference(policy: PolicyModel, hf: Any) -> float:
     with torch.no_grad():
         ours = policy.log_probs(GROUPS, STARTS).values_SL
-    rows = plain_values(hf)
+        rows = [plain_log_probs(hf, ids, start)[0] for ids, start in zip(GROUPS[0], STARTS[0], strict=True)]
     return max(float((values[: len(row)] - row).abs().max()) for values, row in zip(ours, rows, strict=True))
 
 

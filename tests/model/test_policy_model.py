@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from families import CAUSAL_ONLY, DECODERS, VOCABULARY, causal_model, randomise, tiny_model
-from torch import Tensor
+from families import CAUSAL_ONLY, DECODERS, VOCABULARY, causal_model, plain_log_probs, randomise, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from treeward.errors import ModelError
@@ -14,16 +13,6 @@ from treeward.model.checks import check_policy, tree_or_rows
 from treeward.model.policy_model import PolicyModel
 
 VALUES, GRADIENTS = 1e-5, 1e-5
-
-
-def plain(model: PreTrainedModel, sequence: list[int], start: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """As the model's own forward gives them for one row."""
-    model.set_attn_implementation("eager")
-    logits = model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0].float() / temperature
-    log_probs = logits.log_softmax(-1)
-    picked = log_probs[:-1].gather(-1, torch.tensor(sequence)[1:, None])[:, 0]
-    entropy = -(log_probs.exp() * log_probs).sum(-1)[:-1]
-    return picked[start - 1 :], entropy[start - 1 :]
 
 
 def groups_of_completions(seed: int = 0) -> tuple[list[list[list[int]]], list[list[int]]]:
@@ -49,7 +38,7 @@ def test_values_and_gradients_are_those_of_plain_rows(family: str) -> None:
     (got.values_SL * weights).sum().backward()
     gradients = {name: p.grad.clone() for name, p in hf.named_parameters() if p.grad is not None}
     hf.zero_grad()
-    rows = [plain(hf, sequence, 13) for sequence in groups[0]] + [plain(hf, sequence, 5) for sequence in groups[1]]
+    rows = [plain_log_probs(hf, ids, of[0]) for group, of in zip(groups, starts, strict=True) for ids in group]
     assert got.mask_SL.sum(1).tolist() == [len(values) for values, _ in rows]
     for s, (values, entropies) in enumerate(rows):
         assert torch.allclose(got.values_SL[s, : len(values)], values, atol=VALUES)
@@ -73,8 +62,8 @@ def test_layouts_and_temperature(layout: str) -> None:
     policy = PolicyModel(hf, layout=layout)  # type: ignore[arg-type]
     with torch.no_grad():
         got = policy.log_probs(groups, starts, temperature=0.7)
-        rows = [plain(hf, ids, of[0], 0.7)[0] for group, of in zip(groups, starts, strict=True) for ids in group]
-    for values, row in zip(got.values_SL, rows, strict=True):
+        rows = [plain_log_probs(hf, ids, of[0], 0.7) for group, of in zip(groups, starts, strict=True) for ids in group]
+    for values, (row, _) in zip(got.values_SL, rows, strict=True):
         assert torch.allclose(values[: len(row)], row, atol=VALUES) and not values[len(row) :].any()
 
 

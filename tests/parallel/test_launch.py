@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ConfigError
 from treeward.parallel.launch import first_host, heed_slurm, launch
 
 LAUNCHED = Path(__file__).parent / "launched.py"
@@ -45,17 +45,6 @@ def test_what_srun_says_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("MASTER_PORT", "1234")
     heed_slurm()
     assert [os.environ.get(name) for name in names] == ["9", "1", "16", "n3", "1234", None]
-
-
-def test_an_error_under_a_launcher_of_one_process(
-    monkeypatch: pytest.MonkeyPatch, tiny_run: Callable[..., Any]
-) -> None:
-    def fails(config: Any, *, show_progress: bool) -> None:
-        raise ModelError("a mistake")
-
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ModelError, match="a mistake"):
-        launch(fails, tiny_run())
 
 
 def test_a_layout_that_does_not_divide_the_processes_is_told_before_they_start(tiny_run: Callable[..., Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,14 @@ import peft
 import pytest
 import torch
 from conftest import WORDS
-from families import causal_model
 from killed_run import assert_same_run, killed_before_step
 from transformers import AutoModelForSequenceClassification
 
 from treeward import Scorer
 from treeward.cli.main import main
-from treeward.config.policy import PolicyConfig
 from treeward.errors import CheckpointError
 from treeward.model.loading import load_reward_model
 from treeward.model.lora import add_adapters, is_quantized, load_adapters
-from treeward.model.policy_model import PolicyModel
-from treeward.training.models import adapt
 from treeward.training.train import train
 
 LAYOUTS = {
@@ -37,17 +32,6 @@ ANSWERS = ["A warm sun.", "The wind, and rain."]
 def plain_scores(model: Any, sequences: list[list[int]]) -> torch.Tensor:
     with torch.no_grad():
         return torch.stack([model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, 0] for ids in sequences])
-
-
-def test_what_bitsandbytes_lacks_where_peft_imports_it_is_not_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A CPU of some kinds would have a kernel of four bits, which adapters of whole weights have no use for."""
-    inject, noisy = peft.inject_adapter_in_model, logging.getLogger("bitsandbytes.backends.cpu.ops")
-    monkeypatch.setattr(peft, "inject_adapter_in_model", lambda *given: noisy.warning("no kernel") or inject(*given))
-    policy = PolicyConfig(model_name="m", dtensor_cfg={"lora_cfg": {"enabled": True}})
-    adapt(PolicyModel(causal_model("llama")), policy, seed=1, checkpoint=None)
-    assert "no kernel" not in caplog.text and noisy.isEnabledFor(logging.WARNING)
 
 
 @pytest.fixture

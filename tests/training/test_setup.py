@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from messages import write_jsonl
 
-from treeward.errors import ConfigError, DataError
+from treeward.errors import ConfigError
 from treeward.evaluation.diagnostics.perturbations import sample_examples
 from treeward.evaluation.suites import PreferenceSuite
 from treeward.training.checkpoints import Checkpoint
@@ -27,16 +25,6 @@ def test_what_does_not_fit_the_model_is_refused(tiny_run: Callable[..., Any]) ->
     assert caught.value.need == "at most 512"
     with pytest.raises(ConfigError, match="vocabulary is too small"):
         set_up(tiny_run("policy.tokenizer.vocab_size=100"))
-
-
-def test_a_split_is_refused_before_anything_is_tokenized(
-    tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_jsonl(tmp_path / "train.jsonl", {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"})
-    config = tiny_run("checkpointing.metric_name=null", f"data.validation=[{{data_path: {path}, split: validation}}]")
-    monkeypatch.setattr("treeward.training.setup.encode_dataset", None)
-    with pytest.raises(DataError, match="no split 'validation'"):
-        set_up(config)
 
 
 def test_a_resumed_run_has_and_saves_the_tokenizer_of_its_checkpoint(tiny_run: Callable[..., Any]) -> None:

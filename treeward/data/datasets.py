@@ -90,9 +90,7 @@ def open_dataset(config: DatasetConfig) -> RowDataset:
 
 def recognised(config: DatasetConfig, *, skip_broken: bool = False) -> DatasetConfig:
     """The configuration with `auto` replaced by the format of the named keys, or of the first row's keys.
-
-    `skip_broken`: skip invalid rows, unless all are.
-    """
+    `skip_broken`: skip invalid rows, unless all are."""
     if config.dataset_name != "auto":
         return config
     if any(getattr(config, key) != type(config).model_fields[key].default for key in _NAMED_KEYS):
@@ -318,10 +316,8 @@ class HHTranscripts(RowDataset):
 
 @register_dataset("Bundled")
 class Bundled(PreferenceDataset):
-    """The generated data that comes with treeward: splits `train`, `validation` and `length_controlled`.
-
-    The true quality of its completions is known: `treeward.data.synthetic.gold_quality`.
-    """
+    """The generated data that comes with treeward: splits `train`, `validation` and `length_controlled`. The true
+    quality of its completions is known: `treeward.data.synthetic.gold_quality`."""
 
     hub_path = "Bundled"
 

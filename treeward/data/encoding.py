@@ -169,10 +169,8 @@ class EncodingCounts:
 
 
 class EncodedDataset(Sequence[Comparison]):
-    """The kept comparisons of a file of `encode_dataset`, memory-mapped: token ids are views of the file.
-
-    Pickles as its path. Raises `DataError` if the file cannot be read.
-    """
+    """The kept comparisons of a file of `encode_dataset`, memory-mapped: token ids are views of the file. Pickles as
+    its path. Raises `DataError` if the file cannot be read."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name

@@ -135,10 +135,8 @@ def as_messages(value: Any, key: str, role: str, where: str | None) -> Messages:
 
 
 def last_text(messages: Sequence[Message]) -> str:
-    """The text of the last message, whose characters are the length of a completion.
-
-    For content in parts, the text parts; empty for a message without content, and without messages.
-    """
+    """The text of the last message, whose characters are the length of a completion. For content in parts, the text
+    parts; empty for a message without content, and without messages."""
     content: Any = messages[-1].get("content") if messages else None
     if content is None or isinstance(content, str):
         return content or ""
@@ -159,10 +157,8 @@ def check_prompted(messages: Iterable[Message], first: bool | None, where: str |
 
 
 def prompt_key(values: Mapping[str, Any], where: str | None) -> str | None:
-    """The key of the row's prompt: `context`, `prompt` or `instruction`; None for no prompt.
-
-    Raises `DataError` for a row with two of them, and for an instruction with an `input` (Alpaca's columns).
-    """
+    """The key of the row's prompt: `context`, `prompt` or `instruction`; None for no prompt. Raises `DataError` for a
+    row with two of them, and for an instruction with an `input` (Alpaca's columns)."""
     keys = [key for key in ("context", "prompt", "instruction") if values.get(key) is not None]
     if len(keys) > 1:
         need = "one of them; with dataset_name=BinaryPreferenceDataset only that of prompt_key is read"
@@ -204,10 +200,8 @@ def completions_of(
 
 
 def before(context: Messages, sides: Mapping[str, Messages], where: str | None) -> Messages:
-    """The messages before the completions `sides`, by field: the context, or none if all completions hold it.
-
-    Raises `DataError` if only some do.
-    """
+    """The messages before the completions `sides`, by field: the context, or none if all completions hold it. Raises
+    `DataError` if only some do."""
     if context and sides and all(_holds_prompt(side, context) for side in sides.values()):
         return ()
     for field, side in sides.items() if context else ():
@@ -510,9 +504,7 @@ def _two_sides(
 
 def _holds_prompt(side: Messages, prompt: Messages | None) -> bool:
     """Whether `side` is a whole conversation: it begins with the prompt, or has the single prompt text as a user turn.
-
-    Without a prompt: whether it does not begin with the assistant.
-    """
+    Without a prompt: whether it does not begin with the assistant."""
     if prompt is None:
         return bool(side[0]["role"] != "assistant")
     begins = [(a["role"], a.get("content")) for a in side[: len(prompt)]]

@@ -142,10 +142,8 @@ class RowSource:
 
 
 class ObjectRows(RowSource):
-    """The rows of an object of a class by dotted path. They must be iterable repeatedly.
-
-    Raises `ConfigError` for missing, unknown or unused arguments, and for an object without rows.
-    """
+    """The rows of an object of a class by dotted path. They must be iterable repeatedly. Raises `ConfigError` for
+    missing, unknown or unused arguments, and for an object without rows."""
 
     def __init__(self, config: SetConfig, cls: Any) -> None:
         self.config, self.split = config, config.split
@@ -197,10 +195,8 @@ def _construct(cls: Any, config: SetConfig) -> Any:
 
 
 def _rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
-    """The rows of an object with `formatted_ds` or `dataset`, and their name in errors.
-
-    The split is `config.split` if `formatted_ds` has it, "validation" for a named set without a path, else "train".
-    """
+    """The rows of an object with `formatted_ds` or `dataset`, and their name in errors. The split is `config.split` if
+    `formatted_ds` has it, "validation" for a named set without a path, else "train"."""
     name, signature = config.dataset_name, inspect.signature(type(dataset))
     reads_split = _takes_any(signature) or bool({"split", "train_split"} & signature.parameters.keys())
     formatted = getattr(dataset, "formatted_ds", None)

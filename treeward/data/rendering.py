@@ -141,16 +141,13 @@ class Renderer:
         return self.encode_texts(texts, where=places)
 
     def encode_prompt(self, messages: Sequence[Message], *, where: str | None = None) -> list[int]:
-        """The token ids of a policy's prompt: the conversation and the template's generation prompt, as one text.
-
-        There is exactly one BOS. Raises `ModelError` for an encoder.
-        """
+        """The token ids of a policy's prompt: the conversation and the template's generation prompt, as one text. There
+        is exactly one BOS. Raises `ModelError` for an encoder."""
         return self.encode_texts([self.render(messages, where=where, generation_prompt=True)], where=[where])[0]
 
     def encode_texts(self, texts: Sequence[str], *, where: Sequence[str | None] | None = None) -> list[list[int]]:
         """The token ids of rendered texts, each with exactly one BOS (or CLS and SEP). Raises `DataError` for a text
-        without a token.
-        """
+        without a token."""
         places = where if where is not None else [None] * len(texts)
         if not texts:
             return []  # a tokenizer cannot tell an empty batch from a text
@@ -263,10 +260,8 @@ class Renderer:
         return max(_MIN_CHARACTERS_PER_TOKEN, *map(len, self.tokenizer.get_vocab()))
 
     def _with_frame(self, source: str) -> str:
-        """The template with the BOS (or CLS and SEP) that it does not write itself.
-
-        `_frame` adds them in any case; this makes plain transformers add them with the saved template.
-        """
+        """The template with the BOS (or CLS and SEP) that it does not write itself. `_frame` adds them in any case;
+        this makes plain transformers add them with the saved template."""
         text = self._try_probe(_PROBE_MESSAGES, SETTING) or self._try_probe([_PROBE_SYSTEM, *_PROBE_MESSAGES], SETTING)
         if not text:
             return self.chat_template  # it refuses the probe, which would show what it writes
@@ -279,10 +274,8 @@ class Renderer:
         return without_clock(f"{before}{source}{after}", self.chat_template_kwargs)
 
     def _probe_content(self, name: str) -> tuple[bool, bool]:
-        """Whether the template reads content that is text, and content that is a list of parts.
-
-        Templates of vision models may skip a text silently, and templates for text write a list as Python would.
-        """
+        """Whether the template reads content that is text, and content that is a list of parts. Templates of vision
+        models may skip a text silently, and templates for text write a list as Python would."""
         part_messages = [message | {"content": _as_parts(message["content"])} for message in _PROBE_MESSAGES]
         text, parts = self._try_probe(_PROBE_MESSAGES, name), self._try_probe(part_messages, name)
         if all(message["content"] in text for message in _PROBE_MESSAGES):

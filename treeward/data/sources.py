@@ -142,10 +142,8 @@ def _locate(path: str, split: str | None, subset: str | None) -> tuple[list[str]
 
 
 def _files_of_splits(folder: str, subset: str | None) -> dict[str, list[str]]:
-    """The files of a folder by split, as `datasets` reads their names, or a README as on the hub.
-
-    Raises `DataError` for files that it would ignore, unless the README has `configs`.
-    """
+    """The files of a folder by split, as `datasets` reads their names, or a README as on the hub. Raises `DataError`
+    for files that it would ignore, unless the README has `configs`."""
     import datasets
 
     try:
@@ -213,10 +211,8 @@ def _missing(path: str) -> DataError:
 
 
 def read_jsonl_stream(lines: Iterable[bytes | str], name: str, broken: Broken = raised) -> Iterator[Row]:
-    """Rows of JSON lines from a pipe or an open file; `name` stands for the file in `where`.
-
-    Blank lines are skipped, a byte order mark is ignored. An empty stream gives no rows.
-    """
+    """Rows of JSON lines from a pipe or an open file; `name` stands for the file in `where`. Blank lines are skipped, a
+    byte order mark is ignored. An empty stream gives no rows."""
     for number, line in enumerate(lines, 1):
         try:
             row = _jsonl_row(line, f"{name}:{number}")

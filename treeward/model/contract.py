@@ -175,8 +175,7 @@ class CalibrationProvenance(Strict):
 
 class RewardCalibration(Strict):
     """The constants of `treeward calibrate` for one model; None if a fit was impossible. `heads`: the constants of each
-    head, by name; empty for a model with one.
-    """
+    head, by name; empty for a model with one."""
 
     normalization: NormalizationConstants | None = None
     heads: dict[str, NormalizationConstants] = {}
@@ -219,10 +218,8 @@ class ScoringContract(Strict):
 
 
 def read_contract(name: str | Path) -> ScoringContract | None:
-    """The contract of a model in a folder or on the hub; None if treeward has not written the model.
-
-    Raises `ModelError`, naming the file and the field, for a contract that is damaged or of another version.
-    """
+    """The contract of a model in a folder or on the hub; None if treeward has not written the model. Raises
+    `ModelError`, naming the file and the field, for a contract that is damaged or of another version."""
     path = Path(name).expanduser() / CONTRACT_FILE
     if not path.parent.is_dir():
         check_local(str(name))

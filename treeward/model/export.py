@@ -82,8 +82,7 @@ def _write(
     staged: bool,
 ) -> DeferredWrite | None:
     """Write the weights, the configuration with `changes`, and the tokenizer with the template. Leaves model and
-    tokenizer unchanged.
-    """
+    tokenizer unchanged."""
     processes.on_main(lambda: _write_settings(model.hf, tokenizer, folder, changes, chat_template))
     weights = exported_weights(model, dtype, float32=head)
     if not staged:
@@ -96,10 +95,8 @@ def _write(
 
 
 def _write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], group: ProcessGroup | None) -> None:
-    """Write weights as files of `FILE_BYTES`, one of them in memory at a time, with the index of transformers.
-
-    Every process calls it, with the same names, and the main one writes. `group`: of the processes, for this thread.
-    """
+    """Write weights as files of `FILE_BYTES`, one of them in memory at a time, with the index of transformers. Every
+    process calls it, with the same names, and the main one writes. `group`: of the processes, for this thread."""
     pending, file_numbers, total_bytes = dict[str, torch.Tensor](), dict[str, int](), 0
     number = 1
 

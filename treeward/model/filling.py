@@ -76,8 +76,7 @@ def fill(
 
 def restore_buffers(model: WrappedModel) -> None:
     """Compute the buffers that no checkpoint has (rotary frequencies), on the computing device, and tie weights, as
-    transformers does when it loads.
-    """
+    transformers does when it loads."""
     hf = model.hf
     hf.tie_weights()
     for tensor in hf.state_dict(keep_vars=True).values():

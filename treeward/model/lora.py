@@ -148,8 +148,7 @@ def save_adapters(model: WrappedModel, folder: Path) -> None:
 @torch.no_grad()
 def load_adapters(model: WrappedModel, folder: Path) -> None:
     """Load saved adapters into a model with adapters of the same layers, rank and alpha. Raises `CheckpointError` for
-    unreadable files, and for other adapters.
-    """
+    unreadable files, and for other adapters."""
     try:
         alpha = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["lora_alpha"]
         saved = load_file(folder / _WEIGHTS)

@@ -58,8 +58,7 @@ class Standardised(nn.Module):
 
 class WeightedAttributes(nn.Module):
     """URM: the mean of each attribute times its weight by a network, both from the last token. Attributes are pairs of
-    mean and spread; the score ignores the spread.
-    """
+    mean and spread; the score ignores the spread."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()

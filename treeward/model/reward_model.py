@@ -45,10 +45,8 @@ class FeatureBatch(Movable):
 
 
 class RewardModel(WrappedModel):
-    """Scores of conversations, from a Hugging Face sequence classifier with one label per head, usually one.
-
-    `hf`: the wrapped model. `layout`: see `Layout`. The head is always float32.
-    """
+    """Scores of conversations, from a Hugging Face sequence classifier with one label per head, usually one. `hf`: the
+    wrapped model. `layout`: see `Layout`. The head is always float32."""
 
     def __init__(self, hf: PreTrainedModel, *, layout: Layout = "tree") -> None:
         super().__init__(hf, layout=layout)
@@ -117,8 +115,7 @@ class RewardModel(WrappedModel):
         self, groups: Sequence[Sequence[TokenIds]], *, max_tokens: int | None
     ) -> tuple[list[Batch], Tensor | None]:
         """Batches of one forward pass each, on the host, and `order_of_parts` of their sequences: one batch, or several
-        if a single group is larger than `max_tokens`.
-        """
+        if a single group is larger than `max_tokens`."""
         if len(groups) != 1 or max_tokens is None:
             return [self.pack(groups)], None
         parts = split_group(groups[0], max_tokens=max_tokens, share=self.layout == "tree")
@@ -182,8 +179,7 @@ class RewardModel(WrappedModel):
 
     def _encoder_hidden(self, batch: RowBatch) -> Tensor:
         """The inputs of an encoder's head, (S, D): the pooled state, or the first token's. Raises `ModelError` for a
-        head that reads more.
-        """
+        head that reads more."""
         inputs: list[Tensor] = []
         hook = self.head.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
         try:
@@ -353,8 +349,7 @@ def check_finite(values: Sequence[float], name: str, num_tokens: int) -> None:
 
 def head_name(hf: PreTrainedModel) -> str:
     """The name of the classification head: `score` in decoders, `classifier` in most encoders. Raises `ModelError` if
-    there is none.
-    """
+    there is none."""
     for name in HEAD_NAMES:
         if isinstance(getattr(hf, name, None), nn.Module):
             return name

@@ -35,8 +35,7 @@ _FILE_BYTES = 5 * 1000**3
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None) -> None:
     """Write tensors, each process its parts; tensors that are not sharded are written once. `group`: of the processes,
-    for this thread. An error of one process is raised on all.
-    """
+    for this thread. An error of one process is raised on all."""
     rank_sizes = processes.gather({name: tensor.nbytes for name, tensor in tensors.items()}, group)
     sizes = {name: size for rank in rank_sizes for name, size in rank.items()}
     last_bytes = itertools.accumulate(sizes.values())
@@ -93,8 +92,7 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 @torch.no_grad()
 def put(tensor: Tensor, values: Any) -> None:
     """Fill this process's part of a tensor from the whole `values`: a tensor, or a slice of safetensors, of which only
-    the part is read. It may have fewer rows.
-    """
+    the part is read. It may have fewer rows."""
     part, place = own_part(tensor)
     if not place:
         part.copy_(values)

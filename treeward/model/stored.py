@@ -141,8 +141,7 @@ def dtype_of(tensors: Iterable[StoredTensor]) -> str:
 
 def architecture_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of `config.json` that a forward pass depends on, besides weights and number format; also of inner
-    configurations, as `text_config`.
-    """
+    configurations, as `text_config`."""
     return {
         key: architecture_of(value) if key.endswith("_config") and isinstance(value, dict) else value
         for key, value in config.items()

@@ -75,10 +75,8 @@ def first_host(nodes: str) -> str:
 
 
 def run_here(function: Callable[..., _T], config: Any) -> _T | None:
-    """`function(config)` in this process, one of the run's; the result on the main one, None elsewhere.
-
-    An error of a collective call becomes a `LostProcessError`.
-    """
+    """`function(config)` in this process, one of the run's; the result on the main one, None elsewhere. An error of a
+    collective call becomes a `LostProcessError`."""
     if processes.size() == 1:
         return function(config, show_progress=True)
     minutes, folder = config.cluster.timeout_minutes, config.logger.log_dir

@@ -24,9 +24,7 @@ logger = logging.getLogger(__name__)
 
 def start_ray(*, spare_gpus: Collection[int] = (), address: str | None = None) -> Any:
     """Ray, running: a running one, that of `address`, the cluster of RAY_ADDRESS, or a new one on this machine.
-
-    `spare_gpus`: the run's GPUs, by their places in CUDA_VISIBLE_DEVICES, which a new Ray leaves alone.
-    """
+    `spare_gpus`: the run's GPUs, by their places in CUDA_VISIBLE_DEVICES, which a new Ray leaves alone."""
     try:
         import ray
     except ImportError as error:
@@ -101,10 +99,8 @@ def on_this_node(ray: Any) -> dict[str, Any]:
 
 
 def check_room(ray: Any, *, count: int, cpus: float, gpus: int, what: str, where: str, field: str) -> dict[str, float]:
-    """The resources of one place with these CPUs and GPUs, or only CPUs in a cluster without GPUs.
-
-    Raises `ConfigError` if the cluster is too small for `count` places. `where`, `field`: of the error.
-    """
+    """The resources of one place with these CPUs and GPUs, or only CPUs in a cluster without GPUs. Raises `ConfigError`
+    if the cluster is too small for `count` places. `where`, `field`: of the error."""
     cluster = ray.cluster_resources()
     on_gpu = gpus > 0 and cluster.get("GPU", 0.0) > 0
     if gpus and not on_gpu:

@@ -88,10 +88,8 @@ def shard(model: WrappedModel, mesh: Mesh, *, dtype: torch.dtype, cpu_offload: b
 def plain_copy(
     model: _Model, mesh: Mesh, *, saved: torch.dtype, computed: torch.dtype, device: torch.device | None
 ) -> _Model:
-    """A copy of `model` as an export in the dtype `saved` has it, without adapters, which computes in `computed`.
-
-    Every process calls it. With several processes the copy is sharded like the model; else it is on `device`.
-    """
+    """A copy of `model` as an export in the dtype `saved` has it, without adapters, which computes in `computed`. Every
+    process calls it. With several processes the copy is sharded like the model; else it is on `device`."""
     config = copy.deepcopy(model.hf.config)
     vars(config).pop("quantization_config", None)
     made = type(model)(without_weights(type(model.hf), config), layout=model.layout)
@@ -136,9 +134,7 @@ def on_whole(policy: PolicyModel, work: Callable[[], _T]) -> _T:
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
     """Scale gradients down to `max_norm` (None: never), and return their norm before; the same on every process.
-
-    Gradients may be sharded, each in its own way.
-    """
+    Gradients may be sharded, each in its own way."""
     most = math.inf if max_norm is None else max_norm
     parameters = list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]

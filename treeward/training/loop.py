@@ -126,8 +126,7 @@ class Run(ABC):
     @abstractmethod
     def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
         """Write the model of a checkpoint with its `state` to the store's folder `final`. `is_current`: the model in
-        memory is the same.
-        """
+        memory is the same."""
 
     @abstractmethod
     def finish(self, outcome: Outcome) -> Callable[[StopRequest, bool], Outcome]:
@@ -238,9 +237,7 @@ def _resumed(run: Run, checkpoint: Checkpoint | None) -> RunState:
 @dataclass
 class Loop:
     """Runs from `state` to the end of the run, or to a request to stop; saves on the way, and exports the best model.
-
-    `store`: None where nothing is saved.
-    """
+    `store`: None where nothing is saved."""
 
     run: Run
     state: RunState

@@ -72,10 +72,8 @@ def make_ready(
     adaptation: Callable[[], None] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Give a loaded model its precision, adapters, shards, kernels and weights, and check it.
-
-    `role`: its name in the log. `adaptation`: adds the adapters, if any; None for a frozen model.
-    """
+    """Give a loaded model its precision, adapters, shards, kernels and weights, and check it. `role`: its name in the
+    log. `adaptation`: adds the adapters, if any; None for a frozen model."""
     dtype, section, is_sharded = DTYPES[policy.precision], policy.dtensor_cfg, mesh.devices is not None
     if not (is_sharded and adaptation is not None and policy.trains_backbone):  # whose shards are float32
         model.cast(dtype)

@@ -72,8 +72,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, cpu_offload: b
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig, *, total_steps: int) -> LRScheduler:
     """The schedule; `scheduler.step()` follows each optimiser step. Raises `ConfigError` for a class or arguments that
-    fail.
-    """
+    fail."""
     if isinstance(config, NamedScheduleConfig):
         return LambdaLR(optimizer, lambda step: _learning_rate_factor(config, step, total_steps))
     schedulers: list[LRScheduler] = []
@@ -106,10 +105,8 @@ class SkippedSteps:
     in_a_row: int = 0
 
     def clip(self, model: nn.Module, max_norm: float | None, loss: float, *, what: str, fix: str) -> float:
-        """Clip the gradients, and return their norm before that; NaN for a step to skip, which is counted.
-
-        Raises `ModelError` for too many in a row, after it has dropped the gradients. `what`: the name of the loss.
-        """
+        """Clip the gradients, and return their norm before that; NaN for a step to skip, which is counted. Raises
+        `ModelError` for too many in a row, after it has dropped the gradients. `what`: the name of the loss."""
         norm = clip_grad_norm_(model.parameters(), max_norm)
         if math.isfinite(norm) and math.isfinite(loss):
             self.in_a_row = 0

@@ -34,9 +34,7 @@ _MOST_FEATURES = 4096
 @dataclass(frozen=True, slots=True)
 class MicroBatch(Movable):
     """Comparisons of one forward and backward pass: `batches`, several where one comparison exceeds the token budget.
-
-    `order_S`: where the score of each sequence is among those of the batches (`tree.parts.order_of_parts`).
-    """
+    `order_S`: where the score of each sequence is among those of the batches (`tree.parts.order_of_parts`)."""
 
     batches: tuple[Batch | FeatureBatch, ...]
     order_S: Tensor | None
@@ -105,10 +103,8 @@ class BatchPreparer:
             yield RankBatch(rank_comparisons, packed)
 
     def plan(self, rows: Sequence[tuple[EncodedDataset, int]], *, validation: bool = False) -> list[list[int]]:
-        """Which comparisons share a forward pass: as many as the configured tokens and comparisons allow.
-
-        The plan of rank r is `plan[r::num_ranks]`, as in `plan_micro_batches`.
-        """
+        """Which comparisons share a forward pass: as many as the configured tokens and comparisons allow. The plan of
+        rank r is `plan[r::num_ranks]`, as in `plan_micro_batches`."""
         max_groups = self.config.policy.train_micro_batch_size
         if validation:
             max_groups = self.config.rm.val_micro_batch_size or max_groups

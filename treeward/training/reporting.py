@@ -84,10 +84,8 @@ class ReportPlan:
     suites: tuple[tuple[Suite, str | None], ...]
 
     def write(self, *, should_stop: Callable[[], str | None], show_progress: bool = True) -> Report:
-        """Evaluate the model and write the report, unless it exists. Failures are logged and returned, not raised.
-
-        A reason from `should_stop` ends the evaluation, and the rows stay.
-        """
+        """Evaluate the model and write the report, unless it exists. Failures are logged and returned, not raised. A
+        reason from `should_stop` ends the evaluation, and the rows stay."""
         folder, mark = Path(self.config.checkpointing.checkpoint_dir) / "report", self._mark()
 
         def stop_if_asked() -> None:

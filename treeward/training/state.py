@@ -180,10 +180,8 @@ def stored_metric(folder: Path, name: str) -> float | None:
 
 
 def check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` if a run of `identity` would not continue the run that saved this checkpoint.
-
-    Sections are compared value by value: only the values that differ are shown.
-    """
+    """Raise `CheckpointError` if a run of `identity` would not continue the run that saved this checkpoint. Sections
+    are compared value by value: only the values that differ are shown."""
     saved = dict(flattened(read_state(folder).identity))
     now = dict(flattened(json.loads(json.dumps(identity, default=str))))
     differences = [
@@ -206,9 +204,7 @@ def _text(values: Mapping[str, Any], name: str) -> str:
 
 def _pack(optimizer: torch.optim.Optimizer, *, with_weights: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of the state by name, not copied, and the other values, which `torch.load` reads with `weights_only`.
-
-    `with_weights`: the float32 weights too; masters always.
-    """
+    `with_weights`: the float32 weights too; masters always."""
     saved, tensors = optimizer.state_dict(), dict[str, Tensor]()
     names = list(_named(optimizer))
     kept: dict[str, dict[str, Any]] = {name: {} for name in names}
@@ -233,10 +229,8 @@ def _pack(optimizer: torch.optim.Optimizer, *, with_weights: bool) -> tuple[dict
 
 
 def _unpack(optimizer: torch.optim.Optimizer, settings: dict[str, Any], folder: Path) -> None:
-    """Restore a state, with the float32 weights if it has them; every process calls it.
-
-    Raises `CheckpointError` for the state of another optimiser, and for quantised states of other parts.
-    """
+    """Restore a state, with the float32 weights if it has them; every process calls it. Raises `CheckpointError` for
+    the state of another optimiser, and for quantised states of other parts."""
     named, weights = _named(optimizer), _float32_weights(optimizer)
     saved, current_groups = settings["state"], optimizer.state_dict()["param_groups"]
     if list(saved) != list(named) or len(settings["param_groups"]) != len(current_groups):

@@ -61,10 +61,8 @@ class StepFile:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file, also of a run that is still writing: an unfinished last line is left out.
-
-    Raises `DataError` naming the line if one is not an object with a whole number `step`.
-    """
+    """The objects of a file, also of a run that is still writing: an unfinished last line is left out. Raises
+    `DataError` naming the line if one is not an object with a whole number `step`."""
     records = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:

@@ -97,10 +97,8 @@ class WandbTracker:
 
 
 class MLflowTracker:
-    """An MLflow run, on the server of the configuration or as files in `log_dir`/mlflow.
-
-    The steps that a killed run had logged after its last checkpoint are there twice, with the same values.
-    """
+    """An MLflow run, on the server of the configuration or as files in `log_dir`/mlflow. The steps that a killed run
+    had logged after its last checkpoint are there twice, with the same values."""
 
     _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 

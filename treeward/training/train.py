@@ -77,10 +77,8 @@ class TrainingOutcome(Outcome):
 
 
 def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> TrainingOutcome:
-    """Train a reward model as configured, resuming where an earlier run of the same configuration stopped.
-
-    Raises a `TreewardError` for what the user can mend; the last checkpoint stands.
-    """
+    """Train a reward model as configured, resuming where an earlier run of the same configuration stopped. Raises a
+    `TreewardError` for what the user can mend; the last checkpoint stands."""
     check_packages(config)
     check_report(config)
     if config.hub.push_to_hub:
@@ -182,10 +180,8 @@ class RewardModelRun(Run):
         return StepMetrics(logged, progress, int(row_tokens))
 
     def backward(self, micro_batch: MicroBatch, num_units: int, sums: RewardSums) -> None:
-        """Add the gradient of one micro-batch, for a step of `num_units`, and its metrics to `sums`.
-
-        The host never waits for a GPU here: it goes on to the next while the GPU computes.
-        """
+        """Add the gradient of one micro-batch, for a step of `num_units`, and its metrics to `sums`. The host never
+        waits for a GPU here: it goes on to the next while the GPU computes."""
         micro_batch = micro_batch.to(self.model.device, non_blocking=True)
         values_SH, loss_sum = backward_in_parts(
             [partial(self.model.heads, batch) for batch in micro_batch.batches],

@@ -59,8 +59,7 @@ def examples_to_perturb(
     comparisons: Sequence[Comparison], config: DatasetConfig, num_examples: int, renderer: Renderer
 ) -> list[Preference]:
     """At most `num_examples` of a validation's comparisons, with their texts, drawn as in `treeward eval
-    --perturbations`. Raises `DataError` if no comparison has a better and a worse completion that are text.
-    """
+    --perturbations`. Raises `DataError` if no comparison has a better and a worse completion that are text."""
     examples = as_measured(PreferenceSuite(str(config.name), config).load(), comparisons, renderer)
     sampled = sample_examples(examples, num_examples)
     if not sampled:
@@ -75,8 +74,7 @@ def as_measured(
     examples: Iterable[Preference], comparisons: Iterable[Comparison], renderer: Renderer
 ) -> list[Preference]:
     """The examples of the comparisons, in the same order, with the completions that a validation measures: without
-    those that are too long or have the tokens of an earlier one. Raises `DataError` for data that has changed since.
-    """
+    those that are too long or have the tokens of an earlier one. Raises `DataError` for data that has changed since."""
     remaining, measured = iter(examples), []
     for comparison in comparisons:
         place = place_of(comparison.where)
@@ -104,8 +102,7 @@ def place_of(where: str | None) -> str:
 @dataclass(frozen=True, slots=True)
 class SetValidation:
     """The measurements of one set: sums over its pairs, the scores of each comparison in the order of the set,
-    `robust_accuracy` if it was measured, and the sums of `GradeSums` over the grades of `attributes`.
-    """
+    `robust_accuracy` if it was measured, and the sums of `GradeSums` over the grades of `attributes`."""
 
     sums: RewardMetrics
     scored: tuple[ScoredExample, ...]

@@ -188,8 +188,7 @@ class TreeBatch(Movable):
 
     def padded(self) -> TreeBatch:
         """The same forest in a row of one of few lengths, so that compiled code is reused: multiples of 128, at most
-        eight from n to 2n tokens. The added tokens belong to no sequence.
-        """
+        eight from n to 2n tokens. The added tokens belong to no sequence."""
         length, layout = len(self.tokens_T), self.layout
         step = max(128, 2 ** (length.bit_length() - 4))
         ends = torch.arange(1, -(-length // step) * step + 1, device=self.tokens_T.device)
@@ -298,10 +297,8 @@ def plan_padded(
     max_groups: int | None = None,
     num_ranks: int = 1,
 ) -> list[list[int]]:
-    """`plan_micro_batches` for padded rows, where one long row lengthens all others.
-
-    `shapes`: (rows, longest row) of each group. Groups of similar length go together, longest first.
-    """
+    """`plan_micro_batches` for padded rows, where one long row lengthens all others. `shapes`: (rows, longest row) of
+    each group. Groups of similar length go together, longest first."""
     if num_ranks > 1:
         return _plan_padded_shares(shapes, max_tokens, max_groups, num_ranks)
     plan: list[list[int]] = []
@@ -453,10 +450,8 @@ def split_group(
 def plan_parts(
     groups: Sequence[Sequence[TokenIds]], *, max_tokens: int, share: bool = True, num_ranks: int = 1
 ) -> list[list[GroupPart]]:
-    """The micro-batches of groups: each has at most `max_tokens`, unless a single sequence is larger.
-
-    A group that fits stays whole; empty groups are in no micro-batch. `num_ranks`: see `plan_micro_batches`.
-    """
+    """The micro-batches of groups: each has at most `max_tokens`, unless a single sequence is larger. A group that fits
+    stays whole; empty groups are in no micro-batch. `num_ranks`: see `plan_micro_batches`."""
     parts = [
         part
         for g, sequences in enumerate(groups)

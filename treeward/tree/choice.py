@@ -23,8 +23,7 @@ _WARM_UP, _REPEATS = 3, 10
 
 def fastest(layout: TreeLayout, *, heads: int, key_heads: int, head_dim: int, dtype: torch.dtype) -> str:
     """`attention.FLEX` or `attention.VARLEN`: the faster one for one layer of a row, forward and backward, on the
-    device of `layout`. Logs both times.
-    """
+    device of `layout`. Logs both times."""
     device, length = layout.positions_T.device, len(layout.positions_T)
     query, key, value = (
         torch.randn(1, n, length, head_dim, device=device, dtype=dtype, requires_grad=True)

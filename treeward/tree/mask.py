@@ -106,10 +106,8 @@ class PositionMask:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The parts, which cover exactly the visible keys of all tokens; small trees become one masked part.
-
-        Raises `ModelError` for a mask that is not causal, or that has holes.
-        """
+        """The parts, which cover exactly the visible keys of all tokens; small trees become one masked part. Raises
+        `ModelError` for a mask that is not causal, or that has holes."""
         parts: list[Part] = []
         for t, tree in enumerate(self.layout.trees):
             tree_parts = list(self._tree_parts(tree))

@@ -30,10 +30,8 @@ from treeward.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One fact to ask for.
-
-    `subject` fills a phrasing. Any `num_answers` different words of `answers` answer it: one, except for lists.
-    """
+    """One fact to ask for. `subject` fills a phrasing. Any `num_answers` different words of `answers` answer it: one,
+    except for lists."""
 
     kind: str
     subject: str
@@ -144,10 +142,8 @@ class Question:
 
 
 def gold_quality(context: Sequence[Message] | str, completion: str) -> float:
-    """The gold quality, in [0, 1], of `completion` (any text) of `context` (messages, or one user turn as text).
-
-    Raises `DataError` when the last user turn asks no question of the bundled data's world.
-    """
+    """The gold quality, in [0, 1], of `completion` (any text) of `context` (messages, or one user turn as text). Raises
+    `DataError` when the last user turn asks no question of the bundled data's world."""
     return grade(parse_question(context), completion)
 
 
