@@ -33,8 +33,22 @@ def side(chosen: str, rejected: str) -> dict[str, Any]:
     return {"chosen": head + chosen, "rejected": head + rejected}
 
 
+USUAL = [(0, "4"), (1, "5")]
+ULTRA = {
+    "source": "x",
+    "instruction": "2 + 2?",
+    "models": ["a", "b"],
+    "completions": [
+        {"response": "4", "overall_score": 7.5, "fine-grained_score": 1.0, "model": "a"},
+        {"response": "5", "overall_score": 8.0, "fine-grained_score": 4.0, "model": "b"},
+    ],
+}
+BINARIZED = {"prompt_id": "1", "messages": [ASK, FOUR], "score_chosen": 8.0, "score_rejected": 8.0}
+PREFERRED = {"response_1": "4", "response_2": "5", "preference_strength": -1, "split": "train"}
+RMB = {"conversation_input": [ASK], "category_path": "Set/Chat"}
+RMB_4, RMB_5, RMB_6 = ({"llm_name": text, "answer": text} for text in "456")
 FORMATS: dict[str, tuple[list[dict[str, Any]], str, list[tuple[int, Any]]]] = {
-    "ranks": ([ranks(0, 1)], "PreferenceDataset", [(0, "4"), (1, "5")]),
+    "ranks": ([ranks(0, 1)], "PreferenceDataset", USUAL),
     "text of a prompt": (
         [{"prompt": "2 + 2?", "responses": ["4", "5"], "scores": [1, 3]}],
         "PreferenceDataset",
@@ -48,99 +62,37 @@ FORMATS: dict[str, tuple[list[dict[str, Any]], str, list[tuple[int, Any]]]] = {
     "whole conversations": (
         [{"completions": [[ASK, FOUR], [ASK, FIVE]], "scores": [2, 1]}],
         "PreferenceDataset",
-        [(0, "4"), (1, "5")],
+        USUAL,
     ),
-    "TRL, text": (
-        [{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}],
-        "BinaryPreferenceDataset",
-        [(0, "4"), (1, "5")],
-    ),
-    "TRL, messages": (
-        [{"prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE]}],
-        "BinaryPreferenceDataset",
-        [(0, "4"), (1, "5")],
-    ),
-    "TRL, implicit prompt": (
-        [{"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}],
-        "BinaryPreferenceDataset",
-        [(0, "4"), (1, "5")],
-    ),
-    "context": (
-        [{"context": "2 + 2?", "chosen": "4", "rejected": "5"}],
-        "BinaryPreferenceDataset",
-        [(0, "4"), (1, "5")],
-    ),
-    "transcripts": ([side("4", "5")], "HHTranscripts", [(0, "4"), (1, "5")]),
+    "TRL, text": ([{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}], "BinaryPreferenceDataset", USUAL),
+    "TRL, messages": ([{"prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE]}], "BinaryPreferenceDataset", USUAL),
+    "TRL, implicit prompt": ([{"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}], "BinaryPreferenceDataset", USUAL),
+    "context": ([{"context": "2 + 2?", "chosen": "4", "rejected": "5"}], "BinaryPreferenceDataset", USUAL),
+    "transcripts": ([side("4", "5")], "HHTranscripts", USUAL),
     "UltraFeedback": (
-        [
-            {"instruction": "2 + 2?", "completions": [], "models": []},
-            {
-                "source": "x",
-                "instruction": "2 + 2?",
-                "models": ["a", "b"],
-                "completions": [
-                    {"response": "4", "overall_score": 7.5, "fine-grained_score": 1.0, "model": "a"},
-                    {"response": "5", "overall_score": 8.0, "fine-grained_score": 4.0, "model": "b"},
-                ],
-            },
-        ],
+        [{"instruction": "2 + 2?", "completions": [], "models": []}, ULTRA],
         "UltraFeedback",
         [(1, "4"), (0, "5")],
     ),
     "UltraFeedback, binarized": (
-        [
-            {
-                "prompt": "2 + 2?",
-                "prompt_id": "1",
-                "chosen": [ASK, FOUR],
-                "rejected": [ASK, FIVE],
-                "messages": [ASK, FOUR],
-                "score_chosen": 8.0,
-                "score_rejected": 8.0,
-            }
-        ],
+        [{"prompt": "2 + 2?", "chosen": [ASK, FOUR], "rejected": [ASK, FIVE], **BINARIZED}],
         "BinaryPreferenceDataset",
         [(0, "4"), (0, "5")],
     ),
     "HelpSteer2": (
         [
-            {"prompt": "2 + 2?", "response": "4", "helpfulness": 1, "verbosity": 2},
-            {"prompt": "2 + 2?", "response": "5", "helpfulness": 4, "verbosity": 2},
-            {"prompt": "alone", "response": "5", "helpfulness": 4, "verbosity": 2},
+            {"prompt": prompt, "response": text, "helpfulness": grade, "verbosity": 2}
+            for prompt, text, grade in (("2 + 2?", "4", 1), ("2 + 2?", "5", 4), ("alone", "5", 4))
         ],
         "HelpSteer2",
         [(1, "4"), (0, "5")],
     ),
-    "HelpSteer2, preferences": (
-        [{"prompt": "2 + 2?", "response_1": "4", "response_2": "5", "preference_strength": -1, "split": "train"}],
-        "HelpSteer3",
-        [(0, "4"), (1, "5")],
-    ),
-    "RMB, a pair": (
-        [
-            {
-                "pair_uid": "1",
-                "conversation_input": [ASK],
-                "chosen": {"llm_name": "a", "answer": "4"},
-                "reject": {"llm_name": "b", "answer": "5"},
-                "category_path": "Pairwise_set/Chat",
-            }
-        ],
-        "RMB",
-        [(0, "4"), (1, "5")],
-    ),
+    "HelpSteer2, preferences": ([{"prompt": "2 + 2?", **PREFERRED}], "HelpSteer3", USUAL),
+    "RMB, a pair": ([{**RMB, "pair_uid": "1", "chosen": RMB_4, "reject": RMB_5}], "RMB", USUAL),
     "RMB, the best of several": (
-        [
-            {
-                "bon_uid": "1",
-                "conversation_input": [ASK],
-                "bon_best": {"llm_name": "a", "answer": "4"},
-                "loser_list": [{"llm_name": name, "answer": name} for name in ("5", "6")],
-                "category_path": "BoN_set/Chat",
-            }
-        ],
+        [{**RMB, "bon_uid": "1", "bon_best": RMB_4, "loser_list": [RMB_5, RMB_6]}],
         "RMB",
-        [(0, "4"), (1, "5"), (1, "6")],
+        [*USUAL, (1, "6")],
     ),
     "HelpSteer3": (
         [{"context": [ASK], "response1": "4", "response2": "5", "overall_preference": 3}],
