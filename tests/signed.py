@@ -8,13 +8,19 @@ from typing import Any
 
 
 def write_signed_model(folder: Path, tokenizer: Any, *, seed: int, max_length: int) -> Path:
-    """A decoder with random weights that reads so many tokens, with its scoring contract."""
+    """A decoder with random weights that has so many positions and was trained with as many, with its contract."""
     from treeward.data.rendering import Renderer
     from treeward.model.export import export_model
     from treeward.model.loading import build_reward_model
     from treeward.scoring.golden import sign_later
 
-    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fields: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    fields |= {"model_type": "llama", "max_position_embeddings": max_length}
     loaded = build_reward_model({"model_type": "llama", **fields}, tokenizer, seed=seed)
     renderer = Renderer(tokenizer, max_length=max_length)
     export_model(loaded.model, tokenizer, folder, rendering=renderer.settings)

@@ -26,6 +26,7 @@ from treeward.scoring.golden import (
     sign_later,
     tokenizer_sha256,
 )
+from treeward.scoring.scorer import Scorer
 from treeward.scoring.verification import verify
 from treeward.tree import attention
 
@@ -45,6 +46,27 @@ def test_golden_scores_are_those_of_plain_rows(family: str, tiny_tokenizer: Any,
     assert contract.read.plain_transformers
     assert contract.read.position == ("pooled" if family == "bert" else "last token")
     assert verify(tmp_path, device="cpu").equal and verify(tmp_path, device="cpu", dtype=torch.bfloat16).equal
+
+
+def test_the_limit_of_the_training_is_not_that_of_scoring(
+    tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, _, contract = signed(tmp_path, tiny_tokenizer, tiny_model("llama"), max_length=60)
+    assert (contract.rendering.max_length, contract.rendering.trained_length) == (None, 60)
+    long = [{"role": "user", "content": "word " * 90}, {"role": "assistant", "content": "Yes."}]
+    scorer = Scorer.load(tmp_path, device="cpu")
+    want = plain_scores(model.hf, [scorer.renderer.encode(long)]).tolist()
+    with caplog.at_level("WARNING", logger="treeward"):
+        scores = [scorer.score([long])[0] for _ in range(2)]
+    assert [score.score for score in scores] == pytest.approx(want * 2, abs=1e-5) and scores[0].num_tokens > 60
+    assert caplog.text.count("was trained with at most 60") == 1
+    refused = Scorer.load(tmp_path, device="cpu", max_length=60).score([long], on_error="mask")[0]
+    assert refused.score is None and "at most 60" in str(refused.error)
+    again = sign_folder(tmp_path, like=contract)
+    assert again.rendering == contract.rendering
+    cutting = {"max_length": 60, "truncation": "truncate_left"}  # as the model has learnt them
+    _, _, contract = signed(tmp_path / "cutting", tiny_tokenizer, tiny_model("llama"), **cutting)
+    assert contract.rendering.max_length == 60
 
 
 def test_what_the_contract_says_of_the_folder(tiny_tokenizer: Any, tmp_path: Path) -> None:

@@ -39,8 +39,9 @@ class RenderingContract(Strict):
     """From messages to token ids: the whole conversation is rendered once, without a generation prompt.
 
     `template_in_folder`: else treeward uses its default, and other programs none. `max_length`: in tokens; null: the
-    model's positions. `frame`: the tokens that every conversation has exactly once, written by the template: tokenize
-    with `add_special_tokens=False`. `tokenizer_sha256`: of vocabulary, merges, special tokens.
+    model's positions. `trained_length`: the limit in training; longer ones are scored, with a warning. `frame`: the
+    tokens that every conversation has exactly once, written by the template: tokenize with `add_special_tokens=False`.
+    `tokenizer_sha256`: of vocabulary, merges, special tokens.
     """
 
     chat_template_sha256: str
@@ -48,6 +49,7 @@ class RenderingContract(Strict):
     template_in_folder: bool
     chat_template_kwargs: dict[str, Any] = {}
     max_length: int | None = None
+    trained_length: int | None = None
     truncation: Literal["drop", "truncate_left", "error"] = "drop"
     frame: Literal["none", "bos", "cls_sep"] = "none"
     bos_token_id: int | None = None

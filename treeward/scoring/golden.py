@@ -137,6 +137,7 @@ def sign_folder(
         is_loaded=True,
         pads_alike=pads_alike,
         has_template=has_template,
+        trained_length=like.rendering.trained_length if like else None,
     )
     contract = sign()
     if like is not None and like.reward_shaping is not None:
@@ -156,6 +157,7 @@ def sign_later(
     is_loaded: bool = False,
     pads_alike: bool | None = None,
     has_template: bool = True,
+    trained_length: int | None = None,
 ) -> Callable[[], ScoringContract]:
     """`sign_folder` of a model that was exported with `renderer`, in two: it is run now, by every process of `mesh`;
     what is returned reads the files when they are written, in any thread of one process.
@@ -191,7 +193,8 @@ def sign_later(
                 chat_template=renderer.chat_template,
                 template_in_folder=has_template,
                 chat_template_kwargs=renderer.chat_template_kwargs,
-                max_length=renderer.max_length,
+                max_length=renderer.max_length if renderer.truncation == "truncate_left" else None,
+                trained_length=trained_length or renderer.max_length,
                 truncation=renderer.truncation,
                 frame="cls_sep" if renderer.kind == "encoder" else "bos" if begins_with_bos else "none",
                 bos_token_id=tokenizer.bos_token_id,

@@ -14,6 +14,7 @@ Shapes: S conversations, H heads, L tokens.
 from __future__ import annotations
 
 import abc
+import logging
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ from treeward.scoring.golden import weighted_heads
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.tree.prefix import PrefixCache, RecentTokens
 from treeward.tree.token_tree import TokenIds
+
+logger = logging.getLogger(__name__)
 
 _TURN_TOKENS = 16
 """Between a prompt and a completion, at most about so many."""
@@ -181,6 +184,7 @@ class Scorer(PreparedScorer):
         self.batch_tokens, self.max_sequences = batch_tokens, max_sequences
         self.contract = contract
         self._has_estimates = contract is not None and contract.has_estimates
+        self._trained_length = None if contract is None else contract.rendering.trained_length
         self.prefix_cache = prefix_cache
         self._recent = RecentTokens()
         labels = [head.name for head in contract.heads] if contract else []
@@ -389,6 +393,12 @@ class Scorer(PreparedScorer):
         """The tokens, and how many of them are worth keeping: those that an earlier conversation had too, or for a new
         one about as many as its prompt has. The cache compares tokens, so a guess costs time alone."""
         ids = np.asarray(token_ids, dtype=np.int32)
+        if self._trained_length is not None and len(ids) > self._trained_length:
+            logger.warning(
+                "%s has %d tokens, and the model was trained with at most %d: trust the scores of longer conversations "
+                "less. max_length (--max-length) refuses them.", name, len(ids), self._trained_length,
+            )  # fmt: skip
+            self._trained_length = None  # said once
         if self.prefix_cache is None:
             return Prepared(name, ids, len(ids), truncated)
         lengths = [len(str(message.get("content") or "")) for message in conversation]

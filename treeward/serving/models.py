@@ -159,8 +159,10 @@ class LoadedModel:
             for device in section.device:
                 check_device(device, where=section.served_name, field="device")
             contracts = [contract for contract in map(read_contract, section.models) if contract is not None]
-            is_limited = section.max_length or any(contract.rendering.max_length for contract in contracts)
-            config = section if is_limited else section.model_copy(update={"max_length": section.default_max_length})
+            is_known = section.max_length or any(
+                c.rendering.max_length or c.rendering.trained_length for c in contracts
+            )
+            config = section if is_known else section.model_copy(update={"max_length": section.default_max_length})
             capacity = {"batch_tokens": server.batch_tokens, "prefix_cache_bytes": server.prefix_cache_bytes}
             replicas = [load_scorer(config, device=device, **capacity) for device in section.device]
         return cls(section, replicas)

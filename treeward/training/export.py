@@ -10,6 +10,7 @@ Shapes: S sequences, H heads, P pairs.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -66,8 +67,13 @@ def export_final(
     setup: RewardModelSetup, model: RewardModel, step: int, validation: Mapping[str, Mapping[str, float]], folder: Path
 ) -> None:
     """Write `model`, as it was after `step` steps, to `folder`. `validation`: its metrics, by validation set."""
-    config = setup.config
+    config, renderer, positions = setup.config, setup.renderer, model.max_positions
     saved = DTYPES[config.checkpointing.export_dtype or config.policy.precision]
+    if renderer.max_length and renderer.truncation != "truncate_left" and renderer.max_length < (positions or math.inf):
+        logger.info(
+            "The model has seen conversations of up to %d tokens. Longer ones are scored, with a warning, up to its "
+            "%s positions.", renderer.max_length, positions or "unlimited",
+        )  # fmt: skip
     export_model(
         model,
         setup.tokenizer,
