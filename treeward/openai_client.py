@@ -36,22 +36,13 @@ def key_from(variable: str | None, *, where: str | None = None, field: str | Non
     """The key in an environment variable; None for no variable. Raises `ConfigError` where it is not set."""
     key = os.environ.get(variable, "").strip() if variable is not None else None
     if key == "":
-        raise ConfigError(
-            "the server's key is not in the environment",
-            where=where,
-            field=field,
-            got=f"{variable} is empty or not set",
-            fix=f"export {variable}=..., or leave the key out for a server without keys",
-        )
+        got, fix = f"{variable} is empty or not set", f"export {variable}=..., or leave the key out"
+        raise ConfigError("the server's key is not in the environment", where=where, field=field, got=got, fix=fix)
     return key
 
 
 def openai_client(
-    base_url: str,
-    *,
-    api_key: str | None = None,
-    timeout_seconds: float = 600.0,
-    max_retries: int = 5,
+    base_url: str, *, api_key: str | None = None, timeout_seconds: float = 600.0, max_retries: int = 5
 ) -> AsyncOpenAI:
     """A client of one event loop. `timeout_seconds`: for one attempt."""
     import openai
@@ -76,26 +67,21 @@ async def post(client: AsyncOpenAI, path: str, body: Mapping[str, Any], *, total
         return json.loads(text, parse_constant=_refuse_constant) if text.strip() else None
     except openai.APIStatusError as error:
         details = error.body if isinstance(error.body, Mapping) else {}
-        reason = (
-            str(details.get("message") or details.get("detail") or error.response.text).strip().partition("\n")[0][:300]
-        )
-        got, status = f"{error.status_code}: {reason}", error.status_code
-        raise ServerError(
-            "the server refuses the request", status=status, where=url, got=got, param=error.param
-        ) from error
+        message = str(details.get("message") or details.get("detail") or error.response.text)
+        reason, status = message.strip().partition("\n")[0][:300], error.status_code
+        summary, got = "the server refuses the request", f"{status}: {reason}"
+        raise ServerError(summary, status=status, where=url, got=got, param=error.param) from error
     except (TimeoutError, openai.APITimeoutError) as error:
         raise ServerError("the server has not responded in time", where=url, got="no response") from error
     except openai.APIConnectionError as error:
-        raise _unreachable(url, error) from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        need = "a server that listens there; over https, one whose certificate is trusted (SSL_CERT_FILE)"
+        got = str(cause) or type(cause).__name__
+        raise ServerError("the server cannot be reached", where=url, got=got, need=need) from error
     except ValueError as error:
         raise ServerError("the response is not JSON", status=200, where=url, got=f"{text[:150]!r}") from error
-
-
-def _unreachable(url: str, error: BaseException) -> ServerError:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    need = "a server that listens there; over https, one whose certificate is trusted (SSL_CERT_FILE)"
-    return ServerError("the server cannot be reached", where=url, got=str(error) or type(error).__name__, need=need)
 
 
 def _refuse_constant(name: str) -> NoReturn:

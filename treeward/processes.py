@@ -187,7 +187,8 @@ def fails_first() -> bool:
     if size() == 1:
         return True
     try:
-        return bool(_store().compare_set("treeward/fails_first", "", str(rank())).decode() == str(rank()))
+        store: Any = distributed.distributed_c10d._get_default_store()  # that of the process group
+        return bool(store.compare_set("treeward/fails_first", "", str(rank())).decode() == str(rank()))
     except RuntimeError:  # the process that keeps the store is gone
         return rank() == 1
 
@@ -196,8 +197,3 @@ def doing(what: str) -> None:
     """Note the work of this process, as "step 5", for the error of a process that waits in vain."""
     global work
     work = what
-
-
-def _store() -> Any:
-    """The key-value store by which the process group was made."""
-    return distributed.distributed_c10d._get_default_store()

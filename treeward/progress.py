@@ -76,7 +76,7 @@ class ShownProgress:
             texts.append(f"{self._tokens / seconds:,.0f} tokens/s")
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, note="  ".join(texts))
-        elif self._is_due(done, total, bool(numbers), now):
+        elif now - self._last_line >= self._line_seconds or (numbers and done in (self._first + 1, total)):
             self._last_line = now
             count = f"{done:,} of {total:,}" if total else f"{done:,}"
             if numbers and total:
@@ -121,10 +121,6 @@ class ShownProgress:
             )
             self._bar.add_task(what, total=total or None, completed=done, note="")
             self._bar.start()
-
-    def _is_due(self, done: int, total: int, has_numbers: bool, now: float) -> bool:
-        first_or_last = done == self._first + 1 or done == total
-        return now - self._last_line >= self._line_seconds or (has_numbers and first_or_last)
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ def run(
     from treeward.data.sources import read_rows
     from treeward.evaluation.best_of_n.analysis import analyse, legend, table, write
     from treeward.evaluation.best_of_n.samples import by_field, fields_of, rate, sampled_rows
+    from treeward.evaluation.session import common_reasons
 
     fields = fields_of(next(sampled_rows(read_rows(data))))
     raters = {"gold": _rater(gold, "--gold", fields, options), "proxy": _rater(proxy, "--proxy", fields, options)}
@@ -77,7 +78,13 @@ def run(
             role: rate(data, rater, folder and folder / "scores", len(prompts), progress.show)
             for role, rater in raters.items()
         }
-    num_failed = sum(_tell_failures(role, rows) for role, rows in scores.items())
+    errors = {
+        role: Counter(str(score.error) for row in rows for score in row if score.score is None)
+        for role, rows in scores.items()
+    }
+    for role, counts in errors.items():
+        for reason, count in common_reasons(counts)[:_MOST_REASONS]:
+            logger.warning("%d samples are left out: %s: %s", count, role, reason)
     values = {role: [[score.score for score in row] for row in rows] for role, rows in scores.items()}
     result = analyse(values["proxy"], values["gold"], prompts, max_n=max_n)
     sys.stdout.write(results_table(*table(result)) + "\n")
@@ -86,7 +93,7 @@ def run(
         logger.warning("%d prompts have fewer than %d scored samples, left out.", fewer, result.max_n)
     if folder is not None:
         logger.info("Wrote %s.", write(folder, result, names["proxy"], names["gold"], data))
-    return 1 if num_failed else 0
+    return 1 if any(errors.values()) else 0
 
 
 def _rater(text: str, option: str, fields: Sequence[str], options: ModelOptions) -> Any:
@@ -106,9 +113,8 @@ def _rater(text: str, option: str, fields: Sequence[str], options: ModelOptions)
     else:
         if not Path(text).expanduser().exists() and ("/" not in text or text.startswith((".", "/", "~"))):
             near = nearest_name(text, [*fields, _SYNTHETIC, *_RULES])
-            need = (
-                f"a folder or hub name; {{type: ...}}; synthetic; or one of the fields {', '.join(fields) or '(none)'}"
-            )
+            names = ", ".join(fields) or "(none)"
+            need = f"a folder or hub name; {{type: ...}}; synthetic; or one of the fields {names}"
             summary, fix = "this is no model, no environment and no field of the rows", near and f"did you mean {near}?"
             raise ConfigError(summary, where=option, got=text, need=need, fix=fix)
         section = {"model": text, "name": text}
@@ -142,13 +148,3 @@ def _by_environment(section: Mapping[str, Any], option: str, stack: ExitStack) -
         return scorer.score_groups(conversations, infos=infos, on_error="mask")
 
     return grade
-
-
-def _tell_failures(role: str, rows: Sequence[Sequence[Any]]) -> int:
-    """Warn of the missing scores of proxy or gold by their reasons; returns how many there are."""
-    from treeward.evaluation.session import common_reasons
-
-    errors = Counter(score.error for row in rows for score in row if score.score is None)
-    for reason, count in common_reasons(errors)[:_MOST_REASONS]:
-        logger.warning("%d samples are left out: %s: %s", count, role, reason)
-    return errors.total()

@@ -133,9 +133,8 @@ def _suites(
     for path in paths:
         plain = re.sub(r"(\.(jsonl|json|csv|parquet|arrow|gz))+$", "", Path(path or str(name)).name) or "data"
         called = re.sub(r"[^\w.-]+", "-", plain if split is None else f"{plain}-{split}")
-        suites.append(
-            (PreferenceSuite(called, dataset_config(path, name, split, options), tie_policy=tie_policy), None)
-        )
+        config = dataset_config(path, name, split, options)
+        suites.append((PreferenceSuite(called, config, tie_policy=tie_policy), None))
     if not suites:
         need = "suites, as --suite rewardbench, or comparisons, as --data FILE"
         raise ConfigError("there is nothing to evaluate on", where="--suite, --data", got="neither", need=need)
@@ -173,13 +172,8 @@ def _candidates(
             notes.append(f"heads weighted {options.head_weights}")
         if section.shaping is not None:
             name, notes = f"{name}-shaped", [*notes, f"rewards, shaped by {shaping}, in the place of scores"]
-        candidates.append(
-            Candidate(
-                name,
-                partial(load_rewards, section, options.batch_tokens),
-                note="; ".join(notes) or None,
-            )
-        )
+        load = partial(load_rewards, section, options.batch_tokens)
+        candidates.append(Candidate(name, load, note="; ".join(notes) or None))
     return candidates
 
 

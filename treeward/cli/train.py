@@ -40,10 +40,8 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
         tell_interrupted(outcome, loaded.checkpointing)
         return outcome.exit_code
     if outcome.validation:
-        sys.stdout.write("\n")
-        sys.stdout.write(
-            results_table(result_rows(outcome.validation_sizes, outcome.validation), result_columns(loaded)) + "\n"
-        )
+        rows = result_rows(outcome.validation_sizes, outcome.validation)
+        sys.stdout.write(f"\n{results_table(rows, result_columns(loaded))}\n")
     lines = [f"\n{name}: {said}" for name, said in outcome.learnt.items()]
     caveats = [f"{name}: {caveat}" for name, caveat in outcome.caveats.items()]
     if outcome.model_folder is not None:

@@ -105,12 +105,7 @@ DIALECTS: Mapping[str, Dialect] = {
         lambda form, chats: {"conversations": _sent(form, chats), "on_error": "mask", "shaped": False},
         _read_treeward,
     ),
-    "vllm": Dialect(
-        "/classify",
-        ("text", "bare", "tokens", "messages"),
-        _vllm_body,
-        _read_vllm,
-    ),
+    "vllm": Dialect("/classify", ("text", "bare", "tokens", "messages"), _vllm_body, _read_vllm),
     "sglang": Dialect(
         "/classify",
         ("text", "bare", "tokens"),

@@ -96,7 +96,7 @@ class _Client:
                 num_bytes = 0
             parts[-1].append(i)
             num_bytes += size
-        until, slots = self._until(), asyncio.Semaphore(self._max_concurrency)
+        until, slots = time.monotonic() + self.timeout_seconds, asyncio.Semaphore(self._max_concurrency)
 
         async def send(part: list[int]) -> None:
             # Masked, so that the response says which conversation failed.
@@ -118,9 +118,6 @@ class _Client:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [rewards[i] for i in range(len(conversations))]
-
-    def _until(self) -> float:
-        return time.monotonic() + self.timeout_seconds
 
 
 class AsyncRewardClient(_Client):
@@ -180,7 +177,7 @@ class AsyncRewardClient(_Client):
 
     async def models(self) -> list[dict[str, Any]]:
         """The models of the server (id, contract, ...); the first is the default."""
-        reply = await self._connection.request("/v1/models", until=self._until())
+        reply = await self._connection.request("/v1/models", until=time.monotonic() + self.timeout_seconds)
         try:
             models: list[dict[str, Any]] = [dict(model, id=model["id"]) for model in reply.json["data"]]
         except (LookupError, TypeError, ValueError) as error:

@@ -116,9 +116,19 @@ class _Replay:
         self.contract = self.contract.model_copy(update={"golden": golden})
 
     async def run(self) -> Verification:
-        """Ask for the golden scores, alone and together, and say what explains them."""
+        """Ask for the golden scores, alone and together, and say what explains them.
+
+        Raises `RewardServerError` for a server that refuses all, is not there, or is busy.
+        """
         try:
-            await self._ask_for_each()
+            for conversation in self.conversations:
+                try:
+                    self.answers += await self._ask([conversation])
+                except RewardServerError as error:
+                    self.answers.append(str(error.got))
+                    num_refused = sum(isinstance(answer, str) for answer in self.answers)
+                    if error.status is None or error.is_temporary or num_refused == len(self.conversations):
+                        raise
             scores = [None if isinstance(answer, str) else self._score(answer) for answer in self.answers]
             verdict = self._verdict(scores)
             can_batch = not (self.form == "messages" and self.dialect == "vllm")
@@ -157,18 +167,6 @@ class _Replay:
             need, got = f"scores: {type(error).__name__}: {error}", json.dumps(reply.json)
             raise reply.error(f"the response is not in the dialect {self.dialect}", got=got, need=need) from error
         return scores
-
-    async def _ask_for_each(self) -> None:
-        """Fill `answers`. Raises `RewardServerError` where all conversations are refused, and for a server that is not
-        there or busy."""
-        for conversation in self.conversations:
-            try:
-                self.answers += await self._ask([conversation])
-            except RewardServerError as error:
-                self.answers.append(str(error.got))
-                num_refused = sum(isinstance(answer, str) for answer in self.answers)
-                if error.status is None or error.is_temporary or num_refused == len(self.conversations):
-                    raise
 
     def _score(self, answer: ServerScore) -> float | None:
         """The score that the server's numbers make. Raises `RewardServerError` for another number of heads."""

@@ -66,9 +66,8 @@ class TreeForward:
         def forward(called: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             if called is hf:
                 return self(*args, **kwargs)
-            return getattr(self._plain, "__func__", type(hf).forward)(
-                called, *args, **kwargs
-            )  # a copy, its own weights
+            # a copy has its own weights
+            return getattr(self._plain, "__func__", type(hf).forward)(called, *args, **kwargs)
 
         hf.forward = MethodType(forward, hf)
 

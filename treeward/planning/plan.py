@@ -89,14 +89,8 @@ def plan(config: RunConfig, gpu: str, *, mean_tokens: int | None = None) -> Plan
     sampling = sum(memory.values()) - memory["activations"] - memory["gradients"] + sum(run.sampled.values())
     peak = run.rewards + max(sum(memory.values()), sampling)
     usable = 0 if gpu == "cpu" else GPUS[gpu].usable
-    others = {
-        "reward models": run.rewards,
-        **run.sampled,
-        "peak": peak,
-        "usable": usable,
-        "host": host,
-        **run.other_devices,
-    }
+    others = {"reward models": run.rewards, **run.sampled, "peak": peak, "usable": usable, "host": host}
+    others |= run.other_devices
     micro_batches = ceil(share / budget)
     sent = Counter[Link]()
     for link, size in tracker.sent.items():  # tensor parallelism sends tokens, FSDP weights in every micro-batch
