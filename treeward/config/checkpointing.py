@@ -116,10 +116,8 @@ class CheckpointingConfig(Strict):
     checkpoint_must_save_by: Annotated[PositiveFloat | None, BeforeValidator(_seconds)] = None
     """Save and stop after this time, in seconds or as `"DD:HH:MM:SS"`, in quotes."""
     metric_name: str | None = None
-    """The metric that ranks checkpoints (spellings above): `loss`, `accuracy`, `reward_margin`, `chosen_rewards`,
-    `rejected_rewards`, `length_controlled_accuracy`, `accuracy_longer_right`, `accuracy_shorter_right`, `accuracy_gap`,
-    `ece`, `brier`, `auroc`, `kendall_tau`, `group_accuracy`, `best_of_k`, `worst_subset`, `robust_accuracy`, or of
-    grades `mse` and `pearson`. None: the latest are kept."""
+    """The validation metric that ranks checkpoints, as `val_loss` or `validation-plain_length_controlled_accuracy`;
+    docs/training.md lists them. None: the latest are kept."""
     higher_is_better: bool | None = None
     """Direction of the metric. None: decided by the metric, if it has a direction of its own."""
     keep_top_k: PositiveInt | None = 3

@@ -79,9 +79,8 @@ class AdvantageEstimatorConfig(Strict):
     """NeMo RL's places of keys of `grpo`."""
 
     name: Estimator = "grpo"
-    """`grpo`: reward less the group's mean, over the group's standard deviation (Shao et al. 2024); `leave_one_out`:
-    less the mean of the other completions (Ahmadian et al. 2024); `reinforce_plus_plus`: less the group's mean, over
-    the standard deviation of the whole batch (Hu et al. 2025)."""
+    """`grpo`: (reward - mean) / std of the group (Shao et al. 2024); `leave_one_out`: reward - mean of the others
+    (Ahmadian et al. 2024); `reinforce_plus_plus`: (reward - mean) / std of the batch (Hu et al. 2025)."""
     minus_baseline: bool = True
     """With `reinforce_plus_plus`: subtract the mean of the group. False: subtract the mean of the whole batch."""
 

@@ -197,9 +197,8 @@ class JudgeEnvironmentConfig(Strict):
     api_key_env: str | None = "OPENAI_API_KEY"
     """The environment variable that holds the key; the key itself never stands in a configuration. None: no key."""
     mode: Literal["rating", "pairwise", "equivalence"] = "rating"
-    """`rating`: a number, scaled to 0 to 1. `pairwise`: against references, or without any against the neighbours
-    among the completions of the prompt, in both orders; win 1, tie 0.5, loss 0. `equivalence`: 1 where the judge finds
-    the final answer that of a reference in both orders, else 0."""
+    """`rating`: a number, scaled to 0 to 1. `pairwise`: against references, else against neighbouring completions;
+    win 1, tie 0.5, loss 0. `equivalence`: 1 where the final answer is that of a reference, else 0."""
     num_samples: PositiveInt = 1
     """How often each question is asked, at a temperature: the majority of verdicts, the mean of ratings."""
     use_logprobs: bool = False
@@ -210,8 +209,7 @@ class JudgeEnvironmentConfig(Strict):
     `equivalence` one is enough."""
     template: str | None = None
     """The prompt of the judge, with the placeholders `{conversation}` and `{completion}`, or `{completion_a}` and
-    `{completion_b}`. Each text is put between tags with a number that is not known beforehand.
-    None: the built-in prompt."""
+    `{completion_b}`. None: the built-in prompt."""
     system_prompt: str | None = None
     """The system prompt of the judge. None: the built-in one, which forbids to obey the text between the tags."""
     lowest_rating: float = 1.0
@@ -262,9 +260,8 @@ class CustomEnvironmentConfig(Strict):
     kwargs: dict[str, Any] = {}
     """Further keyword arguments of the function, or those of the class's constructor."""
     signature: Literal["conversations", "conversation", "prompt_response", "trl", "verl"] | None = None
-    """How it is called. `conversations`: once per step, (conversations, env_infos); `conversation`: once per sample,
-    (conversation, env_info); `prompt_response`: once per sample, with texts; `trl`: (prompts, completions, **columns);
-    `verl`: compute_score of a sample or of a batch. None: by the names of its parameters."""
+    """How it is called: once per step (`conversations`), per sample (`conversation`), per sample with texts
+    (`prompt_response`), as by TRL (`trl`) or as verl's compute_score (`verl`). None: by its parameters' names."""
     max_concurrency: PositiveInt = 32
     """Most samples at a time of an async function that is called once per sample."""
 
