@@ -32,7 +32,7 @@ def ours(export: Path) -> Iterator[str]:
     from treeward.config.server import ServerConfig
     from treeward.serving.service import Service
 
-    model = {"model": str(export), "name": "model", "device": "cpu"}
+    model = {"model": str(export), "name": "model", "device": "cpu", "max_length": 512}
     loaded = Service.load(ServerConfig.model_validate({"models": [model]}))
     with contextlib.closing(loaded) as service, serving_on_loopback(service) as url:
         yield url
