@@ -152,16 +152,9 @@ def main() -> None:
     for prompt, completions in product(arguments.prompt_tokens, arguments.completions):
         work = make_work(prompts, tokenizer, Setting(completions, prompt, 128), arguments.prompts)
         rows.append(
-            measure(
-                arguments.size,
-                tokenizer,
-                work,
-                arguments.rounds,
-                device=device,
-                profile=arguments.profile,
-                few=arguments.float32,
-            )
-        )
+            measure(arguments.size, tokenizer, work, arguments.rounds, device=device, profile=arguments.profile,
+                    few=arguments.float32)
+        )  # fmt: skip
         if arguments.json is not None:  # after each: a run takes long
             arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     print_tables(rows)
