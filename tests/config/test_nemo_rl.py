@@ -76,6 +76,7 @@ def test_keys_that_are_newer_are_a_warning_with_their_list(tmp_path, caplog):
         ({"grpo": {"watch": {"zigzag": 1}}}, None, "grpo.watch.zigzag"),  # a section of ours
         ({"grpo": {"beta": 0.1}}, None, "grpo.beta"),  # TRL's name of a key
         ({}, "+policy.zigzag=1", "policy.zigzag"),  # typed for this run
+        ({}, "++policy.dynamic_batching.train_mb_token=4", "policy.dynamic_batching.train_mb_token"),
     ],
 )
 def test_other_unknown_keys_stay_errors(more, override, field, tmp_path):
