@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from treeward.model.reward_model import RewardModel
+from treeward.tree.varlen import GROUPED
 
 NAME = "benchmark_packed_rows"  # transformers takes names with "flash" for kernels to load
 
@@ -123,7 +124,7 @@ def _attention(
             max(_sizes(flash_batch.key_starts)),
             scale=scaling,
             window_size=(-1, 0),
-            enable_gqa=True,
+            **GROUPED,
         )
         return out[None], None
     sequences = zip(

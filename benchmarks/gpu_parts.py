@@ -143,7 +143,8 @@ def exactness(report: Report) -> None:
     for name in errors:
         report.plan(name, ["plain rows", TREE])
     # Each compiles kernels of its own, with one processor.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    for name in ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
     workers = max(1, min(8, (os.cpu_count() or 1) // 2))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         waiting = {
@@ -290,9 +291,7 @@ def training(report: Report) -> None:
     for size, setting in settings.items():
         for name, variant in variants.items():
             with report.attempt(setting, name):
-                hf, step = variant(size)
-                measure_steps(report, setting, name, hf, step, batches)
-                del hf, step
+                measure_steps(report, setting, name, *variant(size), batches)
 
 
 def measure_steps(

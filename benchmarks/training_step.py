@@ -133,8 +133,8 @@ def our_variant(model: nn.Module, score: Callable[[Batch], torch.Tensor], *, mat
     optimizer = build_optimizer(model, OptimizerConfig(kwargs={"lr": LEARNING_RATE}))
 
     def loss_of(batch: Batch) -> torch.Tensor:
-        pairs = ranked_pairs([(0, 1)] * len(batch))
-        return bradley_terry(score(batch), pairs) / len(batch)
+        scores = score(batch)
+        return bradley_terry(scores, ranked_pairs([(0, 1)] * len(batch)).to(scores.device)) / len(batch)
 
     def step(batch: Batch) -> torch.Tensor:
         torch.set_float32_matmul_precision(matmul)

@@ -183,7 +183,7 @@ def plain_log_probs(
 
 def gradients(model: torch.nn.Module, scores: Tensor) -> dict[str, Tensor]:
     """Gradients of a weighted sum of the scores, by parameter name; parameters without one are left out."""
-    weights = torch.linspace(-1.0, 1.0, len(scores)) + 0.1
+    weights = torch.linspace(-1.0, 1.0, len(scores), device=scores.device) + 0.1
     model.zero_grad(set_to_none=True)
     (scores * weights).sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

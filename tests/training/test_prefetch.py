@@ -98,7 +98,7 @@ def test_the_loss_is_divided_by_what_weighs_one(
 @pytest.mark.gpu
 @pytest.mark.parametrize("overrides", [*LAYOUTS, pytest.param(("policy.precision=bfloat16",), id="bfloat16")])
 def test_cuda_waits_for_nothing_within_a_micro_batch(tiny_run: Callable[..., Any], overrides: tuple[str, ...]) -> None:
-    setup = set_up(tiny_run(*overrides))
+    setup = set_up(tiny_run(*overrides, "policy.model_config.head_dim=16"))  # the smallest heads of FlexAttention
     run, preparer, sums = RewardModelRun(setup), BatchPreparer(setup), RewardSums()
     assert setup.model.device.type == "cuda"
     batches = preparer.step(1)

@@ -251,13 +251,17 @@ class WrappedModel(nn.Module):
             logits: Tensor = self.hf(**inputs).logits
         return logits
 
+    @property
+    def head_dim(self) -> int:
+        config = self.hf.config.get_text_config()
+        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
     def choose_attention(self, groups: Sequence[Sequence[TokenIds]]) -> None:
         """Choose the fastest attention for these trees, and use it from now on. There is a choice only on a GPU in half
         precision, where FlashAttention has all that the model needs, and not in a deterministic run, as measurements
         vary."""
         config, dtype = self.hf.config.get_text_config(), self.compute_dtype or self.hf.dtype
         heads, key_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         has_sinks = any(name.endswith("sinks") for name, _ in self.hf.named_parameters())
         has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
         is_half = dtype in (torch.bfloat16, torch.float16)
@@ -268,8 +272,8 @@ class WrappedModel(nn.Module):
             or has_softcap
             or has_sinks
             or hasattr(config, "v_head_dim")
-            or head_dim > 256
-            or head_dim % 8
+            or self.head_dim > 256
+            or self.head_dim % 8
             or torch.are_deterministic_algorithms_enabled()
         ):
             return
@@ -277,7 +281,7 @@ class WrappedModel(nn.Module):
             TreeBatch.from_groups(groups).to(self.device).padded().layout,
             heads=heads // self.tensor_size,
             key_heads=(key_heads or heads) // self.tensor_size,
-            head_dim=head_dim,
+            head_dim=self.head_dim,
             dtype=dtype,
         )
 
@@ -309,7 +313,7 @@ class WrappedModel(nn.Module):
     def tree_hidden(self, batch: TreeBatch, at_N: Tensor) -> Tensor:
         """The last hidden states at these places of the row, (N, D). `at_N`: int64, ascending, each place once."""
         reads = {"tree_reads": at_N} if self.last_layer is not None and self.last_layer.enabled else {}
-        implementation = self.tree_attention or attention.default_for(self.device)
+        implementation = self.tree_attention or attention.default_for(self.device, self.head_dim)
         if implementation in attention.COMPILED or self.sequence_parallel:
             batch = batch.padded()
         with self.attention(implementation), attention.over(batch.layout):

@@ -60,9 +60,9 @@ def register() -> None:
         AttentionMaskInterface.register(name, _mask_maker(mask))
 
 
-def default_for(device: torch.device) -> str:
-    """The implementation for a device, unless `fastest` measures it."""
-    return FLEX if device.type == "cuda" and has_triton() else TREE
+def default_for(device: torch.device, head_dim: int) -> str:
+    """The implementation for a device, unless `fastest` measures it. FlexAttention has no smaller heads than 16."""
+    return FLEX if device.type == "cuda" and has_triton() and head_dim >= 16 else TREE
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ segments.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 
 import numpy as np
@@ -19,6 +20,9 @@ from torch.nn.attention.varlen import varlen_attn
 
 from treeward.tree.batch import TreeLayout, on_device
 from treeward.tree.token_tree import Segment
+
+# Older versions of PyTorch take fewer key heads without a word.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class PathPlan:
@@ -72,7 +76,7 @@ def attend(
         plan.max_keys,
         scale=scale,
         window_size=(-1, 0),
-        enable_gqa=True,
+        **GROUPED,
     )
     assert isinstance(out, Tensor)
     return out.transpose(0, 1)[None]
