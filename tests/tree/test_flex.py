@@ -183,7 +183,7 @@ def cpu_varlen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]
     def varlen_attn(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_starts: torch.Tensor,
         key_starts: torch.Tensor, max_queries: int, max_keys: int, *, scale: float, window_size: tuple[int, int],
-        enable_gqa: bool,
+        enable_gqa: bool = True,  # older versions of PyTorch have no such argument
     ) -> torch.Tensor:  # fmt: skip
         assert window_size == (-1, 0) and enable_gqa and key.shape == value.shape
         calls.append((len(query), len(key)))

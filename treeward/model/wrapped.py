@@ -254,7 +254,7 @@ class WrappedModel(nn.Module):
     @property
     def head_dim(self) -> int:
         config = self.hf.config.get_text_config()
-        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
     def choose_attention(self, groups: Sequence[Sequence[TokenIds]]) -> None:
         """Choose the fastest attention for these trees, and use it from now on. There is a choice only on a GPU in half

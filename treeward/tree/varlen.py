@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -22,7 +23,7 @@ from treeward.tree.batch import TreeLayout, on_device
 from treeward.tree.token_tree import Segment
 
 # Older versions of PyTorch take fewer key heads without a word.
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class PathPlan:
