@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,7 @@ def test_a_line_of_training_has_numbers_rate_and_time_left_of_this_session(
         for step in range(901, 905):
             now[0] += 2.0
             shown.show("training", step, 904, {"loss": 0.5, "accuracy": 0.75}, tokens=4000)
-            with shown.paused():
+            with shown.paused("validating"):
                 now[0] += 1.0
         shown.message("set  accuracy\nplain  0.9")
     assert caplog.messages == [
@@ -95,3 +96,10 @@ def test_where_nothing_configured_logging_progress_is_seen_and_logging_stays_as_
         return
     assert [line for line in lines if "steps" not in line] == ["logged 2", "logged 3", "logged 4", "said"]
     assert len([line for line in lines if line.startswith("training: ") and "loss 0.5000" in line]) == 2
+
+
+def test_long_work_without_steps_has_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "treeward")
+    with ShownProgress(line_seconds=0.02) as shown, shown.paused("saving"):
+        time.sleep(0.2)
+    assert 2 <= caplog.messages.count("saving ...") == len(caplog.messages)

@@ -6,7 +6,7 @@ with ShownProgress(unit="rows") as shown:
 with ShownProgress(unit="steps") as shown, logs_shown():
     shown.show("training", resumed_at, total_steps)                    # rate and time left count from here
     shown.show("training", step, total_steps, {"loss": 0.41}, tokens=16_384)
-    with shown.paused():                                               # validation does not lower tokens per second
+    with shown.paused("validating"):                                   # validation does not lower tokens per second
         shown.message(validate())
 """
 
@@ -16,6 +16,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -97,12 +98,22 @@ class ShownProgress:
             logger.info("%s", line)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """The time spent inside does not lower tokens per second; the time left does count it."""
-        start = time.monotonic()
+    def paused(self, what: str) -> Iterator[None]:
+        """The time spent inside does not lower tokens per second; the time left does count it. Meanwhile "WHAT ..." is
+        shown every `line_seconds`."""
+        is_over, start = threading.Event(), time.monotonic()
+
+        def tell() -> None:
+            while not is_over.wait(self._line_seconds):
+                self.message(f"{what} ...")
+
+        thread = threading.Thread(target=tell, daemon=True)
+        thread.start()
         try:
             yield
         finally:
+            is_over.set()
+            thread.join()
             self._paused_seconds += time.monotonic() - start
 
     def _begin(self, what: str, done: int, total: int) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from treeward import processes
 
-_FILE_BYTES = 5 * 1000**3
+_FILE_BYTES = 250 * 1000**2
 """The size of a process's file of tensors, which is in memory while it is written."""
 
 

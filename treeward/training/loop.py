@@ -304,6 +304,8 @@ class Loop:
         run, state = self.run, self.state
         started = time.monotonic()
         processes.doing(f"step {state.step + 1}")
+        if state.step == self.first_step:
+            self.progress.message(f"Step {state.step + 1} of {run.total_steps} begins; the first one is the slowest.")
         with self._saved_if_it_fails(f"step {state.step + 1} cannot be taken"):
             metrics = run.step(state.step + 1)
         state.step += 1
@@ -319,7 +321,10 @@ class Loop:
             return
         started = time.monotonic()
         processes.doing(f"the validation after step {state.step}")
-        with self.progress.paused(), self._saved_if_it_fails(f"the model of step {state.step} cannot be validated"):
+        with (
+            self.progress.paused("validating"),
+            self._saved_if_it_fails(f"the model of step {state.step} cannot be validated"),
+        ):
             validation = self.run.validate(state.step, self.stop.agree)
         if validation is None:
             return  # a resumed run repeats it
@@ -361,7 +366,7 @@ class Loop:
         self._look_for_a_save(wait=True)
         self.save_started = time.monotonic()
         staged = beside and self.run.run_config.checkpointing.async_save
-        with self.progress.paused():
+        with self.progress.paused("saving"):
             checkpoint = self.store.save(self.state.step, partial(self._write, staged=staged))
         self.saved_step = self.state.step
         self._has_saved(checkpoint)
