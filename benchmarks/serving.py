@@ -1,12 +1,14 @@
 """The reward server under load, against scoring in the process (its limit) and a server that takes one at a time.
 
     python benchmarks/serving.py [--size xs|s|m|l] [--requests 192] [--rounds 3] [--connections 1 8 32 128]
+    python benchmarks/serving.py --model results/real_demo/model/final --vllm .venv-vllm/bin
 
 Each request holds one conversation, over loopback, as rollouts are scored while they finish. Two kinds of traffic of
 real answers (alpaca_eval): every conversation with a prompt of its own, and eight answers to each prompt. The limit is
 `Scorer.score` on the same conversations in one call. The peer is what people write by hand: FastAPI, transformers, one
-forward pass a request, under a lock. `--replicas N` adds our server with N replicas. In every round each variant has
-the same conversations, new to that round.
+forward pass a request, under a lock. `--replicas N` adds our server with N replicas, and `--vllm` a vLLM whose binaries
+lie in that folder, with `/classify` and its own defaults. In every round each variant has the same conversations, new
+to that round.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -48,21 +52,15 @@ def main() -> None:
         return
     use_device("cpu")
     data, prompts = load_prompts()
-    tokenizer = train_tokenizer(
-        (text for prompt, answers in prompts for text in (prompt, *answers)), vocab_size=VOCAB_SIZE
-    )
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / arguments.size
-        model = build(arguments.size, tokenizer).eval()
-        renderer = Renderer(tokenizer, max_length=2048)
-        export_model(model, tokenizer, folder, rendering=renderer.settings)
-        sign_later(folder, model=model, renderer=renderer)()
+        folder = arguments.model or _export(Path(temporary) / arguments.size, arguments.size, prompts)
         scorer = Scorer.load(folder)
-        print(f"{data}, Qwen3 {arguments.size}, {torch.get_num_threads()} threads, {arguments.requests} requests\n")
+        name = f"Qwen3 {arguments.size}" if arguments.model is None else str(folder)
+        print(f"{data}, {name}, {torch.get_num_threads()} threads, {arguments.requests} requests\n")
         rows = []
         for answers in (1, 8):
             traffic = [_traffic(prompts, answers, arguments.requests, n) for n in range(arguments.rounds + 1)]
-            rows += _measure(scorer, folder, traffic, answers, arguments.connections, arguments.replicas)
+            rows += _measure(scorer, folder, traffic, answers, arguments)
     columns = [
         Column("traffic"),
         Column("variant"),
@@ -77,9 +75,19 @@ def main() -> None:
     print(results_table(rows, columns))
 
 
+def _export(folder: Path, size: str, prompts: list[Any]) -> Path:
+    texts = (text for prompt, answers in prompts for text in (prompt, *answers))
+    tokenizer = train_tokenizer(texts, vocab_size=VOCAB_SIZE)
+    model, renderer = build(size, tokenizer).eval(), Renderer(tokenizer, max_length=2048)
+    export_model(model, tokenizer, folder, rendering=renderer.settings)
+    sign_later(folder, model=model, renderer=renderer)()
+    return folder
+
+
 def _measure(
-    scorer: Scorer, folder: Path, traffic: list[list[Chat]], answers: int, connections: list[int], replicas: int
+    scorer: Scorer, folder: Path, traffic: list[list[Chat]], answers: int, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
+    connections, replicas = arguments.connections, arguments.replicas
     seconds: dict[tuple[str, int], list[float]] = {}
     latencies: dict[tuple[str, int], list[float]] = {}
     differences: dict[tuple[str, int], float] = {}
@@ -93,12 +101,15 @@ def _measure(
             name = f"{replicas} replicas"
             ports[name], _ = servers.enter_context(started_server(folder, f"replicas={replicas}"))
             variants += [(name, level) for level in connections]
+        if arguments.vllm is not None:
+            ports["vLLM"] = servers.enter_context(_vllm(arguments.vllm, folder))
+            variants += [("vLLM", level) for level in connections]
         for number, chats in enumerate(traffic):
             for name, level in variants:
                 # marked, so that no variant finds the prompts of another in the prefix cache
                 marked = [_marked(chat, f"{name} {level}") for chat in chats]
                 if level:
-                    took, waited, scores = asyncio.run(_load(ports[name], marked, level))
+                    took, waited, scores = asyncio.run(_load(ports[name], marked, level, is_vllm=name == "vLLM"))
                 else:
                     took, waited, scores = _score(scorer, marked)
                 if number == 0:  # it warms up, and shows that the scores are the same
@@ -151,10 +162,15 @@ def _marked(chat: Chat, mark: str) -> Chat:
     return [chat[0] | {"content": f"({mark}) {chat[0]['content']}"}, *chat[1:]]
 
 
-async def _load(port: int, chats: list[Chat], connections: int) -> Taken:
+async def _load(port: int, chats: list[Chat], connections: int, *, is_vllm: bool = False) -> Taken:
     """Every connection sends its next request after an answer."""
-    head = b"POST /v1/rewards HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
-    bodies = [json.dumps({"conversations": [chat]}).encode() for chat in chats]
+    path = b"/classify" if is_vllm else b"/v1/rewards"
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: " % path
+    requests: list[dict[str, Any]] = [
+        {"model": "model", "messages": chat, "use_activation": False} if is_vllm else {"conversations": [chat]}
+        for chat in chats
+    ]
+    bodies = [json.dumps(request).encode() for request in requests]
     scores = [0.0] * len(bodies)
     waited = [0.0] * len(bodies)
     left = iter(range(len(bodies)))
@@ -166,7 +182,8 @@ async def _load(port: int, chats: list[Chat], connections: int) -> Taken:
             writer.write(head + b"%d\r\n\r\n" % len(bodies[i]) + bodies[i])
             answer = await _read(reader)
             waited[i] = time.perf_counter() - began
-            scores[i] = json.loads(answer)["data"][0]["score"]
+            (found,) = json.loads(answer)["data"]
+            scores[i] = found["probs"][0] if is_vllm else found["score"]
         writer.close()
 
     started = time.perf_counter()
@@ -192,8 +209,20 @@ def started_server(folder: Path, *options: str) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
+def _vllm(binaries: Path, folder: Path) -> Iterator[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(binaries / "vllm"), "serve", str(folder), "--port", str(port), "--host", "127.0.0.1"]
+    command += ["--served-model-name", "model", "--dtype", "float32", "--max-model-len", "2048"]
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with _started([*command, "--disable-uvicorn-access-log"], "Application startup complete"):
+        yield port
+
+
+@contextmanager
 def _started(command: list[str], pattern: str) -> Iterator[tuple[int, int]]:
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
         said = []
@@ -201,7 +230,7 @@ def _started(command: list[str], pattern: str) -> Iterator[tuple[int, int]]:
             said.append(line)
             if found := re.search(pattern, line):
                 threading.Thread(target=process.stderr.read, daemon=True).start()  # so that its log never blocks it
-                yield int(found[1]), process.pid
+                yield int(found[1] if found.groups() else 0), process.pid
                 return
         raise RuntimeError("the server did not start:\n" + "".join(said))
     finally:
@@ -237,6 +266,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--model", type=Path, help="an export instead of random weights")
+    parser.add_argument("--vllm", type=Path, help="the folder with `vllm` of another environment")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -307,6 +307,10 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
             hf.resize_token_embeddings(len(tokenizer), mean_resizing=False)
             grown: Any = hf.get_input_embeddings()
             grown.weight[num_rows:] = 0  # it is never scored, but exports should not differ in it
+        logger.info(
+            "The vocabulary grows from %s to %s: the model pads with a token that ends conversations, or with none, and "
+            "gets %s, which no conversation ends with.", f"{num_rows:,}", f"{len(tokenizer):,}", tokenizer.pad_token,
+        )  # fmt: skip
     for config in (hf.config, hf.config.get_text_config()):
         config.pad_token_id = tokenizer.pad_token_id
     embeddings = hf.get_input_embeddings()
