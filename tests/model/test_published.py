@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from families import causal_model, config_of, randomise, score_error
+from families import causal_model, config_of, randomise, score_error, tiny_model
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE, Renderer
-from treeward.errors import ModelError
+from treeward.errors import DataError, ModelError
+from treeward.model import published as published_module
 from treeward.model.export import export_model
 from treeward.model.loading import load_reward_model
 from treeward.model.pretrained import load_tokenizer
@@ -46,13 +47,16 @@ Save = Callable[[str], Path]
 
 class Published(NamedTuple):
     """`head`: the tensors of the head, by the authors' names. `fields`: of config.json. `score`: of the hidden states
-    (L, D) of one sequence and its tokens."""
+    (L, D) of one sequence and its tokens. `prefix`: of the backbone's tensors. `folder`: the name of the model."""
 
     architecture: str
     fields: Mapping[str, Any]
     head: Mapping[str, Tensor]
     score: Callable[[Tensor, list[int], Mapping[str, Tensor]], Tensor]
     parts: int = 1
+    family: str = "llama"
+    prefix: str = "model."
+    folder: str = "published"
 
 
 def linear(name: str) -> Callable[..., Tensor]:
@@ -71,6 +75,49 @@ def urm(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
         weights = F.linear(weights, head[f"weights.fc.{i}.weight"], head[f"weights.fc.{i}.bias"])
         weights = F.selu(weights) if i < 4 else weights
     return (means * weights).sum()
+
+
+def grm(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
+    inner = hidden[-1]
+    for i in (0, 2):
+        inner = F.relu(F.linear(inner, head[f"v_head.summary.{i}.weight"], head[f"v_head.summary.{i}.bias"]))
+    return F.linear(inner, head["v_head.summary.4.weight"], head["v_head.summary.4.bias"])[0]
+
+
+def grm_linear(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
+    return hidden[-1] @ head["v_head.summary.weight"][0] + head["v_head.summary.bias"][0]
+
+
+def beaver_reward(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
+    value = hidden[-1] @ head["score_head.weight"][0] + head["score_head.bias"][0]
+    return (value - head["normalizer.mean"][0]) / (head["normalizer.var"][0] ** 0.5 + 1e-8)
+
+
+def beaver_cost(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
+    """reward-bench's, higher is better: the negated cost, which is scaled and not centred."""
+    return -(hidden[-1] @ head["score_head.weight"][0]) / (head["normalizer.var"][0] ** 0.5 + 1e-8)
+
+
+def beaver_plain(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
+    return -(hidden[-1] @ head["score_head.weight"][0])
+
+
+def ldl(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor], temperature: float | None = None) -> Tensor:
+    outputs = []
+    for name, layers in ("regression_layer", (0, 2, 4)), ("gating_layer", (0, 3, 6)):
+        inner = hidden[-1]
+        for i in layers:
+            inner = F.linear(inner, head[f"{name}.network.{i}.weight"], head[f"{name}.network.{i}.bias"])
+            inner = inner if i == layers[-1] else F.leaky_relu(inner, 0.01)
+        outputs.append(inner)
+    ratings, weights = outputs[0].view(3, 10).softmax(dim=-1), outputs[1]
+    weights = weights if temperature is None else (weights / temperature).softmax(dim=-1)
+    distribution = (weights[:, None] * ratings).sum(dim=0)
+    return sum(distribution[k] * k / 9 for k in range(10))  # type: ignore[return-value]
+
+
+def ldl_softmax(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
+    return ldl(hidden, ids, head, temperature=0.5)
 
 
 def end_of_prompt(ids: list[int]) -> int:
@@ -103,8 +150,9 @@ def qrm(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
 def drawn(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
     draw = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
-    draw = {name: value.abs() + 0.5 if name.endswith("_var") else value for name, value in draw.items()}
-    return draw | {name: torch.tensor(3) for name in draw if name.endswith("num_batches_tracked")}
+    draw = {name: value.abs() + 0.5 if name.endswith(("_var", ".var")) else value for name, value in draw.items()}
+    counts = {name: torch.tensor(3) for name in draw if name.endswith("num_batches_tracked")}
+    return draw | counts | {name: torch.tensor([7]) for name in draw if name == "normalizer.count"}
 
 
 def layer(name: str, outputs: int, inputs: int, bias: bool = True) -> dict[str, tuple[int, ...]]:
@@ -120,6 +168,17 @@ def norm(name: str, size: int) -> dict[str, tuple[int, ...]]:
 INTERNLM2_ROPE: dict[str, Any] = {"rope_theta": 77.0, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
 """Which scales nothing within the model's positions."""
 REMOTE = {"auto_map": {"AutoConfig": "configuration_internlm2.InternLM2Config"}}
+GRM = {"vhead_layer_type": "mlp", "vhead_num_layers": 2, "vhead_num_neurons": 12}
+BEAVER = {"score_dim": 1, "normalizer_type": "RunningMeanStd", "mean": [0.0], "var": [1.0]}
+"""Other statistics than the checkpoint's, which the authors' code reads last."""
+NORMALIZER = {"normalizer.count": (), "normalizer.mean": (1,), "normalizer.var": (1,)}
+LDL_WIDTH = 12
+LDL_HEAD = {
+    name: shape
+    for part, places, outputs in (("regression_layer", (0, 2, 4), 30), ("gating_layer", (0, 3, 6), 3))
+    for place, rows, columns in zip(places, (LDL_WIDTH, LDL_WIDTH, outputs), (SIZE, LDL_WIDTH, LDL_WIDTH), strict=True)
+    for name, shape in layer(f"{part}.network.{place}", rows, columns).items()
+}
 GATED = {"gate_pattern": GATE, "gating_hidden_dim": 12}
 MODELS = {
     "OpenRLHF": Published(
@@ -145,6 +204,77 @@ MODELS = {
         {"model_type": "internlm2", "bias": False, "reward_token_id": 17, **REMOTE},
         drawn(**{"v_head.weight": (1, SIZE)}),
         linear("v_head"),
+    ),
+    "GRM": Published(
+        "GRewardModel",
+        GRM,
+        drawn(
+            **layer("v_head.summary.0", 12, SIZE),
+            **layer("v_head.summary.2", 12, 12),
+            **layer("v_head.summary.4", 1, 12),
+        ),
+        grm,
+    ),
+    "GRM, linear": Published(
+        "Gemma2ForCausalLM",
+        {"vhead_layer_type": "linear", "vhead_num_layers": 1, "vhead_num_neurons": 1024},
+        drawn(**layer("v_head.summary", 1, SIZE)),
+        grm_linear,
+        family="gemma2",
+    ),
+    "Eurus-RM": Published(
+        "EurusRewardModel",
+        {"auto_map": {"AutoModel": "modeling_eurus_rm.EurusRewardModel"}},
+        drawn(**{"regression_head.weight": (1, SIZE)}),
+        linear("regression_head"),
+        family="mistral",
+    ),
+    "UltraRM": Published(
+        "LlamaRewardModel", {}, drawn(**{"regression_head.weight": (1, SIZE)}), linear("regression_head")
+    ),
+    "Beaver": Published(
+        "LlamaForScore",
+        {**BEAVER, "score_type": "reward", "bias": True, "do_normalize": True},
+        drawn(**layer("score_head", 1, SIZE), **NORMALIZER),
+        beaver_reward,
+    ),
+    "Beaver's cost": Published(
+        "LlamaForScore",
+        {**BEAVER, "score_type": "cost", "bias": False, "do_normalize": True},
+        drawn(**layer("score_head", 1, SIZE, bias=False), **NORMALIZER),
+        beaver_cost,
+    ),
+    "Beaver's cost, not normalised": Published(
+        "LlamaForScore",
+        {**BEAVER, "score_type": "cost", "do_normalize": False},
+        drawn(**layer("score_head", 1, SIZE, bias=False), **NORMALIZER),
+        beaver_plain,
+    ),
+    "Starling-RM": Published(
+        "LlamaForCausalLM",
+        {},
+        drawn(**{"v_head.weight": (1, SIZE)}),
+        linear("v_head"),
+        prefix="transformer.",
+        folder="Starling-RM-7B-alpha",
+    ),
+    "LDL-Reward": Published(
+        "Gemma2Model",
+        {"num_objectives": 30},
+        drawn(**LDL_HEAD),
+        ldl,
+        parts=3,
+        family="gemma2",
+        prefix="",
+        folder="LDL-Reward-Gemma-2-27B-v0.1",
+    ),
+    "LDL-Reward, softmax": Published(
+        "LDLRewardModel27B",
+        {"num_objectives": 30, "softmax": True, "temperature": 0.5},
+        drawn(**LDL_HEAD),
+        ldl_softmax,
+        parts=3,
+        family="gemma2",
     ),
     "URM": Published(
         "LlamaForSequenceClassificationWithNormal_Weights",
@@ -213,16 +343,18 @@ def in_internlm2_names(backbone: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def save(tmp_path: Path, tiny_tokenizer: Any) -> Save:
+def save(tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Save:
     """A model's folder as its authors have it, and its backbone in plain transformers."""
+    monkeypatch.setattr(published_module, "LDL_WIDTH", LDL_WIDTH)  # 4096, which no key of config.json says
 
     def to_folder(name: str) -> Path:
-        published, folder = MODELS[name], tmp_path / "published"
-        config = config_of("llama", vocab_size=len(tiny_tokenizer), eos_token_id=tiny_tokenizer.eos_token_id)
+        published, folder = MODELS[name], tmp_path / MODELS[name].folder
+        config = config_of(published.family, vocab_size=len(tiny_tokenizer), eos_token_id=tiny_tokenizer.eos_token_id)
         tiny_tokenizer.save_pretrained(folder)
         fields = config.to_dict() | {"architectures": [published.architecture], **published.fields}
         (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-        backbone = {f"model.{key}": value for key, value in plain_backbone(folder).state_dict().items()}
+        backbone = plain_backbone(name, folder).state_dict()
+        backbone = {f"{published.prefix}{key}": value for key, value in backbone.items()}
         if fields["model_type"] == "internlm2":
             backbone = in_internlm2_names(backbone)
             del fields["rope_parameters"]  # InternLM2's keys of the same
@@ -233,16 +365,16 @@ def save(tmp_path: Path, tiny_tokenizer: Any) -> Save:
     return to_folder
 
 
-def plain_backbone(folder: Path) -> Any:
+def plain_backbone(name: str, folder: Path) -> Any:
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = config_of("llama", vocab_size=fields["vocab_size"], eos_token_id=fields["eos_token_id"])
+    config = config_of(MODELS[name].family, vocab_size=fields["vocab_size"], eos_token_id=fields["eos_token_id"])
     if fields["model_type"] == "internlm2":
         config.rope_parameters = {"rope_type": "default", "rope_theta": INTERNLM2_ROPE["rope_theta"]}
-    return randomise(AutoModel.from_config(config).eval())
+    return randomise(AutoModel.from_config(config, attn_implementation="eager").eval())
 
 
 def wanted(name: str, folder: Path, sequences: list[list[int]]) -> Tensor:
-    published, backbone = MODELS[name], plain_backbone(folder)
+    published, backbone = MODELS[name], plain_backbone(name, folder)
     with torch.no_grad():
         hidden = [backbone(input_ids=torch.tensor([ids])).last_hidden_state[0] for ids in sequences]
         return torch.stack([published.score(h, ids, published.head) for h, ids in zip(hidden, sequences, strict=True)])
@@ -298,11 +430,12 @@ def test_training_goes_on_and_the_export_scores_the_same(name: str, save: Save, 
     assert after[0] - after[1] > (before[0] - before[1]).item()
     export_model(model, tokenizer, exported, rendering=renderer.settings)
     contract = sign_folder(exported)
-    assert contract.read.plain_transformers == (name in ("OpenRLHF", "InternLM2-Reward"))
+    plain = ("OpenRLHF", "InternLM2-Reward", "Eurus-RM", "UltraRM", "Starling-RM")
+    assert contract.read.plain_transformers == (name in plain)
     assert contract.dtypes.head == "float32" and [head.weight for head in contract.heads] == [1.0] * model.num_heads
     if contract.read.plain_transformers:
-        plain = AutoModelForSequenceClassification.from_pretrained(exported, dtype="float32")
-        theirs = [plain(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in SEQUENCES]
+        classifier = AutoModelForSequenceClassification.from_pretrained(exported, dtype="float32")
+        theirs = [classifier(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in SEQUENCES]
         assert score_error(torch.stack(theirs), values) < 1e-5
     else:
         assert MODELS[name].head.keys() <= load_file(exported / "model.safetensors").keys()
@@ -342,6 +475,90 @@ def test_openrlhf_reads_at_the_end_of_the_text(save: Save) -> None:
         first, last = (message["content"] for message in CHATS[0])
         between = tokenizer.eos_token if end == "" else ""
         assert Renderer(tokenizer).render(CHATS[0]) == f"{first}{between}\n{last}{end}{tokenizer.eos_token}"
+
+
+QUESTION, OTHER_QUESTION = "Which tree bears cones?", "And which one acorns?"
+TEXTS = {
+    "Eurus-RM": (f"[INST] {QUESTION} [/INST] A pine.", "{eos}", f"[INST] {OTHER_QUESTION} [/INST] An oak.", ""),
+    "UltraRM": (f"Human: {QUESTION}\nAssistant: A pine.", "\n", f"Human: {OTHER_QUESTION}\nAssistant: An oak.", ""),
+    "Beaver": (
+        f"BEGINNING OF CONVERSATION: USER: {QUESTION} ASSISTANT:A pine.",
+        "{eos}",
+        f"USER: {OTHER_QUESTION} ASSISTANT:An oak.",
+        "{eos}",
+    ),
+    "Starling-RM": (
+        f"<s>[INST] {QUESTION} {{eos}} [/INST] A pine.",
+        "{eos}",
+        f"<s>[INST] {OTHER_QUESTION} {{eos}} [/INST] An oak.",
+        "{eos}",
+    ),
+}
+"""Two turns as the authors write them: the first, the text between, the second, the end."""
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_tokenizer_without_a_template_gets_that_of_the_authors(name: str, save: Save, tmp_path: Path) -> None:
+    folder, (first, between, second, end) = save(name), TEXTS[name]
+    owned = load_reward_model(folder).tokenizer
+    assert owned.chat_template == DEFAULT_CHAT_TEMPLATE
+    (folder / "chat_template.jinja").unlink()
+    scorer = Scorer.load(folder)
+    renderer = scorer.renderer
+    renderer.tokenizer.bos_token = "<s>"
+    chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "A pine."}]
+    longer = [*chat, {"role": "user", "content": OTHER_QUESTION}, {"role": "assistant", "content": "An oak."}]
+    eos = renderer.tokenizer.eos_token
+    assert renderer.render(chat) == (first + end).format(eos=eos)
+    assert renderer.render(longer) == (first + between + second + end).format(eos=eos)
+    with pytest.raises(DataError, match="knows no role system"):
+        renderer.render([{"role": "system", "content": "Be brief."}, *chat])
+    ids = [renderer.encode(one) for one in (chat, longer)]
+    assert [one.score for one in scorer.score([chat, longer])] == pytest.approx(
+        wanted(name, folder, ids).tolist(), abs=1e-5
+    )
+
+
+def test_a_name_of_transformers_keeps_its_plain_meaning(save: Save, tmp_path: Path) -> None:
+    """Renamings are registered by class: a language model is read as before after a Starling of the same class."""
+    load_reward_model(save("Starling-RM"))
+    lm = causal_model("llama")
+    lm.save_pretrained(tmp_path / "lm")
+    weights = load_file(tmp_path / "lm" / "model.safetensors")
+    renamed = {name.replace("model.", "transformer.", 1): value for name, value in weights.items()}
+    save_file(renamed, tmp_path / "lm" / "model.safetensors", metadata={"format": "pt"})
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "lm", output_loading_info=True)
+    assert "model.embed_tokens.weight" in info["missing_keys"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("Eurus-RM", {"regression_head.bias": torch.ones(1)}, r"does not use(?s:.*)score\.bias"),
+        ("Eurus-RM", {"regression_head.weight": torch.ones(2, SIZE)}, r"do not have the shapes(?s:.*)\(2, 32\)"),
+        (
+            "Beaver's cost",
+            {"score_head.bias": torch.ones(1)},
+            r"does not use(?s:.*)score\.value\.bias",
+        ),
+        ("GRM, linear", {"v_head.summary.0.weight": torch.ones(12, SIZE)}, "does not use"),
+    ],
+)
+def test_a_known_class_with_another_head_is_refused(name: str, changes: Any, message: str, save: Save) -> None:
+    file = save(name) / "model.safetensors"
+    save_file({**load_file(file), **changes}, file, metadata={"format": "pt"})
+    for options in ({}, {"head_seed": 3, "on_meta": True}):
+        with pytest.raises(ModelError, match=message):
+            load_reward_model(file.parent, **options).model.fill("cpu")
+
+
+def test_the_newer_grm_are_plain_classifiers(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    folder, model = tmp_path / "GRM-Llama3.2-3B-rewardmodel-ft", tiny_model("llama", vocab_size=len(tiny_tokenizer))
+    vars(model.config).update(GRM)
+    model.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    loaded = load_reward_model(folder).model
+    assert torch.equal(loaded.head.weight, model.score.weight)
 
 
 @pytest.mark.parametrize("name", ["ArmoRM", "QRM"])

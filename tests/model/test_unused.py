@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,10 @@ from treeward.model.loading import load_policy, load_reward_model
 
 ROW, SQUARE = torch.ones(1, 32), torch.ones(32, 32)
 HEADS: Mapping[str, tuple[str, dict[str, torch.Tensor]]] = {
-    "Eurus-RM, UltraRM": ("EurusRewardModel", {"regression_head.weight": ROW}),
-    "GRM": ("LlamaForCausalLM", {"v_head.summary.weight": ROW, "v_head.summary.bias": ROW[0]}),
-    "Beaver": ("LlamaForScore", {"score_head.weight": ROW, "score_head.bias": ROW[0]}),
-    "Qwen2.5-Math-PRM": (
-        "Qwen2ForProcessRewardModel",
-        {"score.0.weight": SQUARE, "score.0.bias": SQUARE[0], "score.2.weight": SQUARE[:2], "score.2.bias": ROW[0, :2]},
-    ),
+    "a stranger's": ("RewardModelOfAStranger", {"regression_head.weight": ROW}),
+    "TRL": ("LlamaForCausalLM", {"v_head.summary.weight": ROW, "v_head.summary.bias": ROW[0]}),
+    "Athene-RM": ("AtheneForSequenceClassification", {"v_head.weight": ROW}),
+    "Ziya": ("LlamaRewardModelOfZiya", {"value_head.weight": ROW, "value_head.bias": ROW[0]}),
 }
 """The architecture and the head of published reward models that no adapter reads."""
 
@@ -58,6 +56,24 @@ def test_a_head_that_nobody_reads_is_named(kind: str, save: Save) -> None:
             load_reward_model(folder, **options).model.fill("cpu")
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name", "reason"),
+    [
+        ("Qwen2ForProcessRewardModel", "published", "rates steps"),
+        ("Qwen2ForPrmModel", "published", "rates steps"),
+        ("Qwen2ForTokenClassification", "published", "rates steps"),
+        ("LlamaForCausalLM", "GPM-Llama-3.1-8B", "compares pairs"),
+    ],
+)
+def test_a_model_without_a_score_is_refused_by_name(architecture: str, name: str, reason: str, save: Save) -> None:
+    head = {"score.0.weight": SQUARE, "score.0.bias": SQUARE[0], "score.2.weight": SQUARE[:2], "score.2.bias": ROW[0]}
+    saved = save(causal_model("llama"), head, architecture)
+    folder = shutil.copytree(saved, saved / name)
+    for options in ({}, {"head_seed": 3}, {"head_seed": 3, "on_meta": True}):
+        with pytest.raises(ModelError, match=rf"{reason}(?s:.*)docs/reward_models\.md"):
+            load_reward_model(folder, **options)
+
+
 @pytest.mark.parametrize("file", ["value_head.safetensors", "value_head.bin"])
 def test_a_head_in_a_file_of_its_own_is_named(file: str, save: Save) -> None:
     """LLaMA-Factory's, beside a language model; a policy has no use for it."""
@@ -80,7 +96,7 @@ def test_another_tensor_is_named_too(save: Save) -> None:
     with pytest.raises(ModelError, match=r"does not use(?s:.*)layers\.1\.self_attn\.q_proj\.bias") as raised:
         load_reward_model(folder)
     assert "head" not in str(raised.value.got)
-    folder = save(causal_model("llama"), HEADS["GRM"][1])
+    folder = save(causal_model("llama"), HEADS["TRL"][1])
     for on_meta in (False, True):
         with pytest.raises(ModelError, match="v_head"):
             load_policy(folder, on_meta=on_meta).model.fill("cpu")

@@ -35,7 +35,7 @@ from treeward.model.checks import choose_layout, tree_or_rows
 from treeward.model.filling import fill, without_weights
 from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
 from treeward.model.pretrained import bare_model, load_tokenizer, load_weights, override_fields, read_config
-from treeward.model.published import Adapter, end_template, find
+from treeward.model.published import Adapter, find, refuse, set_template
 from treeward.model.reward_model import RewardModel, head_name
 from treeward.model.shards import put
 from treeward.model.wrapped import WrappedModel
@@ -83,6 +83,7 @@ def load_reward_model(
     transformers does, at the last token that is not the padding token of config.json.
     """
     config = read_config(str(name), trust_remote_code)
+    refuse(config.to_dict(), config.name_or_path)
     published = find(config.to_dict(), config.name_or_path)
     is_classifier = any("SequenceClassification" in text for text in config.architectures or ())
     if published is None and labels:
@@ -95,7 +96,7 @@ def load_reward_model(
     if published is not None:
         logger.info("Read as a published reward model: %s.", published.source)
         model_class, head_seed = published.reader(config, model_class), None
-        end_template(tokenizer, config.to_dict(), str(name))
+        set_template(tokenizer, config.to_dict(), str(name))
     if on_meta:
         hf = without_weights(model_class, config)
     else:

@@ -35,7 +35,7 @@ from transformers.utils.hub import cached_files
 
 from treeward.errors import ConfigError, ModelError, nearest_name, nearest_path
 from treeward.model.lora import ADAPTER_CONFIG, is_quantized, merge_adapters, merging_line
-from treeward.model.published import end_template, find
+from treeward.model.published import find, set_template
 from treeward.model.reward_model import HEAD_NAMES, head_name, is_of_head
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     except (OSError, ValueError, *_DAMAGED) as error:
         raise _loading_error(name, "tokenizer", error, fix="name one: policy.tokenizer.name=...") from error
     with contextlib.suppress(OSError, *_DAMAGED):  # a folder may hold a tokenizer alone
-        end_template(tokenizer, PreTrainedConfig.get_config_dict(name)[0], name)
+        set_template(tokenizer, PreTrainedConfig.get_config_dict(name)[0], name)
     for key in ("is_local", "local_files_only"):  # where it was loaded from; a saved tokenizer would hold it
         tokenizer.init_kwargs.pop(key, None)
     return tokenizer

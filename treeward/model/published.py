@@ -16,12 +16,14 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
@@ -39,8 +41,24 @@ ARMORM = (
     *("code-instruction-following", "code-readability"),
 )
 
+LDL_WIDTH, NUM_RATINGS = 4096, 10
 _ANSWER_BEGINS = {"llama": (128009, 128006, 78191, 128007, 271), "gemma2": (107, 108, 106, 2516, 108)}
 """The end of the prompt and the header of the completion, in the tokens of Llama 3 and of Gemma 2."""
+
+
+def _mlp(sizes: Sequence[int], *between: Callable[[], nn.Module]) -> nn.Sequential:
+    """Linear layers of these sizes, with these modules between two of them."""
+    modules: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        modules += [nn.Linear(inputs, outputs), *(make() for make in between)]
+    return nn.Sequential(*modules[: -len(between)])
+
+
+def _grm_head(config: PreTrainedConfig) -> nn.Module:
+    if getattr(config, "vhead_layer_type", "mlp") == "linear":
+        return nn.Linear(config.hidden_size, 1)
+    widths = [getattr(config, "vhead_num_neurons", 1024)] * getattr(config, "vhead_num_layers", 1)
+    return _mlp([config.hidden_size, *widths, 1], nn.ReLU)
 
 
 class Standardised(nn.Module):
@@ -56,6 +74,45 @@ class Standardised(nn.Module):
         return values
 
 
+class RewardOrCost(nn.Module):
+    """Beaver: a linear head. With `do_normalize` a reward is (value - mean) / std, and a cost value / std. A cost is
+    negated: higher is better."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.value = nn.Linear(config.hidden_size, 1, bias=getattr(config, "bias", False))
+        self.normalizer: Any = nn.Module()
+        for name, start in (("mean", torch.zeros(1)), ("var", torch.ones(1)), ("count", torch.zeros(1).long())):
+            self.normalizer.register_buffer(name, start)
+        self.is_cost = getattr(config, "score_type", "reward") == "cost"
+        self.normalises = getattr(config, "do_normalize", False)
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        values: Tensor = self.value(hidden_ND)
+        if self.normalises:
+            values = (values if self.is_cost else values - self.normalizer.mean) / (self.normalizer.var.sqrt() + 1e-8)
+        return -values if self.is_cost else values
+
+
+class WeightedRatings(nn.Module):
+    """LDL: the expectation of each objective's distribution over ratings from 0 to 1, times its weight by a network,
+    both from the last token."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        sizes, count = [config.hidden_size, LDL_WIDTH, LDL_WIDTH], config.num_objectives
+        self.regression_layer = nn.ModuleDict({"network": _mlp([*sizes, count], nn.LeakyReLU)})
+        weights = _mlp([*sizes, count // NUM_RATINGS], nn.LeakyReLU, nn.Identity)
+        self.gating_layer = nn.ModuleDict({"network": weights})
+        self.temperature, self.softmax = config.gating_temperature, config.softmax
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        logits_NHR = self.regression_layer["network"](hidden_ND).unflatten(-1, (-1, NUM_RATINGS))
+        weights_NH: Tensor = self.gating_layer["network"](hidden_ND)
+        weights_NH = F.softmax(weights_NH / self.temperature, dim=-1) if self.softmax else weights_NH
+        return F.softmax(logits_NHR, dim=-1) @ torch.linspace(0, 1, NUM_RATINGS, device=hidden_ND.device) * weights_NH
+
+
 class WeightedAttributes(nn.Module):
     """URM: the mean of each attribute times its weight by a network, both from the last token. Attributes are pairs of
     mean and spread; the score ignores the spread."""
@@ -64,8 +121,7 @@ class WeightedAttributes(nn.Module):
         super().__init__()
         size = config.hidden_size
         self.attributes = nn.Linear(size, 2 * len(HELPSTEER2), bias=False)
-        layers = [nn.Linear(size, size), nn.SELU(), nn.Linear(size, size), nn.SELU(), nn.Linear(size, len(HELPSTEER2))]
-        self.weights = nn.ModuleDict({"fc": nn.Sequential(*layers)})
+        self.weights = nn.ModuleDict({"fc": _mlp([size, size, size, len(HELPSTEER2)], nn.SELU)})
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
         values_NH: Tensor = self.attributes(hidden_ND)[:, ::2] * self.weights["fc"](hidden_ND)
@@ -156,6 +212,16 @@ def _then(text: str) -> tuple[str, str]:
     return "", f"{{{{ {json.dumps(text)} }}}}" if text else ""  # a literal, whose white space no tag before it removes
 
 
+_TEXT, _EOS = "{{ message.content }}", "{{ eos_token }}"
+
+
+def _turns(user: str, assistant: str, begin: str = "") -> str:
+    """A chat template of the two roles that the authors' text has."""
+    refusal = "{{ raise_exception('this model knows no role ' + message.role) }}"
+    turn = f"{{% if message.role == 'user' %}}{user}{{% elif message.role == 'assistant' %}}{assistant}"
+    return f"{begin}{{% for message in messages %}}{turn}{{% else %}}{refusal}{{% endif %}}{{% endfor %}}"
+
+
 def _at_end_of_text(_: Fields, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """The text without line ends, and with the end-of-text token, as in OpenRLHF's `RewardDataset`."""
     text = "{{ text if text.endswith(eos_token) else text + ' ' + eos_token }}"
@@ -191,8 +257,10 @@ class Adapter:
     `source`: of the arithmetic. `recognises`: by config.json and the name. `stored`: the head's modules in the
     checkpoint, and our names for them. `backbone`: other changes of names and tensors. `head`: makes the module
     `score`; None for a linear one. `parts`: names of its values, whose sum is the score. `config`: from config.json,
-    for unknown model types. `tokens`: the score is the logit of the last of these, minus that of the one before. `end`:
-    texts before and after the chat template. `keys`: of config.json for the authors' code alone.
+    for unknown model types. `tokens`: the score is the logit of the last of these, minus that of the one before.
+    `template`: for a tokenizer without one, the text that the authors score. `end`: texts before and after the chat
+    template. `architecture`: of config.json, where the authors' says too little. `keys`: of config.json for the
+    authors' code alone.
     """
 
     source: str
@@ -203,7 +271,9 @@ class Adapter:
     parts: Callable[[Fields], tuple[str, ...]] = lambda _: ()
     config: Callable[[Fields], PreTrainedConfig] | None = None
     tokens: Callable[[Fields], Sequence[str | int]] | None = None
+    template: str | None = None
     end: Callable[[Fields, PreTrainedTokenizerBase], tuple[str, str]] = lambda _, __: ("", "")
+    architecture: str | None = None
     keys: tuple[str, ...] = ()
 
     def reader(self, config: PreTrainedConfig, plain: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -220,9 +290,12 @@ class Adapter:
             if head is not None:
                 hf.score = head(config)
 
-        name = (config.architectures or [plain.__name__])[0]
+        name = self.architecture or (config.architectures or [plain.__name__])[0]
+        if hasattr(transformers, name):  # whose own files are not to be renamed
+            name = f"Published{name}"
         body = {"__init__": make, "__module__": plain.__module__, "plain_class": plain}
-        body |= {"stored_head": tuple(stored), "score_parts": parts, "made_by_treeward": head is not None}
+        stored_head = tuple(old.split(".")[0] for old in stored)
+        body |= {"stored_head": stored_head, "score_parts": parts, "made_by_treeward": head is not None}
         made: type[PreTrainedModel] = type(name, (plain,), body)
         renamings = [WeightRenaming(f"^{old}", new) for old, new in stored.items() if old != new]
         register_checkpoint_conversion_mapping(name, [*renamings, *self.backbone], overwrite=True)
@@ -281,8 +354,11 @@ _OPENRLHF = (
 _BENCH = "https://github.com/allenai/reward-bench/blob/05a9005efb607249822c193590c8ecab87c77052/rewardbench/models/"
 
 
-def _is(*names: str) -> Callable[[Fields, str], bool]:
-    return lambda fields, _: any(name in (fields.get("architectures") or ()) for name in names)
+def _is(*architectures: str, called: str = r"(?!)") -> Callable[[Fields, str], bool]:
+    """`called`: a pattern for the name of a model whose config.json may not name its class."""
+    return lambda fields, name: bool(
+        {*architectures} & {*(fields.get("architectures") or ())} or re.search(called, name)
+    )
 
 
 def _is_openrlhf(*, normalised: bool) -> Callable[[Fields, str], bool]:
@@ -292,6 +368,12 @@ def _is_openrlhf(*, normalised: bool) -> Callable[[Fields, str], bool]:
         return is_openrlhf and normalised == (bool(fields.get("normalize_reward")) and fields.get("std") is not None)
 
     return recognises
+
+
+def _is_grm(fields: Fields, name: str) -> bool:
+    is_plain = "Classification" in str(fields.get("architectures")) and "auto_map" not in fields  # the newer ones
+    has_keys = "vhead_layer_type" in fields and not is_plain
+    return has_keys or _is("GRewardModel", called=r"GRM-[^/]*-sftreg[^/]*$")(fields, name)
 
 
 def _writes(fields: Fields) -> bool:
@@ -317,9 +399,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         source=f"{_BENCH}inform.py",
         recognises=_is("INFORMForSequenceClassification", "Qwen2ForRewardModel"),
         stored=lambda _: {"score": "score"},
-        head=lambda config: nn.Sequential(
-            nn.Linear(config.hidden_size, config.hidden_size), nn.ReLU(), nn.Linear(config.hidden_size, 1)
-        ),
+        head=lambda config: _mlp([config.hidden_size, config.hidden_size, 1], nn.ReLU),
     ),
     "InternLM2-Reward": Adapter(
         source=f"{_HUB}internlm/internlm2-20b-reward/blob/6539b1df85e74019a3e36da43901e18205c572ea/modeling_internlm2.py",
@@ -329,6 +409,50 @@ ADAPTERS: Mapping[str, Adapter] = {
         config=_as_llama,
         end=_reward_token,
         keys=("reward_token_id",),
+    ),
+    "GRM": Adapter(
+        source=f"{_BENCH}grm.py",
+        recognises=_is_grm,
+        stored=lambda _: {"v_head.summary": "score"},
+        head=_grm_head,
+        architecture="GRewardModel",
+    ),
+    "Eurus-RM": Adapter(
+        source=f"{_HUB}openbmb/Eurus-RM-7b",
+        recognises=_is("EurusRewardModel"),
+        stored=lambda _: {"regression_head": "score"},
+        template=_turns(f"[INST] {_TEXT} [/INST]", f" {_TEXT}{{{{ '' if loop.last else eos_token }}}}"),
+    ),
+    "UltraRM": Adapter(
+        source=f"{_BENCH}openbmb.py",
+        recognises=_is("LlamaRewardModel", called=r"UltraRM-13b$"),
+        stored=lambda _: {"regression_head": "score"},
+        template=_turns(f"Human: {_TEXT}\n", f"Assistant: {_TEXT}{{{{ '' if loop.last else '\\n' }}}}"),
+    ),
+    "Beaver": Adapter(
+        source=f"{_BENCH}beaver.py",
+        recognises=_is("LlamaForScore", "LlamaModelForScore"),
+        stored=lambda _: {"score_head": "score.value", "normalizer": "score.normalizer"},
+        head=RewardOrCost,
+        template=_turns(f"USER: {_TEXT} ASSISTANT:", f"{_TEXT}{_EOS}", "BEGINNING OF CONVERSATION: "),
+    ),
+    "Starling-RM": Adapter(
+        source=f"{_BENCH}starling.py",
+        recognises=_is(called=r"Starling-RM-(7B-alpha|34B)$"),
+        stored=lambda _: {"v_head": "score"},
+        backbone=[WeightRenaming(r"^transformer\.", "model.")],
+        template=_turns(f"{{{{ bos_token }}}}[INST] {_TEXT} {_EOS} [/INST]", f" {_TEXT}{_EOS}"),
+    ),
+    "LDL-Reward": Adapter(
+        source=f"{_BENCH}ldlreward.py",
+        recognises=_is("LDLRewardModel27B", called=r"(LDL|Lenovo)-Reward-[^/]*$"),
+        stored=lambda _: {name: f"score.{name}" for name in ("regression_layer", "gating_layer")},
+        head=WeightedRatings,
+        parts=lambda fields: tuple(f"objective {i}" for i in range(fields["num_objectives"] // NUM_RATINGS)),
+        config=lambda fields: AutoConfig.for_model(  # which drops `temperature`, as one of generation
+            **{"num_objectives": 220, "softmax": False, "gating_temperature": fields.get("temperature", 1.0), **fields}
+        ),
+        architecture="LDLRewardModel27B",
     ),
     "URM": Adapter(
         source="https://github.com/sgl-project/sglang/blob/main/python/sglang/srt/models/llama_classification.py",
@@ -367,10 +491,25 @@ def find(fields: Fields, name: str | None) -> Adapter | None:
     return next((adapter for adapter in ADAPTERS.values() if adapter.recognises(fields, name or "")), None)
 
 
-def end_template(tokenizer: PreTrainedTokenizerBase, fields: Fields, name: str) -> None:
-    """Change the chat template to end as the model expects. Raises `ModelError` without a template."""
-    adapter = find(fields, name)
-    before, after = ("", "") if adapter is None else adapter.end(fields, tokenizer)
+def refuse(fields: Fields, name: str | None) -> None:
+    """Raise `ModelError` for a published model that has no score of a completion."""
+    text = " ".join((*(fields.get("architectures") or ()), name or ""))
+    for pattern, summary in (
+        (r"\w+For(Process|PRM|Prm|TokenClassification)\w*", "a process reward model rates steps, and has no score"),
+        (r"\bGPM-[^/]*$", "a general preference model compares pairs: its values of one completion are no score"),
+    ):
+        if match := re.search(pattern, text):
+            fix = "use its authors' code, or a model that docs/reward_models.md lists"
+            raise ModelError(summary, where=name, got=match[0], need="one value of a conversation", fix=fix)
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase, fields: Fields, name: str) -> None:
+    """Give a tokenizer without a chat template the authors', and end the template as the model expects. Raises
+    `ModelError` where that needs a template."""
+    if (adapter := find(fields, name)) is None:
+        return
+    tokenizer.chat_template = tokenizer.chat_template or adapter.template
+    before, after = adapter.end(fields, tokenizer)
     if not after:
         return
     template = tokenizer.chat_template
