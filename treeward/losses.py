@@ -238,8 +238,9 @@ class Heads:
     """What each head of a reward model learns, and how the heads make one score.
 
     `attributes`: the grades that are learnt; none where the score learns an order. `weights`: of each head in the
-    score; `means`, `stds`: of its grades in the training data, 0 and 1 without. `are_estimates`: all learn the one
-    score, each from other initial weights. `loss_of`: of `LOSSES`, with its options. `pair_options`: of `ranked_pairs`.
+    score; `means`, `stds`: of its grades in the training data, 0 and 1 without. `are_estimates`: several heads of one
+    score, each from other initial weights. `function`: of `LOSSES`, with its options. `pair_options`: of
+    `ranked_pairs`.
     """
 
     attributes: tuple[str, ...] = ()
@@ -247,7 +248,7 @@ class Heads:
     means: tuple[float, ...] = (0.0,)
     stds: tuple[float, ...] = (1.0,)
     are_estimates: bool = False
-    loss_of: Callable[..., Tensor] = bradley_terry
+    function: Callable[..., Tensor] = bradley_terry
     pair_options: Mapping[str, Any] = field(default_factory=dict)
 
     def labels(self, comparisons: Sequence[Comparison]) -> Labels:
@@ -272,18 +273,18 @@ class Heads:
         """The sum of the loss of a training step, a float32 scalar; of estimates the mean over heads."""
         if not self.are_estimates:
             return self.score_loss(values_SH, labels)
-        return torch.stack([self._loss(values_S, labels) for values_S in values_SH.unbind(dim=1)]).mean()
+        return torch.stack([self._loss_of_scores(values_S, labels) for values_S in values_SH.unbind(dim=1)]).mean()
 
     def score_loss(self, values_SH: Tensor, labels: Labels) -> Tensor:
         """The sum of the loss of the score, or of the attributes' values; a float32 scalar."""
         if labels.targets is None or self.are_estimates:
-            return self._loss(self.combine(values_SH), labels)
-        return self.loss_of(values_SH, labels.targets)
+            return self._loss_of_scores(self.combine(values_SH), labels)
+        return self.function(values_SH, labels.targets)
 
-    def _loss(self, scores_S: Tensor, labels: Labels) -> Tensor:
+    def _loss_of_scores(self, scores_S: Tensor, labels: Labels) -> Tensor:
         if labels.targets is None:
-            return self.loss_of(scores_S, labels.pairs)
-        return self.loss_of(scores_S[:, None], labels.targets)
+            return self.function(scores_S, labels.pairs)
+        return self.function(scores_S[:, None], labels.targets)
 
     def chance(self, labels: Labels, num_scores: int) -> float:
         """The sum of the loss where each head gives the mean of its grades, and so all scores are equal."""
@@ -329,6 +330,6 @@ def heads_of(config: RewardModelRunConfig, grades_NH: npt.NDArray[np.floating[An
         means=means,
         stds=stds,
         are_estimates=num_estimates > 1,
-        loss_of=partial(LOSSES[section.reward_model_type], **config.loss_options),
+        function=partial(LOSSES[section.reward_model_type], **config.loss_options),
         pair_options=pair_options,
     )

@@ -101,7 +101,7 @@ def test_completions_may_hold_the_prompt(load, tmp_path):
 
 def test_the_names_are_those_of_the_registries():
     own = {name for name, cls in _DATASETS.classes.items() if cls.__module__.startswith("treeward.")}
-    assert set(COMPARISON_SETS) == {*own, "auto"}, "config/data_forms.py names every dataset"
+    assert set(COMPARISON_SETS) == {*own, "auto"}, "config/data.py names every dataset"
     own = {name for name, cls in _PROMPT_DATASETS.classes.items() if cls.__module__.startswith("treeward.")}
     assert set(PROMPT_SETS) == own
 

@@ -84,7 +84,7 @@ def test_without_data_it_says_where_from(
 def test_the_run_of_grpo_takes_the_demo_files() -> None:
     training, grpo = (
         yaml.safe_load((EXAMPLES / f"configs/{name}.yaml").read_text(encoding="utf-8"))
-        for name in ("real_demo", "real_demo_grpo")
+        for name in ("real_demo", "grpo_real_demo")
     )
     assert grpo["env"]["reward_model"]["model_name"] == f"{training['checkpointing']['checkpoint_dir']}/final"
     assert grpo["policy"]["model_name"] == training["policy"]["model_name"]

@@ -72,7 +72,7 @@ def test_the_loss_is_the_mean_of_each_heads_loss() -> None:
         for h in range(3)
         for s, grade, size in ((0, 1.0, 2), (2, 0.0, 3), (3, 2.0, 3), (4, 4.0, 3))
     )
-    got = replace(estimates, loss_of=squared_error).loss(values, Labels(pairs, grades))
+    got = replace(estimates, function=squared_error).loss(values, Labels(pairs, grades))
     assert float(got) == pytest.approx(float(error), rel=1e-6)
 
 

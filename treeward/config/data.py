@@ -44,7 +44,7 @@ _PATH_KEYS = ("train_data_path", "train_split", "val_data_path", "val_data_paths
 _DATASET_TYPES = {"rank": "PreferenceDataset", "binary": "BinaryPreferenceDataset"}
 
 # The names of the sets in `treeward.data`, which this layer cannot import. Those that bring their own data have the
-# name of each validation set with its split, and under None the training split.
+# name of each validation set with its split, and under None the training split; {} needs a `data_path`.
 COMPARISON_SETS: Mapping[str, Splits] = {
     "auto": {},
     "PreferenceDataset": {},
@@ -185,15 +185,6 @@ def _joined(block: Block, values: Block, prefix: str) -> Block:
     return {**block, **values}
 
 
-_NEEDS_A_PATH = (
-    "auto",
-    "PreferenceDataset",
-    "BinaryPreferenceDataset",
-    "GradedDataset",
-    "RMB",
-    "ResponseDataset",
-    "PromptDataset",
-)
 _OPEN_MATH_VALIDATION = 0.05
 
 _COMMAS = BeforeValidator(lambda text: tuple(text.split(",")) if isinstance(text, str) else text)
@@ -231,7 +222,7 @@ class SetConfig(Strict):
     """Determines which prompts `split_validation_size` holds out."""
 
     def check(self) -> None:
-        if self.data_path is None and self.dataset_name in _NEEDS_A_PATH:
+        if self.data_path is None and {**PROMPT_SETS, **COMPARISON_SETS}.get(self.dataset_name) == {}:
             fix = "give data_path, or a dataset_name that brings its own data, as HelpSteer3 or OpenMathInstruct-2"
             raise self.error("data_path dataset_name", "a file, a folder or a hub name", fix)
         if self.kwargs and self.dataset_name in (*COMPARISON_SETS, *PROMPT_SETS):

@@ -1,7 +1,7 @@
 """`rm.loss`: the options of a reward model's loss, each with the losses that read it.
 
-    "hinge": LossKind("pairs"),                                 # in LOSS_KINDS, and its name in RewardModelType
-    margin: Annotated[PositiveFloat, ReadBy("hinge")] = 1.0     # in LossConfig, with a docstring that documents the key
+    "hinge": LossKind("pairs"),                                   # in LOSS_KINDS, and its name in RewardModelType
+    margin: Annotated[NonNegativeFloat, ReadBy("hinge")] = 1.0    # in LossConfig, with a docstring that documents it
 
 makes `rm.loss.margin` an argument of `hinge` in `losses.py`, and an error with every other loss.
 `policy.reward_model_cfg.reward_model_type` names the loss.
@@ -23,10 +23,12 @@ RewardModelType = Literal["bradley_terry", "plackett_luce", "regression", "attri
 
 
 class LossKind(NamedTuple):
-    """What a loss learns: pairs of completions, choices of the best one, or grades; and which `data.ties` it allows."""
+    """What a loss learns: pairs of completions, choices of the best one, or grades; which `data.ties` it allows; and
+    whether the difference of two scores is the log-odds of the better completion, which the model card then says."""
 
     learns: Literal["pairs", "choices", "grades"]
-    ties: tuple[Ties, ...] = ("drop",)
+    ties: tuple[Ties, ...] = ("drop", "error")
+    gives_log_odds: bool = False
 
     @property
     def unit(self) -> Literal["pair", "choice"]:
@@ -35,10 +37,10 @@ class LossKind(NamedTuple):
 
 
 LOSS_KINDS: Mapping[RewardModelType, LossKind] = {
-    "bradley_terry": LossKind("pairs", get_args(Ties)),
-    "plackett_luce": LossKind("choices", ("drop", "error")),
-    "regression": LossKind("grades"),
-    "attributes": LossKind("grades"),
+    "bradley_terry": LossKind("pairs", get_args(Ties), gives_log_odds=True),
+    "plackett_luce": LossKind("choices", gives_log_odds=True),
+    "regression": LossKind("grades", ("drop",)),
+    "attributes": LossKind("grades", ("drop",)),
 }
 """The functions are in `LOSSES` of `losses.py`, by the same names."""
 

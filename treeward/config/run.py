@@ -217,7 +217,8 @@ class RewardModelRunConfig(Strict):
                 need = f"no such key, or the type {' or '.join(readers(option))}"
                 raise self.error(f"rm.loss.{name} {key}", need)
         if self.data.ties not in (allowed := LOSS_KINDS[kind].ties):
-            need = f"{' or '.join(allowed)}, or the type bradley_terry: its pairs alone may be tied"
+            types = [name for name, other in LOSS_KINDS.items() if self.data.ties in other.ties]
+            need = f"{' or '.join(allowed)}, or the type {' or '.join(types)}"
             raise self.error(f"data.ties {key}", need)
         drawn = [f"data.train[{i}]" for i, dataset in enumerate(self.data.train) if dataset.non_contextual_answer]
         if drawn and self.policy.reward_model_cfg.labels:

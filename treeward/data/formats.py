@@ -54,13 +54,13 @@ FORMATS = (
 )
 """The formats of comparisons; the first that fits a row is used."""
 
-_OF_CONVERSATIONS = (
-    *({"messages"}, {"completions"}, {"responses"}, {"chosen", "rejected"}),
+_ALWAYS_SCORED = ({"messages"}, {"completions"}, {"responses"}, {"chosen", "rejected"})
+_SCORED_ALONE = (
     *({"response1", "response2"}, {"response_1", "response_2"}, {"response"}, {"completion"}, {"conversations"}),
 )
-"""The sets of keys that a row can be scored by. The last five count only without the others, for many files have such
-columns."""
-_ALWAYS_READ = frozenset().union(*_OF_CONVERSATIONS[:4])
+"""Many files have such columns: they are scored only where no other keys are."""
+_OF_CONVERSATIONS = (*_ALWAYS_SCORED, *_SCORED_ALONE)
+"""The sets of keys that a row can be scored by."""
 SCORED_KEYS = frozenset({"context", "prompt", "instruction"}).union(*_OF_CONVERSATIONS)
 """The keys of rows that are scored."""
 
@@ -96,7 +96,7 @@ def scored_keys(values: Mapping[str, Any], where: str) -> frozenset[str]:
     keys = {key for key, value in values.items() if value is not None}
     if _is_of_rmb(keys):
         return frozenset({"completions"})
-    scored = keys & _ALWAYS_READ or keys & set().union(*_OF_CONVERSATIONS)
+    scored = keys & set().union(*_ALWAYS_SCORED) or keys & set().union(*_SCORED_ALONE)
     if scored >= {"chosen", "rejected"}:
         scored -= {"messages"}  # a column like others: UltraFeedback's binarized form repeats the chosen ones there
     if scored not in _OF_CONVERSATIONS:

@@ -309,7 +309,7 @@ def ensure_pad_token(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
             grown: Any = hf.get_input_embeddings()
             grown.weight[num_rows:] = 0  # it is never scored, but exports should not differ in it
         logger.info(
-            "The vocabulary grows from %s to %s: the model pads with a token that ends conversations, or with none, and "
+            "The vocabulary grows from %s to %s: the padding token ends conversations, or there is none, so the model "
             "gets %s, which no conversation ends with.", f"{num_rows:,}", f"{len(tokenizer):,}", tokenizer.pad_token,
         )  # fmt: skip
     for config in (hf.config, hf.config.get_text_config()):

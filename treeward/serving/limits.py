@@ -27,8 +27,8 @@ logger = logging.getLogger("treeward.requests")
 
 _OPEN_PATHS = {"/health", "/ready", "/ping"} | playground.OPEN_PATHS
 """Paths that need no token."""
-_VLLM_PATHS = ("/classify", "/pooling", "/tokenize", "/score", "/rerank")
-"""The ends of the paths with errors in vLLM's form."""
+_VLLM_PATHS = {"/classify", "/pooling", "/tokenize", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"}
+"""The paths with errors in vLLM's form."""
 _VLLM_KINDS = {400: "BadRequestError", 404: "NotFoundError"}
 _TEI_KINDS = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Overloaded"}
 
@@ -52,7 +52,7 @@ def error_response(error: APIError, scope: Scope, service: Service) -> JSON:
     if scope["path"] == "/predict":
         body = {"error": error.message, "error_type": _TEI_KINDS.get(error.status, "Validation"), **facts}
     status = error.status
-    if scope["path"].endswith(_VLLM_PATHS):
+    if scope["path"] in _VLLM_PATHS:
         status = 400 if status == 422 else status
         kind = _VLLM_KINDS.get(status, "InternalServerError")
         body = {"error": {"message": error.message, "type": kind, **facts, "code": status}}

@@ -23,6 +23,7 @@ from scipy.special import expit
 from torch.distributed import ProcessGroup
 
 from treeward import processes
+from treeward.config.loss import LOSS_KINDS
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import open_dataset
 from treeward.losses import Heads, ranked_pairs
@@ -163,11 +164,13 @@ def model_card(setup: RewardModelSetup, step: int, validation: Mapping[str, Mapp
         base = Path(base).resolve().name  # a card is for others: no paths of this machine
     data = "\n".join(f"- {name}: {dataset.counts.summary()}" for name, dataset in setup.training_sets.items())
     results = _results(setup, validation) if validation else ["This checkpoint was not validated."]
+    loss = policy.reward_model_cfg.reward_model_type
+    order = f"{_ORDER}{_LOG_ODDS if LOSS_KINDS[loss].gives_log_odds else ''}."
     return _CARD.format(
         base_line=f"base_model: {base}\n" if on_hub else "",
         base=base or "a model trained from scratch",
-        loss=setup.config.policy.reward_model_cfg.reward_model_type,
-        meaning=(_GRADES.format(", ".join(setup.heads.attributes)) if setup.heads.attributes else _ORDER)
+        loss=loss,
+        meaning=(_GRADES.format(", ".join(setup.heads.attributes)) if setup.heads.attributes else order)
         + (_ESTIMATES.format(len(setup.heads.weights)) if setup.heads.are_estimates else ""),
         step=step,
         batch_size=policy.train_global_batch_size,
@@ -177,10 +180,8 @@ def model_card(setup: RewardModelSetup, step: int, validation: Mapping[str, Mapp
     )
 
 
-_ORDER = (
-    "Only differences of scores of completions of the same prompt have a meaning: P(a is preferred to b) = "
-    "sigmoid(score(a) - score(b))."
-)
+_ORDER = "Only differences of scores of completions of the same prompt have a meaning"
+_LOG_ODDS = ": P(a is preferred to b) = sigmoid(score(a) - score(b))"
 _GRADES = "It is a weighted sum of predicted grades, as reward_contract.json says: {}."
 _ESTIMATES = " It is the mean of {} heads, trained on different weights of the data; their spread is its uncertainty."
 _CARD = """---
