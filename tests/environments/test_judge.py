@@ -428,13 +428,18 @@ def test_a_model_in_the_process_rates_by_expectation(policy_folder: Path) -> Non
 
 def test_a_model_in_the_process_compares_by_expectation(policy_folder: Path) -> None:
     section = {"model": str(policy_folder), "use_logprobs": True, "mode": "pairwise"}
-    environment = JudgeEnvironment({**section, "template": "{completion_a}{completion_b}", **SHORT})
+    environment = JudgeEnvironment({**section, "template": "{conversation}{completion_a}{completion_b}", **SHORT})
     result = environment.step([chat("four"), chat("4")], [{}] * 2)
-    values = []
+    values, beginnings = [], set()
+    labels, renderer = ["[[A]]", "[[B]]", "[[C]]"], Renderer(AutoTokenizer.from_pretrained(policy_folder))
     for texts in (["four", "4"], ["4", "four"]):
-        question = make_question(environment.config, "user: 2 + 2?", texts, 0).messages[1]["content"]
-        a, _, tie = by_hand(policy_folder, question, ["[[A]]", "[[B]]", "[[C]]"])
+        question = make_question(environment.config, "user: 2 + 2?", texts, 0)
+        a, _, tie = by_hand(policy_folder, question.messages[1]["content"], labels)
         values.append(a + tie / 2)
+        prompt = renderer.render(question.messages, generation_prompt=True)
+        rows = renderer.encode_texts([prompt + label for label in labels])
+        beginnings |= {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
+    assert environment.cost.num_prompt_tokens == len(beginnings)  # both orders share the conversation
     reward = (values[0] + 1 - values[1]) / 2
     assert result.rewards.tolist() == pytest.approx([reward, 1 - reward], abs=1e-5)
     assert components(result)[0]["position_bias"] == pytest.approx(values[0] - (1 - values[1]), abs=1e-5)

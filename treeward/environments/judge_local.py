@@ -4,7 +4,8 @@
     judge.ask(questions)
 
 With `use_logprobs` the model writes nothing: the value is the expectation over the probabilities of each label as the
-whole message, computed on one tree per question. Otherwise it writes its message, and one more after a reminder.
+whole message, computed on one tree for several questions. Otherwise it writes its message, and one more after a
+reminder.
 
 Shapes: S messages, L tokens of the longest.
 """
@@ -97,7 +98,9 @@ class LocalJudge:
         values = labels(self.config)
         messages = [verdict_line(label, self.config) for label in values]
         groups = [self.renderer.encode_texts([prompt + message for message in messages]) for prompt in prompts]
-        result = self.policy.log_probs(groups, [[_shared(group)] * len(values) for group in groups])
+        shared = [length for group in groups for length in [_shared(group)] * len(values)]
+        # One tree: all questions share the judge's instructions, and the two orders of a pair its conversation too.
+        result = self.policy.log_probs([[row for group in groups for row in group]], [shared])
         self.cost += Cost(num_prompt_tokens=result.num_computed_tokens)
         verdicts: list[Verdict | NoVerdict] = []
         for log_probs in result.values_SL.double().sum(dim=-1).cpu().view(-1, len(values)):

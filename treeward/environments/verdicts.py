@@ -128,7 +128,8 @@ class NoVerdict:
 
 def make_question(config: JudgeEnvironmentConfig, conversation: str, texts: Sequence[str], about: int) -> Question:
     """`texts`: the completions at places A and B, or the one to rate."""
-    digest = hashlib.sha256("\0".join([conversation, *texts]).encode("utf-8", "surrogatepass"))
+    # Sorted: both orders of two texts have one number, and so a common beginning, which is computed once.
+    digest = hashlib.sha256("\0".join([conversation, *sorted(texts)]).encode("utf-8", "surrogatepass"))
     nonce = str(int.from_bytes(digest.digest()[:8]))
     names = ["completion"] if config.mode == "rating" else ["completion_a", "completion_b"]
     parts = zip(["conversation", *names], [conversation, *texts], strict=True)
