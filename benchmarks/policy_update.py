@@ -12,7 +12,8 @@ loss (`dapo`, its default: the mean over all tokens, as ours; without its correc
 costs nothing), without its data loader, generation and logging. `grouper.py` says how PrefixGrouper is called: as its
 README does, and with our head, loss and micro-batches, which leaves its attention and its padding to compare.
 
-Before anything is timed, loss and gradients of the float32 variants must be equal to 1e-5, or the run stops.
+Before anything is timed, loss and gradients of the float32 variants must be equal to 1e-5 (1e-4 for a pretrained model,
+which has more layers), or the run stops.
 
 What a tree can save at most is the ratio of row tokens to tree tokens. The head computes every completion token either
 way, so less than that can be saved of the whole: "by FLOPs" is what the operations of backbone, attention and head come
@@ -36,6 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import (
+    SIZES,
     VOCAB_SIZE,
     add_model,
     add_options,
@@ -78,7 +80,7 @@ GATE_SHARE, GATE_TRL, GATE_GROUPER = 0.9, 2.0, 1.8
 """Of the ratio of row tokens to tree tokens; x TRL at 8 completions and prompts as long as completions; x PrefixGrouper
 at 8 completions."""
 
-EXACT = 1e-5
+EXACT, EXACT_PRETRAINED = 1e-5, 1e-4
 BETA = 0.05
 MICRO_BATCH_TOKENS = 4096
 LEARNING_RATE = 1e-6
@@ -153,7 +155,7 @@ def main() -> None:
         work = make_work(prompts, tokenizer, Setting(completions, prompt, 128), arguments.prompts)
         rows.append(
             measure(arguments.size, tokenizer, work, arguments.rounds, device=device, profile=arguments.profile,
-                    few=arguments.float32)
+                    few=arguments.float32, exact=EXACT if arguments.size in SIZES else EXACT_PRETRAINED)
         )  # fmt: skip
         if arguments.json is not None:  # after each: a run takes long
             arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

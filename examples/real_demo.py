@@ -75,7 +75,7 @@ def run() -> int:
         [*base, *HEAD_ONLY],
         base,
         ["verify", f"{WHOLE}/final"],
-        [*evaluate, "--suite", llmbar, "--perturbations", "50", "--output", str(EVALUATION)],
+        [*evaluate, "--suite", llmbar, "--perturbations", "20", "--output", str(EVALUATION)],
     ):
         code = main(command)
         if code != 0:
