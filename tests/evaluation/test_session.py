@@ -21,7 +21,7 @@ from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError, DataError
 from treeward.evaluation.results import SuiteResult
-from treeward.evaluation.session import Candidate, folder_names, run_evaluation, scorer_identity
+from treeward.evaluation.session import Candidate, folder_names, run_evaluation
 from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.suites import get_suite
 from treeward.evaluation.suites.interface import Suite
@@ -36,6 +36,7 @@ from treeward.model.export import export_model
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.golden import sign_folder
+from treeward.scoring.identity import scorer_identity
 from treeward.scoring.rewarding import RewardScorer
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper

@@ -144,7 +144,7 @@ def load(section: ServedModelConfig, batch_tokens: int | None) -> tuple[Scorer |
 
 def load_rewards(section: ServedModelConfig, batch_tokens: int | None) -> tuple[ConversationScorer, dict[str, Any]]:
     """The scorer, or, with shaping, one whose scores are the rewards; and what its rows depend on. Raises as `load`."""
-    from treeward.evaluation.session import scorer_identity
+    from treeward.scoring.identity import scorer_identity
     from treeward.scoring.rewarding import RewardScorer
 
     scorer, shaper = load(section, batch_tokens)

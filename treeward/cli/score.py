@@ -159,7 +159,7 @@ def _load(
     section: ServedModelConfig, batch_tokens: int | None, name: str
 ) -> tuple[PreparedScorer, Shaper | None, Mapping[str, Any]]:
     """The model of a section, and what its rows depend on. A function of the module: workers import it."""
-    from treeward.evaluation.session import scorer_identity
+    from treeward.scoring.identity import scorer_identity
 
     logger.info("Loading %s.", ", ".join(section.models))
     scorer, shaper = load(section, batch_tokens)

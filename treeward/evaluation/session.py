@@ -40,10 +40,7 @@ from treeward.evaluation.page import write_results
 from treeward.evaluation.results import ScoredExample, score_examples, scored_from_row, to_row
 from treeward.evaluation.suites.interface import Suite
 from treeward.resumable import resumable_rows
-from treeward.scoring.ensemble import EnsembleScorer
-from treeward.scoring.rewarding import RewardScorer
 from treeward.scoring.score import ConversationScorer, GroupScorer
-from treeward.scoring.scorer import Scorer
 
 logger = logging.getLogger(__name__)
 
@@ -250,44 +247,6 @@ def common_reasons(errors: Mapping[str, int]) -> list[tuple[str, int]]:
         kind = re.sub(r"(?<!\w)\d[\d,.]*", "0", reason)
         counts[firsts.setdefault(kind, reason)] += count
     return counts.most_common()
-
-
-def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
-    """What the scores of a scorer depend on besides the conversation, by name; JSON.
-
-    `name`: of the model; with the sum of the weights it stands for a model that has no scoring contract, and alone for
-    a scorer that is not one of treeward's. The members of an ensemble have names of their own.
-    """
-    if isinstance(scorer, RewardScorer):
-        section = scorer.shaper.config
-        constants = _calibration(scorer.scorer) if section.uses_calibration else None
-        shaping = section.model_dump(mode="json", exclude_defaults=True)
-        return scorer_identity(scorer.scorer, name) | {"shaping": shaping, "constants": constants}
-    if isinstance(scorer, EnsembleScorer):
-        return {
-            "members": [scorer_identity(*pair) for pair in zip(scorer.members, scorer.names, strict=True)],
-            "ensemble": scorer.config.model_dump(mode="json"),
-            "calibrations": [_calibration(member) for member in scorer.members],
-        }
-    if not isinstance(scorer, Scorer):
-        return {"model": name}
-    renderer = scorer.renderer
-    return {
-        "model": scorer.model_id if scorer.contract is not None else f"{name}, {scorer.model_id}",
-        "truncation": renderer.truncation,
-        "max_length": renderer.max_length,
-        "dtype": str(scorer.model.hf.dtype).removeprefix("torch."),
-        "head_weights": scorer.head_weights,
-        "rendering": renderer.fingerprint,
-    }
-
-
-def _calibration(scorer: ConversationScorer) -> object:
-    """The constants of a model's contract, without where they come from."""
-    contract = scorer.contract if isinstance(scorer, Scorer) else None
-    if contract is None or contract.calibration is None:
-        return None
-    return contract.calibration.model_dump(mode="json", exclude={"provenance"})
 
 
 def folder_names(models: Sequence[str]) -> dict[str, str]:

@@ -25,10 +25,11 @@ from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError, TreewardError
 from treeward.evaluation.findings import length_finding
 from treeward.evaluation.results import Metric
-from treeward.evaluation.session import Candidate, Evaluated, folder_names, run_evaluation, scorer_identity
+from treeward.evaluation.session import Candidate, Evaluated, folder_names, run_evaluation
 from treeward.evaluation.suites import PreferenceSuite, Suite, get_suite
 from treeward.model.contract import read_contract
 from treeward.progress import ShownProgress
+from treeward.scoring.identity import scorer_identity
 from treeward.scoring.scorer import Scorer
 from treeward.storage import write_text
 from treeward.training.setup import RewardModelSetup
