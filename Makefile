@@ -1,5 +1,5 @@
 # make quickstart   train a small reward model on the bundled data and score with it
-# make real-demo    SmolLM2-135M learns what people preferred: half an hour, 0.1 GB of download, 3 GB of memory
+# make real-demo    SmolLM2-135M learns what people preferred: 30 to 45 minutes, up to 0.3 GB of download
 # make rlhf-demo    a small policy against that reward model: kept close, hacked, cured
 # make test         the tests (a few minutes on two cores); make test-slow: the slow ones, some in Chromium; make check: style, types, layers
 # make test-vllm    against a real vLLM (in .venv-vllm) and SmolLM2 (in .models), downloaded once: 2 GB, five minutes

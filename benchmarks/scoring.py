@@ -47,6 +47,17 @@ from treeward.tree.batch import TreeBatch
 Group = list[list[int]]
 Prompt = tuple[str, list[str]]
 
+COLUMNS = [
+    Column("answers", title="K"),
+    Column("prompt", title="prompt tokens", format=".0f"),
+    Column("shared", title="row / tree tokens", format=".2f"),
+    Column("limit", title="by FLOPs", format=".2f"),
+    Column("one", title="x one by one", format=".2f"),
+    Column("padded", title="x padded batch", format=".2f"),
+    Column("ms", title="ms a prompt", format=".0f"),
+    Column("difference", title="largest difference", format=".1e"),
+]
+
 
 def main() -> None:
     arguments = _parse()
@@ -55,23 +66,12 @@ def main() -> None:
     tokenizer = tokenizer_of(arguments.size, (text for prompt, answers in prompts for text in (prompt, *answers)))
     model = build(arguments.size, tokenizer, device, torch.bfloat16 if device.type == "cuda" else None).eval()
     print(f"{data}, {model_name(arguments.size)}, {describe(device)}, {arguments.prompts} prompts\n")
-    rows = []
     for num_answers in (8, 16):
         for earlier in (0, 1000):
             groups = make_groups(prompts, tokenizer, num_answers, earlier, arguments.prompts)
             if groups:
-                rows.append(measure(model, tokenizer, groups, num_answers, arguments.rounds))
-    columns = [
-        Column("answers", title="K"),
-        Column("prompt", title="prompt tokens", format=".0f"),
-        Column("shared", title="row / tree tokens", format=".2f"),
-        Column("limit", title="by FLOPs", format=".2f"),
-        Column("one", title="x one by one", format=".2f"),
-        Column("padded", title="x padded batch", format=".2f"),
-        Column("ms", title="ms a prompt", format=".0f"),
-        Column("difference", title="largest difference", format=".1e"),
-    ]
-    print(results_table(rows, columns))
+                row = measure(model, tokenizer, groups, num_answers, arguments.rounds)
+                print(results_table([row], COLUMNS), flush=True)  # at once: a large model takes minutes
     if arguments.profile and groups:
         scorer = Scorer(model, Renderer(tokenizer), batch_tokens=8192)
         print_profile("the last line", lambda: [scorer.score_tokens(group) for group in groups], device)

@@ -44,6 +44,18 @@ Chat = list[dict[str, str]]
 Taken = tuple[float, list[float], list[float]]
 """Seconds for all requests, seconds of each, and the scores."""
 
+COLUMNS = [
+    Column("traffic"),
+    Column("variant"),
+    Column("connections"),
+    Column("rate", title="requests / s", format=".1f"),
+    Column("limit", title="of the limit", format=".0%"),
+    Column("peer", title="x one at a time", format=".2f"),
+    Column("p50", title="p50 ms", format=".0f"),
+    Column("p99", title="p99 ms", format=".0f"),
+    Column("difference", title="largest difference", format=".1e"),
+]
+
 
 def main() -> None:
     arguments = _parse()
@@ -57,22 +69,9 @@ def main() -> None:
         scorer = Scorer.load(folder)
         name = f"Qwen3 {arguments.size}" if arguments.model is None else str(folder)
         print(f"{data}, {name}, {torch.get_num_threads()} threads, {arguments.requests} requests\n")
-        rows = []
         for answers in (1, 8):
             traffic = [_traffic(prompts, answers, arguments.requests, n) for n in range(arguments.rounds + 1)]
-            rows += _measure(scorer, folder, traffic, answers, arguments)
-    columns = [
-        Column("traffic"),
-        Column("variant"),
-        Column("connections"),
-        Column("rate", title="requests / s", format=".1f"),
-        Column("limit", title="of the limit", format=".0%"),
-        Column("peer", title="x one at a time", format=".2f"),
-        Column("p50", title="p50 ms", format=".0f"),
-        Column("p99", title="p99 ms", format=".0f"),
-        Column("difference", title="largest difference", format=".1e"),
-    ]
-    print(results_table(rows, columns))
+            print(results_table(_measure(scorer, folder, traffic, answers, arguments), COLUMNS), flush=True)
 
 
 def _export(folder: Path, size: str, prompts: list[Any]) -> Path:

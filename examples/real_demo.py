@@ -37,6 +37,10 @@ HUB_NAME, HUB_FILE = "Anthropic/hh-rlhf", "harmless-base/{}.jsonl.gz"
 SIZES = {"train": 1_700, "validation": 300}
 NUM_PROMPTS = {"train": 400, "validation": 24}
 LONGEST_PROMPT = 600  # characters
+NEEDED = (
+    "set TREEWARD_SHARED_DATA to a folder with hh_harmless/train.jsonl.gz, hh_harmless/validation.jsonl.gz and "
+    "llmbar/natural.jsonl.gz."
+)
 SHORTER: list[str] = []
 """Overrides by which a test makes this a matter of seconds."""
 
@@ -95,11 +99,11 @@ def prepare_data() -> str | None:
             for split, name in (("train", "train"), ("validation", "test")):
                 files[split] = Path(hf_hub_download(HUB_NAME, HUB_FILE.format(name), repo_type="dataset"))
         except Exception as error:  # no network, a proxy, no such host: the library's errors are of many kinds
-            say(
-                f"{HUB_NAME} cannot be had from the hub ({type(error).__name__}): set TREEWARD_SHARED_DATA to a folder "
-                "with hh_harmless/train.jsonl.gz, hh_harmless/validation.jsonl.gz and llmbar/natural.jsonl.gz."
-            )
+            say(f"{HUB_NAME} cannot be had from the hub ({type(error).__name__}): {NEEDED}")
             return None
+    elif missing := [str(file) for file in (*files.values(), Path(folder) / "llmbar") if not file.exists()]:
+        say(f"There is no {' and no '.join(missing)}: {NEEDED}")
+        return None
     DATA.mkdir(parents=True, exist_ok=True)
     for split, count in SIZES.items():
         with gzip.open(files[split], "rt", encoding="utf-8") as stream:

@@ -78,6 +78,9 @@ def test_without_data_it_says_where_from(
     monkeypatch.delenv("TREEWARD_SHARED_DATA", raising=False)
     assert demo["run"]() == 1
     assert "TREEWARD_SHARED_DATA" in capsys.readouterr().out
+    monkeypatch.setenv("TREEWARD_SHARED_DATA", "elsewhere")
+    assert demo["run"]() == 1
+    assert "There is no elsewhere/hh_harmless/train.jsonl.gz" in capsys.readouterr().out
     assert not Path("results").exists()
 
 

@@ -21,7 +21,7 @@ from families import (
     tiny_model,
 )
 from torch import nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from treeward.errors import ModelError
 from treeward.model.checks import (
@@ -262,3 +262,11 @@ def test_nothing_is_random_in_training_mode(family: str) -> None:
     batch = model.make_batch([[[5, 6, 7, 8], [5, 6, 9]]])
     with torch.no_grad():
         assert torch.equal(model(batch), model(batch))
+
+
+def test_layers_with_heads_of_several_sizes_share_prefixes() -> None:
+    """Gemma 4, whose configuration raises where it is asked for one size."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}
+    small = {"num_key_value_heads": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 300}
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4_text", vocab_size=300, **sizes, **small))
+    assert PolicyModel(hf).head_sizes == {256, 512} and why_not_tree(hf.eval()) is None

@@ -5,7 +5,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,9 +14,12 @@ from torch.nn import functional as F
 
 from treeward.cli.main import main
 from treeward.config.checkpointing import METRICS
+from treeward.config.data import Ties
+from treeward.config.loss import LOSS_KINDS, LossKind
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.evaluation.diagnostics.scores import GATE_METRICS
 from treeward.metrics import METRIC_NAMES
+from treeward.training.export import model_card
 from treeward.training.setup import set_up
 from treeward.training.tracking import read_metrics
 from treeward.training.train import train
@@ -78,7 +81,16 @@ def test_metrics_have_the_names_that_are_promised_and_come_when_they_should(plai
     assert [line["step"] for line in lines if "eval/rm/loss" in line] == [0, 2, 4]
     assert column(lines, "train/rm/lr") == [1e-3] * 4
     assert outcome.validation_sizes == {"held_out": 16}
-    assert "| held_out | 16 |" in (outcome.model_folder / "README.md").read_text()
+    card = (outcome.model_folder / "README.md").read_text()
+    assert "| held_out | 16 |" in card and "a meaning: P(a is preferred to b) = sigmoid(" in card
+
+
+def test_a_model_card_claims_log_odds_only_for_a_loss_that_gives_them(
+    tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LOSS_KINDS, "bradley_terry", LossKind("pairs", get_args(Ties)))  # type: ignore[arg-type]
+    card = model_card(set_up(tiny_run()), 1, {})
+    assert "have a meaning." in card and "sigmoid" not in card
 
 
 def test_a_run_may_be_logged_and_validated_less_and_keep_nothing(trained: Trained, tmp_path: Path) -> None:

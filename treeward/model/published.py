@@ -493,10 +493,11 @@ def find(fields: Fields, name: str | None) -> Adapter | None:
 
 def refuse(fields: Fields, name: str | None) -> None:
     """Raise `ModelError` for a published model that has no score of a completion."""
-    text = " ".join((*(fields.get("architectures") or ()), name or ""))
-    for pattern, summary in (
-        (r"\w+For(Process|PRM|Prm|TokenClassification)\w*", "a process reward model rates steps, and has no score"),
-        (r"\bGPM-[^/]*$", "a general preference model compares pairs: its values of one completion are no score"),
+    architectures = " ".join(fields.get("architectures") or ())
+    steps, pairs = r"For(Process|PRM|Prm|TokenClassification)", r"\bGPM-[^/]*$"
+    for text, pattern, summary in (
+        (architectures, rf"\w+{steps}\w*", "a process reward model rates steps, and has no score"),
+        (name or "", pairs, "a general preference model compares pairs: its values of one completion are no score"),
     ):
         if match := re.search(pattern, text):
             fix = "use its authors' code, or a model that docs/reward_models.md lists"

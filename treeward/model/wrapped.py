@@ -16,6 +16,7 @@ import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -251,10 +252,11 @@ class WrappedModel(nn.Module):
             logits: Tensor = self.hf(**inputs).logits
         return logits
 
-    @property
-    def head_dim(self) -> int:
-        config = self.hf.config.get_text_config()
-        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    @cached_property
+    def head_sizes(self) -> set[int]:
+        """Of the attention layers that tell theirs; those of Gemma 4 differ."""
+        sizes = (getattr(module, "head_dim", None) for module in self.backbone.modules())
+        return {size for size in sizes if isinstance(size, int)}
 
     def choose_attention(self, groups: Sequence[Sequence[TokenIds]]) -> None:
         """Choose the fastest attention for these trees, and use it from now on. There is a choice only on a GPU in half
@@ -272,8 +274,9 @@ class WrappedModel(nn.Module):
             or has_softcap
             or has_sinks
             or hasattr(config, "v_head_dim")
-            or self.head_dim > 256
-            or self.head_dim % 8
+            or len(self.head_sizes) != 1
+            or max(self.head_sizes) > 256
+            or max(self.head_sizes) % 8
             or torch.are_deterministic_algorithms_enabled()
         ):
             return
@@ -281,7 +284,7 @@ class WrappedModel(nn.Module):
             TreeBatch.from_groups(groups).to(self.device).padded().layout,
             heads=heads // self.tensor_size,
             key_heads=(key_heads or heads) // self.tensor_size,
-            head_dim=self.head_dim,
+            head_dim=max(self.head_sizes),
             dtype=dtype,
         )
 
@@ -313,7 +316,7 @@ class WrappedModel(nn.Module):
     def tree_hidden(self, batch: TreeBatch, at_N: Tensor) -> Tensor:
         """The last hidden states at these places of the row, (N, D). `at_N`: int64, ascending, each place once."""
         reads = {"tree_reads": at_N} if self.last_layer is not None and self.last_layer.enabled else {}
-        implementation = self.tree_attention or attention.default_for(self.device, self.head_dim)
+        implementation = self.tree_attention or attention.default_for(self.device, self.head_sizes)
         if implementation in attention.COMPILED or self.sequence_parallel:
             batch = batch.padded()
         with self.attention(implementation), attention.over(batch.layout):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -60,9 +60,9 @@ def register() -> None:
         AttentionMaskInterface.register(name, _mask_maker(mask))
 
 
-def default_for(device: torch.device, head_dim: int) -> str:
+def default_for(device: torch.device, head_sizes: Collection[int]) -> str:
     """The implementation for a device, unless `fastest` measures it. FlexAttention has no smaller heads than 16."""
-    return FLEX if device.type == "cuda" and has_triton() and head_dim >= 16 else TREE
+    return FLEX if device.type == "cuda" and has_triton() and all(size >= 16 for size in head_sizes) else TREE
 
 
 @contextlib.contextmanager

@@ -1,0 +1,61 @@
+"""A token of a language model as the score: Nemotron-Reward's, and a verifier's odds of two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import causal_model
+
+from treeward.data.rendering import Renderer
+from treeward.errors import ModelError
+from treeward.model.export import export_model
+from treeward.model.loading import load_reward_model
+from treeward.scoring.golden import sign_folder
+from treeward.scoring.scorer import Scorer
+
+CHATS = [
+    [{"role": "user", "content": "Which tree bears cones?"}, {"role": "assistant", "content": text}]
+    for text in ("A pine does.", "A pine does, and so does a spruce.", "No.")
+]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["Llama-3.1-Nemotron-70B-Reward-HF", "verifier"])
+def test_a_token_of_a_language_model_is_a_score(name: str, tied: bool, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    lm, folder = causal_model("llama", vocab_size=len(tiny_tokenizer), tie_word_embeddings=tied), tmp_path / name
+    yes, no, end = 70, 71, "\nIs it right?"
+    words = tiny_tokenizer.convert_ids_to_tokens([no, yes])
+    if name == "verifier":
+        lm.config.classifier_from_token, lm.config.classifier_prompt = words, end
+    lm.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    plain = Renderer(tiny_tokenizer)
+    texts = [plain.render(chat) + (end if name == "verifier" else "") for chat in CHATS]
+    want = []
+    for ids in plain.encode_texts(texts):
+        with torch.no_grad():
+            logits = lm(input_ids=torch.tensor([ids])).logits[0, -1]
+        odds = logits.log_softmax(-1)
+        want.append(float(odds[yes] - odds[no] if name == "verifier" else logits[0]))
+    scorer = Scorer.load(folder)
+    assert [one.score for one in scorer.score(CHATS)] == pytest.approx(want, abs=1e-5)
+    export_model(scorer.model, scorer.renderer.tokenizer, tmp_path / "plain", rendering=scorer.renderer.settings)
+    assert sign_folder(tmp_path / "plain").read.plain_transformers
+    again = Scorer.load(tmp_path / "plain")
+    assert [one.score for one in again.score(CHATS)] == pytest.approx(want, abs=1e-5)
+    filled = load_reward_model(folder, on_meta=True).model
+    filled.fill("cpu")
+    assert torch.equal(filled.head.weight, scorer.model.head.weight)
+
+
+def test_logits_that_are_not_linear_and_unknown_tokens_are_refused(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    lm = causal_model("gemma2", vocab_size=len(tiny_tokenizer), final_logit_softcapping=30.0)
+    for tokens, message in (("no", "yes"), "these are no tokens"), ([70, 71], "not linear"):
+        lm.config.classifier_from_token = tokens
+        lm.save_pretrained(tmp_path)
+        tiny_tokenizer.save_pretrained(tmp_path)
+        with pytest.raises(ModelError, match=message):
+            load_reward_model(tmp_path)
