@@ -19,6 +19,7 @@ from treeward.config.foreign import Only
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import ENVIRONMENT_SECTIONS
 from treeward.config.run import RewardModelRunConfig
+from treeward.config.server import ServedModelConfig, ServerConfig
 
 
 def config_reference(page: str) -> str:
@@ -26,6 +27,7 @@ def config_reference(page: str) -> str:
     train, grpo = list(_tables(RewardModelRunConfig, "")), list(_tables(GRPORunConfig, ""))
     kinds = [table for kind, section in ENVIRONMENT_SECTIONS.items() for table in _tables(section, f"env.{kind}")]
     parts = {"train": train, "grpo": [table for table in grpo if table not in train], "environments": kinds}
+    parts["server"] = [("", ServerConfig), ("models[]", ServedModelConfig)]  # their sections are those of environments
     for part, tables in parts.items():
         known = {path for path, _ in train} if part == "grpo" else set()
         text = "".join(_section(path, " of GRPO" if path in known else "", section) for path, section in tables)
