@@ -12,14 +12,12 @@ The bundled data's true quality ("gold") is known and never trained on, so it sh
 It may be run again: what is finished is not done again, and a run that was stopped goes on.
 """
 
-import logging
-import math
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
+from imitation import SMALL_POLICY, Group, imitate
 
 from treeward.cli.main import main
 from treeward.config.data import DatasetConfig
@@ -28,33 +26,18 @@ from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.model.export import export_policy
 from treeward.model.loading import build_policy
-from treeward.model.policy_model import PolicyModel
 from treeward.rl.report import RLRun, write_rl_report
 from treeward.tables import Column, results_table
-from treeward.tree.batch import plan_parts
 
 CONFIGS = Path(__file__).parent / "configs"
 RESULTS, LOGS = Path("results/rlhf_demo"), Path("logs/rlhf_demo")
 SFT, REPORT = RESULTS / "sft", RESULTS / "report.html"
 REWARD_MODEL = Path("results/quickstart/final")
 MEMBERS = [RESULTS / f"reward_model_{seed}" for seed in range(3)]
-SFT_EPOCHS, GROUPS_PER_STEP = 10, 64
-Group = tuple[list[int], list[list[int]]]  # the tokens of a prompt, and those of each completion to it
+SFT_EPOCHS = 10
 SHORTER: list[str] = []
 SHORTER_TRAINING: list[str] = []
 """Overrides of the runs of optimisation, and of training, by which a test makes this a matter of seconds."""
-
-POLICY = {
-    "model_type": "qwen3",
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-}
 
 RUNS = {
     "close": ["loss_fn.reference_policy_kl_penalty=0.2"],
@@ -141,49 +124,12 @@ def fine_tuned_policy() -> int:
         prompt = renderer.encode_prompt(preference.context)
         whole = [renderer.encode([*preference.context, *completion.messages]) for completion in preference.completions]
         groups.append((prompt, [tokens[len(prompt) :] for tokens in whole]))
-    policy = build_policy(POLICY, tokenizer, seed=0).model
-
-    def tell(step: int, total: int, loss: float) -> None:
-        if step % 50 == 0 or step == total:
-            logging.getLogger("treeward").info("sft: step %d/%d  loss %.3f", step, total, loss)
-
-    imitate(policy, groups, tell)
+    policy = build_policy(SMALL_POLICY, tokenizer, seed=0).model
+    imitate(policy, groups, epochs=SFT_EPOCHS)
     making = SFT.with_name("sft.making")
     export_policy(policy, tokenizer, making, chat_template=renderer.chat_template)
     making.rename(SFT)
     return 0
-
-
-def imitate(policy: PolicyModel, groups: list[Group], tell: Callable[[int, int, float], None]) -> None:
-    """Minimise the mean of -log p over the tokens of completions; a prompt is computed once for all its completions.
-
-    AdamW with a warm-up of a twentieth and a cosine decay to a tenth.
-    """
-    total_steps = SFT_EPOCHS * math.ceil(len(groups) / GROUPS_PER_STEP)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=4e-3, weight_decay=0.1, betas=(0.9, 0.98))
-    warmup, generator = max(1, total_steps // 20), torch.Generator().manual_seed(0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / total_steps))
-    )
-    step = 0
-    for _ in range(SFT_EPOCHS):
-        for chosen in torch.randperm(len(groups), generator=generator).split(GROUPS_PER_STEP):
-            batch = [groups[i] for i in chosen.tolist()]
-            sequences = [[[*prompt, *completion] for completion in completions] for prompt, completions in batch]
-            num_tokens = sum(len(completion) for _, completions in batch for completion in completions)
-            total = 0.0
-            for parts in plan_parts(sequences, max_tokens=4096):
-                trees = [[sequences[part.group][i] for i in part.members] for part in parts]
-                starts = [[len(batch[part.group][0])] * len(part.members) for part in parts]
-                loss = -policy.log_probs(trees, starts).values_SL.sum() / num_tokens
-                loss.backward()
-                total += float(loss.detach())
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad(set_to_none=True)
-            step += 1
-            tell(step, total_steps, total)
 
 
 def optimise(name: str, overrides: list[str]) -> int:

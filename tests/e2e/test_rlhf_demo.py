@@ -15,6 +15,7 @@ def test_the_demo_makes_everything_it_needs_and_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(DEMO.parent))
     demo = runpy.run_path(str(DEMO), run_name="demo")
     run = demo["run"]
     quick = {

@@ -80,7 +80,8 @@ def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[st
     `ConfigError`, its `field` relative to `data`, for keys that contradict each other and for validation sets that
     cannot be told apart.
     """
-    names, own_splits = keys_of_forms(block_keys), COMPARISON_SETS if "chosen_key" in block_keys else PROMPT_SETS
+    names, are_prompts = keys_of_forms(block_keys), "chosen_key" not in block_keys
+    own_splits = {**COMPARISON_SETS, **(PROMPT_SETS if are_prompts else {})}  # a judge's prompts are comparisons
     flat_keys = {key: value for key, value in raw.items() if key in names and value is not None}
     shared = _shared_values(flat_keys, block_keys)
     train = _blocks(raw.get("train"), "train", shared)
@@ -317,6 +318,12 @@ class PromptSetConfig(SetConfig):
     """Environment of rows that name none. None: see `grpo.environment`."""
     max_samples: PositiveInt | None = None
     """Read only this number of rows, the first ones. None: all."""
+
+    @property
+    def comparisons(self) -> DatasetConfig:
+        """The same set as comparisons, for questions to a judge: `dataset_name` is then one of a reward model's."""
+        keys = {key: getattr(self, key) for key in SetConfig.model_fields if key in self.model_fields_set}
+        return DatasetConfig(**keys, **({} if self.input_key is None else {"prompt_key": self.input_key}))
 
 
 class PromptDataConfig(_Sets[PromptSetConfig]):

@@ -16,11 +16,12 @@ from pydantic import Field, field_validator
 from treeward.config.base import Strict
 from treeward.config.checkpointing import GRPOCheckpointingConfig, parse_grpo_metric_name
 from treeward.config.cluster import ClusterConfig
-from treeward.config.data import PromptDataConfig
+from treeward.config.data import PromptDataConfig, PromptSetConfig
 from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.logger import GRPOLoggerConfig
 from treeward.config.reward_environments import (
+    PreferenceVerdictConfig,
     RewardModelEnvironmentConfig,
     check_environments,
     environment_sections,
@@ -69,6 +70,13 @@ class GRPORunConfig(Strict):
         every_set_names = all(dataset.env_name is not None for dataset in (*self.data.train, *self.data.validation))
         default = () if every_set_names or self.default_environment is None else (self.default_environment,)
         return tuple(dict.fromkeys((*self.named_environments, *default)))
+
+    def judged_by(self, dataset: PromptSetConfig) -> PreferenceVerdictConfig | None:
+        """The section of `preference_verdict` that rewards a set, whose rows are then comparisons; None for prompts."""
+        name = dataset.env_name or self.default_environment
+        sections = environment_sections({name: self.env[name]} if name in self.env else {})
+        keys = next((keys for _, kind, keys in sections if kind == "preference_verdict"), None)
+        return None if keys is None else PreferenceVerdictConfig.model_validate(keys)
 
     @property
     def has_other_gpus(self) -> bool:

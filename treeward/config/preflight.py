@@ -38,7 +38,8 @@ def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
     check_packages(config)
     for kind, sets in (("train", config.data.train), ("validation", config.data.validation)):
         for i, dataset in enumerate(sets):
-            _check_set(dataset, f"data.{kind}[{i}]")
+            is_judged = isinstance(config, GRPORunConfig) and config.judged_by(dataset) is not None
+            _check_set(dataset.comparisons if is_judged else dataset, f"data.{kind}[{i}]")
     _check_models(config)
 
 

@@ -15,7 +15,16 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    NonPositiveFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from treeward.config.base import Strict, TextOrTexts, config_error
 from treeward.config.policy import (
@@ -183,7 +192,31 @@ class MathEnvironmentConfig(RuleEnvironmentConfig):
     """Mathematical equality with the ground truth."""
 
 
-class JudgeEnvironmentConfig(Strict):
+class JudgePromptConfig(Strict):
+    """What a judge is asked."""
+
+    mode: Literal["rating", "pairwise", "equivalence"] = "rating"
+    """`rating`: for a number. `pairwise`: which of two is better. `equivalence`: whether two answers are the same."""
+    template: str | None = None
+    """The prompt of the judge, with the placeholders `{conversation}` and `{completion}`, or `{completion_a}` and
+    `{completion_b}`. None: the built-in prompt."""
+    system_prompt: str | None = None
+    """The system prompt of the judge. None: the built-in one, which forbids to obey the text between the tags."""
+    lowest_rating: float = 1.0
+    """A lower rating is not a verdict."""
+    highest_rating: float = 10.0
+    """A higher rating is not a verdict."""
+
+    def check(self) -> None:
+        places = ("{completion}",) if self.mode == "rating" else ("{completion_a}", "{completion_b}")
+        if self.template is not None and any(place not in self.template for place in places):
+            need = f"{' and '.join(places)} in the template, where the texts to judge go"
+            raise self.error("template mode", need)
+        if self.lowest_rating >= self.highest_rating:
+            raise self.error("lowest_rating highest_rating", "lowest_rating below highest_rating")
+
+
+class JudgeEnvironmentConfig(JudgePromptConfig):
     """Rewards by a language model, behind an OpenAI-compatible endpoint (needs `treeward[judge]`) or in the process."""
 
     base_url: str | None = None
@@ -207,15 +240,6 @@ class JudgeEnvironmentConfig(Strict):
     reference_key: str = "reference_answers"
     """The key of `env_infos` with the reference completion, or with a list of them: `pairwise` averages, and for
     `equivalence` one is enough."""
-    template: str | None = None
-    """The prompt of the judge, with the placeholders `{conversation}` and `{completion}`, or `{completion_a}` and
-    `{completion_b}`. None: the built-in prompt."""
-    system_prompt: str | None = None
-    """The system prompt of the judge. None: the built-in one, which forbids to obey the text between the tags."""
-    lowest_rating: float = 1.0
-    """A lower rating is not a verdict."""
-    highest_rating: float = 10.0
-    """A higher rating is not a verdict."""
     temperature: float | None = 0.0
     """Temperature of the judge. None: not sent, for models that refuse it."""
     max_tokens: PositiveInt | None = 1024
@@ -230,12 +254,7 @@ class JudgeEnvironmentConfig(Strict):
     """Further attempts of a request after 408, 409, 429, 5xx, timeouts and broken connections."""
 
     def check(self) -> None:
-        places = ("{completion}",) if self.mode == "rating" else ("{completion_a}", "{completion_b}")
-        if self.template is not None and any(place not in self.template for place in places):
-            need = f"{' and '.join(places)} in the template, where the texts to judge go"
-            raise self.error("template mode", need)
-        if self.lowest_rating >= self.highest_rating:
-            raise self.error("lowest_rating highest_rating", "lowest_rating below highest_rating")
+        super().check()
         if self.num_samples > 1 and self.temperature == 0:
             need = "a temperature above 0, without which every answer is the same"
             raise self.error("num_samples temperature", need)
@@ -249,6 +268,17 @@ class JudgeEnvironmentConfig(Strict):
         if self.mode == "rating" and not 0 <= self.lowest_rating < self.highest_rating <= 9:
             need = "ratings of one digit, as lowest_rating: 1 and highest_rating: 9: one token's probabilities"
             raise self.error("highest_rating use_logprobs", need)
+
+
+class PreferenceVerdictConfig(JudgePromptConfig):
+    """Rewards of a policy that learns to judge: its prompts are questions about comparisons, and 1 is the reward of the
+    verdict that the label gives, 0 that of any other."""
+
+    mode: Literal["pairwise", "rating"] = "pairwise"
+    """`pairwise`: which of two completions is better, in both orders. `rating`: a number for each of the two, which is
+    right if it is above (or below) those that the other one got in the same step."""
+    no_verdict: NonPositiveFloat = -1.0
+    """The reward of a message without a verdict, or one that was cut."""
 
 
 class CustomEnvironmentConfig(Strict):
@@ -307,6 +337,7 @@ ENVIRONMENT_SECTIONS: Mapping[str, type[Strict]] = {
     "rules": RuleEnvironmentConfig,
     "math": MathEnvironmentConfig,
     "judge": JudgeEnvironmentConfig,
+    "preference_verdict": PreferenceVerdictConfig,
     "custom": CustomEnvironmentConfig,
     "hybrid": HybridEnvironmentConfig,
 }

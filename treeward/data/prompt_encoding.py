@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeward.data.prompt_sets import Prompt, PromptCounts, PromptSet
-from treeward.errors import DataError
+from treeward.errors import ConfigError, DataError
 from treeward.progress import ShownProgress
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ class EncodedPrompt(NamedTuple):
 @dataclass(frozen=True)
 class EncodedPrompts:
     """The prompts of several sets that are short enough, N in all, and their token ids, int32. `sizes`, `weights`:
-    prompts of each set, and passes over it per epoch. `longest`: tokens of the longest prompt, kept or not."""
+    prompts of each set, and passes over it per epoch. `longest`: tokens of the longest prompt, kept or not. `together`:
+    see `PromptSet`."""
 
     prompts: tuple[Prompt, ...]
     token_ids: tuple[npt.NDArray[np.int32], ...]
@@ -51,6 +52,7 @@ class EncodedPrompts:
     weights: tuple[float, ...]
     counts: PromptCounts
     longest: int
+    together: int = 1
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -82,13 +84,16 @@ def encode_prompts(
     sizes, counts, longest = [], PromptCounts(), 0
     for prompt_set in sets:
         kept, first = 0, None
-        for prompt, ids, num_tokens in _encoded(prompt_set, renderer, max_length, progress):
-            longest = max(longest, num_tokens)
-            if ids is not None and (max_length is None or num_tokens <= max_length):
-                kept += 1
-                prompts.append(prompt)
-                token_ids.append(np.asarray(ids, dtype=np.int32))
+        encoded = _encoded(prompt_set, renderer, max_length, progress)
+        for family in zip(*[encoded] * prompt_set.together, strict=True):
+            longest = max(longest, *(num_tokens for _, _, num_tokens in family))
+            too_long = [item for item in family if item[1] is None or item[2] > (max_length or item[2])]
+            if not too_long:
+                kept += len(family)
+                prompts += [prompt for prompt, _, _ in family]
+                token_ids += [np.asarray(ids, dtype=np.int32) for _, ids, _ in family]
             elif first is None:
+                prompt, ids, num_tokens = too_long[0]
                 first = f"{prompt.where}, {'' if ids is not None else 'more than '}{num_tokens} tokens"
         num_too_long = len(prompt_set) - kept
         if first is not None and not kept:
@@ -100,8 +105,11 @@ def encode_prompts(
             logger.warning("%s: %s (the first: %s)", prompt_set.name, text, first)
         sizes.append(kept)
         counts += replace(prompt_set.counts, kept=kept, too_long=num_too_long)
-    weights = tuple(prompt_set.weight for prompt_set in sets)
-    return EncodedPrompts(tuple(prompts), tuple(token_ids), tuple(sizes), weights, counts, longest)
+    weights, together = tuple(prompt_set.weight for prompt_set in sets), {prompt_set.together for prompt_set in sets}
+    if len(together) > 1:
+        need = "sets of comparisons, or sets of prompts: not both in a run"
+        raise ConfigError("questions about comparisons and other prompts cannot be mixed", where="data", need=need)
+    return EncodedPrompts(tuple(prompts), tuple(token_ids), tuple(sizes), weights, counts, longest, *together)
 
 
 def _encoded(

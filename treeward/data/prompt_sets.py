@@ -36,6 +36,8 @@ _PROMPT_DATASETS = Registry("datasets of prompts", example="my_module.MyPrompts"
 _Class = TypeVar("_Class", bound="type[RowPrompts]")
 _Name = Annotated[str, Field(min_length=1)]
 _REQUEST = "responses_create_params"
+FAMILY = "prompt_family"
+"""The key of `info` whose value prompts have in common that are computed as one tree, as both orders of a pair."""
 _PROMPT_KEYS = (_REQUEST, "messages", "prompt", "context")
 _ENVIRONMENT_KEYS = ("environment", "env_name")
 
@@ -51,29 +53,34 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptCounts:
-    """The outcomes of the rows: `read` = `kept` + `held_out` (rows of the other part of a split set) + `too_long`."""
+    """The outcomes of the rows: `read` = `kept` + `held_out` (rows of the other part of a split set) + `too_long` +
+    `tied` (questions about completions of equal rank)."""
 
     read: int = 0
     kept: int = 0
     held_out: int = 0
     too_long: int = 0
+    tied: int = 0
 
     def __add__(self, other: PromptCounts) -> PromptCounts:
         return PromptCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def summary(self) -> str:
         """One line for a person."""
-        counts = {"of the other part": self.held_out, "too long": self.too_long}
+        counts = {"of the other part": self.held_out, "too long": self.too_long, "of equal ranks": self.tied}
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in counts.items() if number)
         return f"{self.kept:,} of {self.read:,} prompts kept" + (f" (left out: {reasons})" if reasons else "")
 
 
 class PromptSet(list[Prompt]):
-    """The prompts of one set, in the order of the data. `name`: for messages. `weight`: passes over it per epoch."""
+    """The prompts of one set, in the order of the data. `name`: for messages. `weight`: passes over it per epoch.
+    `together`: so many neighbours are always drawn together, and left out together."""
 
-    def __init__(self, name: str, prompts: Iterable[Prompt], counts: PromptCounts, weight: float = 1.0) -> None:
+    def __init__(
+        self, name: str, prompts: Iterable[Prompt], counts: PromptCounts, weight: float = 1.0, together: int = 1
+    ) -> None:
         super().__init__(prompts)
-        self.name, self.counts, self.weight = name, counts, weight
+        self.name, self.counts, self.weight, self.together = name, counts, weight, together
 
 
 def register_prompt_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:

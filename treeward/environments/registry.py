@@ -30,6 +30,7 @@ _CLASSES: dict[str, type[Environment] | str] = {
     "rules": "treeward.environments.rules.RuleEnvironment",
     "math": "treeward.environments.rules.MathEnvironment",
     "judge": "treeward.environments.judge.JudgeEnvironment",
+    "preference_verdict": "treeward.environments.preference_verdict.PreferenceVerdictEnvironment",
     "custom": "treeward.environments.custom.CustomEnvironment",
     "hybrid": "treeward.environments.hybrid.HybridEnvironment",
 }

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from treeward.config.reward_environments import JudgeEnvironmentConfig
+from treeward.config.reward_environments import JudgePromptConfig
 from treeward.data.preference import Message
 
 SYSTEM_PROMPT = """You are a careful and impartial judge of completions. The texts to judge stand between tags that
@@ -126,7 +126,7 @@ class NoVerdict:
     text: str | None = None
 
 
-def make_question(config: JudgeEnvironmentConfig, conversation: str, texts: Sequence[str], about: int) -> Question:
+def make_question(config: JudgePromptConfig, conversation: str, texts: Sequence[str], about: int) -> Question:
     """`texts`: the completions at places A and B, or the one to rate."""
     # Sorted: both orders of two texts have one number, and so a common beginning, which is computed once.
     digest = hashlib.sha256("\0".join([conversation, *sorted(texts)]).encode("utf-8", "surrogatepass"))
@@ -143,7 +143,7 @@ def make_question(config: JudgeEnvironmentConfig, conversation: str, texts: Sequ
     return Question(about, messages)
 
 
-def reminded(messages: Sequence[Message], answer: Answer, config: JudgeEnvironmentConfig) -> tuple[Message, ...]:
+def reminded(messages: Sequence[Message], answer: Answer, config: JudgePromptConfig) -> tuple[Message, ...]:
     """The messages of a question with an answer that had no verdict, and the request to give one."""
     form = {
         "pairwise": "[[A]], [[B]] or [[C]]",
@@ -155,7 +155,7 @@ def reminded(messages: Sequence[Message], answer: Answer, config: JudgeEnvironme
     return (*messages, {"role": "assistant", "content": answer.text or "..."}, {"role": "user", "content": request})
 
 
-def read_answer(answer: Answer, config: JudgeEnvironmentConfig) -> Verdict | NoVerdict:
+def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdict:
     """The last verdict in a judge's message, by log-probabilities where it has them.
 
     A message that was cut has none, nor one with a rating beyond the scale.
@@ -174,7 +174,7 @@ def read_answer(answer: Answer, config: JudgeEnvironmentConfig) -> Verdict | NoV
     return Verdict(value, label, text=answer.text) if expected is None else replace(expected, text=answer.text)
 
 
-def _expected(tokens: Sequence[TokenChoice], config: JudgeEnvironmentConfig) -> Verdict | None:
+def _expected(tokens: Sequence[TokenChoice], config: JudgePromptConfig) -> Verdict | None:
     """The verdict in tokens with log-probabilities: its expected value over the alternatives of its label.
 
     None without a label of one character, and without log-probabilities.
@@ -197,21 +197,21 @@ def _expected(tokens: Sequence[TokenChoice], config: JudgeEnvironmentConfig) -> 
     )
 
 
-def labels(config: JudgeEnvironmentConfig) -> dict[str, float]:
+def labels(config: JudgePromptConfig) -> dict[str, float]:
     """The values of the labels that a judge may write: outcomes, or the whole numbers of the scale."""
     if config.mode != "rating":
         return {label: value for label, value in _OUTCOMES.items() if (len(label) == 1) == (config.mode == "pairwise")}
     return {str(i): float(i) for i in range(math.ceil(config.lowest_rating), math.floor(config.highest_rating) + 1)}
 
 
-def verdict_line(label: str, config: JudgeEnvironmentConfig) -> str:
+def verdict_line(label: str, config: JudgePromptConfig) -> str:
     """A label as the last line of a judge's message."""
     return f"Rating: [[{label}]]" if config.mode == "rating" else f"[[{label}]]"
 
 
-def _example(config: JudgeEnvironmentConfig) -> str:
+def _example(config: JudgePromptConfig) -> str:
     return str(math.floor((config.lowest_rating + config.highest_rating) / 2))
 
 
-def _last(text: str, config: JudgeEnvironmentConfig) -> re.Match[str] | None:
+def _last(text: str, config: JudgePromptConfig) -> re.Match[str] | None:
     return next(iter([*_VERDICTS[config.mode].finditer(text)][-1:]), None)

@@ -81,7 +81,8 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     """
     grpo = run.config.grpo
     wanted, is_dynamic = grpo.num_prompts_per_step, grpo.use_dynamic_sampling
-    count = math.ceil(wanted * grpo.batch_multiplier)
+    together = run.prompts.together
+    count = math.ceil(wanted * grpo.batch_multiplier / together) * together
     most_draws = grpo.dynamic_sampling_max_gen_batches if is_dynamic else 1
     generation = rewarding = 0.0
     groups: list[CompletionGroup] = []
@@ -180,6 +181,7 @@ def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: 
     grpo = run.config.grpo
     groups: list[CompletionGroup] = []
     measurements: dict[str, list[Tensor]] = defaultdict(list)
+    by_environment: dict[str, list[Reward]] = defaultdict(list)
     for number, start in enumerate(range(0, len(run.validation), _VALIDATION_BATCH)):
         if should_stop():
             return None
@@ -194,12 +196,16 @@ def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: 
         rewards, (kl_PG, entropy_PG) = run.rewards.reward(batch), run.updater.measure(batch)
         measurements["reward"].append(shaped_rewards(run.config, batch, rewards.rewards_PG))
         measurements["raw_reward"].append(rewards.raw_PG)
+        for label, of_environment in rewards.by_environment.items():
+            by_environment[label] += of_environment
         measurements["entropy"].append(entropy_PG)
         if grpo.gold_environment is not None:
             measurements["gold_reward"].append(run.rewards.gold(batch))
         if kl_PG is not None:
             measurements["kl"].append(kl_PG)
-    return _summary(run, groups, {name: torch.cat(tensors) for name, tensors in measurements.items()})
+    summary = _summary(run, groups, {name: torch.cat(tensors) for name, tensors in measurements.items()})
+    parts = {name: value for name, value in environment_metrics(by_environment).items() if "/component/" in name}
+    return summary._replace(metrics={**summary.metrics, **{f"validation/{name}": v for name, v in parts.items()}})
 
 
 def _summary(run: GRPOSetup, groups: Sequence[CompletionGroup], values: Mapping[str, Tensor]) -> Validation:

@@ -19,11 +19,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from treeward import processes
+from treeward.config.data import PromptSetConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import RewardModelEnvironmentConfig, is_enabled
 from treeward.data.prompt_encoding import EncodedPrompt, EncodedPrompts, encode_prompts
-from treeward.data.prompt_sets import open_prompts
+from treeward.data.prompt_sets import PromptSet, open_prompts
 from treeward.data.rendering import Renderer
+from treeward.environments.preference_verdict import open_questions
 from treeward.environments.reward_model import RewardServer
 from treeward.model.checks import check_policy, check_positions
 from treeward.model.export import DeferredWrite, export_policy
@@ -117,7 +119,7 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
     Raises a `TreewardError` for anything that the user can mend.
     """
     mesh = make_mesh(config.policy.dtensor_cfg)
-    open_set = partial(open_prompts, environments=config.environments)
+    open_set = partial(_open_set, config)
     training_sets = [open_set(dataset) for dataset in config.data.train]
     validation_sets = [open_set(dataset) for dataset in config.data.validation]
     texts = (str(m.get("content", "")) for dataset in training_sets for prompt in dataset for m in prompt.messages)
@@ -145,7 +147,11 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         opened.callback(rewards.shutdown)
         policy = _make_policy(config, tokenizer, checkpoint, mesh, prompts)
         seed, shuffle = config.grpo.seed, config.data.shuffle
-        order = EpochOrder(prompts.sizes, weights=prompts.weights, seed=seed, shuffle=shuffle, what="prompt")
+        drawn: Any = {"together": prompts.together, "what": "prompt"}
+        order = EpochOrder(prompts.sizes, weights=prompts.weights, seed=seed, shuffle=shuffle, **drawn)
+        if config.grpo.num_prompts_per_step % prompts.together:
+            keys, need = "grpo.num_prompts_per_step", "an even number: a comparison gives two questions"
+            raise config.error(keys, need)
         prompt_limit = order.rows_per_epoch * config.grpo.max_num_epochs
         # If the epochs leave too few prompts for the last step, it draws from the next epoch.
         steps_in_data = -(-prompt_limit // config.grpo.num_prompts_per_step)
@@ -193,6 +199,14 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         )
         opened.pop_all()
     return run
+
+
+def _open_set(config: GRPORunConfig, dataset: PromptSetConfig) -> PromptSet:
+    """A set of prompts, or of questions about the comparisons of a set."""
+    section = config.judged_by(dataset)
+    if section is not None:
+        return open_questions(dataset, section)
+    return open_prompts(dataset, environments=config.environments)
 
 
 def _load_policy(
@@ -275,8 +289,10 @@ def _chosen_for_validation(
     """The validation prompts, spread evenly over all sets, and the set of each."""
     if held_out is None:
         return [], []
-    number = min(len(held_out), config.grpo.max_val_samples or len(held_out))
-    indices = np.linspace(0, len(held_out) - 1, number).round().astype(int).tolist()
+    size = held_out.together
+    number = min(len(held_out), config.grpo.max_val_samples or len(held_out)) // size
+    firsts = np.linspace(0, len(held_out) // size - 1, max(number, 1)).round().astype(int) * size
+    indices = (firsts[:, None] + np.arange(size)).flatten().tolist()
     names = np.repeat([dataset.name or "default" for dataset in config.data.validation], held_out.sizes).tolist()
     return [held_out[i] for i in indices], [names[i] for i in indices]
 

@@ -7,8 +7,8 @@
 
 The trainer computes old and reference log-probabilities itself, in the numerics of the update. A batch may give several
 updates, from some prompts each. The sums of an update are divided once, so micro-batches may be cut anywhere between
-completions; a group larger than `micro_batch_tokens` is cut, and its prompt computed once in each part. All processes
-have the same groups, share the micro-batches out, and get the same results.
+completions. Prompts of one `FAMILY` share a tree; a tree larger than `micro_batch_tokens` is cut, and the prompt is
+computed once in each part. All processes have the same groups, share the micro-batches out, and get the same results.
 
 Shapes: P prompts, G completions to each, L tokens of the longest completion, S completions of a micro-batch.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from treeward import processes
 from treeward.config.grpo import PolicyLossConfig
+from treeward.data.prompt_sets import FAMILY
 from treeward.errors import ModelError
 from treeward.model.lora import AdapterReference
 from treeward.model.policy_model import CompletionLogProbs, PolicyModel
@@ -177,10 +179,10 @@ class PolicyUpdater:
         """The micro-batches of this process, of completions as (prompt, place). A group that is too large is cut into
         several trees. Every process gets as many, of like size; some may be empty.
         """
-        places_by_prompt: dict[int, list[tuple[int, int]]] = {}
+        by_family: dict[Any, list[tuple[int, int]]] = {}
         for place in places:
-            places_by_prompt.setdefault(place[0], []).append(place)
-        chosen = list(places_by_prompt.values())
+            by_family.setdefault(groups[place[0]].prompt.info.get(FAMILY, place[0]), []).append(place)
+        chosen = list(by_family.values())
         sequences = [[groups[p].sequence(g) for p, g in members] for members in chosen]
         share, rank, num_ranks = self.policy.layout == "tree", self.mesh.data_rank, self.mesh.data_size
         plan = plan_parts(sequences, max_tokens=self.micro_batch_tokens, share=share, num_ranks=num_ranks)

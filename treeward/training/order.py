@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 class EpochOrder:
     """The rows of one or several sets in each epoch. `sizes`: rows of each set. `weights`: passes over each per epoch.
-    `what`: a row, for messages. Raises `ConfigError` when an epoch would hold nothing of a set."""
+    `together`: rows that `take` keeps side by side. `what`: a row, for messages. Raises `ConfigError` when an epoch
+    would hold nothing of a set."""
 
     def __init__(
         self,
@@ -35,15 +36,16 @@ class EpochOrder:
         weights: Sequence[float] | None = None,
         seed: int,
         shuffle: bool = True,
+        together: int = 1,
         what: str = "comparison",
     ) -> None:
-        self.sizes = list(sizes)
+        self.sizes, self.together = [size // together for size in sizes], together
         self.weights = [1.0] * len(self.sizes) if weights is None else list(weights)
         self.seed, self.shuffle = seed, shuffle
         self._firsts = np.cumsum([0, *self.sizes])
         self.places = lru_cache(maxsize=2)(self._draw)
         wanted = [round(size * weight) for size, weight in zip(self.sizes, self.weights, strict=True)]
-        self.rows_per_epoch = sum(wanted)
+        self.rows_per_epoch = sum(wanted) * together
         if not all(wanted):
             got = f"weights {self.weights} of sets of {self.sizes} {what}s"
             summary, fix = f"a weight leaves no {what} of its set in an epoch", "raise the weight, or remove the set"
@@ -68,9 +70,11 @@ class EpochOrder:
     def take(self, drawn: int, count: int) -> list[int]:
         """The `count` rows after the first `drawn`, counted over all epochs, as indices over all sets."""
         indices: list[int] = []
+        size = self.together
         while len(indices) < count:
             epoch, start = divmod(drawn + len(indices), self.rows_per_epoch)
-            indices += self.places(epoch)[start : start + count - len(indices)].tolist()
+            chosen = self.places(epoch)[start // size : (start + count - len(indices)) // size]
+            indices += (chosen[:, None] * size + np.arange(size)).flatten().tolist()
         return indices
 
     def _draw(self, epoch: int) -> npt.NDArray[np.integer[Any]]:

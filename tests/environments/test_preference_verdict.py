@@ -1,0 +1,122 @@
+"""Questions about comparisons, and the reward of every verdict by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treeward.config.data import PromptSetConfig
+from treeward.config.reward_environments import PreferenceVerdictConfig
+from treeward.data.prompt_sets import FAMILY, PromptSet
+from treeward.environments.interface import Reward
+from treeward.environments.preference_verdict import LABEL, PreferenceVerdictEnvironment, open_questions
+from treeward.errors import ConfigError, DataError
+
+PAIR = {"prompt": "2 + 2?", "completions": ["Four.", "Five."], "scores": [1, 0]}
+RANKED = {"prompt": "2 + 3?", "completions": ["Five.", "5, I think.", "Six.", "Six."], "scores": [3, 2, 0, 0]}
+GRADED = {"prompt": "2 + 4?", "completions": ["Six.", "Seven."], "scores": [1, 1]}
+
+Asked = Callable[..., PromptSet]
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Asked:
+    """The questions about rows."""
+
+    def ask(*rows: dict[str, Any], **section: Any) -> PromptSet:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return open_questions(PromptSetConfig(data_path=str(path)), PreferenceVerdictConfig(**section))
+
+    return ask
+
+
+def rewards(questions: PromptSet, messages: list[list[str]], **section: Any) -> list[list[Reward]]:
+    """The rewards of messages to each question."""
+    chats, infos = [], []
+    for question, texts in zip(questions, messages, strict=True):
+        for text in texts:
+            chats.append([*question.messages, {"role": "assistant", "content": text.removesuffix("<cut>")}])
+            infos.append({**question.info, "truncated": text.endswith("<cut>")})
+    found = iter(PreferenceVerdictEnvironment(section).rewards(chats, infos))
+    return [[next(found) for _ in texts] for texts in messages]
+
+
+def test_a_pair_is_asked_about_in_both_orders_with_one_beginning(asked: Asked) -> None:
+    first, second = asked(PAIR)
+    assert (first.info[LABEL], second.info[LABEL]) == ("A", "B")
+    assert first.info[FAMILY] == second.info[FAMILY]
+    one, other = (question.messages[-1]["content"] for question in (first, second))
+    assert one.index("Four.") < one.index("Five.") and other.index("Five.") < other.index("Four.")
+    assert one[: one.index("Four.")] == other[: other.index("Five.")]
+    assert "user: 2 + 2?" in one and "[[A]]" in one and first.messages[0]["role"] == "system"
+
+
+def test_every_pair_with_an_order_is_asked_about_and_the_others_are_counted(asked: Asked) -> None:
+    questions = asked(PAIR, RANKED, GRADED)
+    assert len(questions) == 2 * (1 + 5) and questions.together == 2
+    assert len({question.info[FAMILY] for question in questions}) == 6
+    assert questions.counts.summary() == "12 of 16 prompts kept (left out: 4 of equal ranks)"
+    assert questions[-1].where is not None and questions[-1].where.endswith("rows.jsonl:2")
+    with pytest.raises(DataError, match="no comparison has a better completion"):
+        asked(GRADED)
+
+
+def test_the_reward_of_every_verdict(asked: Asked) -> None:
+    questions = asked(PAIR)
+    messages = [
+        ["Four is right. [[A]]", "[[B]]", "[[C]]", "I do not know.", "[[A]]<cut>", "[[B]] No: [[A]]"],
+        ["[[B]]", "[[B]]", "[[C]]", "[[A]]", "[[B]]", ""],
+    ]
+    first, second = rewards(questions, messages)
+    assert [reward.value for reward in first] == [1, 0, 0, -1, -1, 1]
+    assert [reward.value for reward in second] == [1, 1, 0, 0, 1, -1]
+    assert [reward.components["accuracy"] for reward in first] == [1, 0, 0, 0, 0, 1]
+    assert [reward.components["no_verdict"] for reward in first] == [0, 0, 0, 1, 1, 0]
+    assert [reward.components.get("position_bias") for reward in first] == [1, -1, 0, None, None, 1]
+    # of the messages with the same number about both orders
+    assert [reward.components.get("consistent") for reward in first] == [1, 0, 1, None, None, None]
+    assert [reward.components.get("consistent") for reward in second] == [1, 0, 1, None, None, None]
+    (other,) = rewards(asked(PAIR)[:1], [["Hm."]], no_verdict=-0.25)  # type: ignore[arg-type]
+    assert other[0].value == -0.25
+
+
+def test_a_judge_that_always_says_a_is_right_in_half(asked: Asked) -> None:
+    found = [reward for of_one in rewards(asked(PAIR, RANKED), [["[[A]]"]] * 12) for reward in of_one]
+    assert sum(reward.value or 0.0 for reward in found) == 6
+    assert {reward.components["position_bias"] for reward in found} == {1}
+    assert {reward.components["consistent"] for reward in found} == {0}
+
+
+def test_a_rating_is_right_of_the_ratings_of_the_other_completion(asked: Asked) -> None:
+    questions = asked(PAIR, mode="rating")
+    assert [question.info[LABEL] for question in questions] == ["better", "worse"]
+    assert "Four." in questions[0].messages[-1]["content"] and "Five." not in questions[0].messages[-1]["content"]
+    messages = [["Rating: [[7]]", "Rating: [[3]]", "Rating: [[11]]"], ["Rating: [[3]]", "Rating: [[5]]", "Hm."]]
+    better, worse = rewards(questions, messages, mode="rating")
+    assert [reward.value for reward in better] == [1, 0, -1]  # above 3 and 5; equal and below; beyond the scale
+    assert [reward.value for reward in worse] == [0.5, 0.5, -1]
+    assert better[0].components == {"accuracy": 1, "no_verdict": 0, "rating": 7}
+    (alone,) = rewards(questions[:1], [["Rating: [[7]]"]], mode="rating")  # type: ignore[arg-type]
+    assert alone[0].value == 0  # nothing to compare with is no success
+
+
+def test_a_prompt_that_is_no_question_has_no_reward() -> None:
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "[[A]]"}]
+    (reward,) = PreferenceVerdictEnvironment({}).rewards([chat], [{}])
+    assert reward.value is None and "no question about a comparison" in str(reward.error)
+
+
+def test_bad_rows_and_sections_are_refused(asked: Asked) -> None:
+    with pytest.raises(DataError, match=r"rows\.jsonl:2"):
+        asked(PAIR, {"prompt": "2 + 2?", "completions": ["Four."]})
+    with pytest.raises(ConfigError, match="no_verdict"):
+        PreferenceVerdictEnvironment({"no_verdict": 1})
+    with pytest.raises(ConfigError, match="completion_b"):
+        PreferenceVerdictEnvironment({"template": "{completion_a}"})
+    with pytest.raises(ConfigError, match="mode"):
+        PreferenceVerdictEnvironment({"mode": "equivalence"})

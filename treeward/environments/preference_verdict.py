@@ -1,0 +1,139 @@
+"""`PreferenceVerdictEnvironment`: rewards of a policy that learns to judge, from comparisons.
+
+    questions = open_questions(config.data.train[0], section)     # a `PromptSet`: two questions for each pair
+    PreferenceVerdictEnvironment(section).rewards(conversations, [question.info for question in questions])
+
+Every pair of completions with different ranks is two neighbouring questions: which is better, in both orders, or a
+rating of each. Prompt and parser are those of a judge (`verdicts`), so the policy is asked in use what it was asked in
+training. Pairs of equal rank or text are left out and counted; the `strength` of a comparison is not used.
+
+The reward is 1 for the verdict of the label, 0 for the other one or a tie. A rating is compared with the ratings that
+the other completion got in the same step: the reward is the share that it is above, or for the worse completion below.
+A message that has no verdict, or was cut, has `no_verdict`.
+
+Components, which the run logs as means: `accuracy` (0 without a verdict), `no_verdict`, `position_bias` (1 for the
+first place, -1 for the second), `consistent` (the g-th messages about both orders have one winner), `rating`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from treeward.config.data import PromptSetConfig
+from treeward.config.reward_environments import JudgePromptConfig, PreferenceVerdictConfig
+from treeward.data.datasets import open_dataset
+from treeward.data.preference import Completion, Preference, last_text
+from treeward.data.prompt_sets import FAMILY, Prompt, PromptCounts, PromptSet
+from treeward.environments.interface import (
+    ConfiguredEnvironment,
+    Conversations,
+    Infos,
+    Reward,
+    completion_text,
+    transcript,
+)
+from treeward.environments.verdicts import Answer, Verdict, make_question, read_answer
+from treeward.errors import DataError
+
+LABEL = "verdict_label"
+"""The key of `info` with the right verdict, `A` or `B`; of ratings, whether the completion is `better` or `worse`."""
+
+_NO_QUESTION = "the prompt is no question about a comparison: its data set has another environment"
+
+
+def open_questions(config: PromptSetConfig, section: JudgePromptConfig) -> PromptSet:
+    """The questions about a set of comparisons, with the judge's prompt of `section`.
+
+    `max_samples` counts comparisons. Raises as `open_dataset` does, and `DataError` for a set without an order.
+    """
+    dataset = open_dataset(config.comparisons)
+    questions: list[Prompt] = []
+    num_tied = 0
+    for number, (preference, where) in enumerate(itertools.islice(dataset, config.max_samples)):
+        for pair in itertools.combinations(preference.completions, 2):
+            better, worse = sorted(pair, key=lambda completion: completion.rank)
+            if better.rank == worse.rank or _text(better) == _text(worse):
+                num_tied += 2
+                continue
+            family = f"{config.name or dataset.name}:{number}:{len(questions)}"
+            info = {FAMILY: family, "task_name": preference.task_name}
+            info |= {} if config.env_name is None else {"environment": config.env_name}
+            questions += _both(preference, better, worse, section, info, where)
+    if not questions:
+        got, need = f"{num_tied // 2} pairs of equal rank", "two completions of different rank"
+        raise DataError("no comparison has a better completion", where=dataset.name, got=got, need=need)
+    counts = PromptCounts(read=len(questions) + num_tied, kept=len(questions), tied=num_tied)
+    return PromptSet(dataset.name, questions, counts, config.weight, together=2)
+
+
+def _both(
+    preference: Preference,
+    better: Completion,
+    worse: Completion,
+    section: JudgePromptConfig,
+    info: Mapping[str, Any],
+    where: str,
+) -> Iterator[Prompt]:
+    """The two questions about a pair."""
+    conversation, texts = transcript(preference.context), (_text(better), _text(worse))
+    both_orders = {"A": texts, "B": texts[::-1]}
+    asked = {"better": texts[:1], "worse": texts[1:]} if section.mode == "rating" else both_orders
+    for label, shown in asked.items():
+        messages = make_question(section, conversation, shown, about=0).messages
+        yield Prompt(messages, {**info, LABEL: label}, where)
+
+
+def _text(completion: Completion) -> str:
+    is_one = len(completion.messages) == 1
+    return last_text(completion.messages) if is_one else transcript(completion.messages)
+
+
+class PreferenceVerdictEnvironment(ConfiguredEnvironment[PreferenceVerdictConfig]):
+    """The rewards of answers to `open_questions`, whose `info` says the label."""
+
+    name = "preference_verdict_env"
+    section = PreferenceVerdictConfig
+
+    def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
+        verdicts: dict[int, Verdict] = {}
+        answers: dict[tuple[Any, Any], list[int]] = defaultdict(list)  # to each question, in order
+        for i, (conversation, info) in enumerate(zip(conversations, env_infos, strict=True)):
+            answers[info.get(FAMILY), info.get(LABEL)].append(i)
+            answer = Answer(completion_text(conversation) or "", is_cut=bool(info.get("truncated")))
+            if isinstance(verdict := read_answer(answer, self.config), Verdict):
+                verdicts[i] = verdict
+        rewards = []
+        for i, info in enumerate(env_infos):
+            family, label = info.get(FAMILY), info.get(LABEL)
+            if label not in _OTHER:
+                rewards.append(Reward(None, error=_NO_QUESTION))
+                continue
+            if i not in verdicts:
+                rewards.append(Reward(self.config.no_verdict, components={"accuracy": 0.0, "no_verdict": 1.0}))
+                continue
+            others = answers[family, _OTHER[label]]
+            right = self._right(verdicts[i], label, [verdicts[j] for j in others if j in verdicts])
+            parts = {"accuracy": right, "no_verdict": 0.0}
+            if self.config.mode == "rating":
+                parts["rating"] = verdicts[i].value
+            else:
+                parts["position_bias"] = 2.0 * verdicts[i].value - 1.0
+                number = answers[family, label].index(i)
+                if number < len(others) and others[number] in verdicts:
+                    parts["consistent"] = float(verdicts[i].value == 1.0 - verdicts[others[number]].value)
+            rewards.append(Reward(right, components=parts))
+        return rewards
+
+    def _right(self, verdict: Verdict, label: str, others: Sequence[Verdict]) -> float:
+        """1 for the verdict of the label; of a rating the share of the other completion's that it is right of."""
+        if self.config.mode == "pairwise":
+            return float(verdict.label == label)
+        sign = 1.0 if label == "better" else -1.0
+        return fmean(float(sign * (verdict.value - other.value) > 0) for other in others) if others else 0.0
+
+
+_OTHER = {"A": "B", "B": "A", "better": "worse", "worse": "better"}
