@@ -277,8 +277,15 @@ class PreferenceVerdictConfig(JudgePromptConfig):
     mode: Literal["pairwise", "rating"] = "pairwise"
     """`pairwise`: which of two completions is better, in both orders. `rating`: a number for each of the two, which is
     right if it is above (or below) those that the other one got in the same step."""
+    highest_rating: float = 9.0
+    """A higher rating is not a verdict. At most 9: the probabilities of single digits are the judge's score in use."""
     no_verdict: NonPositiveFloat = -1.0
     """The reward of a message without a verdict, or one that was cut."""
+
+    def check(self) -> None:
+        super().check()
+        if not 0 <= self.lowest_rating < self.highest_rating <= 9:
+            raise self.error("lowest_rating highest_rating", "ratings of one digit, from 0 to 9")
 
 
 class CustomEnvironmentConfig(Strict):

@@ -23,6 +23,7 @@ from typing import Any
 from treeward import processes
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.preflight import check_packages
+from treeward.environments.judge_contract import write_judge_contract
 from treeward.errors import TreewardError
 from treeward.model.export import DeferredWrite
 from treeward.parallel.stopping import StopRequest
@@ -251,8 +252,12 @@ class GRPORun(Run):
         return self.setup.save_model(folder / "model", staged=staged)
 
     def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
+        judged = [self.config.judged_by(dataset) for dataset in self.config.data.train]
+
         def copy(folder: Path) -> None:
             processes.on_main(partial(shutil.copytree, best.path / "model", folder, dirs_exist_ok=True))
+            if judged[0] is not None:
+                processes.on_main(partial(write_judge_contract, folder, judged[0]))
 
         store.write_folder("final", copy)
 
