@@ -1,4 +1,4 @@
-"""What the demos of policies share: a small architecture, and the supervised step that comes before optimisation."""
+"""What the demos of policies share: a small architecture, and the supervised step before policy optimisation."""
 
 import logging
 import math
@@ -24,7 +24,13 @@ SMALL_POLICY = {
 
 
 def imitate(
-    policy: PolicyModel, groups: list[Group], *, epochs: int, learning_rate: float = 4e-3, groups_per_step: int = 64
+    policy: PolicyModel,
+    groups: list[Group],
+    *,
+    epochs: int,
+    learning_rate: float = 4e-3,
+    groups_per_step: int = 64,
+    log_period: int = 50,
 ) -> None:
     """Minimise the mean of -log p over the tokens of completions; a prompt is computed once for all its completions.
 
@@ -54,5 +60,5 @@ def imitate(
             schedule.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
-            if step % 50 == 0 or step == total_steps:
+            if step % log_period == 0 or step == total_steps:
                 logging.getLogger("treeward").info("sft: step %d/%d  loss %.3f", step, total_steps, total)

@@ -12,17 +12,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from imitation import SMALL_POLICY, Group, imitate
+from imitation import SMALL_POLICY
+from teach_verdicts import teach
 
 from treeward.cli.main import main
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.load import load_grpo_config
-from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import train_tokenizer
-from treeward.environments.judge_contract import write_judge_contract
-from treeward.environments.preference_verdict import LABEL, open_questions
-from treeward.environments.verdicts import verdict_line
-from treeward.model.export import export_policy
+from treeward.environments.preference_verdict import open_questions
 from treeward.model.loading import build_policy
 from treeward.tables import Column, results_table
 
@@ -32,7 +29,6 @@ TAUGHT, JUDGE, EVALUATION = RESULTS / "taught", RESULTS / "judge" / "final", RES
 CLASSIFIER = Path("results/quickstart/final")
 SPLITS = ("validation", "length_controlled")
 TAUGHT_EPOCHS = 4
-TAUGHT_RATINGS = {"better": "8", "worse": "2"}
 SHORTER: list[str] = []
 SHORTER_TRAINING: list[str] = []
 """Overrides of the judge's run, and of the classifier's, by which a test makes this a matter of seconds."""
@@ -51,31 +47,24 @@ def run() -> int:
     config = load_grpo_config(CONFIGS / "judge_demo.yaml", SHORTER)
     train = ["train", "--config", str(CONFIGS / "quickstart.yaml"), *SHORTER_TRAINING]
     code = 0 if CLASSIFIER.is_dir() else main(train)
-    code = code or teach(config) or main(["grpo", "--config", str(CONFIGS / "judge_demo.yaml"), *SHORTER]) or evaluate()
+    code = (
+        code or taught(config) or main(["grpo", "--config", str(CONFIGS / "judge_demo.yaml"), *SHORTER]) or evaluate()
+    )
     if code == 0:
         sys.stdout.write(f"\n{results_table(list(rows()), COLUMNS)}\n\nThe reports are in {EVALUATION}.\n")
     return code
 
 
-def teach(config: GRPORunConfig) -> int:
+def taught(config: GRPORunConfig) -> int:
     """A policy that writes ratings: high ones for the better completion of a pair, low ones for the worse."""
-    if TAUGHT.is_dir():
-        return 0
-    dataset = config.data.train[0]
-    section = config.judged_by(dataset)
+    section = config.judged_by(config.data.train[0])
     assert section is not None
-    questions = open_questions(dataset, section)
-    tokenizer = train_tokenizer((message["content"] for q in questions for message in q.messages), vocab_size=1024)
-    renderer, groups = Renderer(tokenizer), list[Group]()
-    for question in questions:
-        line = renderer.encode_texts([verdict_line(TAUGHT_RATINGS[question.info[LABEL]], section)])[0]
-        groups.append((renderer.encode_prompt(question.messages), [[*line, tokenizer.eos_token_id]]))
-    policy = build_policy(SMALL_POLICY, tokenizer, seed=0).model
-    imitate(policy, groups, epochs=TAUGHT_EPOCHS)
-    making = TAUGHT.with_name("taught.making")
-    export_policy(policy, tokenizer, making, chat_template=renderer.chat_template)
-    write_judge_contract(making, section)
-    making.rename(TAUGHT)
+    if not TAUGHT.is_dir():
+        questions = open_questions(config.data.train[0], section)
+        tokenizer = train_tokenizer(
+            (m["content"] for question in questions for m in question.messages), vocab_size=4096
+        )
+        teach(config, build_policy(SMALL_POLICY, tokenizer, seed=0), TAUGHT, epochs=TAUGHT_EPOCHS)
     return 0
 
 
