@@ -28,7 +28,7 @@ RESULTS = Path("results/judge_demo")
 TAUGHT, JUDGE, EVALUATION = RESULTS / "taught", RESULTS / "judge" / "final", RESULTS / "eval"
 CLASSIFIER = Path("results/quickstart/final")
 SPLITS = ("validation", "length_controlled")
-TAUGHT_EPOCHS = 4
+TAUGHT_EPOCHS, EXAMPLES = 4, 200
 SHORTER: list[str] = []
 SHORTER_TRAINING: list[str] = []
 """Overrides of the judge's run, and of the classifier's, by which a test makes this a matter of seconds."""
@@ -76,8 +76,8 @@ def evaluate() -> int:
         for name, folder in named.items()
     ]
     for split in SPLITS:
-        where = ["--dataset-name", "Bundled", "--split", split, "--limit", "200", "--output", str(EVALUATION / split)]
-        if code := main(["eval", str(CLASSIFIER), *judges, *where]):
+        data = ["--dataset-name", "Bundled", "--split", split, "--limit", str(EXAMPLES)]
+        if code := main(["eval", str(CLASSIFIER), *judges, *data, "--output", str(EVALUATION / split)]):
             return code
     return 0
 

@@ -11,8 +11,10 @@ keys. `treeward/environments/registry.py` constructs the environments.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -192,6 +194,10 @@ class MathEnvironmentConfig(RuleEnvironmentConfig):
     """Mathematical equality with the ground truth."""
 
 
+JUDGE_FILE = "judge_contract.json"
+"""In the folder of a model that was trained to judge: its prompt, and golden questions."""
+
+
 class JudgePromptConfig(Strict):
     """What a judge is asked."""
 
@@ -252,6 +258,15 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
     """Timeout of one attempt at a request."""
     max_retries: NonNegativeInt = 4
     """Further attempts of a request after 408, 409, 429, 5xx, timeouts and broken connections."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ask_as_trained(cls, raw: Any) -> Any:
+        """A model's folder with a judge's contract says how it is asked, where the section does not."""
+        contract = Path(str(raw.get("model"))) / JUDGE_FILE if isinstance(raw, Mapping) else None
+        if contract is None or not contract.is_file():
+            return raw
+        return {**json.loads(contract.read_text("utf-8")).get("prompt", {}), **raw}
 
     def check(self) -> None:
         super().check()

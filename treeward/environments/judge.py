@@ -43,7 +43,6 @@ from treeward.environments.interface import (
     plain,
     transcript,
 )
-from treeward.environments.judge_contract import asked_as_trained
 from treeward.environments.judge_endpoint import EndpointJudge
 from treeward.environments.judge_local import LocalJudge
 from treeward.environments.verdicts import NoVerdict, Question, Verdict, make_question
@@ -73,7 +72,6 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
 
     def __init__(self, env_config: Mapping[str, Any] | JudgeEnvironmentConfig) -> None:
         super().__init__(env_config)
-        self.config = asked_as_trained(self.config)
         self._judge: Judge = LocalJudge(self.config) if self.config.base_url is None else EndpointJudge(self.config)
         self._has_begun = False
 

@@ -1,10 +1,9 @@
 """`JudgeContract`: how a trained judge is asked, in `judge_contract.json` beside its weights.
 
     write_judge_contract(folder, section)          # what `treeward grpo` does at the end of a run on comparisons
-    asked_as_trained(config)                       # a judge's configuration, with the contract of its model's folder
     replayed(folder)                               # (expected, found) of each golden question
 
-The judge environment asks a model with a contract as it was trained: keys that its section does not give are the
+`JudgeEnvironmentConfig` asks a model with a contract as it was trained: keys that the section does not give are the
 contract's. Golden questions have the expected verdict by the probabilities of its labels, in float32 on a CPU.
 """
 
@@ -17,13 +16,11 @@ from typing import Literal
 from pydantic import ValidationError
 
 from treeward.config.base import Strict
-from treeward.config.reward_environments import JudgeEnvironmentConfig, JudgePromptConfig
+from treeward.config.reward_environments import JUDGE_FILE, JudgeEnvironmentConfig, JudgePromptConfig
 from treeward.environments.judge_local import LocalJudge
 from treeward.environments.verdicts import SYSTEM_PROMPT, TEMPLATES, NoVerdict, make_question
-from treeward.errors import CheckpointError, ModelError
+from treeward.errors import CheckpointError
 from treeward.storage import write_text
-
-JUDGE_FILE = "judge_contract.json"
 
 TOLERANCE = 1e-3
 """Of a golden verdict, in float32; verdicts are from 0 to 1, ratings on their scale."""
@@ -66,15 +63,6 @@ def read_judge_contract(model: str | Path) -> JudgeContract | None:
         raise CheckpointError(summary, where=str(path), field=field, got=first["msg"], fix=fix) from None
 
 
-def asked_as_trained(config: JudgeEnvironmentConfig) -> JudgeEnvironmentConfig:
-    """The configuration with the prompt of its model's contract, where its own keys say nothing else."""
-    contract = read_judge_contract(config.model)
-    if contract is None:
-        return config
-    keys = contract.prompt.model_dump() | config.model_dump(exclude_unset=True)
-    return JudgeEnvironmentConfig.model_validate(keys)
-
-
 def write_judge_contract(folder: Path, section: JudgePromptConfig) -> None:
     """Write the contract of an exported policy that judges as `section` says. Loads the policy on the CPU."""
     texts = {
@@ -87,13 +75,14 @@ def write_judge_contract(folder: Path, section: JudgePromptConfig) -> None:
     golden = [
         GoldenQuestion(conversation=conversation, texts=texts, value=value)
         for (conversation, texts), value in zip(asked, _values(folder, prompt, asked), strict=True)
+        if value is not None  # a model may be too short for a question
     ]
     contract = JudgeContract(prompt=prompt, golden=tuple(golden))
     write_text(folder / JUDGE_FILE, contract.model_dump_json(indent=2) + "\n")
 
 
-def replayed(folder: Path) -> list[tuple[float, float]]:
-    """The expected and the found value of each golden question of a folder with a contract."""
+def replayed(folder: Path) -> list[tuple[float, float | None]]:
+    """The expected and the found value of each golden question of a folder with a contract; None for no verdict."""
     contract = read_judge_contract(folder)
     assert contract is not None
     asked = [(golden.conversation, golden.texts) for golden in contract.golden]
@@ -112,11 +101,8 @@ def _golden(prompt: JudgePromptConfig) -> _Asked:
     return [(conversation, shown) for conversation, texts in _GOLDEN for shown in (texts, texts[::-1])]
 
 
-def _values(folder: Path, prompt: JudgePromptConfig, asked: _Asked) -> list[float]:
+def _values(folder: Path, prompt: JudgePromptConfig, asked: _Asked) -> list[float | None]:
     keys = prompt.model_dump() | {"model": str(folder), "device": "cpu", "dtype": "float32", "use_logprobs": True}
     config = JudgeEnvironmentConfig.model_validate(keys)
     questions = [make_question(config, conversation, texts, about=0) for conversation, texts in asked]
-    verdicts = LocalJudge(config).ask(questions)
-    if missing := [verdict for verdict in verdicts if isinstance(verdict, NoVerdict)]:
-        raise ModelError("the judge cannot answer its golden questions", where=str(folder), got=missing[0].reason)
-    return [verdict.value for verdict in verdicts if not isinstance(verdict, NoVerdict)]
+    return [None if isinstance(verdict, NoVerdict) else verdict.value for verdict in LocalJudge(config).ask(questions)]

@@ -1,0 +1,69 @@
+"""How a judge was trained to be asked lies beside its weights, and anyone can replay its golden questions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from treeward.config.reward_environments import JUDGE_FILE, JudgeEnvironmentConfig, PreferenceVerdictConfig
+from treeward.environments.judge_contract import (
+    TOLERANCE,
+    read_judge_contract,
+    replayed,
+    write_judge_contract,
+)
+from treeward.environments.verdicts import TEMPLATES, make_question
+from treeward.errors import CheckpointError
+
+SHORT = PreferenceVerdictConfig(system_prompt="Judge.", template="{completion_a} {completion_b} A or B?")
+
+
+@pytest.fixture
+def judge(policy_folder: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "judge"
+    shutil.copytree(policy_folder, folder)
+    write_judge_contract(folder, SHORT)
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["pairwise", "rating"])
+def test_golden_questions_replay_and_changed_weights_show(mode: str, judge: Path) -> None:
+    if mode == "rating":
+        write_judge_contract(
+            judge, PreferenceVerdictConfig(mode="rating", system_prompt="Judge.", template="{completion}")
+        )
+    pairs = replayed(judge)
+    assert len(pairs) == 6
+    assert all(found is not None and abs(expected - found) < TOLERANCE / 10 for expected, found in pairs)
+    tensors = load_file(judge / "model.safetensors")
+    negative = {name: -tensor for name, tensor in tensors.items()}
+    save_file(negative, judge / "model.safetensors", metadata={"format": "pt"})
+    assert any(found is None or abs(expected - found) > TOLERANCE for expected, found in replayed(judge))
+
+
+def test_questions_that_a_model_is_too_short_for_are_no_golden_ones(judge: Path) -> None:
+    write_judge_contract(judge, PreferenceVerdictConfig())  # of more than its 256 positions
+    contract = read_judge_contract(judge)
+    assert contract is not None and contract.golden == ()
+    assert contract.prompt.template == TEMPLATES["pairwise"]
+
+
+def test_a_judge_is_asked_as_it_was_trained_unless_it_is_told_otherwise(judge: Path) -> None:
+    asked = JudgeEnvironmentConfig(model=str(judge), use_logprobs=True)
+    assert (asked.mode, asked.system_prompt, asked.highest_rating) == ("pairwise", "Judge.", 9.0)
+    trained = make_question(SHORT, "user: Hi", ("a", "b"), about=0)
+    assert make_question(asked, "user: Hi", ("a", "b"), about=0).messages == trained.messages
+    other = JudgeEnvironmentConfig(model=str(judge), mode="rating", template="{completion}?")
+    assert (other.mode, other.template, other.system_prompt) == ("rating", "{completion}?", "Judge.")
+    assert JudgeEnvironmentConfig(model=str(judge.parent)).mode == "rating"  # of a model without a contract
+
+
+def test_a_damaged_contract_is_named(judge: Path) -> None:
+    raw = json.loads((judge / JUDGE_FILE).read_text("utf-8"))
+    (judge / JUDGE_FILE).write_text(json.dumps({**raw, "version": 2}), "utf-8")
+    with pytest.raises(CheckpointError, match=r"judge_contract\.json[\s\S]*version"):
+        read_judge_contract(judge)
