@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from treeward.cli.main import main
 from treeward.config.reward_environments import JUDGE_FILE, JudgeEnvironmentConfig, PreferenceVerdictConfig
 from treeward.environments.judge_contract import (
-    TOLERANCE,
     read_judge_contract,
-    replayed,
+    verify_judge,
     write_judge_contract,
 )
 from treeward.environments.verdicts import TEMPLATES, make_question
@@ -31,18 +31,21 @@ def judge(policy_folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["pairwise", "rating"])
-def test_golden_questions_replay_and_changed_weights_show(mode: str, judge: Path) -> None:
+def test_golden_questions_replay_and_changed_weights_show(
+    mode: str, judge: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if mode == "rating":
         write_judge_contract(
             judge, PreferenceVerdictConfig(mode="rating", system_prompt="Judge.", template="{completion}")
         )
-    pairs = replayed(judge)
-    assert len(pairs) == 6
-    assert all(found is not None and abs(expected - found) < TOLERANCE / 10 for expected, found in pairs)
+    result = verify_judge(judge)
+    assert result.equal and result.num_scores == 6
+    assert main(["verify", str(judge)]) == 0 and "equal: 6 golden scores" in capsys.readouterr().out
     tensors = load_file(judge / "model.safetensors")
     negative = {name: -tensor for name, tensor in tensors.items()}
     save_file(negative, judge / "model.safetensors", metadata={"format": "pt"})
-    assert any(found is None or abs(expected - found) > TOLERANCE for expected, found in replayed(judge))
+    assert main(["verify", str(judge)]) == 1
+    assert "a golden verdict has changed" in capsys.readouterr().out
 
 
 def test_questions_that_a_model_is_too_short_for_are_no_golden_ones(judge: Path) -> None:

@@ -74,8 +74,14 @@ def run(
         _show(served, as_json=as_json)
         return 0 if served.equal else 1
 
+    from treeward.environments.judge_contract import JUDGE_FILE, verify_judge
     from treeward.model.pretrained import DTYPES, check_device
     from treeward.scoring.verification import verify
+
+    if not write and (folder := Path(model).expanduser()) and (folder / JUDGE_FILE).is_file():
+        judged = verify_judge(folder)
+        _show(judged, as_json=as_json)
+        return 0 if judged.equal else 1
 
     check_device(device, where="--device")
     if write:

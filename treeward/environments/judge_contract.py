@@ -1,7 +1,7 @@
 """`JudgeContract`: how a trained judge is asked, in `judge_contract.json` beside its weights.
 
     write_judge_contract(folder, section)          # what `treeward grpo` does at the end of a run on comparisons
-    replayed(folder)                               # (expected, found) of each golden question
+    verify_judge(folder).equal                     # what `treeward verify` says of it
 
 `JudgeEnvironmentConfig` asks a model with a contract as it was trained: keys that the section does not give are the
 contract's. Golden questions have the expected verdict by the probabilities of its labels, in float32 on a CPU.
@@ -9,6 +9,7 @@ contract's. Golden questions have the expected verdict by the probabilities of i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,7 @@ from treeward.config.reward_environments import JUDGE_FILE, JudgeEnvironmentConf
 from treeward.environments.judge_local import LocalJudge
 from treeward.environments.verdicts import SYSTEM_PROMPT, TEMPLATES, NoVerdict, make_question
 from treeward.errors import CheckpointError
+from treeward.scoring.diagnosis import Check, Verification
 from treeward.storage import write_text
 
 TOLERANCE = 1e-3
@@ -48,9 +50,9 @@ class JudgeContract(Strict):
     golden: tuple[GoldenQuestion, ...] = ()
 
 
-def read_judge_contract(model: str | Path) -> JudgeContract | None:
+def read_judge_contract(folder: Path) -> JudgeContract | None:
     """The contract in a model's folder; None for a model without one. Raises `CheckpointError` for a damaged one."""
-    path = Path(model) / JUDGE_FILE
+    path = folder / JUDGE_FILE
     if not path.is_file():
         return None
     try:
@@ -81,13 +83,21 @@ def write_judge_contract(folder: Path, section: JudgePromptConfig) -> None:
     write_text(folder / JUDGE_FILE, contract.model_dump_json(indent=2) + "\n")
 
 
-def replayed(folder: Path) -> list[tuple[float, float | None]]:
-    """The expected and the found value of each golden question of a folder with a contract; None for no verdict."""
+def verify_judge(folder: Path) -> Verification:
+    """Ask the golden questions of a folder with a contract again."""
     contract = read_judge_contract(folder)
     assert contract is not None
-    asked = [(golden.conversation, golden.texts) for golden in contract.golden]
-    found = _values(folder, contract.prompt, asked)
-    return [(golden.value, value) for golden, value in zip(contract.golden, found, strict=True)]
+    found = _values(folder, contract.prompt, [(golden.conversation, golden.texts) for golden in contract.golden])
+    differences = []
+    for golden, value in zip(contract.golden, found, strict=True):
+        difference = math.inf if value is None else abs(value - golden.value)
+        differences.append(difference)
+        if difference > TOLERANCE:
+            got, fix = f"{value} for {golden.texts}", "restore the weights and the tokenizer's files"
+            check = Check("weights", "differs", "a golden verdict has changed", got, f"{golden.value}", fix)
+            return Verification(str(folder), (check,), len(contract.golden), difference, TOLERANCE)
+    check = Check("weights", "equal", "the golden questions have their verdicts")
+    return Verification(str(folder), (check,), len(differences), max(differences, default=None), TOLERANCE)
 
 
 _Asked = Sequence[tuple[str, tuple[str, ...]]]
