@@ -74,7 +74,8 @@ def run(
         _show(served, as_json=as_json)
         return 0 if served.equal else 1
 
-    from treeward.environments.judge_contract import JUDGE_FILE, verify_judge
+    from treeward.config.reward_environments import JUDGE_FILE
+    from treeward.environments.judge_contract import verify_judge
     from treeward.model.pretrained import DTYPES, check_device
     from treeward.scoring.verification import verify
 

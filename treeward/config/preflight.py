@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from treeward.config.data import COMPARISON_SETS, PROMPT_SETS, DatasetConfig, SetConfig
+from treeward.config.data import COMPARISON_SETS, PROMPT_SETS, DatasetConfig, PromptSetConfig, SetConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import RewardModelEnvironmentConfig, environment_sections
 from treeward.config.run import RewardModelRunConfig
@@ -38,8 +38,9 @@ def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
     check_packages(config)
     for kind, sets in (("train", config.data.train), ("validation", config.data.validation)):
         for i, dataset in enumerate(sets):
-            is_judged = isinstance(config, GRPORunConfig) and config.judged_by(dataset) is not None
-            _check_set(dataset.comparisons if is_judged else dataset, f"data.{kind}[{i}]")
+            if isinstance(config, GRPORunConfig) and isinstance(dataset, PromptSetConfig) and config.judged_by(dataset):
+                dataset = dataset.comparisons
+            _check_set(dataset, f"data.{kind}[{i}]")
     _check_models(config)
 
 
