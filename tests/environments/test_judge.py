@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from treeward.data.rendering import Renderer
 from treeward.environments.interface import DETAILS, EnvironmentReturn
 from treeward.environments.judge import JudgeEnvironment
-from treeward.environments.verdicts import Answer, TokenChoice, Verdict, make_question, read_answer, reminded
-from treeward.errors import ConfigError, ModelError
+from treeward.environments.verdicts import Answer, TokenChoice, Verdict, make_question, read_answer
+from treeward.errors import ModelError
 
 
 @pytest.fixture
@@ -356,21 +356,6 @@ def test_ratings_are_found_however_the_tokenizer_cuts_them() -> None:
     assert mean("Rating: [[", {"x": 0.5}, "]]") is None
 
 
-@pytest.mark.parametrize(
-    ("section", "field"),
-    [
-        ({"num_samples": 3}, "num_samples"),
-        ({"use_logprobs": True}, "highest_rating"),
-        ({"mode": "equivalence", "use_logprobs": True}, "mode"),
-        ({"mode": "pairwise", "template": "{completion_a}"}, "template"),
-    ],
-)
-def test_settings_that_cannot_be(section: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        JudgeEnvironment({"base_url": "http://127.0.0.1:1/v1", "model": "m", "api_key_env": None, **section})
-    assert field in str(caught.value.field)
-
-
 def test_what_judging_costs_is_counted(endpoint: FakeJudge) -> None:
     def answer(request: dict[str, Any]) -> Any:
         body = completion("Rating: [[7]]") | {"usage": {"prompt_tokens": 100, "completion_tokens": 7}}
@@ -407,7 +392,7 @@ def by_hand(folder: Path, question: str, labels: list[str]) -> list[float]:
 
 
 def test_a_model_in_the_process_rates_by_expectation(policy_folder: Path) -> None:
-    section = {"model": str(policy_folder), "use_logprobs": True, "template": "{completion}", "highest_rating": 5}
+    section = {"model": str(policy_folder), "template": "{completion}", "highest_rating": 5}
     environment = JudgeEnvironment({**section, **SHORT})
     result = environment.step([chat("four")], [{}])
     question = make_question(environment.config, "user: 2 + 2?", ["four"], 0)
@@ -427,7 +412,7 @@ def test_a_model_in_the_process_rates_by_expectation(policy_folder: Path) -> Non
 
 
 def test_a_model_in_the_process_compares_by_expectation(policy_folder: Path) -> None:
-    section = {"model": str(policy_folder), "use_logprobs": True, "mode": "pairwise"}
+    section = {"model": str(policy_folder), "mode": "pairwise"}
     environment = JudgeEnvironment({**section, "template": "{conversation}{completion_a}{completion_b}", **SHORT})
     result = environment.step([chat("four"), chat("4")], [{}] * 2)
     values, beginnings = [], set()
@@ -443,37 +428,3 @@ def test_a_model_in_the_process_compares_by_expectation(policy_folder: Path) -> 
     reward = (values[0] + 1 - values[1]) / 2
     assert result.rewards.tolist() == pytest.approx([reward, 1 - reward], abs=1e-5)
     assert components(result)[0]["position_bias"] == pytest.approx(values[0] - (1 - values[1]), abs=1e-5)
-
-
-@pytest.mark.slow
-def test_a_model_in_the_process_writes_its_verdict(policy_folder: Path, tmp_path: Path) -> None:
-    hf = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(policy_folder)
-    section = {"mode": "pairwise", "template": "{completion_a}{completion_b}", "max_tokens": 24, **SHORT}
-    untaught = JudgeEnvironment({"model": str(policy_folder), **section})
-    infos = [{"reference_answers": "five"}] * 2
-    logs = [chat("four"), chat("4")]
-    with pytest.raises(ModelError, match="none on its first 4 questions"):
-        untaught.step(logs, infos)
-    rows = []
-    renderer = Renderer(tokenizer)
-    for own, reference in (("four", "five"), ("five", "four"), ("4", "five"), ("five", "4")):
-        verdict = "[[B]]" if reference == "five" else "[[A]]"  # always the reference
-        messages = make_question(untaught.config, "user: 2 + 2?", [own, reference], 0).messages
-        for text in ("Hm.", verdict):  # the verdict after the reminder alone
-            prompt = renderer.render(messages, generation_prompt=True)
-            rows.append(renderer.encode_texts([prompt + text + tokenizer.eos_token])[0])
-            messages = reminded(messages, Answer(text), untaught.config)
-    optimizer = torch.optim.AdamW(hf.parameters(), lr=3e-3)
-    for _ in range(160):
-        loss = sum(hf(torch.tensor([row]), labels=torch.tensor([row])).loss for row in rows)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    hf.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    environment = JudgeEnvironment({"model": str(tmp_path), **section})
-    result = environment.step(logs, infos)
-    assert result.rewards.tolist() == [0, 0], errors(result)
-    assert [one["inconsistent"] for one in components(result)] == [0, 0]
-    assert environment.cost.num_requests == 8

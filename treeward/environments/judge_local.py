@@ -1,37 +1,23 @@
 """`LocalJudge`: verdicts by a causal language model in this process.
 
-    judge = LocalJudge(JudgeEnvironmentConfig(model="Qwen/Qwen3-0.6B", use_logprobs=True, mode="pairwise"))
+    judge = LocalJudge(JudgeEnvironmentConfig(model="Qwen/Qwen3-0.6B", mode="pairwise"))
     judge.ask(questions)
 
-With `use_logprobs` the model writes nothing: the value is the expectation over the probabilities of each label as the
-whole message, computed on one tree for several questions. Otherwise it writes its message, and one more after a
-reminder.
-
-Shapes: S messages, L tokens of the longest.
+The model writes nothing: the value is the expectation over the probabilities of each label as the whole message,
+computed on one tree for several questions. To let a model explain its verdict first, serve it and name the endpoint.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
-from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
-from treeward.environments.verdicts import (
-    Answer,
-    NoVerdict,
-    Question,
-    Verdict,
-    labels,
-    read_answer,
-    reminded,
-    verdict_line,
-)
+from treeward.environments.verdicts import NoVerdict, Question, Verdict, labels, verdict_line
 from treeward.errors import DataError
 from treeward.model.loading import load_policy
 from treeward.model.pretrained import choose_device
@@ -50,47 +36,29 @@ class LocalJudge:
         self.cost = Cost()
         dtype, device = getattr(torch, config.dtype), choose_device(config.device)
         loaded = load_policy(config.model, dtype=dtype, device=device)
-        self.policy, self.tokenizer = loaded.model, loaded.tokenizer
-        self.renderer = Renderer(self.tokenizer)
-        self._max_tokens = config.max_tokens or 1024
+        self.policy, self.renderer = loaded.model, Renderer(loaded.tokenizer)
 
     @torch.no_grad()
     def ask(self, questions: Sequence[Question]) -> list[Verdict | NoVerdict]:
         """A verdict for each question, or the reason for none."""
-        verdicts: dict[int, Verdict | NoVerdict] = {}
-        waiting: dict[int, tuple[Message, ...]] = {i: question.messages for i, question in enumerate(questions)}
-        for _ in range(1 if self.config.use_logprobs else 2):
-            prompts: dict[int, str] = {}
-            for i, messages in waiting.items():
-                prompt = self._prompt(messages)
-                if isinstance(prompt, str):
-                    prompts[i] = prompt
-                else:
-                    verdicts.setdefault(i, NoVerdict(prompt.summary))
-            self.cost += Cost(num_requests=len(prompts))
-            indices = list(prompts)
-            for start in range(0, len(indices), _QUESTIONS_AT_ONCE):
-                chunk = indices[start : start + _QUESTIONS_AT_ONCE]
-                texts = [prompts[i] for i in chunk]
-                if self.config.use_logprobs:
-                    verdicts.update(zip(chunk, self._expected(texts), strict=True))
-                    continue
-                for i, answer in zip(chunk, self._messages(texts), strict=True):
-                    verdicts[i] = read_answer(answer, self.config)
-                    waiting[i] = reminded(waiting[i], answer, self.config)
-            waiting = {i: waiting[i] for i in prompts if isinstance(verdicts[i], NoVerdict)}
-        return [verdicts[i] for i in range(len(questions))]
+        prompts = [self._prompt(question) for question in questions]
+        readable = [prompt for prompt in prompts if isinstance(prompt, str)]
+        verdicts: list[Verdict | NoVerdict] = []
+        for start in range(0, len(readable), _QUESTIONS_AT_ONCE):
+            verdicts += self._expected(readable[start : start + _QUESTIONS_AT_ONCE])
+        self.cost += Cost(num_requests=len(readable))
+        in_order = iter(verdicts)
+        return [prompt if isinstance(prompt, NoVerdict) else next(in_order) for prompt in prompts]
 
-    def _prompt(self, messages: Sequence[Message]) -> str | DataError:
+    def _prompt(self, question: Question) -> str | NoVerdict:
         """The rendered prompt, or the reason why the model cannot read it."""
         try:
-            text = self.renderer.render(messages, where="the judge's prompt", generation_prompt=True)
+            text = self.renderer.render(question.messages, where="the judge's prompt", generation_prompt=True)
         except DataError as error:
-            return error
-        room = _ROOM_FOR_A_LABEL if self.config.use_logprobs else self._max_tokens
-        length, limit = len(self.renderer.encode_texts([text])[0]) + room, self.policy.max_positions
+            return NoVerdict(error.summary)
+        length, limit = len(self.renderer.encode_texts([text])[0]) + _ROOM_FOR_A_LABEL, self.policy.max_positions
         if limit is not None and length > limit:
-            return DataError(f"the judge's prompt and message have {length} tokens, the model reads {limit}")
+            return NoVerdict(f"the judge's prompt and message have {length} tokens, the model reads {limit}")
         return text
 
     def _expected(self, prompts: Sequence[str]) -> list[Verdict | NoVerdict]:
@@ -112,30 +80,6 @@ class LocalJudge:
             mass = math.exp(min(0.0, float(log_probs.logsumexp(-1))))
             verdicts.append(Verdict(mean, list(values)[int(np.argmax(weights))], mass=mass))
         return verdicts
-
-    def _messages(self, prompts: Sequence[str]) -> list[Answer]:
-        """The model's messages."""
-        rows = self.renderer.encode_texts(prompts)
-        longest = max(map(len, rows))
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-        tokens = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=self.policy.device)
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=self.policy.device)
-        temperature = self.config.temperature
-        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        hf: Any = self.policy.hf
-        written = hf.generate(
-            tokens, attention_mask=mask, max_new_tokens=self._max_tokens, pad_token_id=pad, **sampling
-        )[:, longest:]
-        ends = hf.generation_config.eos_token_id
-        end_ids = {self.tokenizer.eos_token_id, *([ends] if isinstance(ends, int) else ends or ())}
-        answers = []
-        for row in written.tolist():
-            at = next((i for i, token in enumerate(row) if token in end_ids), None)
-            text = str(self.tokenizer.decode(row[:at], skip_special_tokens=True))
-            answers.append(Answer(text, is_cut=at is None))
-            self.cost += Cost(num_completion_tokens=len(row) if at is None else at + 1)
-        self.cost += Cost(num_prompt_tokens=int(mask.sum()))
-        return answers
 
 
 def _shared(rows: Sequence[Sequence[int]]) -> int:
