@@ -42,8 +42,7 @@ data: {{train: {{dataset_name: PreferenceDataset, data_path: {folder}/rows.jsonl
 checkpointing: {{checkpoint_dir: {folder}/rm}}
 """
 _GRPO = """
-grpo: {{num_prompts_per_step: 2, num_generations_per_prompt: 4, max_num_steps: 2, val_period: 0,
-        watch: {{enabled: false}}}}
+grpo: {{num_prompts_per_step: 2, num_generations_per_prompt: 4, max_num_steps: 2, val_period: 0}}
 policy: {{{model}, tokenizer: {{vocab_size: 600}}, train_global_batch_size: 8, max_total_sequence_length: 64,
          generation: {{max_new_tokens: 8}}}}
 data: {{train: {{dataset_name: PromptDataset, data_path: {folder}/prompts.jsonl}}}}

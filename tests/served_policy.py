@@ -25,7 +25,7 @@ __all__ = ["ServedPolicy"]
 
 
 class ServedPolicy:
-    """`change(reply)` alters its responses; `statuses` come before any of them; None closes the connection.
+    """`change(reply)` alters its responses.
 
     As vLLM 0.32 was seen to do: with `keeps_head` (on a CPU, with tied embeddings) the output head stays as it is when
     weights are loaded; a folder that is not there, or for `sees_folders` False any, is a status 500; while blocks are
@@ -35,32 +35,15 @@ class ServedPolicy:
     def __init__(self, policy: PolicyModel | None, tokenizer: Any, *, raw: bool = False) -> None:
         self.policy, self.tokenizer, self.raw = copy.deepcopy(policy), tokenizer, raw
         self.change: Callable[[Any], Any] = lambda reply: reply
-        self.statuses: list[Any] = []
         self.version: str | None = None
         self.keeps_head = self.holds_blocks = False
         self.sees_folders = True
         self.loaded: list[dict[str, torch.Tensor]] = []
-        self.go = threading.Event()
-        self.go.set()
-        self.most_at_once = self._at_once = 0
         self.lock = threading.Lock()
 
     def __call__(self, asked: Asked) -> Any:
         with self.lock:
-            status = self.statuses.pop(0) if self.statuses else 200
-            self._at_once += 1
-            self.most_at_once = max(self.most_at_once, self._at_once)
-        try:
-            assert self.go.wait(60)
-            if status is None:
-                return None
-            if status != 200:
-                return status, {"error": {"message": f"told to say {status}"}}
-            with self.lock:
-                return self._completion(asked)
-        finally:
-            with self.lock:
-                self._at_once -= 1
+            return self._completion(asked)
 
     def _completion(self, asked: Asked) -> Any:
         body = asked.json

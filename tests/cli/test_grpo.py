@@ -38,7 +38,7 @@ def test_a_run_ends_with_its_results_and_where_they_are(
 
 
 def test_alarms_are_printed(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("grpo.watch={stop: true, stop_on: [truncation]}") == 0
+    assert command("grpo.watch.stop_on=[truncation]") == 0
     out = capsys.readouterr().out
     assert re.search(r"^Alarm after step 1: \d+% of the completions reach the length limit", out, re.MULTILINE)
     assert "The policy of step 1 of 2" in out

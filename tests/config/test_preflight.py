@@ -64,8 +64,8 @@ def plain_environment(monkeypatch):
         (RM, "policy.use_liger_kernel=true", "policy.use_liger_kernel", r"treeward\[liger\]"),
         (RM, "logger.tensorboard_enabled=true", "logger.tensorboard_enabled", r"treeward\[tensorboard\]"),
         (GRPO, "data.input_key=question", "data.train[0].input_key", "data.input_key"),
-        (GRPO, "grpo.environment=judge", "env.judge", r"treeward\[judge\]"),
-        (GRPO, "env.reward_model.num_replicas=2", "env.reward_model", r"treeward\[ray\]"),
+        (GRPO, "data.env_name=judge", "env.judge", r"treeward\[judge\]"),
+        (GRPO, "env.reward_model.resources.gpus_per_node=2", "env.reward_model", r"treeward\[ray\]"),
         (GRPO, "env.reward_model.model_name=results/nowhere/final", "env.reward_model.model_name", "relative paths"),
         (GRPO, "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.enabled", r"treeward\[lora\]"),
         (

@@ -145,9 +145,3 @@ def test_what_the_page_says_is_disabled_works(
     given = {key: value for key, value in section(*names, override).items() if key != "enabled"}
     expected = [score.score for score in Scorer.load(model_folder, device="cpu").score(LOGS)]
     assert RewardModelEnvironment(given).step(LOGS, [{}, {}]).rewards.tolist() == pytest.approx(expected, abs=1e-5)
-
-
-# --- Preference Data Format ------------------------------------------------------------------------------------------
-
-
-# --- Metrics ---------------------------------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ STEPS = 10
 CONFIG = """
 grpo: {{num_prompts_per_step: 4, num_generations_per_prompt: 4, max_num_epochs: 9, max_num_steps: {steps},
        val_period: 3, max_val_samples: 6, seed: 7, updates_per_batch: 2,
-       use_dynamic_sampling: true, batch_multiplier: 1.5, environment: reward_model,
-       gold_environment: gold, val_at_start: true}}
+       use_dynamic_sampling: true, batch_multiplier: 1.5, gold_environment: gold, val_at_start: true}}
 loss_fn: {{reference_policy_kl_penalty: 0.05, kl_in_reward: true, reference_policy_kl_type: k1}}
 policy:
   model_config: {{model_type: qwen3, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,6 @@ def told(conversation, env_info):
 def second(conversation, env_info):
     asked.append(conversation[-1]["content"])
     return env_info.get("second")
-
-class Closing:
-    def __call__(self, conversation, env_info):
-        return 1.0
 """
 
 
@@ -38,10 +35,6 @@ def chat(completion: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": completion}]
 
 
-def step(config: dict[str, Any], completions: list[str], infos: list[dict[str, Any]]) -> EnvironmentReturn:
-    return HybridEnvironment(config).step([chat(completion) for completion in completions], infos)
-
-
 def values(result: EnvironmentReturn) -> list[float | None]:
     return [None if math.isnan(reward) else round(reward, 6) for reward in result.rewards.tolist()]
 
@@ -53,32 +46,19 @@ INFOS = [
     {"told": 1.0},
     {},
 ]
-COMPLETIONS = ["4"] * 5
 
 
-def weighted(functions: str, **changes: Any) -> dict[str, Any]:
+def test_weighted(functions: str) -> None:
     members = {
         "rules": {"weight": 3.0, "rule": "exact_match"},
         "told": {"type": "custom", "function": f"{functions}:told"},
     }
-    return {"members": members, **changes}
-
-
-def test_weighted(functions: str) -> None:
-    result = step(weighted(functions), COMPLETIONS, INFOS)
+    result = HybridEnvironment({"members": members}).step([chat("4")] * 5, INFOS)
     assert values(result) == [3.5, -2.0, None, None, None]
     details = [metadata[DETAILS] for metadata in result.metadata]
     assert details[0]["components"] == {"rules": 1, "rules/correct": 1, "rules/answered": 1, "told": 0.5}
     assert details[2]["error"] == "told: the function gave no reward"
     assert details[4]["error"].startswith("rules: the sample has no ground_truth") and "; told:" in details[4]["error"]
-
-
-def fallback(functions: str, **changes: Any) -> dict[str, Any]:
-    members = {
-        "check": {"type": "rules", "rule": "exact_match"},
-        "second": {"type": "custom", "function": f"{functions}:second"},
-    }
-    return {"mode": "fallback", "members": members, **changes}
 
 
 SECOND = [
@@ -99,9 +79,11 @@ SECOND = [
     ],
 )
 def test_fallback(functions: str, fallback_on: list[str], want: list[Any], asked: list[str]) -> None:
-    import sys
-
-    environment = HybridEnvironment(fallback(functions, fallback_on=fallback_on))
+    members = {
+        "check": {"type": "rules", "rule": "exact_match"},
+        "second": {"type": "custom", "function": f"{functions}:second"},
+    }
+    environment = HybridEnvironment({"mode": "fallback", "members": members, "fallback_on": fallback_on})
     result = environment.step([chat(completion) for completion in "abcde"], SECOND)
     assert values(result) == want
     assert sys.modules["treeward_custom_members"].asked == asked

@@ -73,12 +73,3 @@ def test_what_is_no_sample_costs_its_own_reward_only() -> None:
     assert "env_info is not a mapping" in errors[6]
     assert [metadata.get("id") for metadata in result.metadata[:2]] == [0, 1]
     assert result.answers[:2] == ["four", None]
-
-
-def test_what_has_no_reward_leaves_the_loss() -> None:
-    given = torch.tensor([1.0, 1.0, 0.0])
-    batch: dict[str, Any] = {"rewards": torch.tensor([math.nan, 2.0, 3.0]), "loss_multiplier": given, "other": 1}
-    returned, _ = Lengths().global_post_process_and_metrics(batch)
-    assert returned is batch
-    assert batch["loss_multiplier"].tolist() == [0.0, 1.0, 0.0]
-    assert given.tolist() == [1.0, 1.0, 0.0]  # the loop may hold it elsewhere

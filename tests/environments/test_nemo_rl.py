@@ -141,11 +141,6 @@ def test_nemo_rl_makes_it_and_calls_it(ray: Any, nemo: SimpleNamespace) -> None:
         ray.kill(environment)
 
 
-def test_a_failed_sample_fails_the_step() -> None:
-    with pytest.raises(ModelError, match=r"1 of 2 samples(?s:.)*sample 1: it says fail(?s:.)*group_mean"):
-        lengths().step([log("four"), log("fail")], [{}, {}])
-
-
 @pytest.mark.parametrize("leave_one_out", [True, False])
 def test_the_group_mean_is_no_policy_gradient(leave_one_out: bool) -> None:
     prompts = ["a", "b", "a", "a", "b", "a", "c", "c"]
@@ -176,9 +171,11 @@ def test_the_mean_is_of_the_group() -> None:
 
 
 def test_sections_as_nemo_rl_has_them() -> None:
+    with pytest.raises(ModelError, match=r"1 of 2 samples(?s:.)*sample 1: it says fail(?s:.)*group_mean"):
+        lengths().step([log("four"), log("fail")], [{}, {}])
     assert NemoRLEnvironment(RULES | {"enabled": True}).name == "rules_env"
     with pytest.raises(ConfigError, match="switched off"):
         NemoRLEnvironment(RULES | {"enabled": False})
-    with pytest.raises(ConfigError, match="which kind of environment") as caught:
-        NemoRLEnvironment({"num_workers": 8})
-    assert caught.value.field == "type"
+    with pytest.raises(ConfigError, match="a key is missing") as caught:
+        NemoRLEnvironment({"batch_size": 8})
+    assert caught.value.field == "models"

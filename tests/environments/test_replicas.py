@@ -41,14 +41,14 @@ def scores(folder: str) -> list[float]:
 
 
 def make(folder: str, **keys: Any) -> RewardModelEnvironment:
-    """An environment here whose model is in Ray workers; one conversation in a pass, so that steps take a while."""
-    config = {"model_name": folder, "precision": "float32", "batch_size": 1}
-    return RewardModelEnvironment(config | keys, workers="ray")
+    """Two replicas, on CPUs where there is no GPU; one conversation in a pass, so that steps take a while."""
+    config = {"model_name": folder, "precision": "float32", "batch_size": 1, "resources": {"gpus_per_node": 2}}
+    return RewardModelEnvironment(config | keys)
 
 
 def process_ids(environment: RewardModelEnvironment) -> list[int]:
-    assert isinstance(environment._workers, ReplicaPool)
-    return environment._workers.process_ids
+    assert isinstance(environment._model, ReplicaPool)
+    return environment._model.process_ids
 
 
 def wait_until_busy(process_id: int) -> None:
@@ -72,7 +72,7 @@ def killed_while_busy(process_id: int) -> threading.Thread:
 @pytest.mark.slow
 def test_replicas_and_the_death_of_one(folder: str, scores: list[float], ray: Any) -> None:
     """Without retries, only the chunk of the replica that dies, or takes too long, is masked; then there is another."""
-    environment = make(folder, num_replicas=2, max_retries=0)
+    environment = make(folder, max_retries=0)
     before = process_ids(environment)
     assert len(set(before)) == 2
     for few in ([], LOGS[:1], LOGS[:7]):
@@ -92,19 +92,9 @@ def test_replicas_and_the_death_of_one(folder: str, scores: list[float], ray: An
 
 
 @pytest.mark.slow
-def test_a_chunk_of_a_replica_that_dies_is_scored_by_another(folder: str, scores: list[float], ray: Any) -> None:
-    environment = make(folder, num_replicas=2)
-    before = process_ids(environment)
-    accident = killed_while_busy(before[0])
-    assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
-    accident.join()
-    environment.shutdown()
-
-
-@pytest.mark.slow
 def test_a_replica_of_two_processes(folder: str, scores: list[float], ray: Any) -> None:
     """Each has a part of the model."""
-    environment = make(folder, dtensor_cfg={"tensor_parallel_size": 2}, resources={"gpus_per_node": 2}, batch_size=None)
+    environment = make(folder, dtensor_cfg={"tensor_parallel_size": 2}, batch_size=None)
     assert len(set(process_ids(environment))) == 2
     assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
     environment.shutdown()
@@ -114,7 +104,7 @@ def test_a_replica_of_two_processes(folder: str, scores: list[float], ray: Any) 
 def test_the_death_of_one_of_two_processes(make_folder: Any, ray: Any) -> None:
     """Both are started again. The model cannot be cut, and is sharded."""
     odd = make_folder(num_attention_heads=3, num_key_value_heads=3)
-    environment = make(odd, dtensor_cfg={"tensor_parallel_size": 2}, resources={"gpus_per_node": 2})
+    environment = make(odd, dtensor_cfg={"tensor_parallel_size": 2})
     want = [score.score for score in Scorer.load(odd, device="cpu").score(LOGS)]
     before = process_ids(environment)
     accident = killed_while_busy(before[1])

@@ -12,11 +12,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from treeward.client.rewards import AsyncRewardClient, RewardClient
 from treeward.data.preference import Message
 from treeward.environments.interface import Environment, Reward
 from treeward.environments.trl import as_trl
-from treeward.errors import ConfigError
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
 
@@ -67,15 +65,6 @@ def test_conversations_and_their_columns() -> None:
         (user("a") + assistant("four"), {"ground_truth": 1.0}),
         (user("b") + assistant("three"), {"ground_truth": 2.0, "empty": "x"}),
     ]
-
-
-def test_columns_by_another_name() -> None:
-    environment = Lengths()
-    reward = as_trl(environment, columns={"ground_truth": "answer"})
-    assert reward(prompts=["a"], completions=["four"], answer=[1.5], level=[3]) == [2.5]
-    assert environment.seen[0][1] == {"ground_truth": 1.5, "level": 3}
-    with pytest.raises(ConfigError, match=r"no such column(?s:.)*got:   answer(?s:.)*need:  one of level"):
-        reward(prompts=["a"], completions=["four"], level=[3])
 
 
 def test_what_has_no_reward_is_none_and_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -141,19 +130,15 @@ def logged(trainer: Any, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
-def test_a_client_of_coroutines_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="RewardClient"):
-        as_trl(AsyncRewardClient("http://127.0.0.1:1"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["here", "server"])
 def test_trl_trains_on_the_rewards_of_the_model(
-    where: str, signed_folder: Path, served: str, policy_tokenizer: Any, tmp_path: Path
+    where: str, signed_folder: Path, served: str, policy_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = as_trl(str(signed_folder), precision="float32")
     if where == "server":
-        reward = as_trl(RewardClient(served, token="a-token"))
+        monkeypatch.setenv("REWARD_TOKEN", "a-token")
+        reward = as_trl(served, token_env="REWARD_TOKEN")
     trainer, recorder = train_with_grpo(reward, policy_tokenizer, tmp_path)
     scorer = Scorer.load(signed_folder, device="cpu")
     want = [[score.score for score in scorer.score(step)] for step in recorder.steps]
@@ -168,11 +153,3 @@ def test_trl_trains_on_the_rewards_of_the_model(
     assert logged(trainer, "reward_model_env/failed") == [0.0, 0.0]
     means = logged(trainer, "rewards/reward_model_env/mean")
     assert logged(trainer, "reward_model_env/raw_mean") == pytest.approx(means, abs=1e-6)  # TRL's are of float32
-
-
-def test_trl_evaluates_with_it(policy_tokenizer: Any, tmp_path: Path) -> None:
-    environment = Lengths()
-    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
-    trainer, _ = train_with_grpo(as_trl(environment), policy_tokenizer, tmp_path, **options)
-    assert len(logged(trainer, "eval_rewards/lengths/mean")) == 2
-    assert len(environment.seen) == 16  # two training steps and two evaluations, of four

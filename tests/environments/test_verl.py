@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +28,6 @@ from treeward.environments.interface import Environment, Reward
 from treeward.environments.rules import RuleEnvironment
 from treeward.environments.source import RewardSource
 from treeward.errors import ConfigError, DataError
-from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
 
 PROMPT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -126,21 +125,13 @@ class Gate(Environment):
     def __init__(self) -> None:
         self.open, self.entered = threading.Event(), threading.Event()
         self.steps: list[list[str]] = []
-        self.infos: list[Mapping[str, Any]] = []
 
     def rewards(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
     ) -> list[Reward]:
         self.steps.append([str(c[-1]["content"]) for c in conversations])
-        self.infos += env_infos
         self.entered.set()
         assert self.open.wait(600)
-        if any("explode" in completion for completion in self.steps[-1]):
-            raise ConfigError("this environment is broken")
-        if any("exit" in completion for completion in self.steps[-1]):
-            raise {"exit": SystemExit(3), "exit loop": asyncio.CancelledError(), "exit next": StopIteration()}[
-                self.steps[-1][0]
-            ]
         return [Reward(float(len(completion)), components={"n": 1.0}) for completion in self.steps[-1]]
 
 
@@ -157,21 +148,6 @@ def test_what_is_asked_during_a_step_is_the_next_step() -> None:
     environment.open.set()
     assert [future.result(600).value for future in first + later] == [1.0, 2.0, 3.0, 4.0]
     assert environment.steps == [["a"], ["bb", "ccc", "dddd"]]
-
-
-class Remembers(Environment):
-    """A kind by its dotted path; notes what it is told of the samples."""
-
-    infos: ClassVar[list[Mapping[str, Any]]] = []
-
-    def __init__(self, section: Mapping[str, Any]) -> None:
-        assert not section
-
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        self.infos.extend(env_infos)
-        return [Reward(2.0, Score(1.0)) for _ in conversations]
 
 
 @pytest.mark.slow

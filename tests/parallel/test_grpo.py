@@ -27,7 +27,7 @@ CASES: dict[str, list[str]] = {
         *("grpo.num_prompts_per_step=6", "policy.train_global_batch_size=8", "grpo.updates_per_batch=2"),
         *("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5", "loss_fn.kl_in_reward=true"),
         "env={planted: {type: planted.Scaled}, gold: {type: custom, function: planted.length}}",
-        *("grpo.environment=planted", "grpo.gold_environment=gold", "checkpointing.metric_name=val:raw_reward"),
+        *("grpo.gold_environment=gold", "checkpointing.metric_name=val:raw_reward"),
     ],
     "loaded": [
         *LOADED,

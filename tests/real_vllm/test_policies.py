@@ -19,8 +19,7 @@ pytestmark = pytest.mark.vllm
 
 OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--logprobs-mode", "processed_logprobs")
 RUN = """
-grpo: {{num_prompts_per_step: 2, num_generations_per_prompt: 4, max_num_steps: 2, val_period: 0, val_at_end: false,
-        watch: {{enabled: false}}}}
+grpo: {{num_prompts_per_step: 2, num_generations_per_prompt: 4, max_num_steps: 2, val_period: 0, val_at_end: false}}
 loss_fn: {{reference_policy_kl_penalty: 0}}
 policy:
   model_name: {model}

@@ -43,7 +43,7 @@ def members(p: int) -> list[float]:
 
 def written_out(p: int, g: int, config: GRPOConfig) -> float:
     own, reward = members(p), REWARDS[p][g]
-    if config.estimator == "reinforce_plus_plus":
+    if config.adv_estimator.name == "reinforce_plus_plus":
         base = [statistics.mean(members(q)) if members(q) else 0.0 for q in range(len(REWARDS))]
         everything = [r for q in range(len(REWARDS)) for r in members(q)]
         if not config.adv_estimator.minus_baseline:
@@ -54,8 +54,9 @@ def written_out(p: int, g: int, config: GRPOConfig) -> float:
     if len(own) < 2:
         return 0.0
     others = [r for h, r in enumerate(REWARDS[p]) if KNOWN[p][h] and h != g]
-    value = reward - statistics.mean(others if config.estimator == "leave_one_out" else own)
-    return value / (statistics.stdev(own) + STD_FLOOR) if config.divides_by_std else value
+    leaves_one_out = config.adv_estimator.name == "leave_one_out" or config.use_leave_one_out_baseline
+    value = reward - statistics.mean(others if leaves_one_out else own)
+    return value / (statistics.stdev(own) + STD_FLOOR) if config.normalize_rewards else value
 
 
 @pytest.mark.parametrize("config", ALL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,12 +16,10 @@ from treeward.config.grpo_run import GRPORunConfig
 from treeward.data.preference import Message
 from treeward.environments.interface import Environment, Reward
 from treeward.errors import ConfigError, DataError, ModelError
-from treeward.rl import environment_runner
 from treeward.rl.environment_runner import EnvironmentRunner, GroupRewards, environment_metrics, make_environment_runner
 from treeward.rl.generation import CompletionGroup, Prompt, SampledCompletion
 from treeward.scoring.score import Score
 
-SOON, NEVER = 0.05, 60.0
 Conversations, Infos = Sequence[Sequence[Message]], Sequence[Mapping[str, Any]]
 
 
@@ -57,37 +55,6 @@ class Lengths(Environment):
     def shutdown(self) -> bool:
         Lengths.shut += 1
         return True
-
-
-class Counting(Environment):
-    """Rewards by how many samples it has rewarded; completions tell it to raise, or to wait for `go`."""
-
-    name = "counting"
-
-    def __init__(self) -> None:
-        self.go, self.begun = threading.Event(), threading.Event()
-        self.count = self.calls = self.at_once = self.most_at_once = 0
-
-    def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        texts = {conversation[-1]["content"] for conversation in conversations}
-        self.calls += 1
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
-        self.count += len(conversations)
-        self.begun.set()
-        if "explode" in texts:
-            raise RuntimeError("out of luck")
-        if "wait" in texts:
-            assert self.go.wait(NEVER)
-        self.at_once -= 1
-        return [Reward(float(self.count)) for _ in conversations]
-
-
-@pytest.fixture
-def hanging() -> Iterator[Counting]:
-    environment = Counting()
-    yield environment
-    environment.go.set()
 
 
 def length(text: str) -> float:
@@ -174,20 +141,17 @@ def test_an_environment_that_raises(kind: type[Exception], caplog: pytest.LogCap
             raise kind("out of luck")
         return 0.0
 
-    counting = Counting()
-    runner = EnvironmentRunner({"counting": counting, "toy": Toy(broken)}, "counting")
-    runner.reward([group("a", "b")])
-    choice = "counting" if kind is RuntimeError else "toy"
-    both = [group("a", "b", environment="toy"), group("explode", "b", environment=choice)]
+    runner = EnvironmentRunner({"a": Toy(broken, "a"), "b": Toy(broken, "b")}, "a")
+    both = [group("x", "y", environment="b"), group("explode", "y")]
     if kind is RuntimeError:
         found = runner.reward(both)
-        assert rows(found) == [[0, 0], [None, None]] and metrics_of(found)["counting/num_failed"] == 2
-        assert {reason for reason, _ in found.failures} == {"counting: it raised RuntimeError: out of luck"}
+        assert rows(found) == [[0, 0], [None, None]] and metrics_of(found)["a/num_failed"] == 2
+        assert {reason for reason, _ in found.failures} == {"a: it raised RuntimeError: out of luck"}
         assert "Traceback" in caplog.text
     else:
         with pytest.raises(kind, match="out of luck"):
-            runner.reward([*both, group("c", "d")])
-    assert rows(runner.reward([group("a", "b", environment="toy")])) == [[0, 0]]  # it goes on
+            runner.reward(both)
+    assert rows(runner.reward([group("x", "y")])) == [[0, 0]]  # it goes on
 
 
 def test_gold_is_asked_apart() -> None:
@@ -200,32 +164,10 @@ def test_gold_is_asked_apart() -> None:
     runner.shutdown()
 
 
-def test_late_completions_are_dropped(hanging: Counting, caplog: pytest.LogCaptureFixture) -> None:
-    runner = EnvironmentRunner({"hanging": hanging}, "hanging", timeout_seconds=NEVER)
-    assert rows(runner.reward([group("a", "b")])) == [[2, 2]]
-    runner.timeout_seconds = SOON
-    assert rows(runner.reward([group("wait", "b", "c")])) == [[None, None, None]]
-    assert "no rewards within 0.05 seconds" in caplog.text
-    assert hanging.begun.wait(NEVER) and hanging.count == 5
-    hanging.go.set()
-    runner.timeout_seconds = NEVER
-    assert rows(runner.reward([group("d")])) == [[6]]  # after the late one
-    assert hanging.calls == 3 and hanging.most_at_once == 1
-
-
-def test_an_environment_that_does_not_shut_down_keeps_nobody(
-    hanging: Counting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(environment_runner, "_SHUTDOWN_SECONDS", SOON)
-    monkeypatch.setattr(hanging, "shutdown", lambda: hanging.go.wait(NEVER))
-    EnvironmentRunner({"hanging": hanging}, "hanging").shutdown()
-    assert "hanging did not shut down: it hangs" in caplog.text
-
-
 PATH = f"{__name__}.Lengths"
 
 
-def made(env: Mapping[str, Any], prompts: Sequence[CompletionGroup] = (), **grpo: Any) -> EnvironmentRunner:
+def made(env: Mapping[str, Any], prompts: Sequence[CompletionGroup], **grpo: Any) -> EnvironmentRunner:
     """The runner of a run with this section `env` and these prompts."""
     data = {"train": {"dataset_name": "PromptDataset", "data_path": "prompts.jsonl"}}
     config = GRPORunConfig(policy={"model_name": "m"}, data=data, env=env, grpo=grpo)
@@ -235,24 +177,24 @@ def made(env: Mapping[str, Any], prompts: Sequence[CompletionGroup] = (), **grpo
 def test_only_what_is_used_is_made() -> None:
     Lengths.made = Lengths.shut = 0
     section = {name: {"type": PATH} for name in ("here", "chosen", "length")} | {"other": {"type": PATH, "fail": True}}
-    choosing = group("x", environment="chosen")
-    runner = made(section, [choosing], environment="here", gold_environment="length")
-    assert Lengths.made == 3 and runner.timeout_seconds == 600
-    found = runner.reward([group("abc"), choosing])
+    groups = [group("abc", environment="here"), group("x", environment="chosen")]
+    runner = made(section, groups, gold_environment="length")
+    assert Lengths.made == 3
+    found = runner.reward(groups)
     assert rows(found) == [[3], [1]] and rows(runner.gold([group("abc")])) == [[3]]
     assert metrics_of(found)["here_env/num_samples"] == 1
     runner.shutdown()
     assert Lengths.shut == 3
     with pytest.raises(ConfigError, match="cannot be made"):
-        made(section, [group("x", environment="other")], environment="here")
-    assert Lengths.made == Lengths.shut == 4
+        made(section, [*groups, group("x", environment="other")])
+    assert Lengths.made == Lengths.shut == 5
 
 
 @pytest.mark.parametrize(
     ("choice", "grpo", "message"),
     [
         (None, {}, "chooses no environment"),
-        ("b", {"environment": "a", "gold_environment": "b"}, "rewarded by grpo.gold_environment"),
+        ("b", {"gold_environment": "b"}, "rewarded by grpo.gold_environment"),
     ],
 )
 def test_a_prompt_that_cannot_be_rewarded_is_named(choice: Any, grpo: dict[str, Any], message: str) -> None:

@@ -155,22 +155,16 @@ def test_a_stop_string_ends_the_completion_that_it_completes(policy: PolicyModel
     free = completions_of(make(policy, tiny_tokenizer, **options).generate(PROMPTS, IDS, num_completions=6, seed=6))
     stops = (free[0].text[9:13], free[7].text[20:21], "no such text")
     generator = make(policy, tiny_tokenizer, stop_strings=stops, **options)
-    groups = generator.generate(PROMPTS, IDS, num_completions=6, seed=6)
-    ended = 0
-    for whole, completion in zip(free, completions_of(groups), strict=True):
-        found = [
-            n
-            for n in range(1, len(whole.token_ids) + 1)
-            if any(stop in tiny_tokenizer.decode(whole.token_ids[:n]) for stop in stops)
-        ]
-        length = found[0] if found else len(whole.token_ids)
-        assert completion.token_ids == whole.token_ids[:length]
-        assert len(completion.log_probs or ()) == length
-        assert completion.truncated == (not found and whole.truncated)
+    stopped = completions_of(generator.generate(PROMPTS, IDS, num_completions=6, seed=6))
+    lengths = []
+    for whole, completion in zip(free, stopped, strict=True):
+        texts = [tiny_tokenizer.decode(whole.token_ids[:n]) for n in range(1, len(whole.token_ids) + 1)]
+        ended = [n for n, text in enumerate(texts, 1) if any(stop in text for stop in stops)]
+        lengths.append(ended[0] if ended else len(whole.token_ids))
+        assert completion.token_ids == whole.token_ids[: lengths[-1]]
+        assert completion.truncated == (not ended and whole.truncated)
         assert not any(stop in completion.text for stop in stops) and whole.text.startswith(completion.text)
-        ended += bool(found)
-    assert ended > 3
-    assert free[0].text.startswith(completions_of(groups)[0].text) and completions_of(groups)[0].text != free[0].text
+    assert len(set(lengths)) > 3
 
 
 @pytest.mark.parametrize(
@@ -228,7 +222,6 @@ def test_the_template_ends_a_completion(policy: PolicyModel, tiny_grpo: Callable
     assert generator.reader.completion([5, turn], None).truncated is False  # type: ignore[attr-defined]
     generator.close()
     assert end_ids_of(policy, tokenizer, template_ids=[turn, end]) == [0, end, turn]
-    assert end_ids_of(policy, tokenizer, [7], template_ids=[turn]) == [7]
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="trl, which carries the templates, is not installed")

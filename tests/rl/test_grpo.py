@@ -74,7 +74,7 @@ def test_the_metrics_of_a_step_and_the_kl_that_is_taken_from_each_reward(
 ) -> None:
     """The policy has moved, and moves no further; it samples at the temperature at which it learns."""
     options = "loss_fn.kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.5", "policy.optimizer.kwargs.lr=1e-30"
-    gold = "env.gold={type: custom, function: planted.length}", "grpo.gold_environment=gold", "grpo.environment=planted"
+    gold = "env.gold={type: custom, function: planted.length}", "grpo.gold_environment=gold"
     run = GRPORun(opened(*options, *gold, "policy.generation.temperature=0.7"))
     with torch.no_grad():
         run.setup.policy.hf.get_output_embeddings().weight.mul_(3)
@@ -168,7 +168,6 @@ def test_completions_of_which_nothing_is_used_and_samples(tiny_grpo: Make, tmp_p
 HACK = (
     "env.gold={type: custom, function: planted.consonants}",
     "grpo.gold_environment=gold",
-    "grpo.environment=planted",
     "grpo.num_generations_per_prompt=12",
     "grpo.max_num_steps=30",
     "grpo.val_period=3",
@@ -176,7 +175,7 @@ HACK = (
     "grpo.max_val_samples=null",
     "policy.optimizer.kwargs.lr=0.03",
     "loss_fn.reference_policy_kl_penalty=0",
-    "grpo.watch.stop=true",
+    "grpo.watch.stop_on=[gold_falls]",
 )
 
 
@@ -191,13 +190,13 @@ def test_a_planted_hack_stops_the_run(tiny_grpo: Make, tmp_path: Path, caplog: p
     assert [one["kind"] for one in kept] == [one.kind for one in outcome.alarms]
     assert [line["step"] for line in logged(tmp_path, "watch/alarm") if line["watch/alarm"]][-1] == outcome.step
     assert outcome.model_folder is not None and outcome.interrupted_by is None
-    # The same command does not go on; without `stop` it does.
+    # The same command does not go on; without `stop_on` it does.
     with caplog.at_level(logging.INFO, "treeward.rl"):
         again = run(tiny_grpo(*HACK))
     assert (again.step, again.stopped_by) == (outcome.step, "gold_falls")
     assert f"has ended this run after step {outcome.step}" in caplog.text
     more = f"grpo.max_num_steps={outcome.step + 1}"
-    onwards = run(tiny_grpo(*HACK, "grpo.watch.stop=false", more))
+    onwards = run(tiny_grpo(*HACK, "grpo.watch.stop_on=[]", more))
     assert (onwards.step, onwards.stopped_by) == (outcome.step + 1, None)
     assert [one.kind for one in onwards.alarms][: len(kept)] == [one["kind"] for one in kept]
 

@@ -1,4 +1,6 @@
-"""A run that was stopped goes on as if it had not been: at any moment, by a crash, a failure or a signal.
+"""A run that was stopped goes on as if it had not been: by a crash, a failure or a signal.
+
+`tests/e2e/test_grpo_resume.py` kills one at many moments.
 
 Every case has what a resumed run could forget: rewards that depend on those before, groups that dynamic sampling left
 out, several updates of a batch, a KL in the reward, a schedule, a watch that remembers.
@@ -7,7 +9,6 @@ out, several updates of a batch, a KL in the reward, a schedule, a watch that re
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,19 +23,16 @@ from treeward.errors import ModelError
 from treeward.rl import grpo as grpo_module
 from treeward.rl.advantages import advantages
 from treeward.rl.generation import GenerationError
-from treeward.rl.grpo import GRPOOutcome, grpo
-from treeward.rl.update import PolicyUpdater
+from treeward.rl.grpo import GRPOOutcome, GRPORun, grpo
 from treeward.training import loop, optimisation
-from treeward.training.checkpoints import CheckpointStore
 from treeward.training.optimisation import SkippedSteps
-from treeward.training.tracking import TrackerGroup, read_metrics
+from treeward.training.tracking import read_metrics
 
 Make = Callable[..., Any]
 Result = dict[str, Any]
 
 FORGETFUL = (
     "env={planted: {type: planted.Troubled, orders: ORDERS}, gold: {type: custom, function: planted.length}}",
-    "grpo.environment=planted",
     "grpo.gold_environment=gold",
     "grpo.updates_per_batch=2",
     "policy.train_global_batch_size=8",
@@ -45,7 +43,6 @@ FORGETFUL = (
     "policy.scheduler={name: linear, warmup_steps: 2}",
     "checkpointing.metric_name=val:raw_reward",
     "checkpointing.keep_top_k=1",
-    "grpo.environment_timeout_seconds=5",
 )
 
 
@@ -99,16 +96,6 @@ def trial(
     return made
 
 
-def _before_step(step: int) -> Callable[[pytest.MonkeyPatch], None]:
-    def arm(monkeypatch: pytest.MonkeyPatch) -> None:
-        collect = grpo_module.collect
-        monkeypatch.setattr(
-            grpo_module, "collect", lambda run, **at: die() if at["step"] == step else collect(run, **at)
-        )
-
-    return arm
-
-
 def _at(owner: Any, name: str, when: Callable[..., bool]) -> Callable[[pytest.MonkeyPatch], None]:
     """Die as soon as this is called, and `when` says so."""
 
@@ -119,51 +106,15 @@ def _at(owner: Any, name: str, when: Callable[..., bool]) -> Callable[[pytest.Mo
     return arm
 
 
-def _is_third(updater: PolicyUpdater, *_: Any) -> bool:
-    """The optimiser is in the second half of step 3."""
-    count = updater.__dict__["asked"] = updater.__dict__.get("asked", 0) + 1
-    return count == 11
-
-
-MOMENTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "before the first checkpoint": _before_step(1),
-    "between the updates of a batch": _at(PolicyUpdater, "_step", _is_third),
-    "in step 4": _before_step(3),
-    "before the log of a step": _at(
-        TrackerGroup, "log", lambda group, metrics: "train/reward" in metrics and metrics["train/prompts_drawn"] == 24
-    ),
-    "between the policy and the optimiser of a save": _at(
-        loop, "save_state", lambda folder, state, *_: state.step == 4
-    ),
-    "before the rename of a save": _at(os, "rename", lambda source, target: Path(target).name == "step_4"),
-    "between a validation and the save": _at(loop.Loop, "save", lambda loop: loop.state.step == 4),
-    "in step 5": _before_step(4),
-    "between the last save and its pruning": _at(
-        CheckpointStore, "prune", lambda store: (store.folder / "step_6").exists()
-    ),
-    "in the export": _at(grpo_module.shutil, "copytree", lambda *_: True),
-    "before the report": _at(grpo_module, "write_rl_report", lambda *_, **__: True),
-}
-
-
-@pytest.mark.slow
-def test_a_run_that_dies_at_each_of_many_moments_goes_on_exactly(trial: Trial) -> None:
-    for moment in MOMENTS.values():
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-            moment(patch)
-            trial.start()
-    assert trial.start().step == 6
-    assert trial.is_as_uninterrupted()
-    lines = [line for line in COMPUTED[""]["metrics"] if "train/reward" in line]
-    assert len(lines) == 6 and "'train/prompts_drawn': 36" in lines[-1]  # it has left groups out
+AFTER_A_VALIDATION = _at(loop.Loop, "save", lambda loop: loop.state.step == 4)
 
 
 @pytest.mark.slow
 def test_without_validation_prompts_the_completions_of_steps_are_kept(trial: Trial) -> None:
     alone = ("data.validation=null", "checkpointing.metric_name=null")
-    for moment in ("in step 4", "in step 5"):
+    for number in (4, 5):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-            MOMENTS[moment](patch)
+            _at(GRPORun, "step", lambda run, step, number=number: step == number)(patch)
             trial.start(*alone)
     outcome = trial.start(*alone)
     assert trial.is_as_uninterrupted(*alone)
@@ -222,7 +173,7 @@ def test_masters_of_bfloat16_weights_and_skipped_steps_go_on_exactly(
     monkeypatch.setattr(grpo_module, "collect", noted)
     monkeypatch.setattr(SkippedSteps, "clip", broken)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        MOMENTS["between a validation and the save"](patch)
+        AFTER_A_VALIDATION(patch)
         trial.start("policy.precision=bfloat16")
     assert trial.start("policy.precision=bfloat16").step == 6 and trial.is_as_uninterrupted("policy.precision=bfloat16")
     lines = read_metrics(trial.folder / "logs" / "metrics.jsonl")
@@ -234,7 +185,7 @@ def test_adapters_go_on_exactly_and_the_frozen_model_is_the_reference(trial: Tri
     lora = ("policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4, alpha: 8}", "policy.optimizer.kwargs.lr=0.03",
             "grpo.val_at_start=true")  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        MOMENTS["between a validation and the save"](patch)
+        AFTER_A_VALIDATION(patch)
         trial.start(*lora)
     assert trial.start(*lora).step == 6 and trial.is_as_uninterrupted(*lora)
     lines = read_metrics(trial.folder / "logs" / "metrics.jsonl")

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from treeward.config.grpo import AlarmKind
 from treeward.errors import ConfigError, DataError
-from treeward.rl.report import RLRun, opening, report_blocks, sum_up, write_rl_report
+from treeward.rl.report import RLRun, opening, report_blocks, write_rl_report
 from treeward.rl.watch import ALARMS_FILE, Alarm, OverOptimisationWatch, write_alarms
 
 NUM_STEPS, NUM_PROMPTS = 200, 48
@@ -88,7 +87,7 @@ def test_a_run_is_read_as_it_was_logged(runs: list[RLRun], tmp_path: Path) -> No
 
 
 def test_the_verdict_names_what_became_of_each_run(runs: list[RLRun]) -> None:
-    clean, hacked, cured = map(sum_up, runs)
+    clean, hacked, cured = runs
     assert [one.outcome for one in (clean, hacked, cured)] == ["improved", "over-optimised", "improved"]
     said = opening([clean, hacked, cured])
     assert said.startswith("**no KL** exploited the reward model")
@@ -125,23 +124,9 @@ def measured(proxy: float, gold: float | None = None, *, error: float | None = 0
     ],
 )
 def test_changes_are_said_by_intervals(change: float, error: float | None, outcome: str, verb: str) -> None:
-    summary = sum_up(measured(1.0, change, error=error))
+    summary = measured(1.0, change, error=error)
     assert summary.outcome == outcome and f"gold {verb} from 0.000 to " in summary.sentence()
     assert ("no interval was logged" in summary.sentence()) is (error is None)
-
-
-@pytest.mark.parametrize(
-    ("kind", "proxy", "is_sign"),
-    [
-        ("kl_budget", 1.0, True), ("length_growth", 1.0, True), ("entropy_collapse", 1.0, True),
-        ("kl_budget", -1.0, False), ("kl_budget", 0.01, False), ("truncation", 1.0, False), ("no_signal", 1.0, False),
-    ],
-)  # fmt: skip
-def test_without_gold_there_are_signs_at_most(kind: AlarmKind, proxy: float, is_sign: bool) -> None:
-    summary = sum_up(measured(proxy, alarms=(Alarm(kind, 10, "Said."),)))
-    assert "there is no gold reward" in opening([summary]) and summary.outcome == "unknown"
-    assert ("signs of over-optimisation in **r**." in opening([summary])) is is_sign
-    assert "**Alarm at step 10:** Said." in summary.sentence()
 
 
 def test_gold_and_proxy_over_the_root_of_kl(runs: list[RLRun], blocks: dict[str, dict[str, Any]]) -> None:
@@ -204,7 +189,7 @@ def test_runs_with_hardly_anything_are_shown(tmp_path: Path) -> None:
     assert len(series["x"]) == 60 and series["x"] == series["y"]
     assert "Proxy over the distance moved" in (found := by_title([blind])) and "Gold reward" not in found
     assert [one["key"] for one in found["From the first validation to the last"]["columns"]][:2] == ["run", "proxy"]
-    assert "training batches" in sum_up(cases["training alone"]).sentence()
+    assert "no two validations" in cases["training alone"].sentence()
     page = write_rl_report(named, tmp_path / "new" / "rl.html", title="All")
     assert sorted(path.name for path in page.parent.iterdir()) == ["rl.html", "rl.json"]
     assert json.loads(page.with_suffix(".json").read_text())["title"] == "All"

@@ -17,7 +17,6 @@ from treeward.rl.setup import GRPOSetup
 GOLD = (
     "env={planted: {type: custom, function: planted.vowels}, gold: {type: custom, function: planted.length}}",
     "grpo.gold_environment=gold",
-    "grpo.environment=planted",
 )
 
 

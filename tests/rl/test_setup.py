@@ -47,7 +47,7 @@ def test_which_keys_of_an_environment_are_of_the_run() -> None:
         return rl_setup._section("own", one) == rl_setup._section("own", {**one, **changes})
 
     model = {"model_name": "rm", "precision": "float32"}
-    assert same(model, resources={"gpus_per_node": 0}, num_replicas=2, batch_size=3, worker_timeout_seconds=9)
+    assert same(model, resources={"gpus_per_node": 0}, batch_size=3, worker_timeout_seconds=9)
     assert not same(model, precision="bfloat16") and not same(model, model_name=["rm", "other"])
     assert same({"type": "judge", "model": "m", "base_url": "x"}, base_url="y", timeout_seconds=1)
     assert not same({"type": "custom", "kwargs": {"batch_size": 1}}, kwargs={"batch_size": 2})
@@ -70,15 +70,14 @@ def test_adapters_are_known_with_the_weights_of_their_base(tmp_path: Path) -> No
 
 
 def test_a_schedule_ends_with_the_last_update(opened: Callable[..., Any]) -> None:
-    """Six steps of three passes over the batch, each in two parts."""
+    """Six steps of three passes over the batch, each in two parts: 36 updates."""
     schedule = "policy.scheduler={name: linear, warmup_steps: 0, min_lr_ratio: 0}"
     run = opened("grpo.updates_per_batch=3", "policy.train_global_batch_size=8", schedule)
-    run.updater.learn([], torch.empty(0, 4), torch.empty(0, 4).bool())  # a step that has found no group: six of them
     rates = []
-    for _ in range(30):
+    for _ in range(36):
         rates.append(run.updater.optimizer.param_groups[0]["lr"])
         run.updater.on_step()
-    assert rates == pytest.approx([0.01 * (1 - n / 36) for n in range(6, 36)])
+    assert rates == pytest.approx([0.01 * (1 - n / 36) for n in range(36)])
 
 
 def test_a_step_is_as_long_as_the_clipped_gradient(opened: Callable[..., Any]) -> None:
@@ -122,8 +121,8 @@ def test_models_are_known_by_their_weights_wherever_they_lie(
     section = "reward_model: {model_name: NAME, precision: float32, resources: {gpus_per_node: 0}}"
     for write, options in (
         (write_policy, own.split()),
-        (write_model, [f"env={{{section}}}", "grpo.environment=reward_model"]),
-        (write_model, [f"env={{mixed: {{type: hybrid, members: {{{section}}}}}}}", "grpo.environment=mixed"]),
+        (write_model, [f"env={{{section}}}"]),
+        (write_model, [f"env={{mixed: {{type: hybrid, members: {{{section}}}}}}}", "~env.planted"]),
     ):
         shutil.rmtree("model", ignore_errors=True)
         write(3)
@@ -146,22 +145,14 @@ def test_a_reward_model_at_a_server_is_known_by_its_contract(
         write_signed_model(tmp_path / name, tiny_tokenizer, seed=seed, max_length=256)
     one, other = str(tmp_path / "rm"), str(tmp_path / "other")
     shaped = {"model": one, "shaping": {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 2.0}}
-    mean, least = (
-        {"models": [one, other], "ensemble": {"method": method, "standardize": False}} for method in ("mean", "worst")
-    )
+    pair = {"models": [one, other]}
+    mean, least = ({**pair, "ensemble": {"method": name, "standardize": False}} for name in ("mean", "worst"))
+    weighted = {"model": one, "head_weights": [2.0]}
     identities = []
-    for served in (
-        {"model": one},
-        {"model": one},
-        shaped,
-        {"model": other},
-        mean,
-        least,
-        {"model": one, "head_weights": [2.0]},
-    ):
+    for served in ({"model": one}, {"model": one}, shaped, {"model": other}, mean, least, weighted):
         service = Service.load(ServerConfig.model_validate({"models": [served]}))
         with serving_on_loopback(service) as url:
-            config = tiny_grpo(f"env={{reward_model: {{model_name: '{url}/v1'}}}}", "grpo.environment=reward_model")
+            config = tiny_grpo(f"env={{reward_model: {{model_name: '{url}/v1'}}}}")
             check_inputs(config)
             identities.append(identity_now(config)["env"])
         service.close()

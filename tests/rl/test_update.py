@@ -21,7 +21,7 @@ from treeward.config.grpo import PolicyLossConfig
 from treeward.errors import ModelError
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.generation import CompletionGroup, Prompt, SampledCompletion, completion_lengths
-from treeward.rl.policy_loss import needs_generator, policy_loss
+from treeward.rl.policy_loss import policy_loss
 from treeward.rl.update import PolicyUpdater
 
 PROMPTS, COMPLETIONS = 3, 4
@@ -119,7 +119,7 @@ def plain_updates(
                 said = None if completion.log_probs is None else torch.tensor(completion.log_probs)[None]
                 term, _ = policy_loss(  # for one completion; tests of its own compare it with the formula
                     new[None], old[p][g][None], ref[p][g][None], advantages[p, g][None], torch.ones(1, len(new)),
-                    settings, generated_SL=said if needs_generator(settings) else None,
+                    settings, generated_SL=said if settings.use_importance_sampling_correction else None,
                 )  # fmt: skip
                 losses.append(term)
                 tokens, completions = tokens + len(new), completions + 1
@@ -145,7 +145,7 @@ SEVERAL = {
     "token": PolicyLossConfig(**PENALTY, ratio_clip_max=0.3),
     "sequence": PolicyLossConfig(**PENALTY, ratio_clip_min=2e-3, ratio_clip_max=2e-3, token_level_loss=False),
     "truncated": PolicyLossConfig(**CORRECTED, truncated_importance_sampling_ratio=1.1,
-                                  use_on_policy_kl_approximation=True, token_level_loss=False),
+                                  token_level_loss=False),
     "gspo": PolicyLossConfig(**BY_COMPLETION, reference_policy_kl_penalty=0.0, ratio_clip_min=0.01,
                              ratio_clip_max=0.01),
 }  # fmt: skip
@@ -212,8 +212,7 @@ def test_a_group_larger_than_the_budget_is_split(layout: Any, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("num_groups", "unused"), [(3, ()), (3, (0, 1)), (3, (0, 1, 2)), (1, ()), (0, ())])
-def test_a_schedule_goes_on_by_planned_updates(num_groups: int, unused: tuple[int, ...]) -> None:
-    """Whatever the groups of a batch are worth, and however few dynamic sampling has found."""
+def test_a_schedule_goes_on_whatever_the_groups_of_a_batch_are_worth(num_groups: int, unused: tuple[int, ...]) -> None:
     groups, advantages, used = experience()
     groups[0] = replace(groups[0], completions=(SampledCompletion((), "", False),) * COMPLETIONS)
     used[list(unused)] = False
@@ -221,11 +220,11 @@ def test_a_schedule_goes_on_by_planned_updates(num_groups: int, unused: tuple[in
     start, steps = weights(hf), list[int]()
     updater = PolicyUpdater(
         PolicyModel(hf), Recorded(hf), reference=PolicyModel(causal()), prompts_per_update=2, updates_per_batch=3,
-        parts_per_batch=2, on_step=lambda: steps.append(updater.steps_begun),
+        on_step=lambda: steps.append(updater.steps_begun),
     )  # fmt: skip
     metrics = updater.learn(groups[:num_groups], advantages[:num_groups], used[:num_groups])
     parts = [p for p in ((1,), (2,)) if p[0] < num_groups and p[0] not in unused]  # the first group has no tokens
-    assert len(steps) == 6 and steps[-1] == updater.steps_begun == metrics.updates == 3 * len(parts)
+    assert len(steps) == 3 * -(-num_groups // 2) and updater.steps_begun == metrics.updates == 3 * len(parts)
     assert bool(metrics.tokens) == (not torch.equal(weights(hf), start)) == bool(parts)
     assert len(updater.measure(groups[:num_groups])[1]) == num_groups
 

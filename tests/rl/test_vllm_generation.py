@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from treeward.model.policy_model import PolicyModel
 from treeward.rl import vllm_generation
 from treeward.rl.generation import CompletionGroup, GenerationError
 from treeward.rl.served_generation import Request
-from treeward.rl.vllm_engine import VllmEngine, engine_options
 from treeward.rl.vllm_generation import VllmGenerator
 
 Make = Callable[..., VllmGenerator]
@@ -110,22 +108,6 @@ def test_what_goes_wrong_is_said(
     generator.config = generator.config.model_copy(update={"timeout_seconds": 1.0})
     with pytest.raises(GenerationError, match=r"failed(?s:.*)timed out(?s:.*)timeout_seconds"):
         generator.ask([Request(IDS[0], 1, 4, 0, "a test")], generator.config, log_probs=True)
-
-
-def test_an_engine_says_why_it_does_not_start(vllm_package: None, policy: PolicyModel) -> None:
-    """vLLM's errors of validation cannot be pickled, and Ray would show that instead."""
-    files = {"config.json": policy.hf.config.to_json_string().encode()}
-    options = engine_options(GenerationConfig(backend="vllm"), max_model_len=99999, dtype="float32")
-    with pytest.raises(ValueError, match=r"^Value error, User-specified max_model_len \(99999\)") as raised:
-        VllmEngine().start(files, "nccl", options)
-    assert pickle.loads(pickle.dumps(raised.value)).args == raised.value.args
-
-
-def test_an_engine_that_refuses_is_heard() -> None:
-    engine = VllmEngine()
-    engine._llm = SimpleNamespace(reset_prefix_cache=lambda running: not running)
-    with pytest.raises(RuntimeError, match="refuses"):
-        engine.call("reset_prefix_cache", True)
 
 
 def test_without_a_gpu_engines_are_refused_before_anything_starts(

@@ -129,7 +129,7 @@ def test_spread_is_used_by_environment_and_ensemble(
     assert contract is not None and contract.has_estimates and contract.read.plain_transformers
     assert [(one.name, one.weight) for one in contract.heads] == [(f"LABEL_{h}", 0.25) for h in range(4)]
     assert score.score == pytest.approx(fmean(score.heads), abs=1e-6) and score.parts["spread"] == score.spread
-    environment = RewardModelEnvironment({"model_name": str(folder), "precision": "float32"}, workers="here")
+    environment = RewardModelEnvironment({"model_name": str(folder), "precision": "float32"})
     [reward] = environment.rewards([log], [{}])
     assert reward.value == pytest.approx(score.score) and reward.components["spread"] == pytest.approx(score.spread)
     assert [reward.components[f"head_{h}"] for h in range(4)] == pytest.approx(list(score.heads))

@@ -181,15 +181,18 @@ def test_state_and_random_numbers_come_back_exactly(tmp_path: Path) -> None:
 
 
 def test_another_run_is_refused_by_the_values_that_differ(tmp_path: Path) -> None:
-    saved = {"the model": "a", "grpo": {"seed": 42, "same": [1], "watch": {"z": 3.0, "stop": False}, "a": None}}
-    now = {"the model": "a", "grpo": {"seed": 7, "same": (1,), "watch": {"z": 3.0, "stop": True}, "a": "y", "new": [1]}}
+    saved = {"the model": "a", "grpo": {"seed": 42, "same": [1], "watch": {"z": 3.0, "max_kl": False}, "a": None}}
+    now = {
+        "the model": "a",
+        "grpo": {"seed": 7, "same": (1,), "watch": {"z": 3.0, "max_kl": True}, "a": "y", "new": [1]},
+    }
     write_state(tmp_path, RunState(1, saved))
     check_identity(tmp_path, saved)
     with pytest.raises(CheckpointError, match="this checkpoint is of another run") as caught:
         check_identity(tmp_path, now)
     assert [line.strip() for line in str(caught.value).splitlines()[1:-1]] == [
         "grpo.seed: got 7, need 42",
-        "grpo.watch.stop: got true, need false",
+        "grpo.watch.max_kl: got true, need false",
         "grpo.a: got y, need null",
         "grpo.new: got [1], need nothing",
     ]

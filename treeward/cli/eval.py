@@ -179,7 +179,7 @@ def _candidates(
 
 def _judges(texts: list[str], perturbs: bool, ensemble: str | None, shaping: str | None) -> list[Candidate]:
     """Environments in the place of models."""
-    from treeward.environments.registry import check_section
+    from treeward.config.reward_environments import check_environments
     from treeward.evaluation.session import Candidate
 
     candidates = []
@@ -193,7 +193,7 @@ def _judges(texts: list[str], perturbs: bool, ensemble: str | None, shaping: str
             raise ConfigError("an environment's rewards are taken as they are", got=text, need=need,
                               where="--perturbations, --ensemble, --shaping")  # fmt: skip
         own_name = section.pop("name", None)
-        check_section("judge", section, where="MODEL")
+        check_environments({"MODEL": section})
         parts = [section["type"], section.get("mode"), Path(str(section.get("model", ""))).name]
         name = own_name or "-".join(re.sub(r"[^\w.]+", "-", str(part)) for part in parts if part)
         candidates.append(Candidate(name, partial(_environment, section), note=f"rewards of {text.strip()}"))

@@ -315,7 +315,8 @@ class PromptSetConfig(SetConfig):
     output_key: str | None = None
     """The key of the answer, the `ground_truth` of environments. None: that of the format, as `output`."""
     env_name: str | None = None
-    """Environment of rows that name none. None: see `grpo.environment`."""
+    """Environment of rows that name none; a mixture is one of the type `hybrid`. None: `reward_model`, or the only one
+    besides `grpo.gold_environment`."""
     max_samples: PositiveInt | None = None
     """Read only this number of rows, the first ones. None: all."""
 

@@ -20,7 +20,7 @@ Rule = str | Only | None
 
 _ON_POLICY = "every completion is sampled by the policy that learns from it"
 _RESUME = "remove the section; a resumed run samples the step again, with the same seeds"
-_STOP = "set it to null; grpo.watch.stop ends a run that exploits its reward"
+_STOP = "set it to null; grpo.watch.stop_on ends a run that exploits its reward"
 _RULE = "use an environment with a rule for the form of completions instead"
 _SHARDS = "save memory with dtensor_cfg.activation_checkpointing or fewer policy.train_micro_batch_tokens"
 
@@ -85,7 +85,9 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
     ),
     "OverlongShapingConfig": {"stop_properly_penalty_coef": "set it to null, and grpo.overlong_filtering=true"},
     "PolicyLossConfig": {
-        "disable_ppo_ratio": "set it to false; loss_fn.force_on_policy_ratio=true is one update without ratios",
+        "force_on_policy_ratio": "set it to false; with one update from a batch, as it demands, the ratio is 1",
+        "use_on_policy_kl_approximation": "set it to false; k2 has the gradient of KL(policy || reference) without it",
+        "disable_ppo_ratio": "set it to false; with one update from a batch the ratio is 1",
         "use_cispo": "set it to false: the loss is the clipped surrogate",
         "seq_logprob_error_in_loss": "set it to false; token_mult_prob_error is logged",
         "positive_example_nll_weight": "set it to 0, and fine-tune the policy on examples first",
@@ -101,7 +103,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
         )
     },
     "RewardModelEnvironmentConfig": _unread(
-        "logprob_batch_size logprob_chunk_size offload_optimizer_for_logprob generation max_grad_norm "
+        "enabled logprob_batch_size logprob_chunk_size offload_optimizer_for_logprob generation max_grad_norm "
         "make_sequence_length_divisible_by processor env_name"
     )
     | {
@@ -132,7 +134,11 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
         "logprobs_mode num_first_layers_in_bf16 num_last_layers_in_bf16 skip_tokenizer_init use_deep_gemm use_tqdm "
         "vllm_metrics_logger_interval *_refit_* reset_*_after_weight_update"
     )
-    | {"pipeline_parallel_size": Only((1,), "set it to 1: an engine lies on one node")},
+    | {
+        "pipeline_parallel_size": Only((1,), "set it to 1: an engine lies on one node"),
+        "expert_parallel_size": Only((1,), "set policy.generation.vllm_kwargs={enable_expert_parallel: true} instead"),
+        "enforce_eager": "set policy.generation.vllm_kwargs={enforce_eager: true} instead",
+    },
 }
 """Section -> keys, or patterns of keys, that it accepts and does not have. None: in any state, because what the key
 sets is always so here, or changes no result. A text, the remedy: only while the key is off (null, false, 0, -1, empty,

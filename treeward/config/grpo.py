@@ -51,16 +51,10 @@ class PolicyLossConfig(Strict):
     """Weight tokens by the trainer's probability over the generator's, for a generator with other numerics."""
     truncated_importance_sampling_ratio: PositiveFloat | None = None
     """The largest such weight; larger ones are cut to it. None: no limit."""
-    use_on_policy_kl_approximation: bool = False
-    """Weight the estimated KL of a token by its new probability over its probability when it was sampled, with the
-    gradient of this weight."""
-    force_on_policy_ratio: bool = False
-    """Set the ratio to 1 and keep its gradient; needs one update per batch."""
 
     def check(self) -> None:
-        is_weighted = self.kl_in_reward or self.use_on_policy_kl_approximation
-        if self.reference_policy_kl_type == "k1" and self.reference_policy_kl_penalty > 0 and not is_weighted:
-            need = "k3 or k2, or k1 in the reward: as an unweighted loss k1 has an expected gradient of zero"
+        if self.reference_policy_kl_type == "k1" and self.reference_policy_kl_penalty > 0 and not self.kl_in_reward:
+            need = "k3 or k2, or k1 in the reward: as a loss k1 has an expected gradient of zero"
             fix = "set loss_fn.kl_in_reward=true, or loss_fn.reference_policy_kl_type=k3"
             raise self.error("reference_policy_kl_type kl_in_reward", need, fix)
         if self.sequence_level_importance_ratios and self.token_level_loss:
@@ -121,18 +115,14 @@ class RewardScalingConfig(Strict):
 class WatchConfig(Strict):
     """When the run raises an alarm because the policy exploits its reward (Gao et al. 2022, arXiv 2210.10760)."""
 
-    enabled: bool = True
-    """Watch every validation."""
     z: PositiveFloat = 3.0
     """Threshold of the test for a fall of the gold reward, in standard deviations; 3 has 0.00135 false alarms a run."""
     max_kl: PositiveFloat | None = None
     """Budget for KL(policy || reference). None: no budget."""
     max_length_growth: float | None = Field(default=2.0, gt=1.0)
     """Alarm when completions are this many times as long as at the first validation. None: never."""
-    stop: bool = False
-    """End the run at an alarm of a kind in `stop_on`."""
-    stop_on: tuple[AlarmKind, ...] = ("gold_falls",)
-    """Kinds of alarms."""
+    stop_on: tuple[AlarmKind, ...] = ()
+    """Kinds of alarms that end the run, as `[gold_falls]`."""
 
 
 class GRPOConfig(ScheduleConfig):
@@ -153,13 +143,8 @@ class GRPOConfig(ScheduleConfig):
     """Subtract the mean reward of the other completions of the group instead of the mean of all."""
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
 
-    environment: str | None = None
-    """Environment of prompts that name none; a mixture is one of the type `hybrid`. None: `reward_model`, or the only
-    one."""
     gold_environment: str | None = None
     """An environment whose reward is watched and never trained on: a stronger judge, or known truth."""
-    environment_timeout_seconds: PositiveFloat = 600.0
-    """Time limit of an environment for a step; completions without a reward by then have none."""
     max_failed_share: float = Field(default=0.5, ge=0.0, le=1.0)
     """The run stops at a saved state if a larger share of the completions of a batch has no reward."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
@@ -183,17 +168,6 @@ class GRPOConfig(ScheduleConfig):
     num_val_generations: PositiveInt = 1
     """Completions of each validation prompt. NeMo RL's name is `val_num_generations_per_prompt`."""
     watch: WatchConfig = WatchConfig()
-
-    @property
-    def estimator(self) -> Estimator:
-        """The estimator that all keys together choose."""
-        name = self.adv_estimator.name
-        return "leave_one_out" if name == "grpo" and self.use_leave_one_out_baseline else name
-
-    @property
-    def divides_by_std(self) -> bool:
-        """Whether advantages are divided by a standard deviation: of the group, or with REINFORCE++ of the batch."""
-        return self.normalize_rewards or self.adv_estimator.name == "reinforce_plus_plus"
 
     @property
     def completions_per_step(self) -> int:

@@ -33,8 +33,6 @@ class VllmConfig(Strict):
 
     tensor_parallel_size: PositiveInt = 1
     """GPUs of one engine, all of one node. Colocated: 1."""
-    expert_parallel_size: PositiveInt = 1
-    """1, or `tensor_parallel_size`: the experts of a mixture are spread over the GPUs whole."""
     precision: Precision | None = None
     """`bfloat16` or `float32`, of weights and arithmetic, in which the policy sends them. None: `bfloat16`."""
     gpu_memory_utilization: float = Field(default=0.6, gt=0.0, le=1.0)
@@ -43,12 +41,6 @@ class VllmConfig(Strict):
     """Longest prompt and completion, in tokens. None: `policy.max_total_sequence_length`."""
     kv_cache_dtype: str = "auto"
     """Number format of keys and values, as vLLM calls it. `auto`: that of `precision`."""
-    enforce_eager: bool = False
-    """Compute without CUDA graphs: an engine starts faster and samples slower."""
-
-    def check(self) -> None:
-        if self.expert_parallel_size not in (1, self.tensor_parallel_size):
-            raise self.error("expert_parallel_size tensor_parallel_size", "1, or as tensor_parallel_size")
 
 
 class GenerationConfig(Strict):
@@ -86,13 +78,12 @@ class GenerationConfig(Strict):
     probe_tolerance: PositiveFloat | None = None
     """Largest mean difference, in nats, of log-probabilities of sampler and policy after an update. None: 0.001 where
     both compute in float32, as far as is known, else 0.12."""
-    weight_sync: str = Field(default="folder", pattern=r"^(none|folder|.+\..+)$")
-    """How the server gets weights: `folder`, `none`, or a function's path."""
     weight_folder: str | None = None
-    """That folder. None: `weights` in `checkpointing.checkpoint_dir`."""
+    """The folder from which the server loads new weights, which both see under this path. None: `weights` in
+    `checkpointing.checkpoint_dir`."""
     vllm_cfg: VllmConfig = VllmConfig()
     vllm_kwargs: dict[str, Any] = {}
-    """Further arguments of `vllm.LLM`, passed on as they are."""
+    """Further arguments of `vllm.LLM`, passed on as they are, as `{enforce_eager: true}`."""
     colocated: ColocatedConfig = ColocatedConfig()
 
     @model_validator(mode="before")

@@ -52,11 +52,8 @@ class GRPORunConfig(Strict):
     @property
     def default_environment(self) -> str | None:
         """The environment of prompts that name none; None if every prompt has to name one."""
-        if self.grpo.environment is not None:
-            return self.grpo.environment
-        if "reward_model" in self.environments:
-            return "reward_model"
-        return self.environments[0] if len(self.environments) == 1 else None
+        names = [name for name in self.environments if name != self.grpo.gold_environment]
+        return "reward_model" if "reward_model" in names else names[0] if len(names) == 1 else None
 
     @property
     def named_environments(self) -> tuple[str, ...]:
@@ -149,15 +146,11 @@ class GRPORunConfig(Strict):
         """Warnings about settings that are valid and may surprise."""
         generation, others = self.policy.generation, (*self.used_environments, self.grpo.gold_environment)
         unused = [f"env.{name}" for name in self.environments if name not in others]
-        unread = [key for key in ("weight_sync", "weight_folder") if key in generation.model_fields_set]
         remarks = {
             f"policy.generation.backend is {generation.backend} and no url is given: the policy itself samples, in "
             "this process": generation.backend != "hf" and not (generation.url or generation.starts_engines),
-            f"policy.generation.{', '.join(unread)} has no effect without a url": unread and not generation.url,
             f"no set of data uses {', '.join(unused)}; its rows may name them": unused,
-            "grpo.watch has nothing to watch: data has no validation set": (
-                self.grpo.watch.enabled and not self.data.validation
-            ),
+            "grpo.watch has nothing to watch: data has no validation set": not self.data.validation,
         }
         return [remark for remark, applies in remarks.items() if applies]
 
@@ -178,7 +171,7 @@ class GRPORunConfig(Strict):
         )
         needs_reference = {
             "loss_fn.reference_policy_kl_penalty": self.loss_fn.reference_policy_kl_penalty > 0,
-            "grpo.watch.max_kl": watch.enabled and watch.max_kl is not None,
+            "grpo.watch.max_kl": watch.max_kl is not None,
         }
         for key, needs in needs_reference.items():
             if needs and not self.needs_reference:
@@ -200,14 +193,9 @@ class GRPORunConfig(Strict):
             need = f"a multiple of grpo.num_generations_per_prompt that divides {whole}, the completions of a step"
             fix = f"set policy.train_global_batch_size=null for one update from all {whole}"
             raise self.error(keys, need, fix)
-        if loss.force_on_policy_ratio and self.grpo.updates_per_batch * self.updates_per_pass > 1:
-            keys = "loss_fn.force_on_policy_ratio grpo.updates_per_batch policy.train_global_batch_size"
-            fix = "set loss_fn.force_on_policy_ratio=false"
-            raise self.error(keys, "one update from the completions of a step", fix)
-        weighs_kl = loss.use_on_policy_kl_approximation and loss.reference_policy_kl_penalty and not loss.kl_in_reward
         lacks_log_probs = (sampling.url or sampling.starts_engines) and not sampling.gives_log_probs
-        if lacks_log_probs and (loss.use_importance_sampling_correction or weighs_kl):
-            key = f"loss_fn.use_{'on_policy_kl_approximation' if weighs_kl else 'importance_sampling_correction'}"
+        if loss.use_importance_sampling_correction and lacks_log_probs:
+            key = "loss_fn.use_importance_sampling_correction"
             keys = f"{key} policy.generation.backend policy.generation.top_k policy.generation.top_p"
             need = (
                 "a generator that returns log-probabilities of its tokens, which this one does not for these settings"
@@ -217,35 +205,31 @@ class GRPORunConfig(Strict):
     def _check_environments(self) -> None:
         if not self.environments:
             raise self.error("env", "an environment that is enabled", f"set env.{next(iter(self.env))}.enabled=true")
-        named = {
-            "grpo.environment": (self.grpo.environment,) if self.grpo.environment else (),
-            "grpo.gold_environment": (self.grpo.gold_environment,) if self.grpo.gold_environment else (),
-        }
+        named = {"grpo.gold_environment": self.grpo.gold_environment}
         for kind, sets in (("train", self.data.train), ("validation", self.data.validation)):
-            keys = {f"data.{kind}[{i}].env_name": dataset.env_name for i, dataset in enumerate(sets)}
-            named |= {key: (name,) for key, name in keys.items() if name}
-        for field, names in named.items():
-            for name in set(names) - set(self.environments):
-                near, need = nearest_name(name, self.environments), f"one of {', '.join(self.environments)}"
-                is_off, fix = name in self.env, f"add or enable the section env.{name}"
-                summary = f"env.{name} is switched off" if is_off else f"there is no environment {name} in env"
-                fix = f"did you mean {near}?" if near and not is_off else fix
-                raise ConfigError(summary, field=field, got=name, need=need, fix=fix)
+            named |= {f"data.{kind}[{i}].env_name": dataset.env_name for i, dataset in enumerate(sets)}
+        for field, name in named.items():
+            if name is None or name in self.environments:
+                continue
+            near, need = nearest_name(name, self.environments), f"one of {', '.join(self.environments)}"
+            is_off, fix = name in self.env, f"add or enable the section env.{name}"
+            summary = f"env.{name} is switched off" if is_off else f"there is no environment {name} in env"
+            fix = f"did you mean {near}?" if near and not is_off else fix
+            raise ConfigError(summary, field=field, got=name, need=need, fix=fix)
 
     def _check_watch_and_metric(self) -> None:
         gold, watch, metric = self.grpo.gold_environment, self.grpo.watch, self.ranking_metric
         if gold is not None and gold in self.used_environments:
-            need = "a gold environment that is not trained on: neither grpo.environment nor named by a set of data"
-            fix = "set grpo.gold_environment=null, or grpo.environment to another one"
-            raise self.error("grpo.gold_environment grpo.environment", need, fix)
-        if watch.stop and watch.stop_on == ("gold_falls",) and gold is None:
-            need = "a gold_environment, or another kind of alarm in stop_on"
+            need = "a gold environment that is not trained on: no set of data names it as its env_name"
+            raise self.error("grpo.gold_environment", need, "set grpo.gold_environment=null, or another env_name")
+        if "gold_falls" in watch.stop_on and gold is None:
+            need = "a gold_environment, or other kinds of alarms in stop_on"
             fix = "set grpo.gold_environment, or grpo.watch.stop_on=[kl_budget]"
-            raise self.error("grpo.watch.stop grpo.watch.stop_on grpo.gold_environment", need, fix)
+            raise self.error("grpo.watch.stop_on grpo.gold_environment", need, fix)
         validates = bool(self.data.validation) and self.grpo.validates
-        if watch.stop and not validates:
-            fix = "give data.val_data_path, or set grpo.watch.stop=false"
-            raise self.error("grpo.watch.stop grpo.val_period", "a set in data.validation to validate on", fix)
+        if watch.stop_on and not validates:
+            fix = "give data.val_data_path, or set grpo.watch.stop_on=[]"
+            raise self.error("grpo.watch.stop_on grpo.val_period", "a set in data.validation to validate on", fix)
         is_measured = {
             "a set in data.validation, and grpo.val_period or grpo.val_at_end": validates,
             "grpo.gold_environment": metric != "gold_reward" or gold is not None,

@@ -72,10 +72,10 @@ def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[st
         field = f"env.{name}"
         if kind == "math" or (kind == "rules" and keys.get("rule") == "math"):
             yield field, "math_verify", "math", "use another rule"
-        elif kind == "judge":
+        elif kind == "judge" and keys.get("base_url") is not None:
             yield field, "openai", "judge", "use another environment"
         elif kind == "reward_model" and RewardModelEnvironmentConfig.model_validate(keys).needs_ray:
-            yield field, "ray", "ray", f"set {field}.num_replicas=1"
+            yield field, "ray", "ray", f"set {field}.resources.gpus_per_node=1"
     if config.policy.generation.starts_engines:
         for module in ("vllm", "ray"):
             yield "policy.generation.backend", module, module, "give the url of a server, or sample with backend: hf"

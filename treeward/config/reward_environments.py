@@ -65,8 +65,6 @@ class RewardModelEnvironmentConfig(ScoringConfig):
 
     other_forms: ClassVar[tuple[str, ...]] = (*_SHARDING_KEYS, *BATCHING_SECTIONS)
 
-    enabled: bool = True
-    """Use this environment. It must be true where the environment is made in Python."""
     served_model: str | None = None
     """Which model of the server at `model_name`, by its name there. None: its first."""
     token_env: str | None = None
@@ -79,16 +77,10 @@ class RewardModelEnvironmentConfig(ScoringConfig):
     batch_tokens: PositiveInt | None = None
     """Most tokens in one forward pass, counted after sharing prefixes. None: 4096, unless `batch_size` is given."""
     resources: ResourcesConfig = ResourcesConfig()
-    num_replicas: PositiveInt | None = None
-    """Replicas of the model, which share the load. None: one for each `dtensor_cfg.tensor_parallel_size` GPUs of
-    `resources`, otherwise one."""
     max_retries: NonNegativeInt = 3
     """Further attempts of a part of a step whose replica died or took too long."""
     worker_timeout_seconds: PositiveFloat | None = None
     """Time limit of a part of a step. None: no limit."""
-    on_failure: Literal["mask", "raise"] = "mask"
-    """Samples without a reward are NaN, with the reason in the metadata (`mask`), or the step fails (`raise`)."""
-
     dtensor_cfg: ScoringDTensorConfig = ScoringDTensorConfig()
 
     @property
@@ -98,11 +90,9 @@ class RewardModelEnvironmentConfig(ScoringConfig):
 
     @property
     def num_workers(self) -> int:
-        """Replicas of the model that are loaded."""
-        if self.url or self.num_replicas:
-            return 0 if self.url else self.num_replicas or 1
+        """Replicas of the model that are loaded: one for each `tensor_parallel_size` GPUs, or one for each node."""
         per_node = self.resources.gpus_per_node // self.dtensor_cfg.tensor_parallel_size
-        return max(per_node, 1) * self.resources.num_nodes
+        return 0 if self.url else max(per_node, 1) * self.resources.num_nodes
 
     @property
     def num_gpus(self) -> int:
@@ -129,27 +119,16 @@ class RewardModelEnvironmentConfig(ScoringConfig):
     def check(self) -> None:
         super().check()
         gpus, size = self.resources.gpus_per_node, self.dtensor_cfg.tensor_parallel_size
-        if not self.enabled:
-            raise self.error("enabled", "true: this environment is switched off")
         if gpus % size:
             need = "GPUs of each node that are a multiple of tensor_parallel_size"
             raise self.error("resources.gpus_per_node dtensor_cfg.tensor_parallel_size", need)
-        self._check_server()
-        replicas = gpus // size * self.resources.num_nodes
-        is_given = "resources" in self.model_fields_set and self.num_replicas is not None
-        if is_given and gpus and self.num_replicas != replicas:
-            keys = "num_replicas resources.gpus_per_node resources.num_nodes dtensor_cfg.tensor_parallel_size"
-            need = "a replica for each tensor_parallel_size GPUs, or resources.gpus_per_node: 0 for replicas on the CPU"
-            raise self.error(keys, need)
-
-    def _check_server(self) -> None:
         if any(re.fullmatch(r"[\w.-]+:\d+/?", name) for name in self.models):
             raise self.error("models", "http:// before the address of a server")
         needs_server = self.served_model or self.token_env or any(map(server_address, self.models))
         if needs_server and (self.url is None or len(self.models) > 1):
             raise self.error("models served_model token_env", "the address of a server as the only model_name")
         has_template = self.tokenizer.chat_template or self.tokenizer.chat_template_kwargs
-        if self.url is not None and (self.has_other_score or has_template or self.shaping == "contract"):
+        if self.url is not None and (self.has_other_score or has_template or self.shaping is not None):
             keys = "models head_weights ensemble tokenizer.chat_template tokenizer.chat_template_kwargs shaping"
             need = "a model alone: its server is started with the others, as `treeward serve --shaping contract`"
             raise self.error(keys, need)
@@ -311,11 +290,6 @@ class CustomEnvironmentConfig(Strict):
     constructed once with `kwargs` and called by its `score`, `predict` or `__call__`."""
     kwargs: dict[str, Any] = {}
     """Further keyword arguments of the function, or those of the class's constructor."""
-    signature: Literal["conversations", "conversation", "prompt_response", "trl", "verl"] | None = None
-    """How it is called: once per step (`conversations`), per sample (`conversation`), per sample with texts
-    (`prompt_response`), as by TRL (`trl`) or as verl's compute_score (`verl`). None: by its parameters' names."""
-    max_concurrency: PositiveInt = 32
-    """Most samples at a time of an async function that is called once per sample."""
 
 
 class HybridMember(Strict):
@@ -340,18 +314,16 @@ class HybridEnvironmentConfig(Strict):
     members: dict[str, HybridMember] = Field(min_length=1)
     """The environments by name, in order."""
     mode: Literal["weighted", "fallback"] = "weighted"
-    """The sum of weight times reward (`weighted`), or the reward of the first member with a valid one (`fallback`)."""
-    missing: Literal["mask", "renormalise"] = "mask"
-    """With `weighted`, where a reward is missing: none (`mask`), or scale up the other weights (`renormalise`)."""
+    """The sum of weight times reward, where all members give one (`weighted`), or the reward of the first member with a
+    valid one (`fallback`)."""
     fallback_on: tuple[Literal["failed", "wrong"], ...] = ("failed", "wrong")
     """With `fallback`: the next member gets samples without a reward (`failed`), and with a wrong answer (`wrong`)."""
 
     def check(self) -> None:
         weights = {name: member.weight for name, member in self.members.items() if member.weight is not None}
-        need = "no weights in mode fallback; above 0 with missing: renormalise"
-        for name, weight in weights.items():
-            if self.mode == "fallback" or (self.missing == "renormalise" and weight <= 0):
-                raise ConfigError("this weight cannot be", field=f"members.{name}.weight", got=weight, need=need)
+        for name, weight in weights.items() if self.mode == "fallback" else ():
+            need = "no weights in mode fallback"
+            raise ConfigError("this weight cannot be", field=f"members.{name}.weight", got=weight, need=need)
 
 
 ENVIRONMENT_SECTIONS: Mapping[str, type[Strict]] = {
@@ -408,7 +380,7 @@ def check_environments(env: Mapping[str, Any]) -> None:
             try:
                 schema.model_validate(keys)
             except ValidationError as error:
-                detailed = config_error(error, schema, where=f"env.{name}")
+                detailed = config_error(error, schema, where=name)
                 raise detailed.but(field=".".join(part for part in (name, detailed.field) if part)) from None
         elif near := nearest_name(kind, () if "." in kind else ENVIRONMENT_SECTIONS):
             field = name if name.split(".")[-1] == kind else f"{name}.type"

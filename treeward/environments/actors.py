@@ -4,24 +4,19 @@
     environment = RewardModelEnvironment.options(name="rewards").remote(env_config)
     ray.get(environment.step.remote(message_logs, env_infos))
 
-The actor has every public method of the class. A faulty configuration raises in the caller's process at once; an error
-in the actor's constructor (a missing model) is raised by each of its methods. Ray does not restart the actor unless
-`max_restarts` asks for it.
+The actor has every public method of the class. An error in its constructor, as for a faulty configuration or a missing
+model, is raised by each of them. Ray does not restart the actor unless `max_restarts` asks for it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from treeward.errors import TreewardError
 from treeward.parallel.ray_cluster import start_ray
-
-logger = logging.getLogger(__name__)
 
 
 class RayActor:
@@ -33,28 +28,12 @@ class RayActor:
         return cls.options().remote(*args, **kwargs)
 
     @classmethod
-    def options(cls, **ray_options: Any) -> RemoteFactory:
-        """`remote` with options of Ray's `ActorClass.options`, as `name` or `max_restarts`."""
-        return RemoteFactory(cls, ray_options)
+    def options(cls, **ray_options: Any) -> Any:
+        """Ray's class of the actor, with options of Ray's `ActorClass.options`, as `name` or `max_restarts`.
 
-    @classmethod
-    def check_remote(cls, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the actor's object, checked in the caller's process. Raises `ConfigError`."""
-        return args, kwargs
-
-
-@dataclass(frozen=True)
-class RemoteFactory:
-    """A class and the Ray options of its actor."""
-
-    cls: type[RayActor]
-    ray_options: Mapping[str, Any]
-
-    def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the actor. Raises `ConfigError` for a faulty configuration, or if Ray is not installed."""
-        args, kwargs = self.cls.check_remote(*args, **kwargs)
-        options = {"num_cpus": 0} | dict(self.ray_options)  # the actor's own work needs no CPU
-        return start_ray().remote(_deferring(self.cls)).options(**options).remote(*args, **kwargs)
+        Raises `ConfigError` if Ray is not installed.
+        """
+        return start_ray().remote(_deferring(cls)).options(**{"num_cpus": 0} | ray_options)
 
 
 def _deferring(cls: type[RayActor]) -> type:

@@ -4,7 +4,7 @@
     def brevity(conversations, env_infos, limit):
         return [min(0.0, limit - len(conversation[-1]["content"])) for conversation in conversations]
 
-The names of its parameters, or `signature`, decide how it is called: `_CONVENTIONS`, and docs/environments.md.
+The names of its parameters decide how it is called: `_CONVENTIONS`, and docs/environments.md.
 
 A prompt as text is the user's single message unchanged, or `role: text` per message. A reward is a number, True or
 False, None (no reward), or a mapping with `reward` or `score`, whose other numbers are its components and whose `error`
@@ -51,44 +51,32 @@ class _Sample(NamedTuple):
 
 
 class _Convention(NamedTuple):
-    """How a function is called: with `arguments` of a sample, in the order of `parameters`.
+    """A function with the parameter `sign` takes those of `arguments` of a sample that it names.
 
-    `sign`: the parameter that only this convention has. `batched`: one call takes all samples of a step, each argument
-    as a list. `by_name`: with keyword arguments, of which the function may take some.
+    `batched`: one call takes all samples of a step, each argument as a list.
     """
 
-    name: str
     sign: str
-    parameters: tuple[str, ...]
-    arguments: Callable[[_Sample], tuple[Any, ...]]
-    batched: bool = False
-    by_name: bool = False
+    batched: bool
+    arguments: Callable[[_Sample], dict[str, Any]]
 
 
-def _texts(sample: _Sample) -> tuple[Any, ...]:
-    return prompt_text(sample.conversation[:-1]), sample.completion
+def _verl(sample: _Sample, plural: str = "") -> dict[str, Any]:
+    values = {"data_source": sample.info.get("data_source"), "solution_str": sample.completion}
+    values |= {"ground_truth": sample.info.get("ground_truth"), "extra_info": sample.info}
+    return {f"{name}{plural}": value for name, value in values.items()}
 
 
-def _verl(sample: _Sample) -> tuple[Any, ...]:
-    return sample.info.get("data_source"), sample.completion, sample.info.get("ground_truth"), sample.info
-
-
-_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _CONVENTIONS = (
-    _Convention("conversations", "conversations", ("conversations", "env_infos"), lambda s: s[:2], batched=True),
-    _Convention("conversation", "conversation", ("conversation", "env_info"), lambda s: s[:2]),
-    _Convention("prompt_response", "response", ("prompt", "response"), _texts),
-    _Convention("prompt_response", "responses", ("prompts", "responses"), _texts, batched=True),
-    _Convention(
-        "trl",
-        "completions",
-        ("prompts", "completions"),
-        lambda s: (s.conversation[:-1], s.conversation[-1:]),
-        batched=True,
-        by_name=True,
+    _Convention("conversations", True, lambda s: {"conversations": s.conversation, "env_infos": s.info}),
+    _Convention("conversation", False, lambda s: {"conversation": s.conversation, "env_info": s.info}),
+    _Convention("response", False, lambda s: {"prompt": prompt_text(s.conversation[:-1]), "response": s.completion}),
+    _Convention("responses", True, lambda s: {"prompts": prompt_text(s.conversation[:-1]), "responses": s.completion}),
+    _Convention(  # TRL's
+        "completions", True, lambda s: s.info | {"prompts": s.conversation[:-1], "completions": s.conversation[-1:]}
     ),
-    _Convention("verl", "solution_str", _VERL, _verl, by_name=True),
-    _Convention("verl", "solution_strs", tuple(f"{name}s" for name in _VERL), _verl, batched=True, by_name=True),
+    _Convention("solution_str", False, _verl),
+    _Convention("solution_strs", True, lambda s: _verl(s, "s")),
 )
 
 
@@ -108,9 +96,21 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
             self._function, self._kwargs = self._method(self._function), {}
         if not callable(self._function):
             raise ConfigError("not a function or class", where=WHERE, field="function", got=self.config.function)
-        self._parameters = inspect.signature(self._function).parameters
-        self._convention = self._find_convention()
-        self._check_call()
+        signature = inspect.signature(self._function)
+        self._parameters = signature.parameters
+        at: dict[str, Any] = {"where": WHERE, "got": f"{self.config.function}{signature}"}
+        conventions = [convention for convention in _CONVENTIONS if convention.sign in self._parameters]
+        if not conventions:
+            need = f"one of the parameters {', '.join(convention.sign for convention in _CONVENTIONS)}"
+            summary = "the parameters of the function fit no known signature"
+            raise ConfigError(summary, field="function", **at, need=need, fix="rename the parameters")
+        self._convention = conventions[0]
+        is_trl = self._convention.sign == "completions"  # whose other parameters are columns of the data
+        try:
+            bind = signature.bind_partial if is_trl else signature.bind
+            bind(**self._accepted(self._convention.arguments(_Sample([], {}, ""))))
+        except TypeError as error:
+            raise ConfigError(f"the function cannot be called: {error}", field="kwargs", **at) from None
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         texts = [completion_text(conversation) for conversation in conversations]
@@ -123,75 +123,44 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
         return [Reward(None, error=NO_COMPLETION) if text is None else next(rewards) for text in texts]
 
     def _found(self, samples: Sequence[_Sample]) -> list[Reward]:
-        calls = [samples] if self._convention.batched else [[sample] for sample in samples]
+        arguments = [self._convention.arguments(sample) for sample in samples]
+        if not self._convention.batched:
+            return [_reward(value) for value in self._called(arguments)]
+        names = dict.fromkeys(name for values in arguments for name in values)
+        [value] = self._called([{name: [values.get(name) for values in arguments] for name in names}])
+        if isinstance(value, Reward) and value.value is None:
+            return [value] * len(samples)
+        rewards = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(rewards, Sequence) or isinstance(rewards, str | bytes) or len(rewards) != len(samples):
+            summary = f"the function does not return one reward per sample: {len(samples)}"
+            raise ConfigError(summary, where=WHERE, got=f"{rewards!r:.100}")
+        return [_reward(reward) for reward in rewards]
+
+    def _called(self, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """What the function returns for each call; a `Reward` without a value where it raises."""
         values = [self._value(call) for call in calls]
         if any(map(inspect.isawaitable, values)):  # also of functions that are not declared async
-            values = run_async(self._awaited(values))
-        has_failed = isinstance(values[0], Reward) and values[0].value is None
-        if not self._convention.batched or has_failed:
-            return [_reward(value) for value in values] * (len(samples) // len(values))
-        result = values[0].tolist() if hasattr(values[0], "tolist") else values[0]
-        if not isinstance(result, Sequence) or isinstance(result, str | bytes) or len(result) != len(samples):
-            raise ConfigError(
-                f"the function does not return one reward per sample: {len(samples)}",
-                where=WHERE,
-                got=f"{result!r:.100}",
-            )
-        return [_reward(value) for value in result]
+            return run_async(self._awaited(values))
+        return values
 
-    def _value(self, samples: Sequence[_Sample]) -> Any:
+    def _value(self, arguments: Mapping[str, Any]) -> Any:
         try:
-            return self._call(samples)
+            return self._function(**self._accepted(arguments))
         except _OWN_FAILURES as error:
             return self._failed(error)
 
-    async def _awaited(self, values: Sequence[Any]) -> list[Any]:
-        slots = asyncio.Semaphore(self.config.max_concurrency)
+    def _accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values())
+        return {k: v for k, v in arguments.items() if takes_any or k in self._parameters} | self._kwargs
 
+    async def _awaited(self, values: Sequence[Any]) -> list[Any]:
         async def one(value: Any) -> Any:
-            if not inspect.isawaitable(value):
-                return value
-            async with slots:
-                try:
-                    return await value
-                except _OWN_FAILURES as error:
-                    return self._failed(error)
+            try:
+                return await value if inspect.isawaitable(value) else value
+            except _OWN_FAILURES as error:
+                return self._failed(error)
 
         return await asyncio.gather(*map(one, values))
-
-    def _call(self, samples: Sequence[_Sample]) -> Any:
-        """Call the function with a batch, or with the single sample in `samples`."""
-        rows = [self._convention.arguments(sample) for sample in samples]
-        arguments = list(map(list, zip(*rows, strict=True))) if self._convention.batched else rows[0]
-        if not self._convention.by_name:
-            return self._function(*arguments, **self._kwargs)
-        named = dict(zip(self._convention.parameters, arguments, strict=True))
-        if self._convention.name == "trl":
-            columns = dict.fromkeys(name for sample in samples for name in sample.info)
-            named = {name: [sample.info.get(name) for sample in samples] for name in columns} | named
-        return self._function(**(self._accepted(named) | self._kwargs))
-
-    def _accepted(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values())
-        return {name: value for name, value in named.items() if takes_any or name in self._parameters}
-
-    def _check_call(self) -> None:
-        """Raise `ConfigError` if the function does not take its arguments, without columns of the data."""
-        signature = inspect.signature(self._function)
-        names = self._convention.parameters
-        try:
-            if not self._convention.by_name:
-                signature.bind(*names, **self._kwargs)
-            else:
-                bind = signature.bind_partial if self._convention.name == "trl" else signature.bind
-                bind(**(self._accepted(dict.fromkeys(names)) | self._kwargs))
-        except TypeError as error:
-            raise ConfigError(
-                f"the function cannot be called: {error}",
-                where=WHERE,
-                field="kwargs",
-                got=f"{self.config.function}{signature}",
-            ) from None
 
     def _failed(self, error: BaseException) -> Reward:
         logger.debug("%s raised an exception.", self.config.function, exc_info=error)
@@ -210,22 +179,6 @@ class CustomEnvironment(ConfiguredEnvironment[CustomEnvironmentConfig]):
                 return getattr(instance, name)
         need = f"one of {', '.join(_METHODS)}"
         raise ConfigError("the class has no method that scores", field="function", **at, need=need)
-
-    def _find_convention(self) -> _Convention:
-        wanted = self.config.signature
-        candidates = [convention for convention in _CONVENTIONS if wanted in (None, convention.name)]
-        for convention in candidates:
-            if convention.sign in self._parameters:
-                return convention
-        if wanted is not None:
-            return candidates[0]
-        raise ConfigError(
-            "the parameters of the function fit no known signature",
-            where=WHERE,
-            field="signature",
-            got=f"{self.config.function}({', '.join(self._parameters)})",
-            fix="set signature, or rename the parameters",
-        )
 
 
 def _reward(value: Any) -> Reward:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from treeward.config.reward_environments import HybridEnvironmentConfig
 from treeward.environments.interface import (
@@ -27,7 +27,7 @@ from treeward.environments.interface import (
     Infos,
     Reward,
 )
-from treeward.environments.registry import check_section, make_environment
+from treeward.environments.registry import make_environment
 from treeward.scoring.score import Score
 
 
@@ -48,13 +48,6 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
             self.shutdown()
             raise
 
-    @classmethod
-    def check_remote(cls, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        [config], kwargs = super().check_remote(*args, **kwargs)
-        for name, member in config.members.items():
-            check_section(member.type or name, member.section, where=f"{WHERE}.members.{name}")
-        return (config,), kwargs
-
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         combine = self._weighted if self.config.mode == "weighted" else self._fallback
         return combine(conversations, env_infos)
@@ -68,11 +61,9 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
 
         with ThreadPoolExecutor(len(self.members)) as threads:
             rewards = dict(zip(self.members, threads.map(ask, self.members.values()), strict=True))
-        weights = {name: 1.0 if m.weight is None else m.weight for name, m in self.config.members.items()}
-        return [
-            weighted_sum({name: rewards[name][i] for name in rewards}, weights, missing=self.config.missing)
-            for i in range(len(conversations))
-        ]
+        members = self.config.members.items()
+        weights = {name: 1.0 if member.weight is None else member.weight for name, member in members}
+        return [_weighted_sum({name: rewards[name][i] for name in rewards}, weights) for i in range(len(conversations))]
 
     def _fallback(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         parts_by_sample: list[dict[str, Reward]] = [{} for _ in conversations]
@@ -92,22 +83,18 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         return "wrong" in self.config.fallback_on and reward.components.get("correct") == 0.0
 
 
-def weighted_sum(
-    parts: Mapping[str, Reward], weights: Mapping[str, float], *, missing: Literal["mask", "renormalise"] = "mask"
-) -> Reward:
+def _weighted_sum(parts: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:
     """The sum of weight times reward over `parts`, by name; its score is the same sum before shaping.
 
-    `missing`: see `HybridEnvironmentConfig`. Names of components, and reasons, begin with the name of their part.
+    There is none where a part has none. Names of components, and reasons, begin with the name of their part.
     """
-    components, error = _components(parts), _errors(parts)
-    rewarded = {name: part for name, part in parts.items() if part.value is not None}
-    if not rewarded or (error and missing == "mask"):
+    components = _components(parts)
+    if error := _errors(parts):
         return Reward(None, components=components, error=error)
-    scale = sum(weights[name] for name in parts) / sum(weights[name] for name in rewarded) if error else 1.0
-    total = scale * sum(weights[name] * (part.value or 0.0) for name, part in rewarded.items())
+    total = sum(weights[name] * (part.value or 0.0) for name, part in parts.items())
     if not math.isfinite(total):
         return Reward(None, components=components, error="the weighted sum is not finite")
-    raw = scale * sum(weights[name] * (part.raw or 0.0) for name, part in rewarded.items())
+    raw = sum(weights[name] * (part.raw or 0.0) for name, part in parts.items())
     return Reward(total, Score(raw), components=components)
 
 

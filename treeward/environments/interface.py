@@ -98,20 +98,42 @@ class Environment(RayActor, abc.ABC):
         Messages lose the loop's own keys (`token_ids`, tensors). A log that is not a list of messages has no reward.
         Raises `DataError` unless there are as many `env_infos` (or None) as logs, or none at all.
         """
-        return self._rewarded(self._samples(message_logs, env_infos))
+        env_infos = env_infos or [None] * len(message_logs)  # NeMo RL's reward models get none
+        if len(message_logs) != len(env_infos):
+            got = f"{len(message_logs)} message logs and {len(env_infos)} env_infos"
+            raise DataError("there is not one env_info for each message log", where=self.name, got=got)
+        rewards: list[Reward | None] = []
+        valid: list[tuple[list[Message], dict[str, Any]]] = []
+        for log, info in zip(message_logs, env_infos, strict=True):
+            try:
+                if not isinstance(info, Mapping | None):
+                    raise DataError("the env_info is not a mapping", got=info)
+                valid.append((conversation_of(log), dict(info or {})))
+                rewards.append(None)
+            except DataError as error:
+                rewards.append(Reward(None, error=f"{error.summary} (got: {str(error.got)[:100]!r})"))
+        given = self.rewards([conversation for conversation, _ in valid], [info for _, info in valid])
+        assert len(given) == len(valid), f"{self.name} gives {len(given)} rewards for {len(valid)} conversations"
+        in_order = iter(given)
+        result = [next(in_order) if reward is None else reward for reward in rewards]
+        if failed := [i for i, reward in enumerate(result) if reward.value is None]:
+            first = f"sample {failed[0]}: {result[failed[0]].error}"
+            words = "%s: %d of %d samples have no reward; the first: %s"
+            logger.warning(words, self.name, len(failed), len(result), first)
+        return result
 
     def step(self, message_logs: Logs, env_infos: AnyInfos) -> EnvironmentReturn:
         """`reward`, in the form of NeMo RL."""
-        samples = self._samples(message_logs, env_infos)
-        rewards = self._rewarded(samples)
+        rewards = self.reward(message_logs, env_infos)
         details = [{"raw": r.raw, "components": dict(r.components), "error": r.error} for r in rewards]
+        infos = [info if isinstance(info, Mapping) else {} for info in env_infos or [None] * len(rewards)]
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": f"Environment: {reward.value}"} for reward in rewards],
-            metadata=[reward.info | {DETAILS: detail} for reward, detail in zip(samples, details, strict=True)],
+            metadata=[{**info, DETAILS: detail} for info, detail in zip(infos, details, strict=True)],
             next_stop_strings=[None] * len(rewards),
             rewards=torch.tensor([math.nan if r.value is None else r.value for r in rewards], dtype=torch.float32),
             terminateds=torch.ones(len(rewards), dtype=torch.bool),
-            answers=[_text(sample.conversation) for sample in samples],
+            answers=[_text(log) for log in message_logs],
         )
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
@@ -132,35 +154,6 @@ class Environment(RayActor, abc.ABC):
         """Free models, workers and connections. Safe to repeat."""
         return True
 
-    def _samples(self, message_logs: Sequence[Any], env_infos: Sequence[Any]) -> list[Sample]:
-        env_infos = env_infos or [None] * len(message_logs)  # NeMo RL's reward models get none
-        if len(message_logs) != len(env_infos):
-            got = f"{len(message_logs)} message logs and {len(env_infos)} env_infos"
-            raise DataError("there is not one env_info for each message log", where=self.name, got=got)
-        samples = []
-        for log, info in zip(message_logs, env_infos, strict=True):
-            env_info = dict(info) if isinstance(info, Mapping) else {}
-            try:
-                samples.append(Sample(conversation_of(log), env_info, None))
-            except DataError as error:
-                samples.append(Sample([], env_info, f"{error.summary} (got: {str(error.got)[:100]!r})"))
-            if info is not None and not isinstance(info, Mapping):
-                samples[-1] = Sample([], env_info, f"the env_info is not a mapping (got: {str(info)[:100]!r})")
-        return samples
-
-    def _rewarded(self, samples: Sequence[Sample]) -> list[Reward]:
-        valid = [sample for sample in samples if sample.error is None]
-        rewards = self.rewards([sample.conversation for sample in valid], [dict(sample.info) for sample in valid])
-        assert len(rewards) == len(valid), f"{self.name} gives {len(rewards)} rewards for {len(valid)} conversations"
-        valid_rewards = iter(rewards)
-        rewards = [next(valid_rewards) if s.error is None else Reward(None, error=s.error) for s in samples]
-        if failed := [i for i, reward in enumerate(rewards) if reward.value is None]:
-            first = f"sample {failed[0]}: {rewards[failed[0]].error}"
-            logger.warning(
-                "%s: %d of %d samples have no reward; the first: %s", self.name, len(failed), len(rewards), first
-            )
-        return rewards
-
 
 _Section = TypeVar("_Section", bound=Strict)
 
@@ -168,24 +161,16 @@ _Section = TypeVar("_Section", bound=Strict)
 class ConfiguredEnvironment(Environment, Generic[_Section]):
     """An environment made from one section of the configuration: `config`, checked by the subclass's `section`.
 
-    Raises `ConfigError` for an invalid section; `remote` raises it in the caller's process.
+    Raises `ConfigError` for an invalid section.
     """
 
     section: ClassVar[type[Strict]]
 
     def __init__(self, env_config: Mapping[str, Any] | _Section) -> None:
-        self.config = cast(_Section, self._checked(env_config))
-
-    @classmethod
-    def check_remote(cls, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (cls._checked(*args), *args[1:]), kwargs
-
-    @classmethod
-    def _checked(cls, env_config: Mapping[str, Any] | Strict) -> Strict:
-        if isinstance(env_config, cls.section):
-            return env_config
-        assert isinstance(env_config, Mapping)
-        return load_section(cls.section, env_config, where=WHERE)
+        section: Any = env_config
+        if isinstance(env_config, Mapping):
+            section = load_section(self.section, env_config, where=WHERE)
+        self.config = cast(_Section, section)
 
 
 def reward_metrics(name: str, rewards: Tensor) -> dict[str, float]:
@@ -221,14 +206,6 @@ def rewards_of(batch: Any) -> Any:
     return rewards
 
 
-class Sample(NamedTuple):
-    """One sample of a step, or the reason why it is invalid."""
-
-    conversation: list[Message]
-    info: dict[str, Any]
-    error: str | None
-
-
 def _message(message: Mapping[str, Any]) -> Message:
     kept: Message = {}
     for key, value in message.items():
@@ -239,8 +216,9 @@ def _message(message: Mapping[str, Any]) -> Message:
     return kept
 
 
-def _text(conversation: Sequence[Message]) -> str | None:
-    content = conversation[-1].get("content") if conversation else None
+def _text(log: Any) -> str | None:
+    last = log[-1] if isinstance(log, Sequence) and log else None
+    content = last.get("content") if isinstance(last, Mapping) else None
     return content if isinstance(content, str) else None
 
 

@@ -87,16 +87,14 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         matches = list(self._matches(conversations, env_infos, texts))
         compared = {i for match in matches for i in match.samples}
         errors |= {i: self._nothing_to_compare_with for i in texts if i not in compared}
-        rounds: list[tuple[Question, _Match]] = []
-        for match in matches:
-            sample = match.samples[0]
-            question = make_question(self.config, transcript(conversations[sample][:-1]), match.texts, sample)
-            rounds.append((question, match))
-        # Skip questions only about samples that have no reward anyway.
-        rounds = [(question, match) for question, match in rounds if any(i not in errors for i in match.samples)]
+        prompts = [(match.samples[0], transcript(conversations[match.samples[0]][:-1])) for match in matches]
+        questions = [
+            make_question(self.config, prompt, match.texts, sample)
+            for match, (sample, prompt) in zip(matches, prompts, strict=True)
+        ]
         outcomes: dict[int, list[_Outcome]] = defaultdict(list)
         messages: dict[int, list[str]] = defaultdict(list)
-        for (_, match), answers in zip(rounds, self._answers([question for question, _ in rounds]), strict=True):
+        for match, answers in zip(matches, self._answers(questions), strict=True):
             verdicts = [answer for answer in answers if isinstance(answer, Verdict)]
             for place, i in enumerate(match.places):
                 if i is None:

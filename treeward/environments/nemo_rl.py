@@ -20,7 +20,6 @@ from torch import Tensor
 
 from treeward.config.base import Strict
 from treeward.config.load import load_section
-from treeward.config.scoring import ScoringConfig
 from treeward.environments.interface import (
     DETAILS,
     WHERE,
@@ -33,12 +32,14 @@ from treeward.environments.interface import (
     Reward,
     conversation_of,
 )
-from treeward.environments.registry import check_section, make_environment
+from treeward.environments.registry import make_environment
 from treeward.errors import ConfigError, DataError, ModelError
 
 logger = logging.getLogger(__name__)
 
 _SECTION = "nemo_rl"
+_OBSERVATION = "\n"
+"""The environment's last message, not trained on: NeMo RL's asynchronous rollouts fail on one without tokens."""
 
 
 class NemoRLConfig(Strict):
@@ -49,10 +50,6 @@ class NemoRLConfig(Strict):
     its prompt, and so the advantage 0 (`group_mean`). That needs another completion of the prompt with a reward in the
     same step, or it raises: asynchronous rollouts of NeMo RL step one sample at a time."""
 
-    observation: str = "\n"
-    """The environment's last message. Its tokens are not trained on; without any, NeMo RL's asynchronous rollouts fail
-    on the type of an empty tensor."""
-
 
 class NemoRLEnvironment(Environment):
     """The environment of a section of `env:`, for NeMo RL.
@@ -62,15 +59,14 @@ class NemoRLEnvironment(Environment):
     """
 
     def __init__(self, env_config: Mapping[str, Any]) -> None:
-        self.config, kind, section = _split(env_config)
-        self.environment = make_environment(kind, section)
+        section = dict(env_config)
+        self.config = load_section(NemoRLConfig, section.pop(_SECTION, None) or {}, where=f"{WHERE}.{_SECTION}")
+        if section.pop("enabled", True) is False:
+            raise ConfigError(
+                "this environment is switched off", where=WHERE, field="enabled", got="false", need="true"
+            )
+        self.environment = make_environment("reward_model", section)
         self.name = self.environment.name
-
-    @classmethod
-    def check_remote(cls, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        _, kind, section = _split(*args, **kwargs)
-        check_section(kind, section)
-        return args, kwargs
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         return self.environment.rewards(conversations, env_infos)
@@ -83,7 +79,7 @@ class NemoRLEnvironment(Environment):
         result = self.environment.step(message_logs, env_infos)
         return result._replace(
             rewards=self._filled(result, message_logs),
-            observations=[observation | {"content": self.config.observation} for observation in result.observations],
+            observations=[observation | {"content": _OBSERVATION} for observation in result.observations],
         )
 
     def shutdown(self) -> bool:
@@ -144,27 +140,10 @@ def register(name: str = "reward_model") -> None:
     ACTOR_ENVIRONMENT_REGISTRY[path] = PY_EXECUTABLES.SYSTEM
 
 
-def _split(env_config: Mapping[str, Any]) -> tuple[NemoRLConfig, str, dict[str, Any]]:
-    section = dict(env_config)
-    config = load_section(NemoRLConfig, section.pop(_SECTION, None) or {}, where=f"{WHERE}.{_SECTION}")
-    if section.pop("enabled", True) is False:
-        raise ConfigError("this environment is switched off", where=WHERE, field="enabled", got="false", need="true")
-    kind = section.pop("type", None)
-    if kind is None and ScoringConfig.other_names.keys().isdisjoint(section):
-        raise ConfigError(
-            "the section does not say which kind of environment it is",
-            where=WHERE,
-            field="type",
-            need="type, or model_name",
-        )
-    return config, str(kind or "reward_model"), section
-
-
 def _groups(message_logs: Logs) -> list[Hashable]:
-    """The group of each sample: the messages before the generated ones; None for a log without a completion.
+    """The group of each sample: the messages before its completion; None for a log without one.
 
-    Generated messages have `generation_logprobs`. In logs without them the last message is the only generated one,
-    since a step ends a sample.
+    A step ends a sample, so the completion is the last message.
     """
     groups: list[Hashable] = []
     for log in message_logs:
@@ -172,9 +151,7 @@ def _groups(message_logs: Logs) -> list[Hashable]:
             messages = conversation_of(log)
         except DataError:  # not a list of messages
             messages = []
-        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        generated = [i for i in turns if log[i].get("generation_logprobs") is not None]
-        end = generated[0] if generated else len(messages) - 1
-        before = [(message.get("role"), message.get("content")) for message in messages[:end]]
-        groups.append(json.dumps(before, default=str) if turns else None)
+        is_completed = bool(messages) and messages[-1].get("role") == "assistant"
+        before = [(message.get("role"), message.get("content")) for message in messages[:-1]]
+        groups.append(json.dumps(before, default=str) if is_completed else None)
     return groups

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,10 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from treeward.config.reward_environments import is_enabled
 from treeward.environments.interface import WHERE, Conversations, Environment, Infos, Reward
-from treeward.errors import ConfigError, ModelError, nearest_name
+from treeward.errors import ConfigError, nearest_name
 from treeward.user_code import import_object
-
-logger = logging.getLogger(__name__)
 
 _CLASSES: dict[str, type[Environment] | str] = {
     "reward_model": "treeward.environments.reward_model.RewardModelEnvironment",
@@ -72,65 +69,39 @@ def make_environment(name: str, config: Mapping[str, Any], *, where: str = WHERE
 
     `where`: the section's name in errors. Raises `ConfigError` for an unknown kind, or a faulty section.
     """
-    kind, section = _kind(name, config)
+    section = dict(config)
+    kind = str(section.pop("type", None) or name)
     with _named(where):
         made: Any = environment_class(kind)
         environment: Environment = made(section)
     return environment
 
 
-def check_section(name: str, config: Mapping[str, Any], *, where: str = WHERE) -> None:
-    """Raise `ConfigError` for a section that `make_environment` would refuse, without making the environment."""
-    kind, section = _kind(name, config)
-    with _named(where):
-        environment_class(kind).check_remote(section)
+def make_environments(env_section: Mapping[str, Any]) -> dict[str, Environment]:
+    """The environments of an `env:` section, in this process, by name, without disabled ones (`enabled: false`).
 
-
-def make_named(name: str, section: Mapping[str, Any]) -> Environment:
-    """The environment `env.<name>`, whose kind is its name unless the section has a `type`.
-
-    If the name is not a kind, its metrics begin with `<name>_env/`.
-    """
-    environment = make_environment(name, section, where=f"env.{name}")
-    if name not in _CLASSES:
-        environment.name = f"{name}_env"
-    return environment
-
-
-def sections_of(env_section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The sections of an `env:` section by name, resolved, without disabled ones (`enabled: false`).
-
-    Raises `ConfigError` for a section that is not a mapping.
+    The kind of an environment is its name unless its section has a `type`; if the name is not a kind, its metrics begin
+    with `<name>_env/`. Raises `ConfigError` for a faulty section, after it has shut the others down.
     """
     is_omega = isinstance(env_section, DictConfig)
     plain: Any = OmegaConf.to_container(env_section, resolve=True) if is_omega else env_section
-    for name, section in plain.items():
-        if not isinstance(section, Mapping):
-            summary = "the section of an environment is not a mapping"
-            raise ConfigError(summary, where=f"env.{name}", got=section, need="its keys")
-    return {
-        name: {key: value for key, value in section.items() if key != "enabled"}
-        for name, section in plain.items()
-        if is_enabled(section)
-    }
-
-
-def make_environments(env_section: Mapping[str, Any]) -> dict[str, Environment]:
-    """The environments of an `env:` section, in this process, by name. If one fails, the others are shut down."""
     environments: dict[str, Environment] = {}
     try:
-        for name, section in sections_of(env_section).items():
-            environments[name] = make_named(name, section)
+        for name, section in plain.items():
+            if not isinstance(section, Mapping):
+                summary = "the section of an environment is not a mapping"
+                raise ConfigError(summary, where=f"env.{name}", got=section, need="its keys")
+            if not is_enabled(section):
+                continue
+            keys = {key: value for key, value in section.items() if key != "enabled"}
+            environments[name] = make_environment(name, keys, where=f"env.{name}")
+            if name not in _CLASSES:
+                environments[name].name = f"{name}_env"
     except BaseException:
         for environment in environments.values():
             environment.shutdown()
         raise
     return environments
-
-
-def _kind(name: str, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    section = dict(config)
-    return str(section.pop("type", None) or name), section
 
 
 @contextlib.contextmanager
@@ -145,9 +116,6 @@ def _named(where: str) -> Iterator[None]:
         raise error.but(where=where + inner.removeprefix(WHERE)) from error.__cause__
 
 
-_SHUTDOWN_SECONDS = 30.0
-
-
 class RemoteEnvironment(Environment):
     """The environment of an actor's `handle`, under its own name. It raises the actor's errors."""
 
@@ -155,38 +123,18 @@ class RemoteEnvironment(Environment):
         self.name, self._handle = name, handle
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        return list(self._call("rewards", conversations, env_infos))
-
-    def shutdown(self) -> bool:
-        """Free models and workers, and kill an actor that does not respond."""
         import ray
-        from ray.exceptions import GetTimeoutError, RayActorError
-
-        handle, self._handle = self._handle, None  # the actor ends with its last handle
-        try:
-            return handle is None or bool(ray.get(handle.shutdown.remote(), timeout=_SHUTDOWN_SECONDS))
-        except (GetTimeoutError, RayActorError) as error:
-            logger.warning("%s did not shut down and is killed: %s", self.name, str(error).splitlines()[:1])
-            ray.kill(handle)
-            return False
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        import ray
-        from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+        from ray.exceptions import RayTaskError
 
         try:
-            return ray.get(getattr(self._handle, method).remote(*arguments))
+            return list(ray.get(self._handle.rewards.remote(conversations, env_infos)))
         except RayTaskError as error:
             raise error.cause from None
-        except ActorUnavailableError:
-            raise  # it may be back for the next step
-        except RayActorError as error:
-            raise ModelError(
-                "the Ray actor of the environment is gone",
-                where=self.name,
-                got=str(error).splitlines()[0],
-                fix="resume the run",
-            ) from error
+
+    def shutdown(self) -> bool:
+        import ray
+
+        return bool(ray.get(self._handle.shutdown.remote()))
 
 
 def as_environment(environment: Any, name: str = "environment") -> Environment:

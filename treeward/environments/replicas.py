@@ -25,7 +25,6 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
-from torch import Tensor
 
 from treeward.config.reward_environments import RewardModelEnvironmentConfig
 from treeward.environments.interface import WHERE
@@ -62,9 +61,6 @@ class _Replica:
         """As `ScoringWorker.score`, in a thread: Serve's health checks go on."""
         return await asyncio.to_thread(self._score, conversations)
 
-    async def preprocess(self, conversations: Sequence[Conversation]) -> dict[str, Tensor]:
-        return self._worker.preprocess(conversations)
-
     async def process_ids(self) -> list[int]:
         return self._process_ids
 
@@ -100,7 +96,7 @@ class ReplicaPool:
             gpus=size if config.resources.gpus_per_node else 0,
             what="the reward model",
             where=WHERE,
-            field="resources num_replicas",
+            field="resources",
         )
         share = {name: amount / size for name, amount in room.items()}
         bundles: dict[str, Any] = {"placement_group_bundles": [share] * size, "placement_group_strategy": "STRICT_PACK"}
@@ -138,11 +134,6 @@ class ReplicaPool:
             }
         return [scores_by_index[i] for i in range(len(conversations))]
 
-    def preprocess(self, conversations: Sequence[Conversation]) -> dict[str, Tensor]:
-        """By one replica; see `RewardModelEnvironment.preprocess_data`."""
-        data: dict[str, Tensor] = self._ask("preprocess", conversations)
-        return data
-
     def shutdown(self) -> None:
         """End the replicas. Safe to repeat."""
         self._open.close()
@@ -151,21 +142,14 @@ class ReplicaPool:
         attempts = self._config.max_retries + 1
         for _ in range(attempts):
             try:
-                scores: list[Score] = self._ask("score", conversations)
+                scoring = self._handle.score.remote(conversations)
+                scores: list[Score] = scoring.result(timeout_s=self._config.worker_timeout_seconds)
                 return scores
+            except RayTaskError as error:
+                raise error.cause from None
             except (RayActorError, TimeoutError) as lost:
                 reason = f"tried {attempts} times: its replica died: {first_line(lost)}"
         return [Score(None, error=reason)] * len(conversations)
-
-    def _ask(self, method: str, conversations: Sequence[Conversation]) -> Any:
-        try:
-            return (
-                getattr(self._handle, method)
-                .remote(conversations)
-                .result(timeout_s=self._config.worker_timeout_seconds)
-            )
-        except RayTaskError as error:
-            raise error.cause from None
 
 
 def plan_chunks(conversations: Sequence[Conversation], num_workers: int) -> list[list[int]]:

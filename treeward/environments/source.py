@@ -23,7 +23,7 @@ from treeward.config.base import Strict
 from treeward.config.load import load_section
 from treeward.environments.interface import Environment, Reward
 from treeward.environments.registry import RemoteEnvironment, make_environment
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ConfigError
 from treeward.parallel.ray_cluster import start_ray
 
 _WHERE = "reward_kwargs"
@@ -75,12 +75,9 @@ class RewardSource:
             requests = [request for request in requests if request.future.set_running_or_notify_cancel()]
             try:
                 rewards = self._environment.reward([r.messages for r in requests], [r.env_info for r in requests])
-            except BaseException as error:  # the callers wait, and more requests will come
-                # An exit or a cancellation must not end the waiting threads and loops.
-                is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-                raised = error if is_plain else ModelError("the environment ended its step", got=repr(error))
+            except Exception as error:  # the callers wait, and more requests will come
                 for request in requests:
-                    request.future.set_exception(raised)
+                    request.future.set_exception(error)
             else:
                 for request, reward in zip(requests, rewards, strict=True):
                     request.future.set_result(reward)

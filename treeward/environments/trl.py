@@ -9,68 +9,52 @@ missing reward is None, which TRL keeps out of the group's baseline and gives th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from treeward.client.rewards import AsyncRewardClient, RewardClient
 from treeward.environments.interface import Environment
 from treeward.environments.registry import as_environment
 from treeward.environments.reward_model import RewardModelEnvironment
-from treeward.errors import ConfigError
 
 _NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric", "environments", "completion_ids"})
 """TRL's arguments that are not columns of the dataset (`GRPOTrainer._calculate_rewards`)."""
 
 
-def as_trl(
-    reward: Any, *, name: str | None = None, columns: Mapping[str, str] | None = None, **settings: Any
-) -> TrlReward:
+def as_trl(reward: Any, *, name: str | None = None, **settings: Any) -> TrlReward:
     """A reward as one of TRL's `reward_funcs`.
 
-    `reward`: an `Environment`, its Ray actor, the `RewardClient` of a server, the address of a `treeward serve`
-    (`http://host:8000`), or the folder or hub name of a model. `settings`: for an address or a model, other keys of the
-    section `env.reward_model`, as `token_env`. `name`, `columns`: see `TrlReward`. Raises `ConfigError` for an
-    `AsyncRewardClient`, and passes on the environment's errors.
+    `reward`: an `Environment`, its Ray actor, the address of a `treeward serve` (`http://host:8000`), or the folder or
+    hub name of a model. `settings`: for an address or a model, other keys of the section `env.reward_model`, as
+    `token_env`. `name`: see `TrlReward`. Passes on the environment's errors.
     """
-    if isinstance(reward, AsyncRewardClient):
-        need = "an environment, or a RewardClient, which is synchronous"
-        raise ConfigError("TRL does not await the calls of a client", got="an AsyncRewardClient", need=need)
-    if isinstance(reward, RewardClient):
-        reward = RewardModelEnvironment({"model_name": reward.url}, client=reward)
-    elif isinstance(reward, str):
+    if isinstance(reward, str):
         reward = RewardModelEnvironment({"model_name": reward, **settings})
-    return TrlReward(as_environment(reward), name=name, columns=columns)
+    return TrlReward(as_environment(reward), name=name)
 
 
 class TrlReward:
     """A reward function for TRL; `as_trl` makes it.
 
-    `name`: its name in TRL's log (`rewards/<name>/mean`). `columns`: keys of `env_infos` (`ground_truth`, ...) to
-    columns of the dataset; other columns keep their names, and empty cells are left out.
+    `name`: its name in TRL's log (`rewards/<name>/mean`). The columns of the dataset are the `env_infos`, without empty
+    cells.
 
     It can be pickled if its environment can: a Ray actor, but not a loaded reward model. It adds to TRL's metrics
     `<name>/failed`, the share of completions without a reward, and `<name>/raw_mean`, the mean reward before shaping.
     """
 
-    def __init__(
-        self, environment: Environment, *, name: str | None = None, columns: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, environment: Environment, *, name: str | None = None) -> None:
         self.environment = environment
         self.__name__ = name or self.environment.name
-        self.columns = dict(columns or {})
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """The rewards of B completions, None for none.
-
-        `prompts`, `completions`: B lists of messages, or B texts. Raises `ConfigError` if the dataset lacks a column of
-        `columns`.
-        """
+        """The rewards of B completions, None for none. `prompts`, `completions`: B lists of messages, or B texts."""
         logs = [
             _messages(prompt, "user") + _messages(completion, "assistant")
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         log_metric = columns.get("log_metric")
-        infos = self._env_infos(columns, len(logs))
+        cells = {name: values for name, values in columns.items() if name not in _NOT_COLUMNS}
+        infos = [{k: v[i] for k, v in cells.items() if v[i] is not None} for i in range(len(logs))]
         rewards = self.environment.reward(logs, infos)
         if log_metric is not None and rewards:
             log_metric(f"{self.__name__}/failed", sum(reward.value is None for reward in rewards) / len(rewards))
@@ -78,16 +62,6 @@ class TrlReward:
             if raw:
                 log_metric(f"{self.__name__}/raw_mean", sum(raw) / len(raw))
         return [reward.value for reward in rewards]
-
-    def _env_infos(self, columns: Mapping[str, Any], num_samples: int) -> list[dict[str, Any]]:
-        dataset_columns = {name: values for name, values in columns.items() if name not in _NOT_COLUMNS}
-        if missing := [column for column in self.columns.values() if column not in dataset_columns]:
-            where, need = f"as_trl of {self.__name__}", f"one of {', '.join(sorted(dataset_columns))}"
-            raise ConfigError("the dataset has no such column", where=where, field="columns", got=missing[0], need=need)
-        renamed = self.columns.values()
-        values = {name: cells for name, cells in dataset_columns.items() if name not in renamed}
-        values |= {key: dataset_columns[column] for key, column in self.columns.items()}
-        return [{name: cells[i] for name, cells in values.items() if cells[i] is not None} for i in range(num_samples)]
 
 
 def _messages(value: Any, role: str) -> list[dict[str, Any]]:

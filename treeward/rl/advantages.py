@@ -69,15 +69,17 @@ def advantages(rewards_PG: Tensor, config: GRPOConfig) -> Tensor:
     """
     rewards = torch.where(rewards_PG.isfinite(), rewards_PG.double(), torch.nan)
     count_P1 = rewards.isfinite().sum(dim=1, keepdim=True)
-    if config.estimator == "reinforce_plus_plus":
+    estimator = config.adv_estimator.name
+    if estimator == "reinforce_plus_plus":
         centres_batch = not config.adv_estimator.minus_baseline
         centred = _centred(rewards.reshape(1, -1) if centres_batch else rewards).reshape(rewards.shape)
         std = (centred.square().sum() / (count_P1.sum() - 1).clamp_min(1)).sqrt()
         return (centred / (std + STD_FLOOR)).float()
     centred = _centred(rewards)
     others_P1 = (count_P1 - 1).clamp_min(1)
-    result = centred * count_P1 / others_P1 if config.estimator == "leave_one_out" else centred
-    if config.divides_by_std:
+    leaves_one_out = estimator == "leave_one_out" or config.use_leave_one_out_baseline
+    result = centred * count_P1 / others_P1 if leaves_one_out else centred
+    if config.normalize_rewards:
         std_P1 = (centred.square().sum(dim=1, keepdim=True) / others_P1).sqrt()
         result = result / (std_P1 + STD_FLOOR)
     return result.float()

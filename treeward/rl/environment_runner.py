@@ -8,10 +8,9 @@
 `env_infos`, copies of the prompt's `info` with `truncated`.
 
 A completion without a reward is NaN and listed with the reason; it is never a number that trains. An environment that
-takes too long, or raises, gives no rewards in this step; one that is wrong itself (`ConfigError`, `ModelError`) stops
-the run.
+raises gives no rewards in this step; one that is wrong itself (`ConfigError`, `ModelError`) stops the run.
 
-The main process has the environments; all processes call the runner and get the same rewards.
+The main process alone has the environments and calls the runner.
 
 Shapes: P prompts, G completions to each.
 """
@@ -21,12 +20,10 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +33,7 @@ from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.data.prompt_sets import Prompt
 from treeward.environments.interface import Environment, Reward, reward_metrics
-from treeward.environments.registry import make_named, sections_of
+from treeward.environments.registry import make_environments
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.rl.generation import CompletionGroup, batch_shape
 
@@ -47,9 +44,6 @@ CHOICE = "environment"
 
 _GOLD = "grpo.gold_environment"
 _LARGEST = torch.finfo(torch.float32).max
-_SHUTDOWN_SECONDS = 60.0
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,37 +61,21 @@ class GroupRewards:
 class EnvironmentRunner:
     """Runs `environments`, by name, and shuts them down.
 
-    `default`: for prompts that name none. `gold`: another environment, for the watch alone. `timeout_seconds`: of one
-    step; None for no limit.
+    `default`: for prompts that name none. `gold`: another environment, for the watch alone.
     """
 
     def __init__(
-        self,
-        environments: Mapping[str, Environment],
-        default: str | None,
-        *,
-        gold: Environment | None = None,
-        timeout_seconds: float | None = None,
+        self, environments: Mapping[str, Environment], default: str | None, *, gold: Environment | None = None
     ) -> None:
-        self.timeout_seconds = timeout_seconds
         self.environments, self._default = dict(environments), default
         if gold is not None:
             self.environments[_GOLD] = gold
-        self._last: dict[str, Future[Any]] = {}
-        names = Counter(environment.name for environment in environments.values())
-        self._labels = {
-            name: environment.name if names[environment.name] == 1 else f"{name}_env"
-            for name, environment in environments.items()
-        }
 
     def reward(self, groups: Sequence[CompletionGroup]) -> GroupRewards:
         """Rewards of every completion of every group.
 
         Raises `ConfigError` or `ModelError` for an environment that is wrong itself.
         """
-        return processes.on_main(lambda: self._reward(groups))
-
-    def _reward(self, groups: Sequence[CompletionGroup]) -> GroupRewards:
         shape = batch_shape(groups)
         names = [group.prompt.info.get(CHOICE) or self._default for group in groups for _ in group.completions]
         indices = {
@@ -116,14 +94,11 @@ class EnvironmentRunner:
             summary = failure_summary(failures)
             logger.warning("%d of %d completions have no reward: %s", len(failures), len(rewards), summary)
         total, raw = [reward.value for reward in rewards], [_finite(Reward(reward.raw)).value for reward in rewards]
-        labelled_rewards = {self._labels[name]: rewards_by_name[name] for name in indices}
+        labelled_rewards = {self.environments[name].name: rewards for name, rewards in rewards_by_name.items()}
         return GroupRewards(_tensor(total).reshape(shape), _tensor(raw).reshape(shape), labelled_rewards, failures)
 
     def gold(self, groups: Sequence[CompletionGroup]) -> Tensor:
         """Rewards of the gold environment, float32 (P, G), NaN for none. Raises as `reward` does."""
-        return processes.on_main(lambda: self._gold(groups))
-
-    def _gold(self, groups: Sequence[CompletionGroup]) -> Tensor:
         shape = batch_shape(groups)
         rewards = self._ask({_GOLD: range(shape[0] * shape[1])}, groups)[_GOLD]
         if missing := [reward.error for reward in rewards if reward.value is None]:
@@ -132,54 +107,37 @@ class EnvironmentRunner:
 
     def shutdown(self) -> None:
         """Free the models, workers and connections of the environments. Safe to repeat."""
-        futures = {name: _in_thread(environment.shutdown) for name, environment in self.environments.items()}
-        wait(futures.values(), timeout=_SHUTDOWN_SECONDS)
-        for name, future in futures.items():
-            if not future.done() or future.exception() is not None:
-                logger.warning("%s did not shut down: %s", name, future.exception() if future.done() else "it hangs")
+        for environment in self.environments.values():
+            environment.shutdown()
 
     def _ask(
         self, indices_by_name: Mapping[str, Sequence[int]], groups: Sequence[CompletionGroup]
     ) -> dict[str, list[Reward]]:
         """By environment, its rewards. Completions are indexed through all groups."""
-        futures = {name: self._start(name, indices, groups) for name, indices in indices_by_name.items()}
-        in_time = wait(futures.values(), timeout=self.timeout_seconds).done
-        rewards: dict[str, list[Reward]] = {}
-        for name, future in futures.items():
-            count, error = len(indices_by_name[name]), future.exception() if future in in_time else None
-            if isinstance(error, ConfigError | ModelError):
-                raise error
-            if future in in_time and error is None:
-                rewards[name] = [_finite(reward) for reward in future.result()]
-                continue
-            future.cancel()
-            reason = f"it raised {type(error).__name__}: {error}"
-            reason = f"no rewards within {self.timeout_seconds:g} seconds" if error is None else reason
-            logger.warning("%s has no rewards in this step: %s", name, reason, exc_info=error)
-            rewards[name] = [Reward(None, error=reason)] * count
-        return rewards
-
-    def _start(self, name: str, indices: Sequence[int], groups: Sequence[CompletionGroup]) -> Future[list[Reward]]:
-        """Reward completions in a thread, after the environment's last step, which may have run out of time."""
-        environment = self.environments[name]
-        conversations = [conversation for group in groups for conversation in group.conversations]
-        infos = [
-            {**group.prompt.info, "truncated": completion.truncated}
+        samples = [
+            (conversation, {**group.prompt.info, "truncated": completion.truncated})
             for group in groups
-            for completion in group.completions
+            for conversation, completion in zip(group.conversations, group.completions, strict=True)
         ]
-        # Copies, which an environment may change.
-        samples = copy.deepcopy([(conversations[i], infos[i]) for i in indices])
 
-        def step() -> list[Reward]:
-            rewards = environment.rewards([sample[0] for sample in samples], [sample[1] for sample in samples])
-            if len(rewards) != len(samples):
-                summary = f"the environment gives {len(rewards)} rewards for {len(samples)} samples"
+        def ask(name: str) -> list[Reward]:
+            # Copies, which an environment may change.
+            chosen = copy.deepcopy([samples[i] for i in indices_by_name[name]])
+            try:
+                rewards = self.environments[name].rewards([chat for chat, _ in chosen], [info for _, info in chosen])
+            except (ConfigError, ModelError):
+                raise
+            except Exception as error:
+                reason = f"it raised {type(error).__name__}: {error}"
+                logger.warning("%s has no rewards in this step: %s", name, reason, exc_info=error)
+                return [Reward(None, error=reason)] * len(chosen)
+            if len(rewards) != len(chosen):
+                summary = f"the environment gives {len(rewards)} rewards for {len(chosen)} samples"
                 raise ConfigError(summary, where=name)
-            return rewards
+            return [_finite(reward) for reward in rewards]
 
-        self._last[name] = _in_thread(step, after=self._last.get(name))
-        return self._last[name]
+        with ThreadPoolExecutor(max(len(indices_by_name), 1)) as threads:
+            return dict(zip(indices_by_name, threads.map(ask, indices_by_name), strict=True))
 
 
 def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) -> EnvironmentRunner:
@@ -192,20 +150,13 @@ def make_environment_runner(config: GRPORunConfig, prompts: Sequence[Prompt]) ->
     used = dict.fromkeys((*([] if default is None else [default]), *config.named_environments))
     for prompt in prompts:
         used[_choice(prompt, default, grpo)] = None
-    sections, gold = sections_of(config.env), grpo.gold_environment
-    made: dict[str, Environment] = {}
-    try:
-        for name in (*used, *(() if gold is None else (gold,))) if processes.is_main() else ():
-            made[name] = make_named(name, sections[name])
-    except BaseException:
-        for environment in made.values():
-            environment.shutdown()
-        raise
+    gold = grpo.gold_environment
+    sections = {name: config.env[name] for name in (*used, gold) if name is not None}
+    environments = make_environments(sections) if processes.is_main() else {}
     return EnvironmentRunner(
-        {name: environment for name, environment in made.items() if name in used},
+        {name: environment for name, environment in environments.items() if name in used},
         default,
-        gold=None if gold is None else made.get(gold),
-        timeout_seconds=grpo.environment_timeout_seconds,
+        gold=None if gold is None else environments.get(gold),
     )
 
 
@@ -232,30 +183,11 @@ def failure_summary(failures: Sequence[tuple[str, str]]) -> str:
     return "; ".join(f"{count} x {reason} ({first[reason]})" for reason, count in counts.most_common(3))
 
 
-def _in_thread(work: Callable[[], Result], *, after: Future[Any] | None = None) -> Future[Result]:
-    """Do `work` in a daemon thread, after `after`. Unlike `ThreadPoolExecutor`'s, a thread that hangs does not keep the
-    process alive.
-    """
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        if after is not None:
-            wait([after])
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
 def _choice(prompt: Prompt, default: str | None, grpo: GRPOConfig) -> str:
     """The environment of a prompt. The data's reader has checked that it exists."""
     chosen: str | None = prompt.info.get(CHOICE) or default
     if chosen is None:
-        summary = "the prompt chooses no environment, and there is no default (grpo.environment, data.env_name)"
+        summary = "the prompt chooses no environment, and there is no default (env_name of its set)"
     elif chosen == grpo.gold_environment:
         summary = "a prompt is rewarded by grpo.gold_environment, which then could not show over-optimisation"
     else:

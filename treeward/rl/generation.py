@@ -1,6 +1,7 @@
 """`LocalGenerator`: completions sampled by the processes of the run; `Generator`: the interface of every generator.
 
-    generator = LocalGenerator(policy, tokenizer, GenerationConfig(max_new_tokens=256))
+    ends = end_ids_of(policy, tokenizer)
+    generator = LocalGenerator(policy, tokenizer, GenerationConfig(max_new_tokens=256), ends)
     groups = generator.generate(prompts, prompt_ids, num_completions=8, seed=step)
 
 A `CompletionGroup` is one prompt with its completions; all groups of a batch have the same number. The token ids are
@@ -125,23 +126,22 @@ class Generator(ABC):
     The run calls `load_weights` after every change of the weights and then `generate`, never two at once. Every process
     of a run has a generator, makes these calls, and gets all completions.
 
-    `config`: the section `policy.generation`. `max_total_tokens`: the limit of prompt and completion together.
-    `end_ids`: tokens that end a completion; None takes the model's and the tokenizer's. `chat_template`,
-    `trust_remote_code`: the policy's, for samplers outside this process. `mesh`: the processes that share the sampling.
+    `config`: the section `policy.generation`. `end_ids`: tokens that end a completion (`end_ids_of`).
+    `max_total_tokens`: the limit of prompt and completion together. `chat_template`, `trust_remote_code`: the policy's,
+    for samplers outside this process. `mesh`: the processes that share the sampling.
     """
 
     policy: PolicyModel
     tokenizer: PreTrainedTokenizerBase
     config: GenerationConfig
+    end_ids: Sequence[int]
     max_total_tokens: int | None = None
-    end_ids: Sequence[int] | None = None
     chat_template: str = ""
     trust_remote_code: bool = False
     mesh: Mesh = Mesh()
 
     def __post_init__(self) -> None:
-        ends = end_ids_of(self.policy, self.tokenizer, self.end_ids)
-        self.reader = CompletionReader(self.tokenizer, ends, self.config)
+        self.reader = CompletionReader(self.tokenizer, self.end_ids, self.config)
 
     @abstractmethod
     def generate(
@@ -280,18 +280,12 @@ class CompletionReader:
 
 
 def end_ids_of(
-    policy: PolicyModel,
-    tokenizer: PreTrainedTokenizerBase,
-    config_ids: Sequence[int] | None = None,
-    *,
-    template_ids: Sequence[int] = (),
+    policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, *, template_ids: Sequence[int] = ()
 ) -> list[int]:
-    """The tokens that end a completion: `config_ids`, or else the model's, the tokenizer's and the template's.
+    """The tokens that end a completion: the model's, the tokenizer's and the template's.
 
     Raises `ConfigError` if there are none.
     """
-    if config_ids is not None:
-        return list(config_ids)
     model_ids = getattr(getattr(policy.hf, "generation_config", None), "eos_token_id", None)
     end_ids = [model_ids] if isinstance(model_ids, int) else list(model_ids or ())
     end_ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

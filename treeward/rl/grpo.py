@@ -120,10 +120,9 @@ class GRPORun(Run):
             self._samples = StepFile(self._log_dir / SAMPLES_FILE, resume_step=resume_step)
         self._write_alarms()  # alarms after the last checkpoint of a killed run are raised again
         if self.stopped_by is not None:
-            watch = self.config.grpo.watch
-            stops = watch.stop and self.stopped_by in watch.stop_on
             logger.info("The alarm %s has ended this run after step %d.", self.stopped_by, state.step)
-            self.stopped_by = self.stopped_by if stops else None
+            if self.stopped_by not in self.config.grpo.watch.stop_on:
+                self.stopped_by = None
 
     def state(self) -> dict[str, Any]:
         return {
@@ -231,7 +230,7 @@ class GRPORun(Run):
             logger.warning("ALARM after step %d: %s", alarm.step, alarm.sentence)
             if alarm.stops and self.stopped_by is None:
                 self.stopped_by = alarm.kind
-                logger.warning("The run ends here (grpo.watch.stop).")
+                logger.warning("The run ends here (grpo.watch.stop_on).")
         self._write_alarms()
         values = ((name, validation.metrics.get(f"validation/{name}")) for name in _SHOWN)
         shown = "  ".join(f"{name} {value:.3f}" for name, value in values if value is not None)

@@ -1,7 +1,7 @@
 """`HttpGenerator`: completions sampled by a server of vLLM or of SGLang.
 
     section = GenerationConfig(backend="vllm", url="http://localhost:8000", model="policy", weight_folder="/dev/shm/w")
-    generator = HttpGenerator(policy, tokenizer, section)
+    generator = HttpGenerator(policy, tokenizer, section, end_ids)
     generator.load_weights(policy, 0)
     groups = generator.generate(prompts, prompt_ids, num_completions=8, seed=1)
 
@@ -19,9 +19,8 @@ or whose response does not fit the request, is a `GenerationError` within `timeo
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +32,9 @@ from treeward.model.policy_model import PolicyModel
 from treeward.openai_client import check_openai, key_from, openai_client, post
 from treeward.rl.generation import GenerationError
 from treeward.rl.served_generation import Request, Served, ServedGenerator
-from treeward.user_code import import_object
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
-
-logger = logging.getLogger(__name__)
 
 _FIXES: dict[int | None, str] = {
     None: "start the server again, and resume the run",
@@ -50,71 +46,46 @@ _FIXES: dict[int | None, str] = {
 class HttpGenerator(ServedGenerator):
     """See `Generator`.
 
-    The section's `weight_sync` says how the server gets new weights. "none": it keeps its own. "folder": they are
-    written to `weight_folder/version-N`, with `chat_template`, and the server loads them: SGLang by
+    New weights are written to `weight_folder/version-N`, with `chat_template`, and the server loads them: SGLang by
     `/update_weights_from_disk`; vLLM by the worker's `reload_weights(weights_path=...)` through `/collective_rpc`,
     which needs VLLM_SERVER_DEV_MODE=1 in the server's environment. The folder belongs to one run and keeps the version
-    that the server has. Otherwise the dotted path of a function of the policy and the version, which returns when the
-    server samples from the new weights.
+    that the server has.
 
-    After each change of the weights (with "none", only at first) the log-probabilities of short completions are
-    compared with the policy's own. That finds another model, and weights that were not loaded, in whole or in part; one
-    small step is less than the rounding of bfloat16.
+    After each change of the weights the log-probabilities of short completions are compared with the policy's own. That
+    finds another model, and weights that were not loaded, in whole or in part; one small step is less than the rounding
+    of bfloat16.
     """
 
     def __post_init__(self) -> None:
         check_openai()
         super().__post_init__()
         server = self.config
-        assert server.url is not None and server.backend != "hf"
+        assert server.url is not None and server.backend != "hf" and server.weight_folder is not None
         self._url = server.url.rstrip("/").removesuffix("/v1")
         self._key = key_from(server.api_key_env, field="api_key_env")
-        self._sync: Callable[[PolicyModel, int], Any] | None = None
-        if server.weight_sync == "folder":
-            assert server.weight_folder is not None
-            self._sync = self._write_weights
-        elif server.weight_sync != "none":
-            self._sync = import_object(server.weight_sync, field="weight_sync")
+        self._folder = Path(server.weight_folder).resolve()
         self._weights: Path | None = None
-        self._stale_logged = False
 
     def ask(self, requests: Sequence[Request], sampling: GenerationConfig, *, log_probs: bool) -> list[list[Served]]:
         return run_async(self._all(requests, sampling, log_probs))
 
     def load_weights(self, policy: PolicyModel, version: int) -> None:
         """Give the server the weights and compare. Raises `GenerationError` where it has others afterwards."""
-        is_first, self.version = self.version is None, version
-        if self._sync is not None:
-            self._sync(policy, version)
-        elif not is_first and not self._stale_logged:
-            self._stale_logged = True
-            logger.warning(
-                "The server keeps its weights, and the policy is at version %d: completions are off-policy, more with "
-                "every update. Set loss_fn.use_importance_sampling_correction=true, or give the server the weights "
-                "(weight_sync: folder).", version,
-            )  # fmt: skip
-        if is_first or self._sync is not None:
-            error = self.compare(policy, where=self._url)
-            if error is not None and self._sync is not None:
-                raise error
-            if error is not None:
-                logger.warning("%s", error)
-
-    def close(self) -> None:
-        """Remove the weights that this run has written, also before it was killed."""
-        if self.config.weight_sync == "folder" and processes.is_main():
-            self._clear_weights(keep=None)
-
-    def _write_weights(self, policy: PolicyModel, version: int) -> None:
-        target = Path(str(self.config.weight_folder)).resolve() / f"version-{version}"
+        self.version, target = version, self._folder / f"version-{version}"
         processes.on_main(lambda: self._clear_weights(keep=self._weights))  # those of a run that was killed
         export_policy(policy, self.tokenizer, target, chat_template=self.chat_template)
         processes.on_main(lambda: run_async(self._announce(target, version)))
         self._weights = target
         processes.on_main(lambda: self._clear_weights(keep=target))
+        self.compare(policy, where=self._url)
+
+    def close(self) -> None:
+        """Remove the weights that this run has written, also before it was killed."""
+        if processes.is_main():
+            self._clear_weights(keep=None)
 
     def _clear_weights(self, *, keep: Path | None) -> None:
-        for folder in Path(str(self.config.weight_folder)).resolve().glob("version-*"):
+        for folder in self._folder.glob("version-*"):
             if folder != keep and folder.name.removeprefix("version-").isdigit():
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -209,7 +180,7 @@ class HttpGenerator(ServedGenerator):
         return GenerationError(
             "the generator's response does not fit the request",
             where=self._url + path,
-            got=f"{got}; asked for {description}",
+            got=f"asked for {description}; {got}",
             need=f"the response of a server of {self.config.backend}",
             fix="check policy.generation.backend and the server's version and log",
         )

@@ -91,38 +91,25 @@ def kl_coefficient(config: PolicyLossConfig) -> float:
     return 0.0 if config.kl_in_reward else config.reference_policy_kl_penalty
 
 
-def needs_generator(config: PolicyLossConfig) -> bool:
-    """Whether the generator's log-probabilities are in the loss."""
-    weights_kl = config.use_on_policy_kl_approximation and kl_coefficient(config) != 0
-    return config.use_importance_sampling_correction or weights_kl
-
-
 def kl_estimate(
     log_probs: Tensor,
     reference: Tensor,
     estimator: KLEstimator,
     input_clamp: float | None = None,
     output_clamp: float | None = None,
-    *,
-    weights: Tensor | None = None,
 ) -> Tensor:
     """An estimate of KL(policy || reference) from tokens that the policy sampled, per token, with gradients.
 
     With x = log pi - log ref: k1 = x, unbiased, may be negative; k2 = x^2 / 2, biased, with the gradient of the true
     KL; k3 = exp(-x) - 1 + x, unbiased, never negative. Schulman 2020, "Approximating KL divergence". As losses, k1 has
-    an expected gradient of zero, and k3 the gradient of KL(reference || policy).
+    an expected gradient of zero, and k3 that of KL(reference || policy) (Tang and Munos 2025, arXiv 2506.09477).
 
-    `weights`: policy over sampling probability, which multiply the estimate. With their gradients the expected gradient
-    is that of the estimated quantity, also where the policy has sampled: KL(policy || reference) by k1 and k3 (Tang and
-    Munos 2025, arXiv 2506.09477). `input_clamp`, `output_clamp`: c > 0; x, and then the weighted estimate, are limited
-    to [-c, c], beyond which there is no gradient (NeMo RL, `calculate_kl`).
+    `input_clamp`, `output_clamp`: c > 0; x, and then the estimate, are limited to [-c, c], beyond which there is no
+    gradient (NeMo RL, `calculate_kl`).
     """
     x = log_probs - reference
-    if input_clamp is not None:
-        free, x = x, x.clamp(-input_clamp, input_clamp)
-        weights = None if weights is None else torch.where(x == free, weights, weights.detach())
+    x = x if input_clamp is None else x.clamp(-input_clamp, input_clamp)
     estimate = {"k1": lambda: x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(-x) + x}[estimator]()
-    estimate = estimate if weights is None else weights * estimate
     return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
 
 
@@ -136,22 +123,19 @@ def policy_loss(
     *,
     generated_SL: Tensor | None = None,
 ) -> tuple[Tensor, UpdateMetrics]:
-    """sum_t w_t [-c_t min(rho_t A, clip(rho_t) A) + beta k_t KL_t], with rho_t = pi / pi_old of each token.
+    """sum_t w_t [-c_t min(rho_t A, clip(rho_t) A) + beta KL_t], with rho_t = pi / pi_old of each token.
 
     Returns this sum, to be divided by the denominator of the whole batch, and the sums to report. With
     `token_level_loss` w_t is 1, and the denominator is the number of tokens; otherwise 1 / (tokens of the completion),
-    and the number of completions with any. c_t and k_t are 1 unless the generator's log-probabilities gen_t are asked
-    for:
+    and the number of completions with any. c_t is 1 unless the generator's log-probabilities gen_t are asked for:
 
     - clip is to [1 - `ratio_clip_min`, 1 + `ratio_clip_max`] (asymmetric: Yu et al. 2025, arXiv 2503.14476). With
       `ratio_clip_c` c and A < 0 the policy term is at most -c A (Ye et al. 2020, arXiv 1912.09729).
     - `sequence_level_importance_ratios`: rho_t = exp(mean over the completion's tokens of log pi - log pi_old) for each
       of its tokens (GSPO, Zheng et al. 2025, arXiv 2507.18071, eq. 7).
-    - `force_on_policy_ratio`: rho_t = exp(log pi - its own value): 1, with the gradient of log pi; nothing is clipped.
     - `use_importance_sampling_correction`: c_t = exp(old_t - gen_t), with sequence-level ratios exp(sum over the
       completion of old_t - gen_t), and min(c_t, limit) with `truncated_importance_sampling_ratio` (Yao et al. 2025,
       "Your efficient RL framework secretly brings you off-policy RL training"). It does not weight the penalty.
-    - `use_on_policy_kl_approximation`: k_t = exp(log pi - gen_t), with its gradient.
 
     As in NeMo RL's `ClippedPGLossFn`, a weight that is not finite counts as 0. `old_SL`, `reference_SL`,
     `generated_SL`: float (S, L) without gradients; `reference_SL` None where there is no penalty, `generated_SL` where
@@ -176,13 +160,8 @@ def policy_loss(
     if reference_SL is not None:
         reference = torch.where(mask, reference_SL, 0.0)
         if beta := kl_coefficient(config):
-            kl_weights = None
-            if config.use_on_policy_kl_approximation:
-                assert generated is not None
-                kl_weights = _finite_exp(log_probs - generated)
             clamps = config.kl_input_clamp_value, config.kl_output_clamp_value
-            kl = kl_estimate(log_probs, reference, config.reference_policy_kl_type, *clamps, weights=kl_weights)
-            terms = terms + beta * kl
+            terms = terms + beta * kl_estimate(log_probs, reference, config.reference_policy_kl_type, *clamps)
         sums.kl_sum = (kl_estimate(log_probs.detach(), reference, "k3") * mask).sum(dtype=torch.float64)
     sums.old_kl_sum = (kl_estimate(old, log_probs.detach(), "k3") * mask).sum(dtype=torch.float64)
     return (terms * weights).sum(), sums
@@ -192,8 +171,8 @@ def _gain(
     log_probs: Tensor, old: Tensor, advantages_S1: Tensor, mask: Tensor, config: PolicyLossConfig
 ) -> tuple[Tensor, Tensor]:
     """The clipped gain of each token (S, L), and whether the clip lowered it."""
-    difference = log_probs - (log_probs.detach() if config.force_on_policy_ratio else old)
-    if config.sequence_level_importance_ratios and not config.force_on_policy_ratio:
+    difference = log_probs - old
+    if config.sequence_level_importance_ratios:
         mean_S1 = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp_min(1)
         difference = mean_S1.expand_as(difference)
     ratio = torch.exp(difference)
@@ -215,11 +194,6 @@ def _correction(old: Tensor, generated: Tensor | None, config: PolicyLossConfig)
     difference = old - generated
     if config.sequence_level_importance_ratios:
         difference = difference.sum(dim=1, keepdim=True).expand_as(difference)
-    weights, limit = _finite_exp(difference), config.truncated_importance_sampling_ratio
+    weights, limit = torch.exp(difference), config.truncated_importance_sampling_ratio
+    weights = torch.where(weights.isfinite(), weights, 0.0)
     return weights if limit is None else weights.clamp_max(limit)
-
-
-def _finite_exp(difference: Tensor) -> Tensor:
-    """exp(difference); 0 without a gradient where that is not finite."""
-    finite = torch.exp(difference.detach()).isfinite()
-    return torch.where(finite, torch.exp(torch.where(finite, difference, 0.0)), 0.0)

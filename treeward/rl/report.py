@@ -3,7 +3,7 @@
     runs = [RLRun.read(name, folder) for name, folder in (("clean", a), ("hacked", b), ("cured", c))]
     write_rl_report(runs, Path("report.html"), title="GRPO against a reward model")
     runs[0].curve("validation/gold_reward")             # {0: 0.31, 10: 0.42, ...}: values by step
-    sum_up(runs[0]).sentence()
+    runs[0].sentence()
 
 `RLRun.read` reads `metrics.jsonl` and, if they exist, `samples.jsonl` and `alarms.json`. Any metric may be absent, at
 some steps or at all; values that are not finite are ignored. A metric counts as changed only if its 95 % interval
@@ -21,12 +21,12 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 
-from treeward.config.grpo import AlarmKind
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.report.blocks import bar_item, curves_block, format_number, table_block, text_block
 from treeward.evaluation.report.build import write_report
@@ -36,10 +36,8 @@ from treeward.training.tracking import read_metrics
 
 SAMPLES_FILE = "samples.jsonl"
 
-Curve = Mapping[int, float]
+Curve = dict[int, float]
 """The finite values of one metric, by ascending steps."""
-
-Source = Literal["validation", "train"]
 
 Outcome = Literal["over-optimised", "improved", "worse", "level", "unknown"]
 """The verdict by gold: `over-optimised` is an alarm of the watch; `unknown`: there is no gold, or no interval."""
@@ -51,9 +49,6 @@ _VERDICTS: dict[Outcome, str] = {
     "level": "{} did not change measurably by gold.",
     "unknown": "Whether {} got better cannot be said: there is no gold reward, or none with an interval.",
 }
-_SIGNS: frozenset[AlarmKind] = frozenset({"kl_budget", "length_growth", "entropy_collapse"})
-"""The alarms that are signs of over-optimisation, where the proxy rose."""
-
 Z95 = 1.959964
 
 
@@ -110,6 +105,69 @@ class RLRun:
         first = self.gold_alarm or next(iter(self.alarms), None)
         return None if first is None else first.step
 
+    @cached_property
+    def proxy(self) -> Change | None:
+        """The change of the reward that is optimised, over the validations; None for fewer than two."""
+        return self._change("reward", "proxy")
+
+    @cached_property
+    def gold(self) -> Change | None:
+        """The same of the gold reward."""
+        return self._change("gold_reward", "gold")
+
+    @property
+    def best_step(self) -> int | None:
+        """The validation whose gold reward is highest."""
+        gold = self.curve("validation/gold_reward")
+        return max(gold, key=lambda step: gold[step], default=None)
+
+    @property
+    def kl(self) -> float | None:
+        """KL to the reference at the last validation, in nats."""
+        return next(reversed(self.curve("validation/kl").values()), None)
+
+    @property
+    def lengths(self) -> list[float]:
+        """Mean tokens of a completion, at each validation."""
+        return list(self.curve("validation/mean_gen_tokens_per_sample").values())
+
+    @property
+    def outcome(self) -> Outcome:
+        """The verdict by gold."""
+        if self.gold_alarm is not None:
+            return "over-optimised"
+        if self.gold is None or self.gold.by.low is None:
+            return "unknown"
+        return {"rose": "improved", "fell": "worse", "went": "level"}[self.gold.verb]  # type: ignore[return-value]
+
+    def sentence(self) -> str:
+        """What happened in this run."""
+        parts = ["there are no two validations to compare."]
+        if self.proxy is not None:
+            changes = f"the proxy {self.proxy.course()}"
+            changes = changes if self.gold is None else f"gold {self.gold.course()}; {changes}"
+            at = "" if self.kl is None else f", at a KL of {format_number(self.kl)} nats"
+            parts = [f"{changes}{at}."]
+        if self.gold is not None and self.best_step is not None:
+            best = format_number(self.curve("validation/gold_reward")[self.best_step])
+            parts.append(f"Gold was best, {best}, at step {self.best_step}.")
+        if len(self.lengths) > 1:
+            first, last = (format_number(self.lengths[end], "integer") for end in (0, -1))
+            parts.append(f"Completions went from {first} to {last} tokens.")
+        parts += [f"**Alarm at step {alarm.step:,}:** {alarm.sentence}" for alarm in self.alarms]
+        return " ".join([f"**{self.name}** ({self.last_step:,} steps):", *parts])
+
+    def _change(self, key: str, name: str) -> Change | None:
+        """The change of a metric, with the watch's interval."""
+        curve = self.curve(f"validation/{key}")
+        if len(curve) < 2:
+            return None
+        (_, first), *_, (step, last) = curve.items()
+        value, error = (self.curve(f"watch/{name}_change{end}").get(step) for end in ("", "_error"))
+        if value is None or error is None:
+            return Change(first, last, Metric("change", last - first))
+        return Change(first, last, Metric("change", value, value - Z95 * error, value + Z95 * error))
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -131,100 +189,15 @@ class Change:
         return f"{self.verb} from {format_number(self.first)} to {format_number(self.last)} ({value}, {interval})"
 
 
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """The numbers behind a run's verdict; None for metrics that its logs lack.
-
-    `source`: validation or training metrics. `length`: mean tokens of a completion, first and last.
-    """
-
-    run: RLRun
-    source: Source
-    proxy: Change | None
-    gold: Change | None
-    best_step: int | None
-    best_gold: float | None
-    kl: float | None
-    length: tuple[float, float] | None
-    outcome: Outcome
-
-    @property
-    def proxy_rose(self) -> bool:
-        """Whether its interval says so, or the alarm of gold, which compares with the proxy at the best gold."""
-        verb = None if self.proxy is None else self.proxy.verb
-        return verb == "rose" or (verb == "went" and self.outcome == "over-optimised")
-
-    def sentence(self) -> str:
-        """What happened in this run."""
-        parts = ["there is one measurement, so nothing to compare."]
-        if self.proxy is not None:
-            changes = f"the proxy {self.proxy.course()}"
-            changes = changes if self.gold is None else f"gold {self.gold.course()}; {changes}"
-            at = "" if self.kl is None else f", at a KL of {format_number(self.kl)} nats"
-            of = "" if self.source == "validation" else ", on training batches, as the run has no two validations"
-            parts = [f"{changes}{at}{of}."]
-        if self.gold is not None:
-            parts.append(f"Gold was best, {format_number(self.best_gold)}, at step {self.best_step}.")
-        if self.length is not None:
-            first, last = (format_number(value, "integer") for value in self.length)
-            parts.append(f"Completions went from {first} to {last} tokens.")
-        parts += [f"**Alarm at step {alarm.step:,}:** {alarm.sentence}" for alarm in self.run.alarms]
-        return " ".join([f"**{self.run.name}** ({self.run.last_step:,} steps):", *parts])
-
-
-def sum_up(run: RLRun) -> RunSummary:
-    """The numbers of one run; of training batches where it has no two validations."""
-    source: Source = "validation" if len(run.curve("validation/reward")) > 1 else "train"
-    gold = run.curve(f"{source}/gold_reward")
-    best_step = max(gold, key=lambda step: gold[step], default=None)
-    change = _change(run, gold, source, "gold")
-    kl = list((run.curve(f"{source}/kl") or run.curve("train/kl")).values())
-    lengths = list(run.curve(f"{source}/mean_gen_tokens_per_sample").values())
-    outcome: Outcome = "unknown"
-    if run.gold_alarm is not None:
-        outcome = "over-optimised"
-    elif change is not None and change.by.low is not None:
-        outcome = "improved" if change.verb == "rose" else "worse" if change.verb == "fell" else "level"
-    return RunSummary(
-        run,
-        source,
-        proxy=_change(run, run.curve(f"{source}/reward"), source, "proxy"),
-        gold=change,
-        best_step=best_step,
-        best_gold=None if best_step is None else gold[best_step],
-        kl=kl[-1] if kl else None,
-        length=(lengths[0], lengths[-1]) if len(lengths) > 1 else None,
-        outcome=outcome,
-    )
-
-
-def opening(summaries: Sequence[RunSummary]) -> str:
+def opening(runs: Sequence[RLRun]) -> str:
     """The first sentences of the page: which runs exploited their reward model and which did not."""
-    groups = {
-        text: [summary for summary in summaries if summary.outcome == outcome] for outcome, text in _VERDICTS.items()
-    }
-    groups["There are signs of over-optimisation in {}."] = [
-        summary
-        for summary in summaries
-        if summary.outcome == "unknown" and summary.proxy_rose and any(a.kind in _SIGNS for a in summary.run.alarms)
-    ]
     sentences = []
-    for text, members in groups.items():
-        *names, last = [f"**{summary.run.name}**" for summary in members] or [""]
-        if last:
-            sentences.append(text.format(f"{', '.join(names)} and {last}" if names else last))
+    for outcome, text in _VERDICTS.items():
+        names = [f"**{run.name}**" for run in runs if run.outcome == outcome]
+        if names:
+            *others, last = names
+            sentences.append(text.format(f"{', '.join(others)} and {last}" if others else last))
     return " ".join(sentences)
-
-
-def _change(run: RLRun, curve: Curve, source: Source, name: str) -> Change | None:
-    """The change, with the watch's interval for validations; None for fewer than two values."""
-    if len(curve) < 2:
-        return None
-    (_, first), *_, (step, last) = curve.items()
-    value, error = (run.curve(f"watch/{name}_change{end}").get(step) for end in ("", "_error"))
-    if source == "train" or value is None or error is None:
-        return Change(first, last, Metric("change", last - first))
-    return Change(first, last, Metric("change", value, value - Z95 * error, value + Z95 * error))
 
 
 _MOST_POINTS = 60
@@ -274,17 +247,16 @@ def write_rl_report(runs: Sequence[RLRun], path: Path, *, title: str) -> Path:
 
 def report_blocks(runs: Sequence[RLRun]) -> Iterator[Block]:
     """The blocks of the page."""
-    summaries = [sum_up(run) for run in runs]
-    texts = [opening(summaries), "\n".join(f"- {summary.sentence()}" for summary in summaries)]
+    texts = [opening(runs), "\n".join(f"- {run.sentence()}" for run in runs)]
     if len(runs) > 1:
         texts.append("Proxies of runs compare only where the settings of their rewards are the same.")
     yield text_block("\n\n".join(texts))
-    yield from _over_distance(summaries)
-    yield _numbers(summaries)
+    yield from _over_distance(runs)
+    yield _numbers(runs)
     yield text_block(_OVER_STEPS, title="Over the steps")
     for figure in _FIGURES:
         yield from _over_steps(runs, *figure)
-    yield from _samples(summaries)
+    yield from _samples(runs)
 
 
 def _prefix(run: RLRun, runs: Sequence[Any]) -> str:
@@ -292,26 +264,26 @@ def _prefix(run: RLRun, runs: Sequence[Any]) -> str:
     return f"{run.name}: " if len(runs) > 1 else ""
 
 
-def _numbers(summaries: Sequence[RunSummary]) -> Block:
-    columns: dict[str, tuple[str, str, Callable[[RunSummary], Any]]] = {
-        "run": ("Run", "text", lambda summary: summary.run.name),
-        "gold": ("Gold, change", "signed", lambda summary: summary.gold and bar_item("", summary.gold.by)),
-        "best": ("Best gold", "number", lambda summary: summary.best_gold),
-        "best_step": ("Best at step", "integer", lambda summary: summary.best_step),
-        "proxy": ("Proxy, change", "signed", lambda summary: summary.proxy and bar_item("", summary.proxy.by)),
-        "kl": ("KL, nats", "number", lambda summary: summary.kl),
-        "first_length": ("Tokens, first", "integer", lambda summary: summary.length and summary.length[0]),
-        "length": ("Tokens, last", "integer", lambda summary: summary.length and summary.length[1]),
-        "alarm": ("Alarm at step", "integer", lambda summary: summary.run.alarm_step),
-        "steps": ("Steps", "integer", lambda summary: summary.run.last_step),
+def _numbers(runs: Sequence[RLRun]) -> Block:
+    columns: dict[str, tuple[str, str, Callable[[RLRun], Any]]] = {
+        "run": ("Run", "text", lambda run: run.name),
+        "gold": ("Gold, change", "signed", lambda run: run.gold and bar_item("", run.gold.by)),
+        "best": ("Best gold", "number", lambda run: max(run.curve("validation/gold_reward").values(), default=None)),
+        "best_step": ("Best at step", "integer", lambda run: run.best_step),
+        "proxy": ("Proxy, change", "signed", lambda run: run.proxy and bar_item("", run.proxy.by)),
+        "kl": ("KL, nats", "number", lambda run: run.kl),
+        "first_length": ("Tokens, first", "integer", lambda run: run.lengths[0] if run.lengths[1:] else None),
+        "length": ("Tokens, last", "integer", lambda run: run.lengths[-1] if run.lengths[1:] else None),
+        "alarm": ("Alarm at step", "integer", lambda run: run.alarm_step),
+        "steps": ("Steps", "integer", lambda run: run.last_step),
     }
-    rows: list[Block] = [{key: get(summary) for key, (*_, get) in columns.items()} for summary in summaries]
+    rows: list[Block] = [{key: get(run) for key, (*_, get) in columns.items()} for run in runs]
     filled_columns = {key: column[:2] for key, column in columns.items() if any(row[key] is not None for row in rows)}
     note = "Changes have 95% intervals that are paired by prompt."
     return table_block("From the first validation to the last", filled_columns, rows, note)
 
 
-def _over_distance(summaries: Sequence[RunSummary]) -> Iterator[Block]:
+def _over_distance(runs: Sequence[RLRun]) -> Iterator[Block]:
     """Gold and the proxy over sqrt(KL): gains over the first validation."""
     notes = {
         "gold": "How much was gained for the distance that the policy has moved.",
@@ -319,15 +291,15 @@ def _over_distance(summaries: Sequence[RunSummary]) -> Iterator[Block]:
     }
     series: dict[str, list[Block]] = {"gold": [], "proxy": []}
     lines: list[Block] = []
-    for colour, summary in enumerate(summaries):
-        run, prefix = summary.run, _prefix(summary.run, summaries)
+    for colour, run in enumerate(runs):
+        prefix = _prefix(run, runs)
         curves = {"gold": run.curve("validation/gold_reward"), "proxy": run.curve("validation/reward")}
         distances = {
             step: math.sqrt(max(kl, 0.0))
             for step, kl in run.curve("validation/kl").items()
             if any(step in curve for curve in curves.values())
         }
-        if summary.source == "train" or len(distances) < 2:
+        if len(distances) < 2:
             continue
         for name, curve in curves.items():
             steps = [step for step in distances if step in curve]
@@ -396,20 +368,20 @@ def _thinned(curve: Curve, error: Curve | None) -> Block:
     return {"x": x, "y": y, "low": low, "high": high}
 
 
-def _samples(summaries: Sequence[RunSummary]) -> Iterator[Block]:
+def _samples(runs: Sequence[RLRun]) -> Iterator[Block]:
     """The same prompts at the first, a middle and the last validation; the middle one is where gold was best."""
     items: dict[str, Block] = {}
-    for colour, summary in enumerate(summaries):
+    for colour, run in enumerate(runs):
         lines_by_prompt: dict[str, dict[int, Mapping[str, Any]]] = {}
-        for line in summary.run.samples:
+        for line in run.samples:
             if line["completions"]:
                 lines_by_prompt.setdefault(json.dumps(line["prompt"], sort_keys=True), {})[line["step"]] = line
         for prompt, lines in lines_by_prompt.items():
             steps = sorted(lines)
-            middle = summary.best_step if summary.best_step in steps[1:-1] else steps[len(steps) // 2]
+            middle = run.best_step if run.best_step in steps[1:-1] else steps[len(steps) // 2]
             shown = [lines[step] for step in dict.fromkeys((steps[0], middle, steps[-1]))]
-            name = summary.run.name if len(summaries) > 1 else ""
-            completions = [_completion(line, summary.best_step) for line in shown]
+            name = run.name if len(runs) > 1 else ""
+            completions = [_completion(line, run.best_step) for line in shown]
             item = items.setdefault(prompt, {"prompt": shown[0]["prompt"], "rows": []})
             item["rows"].append({"name": name, "colour": colour, "completions": completions})
     if items:

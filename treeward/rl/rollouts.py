@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -98,7 +99,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
             seed=sampling_seed(grpo.seed, step, len(draws)),
         )
         sampled = time.monotonic()
-        draws.append(run.rewards.reward(batch))
+        draws.append(processes.on_main(partial(run.rewards.reward, batch)))
         processes.on_main(lambda: _check_failures(draws[-1], grpo.max_failed_share))
         groups += batch
         rewards_PG = torch.cat([rewards_PG, shaped_rewards(run.config, batch, draws[-1].rewards_PG)])
@@ -113,7 +114,7 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     measurements = {"reward": rewards_PG, "raw_reward": raw_PG}
     if grpo.gold_environment is not None:
         started = time.monotonic()
-        measurements["gold_reward"] = run.rewards.gold(groups)
+        measurements["gold_reward"] = processes.on_main(lambda: run.rewards.gold(groups))
         metrics["train/gold_reward"] = float(measurements["gold_reward"].nanmean())
         rewarding += time.monotonic() - started
     used_PG = used_completions(groups, rewards_PG, grpo)
@@ -193,14 +194,15 @@ def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: 
             seed=sampling_seed(grpo.seed, 0, number, validation=True),
         )
         groups += batch
-        rewards, (kl_PG, entropy_PG) = run.rewards.reward(batch), run.updater.measure(batch)
+        rewards = processes.on_main(partial(run.rewards.reward, batch))
+        kl_PG, entropy_PG = run.updater.measure(batch)
         measurements["reward"].append(shaped_rewards(run.config, batch, rewards.rewards_PG))
         measurements["raw_reward"].append(rewards.raw_PG)
         for label, of_environment in rewards.by_environment.items():
             by_environment[label] += of_environment
         measurements["entropy"].append(entropy_PG)
         if grpo.gold_environment is not None:
-            measurements["gold_reward"].append(run.rewards.gold(batch))
+            measurements["gold_reward"].append(processes.on_main(partial(run.rewards.gold, batch)))
         if kl_PG is not None:
             measurements["kl"].append(kl_PG)
     summary = _summary(run, groups, {name: torch.cat(tensors) for name, tensors in measurements.items()})

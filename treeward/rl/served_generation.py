@@ -123,8 +123,8 @@ class ServedGenerator(Generator):
         return sorted(i for i in self.tokenizer.get_vocab().values() if i < self._vocabulary and i not in special)
 
     @torch.no_grad()
-    def compare(self, policy: PolicyModel, *, where: str) -> GenerationError | None:
-        """The error where a sampler's weights differ from the policy's, all or in part; None where they agree.
+    def compare(self, policy: PolicyModel, *, where: str) -> None:
+        """Raise `GenerationError` where a sampler's weights differ from the policy's, all or in part.
 
         Sampler and policy give the log-probabilities of the same completions, to prompts that are new with each
         version. The mean difference of each sampler must be within `probe_tolerance`.
@@ -156,12 +156,11 @@ class ServedGenerator(Generator):
         difference, dtypes = min(differences), {policy.compute_dtype or policy.hf.dtype, self.sampler_dtype}
         is_exact = dtypes <= {torch.float32, None}
         tolerance = self.config.probe_tolerance or (_FLOAT32_TOLERANCE if is_exact else _BFLOAT16_TOLERANCE)
-        if difference <= tolerance:
-            return None
-        return GenerationError(
-            "the sampler's log-probabilities are not those of the policy",
-            where=where,
-            got=f"a mean difference of {difference:.3g} nats, after the weights of version {self.version}",
-            need=f"at most {tolerance:g}",
-            fix=_FIX,
-        )
+        if not difference <= tolerance:
+            raise GenerationError(
+                "the sampler's log-probabilities are not those of the policy",
+                where=where,
+                got=f"a mean difference of {difference:.3g} nats, after the weights of version {self.version}",
+                need=f"at most {tolerance:g}",
+                fix=_FIX,
+            )

@@ -63,11 +63,11 @@ _MEASURED_PROMPTS, _MEASURED_TOKENS = 2, 256  # completions of so many tokens
 _CHECKED_PROMPTS = 8
 _NOT_OF_THE_RUN = {
     *("max_num_epochs", "max_num_steps", "val_period", "val_at_start", "val_at_end"),
-    *("watch", "log_period", "gold_environment", "environment_timeout_seconds", "max_failed_share"),
+    *("watch", "log_period", "gold_environment", "max_failed_share"),
 }
 """Keys of `grpo` that a resumed run may change: neither weights nor the comparability of validations depend on them."""
 _NOT_OF_THE_REWARD = {
-    *("resources", "num_replicas", "batch_size", "batch_tokens", "dtensor_cfg", "cpu_offload"),
+    *("resources", "batch_size", "batch_tokens", "dtensor_cfg", "cpu_offload"),
     *("activation_checkpointing", "dynamic_batching", "sequence_packing", "megatron_cfg", "max_retries"),
     *("worker_timeout_seconds", "timeout_seconds"),
     *("workers", "num_workers", "max_concurrency", "base_url", "api_key_env", "served_model", "token_env"),
@@ -80,12 +80,10 @@ class GRPOSetup:
     """A run that is ready for its first step.
 
     The run ends after `total_steps` steps or `prompt_limit` drawn prompts, which dynamic sampling reaches earlier.
-    `validation`: the prompts of every validation; `validation_sets`: the set of each. `mesh`: how policy and reference
-    are sharded over the processes, each of which has such a setup.
+    `validation`: the prompts of every validation; `validation_sets`: the set of each. Each process has such a setup.
     """
 
     config: GRPORunConfig
-    mesh: Mesh
     policy: PolicyModel
     tokenizer: PreTrainedTokenizerBase
     renderer: Renderer
@@ -170,7 +168,6 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
             temperature=config.policy.generation.temperature,
             prompts_per_update=config.prompts_per_update,
             updates_per_batch=config.grpo.updates_per_batch,
-            parts_per_batch=config.updates_per_pass,
             on_step=partial(advance, scheduler),
             mesh=mesh,
         )
@@ -180,7 +177,6 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         watch = OverOptimisationWatch(config.grpo.watch)
         run = GRPOSetup(
             config=config,
-            mesh=mesh,
             policy=policy,
             tokenizer=tokenizer,
             renderer=renderer,
@@ -275,8 +271,8 @@ def _make_generator(
         policy,
         tokenizer,
         section.model_copy(update=changes),
-        max_total_tokens=config.policy.max_total_sequence_length,
         end_ids=end_ids_of(policy, tokenizer, template_ids=template_end_ids(renderer)),
+        max_total_tokens=config.policy.max_total_sequence_length,
         chat_template=renderer.chat_template,
         trust_remote_code=config.policy.trust_remote_code,
         mesh=mesh,
@@ -325,7 +321,7 @@ def _identity(
         "the tokenizer or template": short_hash(renderer.fingerprint),
         "the training prompts": short_hash(prompts.fingerprint),
         "the validation prompts": "none" if held_out is None else short_hash(held_out.fingerprint),
-        "data": {"shuffle": config.data.shuffle},
+        "data": {"shuffle": config.data.shuffle, "environment": config.default_environment},
         "grpo": config.grpo.model_dump(mode="json", exclude=_NOT_OF_THE_RUN),
         "loss_fn": config.loss_fn.model_dump(mode="json"),
         "env": {name: _section(name, section) for name, section in config.env.items() if is_enabled(section)},
@@ -359,6 +355,6 @@ def _section(name: str, section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _at_server(config: RewardModelEnvironmentConfig) -> str:
     """The part of a server's identity that its rewards depend on."""
-    server = RewardServer.connect(config)
+    server = RewardServer(config)
     with server.client:
         return str(server.model["identity"])

@@ -33,7 +33,7 @@ from treeward.model.policy_model import CompletionLogProbs, PolicyModel
 from treeward.parallel.mesh import Mesh
 from treeward.parallel.sharding import sum_over_copies
 from treeward.rl.generation import CompletionGroup, SampledCompletion, batch_shape, completion_lengths
-from treeward.rl.policy_loss import UpdateMetrics, kl_estimate, needs_generator, policy_loss
+from treeward.rl.policy_loss import UpdateMetrics, kl_estimate, policy_loss
 from treeward.training.optimisation import SkippedSteps
 from treeward.tree.batch import on_device, plan_parts
 
@@ -64,12 +64,9 @@ class PolicyUpdater:
 
     `micro_batch_tokens`: computed tokens of one forward and backward pass; only a single completion may exceed it.
     `max_grad_norm`: None for no clipping. `temperature`: of the sampling. `prompts_per_update`: groups per step of the
-    optimiser; None for all. `updates_per_batch`: passes over the batch. `parts_per_batch`: updates of a full batch in
-    a pass; None: as many as this batch has. `mesh`: how the processes share the work; None for one process.
-
-    `on_step`: called once per planned update, for schedules, even if there was nothing to learn from or the batch had
-    too few groups: the schedule depends on the number of batches alone. `steps_begun`: steps of the optimiser so far,
-    skipped ones included.
+    optimiser; None for all. `updates_per_batch`: passes over the batch. `on_step`: called once per update, for
+    schedules, even if there was nothing to learn from. `mesh`: how the processes share the work; None for one process.
+    `steps_begun`: steps of the optimiser so far, skipped ones included.
     """
 
     def __init__(
@@ -84,7 +81,6 @@ class PolicyUpdater:
         temperature: float = 1.0,
         prompts_per_update: int | None = None,
         updates_per_batch: int = 1,
-        parts_per_batch: int | None = None,
         on_step: Callable[[], None] = lambda: None,
         mesh: Mesh | None = None,
     ) -> None:
@@ -92,7 +88,7 @@ class PolicyUpdater:
         self.loss = loss or PolicyLossConfig()
         self.micro_batch_tokens, self.max_grad_norm, self.temperature = micro_batch_tokens, max_grad_norm, temperature
         self.prompts_per_update, self.updates_per_batch = prompts_per_update, updates_per_batch
-        self.parts_per_batch, self.on_step, self.steps_begun = parts_per_batch, on_step, 0
+        self.on_step, self.steps_begun = on_step, 0
         self.skipped, self.mesh = SkippedSteps(), mesh or Mesh()
 
     @torch.no_grad()
@@ -104,14 +100,13 @@ class PolicyUpdater:
         """
         groups = tuple(groups)
         completions = [completion for group in groups for completion in group.completions]
-        if needs_generator(self.loss) and any(
+        if self.loss.use_importance_sampling_correction and any(
             completion.token_ids and completion.log_probs is None for completion in completions
         ):
             raise ModelError(
                 "the generator gave no log-probabilities of its own",
-                need="one for each token: loss_fn.use_importance_sampling_correction and "
-                "use_on_policy_kl_approximation weight by them",
-                fix="a generator that returns them, or switch these two off",
+                need="one for each token: loss_fn.use_importance_sampling_correction weights by them",
+                fix="a generator that returns them, or loss_fn.use_importance_sampling_correction=false",
             )
         self.policy.eval()
         metrics = UpdateMetrics()
@@ -148,8 +143,6 @@ class PolicyUpdater:
                 places = [(p, g) for p, g in members if groups[p].completions[g].token_ids]
                 if places:
                     metrics = metrics + self._step(evaluated, places, advantages_PG, entropies)
-                self.on_step()
-            for _ in range((self.parts_per_batch or 0) - len(parts)):
                 self.on_step()
         return metrics
 
@@ -273,6 +266,8 @@ class PolicyUpdater:
             None if values_PGL is None else values_PGL[p_S, g_S, : values_SL.shape[1]] for values_PGL in evaluated_PGL
         )
         completions = [evaluated.groups[p].completions[g] for part in batch for p, g in part]
+        corrects = self.loss.use_importance_sampling_correction
+        generated_SL = _generated(completions, values_SL)[0] if corrects else None
         loss, metrics = policy_loss(
             log_probs.values_SL,
             values_SL if old is None else old,
@@ -280,7 +275,7 @@ class PolicyUpdater:
             advantages_PG[p_S, g_S],
             log_probs.mask_SL,
             self.loss,
-            generated_SL=_generated(completions, values_SL)[0] if needs_generator(self.loss) else None,
+            generated_SL=generated_SL,
         )
         if log_probs.entropies_SL is not None:
             metrics.entropy_sum = log_probs.entropies_SL.sum(dtype=torch.float64)

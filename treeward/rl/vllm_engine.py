@@ -78,13 +78,11 @@ def engine_options(server: GenerationConfig, *, max_model_len: int | None, dtype
     engine = server.vllm_cfg
     return {
         "tensor_parallel_size": engine.tensor_parallel_size,
-        "enable_expert_parallel": engine.expert_parallel_size > 1,
         "distributed_executor_backend": "mp" if engine.tensor_parallel_size > 1 else "uni",
         "dtype": dtype,
         "kv_cache_dtype": engine.kv_cache_dtype,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
         "max_model_len": max_model_len,
-        "enforce_eager": engine.enforce_eager,
         "enable_sleep_mode": server.colocated.enabled,
         # Raw: at temperature 1, before top-k and top-p. Processed: at the temperature, after them.
         "logprobs_mode": "raw_logprobs" if server.temperature == 1.0 else "processed_logprobs",

@@ -124,8 +124,6 @@ class OverOptimisationWatch:
         `length`: mean tokens of a completion; `length_correlation`: of reward and length within groups, see the
         function of that name. `kl` and `entropy`: in nats.
         """
-        if not self.config.enabled:
-            return []
         now: dict[str, Any] = {"proxy": _values(proxy_by_prompt), "gold": _values(gold_by_prompt)}
         names = ("length", "correlation", "kl", "entropy", "truncated", "without")
         values = (length, length_correlation, kl, entropy, truncation_rate, groups_without_signal)
@@ -135,8 +133,11 @@ class OverOptimisationWatch:
         holding |= self._signs(now)
         self.active = frozenset(holding)
         raised = {alarm.kind for alarm in self.alarms}
-        stops = self.config.stop_on if self.config.stop else ()
-        new = [Alarm(kind, step, sentence, kind in stops) for kind, sentence in holding.items() if kind not in raised]
+        new = [
+            Alarm(kind, step, sentence, stops=kind in self.config.stop_on)
+            for kind, sentence in holding.items()
+            if kind not in raised
+        ]
         self.alarms.extend(new)
         self._remember(step, now)
         return new
