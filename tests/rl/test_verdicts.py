@@ -108,8 +108,7 @@ def test_what_cannot_be_judged_together_is_refused(opened: Make, judged: Make, t
     chat = f"{{dataset_name: PromptDataset, data_path: {path}, env_name: planted}}"
     pairs = f"{{data_path: {tmp_path}/pairs.jsonl, env_name: preference_verdict}}"
     with pytest.raises(ConfigError, match="cannot be mixed"):
-        opened(f"data.train=[{pairs}, {chat}]", "+env.planted={type: custom, function: planted.vowels}",
-               "grpo.environment=preference_verdict")  # fmt: skip
+        opened(f"data.train=[{pairs}, {chat}]", "+env.planted={type: custom, function: planted.vowels}")
     path.write_text('{"prompt": "Hi", "chosen": "Ho."}\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"chat\.jsonl:1"):
         opened(f"data.train={{data_path: {path}}}")
