@@ -17,7 +17,7 @@ from treeward.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
-GRPO = ("grpo", "rlhf")
+GRPO = ("grpo", "rlhf", "judge")
 
 SMALL = "policy: {model_name: m}\ndata:\n  train_data_path: t.jsonl\n"
 SMALL_GRPO = """
