@@ -69,7 +69,6 @@ BY_LENGTH = {"length_penalty": {"coefficient": 10.0, "threshold": 0, "unit": "to
             {"served_model": "shaped"},
             {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 0.5},
         ),  # the server's
-        ({"served_model": "par"}, {"reference": "par"}),
         ({"served_model": "shaped", "reward_shaping": CONSTANTS}, CONSTANTS),  # ours alone
         ({"served_model": "shaped", "reward_shaping": {"reference": "par"}}, {"reference": "par"}),
         ({"reward_shaping": BY_LENGTH}, BY_LENGTH),
@@ -122,7 +121,7 @@ class FakeServer(Loopback):
     def __init__(self) -> None:
         super().__init__(self.respond)
         self.status, self.later = 200, {}
-        self.model = {"id": "rm", "identity": "one", "reference_key": None, "heads": ["good", "brief"]}
+        self.model = {"id": "rm", "identity": "one", "heads": ["good", "brief"]}
 
     def respond(self, asked: Asked) -> Any:
         if asked.path == "/v1/models":

@@ -99,7 +99,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
     def _shaped(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         workers = self._running()
         if isinstance(workers, RewardServer) and workers.shaped:
-            return workers.rewards(conversations, env_infos)
+            return workers.rewards(conversations)
         key = self._rewarder.reference_key
         references = None if key is None else [plain(info.get(key)) for info in env_infos]
         return self._rewarder.rewards(conversations, references)
@@ -227,21 +227,16 @@ class RewardServer:
 
     def score(self, conversations: Sequence[Conversation]) -> list[Score]:
         """Scores in order; a failed one is None with the reason in `Score.error`."""
-        return [reward.score for reward in self._rewards(conversations, None)]
-
-    def rewards(self, conversations: Sequence[Conversation], env_infos: Infos) -> list[Reward]:
-        """Rewards in order; None with the reason."""
-        key = self.model["reference_key"]
-        return self._rewards(conversations, None if key is None else [plain(info.get(key)) for info in env_infos])
+        return [reward.score for reward in self.rewards(conversations)]
 
     def shutdown(self) -> None:
         """Close the connections."""
         self.client.close()
 
-    def _rewards(self, conversations: Sequence[Conversation], references: list[Any] | None) -> list[Reward]:
-        options: dict[str, Any] = {"shaped": self.shaped, "on_error": "mask", "reference_answers": references}
+    def rewards(self, conversations: Sequence[Conversation]) -> list[Reward]:
+        """Rewards in order; None with the reason."""
         try:
-            rewards = self.client.detailed_rewards(conversations, **options)
+            rewards = self.client.detailed_rewards(conversations, shaped=self.shaped, on_error="mask")
             description = self._described()  # afterwards, to describe the model that has scored
         except RewardServerError as error:
             if error.status in (401, 403, 404):  # it would refuse every later request too
@@ -262,4 +257,4 @@ class RewardServer:
             got, need = ", ".join(model["id"] for model in models), f"a `treeward serve` with {name or 'a model'}"
             summary, fix = "the server does not have this reward model", "name one of its models as served_model"
             raise ConfigError(summary, where=self.client.url, got=f"models {got}", need=need, fix=fix)
-        return {key: entry[key] for key in ("id", "identity", "reference_key", "heads")}
+        return {key: entry[key] for key in ("id", "identity", "heads")}
