@@ -41,6 +41,9 @@ def test_words_are_models_and_settings() -> None:
     for model in config_of(*words, "--trust-remote-code").models:
         assert (model.shaping, model.dtype, model.device) == ("contract", "bfloat16", "cpu")
         assert model.trust_remote_code and not model.check_contract
+    config = config_of("a", "--max-length", "64", "--truncation", "truncate_left", "--batch-tokens", "512")
+    assert (config.models[0].max_length, config.models[0].truncation) == (64, "truncate_left")
+    assert config.batch_tokens == 512
     [model] = config_of("a", "b", "--ensemble", "worst").models
     assert model.models == ("a", "b") and model.ensemble is not None and model.ensemble.over == "models"
     [model] = config_of("a", "--ensemble", "{method: mean, over: heads}").models

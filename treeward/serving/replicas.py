@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,8 @@ def of_replicas(config: ServerConfig) -> ServerConfig:
 
 
 def front(handle: Any, config: ServerConfig, models: Sequence[ServedModel]) -> Service:
-    """The service of a front. `handle`: of the replicas; `models`: from one of them."""
+    """The service of a front. `handle`: of the replicas; `models`: from one of them, which has absolute paths."""
+    models = [replace(model, members=section.models) for model, section in zip(models, config.models, strict=True)]
     metrics = ServerMetrics(_AllMetrics(handle))
     return Service(models, config, metrics, ReplicaBatcher(handle, config, models))
 
