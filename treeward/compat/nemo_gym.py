@@ -148,7 +148,7 @@ def _masking(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[J
             reason = f"the reward is {verdict['reward']!r}"
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            logger.warning("A rollout has no reward: %s", reason, exc_info=not isinstance(error, TreewardError))
+            logger.warning("A rollout has no reward: %a", reason, exc_info=not isinstance(error, TreewardError))
         body = next(value for value in arguments.values() if isinstance(value, BaseVerifyRequest))
         return JSONResponse(body.model_dump(mode="json") | failure(reason))
 

@@ -371,6 +371,6 @@ def _isolated(
         error = f"the server failed: {type(problem).__name__}; its log has the details"
     if len(values) == 1:
         return [FailedScore(None, error=error)]
-    logger.warning("%d conversations failed together: %s; they are tried apart.", len(values), error)
+    logger.warning("%d conversations failed together: %a; they are tried apart.", len(values), error)
     middle = len(values) // 2
     return [*_isolated(function, values[:middle]), *_isolated(function, values[middle:])]
