@@ -40,7 +40,6 @@ from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
 from treeward.data.synthetic import bundled_path
 from treeward.model.reward_model import RewardModel
-from treeward.scoring.scorer import Scorer
 from treeward.tables import Column, results_table
 from treeward.tree.batch import TreeBatch
 
@@ -73,18 +72,16 @@ def main() -> None:
                 row = measure(model, tokenizer, groups, num_answers, arguments.rounds)
                 print(results_table([row], COLUMNS), flush=True)  # at once: a large model takes minutes
     if arguments.profile and groups:
-        scorer = Scorer(model, Renderer(tokenizer), batch_tokens=8192)
-        print_profile("the last line", lambda: [scorer.score_tokens(group) for group in groups], device)
+        print_profile("the last line", lambda: [_on_trees(model, group) for group in groups], device)
 
 
 def measure(
     model: RewardModel, tokenizer: PreTrainedTokenizerBase, groups: list[Group], num_answers: int, rounds: int
 ) -> dict[str, Any]:
-    scorer = Scorer(model, Renderer(tokenizer), batch_tokens=8192)
     variants: dict[str, Callable[[Group], list[float]]] = {
         "one": lambda group: _hugging_face(model, group, tokenizer, 1),
         "padded": lambda group: _hugging_face(model, group, tokenizer, 8),
-        "tree": scorer.score_tokens,
+        "tree": partial(_on_trees, model),
     }
     scores = {name: [call(group) for group in groups] for name, call in variants.items()}
     difference = max(
@@ -95,7 +92,7 @@ def measure(
     )
     model.num_computed_tokens = model.num_row_tokens = 0
     for group in groups:
-        scorer.score_tokens(group)
+        _on_trees(model, group)
 
     def score_all(call: Callable[[Group], list[float]], _: int) -> object:
         return [call(group) for group in groups]
@@ -112,13 +109,18 @@ def measure(
         "limit": by_rows / by_trees,
         "answers": num_answers,
         "prompt": sum(prefixes) / len(prefixes),
-        "shared": scorer.num_row_tokens / scorer.num_computed_tokens,
+        "shared": model.num_row_tokens / model.num_computed_tokens,
         "one": median_ratio(seconds["one"], seconds["tree"]),
         "padded": median_ratio(seconds["padded"], seconds["tree"]),
         "ms": 1000 * sorted(seconds["tree"])[rounds // 2] / len(groups),
         "seconds": {name: sorted(values)[rounds // 2] for name, values in seconds.items()},
         "difference": difference,
     }
+
+
+def _on_trees(model: RewardModel, group: Group) -> list[float]:
+    scores: list[float] = model.score_tokens(group, max_tokens=8192)[:, 0].tolist()
+    return scores
 
 
 @torch.inference_mode()

@@ -93,4 +93,4 @@ def answered(page: Any, rows: list[dict[str, Any]], **facts: Any) -> None:
     page.route("**/v1/rewards", lambda route: route.fulfill(json=body))
     page.reload()
     expect(page.locator("html[data-ready]")).to_have_count(1)
-    page.get_by_role("checkbox", name="over the tokens too").uncheck()
+    page.get_by_role("checkbox", name="over the words too").uncheck()

@@ -21,9 +21,8 @@ from treeward.serving.run import serve
 def main() -> int:
     """Serve until a signal; the exit code, 2 for a mistake in the configuration."""
     try:
-        server = gym_config().server_config
-        logs.configure(server.log_format)
-        return serve(server)
+        logs.configure()
+        return serve(gym_config().server_config)
     except TreewardError as error:
         sys.stderr.write(f"reward_model: {error}\n")
         return 2

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -70,19 +69,6 @@ def test_the_constants_reach_the_contract_and_from_there_the_rewards(
     assert "comparisons" in table and f"{calibration_of(model).normalization.mean:.4f}" in table  # type: ignore[union-attr]
 
 
-def test_a_file_of_its_own_leaves_the_model_alone(
-    model: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = (model / CONTRACT_FILE).read_bytes()
-    output = tmp_path / "deep" / "calibration.json"
-    words = ["calibrate", str(model), "--data", str(write_rows("in.jsonl", BINARY)), "--device", "cpu"]
-    assert main([*words, "--output", str(output)]) == 0
-    assert (model / CONTRACT_FILE).read_bytes() == before
-    assert "the option is no section" in refused([*words[1:], "--shaping", "contract"], capsys)
-    assert main(words) == 0
-    assert RewardCalibration.model_validate(json.loads(output.read_text(encoding="utf-8"))) == calibration_of(model)
-
-
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["calibrate", *words]) == 2
     error = capsys.readouterr().err
@@ -94,11 +80,12 @@ def test_where_the_constants_cannot_be_kept_is_told_first(
     model: Path, write_rows: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = ["--data", str(write_rows("in.jsonl", BINARY))]
-    assert "--output" in refused(["org/no-such-model", *data], capsys)
+    assert "cannot be kept" in refused(["org/no-such-model", *data], capsys)
     assert "trained on" in refused(["org/no-such-model", "--dataset-name", "Bundled"], capsys)  # its split is train
     (model / "model.safetensors").unlink()  # were the model loaded, this would be the error
     (model / CONTRACT_FILE).unlink()
-    assert "cannot be kept" in refused([str(model), *data], capsys)
+    assert "verify" in refused([str(model), *data], capsys)
+    assert "the option is no section" in refused([str(model), *data, "--shaping", "contract"], capsys)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,8 +35,8 @@ def test_options_are_keys_of_a_dataset(write_rows: Write) -> None:
 def test_the_commands_read_what_training_reads_with_its_keys(
     verb: str, model_folder: Path, write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = str(write_rows("d.jsonl", ROWS))
-    words = [verb, str(model_folder), "--data", data, "--output", str(tmp_path / "out"), "--device", "cpu"]
+    folder, data = shutil.copytree(model_folder, tmp_path / "model"), str(write_rows("d.jsonl", ROWS))
+    words = [verb, str(folder), "--data", data, "--device", "cpu"]
     assert main([*words, *(word for option in KEYS for word in ("--data-option", option))]) == 0
     capsys.readouterr()
     assert main(words) == 2

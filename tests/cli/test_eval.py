@@ -97,6 +97,9 @@ def test_the_checkpoints_of_a_run_in_the_order_of_their_steps(
         (["MODEL", "/nowhere/model"], "there is no such folder"),
         (["MODEL", "--suite", "rewardbnch"], "did you mean rewardbench"),
         (["MODEL", "MODEL", "--ensemble", "mean"], "a model is named twice"),
+        (["{model: x}"], "this is no model"),
+        (["{type: judge, model: x, mode: best}"], "mode"),
+        (["{type: judge, model: x}", "--perturbations", "3"], "taken as they are"),
     ],
 )
 def test_what_cannot_be_is_told_before_a_suite_is_read(
@@ -150,18 +153,3 @@ def test_a_judge_is_evaluated_like_a_model_with_its_cost_and_position_bias(
     assert main(["eval", *(json.dumps(section | {"name": name}) for name in ("a", "b")), "--data", str(data)]) == 0
     assert "a on held_out: 60 requests" in (printed := capsys.readouterr().out) and "b on held_out: 60" in printed
     endpoint.server.__exit__()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["{model: x}"], "this is no model"),
-        (["{type: judge, model: x, mode: best}"], "mode"),
-        (["{type: judge, model: x}", "--perturbations", "3"], "taken as they are"),
-    ],
-)
-def test_environments_that_cannot_be_evaluated(
-    words: list[str], message: str, write_rows: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", *words, "--data", str(write_rows("d.jsonl", ROWS[:3]))]) == 2
-    assert message in capsys.readouterr().err

@@ -145,22 +145,28 @@ def test_an_interrupted_scoring_has_no_file_under_the_final_name_and_goes_on(
     assert [path.name for path in folder.iterdir()] == ["scores.jsonl"]
 
 
-def test_several_models_need_an_ensemble(
-    write_rows: Write, model_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = str(write_rows("in.jsonl", [SHAPES["messages"]]))
-    assert main(["score", str(model_folder), str(model_folder), "--data", data]) == 2
-    assert "nothing says how" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["MODEL", "MODEL"], "nothing says how"),
+        (["/nowhere/model", "--workers", "2"], "there is no such folder"),  # before Ray is started
+        (["MODEL", "--data", "none.jsonl"], "none.jsonl"),
+        (["MODEL", "--output", "DATA"], "the output is the input"),
+    ],
+)
+def test_mistakes_are_told_first(
+    words: list[str], said: str, write_rows: Write, model_folder: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def started(*_: Any, **options: Any) -> None:
+        raise AssertionError("Ray is started, or the model is loaded")
 
-
-def test_a_missing_file_and_an_output_that_is_the_input_are_told_first(
-    write_rows: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    monkeypatch.setattr("treeward.parallel.ray_cluster.start_ray", started)
+    monkeypatch.setattr("treeward.scoring.ensemble.load_scorer", started)
     data = write_rows("in.jsonl", [SHAPES["messages"]])
-    before = data.read_bytes()
-    for given, said in ((tmp_path / "none.jsonl", "none.jsonl"), (data, "the output is the input")):
-        assert main(["score", "no_model", "--data", str(given), "--output", str(data)]) == 2
-        assert said in capsys.readouterr().err and data.read_bytes() == before
+    before, places = data.read_bytes(), {"MODEL": model_folder, "DATA": data}
+    assert main(["score", "--data", str(data), *(str(places.get(word, word)) for word in words)]) == 2
+    assert said in capsys.readouterr().err and data.read_bytes() == before
 
 
 def test_a_reader_that_has_enough_is_no_error(
@@ -184,15 +190,3 @@ def test_rewards_beside_the_scores_and_reasons_where_there_are_none(
     assert code == 1 and long["score"] is None and long["reward"] is None and "too long" in long["error"]
     assert one["reward"] == one["score"]  # "4." is short enough
     assert both["rewards"] == pytest.approx([both["scores"][0], both["scores"][1] - 0.001 * (19 - 3)])
-
-
-def test_a_missing_folder_is_told_before_ray_is_started(
-    write_rows: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def started() -> None:
-        raise AssertionError("Ray is started")
-
-    monkeypatch.setattr("treeward.parallel.ray_cluster.start_ray", started)
-    data = write_rows("in.jsonl", [SHAPES["messages"]])
-    assert main(["score", str(tmp_path / "nowhere"), "--workers", "2", "--data", str(data)]) == 2
-    assert "there is no such folder" in capsys.readouterr().err

@@ -23,7 +23,6 @@ def config_of(*words: str) -> ServerConfig:
         raise Loading(config)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Loading) as caught:
-        patch.setattr("treeward.serving.logs.configure", lambda *_, **more: None)
         patch.setattr("treeward.serving.run.serve", about_to_load)
         call(serve.run, *words)
     config: ServerConfig = caught.value.args[0]
@@ -40,8 +39,11 @@ def test_words_are_models_and_settings() -> None:
     assert (config.host, config.port, config.max_queued, config.token_env) == ("0.0.0.0", 0, 5, "TOKEN")
     words = ["a", "b", "--shaping", "contract", "--dtype", "bfloat16", "--device", "cpu", "--unchecked"]
     for model in config_of(*words, "--trust-remote-code").models:
-        assert (model.shaping, model.dtype, model.device) == ("contract", "bfloat16", ("cpu",))
+        assert (model.shaping, model.dtype, model.device) == ("contract", "bfloat16", "cpu")
         assert model.trust_remote_code and not model.check_contract
+    config = config_of("a", "--max-length", "64", "--truncation", "truncate_left", "--batch-tokens", "512")
+    assert (config.models[0].max_length, config.models[0].truncation) == (64, "truncate_left")
+    assert config.batch_tokens == 512
     [model] = config_of("a", "b", "--ensemble", "worst").models
     assert model.models == ("a", "b") and model.ensemble is not None and model.ensemble.over == "models"
     [model] = config_of("a", "--ensemble", "{method: mean, over: heads}").models
@@ -65,6 +67,7 @@ def test_a_file_and_the_command_line(tmp_path: Path) -> None:
         (["a", "prot=1"], "prot"),
         (["a", "--ensemble", "[1]"], "the option is no section"),
         (["a", "--shaping", "{nonsense: 1}"], "nonsense"),
+        (["a", "--device", "cuda:0,cuda:1"], "with `replicas` each GPU has a copy"),
     ],
 )
 def test_wrong_words(words: list[str], says: str) -> None:

@@ -20,7 +20,7 @@ from treeward.config.reward_environments import (
     RuleEnvironmentConfig,
 )
 from treeward.config.run import EvaluationConfig
-from treeward.config.scoring import EnsembleConfig, RewardShapingConfig
+from treeward.config.scoring import RewardShapingConfig
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
 
@@ -133,8 +133,6 @@ SECTIONS = [
     (RewardShapingConfig, "reward_mean: 1.0", "reward_std"),
     (RewardShapingConfig, "normalize_rewards: true, reference: par", "normalize_rewards"),
     (RewardShapingConfig, "temperature: fitted", "temperature"),
-    (EnsembleConfig, "means: [1.0]", "stds"),
-    (EnsembleConfig, "means: [1.0], stds: [1.0], standardize: false", "standardize"),
     (RuleEnvironmentConfig, "rule: math, pattern: x", "pattern"),
     (RuleEnvironmentConfig, "rule: math, wrong: 1.0", "correct"),
     (JudgeEnvironmentConfig, "base_url: u, model: m, api_key: secret", "api_key"),

@@ -262,7 +262,7 @@ def test_as_gym_starts_it(tmp_path: Path, model_path: str) -> None:
 
 @pytest.mark.parametrize("method", ["score", "predict"])
 def test_the_custom_class_is_served_and_is_an_environment(
-    tmp_path: Path, make_client: Callable[..., Any], method: str
+    tmp_path: Path, app_of: Callable[..., TestClient], method: str
 ) -> None:
     code = f"""
 def load_custom_model(model_path):
@@ -279,11 +279,18 @@ class CustomRewardModel:
         # Your custom scoring logic
         return self.model.forward(prompt, response)
 """
+    served = f"""
+class Served(SimpleResourcesServer):
+    def model_post_init(self, context):
+        self.reward_model = CustomRewardModel(self.config.model_path)
+
+    def score(self, prompt, response):
+        return self.reward_model.{method}(prompt, response)
+"""
+    expected = pytest.approx(len(PROMPT) + len(RESPONSE) / 1000)
+    assert app_of(code + served, "Served").post("/verify", json=rollout()).json()["reward"] == expected
     (tmp_path / "mine.py").write_text(code, encoding="utf-8")
     path = f"{tmp_path / 'mine.py'}:CustomRewardModel"
-    expected = pytest.approx(len(PROMPT) + len(RESPONSE) / 1000)
-    client = make_client(model_path="/path/to/weights", reward_class=path)
-    assert client.post("/verify", json=rollout()).json()["reward"] == expected
     section = {"type": "custom", "function": path, "kwargs": {"model_path": "/path/to/weights"}}
     log = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": RESPONSE}]
     assert make_environment("mine", section).step([log], [{}]).rewards.item() == expected
@@ -367,7 +374,7 @@ reward_model_server:
 def test_the_first_yaml_starts(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEMO_GYM_CONFIG_PATH", "reward_model_server")
     monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", FIRST_YAML.format(model_path=model_path))
-    assert APP["gym_config"]().server_config.models[0].device == ("cuda",)
+    assert APP["gym_config"]().server_config.models[0].device == "cuda"
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="(?s)cuda.*`auto` takes a GPU where there is one, else the CPU"):
             Service.load(APP["gym_config"]().server_config)
@@ -381,8 +388,8 @@ def test_the_first_yaml_starts(model_path: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_options_have_the_pages_defaults(model_path: str, five_attributes: str, make_client: Any) -> None:
     config = NemoGymConfig(model_path=(model_path,))
-    assert (config.batch_size, config.default_max_length) == (8, 2048)
-    assert config.server_config.batch_tokens == 8 * 2048
+    assert config.batch_size == 8 and config.server_config.batch_tokens == 8 * 2048
+    assert config.server_config.models[0].default_max_length == 2048
     assert config.server_config.models[0].shaping is None  # normalize_rewards: false
     # The contract of a model says more than a default; a model that says nothing has the default, or its positions.
     for path, expected in ((model_path, 300), (five_attributes, 100)):
@@ -401,37 +408,6 @@ def test_weights_that_float16_cannot_hold(model_path: str, tmp_path: Path, make_
     with pytest.raises(treeward.ModelError, match="in bfloat16 or float32"):
         make_client(model_path=str(tmp_path), dtype="float16")
     assert "mask_sample" not in make_client(model_path=str(tmp_path)).post("/verify", json=rollout()).json()
-
-
-@pytest.mark.parametrize("ensemble", [None, {"method": "worst", "standardize": False}])
-def test_two_devices_give_the_scores_of_one(model_path: str, make_client: Any, ensemble: Any) -> None:
-    section = {"model_path": [model_path] * 2 if ensemble else model_path, "ensemble": ensemble}
-    one, two = make_client(**section), make_client(**section, device=["cpu", "cpu"], batch_size=1)
-    chats = [
-        [{"role": "user", "content": p * 20}, {"role": "assistant", "content": p + r}] for p in "abc" for r in "def"
-    ]
-    chats += [[{"role": "user", "content": "g"}, {"role": "assistant", "content": "too long " * 300}]]
-
-    def scores(client: TestClient, asked: list[Any]) -> list[float | None]:
-        rows = client.post("/v1/rewards", json={"conversations": asked, "on_error": "mask"}).json()["data"]
-        return [row["score"] for row in rows]
-
-    [listed], [of_two] = (client.get("/v1/models").json()["data"] for client in (one, two))
-    assert listed["heads"] == of_two["heads"] == ([] if ensemble else ["reward"])
-    expected = scores(one, chats)
-    assert expected[-1] is None and scores(two, chats) == pytest.approx(expected, abs=1e-6)
-    [model] = two.app.state.service.batcher.models.values()
-    first, second = (replica.members[0] for replica in model.replicas)
-    computed = second.num_computed_tokens
-    assert first.num_computed_tokens > 0 and computed > 0
-    # What comes alone goes to the first replica, whose prefix cache the batcher asks; the second may fail.
-    scores(two, chats[:1])
-    assert second.num_computed_tokens == computed
-    second.model.hf = None
-    assert scores(two, chats) == pytest.approx(expected, abs=1e-6)
-    first.model.hf = None
-    [row] = two.post("/v1/rewards", json={"conversations": chats[:1], "on_error": "mask"}).json()["data"]
-    assert row["score"] is None and "the server failed" in row["error"]
 
 
 def test_a_preference_score_is_in_0_to_1(model_path: str, make_client: Any) -> None:

@@ -44,12 +44,12 @@ def signed_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def served(signed_folder: Path) -> Iterator[str]:
-    """The address of a server of the signed model: as it is (`rm`), by constants (`shaped`), by references (`par`)."""
+    """The address of a server of the signed model: as it is (`rm`), and shaped by constants (`shaped`)."""
     from treeward.config.server import ServerConfig
     from treeward.serving.service import Service
 
     constants = {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 0.5}
-    shapings = {"rm": None, "shaped": constants, "par": {"reference": "par"}}
+    shapings = {"rm": None, "shaped": constants}
     one = {"model": str(signed_folder), "device": "cpu"}
     models = [{**one, "name": name, "shaping": shaping} for name, shaping in shapings.items()]
     service = Service.load(ServerConfig.model_validate({"models": models}))

@@ -57,21 +57,34 @@ def test_every_face_gives_the_scores_of_the_model(served: str, scores: list[floa
         assert rewards == pytest.approx(scores, abs=1e-5), face
 
 
+CONSTANTS = {"normalize_rewards": True, "reward_mean": 3.0, "reward_std": 2.0}
+BY_LENGTH = {"length_penalty": {"coefficient": 10.0, "threshold": 0, "unit": "tokens"}}
+
+
 @pytest.mark.parametrize(
-    ("name", "shaping"),
+    ("keys", "shaping"),
     [
-        ("shaped", {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 0.5}),
-        ("par", {"reference": "par"}),
+        (
+            {"served_model": "shaped"},
+            {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 0.5},
+        ),  # the server's
+        ({"served_model": "shaped", "reward_shaping": CONSTANTS}, CONSTANTS),  # ours alone
+        ({"served_model": "shaped", "reward_shaping": {"reference": "par"}}, {"reference": "par"}),
+        ({"reward_shaping": BY_LENGTH}, BY_LENGTH),
     ],
 )
-def test_shaping_is_the_servers(
-    name: str, shaping: dict[str, Any], served: str, signed_folder: Path, scores: list[float]
+def test_shaping_is_ours_or_the_servers(
+    keys: dict[str, Any], shaping: dict[str, Any], served: str, signed_folder: Path, scores: list[float]
 ) -> None:
+    if shaping is BY_LENGTH:  # counted by a tokenizer that is named
+        with pytest.raises(ConfigError, match="there is no tokenizer"):
+            RewardModelEnvironment(section(served, **keys))
+        keys = keys | {"tokenizer": {"name": str(signed_folder)}}
     local = RewardModelEnvironment(
         {"model_name": str(signed_folder), "precision": "float32", "reward_shaping": shaping}
     )
     infos = [{"reference_answers": "The Rhine."}, {"reference_answers": ["Elbe", "Oder"]}, {}]
-    server = RewardModelEnvironment(section(served, served_model=name))
+    server = RewardModelEnvironment(section(served, **keys))
     found, want = (one.reward(LOGS, infos) for one in (server, local))
     assert [one.value for one in found] == pytest.approx([one.value for one in want], abs=1e-4)
     assert [one.raw for one in found] == pytest.approx(scores, abs=1e-5)
@@ -106,7 +119,7 @@ class FakeServer(Loopback):
     def __init__(self) -> None:
         super().__init__(self.respond)
         self.status, self.later = 200, {}
-        self.model = {"id": "rm", "identity": "one", "reference_key": None, "heads": ["good", "brief"]}
+        self.model = {"id": "rm", "identity": "one", "heads": ["good", "brief"]}
 
     def respond(self, asked: Asked) -> Any:
         if asked.path == "/v1/models":

@@ -568,4 +568,4 @@ def test_a_gated_model_needs_the_end_of_the_prompt(name: str, save: Save) -> Non
     assert [one.score for one in scorer.score(CHATS)] == [one.score for one in scored]  # no prefix is kept
     assert sum(scored[0].heads) == pytest.approx(scored[0].score, abs=1e-6)
     with pytest.raises(ModelError, match="reads where the prompt ends"):
-        scorer.score_tokens([[5, 6, 7]])
+        scorer.model.score_tokens([[5, 6, 7]])

@@ -110,16 +110,13 @@ def test_formulas(drawn: tuple[list[list[float]], list[tuple[float, float]]], co
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("constants", [None, ([2.0, -1.0, 0.0], [0.5, 2.0, 1.5])])
-def test_members_combined(method: Any, constants: Any, scorer: Callable[..., Scorer]) -> None:
+def test_members_combined(method: Any, scorer: Callable[..., Scorer]) -> None:
     members = [scorer(seed) for seed in range(3)]
-    keys = {"standardize": False} if constants is None else {"means": constants[0], "stds": constants[1]}
-    config = EnsembleConfig(method=method, uncertainty_coefficient=0.7, **keys)
+    config = EnsembleConfig(method=method, uncertainty_coefficient=0.7, standardize=False)
     got = EnsembleScorer(members, config).score(CHATS)
     raw_SM = np.array([values(member.score(CHATS)) for member in members]).T
     assert [score.members for score in got] == [tuple(row) for row in raw_SM.tolist()]
-    z_SM = raw_SM if constants is None else (raw_SM - constants[0]) / constants[1]
-    assert values(got) == pytest.approx(by_hand(z_SM.tolist(), method, 0.7), abs=1e-9)
+    assert values(got) == pytest.approx(by_hand(raw_SM.tolist(), method, 0.7), abs=1e-9)
     assert np.std(values(got)) > 0.05 and raw_SM.std(axis=1).min() > 0.01  # the members do disagree
     assert [s.num_tokens for s in got] == [len(members[0].renderer.encode(c)) for c in CHATS]
 
@@ -156,11 +153,10 @@ def test_a_member_that_gives_no_number_is_named(scorer: Callable[..., Scorer]) -
 @pytest.mark.parametrize("method", METHODS)
 def test_heads_of_one_model(method: Any, scorer: Callable[..., Scorer]) -> None:
     model = scorer(0, num_labels=3, max_length=60)
-    config = EnsembleConfig(method=method, over="heads", means=(0.1, 0.2, 0.3), stds=(1, 2, 0.5))
+    config = EnsembleConfig(method=method, over="heads", standardize=False)
     got = EnsembleScorer([model], config).score([*CHATS[:5], LONG])
     plain = model.score(CHATS[:5])
-    z = [[(v - m) / s for v, m, s in zip(p.heads, (0.1, 0.2, 0.3), (1, 2, 0.5), strict=True)] for p in plain]
-    assert values(got[:5]) == pytest.approx(by_hand(z, method, 0.5), abs=1e-9)
+    assert values(got[:5]) == pytest.approx(by_hand([[*one.heads] for one in plain], method, 0.5), abs=1e-9)
     assert [s.members for s in got[:5]] == [s.heads for s in plain] and len(plain[0].heads) == 3
     assert got[5].score is None and got[5].members == ()
 
@@ -194,10 +190,8 @@ def test_heads_are_standardized_by_the_calibration_of_their_model(tiny_tokenizer
     [
         ([], 1, {"standardize": False}, "no members"),
         ([0, 1], 1, {}, r"the members cannot be standardized(?s:.*)treeward calibrate MODEL --data FILE"),
-        ([0, 1], 1, {"means": (0,), "stds": (1,)}, r"1 of each, 2 models"),
         ([0, 1], 1, {"over": "heads", "standardize": False}, "ensemble of heads has one model(?s:.*)2 models"),
         ([0], 2, {"over": "heads"}, "cannot be standardized(?s:.*)standardize=false"),
-        ([0], 2, {"over": "heads", "means": (0,) * 3, "stds": (1,) * 3}, "3 of each, 2 heads"),
     ],
 )
 def test_what_does_not_fit(
@@ -214,6 +208,3 @@ def test_each_folder_is_standardized_by_its_own_calibration(folders: list[Path])
     want = [((a - 3.0) / 2.0 + (b + 1.0) / 0.25) / 2 for a, b in zip(*raw, strict=True)]
     assert values(ensemble.score(CHATS)) == pytest.approx(want, abs=CLOSE)
     assert ensemble.contract is None and ensemble.renderer is ensemble.members[0].renderer
-    given = EnsembleConfig(means=(0.0, 0.0), stds=(1.0, 1.0))  # those of the configuration win
-    got = EnsembleScorer.load(folders, config=given, device="cpu").score(CHATS)
-    assert values(got) == pytest.approx([(a + b) / 2 for a, b in zip(*raw, strict=True)], abs=CLOSE)

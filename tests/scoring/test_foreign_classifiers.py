@@ -59,6 +59,10 @@ def plain(folder: Path, chats: Sequence[Any] = CHATS) -> list[float]:
     return values
 
 
+def of_ids(scorer: Scorer, rows: list[list[int]]) -> list[float | None]:
+    return [score.score for score in scorer.score_prepared(scorer.prepare_texts(rows))]
+
+
 def test_every_route_gives_the_logits_of_plain_transformers(foreign: Path) -> None:
     want = plain(foreign)
     for options in ({}, {"prefix_cache_bytes": 2**20}, {"max_sequences": 1}):
@@ -68,7 +72,7 @@ def test_every_route_gives_the_logits_of_plain_transformers(foreign: Path) -> No
     for layout in ("tree", "rows"):
         scorer.model.layout = layout
         rows = [scorer.renderer.encode(chat) for chat in CHATS]
-        assert scorer.score_tokens(rows) == pytest.approx(want, abs=1e-5)
+        assert of_ids(scorer, rows) == pytest.approx(want, abs=1e-5)
         assert scorer.model(scorer.model.make_batch([rows])).tolist() == pytest.approx(want, abs=1e-5)
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     padded = {"input_ids": ids, "input_lengths": torch.tensor([len(row) for row in rows])}
@@ -77,7 +81,7 @@ def test_every_route_gives_the_logits_of_plain_transformers(foreign: Path) -> No
     if (pad := scorer.model.padding_token) is not None:  # nothing but padding is read at its first token
         hf = AutoModelForSequenceClassification.from_pretrained(foreign, dtype="float32", num_labels=1)
         nothing_else = torch.tensor([[pad] * 3])
-        assert scorer.score_tokens(nothing_else.tolist()) == pytest.approx(hf(nothing_else).logits[:, 0].tolist())
+        assert of_ids(scorer, nothing_else.tolist()) == pytest.approx(hf(nothing_else).logits[:, 0].tolist())
     is_end = AutoTokenizer.from_pretrained(foreign).pad_token == "<|eot_id|>"
     assert (max(abs(a - b) for a, b in zip(read, want, strict=True)) > 0.01) == is_end
 

@@ -183,7 +183,7 @@ def test_the_contract_of_the_merged_model(tiny_tokenizer: Any, tmp_path: Path) -
     assert scorer.contract is not None and scorer.contract.calibration is None
     assert (scorer.renderer.max_length, scorer.renderer.truncation) == (300, "truncate_left")
     for example in scorer.contract.golden:
-        assert scorer.score_tokens([example.token_ids])[0] == pytest.approx(example.score, abs=1e-5)
+        assert scorer.score([example.messages])[0].score == pytest.approx(example.score, abs=1e-5)
     own = Scorer.load(members[0], device="cpu").contract
     assert own is not None and own.golden[0].token_ids == scorer.contract.golden[0].token_ids
     assert abs(own.golden[0].score - scorer.contract.golden[0].score) > 1e-3

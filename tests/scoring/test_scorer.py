@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -71,23 +70,6 @@ def test_a_call_equals_its_conversations_one_by_one(family: str, batch_tokens: i
         assert values(together) == pytest.approx(plain.tolist(), abs=CLOSE)
     assert together[0].score == together[3].score  # the same conversation twice
     assert max(values(together)) - min(values(together)) > 0.1
-
-
-def test_completions_that_come_one_after_another_share_their_prompt(make_scorer: Any) -> None:
-    scorer = make_scorer()
-    scorer.prefix_cache = PrefixCache(2**24)
-    prompt = [user("What is the capital of France, and why is it so famous all over the world? " * 3)]
-    completions = ["Paris.", "~ Paris", "It is Paris, and for its art.", "Lyon"]
-    conversations = [[*prompt, assistant(completion)] for completion in completions]
-    scorer.score(conversations[:1])
-    rows = [scorer.renderer.encode(conversation) for conversation in conversations]
-    known = len(os.path.commonprefix(rows))
-    assert known >= 64
-    for conversation in conversations[1:]:
-        before = scorer.num_computed_tokens
-        scorer.score([conversation])
-        assert scorer.num_computed_tokens - before == len(scorer.renderer.encode(conversation)) - known
-    assert known > len(scorer.renderer.encode(prompt + [assistant("")])) - 8
 
 
 def test_rendered_texts_that_come_one_after_another_share_their_prompt(make_scorer: Any) -> None:
@@ -203,9 +185,8 @@ def test_several_heads(tiny_tokenizer: Any, tmp_path: Path) -> None:
     for score, logits in zip(scorer.score(CHATS), plain.tolist(), strict=True):
         assert score.heads == pytest.approx(logits, abs=CLOSE)
         assert score.score == pytest.approx(logits[0] - 0.5 * logits[1], abs=CLOSE)
-    assert scorer.score_tokens(rows) == pytest.approx(values(scorer.score(CHATS)), abs=CLOSE)
-    means = Scorer(model, renderer, head_weights="mean").score_tokens(rows)
-    assert means == pytest.approx(plain.mean(dim=1).tolist(), abs=CLOSE)
+    means = Scorer(model, renderer, head_weights="mean").score(CHATS)
+    assert values(means) == pytest.approx(plain.mean(dim=1).tolist(), abs=CLOSE)
     hf.save_pretrained(tmp_path)
     renderer.tokenizer.save_pretrained(tmp_path)
     for weights in ([1.0, -0.5, 0.0], {"LABEL_0": 1.0, "LABEL_1": -0.5}):
@@ -273,7 +254,7 @@ def test_what_lies_on_the_disk_must_keep_the_contract(model_folder: Path, tmp_pa
 @pytest.mark.parametrize("rows", [[[]], [[3, 4], [5] * 2000], [[3, -1]], [[3, 600]]])
 def test_sequences_that_the_model_cannot_read(rows: list[list[int]], make_scorer: Any) -> None:
     with pytest.raises(ModelError, match=f"sequence {len(rows) - 1}: "):
-        make_scorer().score_tokens(rows)
+        make_scorer().model.score_tokens(rows)
 
 
 def test_a_row_that_was_made_up_for_padding_is_never_scored(tiny_tokenizer: Any, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from schemathesis.specs.openapi import checks as openapi_checks
 
 ROUTES = {  # with what a client might send
     "/v1/rewards": {"conversations": [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]},
-    "/v1/rewards/trace": {"context": [{"role": "user", "content": "a"}], "completion": "b", "max_points": 3},
     "/classify": {"model": "tiny", "input": ["a"], "use_activation": False, "truncate_prompt_tokens": 9},
     "/pooling": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
     "/score": {"text_1": "a", "text_2": ["b", "c"], "request_id": "q"},

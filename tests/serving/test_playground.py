@@ -34,10 +34,10 @@ def url(loaded_model: LoadedModel) -> Iterator[str]:
     calibrated = contract.model_copy(update={"calibration": RewardCalibration(temperature=fitted)})
     fitted_scorer = copy.copy(scorer)
     fitted_scorer.contract = calibrated
-    warm = LoadedModel(ServedModelConfig(models=("warm",)), [fitted_scorer])
+    warm = LoadedModel(ServedModelConfig(models=("warm",)), fitted_scorer)
     pair = EnsembleScorer([scorer, scorer], EnsembleConfig(method="mean", standardize=False))
     names = ("results/a/final", "results/b/final")
-    both = LoadedModel(ServedModelConfig(name="both", models=names, ensemble=pair.config), [pair])
+    both = LoadedModel(ServedModelConfig(name="both", models=names, ensemble=pair.config), pair)
     with serving([loaded_model, warm, both]) as address:
         yield address
 
@@ -150,24 +150,21 @@ def test_the_chart_and_its_cursor_are_the_trace(visit: Visits, url: str) -> None
     page = visit()
     write(page)
     score(page)
-    traces = [ask(url, "v1/rewards/trace", completion=one, max_points=128) for one in COMPLETIONS]
     expect(page.locator("#chart path.line")).to_have_count(3)
     assert page.locator(".text .words").all_text_contents() == COMPLETIONS
     place = page.locator("#chart").bounding_box()
     page.locator("#chart").hover(position={"x": place["width"] - 14, "y": 100})
-    longest = max(len(trace["tokens"]) for trace in traces)
-    expect(page.locator("#tip")).to_contain_text(f"token {longest}")
+    expect(page.locator("#tip")).to_contain_text("word 10")  # a comma and a full stop are two of them
     expect(page.locator(".shade.current")).to_have_count(1)
     page.locator(".text .shade").nth(2).hover()
-    expect(page.locator("#tip")).to_contain_text("token 3")
-    for i, trace in enumerate(traces):
-        told = page.locator("#tip p").nth(i + 1).locator("b").inner_text()
-        assert number(told) == pytest.approx(trace["points"][2]["score"], abs=6e-4)
+    expect(page.locator("#tip")).to_contain_text("word 3")
+    told = [number(text) for text in page.locator("#tip b").all_inner_texts()]  # the third completion has two words
+    assert told == pytest.approx(wanted(url, ["Boil it for", "I do not"]), abs=6e-4)
     page.locator("#cursor").focus()
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
-    assert page.locator("#cursor").get_attribute("aria-valuetext").startswith("token 2; Completion 1: ")
-    page.get_by_role("checkbox", name="over the tokens too").uncheck()
+    assert page.locator("#cursor").get_attribute("aria-valuetext").startswith("word 2; Completion 1: ")
+    page.get_by_role("checkbox", name="over the words too").uncheck()
     score(page)
     expect(page.locator("#trace")).to_be_hidden()
 

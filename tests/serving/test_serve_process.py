@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -38,7 +37,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.slow
 def test_a_signal_under_load(served_folder: Path, tmp_path: Path) -> None:
     """30 requests wait when it comes: all are answered, nothing new is accepted, and the exit code is 0."""
-    words = ["serve", str(served_folder), "--port", "0", "log_format=json"]
+    words = ["serve", str(served_folder), "--port", "0"]
     process = subprocess.Popen(
         [sys.executable, "-c", HELD.format(gate=str(tmp_path / "gate")), *words],
         stderr=subprocess.PIPE,
@@ -47,7 +46,7 @@ def test_a_signal_under_load(served_folder: Path, tmp_path: Path) -> None:
     )
     assert process.stderr is not None
     serving = next(line for line in process.stderr if "Serving" in line)
-    url = re.search(r"at (http://[^\s\"]+)", json.loads(serving)["message"])[1]  # type: ignore[index]
+    url = re.search(r"at (http://\S+)", serving)[1]  # type: ignore[index]
 
     def ask() -> int:
         return httpx.post(f"{url}/v1/rewards", json={"conversations": [CHAT] * 4}, timeout=120).status_code
@@ -66,4 +65,4 @@ def test_a_signal_under_load(served_folder: Path, tmp_path: Path) -> None:
         (tmp_path / "gate").touch()
         assert [one.result() for one in accepted] == [200] * 30
     said = process.stderr.read()
-    assert process.wait(60) == 0 and json.loads(said.splitlines()[-1])["message"] == "Shut down.", said
+    assert process.wait(60) == 0 and said.splitlines()[-1].endswith("Shut down."), said

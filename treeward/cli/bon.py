@@ -123,8 +123,7 @@ def _rater(text: str, option: str, fields: Sequence[str], options: ModelOptions)
     if isinstance(section.get("ensemble"), str):
         section["ensemble"] = {"method": section["ensemble"]}
     model = load_section(ServedModelConfig, {**options.keys, "name": text.strip(), **section}, where=option)
-    for device in model.device:
-        check_device(device, where=option, field="device")
+    check_device(model.device, where=option, field="device")
     check_shaping(model, alone=True)
 
     def by_model(stack: ExitStack) -> Any:

@@ -3,7 +3,7 @@
 examples:
   treeward calibrate results/quickstart/final --data held_out.jsonl
   treeward calibrate results/quickstart/final --data held_out.jsonl --shaping "{length_calibration: true}"
-  treeward calibrate org/reward-model --data held_out.jsonl --output calibration.json
+  treeward calibrate results/quickstart/final --dataset-name HelpSteer3 --split validation
 
 The data are comparisons that the model was not trained on. The constants go into the
 model's reward_contract.json, and so does a section that is given as --shaping.
@@ -26,7 +26,6 @@ from treeward.config.load import load_section
 from treeward.config.scoring import RewardShapingConfig
 from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
-from treeward.storage import write_text
 from treeward.tables import results_table
 from treeward.training.step_file import flattened
 
@@ -47,13 +46,10 @@ def run(
     data_option: DataOptions = None,
     length_unit: Annotated[Literal["tokens", "characters"], typer.Option(help="Of a completion's length.")] = "tokens",
     shaping: Annotated[str | None, typer.Option(metavar="YAML", help="A reward_shaping section to keep too.")] = None,
-    output: Annotated[str | None, typer.Option(metavar="FILE", help="Write JSON here, not into the model.")] = None,
     *,
     options: ModelOptions,
 ) -> int:
     added: dict[str, Any] = {}
-    if shaping is not None and output is not None:
-        raise ConfigError("a shaping is kept in a contract, and --output is none", where="--shaping, --output")
     if shaping is not None:
         section = parse_yaml(shaping, "--shaping", names=False)
         added["reward_shaping"] = load_section(RewardShapingConfig, section, where="--shaping")
@@ -66,15 +62,14 @@ def run(
     from treeward.scoring.calibration import calibrate
 
     folder = Path(model).expanduser()
-    is_kept = output is None and folder.is_dir() and os.access(folder, os.W_OK)
-    contract = read_contract(model) if is_kept else None
-    if output is None and contract is None:  # an error before the work, not after it
-        need = "a model folder that treeward has exported, with its contract, and that can be written"
-        fix = "write them to a file of their own with --output calibration.json"
+    contract = read_contract(model) if folder.is_dir() and os.access(folder, os.W_OK) else None
+    if contract is None:  # an error before the work, not after it
+        need = "a model folder that can be written, with its contract"
+        fix = f"copy the model into a folder of its own, and there: treeward verify {model} --write"
         raise ConfigError("the constants cannot be kept with the model", where=model, need=need, fix=fix)
-    if is_kept and options.head_weights is not None:
+    if options.head_weights is not None:
         summary, need = "constants in a contract are of its own score", "the contract's weights of heads"
-        fix = f"treeward verify {model} --write --force --head-weights {options.head_weights} first, or --output"
+        fix = f"treeward verify {model} --write --force --head-weights {options.head_weights} first"
         raise ConfigError(summary, where="--head-weights", got=options.head_weights, need=need, fix=fix)
     stream = open_dataset(config)
     logger.info("Loading %s.", model)
@@ -91,10 +86,6 @@ def run(
     constants = flattened(calibration.model_dump(exclude=_NOT_SHOWN))
     rows = [{"constant": key, "value": f"{x:.4f}" if isinstance(x, float) else x} for key, x in constants]
     sys.stdout.write(results_table(rows, ["constant", "value"]) + "\n")
-    if contract is not None:
-        output = str(write_contract(contract.model_copy(update={"calibration": calibration, **added}), model))
-    elif output is not None:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        write_text(Path(output), calibration.model_dump_json(indent=2) + "\n")
-    logger.info("Wrote the constants to %s.", output)
+    path = write_contract(contract.model_copy(update={"calibration": calibration, **added}), model)
+    logger.info("Wrote the constants to %s.", path)
     return 0

@@ -34,7 +34,6 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if any.")]
 Dtype = Annotated[ScoringDtype, typer.Option(help="Number format of the backbone's weights.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model folder contains.")]
-Unchecked = Annotated[bool, typer.Option("--unchecked", help="Also a model that breaks its scoring contract.")]
 Shaping = Annotated[str | None, typer.Option(metavar="YAML", help="A reward_shaping section, or `contract`.")]
 Ensemble = Annotated[str | None, typer.Option(help="Several as one: mean, worst, uncertainty, or a section.")]
 HeadWeights = Annotated[str | None, typer.Option(metavar="NAME=1,...", help="Of a model's heads: by name, or 1,0.5.")]
@@ -50,7 +49,7 @@ class ModelOptions:
     max_length: Annotated[int | None, typer.Option(min=1, help="Longest conversation, in tokens.")] = None
     truncation: Annotated[Truncation | None, typer.Option(help="Of longer ones; default: as in training.")] = None
     head_weights: HeadWeights = None
-    unchecked: Unchecked = False
+    unchecked: Annotated[bool, typer.Option("--unchecked", help="Also a model that breaks its contract.")] = False
     device: Device = None
     dtype: Dtype = "float32"
     trust_remote_code: TrustRemoteCode = False
@@ -133,12 +132,8 @@ def load(section: ServedModelConfig, batch_tokens: int | None) -> tuple[Scorer |
     from treeward.scoring.ensemble import load_scorer
     from treeward.scoring.rewarding import load_shaper
 
-    if section.reward_class is not None:
-        raise section.error("reward_class", "a reward model; `treeward serve` serves a reward class")
-    if len(section.device) > 1:
-        raise section.error("device", "one device; `treeward serve` takes several")
     capacity = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
-    scorer = load_scorer(section, device=section.device[0], **capacity)
+    scorer = load_scorer(section, device=section.device, **capacity)
     return scorer, load_shaper(section, tokenizer=scorer.renderer.tokenizer)
 
 

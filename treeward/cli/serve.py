@@ -13,27 +13,18 @@ examples:
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 from typing import Annotated, Any
 
 import typer
 
-from treeward.cli.options import (
-    Ensemble,
-    HeadWeights,
-    Shaping,
-    TrustRemoteCode,
-    Unchecked,
-    parse_head_weights,
-    reward_models,
-)
+from treeward.cli.options import Ensemble, ModelOptions, Shaping, reward_models, with_model_options
 from treeward.config.load import load_file
-from treeward.config.policy import ScoringDtype
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
 
 
+@with_model_options
 def run(
     words: Annotated[list[str] | None, typer.Argument(metavar="MODEL|key=value", help="Models, and keys.")] = None,
     config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file with the configuration.")] = None,
@@ -42,25 +33,20 @@ def run(
     replicas: Annotated[int | None, typer.Option(help="Processes that each hold every model, by Ray Serve.")] = None,
     shaping: Shaping = None,
     ensemble: Ensemble = None,
-    head_weights: HeadWeights = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda:1, auto; cuda:0,cuda:1 for a copy on each.")] = None,
-    dtype: Annotated[ScoringDtype | None, typer.Option(help="Of the backbone's weights.")] = None,
-    trust_remote_code: TrustRemoteCode = False,
-    unchecked: Unchecked = False,
+    *,
+    options: ModelOptions,
 ) -> int:
     overrides = [word for word in words or [] if "=" in word]
     models = [word for word in words or [] if "=" not in word]
     if not models and config is None:
         raise ConfigError("there is nothing to serve", where="MODEL", need="a reward model, or --config FILE")
-    if not models and (shaping or ensemble or head_weights or device or dtype or trust_remote_code or unchecked):
+    if not models and (shaping or ensemble or options.keys != ModelOptions().keys):
         summary = "options of models are for models that are named on the command line"
         raise ConfigError(summary, need="MODEL, or the same in the file's models")
-    settings = {"host": host, "port": port, "replicas": replicas}
+    settings = {"host": host, "port": port, "replicas": replicas, "batch_tokens": options.batch_tokens}
     values: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
     if models:
-        keys: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code or None}
-        keys["head_weights"] = None if head_weights is None else parse_head_weights(head_weights)
-        sections = reward_models(models, ensemble, shaping, keys | {"check_contract": False if unchecked else None})
+        sections = reward_models(models, ensemble, shaping, options.keys)
         values["models"] = [section.model_dump(mode="json", exclude_unset=True) for section in sections]
     server = load_file(ServerConfig, config, overrides, values=values)
     # Threads that spin between two batches take the processor from those that read requests. Read when torch is loaded.
@@ -70,8 +56,6 @@ def run(
         got, fix = f"no module {missing[0]}", "pip install 'treeward[serve]'"
         raise ConfigError("the server needs packages that are not installed", got=got, fix=fix)
 
-    from treeward.serving.logs import configure
     from treeward.serving.run import serve
 
-    configure(server.log_format, debug=logging.getLogger("treeward").isEnabledFor(logging.DEBUG))
     return serve(server)

@@ -69,7 +69,6 @@ class _Client:
         shaped: bool,
         on_error: OnError = "raise",
         where: Sequence[str] | None = None,
-        reference_answers: Sequence[Any] | None = None,
     ) -> list[Reward]:
         """The server's reward for each conversation; a malformed one is not sent."""
         rewards: dict[int, Reward] = {}
@@ -77,14 +76,10 @@ class _Client:
         parts: list[list[int]] = []
         num_bytes = 0
         names = where or [f"conversation {i}" for i in range(len(conversations))]
-        references = reference_answers or [None] * len(conversations)
-        if not len(names) == len(references) == len(conversations):
-            got = f"{len(names)} names and {len(references)} references for {len(conversations)} conversations"
-            raise DataError("names, references and conversations do not belong together", got=got, need="one for each")
         for i, (conversation, name) in enumerate(zip(conversations, names, strict=True)):
             try:
                 sent[i] = check_messages(conversation, "messages", name)
-                size = len(_json([sent[i], references[i]], name))
+                size = len(_json(sent[i], name))
             except DataError as error:
                 if on_error == "raise":
                     raise
@@ -102,8 +97,6 @@ class _Client:
             # Masked, so that the response says which conversation failed.
             body: dict[str, Any] = {"model": self.model, "on_error": "mask", "shaped": shaped}
             body["conversations"] = [sent[i] for i in part]
-            if reference_answers is not None:
-                body["reference_answers"] = [references[i] for i in part]
             async with slots:
                 reply = await self._connection.request("/v1/rewards", _json(body, "the request"), until=until)
             for i, reward in zip(part, _read(reply, len(part)), strict=True):
@@ -154,17 +147,15 @@ class AsyncRewardClient(_Client):
         self,
         conversations: Sequence[Conversation],
         *,
-        reference_answers: Sequence[Any] | None = None,
         where: Sequence[str] | None = None,
         on_error: OnError = "raise",
     ) -> list[float | None]:
         """Rewards in order: the scores after the shaping that the model is served with.
 
-        `reference_answers`: for shaping that compares with them; for each conversation a text, a list, or None. A
-        conversation without a reward raises `RewardServerError`; with `on_error="mask"` its reward is None.
+        A conversation without a reward raises `RewardServerError`; with `on_error="mask"` its reward is None.
         """
-        options: dict[str, Any] = {"reference_answers": reference_answers, "where": where, "on_error": on_error}
-        return [reward.value for reward in await self._rewards(conversations, shaped=True, **options)]
+        rewards = await self._rewards(conversations, shaped=True, where=where, on_error=on_error)
+        return [reward.value for reward in rewards]
 
     async def detailed_rewards(
         self, conversations: Sequence[Conversation], /, *, shaped: bool = True, **options: Any

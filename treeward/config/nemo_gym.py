@@ -27,7 +27,7 @@ from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.errors import ConfigError
 
 _DEADLINE_SECONDS = 600  # NeMo Gym waits without a limit, and repeats a rollout that is given up
-_TOKENS_OF_A_CUSTOM_ONE = 512  # the size of a conversation in `serving.models`, whatever its length
+_MAX_LENGTH = 2048  # of the page, for a model whose scoring contract does not say
 _CONSTANTS = {"reward_mean": 0.0, "reward_std": 1.0}
 _LENIENT = {"missing_constants": "ignore"}
 
@@ -82,8 +82,6 @@ class NemoGymConfig(ServedModelConfig):
     """How the scores of several models are combined: mean, worst, uncertainty, or a section. None: mean."""
     batch_size: PositiveInt = 8
     """Conversations of `max_length` tokens (or 2048) in one forward pass."""
-    default_max_length: PositiveInt = 2048
-    """`max_length` of a model whose scoring contract does not say."""
     host: str = "127.0.0.1"
     """The address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
@@ -116,11 +114,11 @@ class NemoGymConfig(ServedModelConfig):
     @property
     def server_config(self) -> ServerConfig:
         """The configuration of the server."""
-        section = self.model_dump(include=set(ServedModelConfig.model_fields))
+        longest = self.default_max_length or _MAX_LENGTH
+        section = self.model_dump(include=set(ServedModelConfig.model_fields)) | {"default_max_length": longest}
         values: dict[str, Any] = {"models": [section], "host": self.host, "port": self.port}
         if "batch_size" in self.model_fields_set or "batch_tokens" not in self.server:
-            tokens = _TOKENS_OF_A_CUSTOM_ONE if self.reward_class else self.max_length or self.default_max_length
-            values["batch_tokens"] = self.batch_size * tokens
+            values["batch_tokens"] = self.batch_size * (self.max_length or longest)
         need = "no such key: model_path, host, port and batch_size of the section itself set it"
         for key in sorted(values.keys() & self.server.keys()):
             raise ConfigError("a key is set twice", field=f"server.{key}", got=self.server[key], need=need)

@@ -114,18 +114,8 @@ class EnsembleConfig(Strict):
     over: Literal["models", "heads"] = "models"
     """The members: several models, or the heads of one model."""
     standardize: bool = True
-    """Bring each member to mean 0 and deviation 1 first, by its calibration (`treeward calibrate`) or as below. Heads
-    that have learnt one score (`num_heads`) have its unit: they are standardized only by `means` and `stds`."""
-    means: tuple[float, ...] | None = None
-    """The mean of each member's scores, in the members' order. None: those of the models' calibrations."""
-    stds: tuple[PositiveFloat, ...] | None = None
-    """The standard deviation of each member's scores, in the members' order. None: those of the calibrations."""
-
-    def check(self) -> None:
-        if len(self.means or ()) != len(self.stds or ()):
-            raise self.error("stds means", "one number for each member in both, or neither")
-        if self.means is not None and not self.standardize:
-            raise self.error("standardize means", "standardize: true, or no means and stds")
+    """Bring each member to mean 0 and deviation 1 first, by its calibration (`treeward calibrate`). Heads that have
+    learnt one score (`num_heads`) have its unit already."""
 
 
 class ScoringConfig(Strict):

@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from treeward.config.base import Strict
 from treeward.config.scoring import ScoringConfig
 from treeward.errors import ConfigError
-
-Devices = Annotated[
-    tuple[str, ...],
-    BeforeValidator(lambda value: tuple(map(str.strip, value.split(","))) if isinstance(value, str) else value),
-]
 
 
 class ServedModelConfig(ScoringConfig):
@@ -29,12 +24,10 @@ class ServedModelConfig(ScoringConfig):
 
     name: str | None = None
     """Name of the model in requests. None: the hub name, or that of the folder (`results/rm/final` is `rm`)."""
-    device: Devices = ("auto",)
-    """`auto` (a GPU if there is one, else the CPU), cpu, cuda, cuda:1, ...; each of several has a copy of the model."""
+    device: str = "auto"
+    """`auto` (a GPU if there is one, else the CPU), cpu, cuda, cuda:1, ..."""
     default_max_length: PositiveInt | None = None
     """`max_length` of a model whose scoring contract does not say. None: the model's positions."""
-    reward_class: str | None = None
-    """A class of your own, as `my_module:MyReward`, made with the path of the model. None: it is a reward model."""
 
     @property
     def served_name(self) -> str:
@@ -46,11 +39,8 @@ class ServedModelConfig(ScoringConfig):
 
     def check(self) -> None:
         super().check()
-        if self.reward_class is not None and self.ensemble is not None:
-            raise self.error("reward_class ensemble", "one model, without an ensemble")
-        if self.reward_class is not None and self.shaping == "contract":
-            need = "a reward_shaping section: a reward class has no scoring contract"
-            raise self.error("shaping reward_class", need)
+        if "," in self.device:
+            raise self.error("device", "one device; with `replicas` each GPU has a copy of the model")
 
 
 class ServerConfig(Strict):
@@ -73,19 +63,13 @@ class ServerConfig(Strict):
     prefix_cache_bytes: NonNegativeInt = 2**28
     """Memory of each model for the keys and values of prompts that were scored before; 0 disables the cache."""
     max_queued: PositiveInt = 20_000
-    """Most conversations in the queue. Beyond it requests get 429 with a time for a retry."""
+    """Most conversations in the queue. Beyond it requests get 429 with a time for a retry; one with more gets 413."""
     max_body_bytes: PositiveInt = 2**25
     """The largest request body; a larger one gets 413 before it is read."""
-    max_conversations: PositiveInt = 4096
-    """Most conversations in one request; more get 413."""
-    max_conversation_characters: PositiveInt = 1_000_000
-    """Most characters (or token ids) of one conversation; a longer one is refused before it is tokenized."""
     deadline_seconds: PositiveFloat = 120.0
     """Time limit of a request, from its first byte; beyond it 504. A request may ask for less by X-Deadline-Seconds."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of requests. None: requests need no token."""
-    log_format: Literal["text", "json"] = "text"
-    """`json`: one JSON object a line, with the id of the request."""
     access_log: bool = True
     """Log a line for each request."""
 

@@ -38,10 +38,12 @@ from treeward.environments.interface import (
 from treeward.environments.scoring_worker import ScoringWorker
 from treeward.errors import ConfigError, ModelError
 from treeward.http import RewardServerError
+from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.openai_client import key_from
 from treeward.scoring.rewarding import Rewarder, load_shaper
 from treeward.scoring.score import Conversation, Score
+from treeward.scoring.shaping import Shaper
 
 if TYPE_CHECKING:
     from treeward.environments.replicas import ReplicaPool
@@ -61,13 +63,12 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
     def __init__(self, env_config: Mapping[str, Any] | RewardModelEnvironmentConfig) -> None:
         super().__init__(env_config)
         self._lock = threading.Lock()  # steps may come from several threads; the model takes one at a time
+        self._rewarder = Rewarder(lambda conversations, _: self._running().score(conversations), _shaper(self.config))
         self._model: ScoringWorker | ReplicaPool | RewardServer | None
         if self.config.url is not None:
             self._model = RewardServer(self.config)
-            return
-        shaper = load_shaper(self.config)
-        self._model = model = _replicas(self.config) if _needs_ray(self.config) else _worker_here(self.config)
-        self._rewarder = Rewarder(lambda conversations, _: model.score(conversations), shaper)
+        else:
+            self._model = _replicas(self.config) if _needs_ray(self.config) else _worker_here(self.config)
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         with self._lock:
@@ -76,10 +77,11 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
 
     def _rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         model = self._running()
-        rewarder = model if isinstance(model, RewardServer) else self._rewarder
-        key = rewarder.reference_key
+        if isinstance(model, RewardServer) and self.config.shaping is None:
+            return model.rewards(conversations)
+        key = self._rewarder.reference_key
         references = None if key is None else [plain(info.get(key)) for info in env_infos]
-        return rewarder.rewards(conversations, references)
+        return self._rewarder.rewards(conversations, references)
 
     def preprocess_data(self, message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
         """The model's input: `{"input_ids": int64 (B, L), "input_lengths": int64 (B,)}`, right-padded.
@@ -118,6 +120,17 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
             got="a model in other processes, or at a server",
             fix="the folder of the model, and one replica",
         )
+
+
+def _shaper(config: RewardModelEnvironmentConfig) -> Shaper | None:
+    if config.url is None or config.shaping is None:
+        return load_shaper(config)
+    # The contract is at the server; a tokenizer name that repeats the address means none.
+    name = config.tokenizer.name
+    has_tokenizer = name is not None and name not in config.models
+    tokenizer = load_tokenizer(str(name), trust_remote_code=config.trust_remote_code) if has_tokenizer else None
+    assert config.shaping != "contract", "the section refuses it"
+    return Shaper(config.shaping, tokenizer=tokenizer)
 
 
 def _needs_ray(config: RewardModelEnvironmentConfig) -> bool:
@@ -161,19 +174,16 @@ class RewardServer:
         token = key_from(config.token_env, where=WHERE, field="token_env")
         limits = {"max_retries": config.max_retries, "timeout_seconds": config.worker_timeout_seconds or 600.0}
         self.client = RewardClient(str(config.url), token=token, model=config.served_model, **limits)  # type: ignore[arg-type]
-        self.model = self._described()
+        self.model, self._is_shaped = self._described(), config.shaping is None
 
-    @property
-    def reference_key(self) -> str | None:
-        """The key of `env_infos` with the reference completions that its shaping compares with."""
-        key: str | None = self.model["reference_key"]
-        return key
+    def score(self, conversations: Sequence[Conversation]) -> list[Score]:
+        """Scores in order; a failed one is None with the reason in `Score.error`."""
+        return [reward.score for reward in self.rewards(conversations)]
 
-    def rewards(self, conversations: Sequence[Conversation], references: list[Any] | None) -> list[Reward]:
+    def rewards(self, conversations: Sequence[Conversation]) -> list[Reward]:
         """The server's rewards in order; None with the reason."""
-        options: dict[str, Any] = {"shaped": True, "on_error": "mask", "reference_answers": references}
         try:
-            rewards = self.client.detailed_rewards(conversations, **options)
+            rewards = self.client.detailed_rewards(conversations, shaped=self._is_shaped, on_error="mask")
             description = self._described()  # afterwards, to describe the model that has scored
         except RewardServerError as error:
             if error.status in (401, 403, 404):  # it would refuse every later request too
@@ -198,4 +208,4 @@ class RewardServer:
             got, need = ", ".join(model["id"] for model in models), f"a `treeward serve` with {name or 'a model'}"
             summary, fix = "the server does not have this reward model", "name one of its models as served_model"
             raise ConfigError(summary, where=self.client.url, got=f"models {got}", need=need, fix=fix)
-        return {key: entry[key] for key in ("id", "identity", "reference_key", "heads")}
+        return {key: entry[key] for key in ("id", "identity", "heads")}

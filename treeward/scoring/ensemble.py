@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +21,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treeward.config.scoring import EnsembleConfig, EnsembleMethod, ScoringConfig
-from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, TreewardError
 from treeward.model.contract import ScoringContract, read_contract
 from treeward.scoring.score import Conversation, OnError, Score
@@ -70,8 +68,6 @@ class EnsembleScorer(PreparedScorer):
     `ConfigError` for members that do not fit the configuration, or lack constants to be standardized by.
     """
 
-    renderer: Renderer
-
     def __init__(
         self, members: Sequence[Scorer], config: EnsembleConfig | None = None, *, names: Sequence[str] | None = None
     ) -> None:
@@ -81,8 +77,6 @@ class EnsembleScorer(PreparedScorer):
         assert len(self.names) == len(self.members), f"{len(self.names)} names for {len(self.members)} members"
         self._constants = _constants(self.config, [member.contract for member in self.members], self.names)
         self.renderer = self.members[0].renderer
-        if self.config.over == "heads" and self._constants is not None:
-            _check_number(self._constants[0], self.members[0].model.num_heads, "heads")
 
     @classmethod
     def load(
@@ -113,15 +107,11 @@ class EnsembleScorer(PreparedScorer):
         return [_of_members(members) for members in zip(*by_member, strict=True)]
 
     def prepare_texts(self, texts: Sequence[str | Sequence[int]]) -> list[Prepared]:
-        if not self.reads_text:
+        if len({member.renderer.fingerprint for member in self.members}) > 1:
             error = "the models of this ensemble render conversations in different ways: send messages, not text"
             return [Prepared(f"text {i}", None, error=error) for i in range(len(texts))]
         by_member = [member.prepare_texts(texts) for member in self.members]
         return [_of_members(members) for members in zip(*by_member, strict=True)]
-
-    @cached_property
-    def reads_text(self) -> bool:  # type: ignore[override]
-        return len({member.renderer.fingerprint for member in self.members}) == 1
 
     def score_prepared(self, prepared: Sequence[Prepared], *, on_error: OnError = "raise") -> list[Score]:
         by_member = self._each(
@@ -180,12 +170,8 @@ def _constants(
     if config.over == "heads" and len(names) > 1:
         raise ConfigError("an ensemble of heads has one model", field="over", got=f"heads of {len(names)} models")
     is_one_score = config.over == "heads" and contracts[0] is not None and contracts[0].has_estimates
-    if not config.standardize or (is_one_score and config.means is None):  # estimates of it have its unit
+    if not config.standardize or is_one_score:  # estimates of one score have its unit
         return None
-    if config.means is not None and config.stds is not None:
-        if config.over == "models":
-            _check_number(config.means, len(names), "models")
-        return config.means, config.stds
     calibrations = [contract.calibration for contract in contracts if contract and contract.calibration]
     data = {calibration.provenance.fingerprint for calibration in calibrations if calibration.provenance}
     if config.over == "heads":
@@ -199,16 +185,10 @@ def _constants(
     raise ConfigError(
         "the members cannot be standardized",
         where=names[0],
-        field="means, stds",
+        field="standardize",
         got=f"{len(constants)} of {num_needed} {config.over} with a calibration, on {len(data)} data sets",
-        fix="treeward calibrate MODEL --data FILE for each; or give means and stds, or set standardize=false",
+        fix="treeward calibrate MODEL --data FILE for each; or set standardize=false",
     )
-
-
-def _check_number(means: Sequence[float], number: int, what: str) -> None:
-    if len(means) != number:
-        got = f"{len(means)} of each, {number} {what}"
-        raise ConfigError(f"means and stds do not fit the {what}", field="means", got=got)
 
 
 def load_scorer(config: ScoringConfig, **capacity: Any) -> Scorer | EnsembleScorer:

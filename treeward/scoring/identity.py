@@ -29,9 +29,12 @@ def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
         }
     if not isinstance(scorer, Scorer):
         return {"model": name}
-    renderer = scorer.renderer
+    renderer, model = scorer.renderer, scorer.contract and scorer.contract.scores_sha256
+    if model is None:
+        total = sum(float(weight.detach().double().abs().sum()) for weight in scorer.model.parameters())
+        model = f"{name}, sum {total:.9g}"
     return {
-        "model": scorer.model_id if scorer.contract is not None else f"{name}, {scorer.model_id}",
+        "model": model,
         "truncation": renderer.truncation,
         "max_length": renderer.max_length,
         "dtype": str(scorer.model.hf.dtype).removeprefix("torch."),

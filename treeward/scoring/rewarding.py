@@ -12,13 +12,12 @@ puts the reward in the place of the score, for code that ranks by scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from treeward.config.scoring import RewardShapingConfig, ScoringConfig
-from treeward.data.preference import Message
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.contract import CONTRACT_FILE, read_contract
 from treeward.model.pretrained import load_tokenizer
@@ -26,29 +25,15 @@ from treeward.scoring.score import Conversation, ConversationScorer, OnError, Re
 from treeward.scoring.shaping import Shaper, reference_conversations
 
 
-@dataclass(frozen=True, slots=True)
-class RewardPlan:
-    """Conversations that need scores before there are rewards.
-
-    `references`: the conversations of each sample's reference completions, or why they cannot be read. `to_score`: all
-    of them, under `names`.
-    """
-
-    conversations: list[Conversation]
-    references: list[list[list[Message]] | str]
-    to_score: list[Conversation]
-    names: list[str]
-
-
 class Rewarder:
     """Turns conversations into rewards.
 
-    `score`: conversations and their names, for errors, to one `Score` each, in order. None where only `plan` and
-    `finish` are called. `shaper`: None leaves scores as they are.
+    `score`: conversations and their names, for errors, to one `Score` each, in order. `shaper`: None leaves scores as
+    they are.
     """
 
     def __init__(
-        self, score: Callable[[list[Conversation], list[str]], list[Score]] | None, shaper: Shaper | None = None
+        self, score: Callable[[list[Conversation], list[str]], list[Score]], shaper: Shaper | None = None
     ) -> None:
         self._score = score
         self.shaper = shaper
@@ -70,48 +55,33 @@ class Rewarder:
         `reference_completions`: for each sample a text, a list of texts and message lists, or None. They are read where
         the shaping compares with them; a sample whose references cannot be read gets no reward.
         """
-        assert self._score is not None, "without a score there are only plan and finish"
-        plan = self.plan(conversations, reference_completions, where=where)
-        return self.finish(plan, self._score(plan.to_score, plan.names))
-
-    def plan(
-        self,
-        conversations: Sequence[Conversation],
-        reference_completions: Sequence[Any] | None = None,
-        *,
-        where: Sequence[str] | None = None,
-    ) -> RewardPlan:
-        """The conversations that `rewards` scores, for callers that score in another way than by a function."""
         names = list(where) if where is not None else [f"conversation {i}" for i in range(len(conversations))]
-        plan = RewardPlan(list(conversations), [], list(conversations), list(names))
-        key = self.reference_key
-        samples = zip(conversations, reference_completions or [None] * len(names), names, strict=True)
-        for conversation, completions, name in samples:
-            try:
-                chats = [] if key is None else reference_conversations(conversation, completions, f"{name}, {key}")
-            except DataError as error:
-                plan.references.append(str(error).splitlines()[0])
-                continue
-            plan.references.append(chats)
-            plan.to_score.extend(chats)
-            plan.names.extend(f"{name}, {key}[{m}]" for m in range(len(chats)))
-        return plan
-
-    def finish(self, plan: RewardPlan, scores: Sequence[Score]) -> list[Reward]:
-        """The rewards of a plan from the scores of `plan.to_score`, in order."""
-        num = len(plan.conversations)
-        own_scores, reference_scores = scores[:num], iter(scores[num:])
+        to_score, all_names = list(conversations), list(names)
+        references: list[list[Conversation] | str] = []  # or why they cannot be read
+        if self.reference_key is not None:
+            samples = zip(conversations, reference_completions or [None] * len(names), names, strict=True)
+            for conversation, completions, name in samples:
+                place = f"{name}, {self.reference_key}"
+                try:
+                    chats: list[Conversation] = [*reference_conversations(conversation, completions, place)]
+                except DataError as error:
+                    references.append(str(error).splitlines()[0])
+                    continue
+                references.append(chats)
+                to_score += chats
+                all_names += [f"{place}[{m}]" for m in range(len(chats))]
+        scores = self._score(to_score, all_names)
         if self.shaper is None:
-            return [Reward(score.score, score, error=score.error) for score in own_scores]
-        references = [
-            None if isinstance(chats, str) else [(next(reference_scores), chat) for chat in chats]
-            for chats in plan.references
+            return [Reward(score.score, score, error=score.error) for score in scores]
+        own_scores, reference_scores = scores[: len(names)], iter(scores[len(names) :])
+        scored = [
+            None if isinstance(chats, str) else [(next(reference_scores), c) for c in chats] for chats in references
         ]
-        rewards = self.shaper.shape(own_scores, plan.conversations, references)
-        return [
-            replace(reward, value=None, error=error) if isinstance(error, str) else reward
-            for reward, error in zip(rewards, plan.references, strict=True)
-        ]
+        rewards = self.shaper.shape(own_scores, conversations, scored or None)
+        for i, chats_or_why in enumerate(references):
+            if isinstance(chats_or_why, str):
+                rewards[i] = replace(rewards[i], value=None, error=chats_or_why)
+        return rewards
 
 
 class RewardScorer:
@@ -141,9 +111,9 @@ class RewardScorer:
 def refuse_references(shaping: RewardShapingConfig, where: str) -> None:
     """Raise `ConfigError` for a shaping with reference completions: a reward depends on more than its conversation."""
     if shaping.reference is not None:
-        raise ConfigError(
-            "the shaping compares with reference completions, and there are none", where=where, field="reference"
-        )
+        summary = "the shaping compares with reference completions, and there are none"
+        fix = "shape where they are: by the reward_shaping of an environment (a server's scores too), or treeward score"
+        raise ConfigError(summary, where=where, field="reference", got=shaping.reference, fix=fix)
 
 
 def load_shaper(config: ScoringConfig, *, tokenizer: PreTrainedTokenizerBase | None = None) -> Shaper | None:

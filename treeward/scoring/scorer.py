@@ -18,7 +18,6 @@ import logging
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -73,10 +72,8 @@ class PreparedScorer(abc.ABC):
 
     members: Sequence[Scorer]
     """The scorer of each model."""
-    renderer: Renderer | None
-    """What renders conversations, for an ensemble the first member's; None for a scorer that reads messages."""
-    reads_text: bool = True
-    """Whether a rendered text has one meaning: not where the members of an ensemble make other tokens of it."""
+    renderer: Renderer
+    """What renders conversations, for an ensemble the first member's."""
 
     @property
     def num_computed_tokens(self) -> int:
@@ -164,8 +161,6 @@ class Scorer(PreparedScorer):
     in one; one of them is a number. `head_weights`: the weight of each head in the score, in order or by the name of
     its label, or "mean". `prefix_cache`: holds the prompts of earlier calls.
     """
-
-    renderer: Renderer
 
     def __init__(
         self,
@@ -265,13 +260,6 @@ class Scorer(PreparedScorer):
     def members(self) -> Sequence[Scorer]:  # type: ignore[override]
         return (self,)
 
-    @cached_property
-    def model_id(self) -> str:
-        """What tells the model from every other: the hash of its contract, or else the sum of its weights."""
-        if self.contract is not None:
-            return self.contract.scores_sha256
-        return f"sum {sum(float(weight.detach().double().abs().sum()) for weight in self.model.parameters()):.9g}"
-
     def prepare(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
     ) -> list[Prepared]:
@@ -307,13 +295,6 @@ class Scorer(PreparedScorer):
             else self._score(next(remaining), item, on_error)
             for item in prepared
         ]
-
-    def score_tokens(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """Score token sequences, each a whole conversation; float32 values in order. Raises `ModelError` as `score`."""
-        values_SH: list[list[float]] = self._values(sequences).tolist()
-        for i, (values, sequence) in enumerate(zip(values_SH, sequences, strict=True)):
-            check_finite(values, f"sequence {i}", len(sequence))
-        return [self._combined(values) for values in values_SH]
 
     def _replay(self, contract: ScoringContract, model: str, *, with_tokens: bool) -> None:
         """Replay the golden conversations. Raises `ModelError` where they become other tokens or have other scores."""

@@ -3,9 +3,9 @@
     batcher = Batcher([loaded_model], config, ServerMetrics())
     scores = await batcher.score("rm", conversations, deadline=time.monotonic() + 30)
 
-One thread tokenizes the next conversations of each request in turn, only some batches ahead. Another scores tokenized
-conversations, up to a budget of tokens, without waiting for a full batch. Requests and models take turns in both.
-Conversations with one prompt are batched together, and a conversation that fails does not fail others.
+One thread tokenizes the next conversations of each request in turn. Another scores tokenized conversations, up to a
+budget of tokens, without waiting for a full batch. Requests and models take turns in both. Conversations with one
+prompt are batched together, and a conversation that fails does not fail others.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ _TOKENIZED_AT_ONCE = 64
 """Conversations of one request to tokenize in a turn."""
 _MOST_FAILED = 8
 """Batches in a row that fail entirely before the server reports that it is not alive."""
-_BATCHES_AHEAD = 64
-"""About how many batches ahead to tokenize for a request with ready conversations, and twice as many for others."""
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _FILL = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 2.0)
@@ -129,7 +127,6 @@ class Batcher:
         self._lock = threading.Condition()
         self._open: set[_Request] = set()
         self._ready: OrderedDict[_Request, None] = OrderedDict()  # requests with tokenized conversations, by turn
-        self._ready_tokens, self._most_ready_tokens = 0, _BATCHES_AHEAD * config.batch_tokens
         self._closed = False
         self._per_second = 0.0
         self._has_scored: dict[str, Prepared] = {}
@@ -167,16 +164,12 @@ class Batcher:
         with self._lock:
             if self._closed:
                 raise _shut_down()
-            limit = self.config.max_queued
-            if self.num_queued and self.num_queued + number > limit:
-                raise queue_full(self.num_queued, limit, self.seconds_of_queue)
+            check_room(self.num_queued, number, self.config.max_queued, self.seconds_of_queue)
             self.num_queued += number
             self._open.add(request)
         try:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
                 for start in range(0, number, _TOKENIZED_AT_ONCE):
-                    while request.ready and self._ready_tokens >= self._most_ready_tokens:
-                        await asyncio.sleep(0.01)
                     part = conversations[start : start + _TOKENIZED_AT_ONCE]
                     await loop.run_in_executor(self._tokenizing, self._tokenize, request, start, part)
                 return await asyncio.wrap_future(request.future)
@@ -205,7 +198,6 @@ class Batcher:
             request.is_over = True
             self._open.discard(request)
             self._ready.pop(request, None)
-            self._ready_tokens -= sum(item.num_tokens for _, item in request.ready)
             request.ready.clear()
             self.num_queued -= request.num_missing
             self._lock.notify_all()
@@ -214,8 +206,6 @@ class Batcher:
 
     def _tokenize(self, request: _Request, start: int, part: Sequence[Conversation | RenderedText]) -> None:
         """Tokenize the next conversations of a request, in the tokenizing thread."""
-        with self._lock:
-            self._lock.wait_for(lambda: self._ready_tokens < 2 * self._most_ready_tokens or request.is_over)
         if request.is_over:
             return
         prepared = _isolated(request.model.prepare, list(part))
@@ -228,7 +218,6 @@ class Batcher:
                     failed.append((request, i, Score(None, item.num_tokens, error=item.error)))
                 elif not request.is_over:
                     request.ready.append((i, item))
-                    self._ready_tokens += item.num_tokens
                     self._ready[request] = None
             self._lock.notify_all()
         self._settle(failed)
@@ -272,7 +261,7 @@ class Batcher:
         self._failed_in_a_row[name] = 0
 
     def _take_batch(self) -> list[tuple[_Request, int, Prepared]]:
-        """A forward pass of each replica: a few conversations of each request for the model whose turn it is."""
+        """A forward pass: a few conversations of each request for the model whose turn it is."""
         model = next(iter(self._ready)).model if self._ready else None
         queue = deque(
             _prompts_together([request for request in islice(self._ready, _WINDOW) if request.model is model])
@@ -286,11 +275,10 @@ class Batcher:
                 i, item = request.ready[0]
                 like = last.get(request, batch[-1][2] if batch else None)
                 cost = request.model.cost(item, like)
-                if batch and used + cost > self.config.batch_tokens * len(request.model.replicas):
+                if batch and used + cost > self.config.batch_tokens:
                     is_full = True
                     break
                 request.ready.popleft()
-                self._ready_tokens -= item.num_tokens
                 last[request] = item
                 used += cost
                 batch.append((request, i, item))
@@ -299,7 +287,6 @@ class Batcher:
             elif len(batch) > start:  # a conversation that does not fit keeps its place
                 queue.append(request)
                 self._ready.move_to_end(request)
-        self._lock.notify_all()  # there is room for more tokens
         return batch
 
     def _settle(self, scored: Sequence[tuple[_Request, int, Score]]) -> None:
@@ -325,10 +312,13 @@ class Batcher:
                 request.future.set_result([score for score in request.scores if score is not None])
 
 
-def queue_full(num_queued: int, limit: int, retry_after: float) -> APIError:
-    """A request that would make the queue too long."""
-    message = f"{num_queued} conversations are waiting, and at most {limit} may"
-    return APIError(429, "queue_full", message, retry_after=retry_after)
+def check_room(num_queued: int, number: int, limit: int, retry_after: float) -> None:
+    """Raise `APIError` for more conversations than may ever wait, 413, and for a queue that is too long, 429."""
+    if number > limit:
+        raise APIError(413, "too_many_conversations", f"{number} conversations in one request; at most {limit}")
+    if num_queued + number > limit:
+        message = f"{num_queued} conversations are waiting, and at most {limit} may"
+        raise APIError(429, "queue_full", message, retry_after=retry_after)
 
 
 def not_in_time(num_missing: int, number: int, retry_after: float) -> APIError:
@@ -355,7 +345,8 @@ def _prompts_together(requests: Sequence[_Request]) -> list[_Request]:
 def _tokens(request: _Request) -> bytes:
     """The tokens of the next conversation; in the order of these bytes, equal beginnings are neighbours."""
     ids = request.ready[0][1].ids
-    return b"" if ids is None else ids.tobytes()
+    assert ids is not None, "what has an error is not queued"
+    return ids.tobytes()
 
 
 def _finite(score: Score) -> Score:
@@ -380,6 +371,6 @@ def _isolated(
         error = f"the server failed: {type(problem).__name__}; its log has the details"
     if len(values) == 1:
         return [FailedScore(None, error=error)]
-    logger.warning("%d conversations failed together: %s; they are tried apart.", len(values), error)
+    logger.warning("%d conversations failed together: %a; they are tried apart.", len(values), error)
     middle = len(values) // 2
     return [*_isolated(function, values[:middle]), *_isolated(function, values[middle:])]

@@ -13,6 +13,7 @@ import re
 import secrets
 import time
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 from starlette.datastructures import Headers, MutableHeaders
@@ -106,11 +107,11 @@ class RequestLimits:
             raise
         finally:
             if self.config.access_log:
-                facts = {"request_id": request_id, "bytes": state["num_bytes"], "error": state.get("error")}
-                shown = {key: value for key, value in facts.items() if value is not None}
                 milliseconds = 1000 * (time.monotonic() - started)
-                words = "%s %s %s %.1f ms"
-                logger.info(words, scope["method"], scope["path"], status, milliseconds, extra={"facts": shown})
+                code = f" error={state['error']}" if "error" in state else ""
+                words = "%s %s %s %.1f ms request_id=%s bytes=%d%s"
+                path = quote(scope["path"])  # without line breaks and control characters
+                logger.info(words, scope["method"], path, status, milliseconds, request_id, state["num_bytes"], code)
 
     def _check_headers(self, scope: Scope, headers: Headers) -> None:
         if self._token is not None and scope["path"] not in _OPEN_PATHS:

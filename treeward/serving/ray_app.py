@@ -31,7 +31,7 @@ class Front:
     """The application of a server behind Serve's proxies. `replicas`: Serve's handle of them."""
 
     def __init__(self, config: ServerConfig, replicas: DeploymentHandle[Any]) -> None:
-        logs.configure(config.log_format)
+        logs.configure()
         self._config, self._replicas = config, replicas
 
     async def __serve_build_asgi_app__(self) -> FastAPI:

@@ -51,10 +51,8 @@ class Ending:
     turn_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, renderer: Renderer | None) -> Ending:
-        """The ending of a renderer; empty for None and for a template that refuses a plain conversation."""
-        if renderer is None:
-            return cls()
+    def of(cls, renderer: Renderer) -> Ending:
+        """The ending of a renderer; empty for a template that refuses a plain conversation."""
         tokenizer = renderer.tokenizer
         chats = [
             [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context
-from itertools import chain
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from treeward.scoring.replicas import running
 from treeward.scoring.score import Conversation, Score
 from treeward.serving import logs
 from treeward.serving.api_error import APIError
-from treeward.serving.batcher import ServerMetrics, not_in_time, queue_full
+from treeward.serving.batcher import ServerMetrics, check_room, not_in_time
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText, beginning_of
 from treeward.serving.service import SHUTDOWN_SECONDS, Service
@@ -55,7 +55,7 @@ class Replica:
     """The models and the batcher of a server, called by a front."""
 
     def __init__(self, config: ServerConfig) -> None:
-        logs.configure(config.log_format)
+        logs.configure()
         self._service = Service.load(config)
 
     async def score(self, key: int, model: str, inputs: Sequence[Conversation | RenderedText]) -> list[Score]:
@@ -103,8 +103,7 @@ class ReplicaBatcher:
     ) -> list[Score]:
         """One score for each conversation, in order. `deadline` and errors: as of `Batcher.score`."""
         number = len(conversations)
-        if self.num_queued and self.num_queued + number > self.config.max_queued:
-            raise queue_full(self.num_queued, self.config.max_queued, self.seconds_of_queue)
+        check_room(self.num_queued, number, self.config.max_queued, self.seconds_of_queue)
         if not self.num_queued:
             self._busy_since, self._num_scored = time.monotonic(), 0
         parts: dict[int, list[int]] = {}
@@ -189,20 +188,19 @@ def options_of(config: ServerConfig, resources: Mapping[str, Any]) -> dict[str, 
 
 
 def of_replicas(config: ServerConfig) -> ServerConfig:
-    """The configuration of a server's replicas, which may run in another folder: absolute paths, and no shaping, which
-    the front does."""
+    """The configuration of a server's replicas, which may run in another folder: with absolute paths."""
     sections = []
     for section in config.models:
         models = tuple(str(Path(model).resolve()) if Path(model).exists() else model for model in section.models)
-        sections.append(section.model_copy(update={"models": models, "name": section.served_name, "shaping": None}))
-    return config.model_copy(update={"models": tuple(sections), "max_queued": 2**62, "running": False})
+        sections.append(section.model_copy(update={"models": models, "name": section.served_name}))
+    return config.model_copy(update={"models": tuple(sections), "max_queued": 2**62})
 
 
 def front(handle: Any, config: ServerConfig, models: Sequence[ServedModel]) -> Service:
-    """The service of a front. `handle`: of the replicas; `models`: from one of them."""
-    shaped = [model.shaped(section) for model, section in zip(models, config.models, strict=True)]
+    """The service of a front. `handle`: of the replicas; `models`: from one of them, which has absolute paths."""
+    models = [replace(model, members=section.models) for model, section in zip(models, config.models, strict=True)]
     metrics = ServerMetrics(_AllMetrics(handle))
-    return Service(shaped, config, metrics, ReplicaBatcher(handle, config, shaped))
+    return Service(models, config, metrics, ReplicaBatcher(handle, config, models))
 
 
 @contextmanager
@@ -211,10 +209,10 @@ def started(config: ServerConfig, name: str) -> Iterator[Service]:
 
     Raises `ConfigError` for more GPUs than this machine has, and `ModelError` for replicas that do not start.
     """
-    for model in (name for section in config.models if section.reward_class is None for name in section.models):
+    for model in (name for section in config.models for name in section.models):
         check_local(model)
-    ray, devices, options = start_ray(), [section.device for section in config.models], config.ray_actor_options
-    num_gpus = options.get("num_gpus", max(map(len, devices)) if {*chain(*devices)} != {"cpu"} else 0)
+    ray, options = start_ray(), config.ray_actor_options
+    num_gpus = options.get("num_gpus", int(any(section.device != "cpu" for section in config.models)))
     resources = equal_shares(
         ray, config.replicas, num_gpus=num_gpus, required="num_gpus" in options, where="replicas, ray_actor_options"
     )

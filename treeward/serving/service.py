@@ -17,7 +17,6 @@ from typing import Any, Literal, Protocol
 import orjson
 
 from treeward.config.server import ServerConfig
-from treeward.scoring.rewarding import Rewarder
 from treeward.scoring.score import Conversation, Reward, Score
 from treeward.serving.api_error import APIError
 from treeward.serving.batcher import Batcher, FailedScore, ServerMetrics
@@ -29,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 60
 """For accepted requests after a signal, while the server accepts no new ones."""
+MOST_CHARACTERS = 1_000_000
+"""Characters as JSON, or token ids, of a conversation; a longer one is refused before it is tokenized."""
 
 
 class ConversationBatcher(Protocol):
@@ -102,28 +103,31 @@ class Service:
         inputs: Sequence[Conversation | RenderedText],
         *,
         deadline: float,
-        reference_answers: Sequence[Any] | None = None,
         shaped: bool = True,
         on_error: Literal["refuse", "mask"] = "refuse",
     ) -> list[Reward]:
         """One reward for each conversation, in order.
 
-        `deadline`: of `time.monotonic`. `reference_answers`: as in `Rewarder.rewards`. `shaped`: with the model's
-        shaping, if any. Raises `APIError` for too many conversations, a full queue and a deadline; and, with
-        `on_error="refuse"`, for a conversation without a reward: 422 if it cannot be scored, 500 if the server failed.
-        With "mask" its value is None, with the reason in `error`.
+        `deadline`: of `time.monotonic`. `shaped`: with the model's shaping, if any. Raises `APIError` for too many
+        conversations, a full queue and a deadline; and, with `on_error="refuse"`, for a conversation without a reward:
+        422 if it cannot be scored, 500 if the server failed. With "mask" its value is None, with the reason in `error`.
         """
-        references = reference_answers if model.reference_key is not None else None
-        number = len(inputs) + sum(len(texts) if isinstance(texts, list) else 1 for texts in references or ())
-        if number > self.config.max_conversations:
-            limit = self.config.max_conversations
-            message = f"{number} conversations in one request, with their references; at most {limit}"
-            raise APIError(413, "too_many_conversations", message)
-        if model.shaper is None or not shaped:
-            scores = await self._scores(model, inputs, deadline)
+        shaper = model.shaper if shaped else None
+        conversations = [item.messages if isinstance(item, RenderedText) else item for item in inputs]
+        if shaper is not None and shaper.reads_completions and None in conversations:
+            message = (
+                f"text {conversations.index(None)}: this model's rewards depend on the completion, and nothing shows "
+                "where it begins: send messages (/v1/rewards, or `messages` of vLLM's /classify and /pooling), or the "
+                "prompt beside the text (`prompts` of /get_reward)"
+            )
+            raise APIError(422, "unknown_completion", message)
+        scores = await self._scores(model, inputs, deadline)
+        if shaper is None:
             rewards = [Reward(score.score, score, error=score.error) for score in scores]
         else:
-            rewards = await self._shaped(model, inputs, reference_answers, deadline)
+            # It tokenizes completions: in a thread, and always the same one, as tokenizers are not thread-safe.
+            shape = partial(shaper.shape, scores, [chat or [] for chat in conversations])
+            rewards = await asyncio.get_running_loop().run_in_executor(self._shaping, shape)
         for i, reward in enumerate(rewards):
             if reward.value is None and on_error == "refuse":
                 is_server_fault = isinstance(reward.score, FailedScore)
@@ -140,44 +144,23 @@ class Service:
         self, model: ServedModel, inputs: Sequence[Conversation | RenderedText], deadline: float
     ) -> list[Score]:
         """The batcher's scores; inputs that are too long or nested too deep get errors instead."""
-        errors = [check_length(item, self.config.max_conversation_characters) for item in inputs]
+        errors = [check_length(item) for item in inputs]
         short = [item for item, error in zip(inputs, errors, strict=True) if error is None]
         self.metrics.failures.labels(model.name, "request").inc(len(inputs) - len(short))
         scores = iter(await self.batcher.score(model.name, short, deadline=deadline))
         return [next(scores) if error is None else Score(None, error=error) for error in errors]
 
-    async def _shaped(
-        self,
-        model: ServedModel,
-        inputs: Sequence[Conversation | RenderedText],
-        reference_answers: Sequence[Any] | None,
-        deadline: float,
-    ) -> list[Reward]:
-        rewarder = Rewarder(None, model.shaper)
-        conversations = [item.messages if isinstance(item, RenderedText) else item for item in inputs]
-        if model.shaper is not None and model.shaper.reads_completions and None in conversations:
-            message = (
-                f"text {conversations.index(None)}: this model's rewards depend on the completion, and nothing shows "
-                "where it begins: send messages (/v1/rewards, or `messages` of vLLM's /classify and /pooling), or the "
-                "prompt beside the text (`prompts` of /get_reward)"
-            )
-            raise APIError(422, "unknown_completion", message)
-        plan = rewarder.plan([chat or [] for chat in conversations], reference_answers)
-        scores = await self._scores(model, [*inputs, *plan.to_score[len(inputs) :]], deadline)
-        # It tokenizes completions: in a thread, and always the same one, as tokenizers are not thread-safe.
-        return await asyncio.get_running_loop().run_in_executor(self._shaping, partial(rewarder.finish, plan, scores))
 
-
-def check_length(conversation: Conversation | RenderedText, limit: int) -> str | None:
+def check_length(conversation: Conversation | RenderedText) -> str | None:
     """The error of a conversation that is too long, as JSON, or nested too deep; None for others."""
     try:
         text = conversation.text if isinstance(conversation, RenderedText) else orjson.dumps(conversation).decode()
         length = len(text)
     except orjson.JSONEncodeError as error:
         return f"the conversation cannot be written as JSON, which has at most 254 levels here: {error}"
-    if length <= limit:
+    if length <= MOST_CHARACTERS:
         return None
-    return f"the conversation is too long: at most {limit} characters, or token ids (max_conversation_characters)"
+    return f"the conversation is too long: at most {MOST_CHARACTERS:,} characters, or token ids"
 
 
 def _sum(caches: Sequence[Any], name: str) -> float:

@@ -127,7 +127,7 @@ def make_served(
     sections = [{"model": f"models/{name}", "name": name} for name in ("rm", *(f"other{i}" for i in range(others)))]
     config = ServerConfig.model_validate({"models": sections, **settings})
     of_sections = [scorer, *[scorers["plain"]] * others]
-    models = [LoadedModel(section, [one]) for section, one in zip(config.models, of_sections, strict=True)]
+    models = [LoadedModel(section, one) for section, one in zip(config.models, of_sections, strict=True)]
     models[0].served = replace(models[0].served, shaper=shaper)
     service = Service.of(models, config)
     stack.callback(service.close)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import sys
-import threading
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -239,7 +236,7 @@ def test_the_seeds_options() -> None:
     more = {"length_penalty": {"coefficient": 0.01, "threshold": 100}, "server": {"deadline_seconds": 7}}
     config = config_of(**gym, **scale, **more, model_path=["some/model", "other"], batch_size=4, max_length=512)
     [model] = config.models
-    assert (model.models, model.device, model.max_length) == (("some/model", "other"), ("cpu",), 512)
+    assert (model.models, model.device, model.max_length) == (("some/model", "other"), "cpu", 512)
     assert (config.host, config.port, config.batch_tokens, config.deadline_seconds) == ("127.0.0.1", 1234, 2048, 7)
     shaping = model.shaping
     assert (shaping.reward_mean, shaping.reward_std, shaping.length_penalty.coefficient) == (0.5, 2.0, 0.01)
@@ -277,59 +274,12 @@ def test_components_of_a_shaped_reward(verified: Callable[..., Any], served_fold
 
 
 def test_members_of_an_ensemble(verified: Callable[..., Any], served_folder: Path, loaded_model: LoadedModel) -> None:
-    ensemble = {"method": "worst", "means": [0.0, 1.0], "stds": [1.0, 1.0]}
-    got = verified(model_path=[str(served_folder)] * 2, ensemble=ensemble)
-    assert got["reward"] == pytest.approx(score_of(loaded_model) - 1.0, abs=1e-5)
+    got = verified(model_path=[str(served_folder)] * 2, ensemble={"method": "worst", "standardize": False})
+    assert got["reward"] == pytest.approx(score_of(loaded_model), abs=1e-5)
     assert got["reward_components"].keys() == {"reward_member_0", "reward_member_1"}
     assert all(got[name] == value for name, value in got["reward_components"].items())
 
 
-def test_reference_answers_are_those_of_the_row(verified: Callable[..., Any], served_folder: Path) -> None:
-    section = {"model_path": str(served_folder), "shaping": {"reference": "par"}}
-    same = verified(rollout(reference_answers=[COMPLETION]), **section)
-    assert same["reward"] == pytest.approx(0.5, abs=1e-5)
-    assert verified(**section)["mask_sample"] is True
-
-
-class Lengths:
-    """A reward class: as many points as letters."""
-
-    threads: set[str] = set()
-
-    def __init__(self, model_path: str) -> None:
-        self.model_path = model_path
-
-    def score(self, prompt: str, response: str) -> float:
-        self.threads.add(threading.current_thread().name)
-        if "fail" in response:
-            raise RuntimeError("it was told to")
-        return float("nan") if "nan" in response else len(prompt) + len(response) / 1000
-
-
-@pytest.fixture
-def own_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = types.ModuleType("own_rewards")
-    module.Lengths, module.number, module.Silent = Lengths, 3, type("Silent", (), {})
-    monkeypatch.setitem(sys.modules, "own_rewards", module)
-    Lengths.threads.clear()
-
-
-def test_a_reward_class_scores(
-    own_rewards: None, make_service: Callable[..., Any], asgi_client: Callable[..., Any]
-) -> None:
-    config = config_of(model_path="any/path", reward_class="own_rewards:Lengths")
-    client = asgi_client(make_service(models=config.models))
-    length = len(f"system: be brief\n\nuser: {QUESTION}")
-    assert client.post("/verify", json=rollout()).json()["reward"] == pytest.approx(length + len(COMPLETION) / 1000)
-    conversations = [messages("a"), messages("fail"), messages("abc"), messages("nan")]
-    data = client.post("/v1/rewards", json={"conversations": conversations, "on_error": "mask"}).json()["data"]
-    want = [pytest.approx(length + 0.001), None, pytest.approx(length + 0.003), None]
-    assert [one["reward"] for one in data] == want
-    assert all(data[i]["error"] for i in (1, 3))
-    assert len(Lengths.threads) == 1 and threading.current_thread().name not in Lengths.threads
-
-
-@pytest.mark.parametrize("path", ["own_rewards", "own_rewards:Lenghts", "no_such:Thing", "own_rewards:Silent"])
-def test_what_is_no_reward_class(own_rewards: None, make_service: Callable[..., Any], path: str) -> None:
-    with pytest.raises(ConfigError, match="reward_class"):
-        make_service(models=config_of(model_path="any/path", reward_class=path).models)
+def test_shaping_with_reference_completions_is_refused(verified: Callable[..., Any], served_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)there are none.*by the reward_shaping of an environment"):
+        verified(model_path=str(served_folder), shaping={"reference": "par"})

@@ -210,7 +210,7 @@ def test_sglangs_clients_may_call_the_only_model_anything(shared: Any) -> None:
 
 
 def test_a_full_queue_is_told_in_teis_form(serve: Any) -> None:
-    served = serve(max_conversations=2)
+    served = serve(max_queued=2)
     refused = served.client.post("/predict", json={"inputs": [["a"], ["b"], ["c"]]})
     assert refused.status_code == 413
     assert refused.json()["error_type"] == "Validation"
@@ -229,7 +229,6 @@ def test_a_full_queue_is_told_in_teis_form(serve: Any) -> None:
         ("/v1/rewards", {"prompt": "4?", "completions": [{"text": "4"}]}, "completions"),
         ("/v1/rewards", {"question": "4?", "completions": ["4"]}, "question"),
         ("/v1/rewards", {"conversations": CHATS, "on_eror": "mask"}, "on_eror"),
-        ("/v1/rewards/trace", {"context": [], "completion": "4", "points": 3}, "points"),
         ("/v1/rewards", {"completions": ["4"]}, "context"),
         ("/v1/rewards", {"conversations": CHATS, "context": CHATS[0][:1]}, "context"),
         ("/v1/rewards", {"k" * 10_000: 1}, "k" * 100),

@@ -81,12 +81,11 @@ class VerifyBody(Body):
 async def verify(body: VerifyBody, request: Request, server: Server) -> Response:
     model = server.model(None)
     content, values = await request.body(), await request.json()
-    references = None if model.reference_key is None else [values.get(model.reference_key)]
     try:
         conversation = parse(values, model)
-        [reward] = await server.rewards(model, [conversation], reference_answers=references, on_error="mask")
+        [reward] = await server.rewards(model, [conversation], on_error="mask")
         if (running := server.service.running) is not None:
-            key = hashlib.sha256(json.dumps([conversation, references]).encode()).hexdigest()
+            key = hashlib.sha256(json.dumps(conversation).encode()).hexdigest()
             reward = running.normalized(reward, key)
         added = verdict(reward, body.reward_threshold)
     except DataError as error:
@@ -136,7 +135,7 @@ router.include_router(_verify, prefix=ROLLOUT_PREFIX, include_in_schema=False)
 def parse(values: Mapping[str, Any], model: ServedModel) -> Conversation:
     """The conversation of a rollout. Raises `DataError` for one that cannot be scored."""
     params, output = values["responses_create_params"], values["response"]["output"]
-    return conversation_of(params, output, developer=model.developer_role)
+    return conversation_of(params, output, developer=model.renderer.developer_role)
 
 
 def verdict(reward: Reward, threshold: float | None = None) -> dict[str, Any]:

@@ -189,22 +189,21 @@ def parse(body: VllmBody, model: ServedModel) -> list[Conversation | RenderedTex
         raise APIError(422, "invalid_request", "give either input or messages")
     if body.messages is None:
         return [RenderedText(text) for text in as_list(body.input or [])]
-    if model.renderer is not None:
-        templates = [None, model.renderer.chat_template, model.renderer.tokenizer.chat_template]
-        is_right = {
-            "chat_template": body.chat_template in templates,
-            "chat_template_kwargs": body.chat_template_kwargs in (None, {}, model.renderer.chat_template_kwargs),
-        }
-        if wrong := next((field for field, right in is_right.items() if not right), None):
-            why = "the conversation would not be scored as in training; leave it out, or send text as input"
-            raise APIError(422, "invalid_request", f"{wrong}: {why}", param=wrong)
+    renderer = model.renderer
+    is_right = {
+        "chat_template": body.chat_template in (None, renderer.chat_template, renderer.tokenizer.chat_template),
+        "chat_template_kwargs": body.chat_template_kwargs in (None, {}, renderer.chat_template_kwargs),
+    }
+    if wrong := next((field for field, right in is_right.items() if not right), None):
+        why = "the conversation would not be scored as in training; leave it out, or send text as input"
+        raise APIError(422, "invalid_request", f"{wrong}: {why}", param=wrong)
     conversation: list[Any] = list(body.messages)
     return [conversation]
 
 
 def values_of(body: VllmOptions, model: ServedModel, rewards: Sequence[Reward]) -> list[float]:
     """The rewards. Raises `APIError` 422 for a conversation beyond the body's limit, or a limit beyond the model's."""
-    most, limit = body.truncate_prompt_tokens, None if model.renderer is None else model.renderer.max_length
+    most, limit = body.truncate_prompt_tokens, model.renderer.max_length
     if most is not None and limit is not None and most > limit:
         message = f"truncate_prompt_tokens: got {most}, need at most {limit}, which is the model's limit"
         raise APIError(422, "invalid_request", message, param="truncate_prompt_tokens")
@@ -242,10 +241,10 @@ class TokenizeBody(Body):
 @router.post("/tokenize", summary="vLLM: tokens", tags=["vllm"], response_model=dict[str, Any])
 def tokenize(body: TokenizeBody, server: Server) -> JSON:  # no coroutine: it takes long, in a thread
     renderer, messages = server.model(body.model).renderer, cast("list[Any]", body.messages or [])
-    if renderer is None or (body.prompt is None) == (body.messages is None):
-        raise APIError(422, "invalid_request", "give either prompt or messages, and a model that reads tokens")
-    text, most = body.prompt, server.service.config.max_conversation_characters
-    if too_long := check_length(messages if text is None else RenderedText(text), most):
+    if (body.prompt is None) == (body.messages is None):
+        raise APIError(422, "invalid_request", "give either prompt or messages")
+    text = body.prompt
+    if too_long := check_length(messages if text is None else RenderedText(text)):
         raise APIError(422, "cannot_be_scored", too_long)
     try:
         if text is None:

@@ -2,8 +2,9 @@
 import { asBody, completionOf, empty, example, fromFragment, fromText, isEmpty, toFragment } from "./conversation.js";
 import { Trouble, ask, byId, colourOf, formatNumber, h, isNumber, nameOf, plural } from "./elements.js";
 import { showScores } from "./results.js";
-import { showTraces } from "./trace.js";
+import { cutsOf, showTraces, wordsOf } from "./trace.js";
 
+const MOST_POINTS = 64; // of a trace
 const ROLES = ["system", "user", "assistant", "tool", "developer"];
 const state = example();
 let served = [];
@@ -115,7 +116,7 @@ async function score() {
     for (const [id, isHidden] of [["results", false], ["stale", true], ["trace", true]]) byId(id).hidden = isHidden;
     byId("before-shaping").hidden = !model?.shaped;
     say(showScores(data, model, blank));
-    if (byId("with-trace").checked) await traceAll(body, blank, turn);
+    if (byId("with-trace").checked) await traceAll(body, turn);
   } catch (error) {
     if (turn !== running) return;
     say("");
@@ -125,12 +126,19 @@ async function score() {
   }
 }
 
-// A completion without a score or a text has no trace.
-async function traceAll({ completions, ...shared }, blank, turn) {
-  const wanted = [...completions.keys()].filter((index) => isNumber(scored.data[index].score) && !blank[index]);
+// A trace: the scores of a completion that stops after each of its words. Without a score or a text it has none.
+async function traceAll({ completions, ...shared }, turn) {
+  const textIn = (completion) => (typeof completion === "string" ? completion : completion[0].content);
+  const wanted = [...completions.keys()].filter((index) => isNumber(scored.data[index].score) && textIn(completions[index]));
   const traces = await Promise.all(wanted.map(async (index) => {
-    const body = { ...shared, completion: completions[index], max_points: 128 };
-    return { index, ...(await ask("v1/rewards/trace", body, turn.signal)) };
+    const whole = completions[index];
+    const words = wordsOf(textIn(whole));
+    const cuts = cutsOf(words, MOST_POINTS);
+    const texts = cuts.map((count) => words.slice(0, count).join(""));
+    const cut = texts.map((text) => (typeof whole === "string" ? text : [{ ...whole[0], content: text }]));
+    const { data } = await ask("v1/rewards", { ...shared, completions: cut, shaped: false, on_error: "mask" }, turn.signal);
+    const points = cuts.map((count, at) => ({ words: count, score: data[at].score }));
+    return { index, words, points: points.filter((point) => isNumber(point.score)) };
   }));
   if (turn !== running) return;
   byId("trace").hidden = !wanted.length;
