@@ -155,7 +155,6 @@ def test_a_server_that_fails_gives_reasons_and_no_numbers() -> None:
         ({"head_weights": [1.0, 2.0]}, "its server is started with the others"),
         ({"tokenizer": {"chat_template": "x"}}, "its server is started with the others"),
         ({"reward_shaping": "contract"}, "--shaping contract"),
-        ({"reward_shaping": {"preference_score": True}}, "--shaping contract"),
         ({"model_name": "http://"}, "no address of a server"),
         ({"model_name": "localhost:8000"}, "http:// before the address"),
     ],
