@@ -20,7 +20,7 @@ from treeward import processes
 from treeward.config.checkpointing import CheckpointingConfig
 from treeward.config.policy import LoraConfig, NamedScheduleConfig, OptimizerConfig, ShardingConfig
 from treeward.data.rendering import Renderer
-from treeward.errors import CheckpointError
+from treeward.errors import CheckpointError, ConfigError
 from treeward.model import export as of_export
 from treeward.model import shards
 from treeward.model.export import DeferredWrite, export_model, export_policy
@@ -111,6 +111,8 @@ def go_on(folder: str, writers: list[int]) -> dict[str, Any]:
         saved(Path(folder) / f"{kind}_{processes.size()}", kind, alone=False)
         for writer in [*writers, processes.size()]:
             found[f"{kind} by {writer}"] = resumed(Path(folder) / f"{kind}_{writer}", kind, alone=False)
+    with pytest.raises(ConfigError, match="quantised states are for one process"):
+        build_optimizer(Session("adamw", alone=False).model, OptimizerConfig(name="torchao.optim.AdamW8bit"))
     found["store"] = in_a_store(Path(folder) / f"store_{processes.size()}")
     found["exported"] = export(Path(folder) / f"exported_{processes.size()}", Path(folder) / "tokenizer")
     return found
@@ -200,20 +202,14 @@ def assert_exported(folder: Path) -> None:
         assert verify(folder / name, device="cpu").equal
 
 
-@pytest.mark.parametrize(
-    "runs",
-    [
-        pytest.param({2: [1]}, marks=pytest.mark.slow, id="2"),
-        pytest.param({2: [1], 4: [1, 2]}, marks=[pytest.mark.slow], id="4"),
-    ],
-)
+@pytest.mark.slow
 def test_any_number_of_processes_goes_on_from_what_any_other_has_saved(
-    run_processes: Callable[..., list[Any]], tmp_path: Path, tiny_tokenizer: Any, runs: dict[int, list[int]]
+    run_processes: Callable[..., list[Any]], tmp_path: Path, tiny_tokenizer: Any
 ) -> None:
     tiny_tokenizer.save_pretrained(tmp_path / "tokenizer")
     for kind in KINDS:
         saved(tmp_path / f"{kind}_1", kind, alone=True)
-    for number, writers in runs.items():
+    for number, writers in {2: [1], 4: [1, 2]}.items():
         for found in run_processes("test_checkpoints:go_on", number, str(tmp_path), writers):
             files = ["step_1", "step_2"]
             assert found.pop("store") == [[2] * number, 2, files]

@@ -90,7 +90,7 @@ def save_state(
     return write
 
 
-def _dumped(held: dict[str, Any]) -> bytes:
+def _dumped(held: dict[str, Any]) -> memoryview:
     stream = io.BytesIO()
     try:
         torch.save(held, stream)
@@ -106,7 +106,7 @@ def _dumped(held: dict[str, Any]) -> bytes:
             need="tensors, numbers, texts, and lists and mappings of these: nothing else would be loaded again",
             fix="use another class",
         )
-    return stream.getvalue()
+    return stream.getbuffer()
 
 
 def write_state(folder: Path, state: RunState) -> None:
