@@ -23,7 +23,7 @@ from treeward.config.load import load_config, load_grpo_config
 from treeward.config.server import ServerConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.encoding import Rules, encode_rows
-from treeward.metrics import RewardSums
+from treeward.losses import RewardSums
 from treeward.rl import setup as rl_setup
 from treeward.rl.grpo import GRPORun
 from treeward.serving.app import create_app
@@ -111,9 +111,10 @@ def _row(walk: Walk, folder: Path) -> list[str]:
     assert train(config, show_progress=False).model_folder is not None  # the model of the other walks
     setup = training_setup.set_up(config)
     run, preparer, [encoded] = RewardModelRun(setup), BatchPreparer(setup), setup.training_sets.values()
+    dataset = open_dataset(config.data.train[0])
     with walk.traced():
-        row = next(iter(open_dataset(config.data.train[0])))
-        assert list(encode_rows([row], setup.renderer, Rules("drop", True, ())))
+        row = next(iter(dataset))
+        assert list(encode_rows([row], setup.renderer, Rules("drop")))
         micro_batch = preparer.micro_batch([encoded[0]])
         run.backward(micro_batch, micro_batch.labels.num_units, RewardSums())
     run.close()

@@ -11,8 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treeward.losses import bradley_terry, graded, ranked_pairs
-from treeward.metrics import METRIC_NAMES, GradeSums, RewardMetrics, RewardSums, grade_metrics
+from treeward.losses import (
+    METRIC_NAMES,
+    GradeSums,
+    RewardMetrics,
+    RewardSums,
+    bradley_terry,
+    grade_metrics,
+    graded,
+    ranked_pairs,
+)
 
 RANKS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=8)
 

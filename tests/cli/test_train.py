@@ -57,7 +57,6 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     [
         ([], "Saved. The same command goes on from here."),
         (["checkpointing.enabled=false"], "Nothing was saved"),
-        (["checkpointing.save_optimizer=false"], "cannot be resumed"),
     ],
 )
 def test_what_ctrl_c_has_saved_is_told(

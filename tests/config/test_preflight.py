@@ -1,6 +1,5 @@
 """What is missing on this machine is reported before anything heavy is imported."""
 
-import gzip
 import importlib.util
 import json
 import subprocess
@@ -58,12 +57,9 @@ def plain_environment(monkeypatch):
     ("text", "override", "field", "fix"),
     [
         (RM, "data.train_data_path={folder}/pears.jsonl", "data.train[0].data_path", "did you mean"),
-        (RM, "data.dataset_name=BinaryPreferenceDatset", "data.train[0].dataset_name", "did you mean Binary"),
-        (RM, "data.prompt_key=promt", "data.train[0].prompt_key", "perhaps prompt"),
         (RM, "policy.model_name=./nowhere", "policy.model_name", "relative paths"),
         (RM, "policy.use_liger_kernel=true", "policy.use_liger_kernel", r"treeward\[liger\]"),
         (RM, "logger.tensorboard_enabled=true", "logger.tensorboard_enabled", r"treeward\[tensorboard\]"),
-        (GRPO, "data.input_key=question", "data.train[0].input_key", "data.input_key"),
         (GRPO, "data.env_name=judge", "env.judge", r"treeward\[judge\]"),
         (GRPO, "env.reward_model.resources.gpus_per_node=2", "env.reward_model", r"treeward\[ray\]"),
         (GRPO, "env.reward_model.model_name=results/nowhere/final", "env.reward_model.model_name", "relative paths"),
@@ -82,21 +78,6 @@ def test_what_is_missing_is_named(load, plain_environment, tmp_path, text, overr
     with pytest.raises(ConfigError, match=f"(?s)fix:.*{fix}") as caught:
         check_inputs(load(text, override.format(folder=tmp_path)))
     assert caught.value.field == field and caught.value.need
-
-
-@pytest.mark.parametrize("content", [gzip.compress(json.dumps(PAIR).encode()), b"", b"{"], ids=["rows", "empty", "bad"])
-def test_columns_are_read_where_that_is_cheap(load, tmp_path, content):
-    path = tmp_path / ("data.jsonl.gz" if len(content) > 1 else "data.jsonl")
-    path.write_bytes(content)
-    check_inputs(load(RM, f"data.train_data_path={path}"))
-    if len(content) > 1:
-        with pytest.raises(ConfigError, match="the data has no key better"):
-            check_inputs(load(RM, f"data.train_data_path={path}", "data.chosen_key=better"))
-
-
-def test_completions_may_hold_the_prompt(load, tmp_path):
-    (tmp_path / "implicit.jsonl").write_text('{"chosen": [], "rejected": []}\n', encoding="utf-8")
-    check_inputs(load(RM, f"data.train_data_path={tmp_path}/implicit.jsonl"))
 
 
 def test_the_names_are_those_of_the_registries():

@@ -250,7 +250,7 @@ def test_what_fits_loads(load, overrides):
 @pytest.mark.parametrize(
     ("overrides", "field", "said"),
     [
-        (["rm.loss=hinge"], "rm.loss.name", "reward_model_type, which is one of bradley_terry"),
+        (["rm.loss=hinge"], "rm.loss", "reward_model_cfg.reward_model_type"),
         (["rm.loss.strength=scores"], "rm.loss.strength", "soft_label"),
         (["+policy.reward_model_cfg.reward_model_type=plackett_luce", "data.ties=half"], "data.ties", "bradley_terry"),
         (

@@ -85,8 +85,8 @@ def test_a_metric_of_one_set(name, metric, prefix, separator):
     [
         ("plain hard", "val:validation-plain_length_controlled_accuracy", ("plain", "length_controlled_accuracy")),
         ("plain length_controlled", "validation-length_controlled_accuracy", ("length_controlled", "accuracy")),
-        ("plain a_robust", "validation-a_robust_accuracy", ("a_robust", "accuracy")),
-        ("a a_robust", "validation-a/robust_accuracy", ("a", "robust_accuracy")),
+        ("a a_group", "validation-a_group_accuracy", ("a", "group_accuracy")),
+        ("a a_group", "validation-a_group/accuracy", ("a_group", "accuracy")),
     ],
 )
 def test_which_underscore_parts_set_and_metric_is_known_from_the_sets(load, sets, name, key):

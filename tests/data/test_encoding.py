@@ -23,7 +23,6 @@ from treeward.data.encoding import EncodedDataset, count_tree_tokens, encode_dat
 from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
-from treeward.training.validation import num_shared
 
 CHATML = (
     "{% for m in messages %}"
@@ -79,13 +78,10 @@ OTHER = preference("Sure.", "No.", prompt="Other?")
 def encode(tmp_path: Path) -> Any:
     numbers = itertools.count()
 
-    def encode(
-        *rows: Preference, ties: Any = "drop", renderer: Renderer | None = None, keep_rest: bool = True
-    ) -> EncodedDataset:
+    def encode(*rows: Preference, ties: Any = "drop", renderer: Renderer | None = None) -> EncodedDataset:
         """The comparisons of the rows, and of one more that is always kept."""
         cache = tmp_path / str(next(numbers))
-        stream, policy = Rows([*rows, OTHER]), {"ties": ties, "keep_rest": keep_rest}
-        return encode_dataset(stream, renderer or renderer_of(), **policy, cache_dir=cache)
+        return encode_dataset(Rows([*rows, OTHER]), renderer or renderer_of(), ties=ties, cache_dir=cache)
 
     return encode
 
@@ -164,20 +160,6 @@ def test_an_overlong_completion_leaves_the_others(encode: Any, caplog: pytest.Lo
     assert re.search(words, caplog.text) and re.match(words, str(counts.much_dropped))
     assert encode(tied, ties="half", renderer=renderer_of(60))[0].ranks == (0, 0)
     assert encode(preference("Paris.", "Lyon.")).counts.much_dropped is None
-    whole = encode(row, renderer=renderer_of(60), keep_rest=False)
-    assert (whole.counts.dropped_too_long, whole.counts.completions_too_long) == (1, 0)
-
-
-def test_ranks_that_contradict_scores_are_counted(encode: Any) -> None:
-    def scored(*scores: float | None) -> Preference:
-        row = preference("Paris.", "Lyon.", "Nice.")
-        return replace(
-            row, completions=tuple(replace(c, score=s) for c, s in zip(row.completions, scores, strict=True))
-        )
-
-    dataset = encode(scored(3, 2, 1), scored(3, 1, 2), scored(None, 1, 1), scored(None, None, 2))
-    assert dataset[1].scores == (3, 1, 2) and dataset[3].scores == (None, None, 2) and dataset.counts.contradicted == 1
-    assert "1 whose ranks contradict the scores in the data" in dataset.counts.summary()
 
 
 def test_memory_does_not_follow_the_lengths_of_rows(encode: Any) -> None:
@@ -202,7 +184,9 @@ def test_counts_and_costs_are_those_of_the_rows(encode: Any, monkeypatch: pytest
     assert all(c.tree_tokens == count_tree_tokens(c.token_ids) for c in dataset)
     assert dataset.tree_tokens.tolist() == [c.tree_tokens for c in dataset]
     assert dataset.shapes.tolist() == [[len(c.token_ids), max(map(len, c.token_ids))] for c in dataset]
-    assert dataset.digests(3, 9).tolist() == dataset.digests().tolist()[3:9] and len(dataset.digests(9, 9)) == 0
+    some = dataset.first(9)
+    assert some.digests.tolist() == dataset.digests.tolist()[:9] and len(some) == 9 and some.counts == counts
+    assert [c.where for c in pickle.loads(pickle.dumps(some))] == [c.where for c in dataset[:9]]
     assert counts.kept == len(dataset)
     assert dataset.highest_token == max(int(ids.max()) for c in dataset for ids in c.token_ids)
     for comparison in dataset:
@@ -226,9 +210,8 @@ def test_digests_find_the_same_comparison_in_any_order(encode: Any) -> None:
         preference("Paris.", "Lyon.", prompt="?"),
         preference("Paris.", "Lyon.", "Nice."),
     )
-    first, same, *others = dataset.digests().tolist()
+    first, same, *others = dataset.digests.tolist()
     assert first == same and len({first, *others}) == 5
-    assert (num_shared(dataset, [encode(OTHER)]), num_shared(dataset, [dataset], limit=2)) == (1, 2)
 
 
 def test_the_cache_is_reused_for_the_same_content_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -241,12 +224,11 @@ def test_the_cache_is_reused_for_the_same_content_only(tmp_path: Path, caplog: p
     others = [
         encode_dataset(rows, renderer_of(), ties="half", cache_dir=tmp_path),
         encode_dataset(rows, renderer_of(400), ties="drop", cache_dir=tmp_path),
-        encode_dataset(rows, renderer_of(), ties="drop", keep_rest=False, cache_dir=tmp_path),
         encode_dataset(Rows(varied(21), fingerprint="b"), renderer_of(), ties="drop", cache_dir=tmp_path),
     ]
-    assert rows.times_read == 4
-    assert len({dataset.fingerprint for dataset in [first, *others]}) == 5
-    assert len(list(tmp_path.iterdir())) == 5  # and no temporary file
+    assert rows.times_read == 3
+    assert len({dataset.fingerprint for dataset in [first, *others]}) == 4
+    assert len(list(tmp_path.iterdir())) == 4  # and no temporary file
 
 
 def test_a_cut_cache_is_noticed_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

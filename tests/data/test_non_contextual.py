@@ -81,7 +81,7 @@ def test_the_rows_own_completions_decide(encoded: Any, ties: str) -> None:
     same = ("read", "kept", "dropped_ties", "dropped_identical", "tied_pairs", "deduplicated")
     assert [getattr(with_one.counts, name) for name in same] == [getattr(without.counts, name) for name in same]
     assert with_one.counts.non_contextual == len(with_one) == len(without) and without.counts.non_contextual == 0
-    assert with_one.digests().tolist() == without.digests().tolist()
+    assert with_one.digests.tolist() == without.digests.tolist()
     for one, plain in zip(with_one, without, strict=True):
         assert one.non_contextual and len(plain.token_ids) == len(one.token_ids) - 1
         assert one.ranks == (*plain.ranks, max(plain.ranks) + 1) and one.strength == plain.strength

@@ -47,12 +47,12 @@ logger: {{log_dir: {folder}/logs}}
 MOMENTS = """
 from treeward.rl import grpo
 from treeward.rl.update import PolicyUpdater
-from treeward.training import loop
+from treeward.training import loop, state
 from treeward.training.checkpoints import CheckpointStore
 
 moments = {
     "step 1": (loop.TrackerGroup, "log", lambda group, metrics, **_: metrics.get("train/prompts_drawn") == 6),
-    "policy saved, optimiser not": (loop, "save_state", lambda folder, state, *_: state.step == 2),
+    "policy saved, optimiser not": (state, "write_tensors", lambda folder, *_: folder.parent.name == ".saving_step_2"),
     "rename": (os, "rename", lambda source, target: Path(target).name == "step_4"),
     "validated, not saved": (loop.Loop, "save", lambda session: session.state.step == 6),
     "updating": (PolicyUpdater, "_step", lambda updater, *_: updater.on_step.args[0].last_epoch == 29),

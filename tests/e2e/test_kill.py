@@ -18,12 +18,14 @@ pytestmark = pytest.mark.e2e
 
 STEPS = 8
 MOMENTS = """
-from treeward.training import checkpoints, export, loop
+from treeward.training import checkpoints, export, state
 from treeward.training.train import RewardModelRun
 
 moments = {
     "before the first checkpoint": (RewardModelRun, "step", lambda run, number: number == 2),
-    "between model and optimiser of a save": (loop, "save_state", lambda folder, state, *_: state.step == 4),
+    "between model and optimiser of a save": (
+        state, "write_tensors", lambda folder, *_: folder.parent.name == ".saving_step_4"
+    ),
     "before the rename of a save": (os, "rename", lambda source, target: Path(target).name == "step_4"),
     "before old ones are removed": (checkpoints.CheckpointStore, "prune", lambda store: store.latest().step == 6),
     "in the middle of a step": (RewardModelRun, "_update_weights", lambda run, number, total: number == 7),

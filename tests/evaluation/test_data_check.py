@@ -102,7 +102,6 @@ GROUP_LONG = [
         (edited((2, {"chosen": "Yes.", "rejected": "Yes."})), {}, {"identical": (1, 120)}),
         (edited((2, {"rejected": ""}), (9, {"chosen": " \n"})), {}, {"empty": (2, 120)}),
         (edited((2, {"chosen": text(5, words=900)})), {"max_length": 600}, {"too_long": (1, 60)}),
-        (GROUP_LONG, {"max_length": 600, "truncation": "drop_comparison"}, {"too_long": (1, 61)}),
         (GROUP_LONG, {"max_length": 600}, {}),
         (LONG, {}, {"longer": (60, 60)}),
         (MARKED, {}, {"style": (60, 60)}),

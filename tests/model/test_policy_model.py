@@ -95,6 +95,6 @@ def scaled_model(model_type: str, option: str) -> PreTrainedModel:
 def test_a_policy_needs_a_head_for_tokens() -> None:
     t5 = AutoConfig.for_model("t5", vocab_size=60, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     for model in (tiny_model("llama"), AutoModelForSeq2SeqLM.from_config(t5)):
-        with pytest.raises(ModelError, match="a head that predicts the next token") as raised:
+        with pytest.raises(ModelError, match="a linear head that predicts the next token") as raised:
             PolicyModel(model)
         assert type(model).__name__ in str(raised.value)

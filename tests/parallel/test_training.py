@@ -28,7 +28,7 @@ GRADES = "policy.reward_model_cfg={reward_model_type: attributes, attributes: [s
 CASES: dict[str, list[str]] = {
     "trees": ["policy.train_micro_batch_tokens=200", GRADES % "{score: 1, terse: -0.5}"],
     "parts": [
-        *("policy.train_micro_batch_tokens=80", "data.ties=half", "rm.val_perturbations=4"),
+        *("policy.train_micro_batch_tokens=80", "data.ties=half"),
         "checkpointing.keep_top_k=null",
     ],
     "rows": [

@@ -42,7 +42,7 @@ def export(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from treeward.model.loading import load_reward_model
 
-    loaded = load_reward_model(smollm2, head_seed=3, head_std=0.05)
+    loaded = load_reward_model(smollm2, head_seed=3)
     folder = tmp_path_factory.mktemp("rm") / "final"
     signed(folder, loaded.tokenizer, loaded.model.hf, max_length=512)
     return folder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from families import ENCODERS, tiny_model
 from killed_run import Killed
 from no_syncs import NoSyncs
 
-from treeward.errors import ConfigError, ModelError
-from treeward.metrics import RewardSums
+from treeward.errors import ModelError
+from treeward.losses import RewardSums
 from treeward.model.reward_model import FeatureBatch, RewardModel
 from treeward.training import features as features_module
 from treeward.training import train as train_module
@@ -180,34 +179,28 @@ def test_other_weights_tokens_numbers_or_rows_are_read_again(
     assert add(stretched) == 2
 
 
-def test_features_that_were_cut_short_are_completed_and_never_read_before(
+def test_a_set_whose_reading_was_killed_is_read_again(
     options: tuple[str, ...], tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features_module, "_COMPARISONS_AT_ONCE", 5)
-    setup, states, asked_for = set_up(tiny_run(*options, FROZEN)), features_module._states, list[range]()
+    setup, states, num_read = set_up(tiny_run(*options, FROZEN)), features_module._states, 0
 
     def some(setup: Any, dataset: Any, places: range) -> Any:
-        if len(asked_for) == 5:  # the ten of validation, and fifteen of 24
+        nonlocal num_read
+        if num_read == 5:  # the ten of validation, and fifteen of 24
             raise Killed
-        asked_for.append(places)
+        num_read += 1
         return states(setup, dataset, places)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(features_module, "_states", some)
         with_features(setup)
-    [part] = [path for path in files(tmp_path) if path.name == "features.partial"]
-    assert part.stat().st_size == 15 * 3 * 32 * 4 and not (part.parent / "features.bin").exists()
-    with part.open("ab") as stream:
-        stream.write(b"torn")
-    monkeypatch.setattr(features_module, "_states", lambda *of: (asked_for.append(of[2]), states(*of))[1])
-    asked_for.clear()
+    [whole] = [path for path in files(tmp_path) if path.name == "features.bin"]
     with_features(setup)
-    assert asked_for == [range(15, 20), range(20, 24)]
-    whole = (part.parent / "features.bin").read_bytes()
-    assert {path.name for path in files(tmp_path)} == {"features.bin"}
-    shutil.rmtree(part.parent)
-    with_features(setup)
-    assert (part.parent / "features.bin").read_bytes() == whole
+    assert {path.name for path in files(tmp_path)} == {"features.bin"} and len(files(tmp_path)) == 2
+    assert whole in files(tmp_path)
+    ordinary = set_up(tiny_run(*options))
+    assert with_features(ordinary) is ordinary and not ordinary.features
 
 
 def test_the_host_waits_for_nothing_within_a_micro_batch(
@@ -220,21 +213,6 @@ def test_the_host_waits_for_nothing_within_a_micro_batch(
             run.backward(micro_batch, batches.num_units, sums)
     trained = {name for name, weight in setup.model.named_parameters() if weight.grad is not None}
     assert trained == {"hf.score.weight"} == {n for n, w in setup.model.named_parameters() if w.requires_grad}
-
-
-def test_a_disk_that_is_full_is_said_before_the_backbone_reads(
-    options: tuple[str, ...], tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=100)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    counts, setup = asked(monkeypatch), set_up(tiny_run(*options, FROZEN))
-    counts.clear()
-    with pytest.raises(ConfigError, match=r"held_out.jsonl need 3,840 bytes, 100 are free(?s:.*)data\.cache_dir"):
-        with_features(setup)
-    assert counts == []
-    monkeypatch.undo()
-    ordinary = set_up(tiny_run(*options))
-    assert with_features(ordinary) is ordinary and not replace(ordinary).features
 
 
 @pytest.mark.parametrize("family", ENCODERS)

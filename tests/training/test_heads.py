@@ -19,8 +19,7 @@ from treeward.config.scoring import EnsembleConfig
 from treeward.data.sources import Row
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError
-from treeward.losses import Heads, Labels, graded, ranked_pairs, squared_error
-from treeward.metrics import RewardSums
+from treeward.losses import Heads, Labels, RewardSums, graded, ranked_pairs, squared_error
 from treeward.model.contract import read_contract
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.rows import ChunkScorer, chunks_of

@@ -133,8 +133,9 @@ def test_bad_labels_are_refused_where_they_are(
     kind = (
         f"policy.reward_model_cfg={{reward_model_type: attributes, attributes: [{attributes}]}}" if attributes else ""
     )
+    sets = f"data.train=[{{data_path: {path}}}]", f"data.validation=[{{data_path: {path}, name: held_out}}]"
     with pytest.raises(DataError) as caught:
-        train(tiny_run(f"data.train=[{{data_path: {path}}}]", *filter(None, [kind])), show_progress=False)
+        train(tiny_run(*sets, *filter(None, [kind])), show_progress=False)
     error = caught.value
     assert str(error.where).endswith("bad.jsonl:1") and str(error.field).endswith(field) and said in str(error)
     assert error.got is not None and error.need is not None

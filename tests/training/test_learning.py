@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from treeward.cli.main import main
-from treeward.metrics import RewardMetrics
+from treeward.losses import RewardMetrics
 from treeward.training.learning import LearningWatch, learnt
 
 STEPS = ["rm.max_num_steps=50", "rm.max_num_epochs=9", "rm.val_period=null", "rm.val_at_end=false",

@@ -15,8 +15,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from treeward.data.encoding import EncodedDataset
 from treeward.errors import DataError
-from treeward.losses import bradley_terry, ranked_pairs
-from treeward.metrics import GradeSums, RewardSums
+from treeward.losses import GradeSums, RewardSums, bradley_terry, ranked_pairs
 from treeward.parallel.mesh import Mesh
 from treeward.training.prefetch import BatchPreparer, Prefetcher
 from treeward.training.setup import set_up
@@ -163,5 +162,4 @@ def test_an_error_is_raised_in_the_step_that_it_belongs_to(tiny_run: Callable[..
     assert run.step(1).logged["episode"] == 8
     with pytest.raises(DataError, match="this row cannot be read"):
         run.step(2)
-    assert not run.weights_changed()
     run.close()

@@ -16,6 +16,7 @@ from treeward.scoring.scorer import Scorer
 from treeward.training.train import train
 
 REPORT = "evaluation.enabled=true"
+SIZES = {"all": 30, "some": 7}
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -28,40 +29,18 @@ def rows_of(folder: Path) -> list[str]:
     return file.read_text(encoding="utf-8").splitlines()
 
 
-def uneven_rows() -> list[dict[str, Any]]:
-    """Every kind of row that validation does not measure as it stands: tied, too long, with identical completions."""
-    rows = []
-    for n in range(12):
-        ranked = [("It is red.", 0), (f"It is blue, I think, or {n}.", 1), ("No.", 2)]
-        if n % 4 == 1:
-            ranked = [("Yes.", 0), ("No.", 0)]
-        if n % 4 == 2:
-            ranked[0] = ("It is green. " * 200, 0)
-        if n % 4 == 3:  # the same completion is worst and best
-            ranked = [("No.", 2), ("It is red.", 1), ("No.", 0)]
-        completions = [{"completion": [{"role": "assistant", "content": text}], "rank": rank} for text, rank in ranked]
-        rows.append({"context": [{"role": "user", "content": f"Which colour has {n}?"}], "completions": completions})
-    return rows
-
-
 @pytest.mark.slow
 def test_the_report_has_the_accuracies_that_training_printed(
     tiny_run: Callable[..., Any], tmp_path: Path, write_rows: Callable[..., Path]
 ) -> None:
-    uneven = write_rows("uneven.jsonl", uneven_rows())
-    even = write_rows(
-        "even.jsonl", [{"prompt": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": "No."} for n in range(30)]
-    )
-    binary = f"{{dataset_name: BinaryPreferenceDataset, data_path: {even}, name: even}}"
-    sets = f"{{data_path: {uneven}, name: uneven}}, {binary}"
-    config = tiny_run(
-        REPORT, f"data.validation=[{sets}]", "rm.val_batches=1", "rm.val_global_batch_size=4",
-        "checkpointing.metric_name=null",
-    )  # fmt: skip
+    rows = [{"prompt": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": "No."} for n in range(30)]
+    sets = [f"{{data_path: {write_rows(f'{name}.jsonl', rows[:size])}, name: {name}}}" for name, size in SIZES.items()]
+    validation = f"data.validation=[{', '.join(sets)}]"
+    config = tiny_run(REPORT, validation, "rm.val_batches=null", "checkpointing.metric_name=null")
     outcome = train(config, show_progress=False)
     assert outcome.exit_code == 0 and outcome.report == tmp_path / "checkpoints" / "report" / "report.html"
     found = results(outcome.report.parent)
-    assert outcome.validation_sizes == {"uneven": 4, "even": 4}
+    assert outcome.validation_sizes == SIZES
     for name, means in outcome.validation.items():
         assert found[name]["num_examples"] == outcome.validation_sizes[name]
         assert found[name]["num_failed"] == 0
@@ -69,7 +48,7 @@ def test_the_report_has_the_accuracies_that_training_printed(
 
 
 @pytest.mark.slow
-def test_a_report_that_is_missing_is_written_and_one_that_is_there_is_left(
+def test_a_report_that_is_missing_is_written_and_no_row_is_scored_again(
     tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without = train(tiny_run("rm.max_num_steps=2"), show_progress=False)
@@ -77,15 +56,13 @@ def test_a_report_that_is_missing_is_written_and_one_that_is_there_is_left(
     config = tiny_run("rm.max_num_steps=2", REPORT)
     outcome = train(config, show_progress=False)
     assert outcome.report is not None and outcome.report.exists() and outcome.step == 2
-    page, numbers = outcome.report.stat().st_mtime_ns, results(outcome.report.parent)
+    numbers = results(outcome.report.parent)
 
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("scored again")
 
     with monkeypatch.context() as patch:
         patch.setattr(Scorer, "score", never)
-        assert train(config, show_progress=False) == outcome
-        assert outcome.report.stat().st_mtime_ns == page
         outcome.report.unlink()  # as in a run that was killed before it was written: no row is scored again
         assert train(config, show_progress=False) == outcome
     assert outcome.report.exists() and results(outcome.report.parent) == numbers
@@ -95,7 +72,7 @@ def test_a_report_that_is_missing_is_written_and_one_that_is_there_is_left(
 def test_a_signal_stops_the_evaluation_and_the_same_command_goes_on(
     tiny_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["rm.max_num_steps=2", "rm.val_batches=null", REPORT, "evaluation.limit=140"]
+    words = ["rm.max_num_steps=2", "rm.val_batches=null", REPORT]
     tiny_run()
     command = ["train", "--config", str(tmp_path / "run.yaml"), *words]
     scored: list[int] = []
@@ -118,7 +95,7 @@ def test_a_signal_stops_the_evaluation_and_the_same_command_goes_on(
     scored[:] = [0, 0]
     assert main(command) == 0
     rows = rows_of(folder)
-    assert len(rows) == 140 and sum(scored) == sum(len(json.loads(row)["scores"]) for row in rows[128:])
+    assert len(rows) == 400 and sum(scored) == sum(len(json.loads(row)["scores"]) for row in rows[128:])
     assert str(folder / "report.html") in capfd.readouterr().out
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,8 @@ import pytest
 import torch
 from killed_run import Killed, assert_same_run
 
-from treeward.errors import CheckpointError, TreewardError
-from treeward.training import export, loop, state
+from treeward.errors import CheckpointError
+from treeward.training import export, state
 from treeward.training.checkpoints import CheckpointStore
 from treeward.training.state import read_state, stored_metric
 from treeward.training.train import RewardModelRun, train
@@ -47,7 +46,7 @@ def die(*arguments: Any, **options: Any) -> Any:
 
 
 def _in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "save_state", die)  # the model is written, the optimiser not
+    monkeypatch.setattr(state, "write_tensors", die)  # the model is written, the optimiser not
 
 
 def _before_the_rename(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,25 +226,6 @@ def test_a_run_that_is_stopped_in_its_last_validation_chooses_when_it_is_made_up
     assert_same_run(tmp_path, uninterrupted)
 
 
-def test_a_damaged_checkpoint_is_neither_resumed_nor_exported(
-    tiny_run: Callable[..., Any], tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = Path(shutil.copytree(uninterrupted / "checkpoints", tmp_path / "checkpoints"))
-    exported = (folder / "final" / "model.safetensors").read_bytes()
-    (folder / loop._EXPORTED).unlink()  # so that it is exported again
-    monkeypatch.setattr(CheckpointStore, "best", lambda self: self.all()[0])  # as when it is ranked by another metric
-    for checkpoint in CheckpointStore(folder, tiny_run().checkpointing, None).all():
-        path = checkpoint.path / "model" / "model.safetensors"
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-64] + bytes(64))
-        with pytest.raises(
-            CheckpointError, match=f"{checkpoint.path.name}/model/model.safetensors: the checkpoint is damaged"
-        ):
-            train(tiny_run(), show_progress=False)
-        path.write_bytes(whole)
-        assert (folder / "final" / "model.safetensors").read_bytes() == exported
-
-
 def test_another_run_is_not_continued(tiny_run: Callable[..., Any]) -> None:
     train(tiny_run("rm.max_num_steps=2"), show_progress=False)
     for override, what in (
@@ -259,8 +239,6 @@ def test_another_run_is_not_continued(tiny_run: Callable[..., Any]) -> None:
         with pytest.raises(CheckpointError, match="this checkpoint is of another run") as caught:
             train(tiny_run(override), show_progress=False)
         assert what in caught.value.summary and "checkpointing.checkpoint_dir" in str(caught.value)
-    with pytest.raises(TreewardError, match="resume is false"):
-        train(tiny_run("checkpointing.resume=false"), show_progress=False)
 
 
 def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(

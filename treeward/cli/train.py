@@ -68,8 +68,6 @@ def tell_interrupted(outcome: Outcome, checkpointing: CheckpointingConfig) -> No
         saved = "Nothing was saved: checkpointing.enabled is false."
     elif outcome.step == 0:
         saved = "There was nothing to save yet. The same command starts again."
-    elif not checkpointing.save_optimizer:
-        saved = "Saved without the optimiser (checkpointing.save_optimizer is false): the run cannot be resumed."
     else:
         saved = "Saved. The same command goes on from here."
     by = outcome.interrupted_by

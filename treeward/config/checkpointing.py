@@ -20,7 +20,7 @@ from treeward.errors import ConfigError, nearest_name
 
 METRICS: Mapping[str, bool | None] = {
     **dict.fromkeys(("loss", "ece", "brier", "mse"), False),
-    **dict.fromkeys(("accuracy", "length_controlled_accuracy", "robust_accuracy", "worst_subset"), True),
+    **dict.fromkeys(("accuracy", "length_controlled_accuracy", "worst_subset"), True),
     **dict.fromkeys(("accuracy_longer_right", "accuracy_shorter_right"), True),
     **dict.fromkeys(("reward_margin", "auroc", "kendall_tau", "group_accuracy", "best_of_k", "pearson"), True),
     **dict.fromkeys(("chosen_rewards", "rejected_rewards", "accuracy_gap")),
@@ -52,8 +52,8 @@ class MetricKey(NamedTuple):
 def parse_metric_name(name: str, sets: Sequence[str] = (), metrics: Mapping[str, Any] = METRICS) -> MetricKey:
     """Read a metric's name in any accepted spelling.
 
-    `sets`: the names of the validation sets. With underscores `validation-a_robust_accuracy` is the metric
-    `robust_accuracy` of the set `a` or `accuracy` of `a_robust`: the first such set of `sets` decides, and without one
+    `sets`: the names of the validation sets. With underscores `validation-a_group_accuracy` is the metric
+    `group_accuracy` of the set `a` or `accuracy` of `a_group`: the first such set of `sets` decides, and without one
     the longer metric. Raises `ConfigError` for any other name.
     """
     spelling = name.removeprefix("val:")
@@ -108,9 +108,7 @@ class CheckpointingConfig(Strict):
     enabled: bool = True
     """Save checkpoints, and resume from them."""
     checkpoint_dir: str = "results/rm"
-    """Folder of this run's checkpoints and of its export."""
-    resume: bool = True
-    """Continue from the latest checkpoint in `checkpoint_dir` if there is one."""
+    """Folder of this run's checkpoints and of its export. A run goes on from the latest of them."""
     save_period: PositiveInt | None = 100
     """Optimiser steps from one save to the next. None: only at the end, on a signal, and at the deadline."""
     checkpoint_must_save_by: Annotated[PositiveFloat | None, BeforeValidator(_seconds)] = None
@@ -125,8 +123,6 @@ class CheckpointingConfig(Strict):
     async_save: bool = False
     """Copy model and optimiser to the host's memory, and write them while the next steps are taken. The last checkpoint
     of a run is waited for. Off, because the copies need as much memory again as what is saved."""
-    save_optimizer: bool = True
-    """Save the state of the optimiser. A checkpoint without it can be scored with, and not resumed from."""
     export_dtype: Literal["float32", "bfloat16"] | None = None
     """Number format of the exported weights; the score head stays float32. None: as they were trained and validated,
     `policy.precision`."""

@@ -286,9 +286,8 @@ class DataConfig(_Sets[DatasetConfig]):
 
     other_forms: ClassVar[tuple[str, ...]] = keys_of_forms([*DatasetConfig.model_fields])
 
-    truncation: Literal["drop", "drop_comparison", "truncate_left", "error"] = "drop"
-    """Too long completions are left out and counted (`drop`), with their whole comparison (`drop_comparison`), cut from
-    the left (`truncate_left`), or an `error`."""
+    truncation: Literal["drop", "truncate_left", "error"] = "drop"
+    """Too long completions are left out and counted (`drop`), cut from the left (`truncate_left`), or an `error`."""
     ties: Ties = "drop"
     """Pairs of equal rank: left out and counted (`drop`), half a win for each side (`half`), given a probability by the
     model of Davidson (1970, `davidson`) or Rao and Kupper (1967, `rao_kupper`), or an error (`error`)."""

@@ -30,7 +30,7 @@ def _unread(keys: str) -> dict[str, Rule]:
 
 
 FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
-    "CheckpointingConfig": _unread("save_consolidated model_cache_dir model_repo_id is_async")
+    "CheckpointingConfig": _unread("save_consolidated save_optimizer model_cache_dir model_repo_id is_async")
     | {"model_save_format": Only(("safetensors",), "set it to safetensors: pickled weights would be code")},
     "GRPOCheckpointingConfig": _unread("save_data_plane load_replay_buffer"),
     "ClusterConfig": _unread("master_port_range* segment_size"),

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.fields import FieldInfo
 
 from treeward.config.base import Strict
 from treeward.config.data import Ties
-from treeward.errors import ConfigError
 
 RewardModelType = Literal["bradley_terry", "plackett_luce", "regression", "attributes"]
 
@@ -78,17 +77,6 @@ class LossConfig(LabelConfig):
         """The options that the function of this loss gets, by name."""
         names = LossConfig.model_fields.keys() - LabelConfig.model_fields.keys()
         return {name: getattr(self, name) for name in names if loss in readers(LossConfig.model_fields[name])}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_not_the_name(cls, raw: Any) -> Any:
-        keys = {"name": raw} if isinstance(raw, str) else raw
-        for key in ("name", "type"):
-            if isinstance(keys, Mapping) and key in keys:
-                names = ", ".join(get_args(RewardModelType))
-                need = f"policy.reward_model_cfg.reward_model_type, which is one of {names}"
-                raise ConfigError("the type of the reward model chooses the loss", field=key, got=keys[key], need=need)
-        return raw
 
 
 def readers(option: FieldInfo) -> tuple[RewardModelType, ...]:

@@ -2,45 +2,38 @@
 
     check_inputs(load_config("rm.yaml"))
 
-looks for the optional packages, the files and folders, the names of datasets and the columns of the first row. Hub
-names and classes by dotted path are left to those that load them.
+looks for the optional packages, the files and the folders. Hub names, and what is in the files, are left to those that
+read them.
 """
 
 from __future__ import annotations
 
 import glob
-import gzip
 import importlib.util
-import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from treeward.config.data import COMPARISON_SETS, PROMPT_SETS, DatasetConfig, PromptSetConfig, SetConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import RewardModelEnvironmentConfig, environment_sections
 from treeward.config.run import RewardModelRunConfig
-from treeward.errors import ConfigError, nearest_name, nearest_path
+from treeward.errors import ConfigError, nearest_path
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)(?<!\.gz)")
 
-_COLUMNS: Mapping[str, Mapping[str, str]] = {
-    "BinaryPreferenceDataset": {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"},
-    "ResponseDataset": {"input_key": "input", "output_key": "output"},
-}
-"""Format -> the keys of a set that name columns, with their defaults."""
-
 
 def check_inputs(config: RewardModelRunConfig | GRPORunConfig) -> None:
-    """Raise `ConfigError` for the first package, path, name or column that is missing on this machine."""
+    """Raise `ConfigError` for the first package or path that is missing on this machine."""
     check_packages(config)
     for kind, sets in (("train", config.data.train), ("validation", config.data.validation)):
         for i, dataset in enumerate(sets):
-            if isinstance(config, GRPORunConfig) and isinstance(dataset, PromptSetConfig) and config.judged_by(dataset):
-                dataset = dataset.comparisons
-            _check_set(dataset, f"data.{kind}[{i}]")
+            path, field = dataset.data_path, f"data.{kind}[{i}].data_path"
+            if path is None or "." in dataset.dataset_name:  # a class of the user knows what its path means
+                continue
+            if not glob.has_magic(path) and not _HUB_NAME.fullmatch(path):
+                _check_path(path, field, "a file, a folder or a hub name, as org/name")
     _check_models(config)
 
 
@@ -87,43 +80,6 @@ def _used_environments(config: GRPORunConfig) -> list[tuple[str, str, dict[str, 
     return list(environment_sections({name: section for name, section in config.env.items() if name in used}))
 
 
-def _check_set(dataset: SetConfig, field: str) -> None:
-    name, sets = dataset.dataset_name, COMPARISON_SETS if isinstance(dataset, DatasetConfig) else PROMPT_SETS
-    if name not in sets and "." not in name:
-        near, need = nearest_name(name, sets), f"one of {', '.join(sets)}, or the dotted path of a class"
-        fix, summary = f"did you mean {near}?" if near else None, "there is no dataset of this name"
-        raise ConfigError(summary, field=f"{field}.dataset_name", got=name, need=need, fix=fix)
-    for key in ("prompt_file", "system_prompt_file"):
-        _check_path(getattr(dataset, key), f"{field}.{key}", "a text file")
-    path = dataset.data_path
-    if path is None or "." in name or glob.has_magic(path) or (_HUB_NAME.fullmatch(path) and not Path(path).exists()):
-        return
-    _check_path(path, f"{field}.data_path", "a file, a folder or a hub name, as org/name")
-    keys = _COLUMNS.get(name, {})
-    columns = _columns(path) if keys else None
-    for key, default in keys.items():
-        column = str(getattr(dataset, key) or default)
-        if (key, column) == ("prompt_key", default):
-            continue  # the completions may hold the prompt
-        if columns is not None and column not in columns:
-            near, got = nearest_name(column, columns), f"a first row with the keys {', '.join(columns)}"
-            fix = f"set data.{key} to the key that holds it" + (f", perhaps {near}" if near else "")
-            fix += "; for prompts without answers set data.dataset_name=PromptDataset" * (name == "ResponseDataset")
-            summary, need = f"the data has no key {column}", f"the key {column}"
-            raise ConfigError(summary, where=path, field=f"{field}.{key}", got=got, need=need, fix=fix)
-
-
-def _columns(path: str) -> list[str] | None:
-    """The keys of the first row of a jsonl file; None where they are not known at once."""
-    if not path.endswith((".jsonl", ".jsonl.gz")):
-        return None
-    try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-            return list(json.loads(file.readline(1 << 24).decode("utf-8-sig")).keys())
-    except (OSError, ValueError, AttributeError):
-        return None  # the reader of the rows reports it with its line
-
-
 def _check_models(config: RewardModelRunConfig | GRPORunConfig) -> None:
     """Refuse folders that do not exist. A run that may resume needs no folder of its first weights."""
     names: list[tuple[str, str | None]] = []
@@ -139,9 +95,9 @@ def _check_models(config: RewardModelRunConfig | GRPORunConfig) -> None:
             _check_path(os.path.expanduser(model), field, "the folder of a model, or a hub name, as org/name")
 
 
-def _check_path(path: str | None, field: str, need: str) -> None:
+def _check_path(path: str, field: str, need: str) -> None:
     """Raise `ConfigError`, with the nearest name in the folder, for a file or folder that does not exist."""
-    if path is None or Path(path).exists():
+    if Path(path).exists():
         return
     near = nearest_path(path)
     fix = f"did you mean {near}?" if near else f"correct the path; relative paths begin at {os.getcwd()}"

@@ -25,8 +25,6 @@ from treeward.config.policy import PolicyConfig
 from treeward.config.scoring import RewardShapingConfig
 from treeward.errors import ConfigError, nearest_name
 
-_PERTURBATIONS = 100  # the docstring of rm.val_perturbations says so
-
 SuiteName = Annotated[str, Field(pattern=r"^\s*[^\s=,][^=,]*(=.*\S.*)?$")]
 """A name, or a name and a folder, as llmbar=downloads/llmbar."""
 
@@ -62,8 +60,6 @@ class RMConfig(ScheduleConfig):
     """Most batches of `val_global_batch_size` to validate on, per set. None (or -1): the whole set."""
     val_global_batch_size: PositiveInt | None = None
     """Comparisons in a validation batch. None: `policy.train_global_batch_size`."""
-    val_perturbations: PositiveInt | None = None
-    """Most comparisons of a set that are rewritten for `robust_accuracy`. None: 100 where that ranks checkpoints."""
     val_micro_batch_size: PositiveInt | None = None
     """Most comparisons in one forward pass of validation. None: as many as in training."""
     loss: LossConfig = LossConfig()
@@ -78,8 +74,6 @@ class EvaluationConfig(Strict):
     """Suites, as `rewardbench` or `llmbar`, from the hub, or as `llmbar=FOLDER` from a copy; one needs no list."""
     perturbations: PositiveInt | None = None
     """Examples of each set and suite whose completions are rewritten, to measure how scores change. None: none."""
-    limit: PositiveInt | None = None
-    """Evaluate only the first examples of each set and suite, this many. None: all that a validation measures."""
 
     @property
     def named_suites(self) -> tuple[tuple[str, str | None], ...]:
@@ -180,12 +174,6 @@ class RewardModelRunConfig(Strict):
             f"data has no validation set: nothing is validated, although rm.val_period is {self.rm.val_period}. Give "
             f"data.validation{fix} or set rm.val_period=null"
         ]
-
-    def num_perturbations(self, validation: str) -> int | None:
-        """Comparisons of a validation set that `robust_accuracy` is measured on; None where it is not measured."""
-        key = self.ranking_metric
-        ranks = key is not None and key.metric == "robust_accuracy" and key.validation in (None, validation)
-        return self.rm.val_perturbations or (_PERTURBATIONS if ranks else None)
 
     def check(self) -> None:
         sets, suites = self.data.validation, self.evaluation.suites

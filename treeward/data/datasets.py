@@ -41,8 +41,8 @@ from treeward.data.preference import (
     required,
     turns_of,
 )
-from treeward.data.registry import ObjectRows, Registry, RowSource
-from treeward.data.sources import Row, raised, read_rows
+from treeward.data.registry import ObjectRows, Registry
+from treeward.data.sources import Row, RowSource, raised, read_rows
 from treeward.data.synthetic import bundled_path
 from treeward.errors import ConfigError, DataError
 
@@ -154,15 +154,6 @@ class RowDataset(RowSource):
     def __iter__(self) -> Iterator[tuple[Preference, str]]:
         return _with_non_contextual(self._completed()) if self.config.non_contextual_answer else self._completed()
 
-    def _is_of_other_part(self, preference: Preference) -> bool:
-        """Decided by the prompt alone, so that no prompt is in both parts, and none moves when the data grows."""
-        share: float = self.config.split_validation_size
-        prompt = preference.context or preference.completions[0].messages
-        text = json.dumps([self.config.seed, prompt], sort_keys=True, default=repr)
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        is_held_out = int.from_bytes(digest) < share * 2**64
-        return share > 0 and is_held_out != (self.config.part == "validation")
-
     def _completed(self) -> Iterator[tuple[Preference, str]]:
         total, others, first, alone = 0, 0, "", 0
         is_prompted: bool | None = None
@@ -172,7 +163,7 @@ class RowDataset(RowSource):
                 if preference is not None:
                     messages = (*preference.context, *preference.completions[0].messages)
                     is_prompted = check_prompted(messages, is_prompted, row.where)
-                    if self._is_of_other_part(preference):
+                    if not self.is_of_part(preference.context or preference.completions[0].messages):
                         continue
                     preference = replace(preference, context=self.files.complete(preference.context, row.where))
             except DataError as error:

@@ -43,14 +43,14 @@ Ties = Literal["drop", "half", "error"]
 """A comparison without an order is dropped, kept (the loss counts half a win for either side), or an error, as any two
 equal ranks are under "error"."""
 
-_FORMAT_VERSION = 9  # raise it when the file's layout, the rules for keeping a comparison or the parsing of rows change
+_FORMAT_VERSION = 10  # raise it with the file's layout, the rules for keeping a comparison or the parsing of rows
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 128, 4_000_000  # enough for a fast tokenizer to use all cores
 _ROWS_IN_BATCH, _TOKENS_IN_BATCH = 4096, 4_000_000  # of the file: each batch costs its readers memory
 
 _MUCH = 0.1  # a warning says when a larger share is left out
 _SUMMED = (
     *("tokens", "tree_tokens", "truncated", "deduplicated", "tied_pairs", "non_contextual"),
-    *("completions", "completions_too_long", "contradicted"),
+    *("completions", "completions_too_long"),
 )
 _SCHEMA = pa.schema(
     [
@@ -102,8 +102,7 @@ class EncodingCounts:
     (`too_long`), no pair of different completions is left (`identical`), none outranks another (`ties`), none has a
     grade to learn (`ungraded`). The others count kept comparisons, except `longest`: tokens of the longest conversation
     before truncation, kept or not. `truncated`: lost context. `deduplicated`: completions with the tokens of another.
-    `completions`, and left out of them `completions_too_long`. `contradicted`: a completion outranks one with a higher
-    score."""
+    `completions`, and left out of them `completions_too_long`."""
 
     read: int = 0
     kept: int = 0
@@ -120,7 +119,6 @@ class EncodingCounts:
     non_contextual: int = 0
     completions: int = 0
     completions_too_long: int = 0
-    contradicted: int = 0
 
     def summary(self) -> str:
         """One line for a person."""
@@ -131,7 +129,6 @@ class EncodingCounts:
             "duplicate completions removed": self.deduplicated,
             "completions of kept comparisons too long": self.completions_too_long,
             "tied pairs within them": self.tied_pairs,
-            "whose ranks contradict the scores in the data (the ranks count)": self.contradicted,
             "with a completion of another prompt": self.non_contextual,
         }
         parts += [f"{number:,} {note}" for note, number in notes.items() if number]
@@ -169,11 +166,11 @@ class EncodingCounts:
 
 
 class EncodedDataset(Sequence[Comparison]):
-    """The kept comparisons of a file of `encode_dataset`, memory-mapped: token ids are views of the file. Pickles as
-    its path. Raises `DataError` if the file cannot be read."""
+    """The kept comparisons of a file of `encode_dataset`, the first `limit` of them, memory-mapped: token ids are views
+    of the file. Pickles as its path. Raises `DataError` if the file cannot be read."""
 
-    def __init__(self, path: Path, name: str) -> None:
-        self.path, self.name = path, name
+    def __init__(self, path: Path, name: str, limit: int | None = None) -> None:
+        self.path, self.name, self._limit = path, name, limit
         self.fingerprint = path.stem  # the digest of data, renderer and rules
         try:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -182,7 +179,8 @@ class EncodedDataset(Sequence[Comparison]):
             fix = "delete the file; it is made again, in a data.cache_dir that all nodes share"
             raise DataError(f"the token cache {path} is damaged: {error}", fix=fix) from error
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
-        self._kept = np.flatnonzero(pa.compute.equal(self._column("outcome"), "kept").to_numpy()).astype(np.int32)
+        kept = np.flatnonzero(pa.compute.equal(self._column("outcome"), "kept").to_numpy())
+        self._kept = kept[:limit].astype(np.int32)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -223,7 +221,11 @@ class EncodedDataset(Sequence[Comparison]):
         return pa.chunked_array([batch[name] for batch in self._batches], _SCHEMA.field(name).type)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EncodedDataset, (self.path, self.name)
+        return EncodedDataset, (self.path, self.name, self._limit)
+
+    def first(self, limit: int | None) -> EncodedDataset:
+        """The first `limit` comparisons; None: all."""
+        return EncodedDataset(self.path, self.name, limit)
 
     @cached_property
     def tree_tokens(self) -> npt.NDArray[np.int32]:
@@ -246,25 +248,16 @@ class EncodedDataset(Sequence[Comparison]):
         rows = self._column("grades").to_numpy()[self._kept]
         return np.array([grades for row_grades in rows for grades in row_grades], dtype=np.float64)
 
-    @cached_property
-    def num_strengths(self) -> int:
-        """The number of comparisons with a strength, kept or not."""
-        return len(self._column("strength").drop_null())
+    @property
+    def digests(self) -> npt.NDArray[np.int64]:
+        """int64 (N,): equal for equal conversations and ranks, in any order and without non-contextual completions."""
+        return self._column("digest").to_numpy()[self._kept]  # type: ignore[no-any-return]
 
-    def digests(self, start: int = 0, end: int | None = None) -> npt.NDArray[np.int64]:
-        """int64, of the comparisons from `start` to `end`: equal for equal conversations and ranks, in any order and
-        without non-contextual completions."""
-        kept = self._kept[start:end]
-        if not len(kept):
-            return np.empty(0, np.int64)
-        values = self._column("digest")[kept[0] : kept[-1] + 1].to_numpy()
-        return values[kept - kept[0]]  # type: ignore[no-any-return]
-
-    def tokens_sha256(self, end: int) -> str:
-        """SHA-256 of the conversations of the first `end` comparisons, without their labels."""
+    def tokens_sha256(self) -> str:
+        """SHA-256 of the conversations, without their labels."""
         digests = [hashlib.sha256() for _ in range(3)]
         for start, batch in zip(self._starts, self._batches, strict=False):
-            first, last = np.searchsorted(self._kept[:end], [start, start + batch.num_rows])
+            first, last = np.searchsorted(self._kept, [start, start + batch.num_rows])
             nested = batch["token_ids"].take(pa.array(self._kept[first:last] - start))
             flat = nested.flatten()
             lengths = [pa.compute.list_value_length(array) for array in (nested, flat)]
@@ -298,19 +291,18 @@ def encode_dataset(
     renderer: Renderer,
     *,
     ties: Ties = "drop",
-    keep_rest: bool = True,
     attributes: Sequence[str] = (),
     cache_dir: Path,
     progress: bool = False,
 ) -> EncodedDataset:
     """Encode every comparison of a dataset, or open the file that an earlier call wrote for the same content.
 
-    A completion longer than the renderer's `max_length` is left out; without `keep_rest` the whole comparison is.
-    Completions with the same tokens are kept once, with their best rank. A comparison without a pair is dropped, unless
-    it has one of `attributes`, the grades to learn. Raises `DataError` for an invalid row or if no comparison is left,
-    `ConfigError` if `cache_dir` cannot be written.
+    A completion longer than the renderer's `max_length` is left out. Completions with the same tokens are kept once,
+    with their best rank. A comparison without a pair is dropped, unless it has one of `attributes`, the grades to
+    learn. Raises `DataError` for an invalid row or if no comparison is left, `ConfigError` if `cache_dir` cannot be
+    written.
     """
-    content = json.dumps([_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties, keep_rest, *attributes])
+    content = json.dumps([_FORMAT_VERSION, stream.fingerprint, renderer.fingerprint, ties, *attributes])
     path = Path(cache_dir) / f"{hashlib.sha256(content.encode()).hexdigest()[:32]}.arrow"
     dataset = None
     if path.exists():
@@ -323,7 +315,7 @@ def encode_dataset(
         _write(
             path,
             stream,
-            partial(encode_rows, renderer=renderer, rules=Rules(ties, keep_rest, tuple(attributes))),
+            partial(encode_rows, renderer=renderer, rules=Rules(ties, tuple(attributes))),
             progress,
         )
         dataset = EncodedDataset(path, stream.name)
@@ -359,7 +351,6 @@ class Rules(NamedTuple):
     """Which comparisons and completions to keep; with `attributes`, for their grades."""
 
     ties: Ties
-    keep_rest: bool
     attributes: tuple[str, ...] = ()
 
     @property
@@ -454,7 +445,7 @@ def _encode_row(
     pairs = zip(fitted, preference.completions, strict=True)
     kept = [(sequence, completion) for (sequence, _), completion in pairs if sequence is not None]
     candidates = {completion.rank for _, completion in kept} if rules.need_order else kept
-    if len(kept) < len(fitted) and (not rules.keep_rest or len(candidates) < rules.fewest):
+    if len(kept) < len(fitted) and len(candidates) < rules.fewest:
         return {"outcome": "dropped_too_long", "longest": longest}
     best: dict[tuple[int, ...], Completion] = {}  # in the order of the completions
     for sequence, completion in kept:
@@ -463,7 +454,6 @@ def _encode_row(
     ranks = {ids: completion.rank for ids, completion in best.items()}
     if len(best) < rules.fewest or (rules.need_order and len(set(ranks.values())) < 2):
         return {"outcome": "dropped_identical", "longest": longest}
-    scored = [(completion.rank, completion.score) for completion in best.values() if completion.score is not None]
     digest = hashlib.blake2b(repr(sorted(ranks.items())).encode(), digest_size=8)
     record = {
         "outcome": "kept",
@@ -475,7 +465,6 @@ def _encode_row(
         "tied_pairs": sum(a == b for a, b in itertools.combinations(ranks.values(), 2)),
         "completions": len(best),
         "completions_too_long": len(fitted) - len(kept),
-        "contradicted": int(any(a[0] < b[0] and a[1] < b[1] for a, b in itertools.permutations(scored, 2))),
     }
     scores = [completion.score for completion in best.values()]
     lengths = [len(last_text(completion.messages)) for completion in best.values()]

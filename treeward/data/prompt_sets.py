@@ -10,22 +10,19 @@ Prompts are messages, held in memory; a row's other columns are the prompt's `in
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from treeward.config.data import PromptSetConfig
 from treeward.data.preference import Message, as_messages, last_text, required
-from treeward.data.registry import ObjectRows, Registry, RowSource
+from treeward.data.registry import ObjectRows, Registry
 from treeward.data.responses_items import messages_of_input
-from treeward.data.sources import Row
+from treeward.data.sources import Row, RowSource
 from treeward.data.synthetic import best_completions
 from treeward.data.synthetic import prompts as bundled_prompts
 from treeward.errors import ConfigError, DataError, nearest_name
@@ -105,11 +102,10 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
     requests = [prompt.info.get(_REQUEST) or {} for prompt in prompts]
     if number := sum(bool(p.info.get("tools") or r.get("tools")) for p, r in zip(prompts, requests, strict=True)):
         logger.warning("%s: %d rows have tools; the policy does not see them", source.name, number)
-    kept = prompts
-    if config.split_validation_size:
-        held_out = _held_out(prompts, config.split_validation_size, config.seed, source.name)
-        wants = config.part == "validation"
-        kept = [prompt for prompt, is_out in zip(prompts, held_out, strict=True) if is_out == wants]
+    kept = [prompt for prompt in prompts if source.is_of_part(prompt.messages)]
+    if not kept:
+        summary, need = "split_validation_size leaves this part without a prompt", "a larger set, or another share"
+        raise ConfigError(summary, where=source.name, field="split_validation_size", need=need)
     counts = PromptCounts(read=len(prompts), kept=len(kept), held_out=len(prompts) - len(kept))
     return PromptSet(source.name, kept, counts, config.weight)
 
@@ -224,20 +220,6 @@ def _with_environment(prompt: Prompt, default: str | None, environments: Collect
     fix = f"did you mean {near}?" if near else "add it to env, or change the row or env_name"
     summary = "there is no such environment"
     raise DataError(summary, where=prompt.where, field="environment", got=name, need=need, fix=fix)
-
-
-def _held_out(prompts: Sequence[Prompt], share: float, seed: int, name: str) -> npt.NDArray[np.bool_]:
-    """Which of the N prompts are held out, bool (N,): a share of the different prompts, with their repetitions."""
-    numbers: dict[str, int] = {}
-    number_N = [numbers.setdefault(json.dumps(p.messages, sort_keys=True, default=repr), len(numbers)) for p in prompts]
-    wanted = round(share * len(numbers))
-    if not 0 < wanted < len(numbers):
-        got, need = f"{share} of {len(numbers)} different prompts", "a prompt for training, and one for validation"
-        summary = "split_validation_size leaves one part without a prompt"
-        raise ConfigError(summary, where=name, field="split_validation_size", got=got, need=need)
-    is_out = np.zeros(len(numbers), dtype=np.bool_)
-    is_out[np.random.Generator(np.random.PCG64(seed)).permutation(len(numbers))[:wanted]] = True
-    return is_out[number_N]
 
 
 def from_prompt_row(

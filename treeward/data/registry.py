@@ -1,4 +1,4 @@
-"""From `dataset_name` in a config to rows: datasets by name or by dotted path, and their prompt files.
+"""From `dataset_name` in a config to a class: datasets by name or by dotted path.
 
     datasets = Registry("datasets", example="my_module.MyDataset")
     datasets.find("HelpSteer3")                   # or the dotted path of any class
@@ -13,19 +13,15 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from treeward.config.data import SetConfig
-from treeward.data.preference import Message, last_text
-from treeward.data.sources import Broken, Row, fingerprint, raised, read_rows
+from treeward.data.sources import PROMPT_FILES, PromptFiles, Row, RowSource
 from treeward.errors import ConfigError, DataError, nearest_name
 from treeward.user_code import import_object
 
 _PLACES = ("data_path", "subset", "split")
 _ARGUMENTS = (*_PLACES, "prompt_key", "chosen_key", "rejected_key", "input_key", "output_key")
-_PROMPT_FILES = ("prompt_file", "system_prompt_file")
 _Class = TypeVar("_Class", bound=type[Any])
 
 
@@ -60,87 +56,6 @@ class Registry:
         raise ConfigError(summary, field="dataset_name", got=name, need=need, fix=fix)
 
 
-@dataclass(frozen=True)
-class PromptFiles:
-    """The texts that a config adds to every conversation of a dataset: `template` has one `{}` for the last user
-    message; `system` is a system message for contexts that have none."""
-
-    template: str | None = None
-    system: str | None = None
-
-    @classmethod
-    def load(cls, prompt_file: str | None, system_prompt_file: str | None) -> PromptFiles:
-        """Read the files. Raises `ConfigError` for an unreadable file and for a template without exactly one `{}`."""
-        texts = []
-        for field, path in zip(_PROMPT_FILES, (prompt_file, system_prompt_file), strict=True):
-            try:
-                texts.append(None if path is None else Path(path).read_text("utf-8"))
-            except (OSError, UnicodeDecodeError) as error:
-                got = f"{path}: {error}"
-                raise ConfigError(f"{field} cannot be read", field=field, got=got, need="a text in UTF-8") from error
-        template, system = texts
-        try:
-            is_template = template is None or template.format("\0").count("\0") == 1
-        except (ValueError, LookupError, AttributeError):
-            is_template = False
-        if not is_template:
-            need = "exactly one {}, where the last user message goes; {{ and }} are braces of the text"
-            raise ConfigError("prompt_file is not a template", where=prompt_file, field="prompt_file", need=need)
-        return cls(template, system)
-
-    def complete(self, messages: tuple[Message, ...], where: str | None) -> tuple[Message, ...]:
-        """The messages of a prompt with both texts. Raises `DataError` if there is no user message for a template."""
-        if self.template is not None:
-            last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
-            if last is None:
-                got = f"roles {[message['role'] for message in messages]}"
-                summary, need = "the context has no user message for prompt_file", "a user message, or no prompt_file"
-                raise DataError(summary, where=where, field="context", got=got, need=need)
-            filled = messages[last] | {"content": _filled(messages[last]["content"], self.template)}
-            messages = (*messages[:last], filled, *messages[last + 1 :])
-        if self.system is not None and not any(message["role"] == "system" for message in messages):
-            messages = ({"role": "system", "content": self.system}, *messages)
-        return messages
-
-
-class RowSource:
-    """The rows of a file, a folder or a hub dataset, as a config names them; `hub_path` is read without a `data_path`.
-    `name`: path and split, for messages. `files`: its prompt files. `broken` receives the error of an invalid row; by
-    default it raises it."""
-
-    hub_path: ClassVar[str | None] = None
-    hub_subset: ClassVar[str | None] = None
-    hub_split: ClassVar[str | None] = "train"
-    broken: Broken = staticmethod(raised)
-
-    def __init__(self, config: SetConfig) -> None:
-        self.config: Any = config
-        self.files = PromptFiles.load(config.prompt_file, config.system_prompt_file)
-        self.split, self.subset = config.split, config.subset
-        path = config.data_path or self.hub_path
-        if path is None:
-            summary, need = f"{config.dataset_name} needs a path", "a file, a folder or a hub name"
-            raise ConfigError(summary, field="data_path", need=need)
-        self.path: str = path
-        if config.data_path is None:
-            if config.name is not None and config.split is None and getattr(config, "part", None) is None:
-                summary = f"a named set of {config.dataset_name} does not say its split"
-                raise ConfigError(summary, field="split", got="null", need="a split of the dataset")
-            self.split, self.subset = config.split or self.hub_split, config.subset or self.hub_subset
-        elif self.hub_path == "Bundled":
-            fix = "set data.dataset_name=auto to read other data"
-            raise ConfigError("the bundled data has its own path", field="data_path", got=path, need="none", fix=fix)
-        self.name = path if self.split is None else f"{path}[{self.split}]"
-
-    def rows(self) -> Iterator[Row]:
-        """The rows, from the beginning."""
-        return read_rows(self.path, split=self.split, subset=self.subset, broken=self.broken)
-
-    def content(self) -> str:
-        """A digest of the rows."""
-        return fingerprint(self.path, split=self.split, subset=self.subset)
-
-
 class ObjectRows(RowSource):
     """The rows of an object of a class by dotted path. They must be iterable repeatedly. Raises `ConfigError` for
     missing, unknown or unused arguments, and for an object without rows."""
@@ -150,7 +65,7 @@ class ObjectRows(RowSource):
         self.dataset = _construct(cls, config)
         self._rows, self.name = _rows_of(self.dataset, config)
         self.spec = getattr(self.dataset, "task_spec", None)
-        self.files = PromptFiles.load(*(getattr(config, f) or getattr(self.spec, f, None) for f in _PROMPT_FILES))
+        self.files = PromptFiles.load(*(getattr(config, f) or getattr(self.spec, f, None) for f in PROMPT_FILES))
 
     def rows(self) -> Iterator[Row]:
         """The rows, from the beginning. Raises `DataError` if there are none."""
@@ -172,7 +87,7 @@ def _construct(cls: Any, config: SetConfig) -> Any:
     """Call the class with `kwargs` and the config's values that its signature names."""
     signature = inspect.signature(cls)
     arguments: dict[str, Any] = {}
-    for key in (*_ARGUMENTS, *_PROMPT_FILES):
+    for key in (*_ARGUMENTS, *PROMPT_FILES):
         value, names = getattr(config, key, None), (key, f"train_{key}")
         if value is None or set(names) & set(config.kwargs):
             continue
@@ -183,8 +98,7 @@ def _construct(cls: Any, config: SetConfig) -> Any:
             arguments[accepted] = value
         elif key in ("data_path", "subset"):  # a split may also be a key of formatted_ds
             summary, need = f"{config.dataset_name} takes no {key}", f"an argument of {cls.__name__}{signature}"
-            fix = f"remove {key}, give it under another name in kwargs, or add the parameter to the class"
-            raise ConfigError(summary, field=key, got=value, need=need, fix=fix)
+            raise ConfigError(summary, field=key, got=value, need=need)
     arguments |= config.kwargs
     try:
         signature.bind(**arguments)
@@ -217,11 +131,3 @@ def _rows_of(dataset: Any, config: SetConfig) -> tuple[Iterable[Any], str]:
 
 def _takes_any(signature: inspect.Signature) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-
-
-def _filled(content: Any, template: str) -> Any:
-    if isinstance(content, str):
-        return template.format(content)
-    if all(isinstance(part, str) or part.get("type") == "text" for part in content):
-        return template.format(last_text([{"content": content}]))
-    return [{**part, "text": template.format(part["text"])} if part.get("type") == "text" else part for part in content]

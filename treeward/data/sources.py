@@ -1,4 +1,4 @@
-"""Rows of a file, a folder, a glob, a saved `datasets` folder, or the Hugging Face hub.
+"""Rows of a file, a folder, a glob, a saved `datasets` folder, or the Hugging Face hub; and what a config adds to them.
 
     for row in read_rows("train.jsonl.gz"):
         row.values, row.where        # {"prompt": ..., "chosen": ...}, "train.jsonl.gz:17"
@@ -20,12 +20,16 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
-from treeward.errors import DataError, nearest_name, nearest_path
+from treeward.config.data import SetConfig
+from treeward.data.preference import Message, last_text
+from treeward.errors import ConfigError, DataError, nearest_name, nearest_path
 
+PROMPT_FILES = ("prompt_file", "system_prompt_file")
 KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 """The suffixes of the files that are read."""
 
@@ -348,3 +352,101 @@ def _arrow_rows(path: str, *, is_parquet: bool) -> Iterator[Row]:
     except (pa.ArrowException, OSError) as error:
         where, got = f"{path}:row {number + 1}", f"{type(error).__name__}: {error}"
         raise DataError("the file cannot be read", where=where, got=got, need="a complete file") from error
+
+
+@dataclass(frozen=True)
+class PromptFiles:
+    """The texts that a config adds to every conversation of a dataset: `template` has one `{}` for the last user
+    message; `system` is a system message for contexts that have none."""
+
+    template: str | None = None
+    system: str | None = None
+
+    @classmethod
+    def load(cls, prompt_file: str | None, system_prompt_file: str | None) -> PromptFiles:
+        """Read the files. Raises `ConfigError` for an unreadable file and for a template without exactly one `{}`."""
+        texts = []
+        for field, path in zip(PROMPT_FILES, (prompt_file, system_prompt_file), strict=True):
+            try:
+                texts.append(None if path is None else Path(path).read_text("utf-8"))
+            except (OSError, UnicodeDecodeError) as error:
+                got = f"{path}: {error}"
+                raise ConfigError(f"{field} cannot be read", field=field, got=got, need="a text in UTF-8") from error
+        template, system = texts
+        try:
+            is_template = template is None or template.format("\0").count("\0") == 1
+        except (ValueError, LookupError, AttributeError):
+            is_template = False
+        if not is_template:
+            need = "exactly one {}, where the last user message goes; {{ and }} are braces of the text"
+            raise ConfigError("prompt_file is not a template", where=prompt_file, field="prompt_file", need=need)
+        return cls(template, system)
+
+    def complete(self, messages: tuple[Message, ...], where: str | None) -> tuple[Message, ...]:
+        """The messages of a prompt with both texts. Raises `DataError` if there is no user message for a template."""
+        if self.template is not None:
+            last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+            if last is None:
+                got = f"roles {[message['role'] for message in messages]}"
+                summary, need = "the context has no user message for prompt_file", "a user message, or no prompt_file"
+                raise DataError(summary, where=where, field="context", got=got, need=need)
+            filled = messages[last] | {"content": _filled(messages[last]["content"], self.template)}
+            messages = (*messages[:last], filled, *messages[last + 1 :])
+        if self.system is not None and not any(message["role"] == "system" for message in messages):
+            messages = ({"role": "system", "content": self.system}, *messages)
+        return messages
+
+
+class RowSource:
+    """The rows of a file, a folder or a hub dataset, as a config names them; `hub_path` is read without a `data_path`.
+    `name`: path and split, for messages. `files`: its prompt files. `broken` receives the error of an invalid row; by
+    default it raises it."""
+
+    hub_path: ClassVar[str | None] = None
+    hub_subset: ClassVar[str | None] = None
+    hub_split: ClassVar[str | None] = "train"
+    broken: Broken = staticmethod(raised)
+
+    def __init__(self, config: SetConfig) -> None:
+        self.config: Any = config
+        self.files = PromptFiles.load(config.prompt_file, config.system_prompt_file)
+        self.split, self.subset = config.split, config.subset
+        path = config.data_path or self.hub_path
+        if path is None:
+            summary, need = f"{config.dataset_name} needs a path", "a file, a folder or a hub name"
+            raise ConfigError(summary, field="data_path", need=need)
+        self.path: str = path
+        if config.data_path is None:
+            if config.name is not None and config.split is None and getattr(config, "part", None) is None:
+                summary = f"a named set of {config.dataset_name} does not say its split"
+                raise ConfigError(summary, field="split", got="null", need="a split of the dataset")
+            self.split, self.subset = config.split or self.hub_split, config.subset or self.hub_subset
+        elif self.hub_path == "Bundled":
+            fix = "set data.dataset_name=auto to read other data"
+            raise ConfigError("the bundled data has its own path", field="data_path", got=path, need="none", fix=fix)
+        self.name = path if self.split is None else f"{path}[{self.split}]"
+
+    def rows(self) -> Iterator[Row]:
+        """The rows, from the beginning."""
+        return read_rows(self.path, split=self.split, subset=self.subset, broken=self.broken)
+
+    def is_of_part(self, prompt: Sequence[Message]) -> bool:
+        """Whether the config's `part` has a prompt. The prompt and the seed alone decide, so that no prompt is in both
+        parts, and none moves when the data grows."""
+        share: float = self.config.split_validation_size
+        text = json.dumps([self.config.seed, prompt], sort_keys=True, default=repr)
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        is_held_out = int.from_bytes(digest) < share * 2**64
+        return share == 0 or is_held_out == (self.config.part == "validation")
+
+    def content(self) -> str:
+        """A digest of the rows."""
+        return fingerprint(self.path, split=self.split, subset=self.subset)
+
+
+def _filled(content: Any, template: str) -> Any:
+    if isinstance(content, str):
+        return template.format(content)
+    if all(isinstance(part, str) or part.get("type") == "text" for part in content):
+        return template.format(last_text([{"content": content}]))
+    return [{**part, "text": template.format(part["text"])} if part.get("type") == "text" else part for part in content]

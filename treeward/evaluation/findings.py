@@ -86,7 +86,7 @@ _BETTER = "better than chance"
 
 
 def verdict(summary: Summary) -> str:
-    """One sentence: the headline, whether it is chance, the length bias if there is one; then the suite's caveat."""
+    """One sentence: the headline, whether it is chance, the length bias if there is one."""
     result = summary.result
     against_chance = standing(result, summary.suite.chance())
     parts = filter(None, (against_chance, _likes(summary.length.numbers)))
@@ -97,8 +97,7 @@ def verdict(summary: Summary) -> str:
         headline += f" of {result.headline.count:,} pairs"
     if result.num_failed:
         headline += f", {result.scored}"
-    text = f"**{summary.model}** on {summary.title}: {headline}{f'; {joined}' if joined else ''}."
-    return " ".join(filter(None, (text, summary.suite.caveat)))
+    return f"**{summary.model}** on {summary.title}: {headline}{f'; {joined}' if joined else ''}."
 
 
 def findings(summary: Summary) -> str:

@@ -150,7 +150,6 @@ def _numbers(summary: Summary) -> dict[str, Any]:
         "verdict": verdict(summary).replace("**", "", 2),
         "chance": summary.suite.chance(),
         "standing": standing(summary.result, summary.suite.chance()),
-        "caveat": summary.suite.caveat,
         **{key: value for key, value in dataclasses.asdict(summary.result).items() if key != "suite"},
         "diagnostics": {
             name: [dataclasses.asdict(metric) for metric in diagnostic.numbers.values()]

@@ -51,47 +51,40 @@ def export_model(
     rendering: Mapping[str, Any],
     dtype: torch.dtype | None = None,
     card: str | None = None,
-    staged: bool = False,
-) -> DeferredWrite | None:
+) -> None:
     """Write a model folder, adapters merged into the weights; the caller makes it atomic. Every process of a run calls
     it.
 
     `rendering`: the `Renderer`'s settings, whose template becomes the tokenizer's. `dtype`: of the backbone's weights,
-    None keeps theirs; the head's are float32. `card`: the text of README.md. `staged`: copy the weights to the host's
-    memory, and return a function that writes them, in any thread.
+    None keeps theirs; the head's are float32. `card`: the text of README.md.
     """
-    head, dtype = head_name(model.hf), dtype or model.compute_dtype or model.hf.dtype
-    # Otherwise pipelines of transformers, and servers like them, apply a sigmoid to a single label.
-    changes = {"dtype": dtype, "problem_type": "regression"}
-    template = rendering["chat_template"]
-    write = _write(model, tokenizer, folder, dtype, head, changes=changes, chat_template=template, staged=staged)
+    prepare_export(model, tokenizer, folder, rendering=rendering, dtype=dtype, staged=False)(None)
     if card is not None:
         processes.on_main(lambda: (folder / "README.md").write_text(card, encoding="utf-8"))
-    return write
 
 
-def _write(
+def prepare_export(
     model: WrappedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-    dtype: torch.dtype | None,
-    head: str | None,
     *,
-    changes: Mapping[str, Any],
-    chat_template: str,
+    rendering: Mapping[str, Any],
+    dtype: torch.dtype | None = None,
     staged: bool,
-) -> DeferredWrite | None:
-    """Write the weights, the configuration with `changes`, and the tokenizer with the template. Leaves model and
-    tokenizer unchanged."""
-    processes.on_main(lambda: _write_settings(model.hf, tokenizer, folder, changes, chat_template))
-    weights = exported_weights(model, dtype, float32=head)
-    if not staged:
-        _write_weights(folder, weights, None)
-        return None
-    copies = [
-        (name, weight.to("cpu", copy=True) if processes.is_main() else weight.to("meta")) for name, weight in weights
-    ]
-    return partial(_write_weights, folder, copies)
+) -> DeferredWrite:
+    """Write all of a folder but its weights, and return a function that writes those. `staged`: copy the weights to the
+    host's memory first, so that a thread may write them later. Leaves model and tokenizer unchanged."""
+    is_policy = isinstance(model, PolicyModel)
+    dtype = dtype or model.compute_dtype or (None if is_policy else model.hf.dtype)
+    # Otherwise pipelines of transformers, and servers like them, apply a sigmoid to a single label.
+    changes = {"dtype": dtype or model.hf.dtype} | ({} if is_policy else {"problem_type": "regression"})
+    processes.on_main(lambda: _write_settings(model.hf, tokenizer, folder, changes, rendering["chat_template"]))
+    weights: Iterable[tuple[str, torch.Tensor]]
+    weights = exported_weights(model, dtype, float32=None if is_policy else head_name(model.hf))
+    if staged:
+        device = "cpu" if processes.is_main() else "meta"
+        weights = [(name, weight.to(device, copy=True)) for name, weight in weights]
+    return partial(_write_weights, folder, weights)
 
 
 def _write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], group: ProcessGroup | None) -> None:
@@ -161,13 +154,10 @@ def export_policy(
     *,
     chat_template: str,
     dtype: torch.dtype | None = None,
-    staged: bool = False,
-) -> DeferredWrite | None:
-    """Write a folder that plain transformers loads; the caller makes it atomic. `dtype`: None keeps the weights'.
-    `staged`: see `export_model`."""
-    dtype = dtype or policy.compute_dtype
-    changes = {"dtype": dtype or policy.hf.dtype}
-    return _write(policy, tokenizer, folder, dtype, None, changes=changes, chat_template=chat_template, staged=staged)
+) -> None:
+    """Write a folder that plain transformers loads; the caller makes it atomic. `dtype`: None keeps the weights'."""
+    rendering = {"chat_template": chat_template}
+    prepare_export(policy, tokenizer, folder, rendering=rendering, dtype=dtype, staged=False)(None)
 
 
 def export_configuration(

@@ -33,7 +33,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from treeward.errors import ModelError
 from treeward.model.checks import choose_layout, tree_or_rows
 from treeward.model.filling import fill, without_weights
-from treeward.model.policy_model import DEFAULT_CHUNK_TOKENS, PolicyModel
+from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import bare_model, load_tokenizer, load_weights, override_fields, read_config
 from treeward.model.published import Adapter, find, refuse, set_template
 from treeward.model.reward_model import RewardModel, head_name
@@ -65,7 +65,6 @@ def load_reward_model(
     attention: Literal["tree", "rows"] = "tree",
     device: torch.device | str = "cpu",
     head_seed: int | None = None,
-    head_std: float | None = None,
     several_heads: bool = False,
     labels: Sequence[str] = (),
     load_in_4bit: bool = False,
@@ -100,7 +99,7 @@ def load_reward_model(
     if on_meta:
         hf = without_weights(model_class, config)
     else:
-        hf = _with_weights(str(name), config, model_class, published, tokenizer, head_seed, head_std, **settings)
+        hf = _with_weights(str(name), config, model_class, published, tokenizer, head_seed, **settings)
     if published is not None and not on_meta:
         published.settle(hf)
     num_known_tokens, pad = RewardModel(hf).num_embeddings, config.get_text_config().pad_token_id
@@ -108,9 +107,9 @@ def load_reward_model(
     model = _ready(hf, tokenizer, attention, "meta" if on_meta else device, keep_padding=keep_padding)
     model.num_known_tokens = num_known_tokens
     if on_meta:
-        same: dict[str, Any] = {"head_seed": head_seed, "head_std": head_std, "labels": labels}
+        same: dict[str, Any] = {"head_seed": head_seed, "labels": labels}
         same |= {"several_heads": several_heads, "tokenizer": tokenizer, "attention": "rows"}
-        draw_head = None if head_seed is None else lambda: initialise_head(model.hf, seed=head_seed, std=head_std)
+        draw_head = None if head_seed is None else lambda: initialise_head(model.hf, seed=head_seed)
         load_whole = partial(load_reward_model, name, **same, **settings)
         model.unfilled.append(partial(fill, model, str(name), lambda: load_whole().model.hf, draw_head))
         if published is not None:  # until then the names of its tensors are the authors'
@@ -128,7 +127,6 @@ def _with_weights(
     published: Adapter | None,
     tokenizer: PreTrainedTokenizerBase,
     head_seed: int | None,
-    head_std: float | None,
     **settings: Any,
 ) -> PreTrainedModel:
     """The classifier with the weights of a checkpoint; a head that it lacks is drawn from the seed, if there is one."""
@@ -153,7 +151,7 @@ def _with_weights(
             fix=f"train one: treeward train --config FILE policy.model_name={name}" if published is None else None,
         )
     if new_head:
-        initialise_head(hf, seed=head_seed or 0, std=head_std)
+        initialise_head(hf, seed=head_seed or 0)
     return hf
 
 
@@ -164,7 +162,6 @@ def build_reward_model(
     seed: int,
     attention: Literal["tree", "rows"] = "tree",
     device: torch.device | str = "cpu",
-    head_std: float | None = None,
     labels: Sequence[str] = (),
 ) -> Loaded[RewardModel]:
     """A model with random weights from a bare configuration (`model_type` and its fields). The vocabulary size and
@@ -176,7 +173,7 @@ def build_reward_model(
         return hf
 
     hf = bare_model(make, model_config, tokenizer, seed=seed, **_named(labels or ("LABEL_0",)))
-    initialise_head(hf, seed=seed, std=head_std)
+    initialise_head(hf, seed=seed)
     return Loaded(_ready(hf, tokenizer, attention, device), tokenizer)
 
 
@@ -209,15 +206,14 @@ def load_policy(
     attention: Literal["tree", "rows"] = "tree",
     device: torch.device | str = "cpu",
     config_overrides: Mapping[str, Any] | None = None,
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     load_in_4bit: bool = False,
     trust_remote_code: bool = False,
     on_meta: bool = False,
 ) -> Loaded[PolicyModel]:
     """Load a causal language model from a folder or the hub. Raises `ModelError` for a missing or unusable checkpoint.
 
-    `config_overrides`: changed fields of its configuration. `chunk_tokens`: predicted tokens with logits in memory at a
-    time. `load_in_4bit`: linear layers but the head as nf4. The others: see `load_reward_model`.
+    `config_overrides`: changed fields of its configuration. `load_in_4bit`: linear layers but the head as nf4. The
+    others: see `load_reward_model`.
     """
     config = read_config(str(name), trust_remote_code)
     if any("SequenceClassification" in text for text in config.architectures or ()):
@@ -231,11 +227,11 @@ def load_policy(
     settings: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
     if not on_meta:
         hf, _ = load_weights(AutoModelForCausalLM, str(name), load_in_4bit=load_in_4bit, **settings)
-        return _policy(hf, tokenizer, str(name), attention, device, chunk_tokens)
+        return _policy(hf, tokenizer, str(name), attention, device)
     hf = without_weights(AutoModelForCausalLM, config, trust_remote_code=trust_remote_code)
     with contextlib.suppress(OSError):
         hf.generation_config = GenerationConfig.from_pretrained(str(name))
-    loaded = _policy(hf, tokenizer, str(name), attention, "meta", chunk_tokens)
+    loaded = _policy(hf, tokenizer, str(name), attention, "meta")
     load_whole = partial(load_weights, AutoModelForCausalLM, str(name), **settings)
     loaded.model.unfilled.append(partial(fill, loaded.model, str(name), lambda: load_whole()[0], None))
     return loaded
@@ -248,11 +244,10 @@ def build_policy(
     seed: int,
     attention: Literal["tree", "rows"] = "tree",
     device: torch.device | str = "cpu",
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
 ) -> Loaded[PolicyModel]:
     """A policy with random weights from a bare configuration, as `build_reward_model`."""
     hf = bare_model(AutoModelForCausalLM.from_config, model_config, tokenizer, seed=seed)
-    return _policy(hf, tokenizer, "policy.model_config", attention, device, chunk_tokens)
+    return _policy(hf, tokenizer, "policy.model_config", attention, device)
 
 
 def _policy(
@@ -261,14 +256,13 @@ def _policy(
     name: str,
     attention: Literal["tree", "rows"],
     device: torch.device | str,
-    chunk_tokens: int,
 ) -> Loaded[PolicyModel]:
     hf.eval()
     hf.to(device)  # type: ignore[arg-type]
     embeddings = hf.get_input_embeddings()
     if isinstance(embeddings, nn.Embedding):
         embeddings.padding_idx = None  # a policy is never padded, and its padding token may be its end of turn
-    model = PolicyModel(hf, layout=tree_or_rows(hf, attention), chunk_tokens=chunk_tokens)
+    model = PolicyModel(hf, layout=tree_or_rows(hf, attention))
     if len(tokenizer) > model.num_embeddings:
         raise ModelError(
             "the tokenizer has more tokens than the policy has embeddings",
@@ -278,13 +272,12 @@ def _policy(
     return Loaded(model, tokenizer)
 
 
-def initialise_head(hf: PreTrainedModel, *, seed: int, std: float | None = None) -> None:
-    """Draw the head's weights from N(0, std^2), std 1 / sqrt(hidden size + 1) unless given; biases are zero."""
+def initialise_head(hf: PreTrainedModel, *, seed: int) -> None:
+    """Draw the head's weights from N(0, 1 / (hidden size + 1)); biases are zero."""
     generator = torch.Generator().manual_seed(seed)
     for module in hf.get_submodule(head_name(hf)).modules():
         if isinstance(module, nn.Linear):
-            deviation = (module.in_features + 1) ** -0.5 if std is None else std
-            weight = torch.randn(module.weight.shape, generator=generator, dtype=torch.float32) * deviation
+            weight = torch.randn(module.weight.shape, generator=generator) * (module.in_features + 1) ** -0.5
             with torch.no_grad():
                 if module.weight.dtype != torch.float32:
                     module.float()

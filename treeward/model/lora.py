@@ -278,16 +278,14 @@ def _chosen_layers(model: WrappedModel, config: LoraConfig) -> dict[str, nn.Modu
     convert_peft_config_for_transformers(peft_settings, model=model.hf, conversions=None)
     tied = {name for name, layer in linear.items() if layer.weight is model.hf.get_input_embeddings().weight}
     fit = {name for name in set(peft_settings.target_modules or ()) - tied if whole.isdisjoint(name.split("."))}
-    if not config.target_modules:
-        head = model.head if isinstance(model, PolicyModel) else None
-        wanted = {name for name in fit & linear.keys() if linear[name] is not head}
-    else:
-        wanted = matching(*config.target_modules)
+    if isinstance(model, PolicyModel):
+        fit -= {name for name in fit if linear[name] is model.head}
+    wanted = matching(*config.target_modules) if config.target_modules else fit & linear.keys()
     wanted -= matching(*config.exclude_modules)
     if not wanted:
         raise ConfigError("no layer is adapted", where=_WHERE, field="exclude_modules", got=config.exclude_modules)
     if unfit := sorted(wanted - fit):
-        summary = "an adapter beside this layer could not be saved or merged: it is the embedding, or an expert to peft"
+        summary = "this layer takes no adapter: it is the embedding, the output layer, or an expert to peft"
         if not whole.isdisjoint(unfit[0].split(".")):
             summary = "a reward model's head has no adapter: it is trained whole"
         raise ConfigError(summary, where=_WHERE, field="target_modules", got=unfit[0], need="other layers")

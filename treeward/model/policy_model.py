@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from treeward.errors import ModelError
@@ -67,15 +66,15 @@ class PolicyModel(WrappedModel):
         _ = self.head  # raises now rather than in the first step
 
     @property
-    def head(self) -> nn.Module:
+    def head(self) -> nn.Linear:
         """The module from hidden states to logits, tied to the embedding or not. Raises `ModelError`."""
         head = None if self.hf.config.is_encoder_decoder else self.hf.get_output_embeddings()
-        if not isinstance(head, nn.Module):
+        if type(head) is not nn.Linear:
             raise ModelError(
-                "a policy needs a head that predicts the next token",
+                "a policy needs a linear head that predicts the next token",
                 where="policy.model_name",
-                got=type(self.hf).__name__,
-                need="a causal language model, not a reward model or an encoder",
+                got=f"{type(self.hf).__name__}, with the head {type(head).__name__}",
+                need="a causal language model, not a reward model or an encoder, and no adapters beside its head",
             )
         return head
 
@@ -126,47 +125,21 @@ class PolicyModel(WrappedModel):
     ) -> tuple[Tensor, Tensor | None]:
         """The log-probability of each predicted token, float32 (N,), and the entropies."""
         head: Any = self.head
-        shard = self.vocabulary
-        if self._softcap is None and (_is_plain(head) or shard is not None):
-            weight, bias = head.weight, head.bias
-            if shard is not None:
-                weight, bias = weight.to_local(), None if bias is None else bias.to_local()
-            return linear_log_probs(
-                hidden_ND,
-                weight,
-                bias,
-                targets_N,
-                chunk_tokens=self.chunk_tokens,
-                scale=self._logit_scale,
-                temperature=temperature,
-                entropies=entropies,
-                shard=shard,
-            )
-        values: list[Tensor] = [hidden_ND.new_zeros(0, dtype=torch.float32)]
-        entropy_chunks: list[Tensor] = [hidden_ND.new_zeros(0, dtype=torch.float32)]
-        for hidden, targets in zip(hidden_ND.split(self.chunk_tokens), targets_N.split(self.chunk_tokens), strict=True):
-            entropy: list[Tensor] | None = [] if entropies else None
-            if torch.is_grad_enabled():
-                # computed again in the backward pass: the logits of a chunk are the largest tensor there is
-                value = checkpoint(
-                    self._chunk, hidden, targets, temperature, entropy, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                value = self._chunk(hidden, targets, temperature, entropy)
-            values.append(value)
-            entropy_chunks += entropy or []
-        return torch.cat(values), torch.cat(entropy_chunks) if entropies else None
-
-    def _chunk(self, hidden_CD: Tensor, targets_C: Tensor, temperature: float, entropy: list[Tensor] | None) -> Tensor:
-        """The values; entropies are appended to `entropy` if it is an empty list, so a recomputation adds none."""
-        logits_CV = self.logits(hidden_CD).float()
-        if temperature != 1.0:
-            logits_CV = logits_CV / temperature
-        log_probs_CV = logits_CV.log_softmax(dim=-1)
-        if entropy is not None and not entropy:
-            with torch.no_grad():
-                entropy.append(-torch.linalg.vecdot(log_probs_CV.exp(), log_probs_CV))
-        return log_probs_CV.gather(-1, targets_C[:, None])[:, 0]
+        weight, bias = head.weight, head.bias
+        if self.vocabulary is not None:
+            weight, bias = weight.to_local(), None if bias is None else bias.to_local()
+        return linear_log_probs(
+            hidden_ND,
+            weight,
+            bias,
+            targets_N,
+            chunk_tokens=self.chunk_tokens,
+            scale=self._logit_scale,
+            softcap=self._softcap,
+            temperature=temperature,
+            entropies=entropies,
+            shard=self.vocabulary,
+        )
 
     def within(self, work: Callable[[], _T]) -> _T:
         """What `work` returns; it may call the backbone and `logits` by themselves, also of a sharded policy."""
@@ -188,17 +161,6 @@ class PolicyModel(WrappedModel):
     @property
     def _softcap(self) -> float | None:
         return getattr(self.hf.config.get_text_config(), "final_logit_softcapping", None)
-
-
-def _is_plain(head: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a head is a matrix product and nothing else: no adapter, hook, or shards of weights."""
-    return (
-        type(head) is nn.Linear
-        and type(head.weight) is nn.Parameter
-        and "forward" not in vars(head)
-        and not (head._forward_hooks or head._forward_pre_hooks)
-        and not (head._backward_hooks or head._backward_pre_hooks)
-    )
 
 
 def tree_places(layout: TreeLayout, reads: Sequence[int]) -> list[np.ndarray]:
@@ -255,14 +217,15 @@ def linear_log_probs(
     *,
     chunk_tokens: int,
     scale: float = 1.0,
+    softcap: float | None = None,
     temperature: float = 1.0,
     entropies: bool = False,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax((hidden weight^T + bias) * scale / temperature) at the targets, float32 (N,), with gradients of first
-    order; and the entropies (N,) without gradients, if requested. `shard`: weight and bias are this process's rows;
-    hidden states and targets are those of all."""
-    settings = _Settings(chunk_tokens, scale, temperature, entropies, shard)
+    """log softmax(logits / temperature) at the targets, float32 (N,), with gradients of first order; and the entropies
+    (N,) without gradients, if requested. The logits are (hidden weight^T + bias) * scale, and with `softcap` c then
+    c tanh(logits / c). `shard`: weight and bias are this process's rows; hidden states and targets are those of all."""
+    settings = _Settings(chunk_tokens, scale, softcap, temperature, entropies, shard)
     values_N, entropies_N = _LinearLogProbs.apply(hidden_ND, weight_VD, bias_V, targets_N, settings)  # type: ignore[no-untyped-call]
     return values_N, entropies_N if entropies else None
 
@@ -295,6 +258,7 @@ class VocabularyShard:
 class _Settings:
     chunk_tokens: int
     scale: float
+    softcap: float | None
     temperature: float
     entropies: bool
     shard: VocabularyShard | None
@@ -316,6 +280,8 @@ def _logits(
             torch.addmm(bias_V, hidden_ND[chunk], weight_VD.T, out=product_CV)
         if settings.scale != 1.0:
             product_CV *= settings.scale
+        if settings.softcap is not None:  # in the number format of the model, as its own forward does
+            product_CV.div_(settings.softcap).tanh_().mul_(settings.softcap)
         if logits is not products:
             logits_CV.copy_(product_CV)
         if settings.temperature != 1.0:
@@ -373,8 +339,10 @@ def _gradients(ctx: Any, grad_values_N: Tensor) -> tuple[Tensor | None, Tensor |
     grad_bias = weight.new_zeros(len(weight), dtype=torch.float32) if needs_bias else None
     for chunk, logits_CV in _logits(hidden, weight, bias, settings):
         grad_C1 = grad_N[chunk, None]
+        slope_CV = None if settings.softcap is None else 1 - (logits_CV * settings.temperature / settings.softcap) ** 2
         grad_CV = logits_CV.sub_(norms_N[chunk, None]).exp_().mul_(-grad_C1)
         grad_CV.scatter_add_(1, targets_N[chunk, None], picked_N[chunk, None])
+        grad_CV = grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
         if grad_bias is not None:
             grad_bias += grad_CV.sum(dim=0)
         grad_CV = grad_CV.to(weight.dtype)

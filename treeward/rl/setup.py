@@ -28,7 +28,7 @@ from treeward.data.rendering import Renderer
 from treeward.environments.preference_verdict import open_questions
 from treeward.environments.reward_model import RewardServer
 from treeward.model.checks import check_policy, check_positions
-from treeward.model.export import DeferredWrite, export_policy
+from treeward.model.export import DeferredWrite, prepare_export
 from treeward.model.loading import build_policy, load_policy
 from treeward.model.lora import AdapterReference, has_adapters
 from treeward.model.policy_model import PolicyModel
@@ -100,10 +100,9 @@ class GRPOSetup:
     total_steps: int
     prompt_limit: int
 
-    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite | None:
-        """The policy as a Hugging Face folder; `staged` as `export_policy` has it."""
-        template = self.renderer.chat_template
-        return export_policy(self.policy, self.tokenizer, folder, chat_template=template, staged=staged)
+    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite:
+        """The policy as a Hugging Face folder, as `prepare_export` has it."""
+        return prepare_export(self.policy, self.tokenizer, folder, rendering=self.renderer.settings, staged=staged)
 
     def close(self) -> None:
         """Free what is held outside this object. Safe to repeat."""

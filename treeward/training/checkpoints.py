@@ -5,21 +5,19 @@
         checkpoint = store.latest()                                 # None, or the newest
 
 A checkpoint is written into a folder whose name begins with a dot, flushed to the disk, and renamed. The best
-`keep_top_k` by the metric stay, and the latest always. The SHA-256 of every file of tensors is compared before it is
-used. Every process of a run makes the same calls; the main one makes, renames and removes folders, which all nodes must
-share.
+`keep_top_k` by the metric stay, and the latest always. Every process of a run makes the same calls; the main one makes,
+renames and removes folders, which all nodes must share.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from treeward import processes
 from treeward.config.checkpointing import CheckpointingConfig
-from treeward.errors import CheckpointError, ConfigError
+from treeward.errors import CheckpointError
 from treeward.model.export import DeferredWrite
 from treeward.storage import folder_lock, remove_leftovers, sync_folder
 
@@ -38,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 _FINISHED = re.compile(r"step_(\d+)")
 _PARTIAL, _REMOVING = ".saving_", ".removing_"
-_DIGESTS = "SHA256SUMS"  # as `sha256sum --check` reads it
 _PATIENCE_SECONDS = 30
 _LEASE_SECONDS = 100  # NFS frees the locks of a lost node after 90
 
@@ -97,41 +94,32 @@ class CheckpointStore:
         self.folder, self.config, self._metric_of = folder, config, metric_of
         self._group = processes.side_group() if config.async_save else None
         self._writing: tuple[int, Future[None]] | None = None
-        is_ranking = processes.is_main() and metric_of is not None and config.keep_top_k is not None
-        unranked = [str(saved.step) for saved in self.all() if saved.metric is None] if is_ranking else []
-        if unranked:
-            logger.warning(
-                "Checkpoints without %s are pruned first (step %s): to keep one, copy it elsewhere, or set "
-                "checkpointing.keep_top_k=null.", config.metric_name, ", ".join(unranked),
-            )  # fmt: skip
 
-    def save(self, step: int, write: Callable[[Path], DeferredWrite | None]) -> Checkpoint | None:
-        """Have `write` fill a folder, and make it the checkpoint of `step`; then prune. If `write` returns a deferred
-        write, a thread does it, and `wait` returns the checkpoint. Raises `CheckpointError` if it cannot be written;
+    def save(self, step: int, prepare: Callable[[Path], DeferredWrite], *, beside: bool = False) -> Checkpoint | None:
+        """Have `prepare` and the write that it returns fill a folder, and make it the checkpoint of `step`; then prune.
+        `beside`: a thread writes, and `wait` returns the checkpoint. Raises `CheckpointError` if it cannot be written;
         earlier ones stay."""
         self.wait()
         assert not (self.folder / f"step_{step}").exists()
-        name = f"step_{step}"
-        with self._whole_or_absent(name):
-            partial = self._begin(name)
-            deferred = write(partial)
-            if deferred is None:
-                self._end(name, None)
-        if deferred is None:
-            return self._saved(step)
+        with self._whole_or_absent(f"step_{step}"):
+            write = prepare(self._begin(f"step_{step}"))
         future: Future[None] = Future()
         self._writing = step, future
-        Thread(target=self._write_beside, args=(name, deferred, future), daemon=True).start()
-        return None
 
-    def _write_beside(self, name: str, deferred: DeferredWrite, future: Future[None]) -> None:
-        try:
-            with self._whole_or_absent(name):
-                deferred(self._group)
-                self._end(name, self._group)
-            future.set_result(None)
-        except BaseException as error:  # raised where the run looks for it
-            future.set_exception(error)
+        def complete(group: ProcessGroup | None) -> None:
+            try:
+                with self._whole_or_absent(f"step_{step}"):
+                    write(group)
+                    self._end(f"step_{step}", group)
+                future.set_result(None)
+            except BaseException as error:  # raised by `wait`, where the run looks for it
+                future.set_exception(error)
+
+        if beside:
+            Thread(target=complete, args=[self._group], daemon=True).start()
+            return None
+        complete(None)
+        return self.wait()
 
     def wait(self, *, only_if_done: bool = False) -> Checkpoint | None:
         """The checkpoint that a thread has written since the last call, or None; with `only_if_done` also None while it
@@ -140,16 +128,13 @@ class CheckpointStore:
             return None
         (step, future), self._writing = self._writing, None
         future.result()
-        return self._saved(step)
+        self.prune()
+        return processes.on_main(lambda: self._checkpoint(self.folder / f"step_{step}"))
 
     def close(self) -> None:
         """Wait for a thread that is still writing; in several processes with a limit."""
         if self._writing is not None:
             wait([self._writing[1]], timeout=None if processes.size() == 1 else _PATIENCE_SECONDS)
-
-    def _saved(self, step: int) -> Checkpoint:
-        self.prune()
-        return processes.on_main(lambda: self._checkpoint(self.folder / f"step_{step}"))
 
     def write_folder(self, name: str, write: Callable[[Path], object]) -> Path:
         """Have `write` fill a folder of any `name` beside the checkpoints, whole or absent; it replaces an older one.
@@ -175,15 +160,7 @@ class CheckpointStore:
         """Flush the partial folder, and give it its final name."""
         final, partial = self.folder / name, self.folder / f"{_PARTIAL}{name}"
 
-        def tensors() -> list[str]:
-            paths = partial.rglob("*") if _FINISHED.fullmatch(name) else ()
-            return sorted(str(file.relative_to(partial)) for file in paths if file.suffix in (".safetensors", ".pt"))
-
-        digests = _digests(partial, processes.on_main(tensors, group), group)
-
         def end() -> None:
-            if digests:
-                (partial / _DIGESTS).write_text("".join(f"{digest}  {file}\n" for file, digest in digests.items()))
             readable = partial.stat().st_mode & 0o666
             for path in [*partial.rglob("*"), partial]:
                 if path.is_file():
@@ -222,36 +199,6 @@ class CheckpointStore:
         """The best by the metric; without metrics the latest."""
         return processes.on_main(lambda: next(iter(self._ranked()), None))
 
-    def to_resume(self) -> Checkpoint | None:
-        """The latest; None in a new run. Raises `ConfigError` where there is one and `resume` is false, and as `check`
-        does."""
-        latest = self.latest()
-        if latest is not None and not self.config.resume:
-            summary = "there are checkpoints of an earlier run, and checkpointing.resume is false"
-            raise ConfigError(summary, where=str(latest.path), fix="set another checkpointing.checkpoint_dir")
-        if latest is not None:
-            self.check(latest)
-        return latest
-
-    def check(self, checkpoint: Checkpoint) -> None:
-        """Raise `CheckpointError` for a file of tensors with another digest than saved; every process calls it."""
-        path, others = checkpoint.path, [other.path.name for other in self.all() if other.step != checkpoint.step]
-
-        def saved() -> dict[str, str]:
-            lines = (path / _DIGESTS).read_text(errors="replace").splitlines() if (path / _DIGESTS).is_file() else []
-            return {file: digest for digest, _, file in (line.partition("  ") for line in lines)}
-
-        need = processes.on_main(saved)
-        got = _digests(path, list(need))
-        if damaged := [file for file in need if got[file] != need[file]]:
-            raise CheckpointError(
-                "the checkpoint is damaged",
-                where=str(path / damaged[0]),
-                got="no file that can be read" if got[damaged[0]] is None else "other bytes than were saved",
-                need=f"SHA-256 {need[damaged[0]]}, as in {_DIGESTS}",
-                fix=f"restore the file, or remove {path}: what remains is {', '.join(others) or 'nothing, a new run'}",
-            )
-
     def _checkpoint(self, path: Path) -> Checkpoint:
         step = int(path.name.removeprefix("step_"))
         return Checkpoint(path, step, None if self._metric_of is None else self._metric_of(path))
@@ -278,18 +225,3 @@ class CheckpointStore:
         doomed = folder.with_name(f"{_REMOVING}{folder.name}")
         os.rename(folder, doomed)
         shutil.rmtree(doomed)
-
-
-def _digests(folder: Path, files: Sequence[str], group: ProcessGroup | None = None) -> dict[str, str | None]:
-    """The SHA-256 of files, None for unreadable ones; each process reads its share."""
-
-    def digest(file: str) -> str | None:
-        try:
-            with (folder / file).open("rb") as stream:
-                return hashlib.file_digest(stream, "sha256").hexdigest()
-        except OSError:
-            return None
-
-    share = {file: digest(file) for file in files[processes.rank() :: processes.size()]}
-    digests = {file: value for shares in processes.gather(share, group) for file, value in shares.items()}
-    return {file: digests[file] for file in files}

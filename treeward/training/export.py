@@ -98,9 +98,8 @@ def fitted_heads(setup: RewardModelSetup, model: RewardModel, saved: torch.dtype
     process calls it."""
     if setup.config.policy.reward_model_cfg.attribute_weights != "fit":
         return setup.heads
-    validation = [(held_out.comparisons, held_out.size) for held_out in setup.validation_sets.values()]
-    sets = validation or [(dataset, len(dataset)) for dataset in setup.training_sets.values()]
-    comparisons = [comparison for dataset, size in sets for comparison in dataset[: min(size, _MOST_FITTED)]]
+    sets = (setup.validation_sets or setup.training_sets).values()
+    comparisons = [comparison for dataset in sets for comparison in dataset[:_MOST_FITTED]]
     logger.info("Fitting the weights of the heads to the order of %d comparisons.", len(comparisons))
     with as_saved(model, saved, setup.mesh) as exact:
         values_SH = exact.score_tokens([ids for comparison in comparisons for ids in comparison.token_ids])
@@ -215,10 +214,9 @@ same values as its logits; render conversations with the tokenizer's chat templa
 
 
 def _results(setup: RewardModelSetup, validation: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Tables and sentences: the metrics, why they may be too good, and the effect of length."""
-    rows = result_rows({name: held_out.size for name, held_out in setup.validation_sets.items()}, validation)
+    """Tables: the metrics, and the effect of length."""
+    rows = result_rows({name: len(dataset) for name, dataset in setup.validation_sets.items()}, validation)
     parts = [markdown_table(rows, result_columns(setup.config))]
-    parts += [f"{name}: {caveat}" for name, means in validation.items() if (caveat := setup.caveat(name, means))]
     if any("length_controlled_accuracy" in means for means in validation.values()):
         caption = "Accuracy where the better completion is the longer, and the shorter:"
         parts += [caption, markdown_table(rows, _LENGTH_COLUMNS)]

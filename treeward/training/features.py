@@ -4,7 +4,7 @@
     setup.features[dataset.path](7)            # the head's inputs for the completions of comparison 7, (K, R, D)
 
 The hidden states lie in `data.cache_dir`, one file per data set, whose name is a hash of everything that they depend
-on. A killed run's unfinished file is continued.
+on.
 
 Shapes: K completions of a comparison, N of a data set, S of a micro-batch, R and D as in `RewardModel.feature_shape`.
 """
@@ -12,18 +12,15 @@ Shapes: K completions of a comparison, N of a data set, S of a micro-batch, R an
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
 import math
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -35,7 +32,7 @@ from treeward.model.reward_model import head_name
 from treeward.model.shards import whole
 from treeward.model.stored import architecture_of
 from treeward.progress import ShownProgress
-from treeward.storage import folder_lock, sync_folder
+from treeward.storage import atomic_file, folder_lock, remove_leftovers
 from treeward.training.prefetch import BatchPreparer
 from treeward.training.setup import RewardModelSetup
 
@@ -51,15 +48,15 @@ def with_features(setup: RewardModelSetup, show_progress: bool = False) -> Rewar
     hidden state."""
     if not setup.config.policy.reward_model_cfg.freeze_backbone:
         return setup
-    sizes = {held.comparisons.path: (held.comparisons, held.size) for held in setup.validation_sets.values()}
-    sizes |= {dataset.path: (dataset, len(dataset)) for dataset in setup.training_sets.values()}
+    datasets = {dataset.path: dataset for dataset in setup.validation_sets.values()}
+    datasets |= {dataset.path: dataset for dataset in setup.training_sets.values()}
     backbone, features = _backbone(setup), dict[Path, Callable[[int], Tensor]]()
-    for path, (dataset, size) in sizes.items():
-        tokens = processes.on_main(partial(dataset.tokens_sha256, size))
+    for path, dataset in datasets.items():
+        tokens = processes.on_main(dataset.tokens_sha256)
         key = hashlib.sha256(f"{backbone} {tokens}".encode()).hexdigest()[:32]
         file = Path(setup.config.data.cache_dir or ".treeward_cache") / "features" / key / "features.bin"
-        _complete(file, setup, dataset, size, show_progress)
-        counts, shape = dataset.shapes[:size, 0], setup.model.feature_shape
+        _complete(file, setup, dataset, show_progress)
+        counts, shape = dataset.shapes[:, 0], setup.model.feature_shape
         num, starts = int(counts.sum()), counts.cumsum() - counts
         mapped = torch.from_file(str(file), size=num * math.prod(shape), dtype=_dtype(setup))
         features[path] = partial(_features, mapped.view(num, *shape), starts, counts)
@@ -83,53 +80,35 @@ def _features(features_NRD: Tensor, starts: Any, counts: Any, index: int) -> Ten
     return features_NRD[starts[index] : starts[index] + counts[index]]
 
 
-def _complete(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, size: int, show_progress: bool) -> None:
-    """Compute the missing features of a file, after another run that computes the same ones."""
-    shape, part = setup.model.feature_shape, file.with_suffix(".partial")
-    ends = [*range(_COMPARISONS_AT_ONCE, size, _COMPARISONS_AT_ONCE), size]
-    num_bytes = dataset.shapes[:size, 0].cumsum() * (math.prod(shape) * _dtype(setup).itemsize)
-    bytes_at = {0: 0, **{end: int(num_bytes[end - 1]) for end in ends}}
+def _complete(file: Path, setup: RewardModelSetup, dataset: EncodedDataset, show_progress: bool) -> None:
+    """Have the backbone read a data set, unless this or another run has done so before."""
+    size, written = len(dataset), list[IO[bytes]]()  # of the main process
 
-    def begin() -> int:
-        """Open the file; returns how many comparisons are done."""
+    def begin() -> bool:
         file.parent.mkdir(parents=True, exist_ok=True)
         held.enter_context(folder_lock(file.parent, wait=True))
         if file.exists():
             logger.info("%s: the backbone has read it before, reusing %s", dataset.name, file)
-            return size
-        written = part.stat().st_size if part.exists() else 0
-        missing, free = bytes_at[size] - written, shutil.disk_usage(file.parent).free
-        if missing > free:
-            raise OSError(errno.ENOSPC, f"the features of {dataset.name} need {missing:,} bytes, {free:,} are free")
-        done: int = max(end for end in bytes_at if bytes_at[end] <= written)
-        with part.open("ab") as stream:
-            stream.truncate(bytes_at[done])
-        return done
+            return False
+        remove_leftovers(file.parent)  # of a run that was killed
+        written.append(held.enter_context(atomic_file(file, "wb")))
+        return True
 
     def write(states: Sequence[Tensor]) -> None:
-        with part.open("ab") as stream:
-            for state in states:
-                stream.write(_bytes(state))
-            stream.flush()
-            os.fsync(stream.fileno())
-
-    def finish() -> None:
-        if not file.exists():
-            os.replace(part, file)
-            sync_folder(file.parent)
+        for state in states:
+            written[0].write(_bytes(state))
 
     with contextlib.ExitStack() as held, processes.patience() as group:
         try:
-            done = processes.on_main(begin, group)
-            shown = held.enter_context(ShownProgress(unit="comparisons", enabled=show_progress and done < size))
-            for end in (end for end in ends if end > done):
-                shown.show(f"reading {dataset.name} with the backbone", done, size)
-                states = _states(setup, dataset, range(done, end))
-                assert states[0].shape[1:] == shape and states[0].dtype == _dtype(setup)
+            is_missing = processes.on_main(begin, group)
+            shown = held.enter_context(ShownProgress(unit="comparisons", enabled=show_progress and is_missing))
+            for start in range(0, size if is_missing else 0, _COMPARISONS_AT_ONCE):
+                end = min(start + _COMPARISONS_AT_ONCE, size)
+                states = _states(setup, dataset, range(start, end))
+                assert states[0].shape[1:] == setup.model.feature_shape and states[0].dtype == _dtype(setup)
                 processes.on_main(partial(write, states))
-                done = end
-            shown.show(f"reading {dataset.name} with the backbone", done, size)
-            processes.on_main(finish)
+                shown.show(f"reading {dataset.name} with the backbone", end, size)
+            processes.on_main(held.close)  # gives the file its name
         except OSError as error:
             summary = f"the features cannot be kept: {error.strerror or error}"
             need = "a folder with room that can be written"

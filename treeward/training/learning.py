@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
 from treeward.evaluation.statistics import wilson
-from treeward.metrics import RewardMetrics
+from treeward.losses import RewardMetrics
 
 logger = logging.getLogger(__name__)
 

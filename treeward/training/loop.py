@@ -31,7 +31,7 @@ from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.load import save_config
 from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig, RMConfig
-from treeward.errors import ConfigError, ModelError, TreewardError
+from treeward.errors import ConfigError, ModelError
 from treeward.model.export import DeferredWrite
 from treeward.model.pretrained import quiet_transformers
 from treeward.parallel.stopping import StopRequest
@@ -112,16 +112,12 @@ class Run(ABC):
         """Take the step of this number."""
 
     @abstractmethod
-    def weights_changed(self) -> bool:
-        """Whether the failed step has changed weights; if not, it takes its other changes back."""
-
-    @abstractmethod
     def validate(self, step: int, should_stop: Callable[[], str | None]) -> Validation | None:
         """Measure the model after so many steps; None if `should_stop` gave a reason on the way."""
 
     @abstractmethod
-    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite | None:
-        """Write the model of a checkpoint, as a folder `model` in `folder`; `staged` as `export_model` has it."""
+    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite:
+        """Prepare the model of a checkpoint, a folder `model` in `folder`; `staged` as `prepare_export` has it."""
 
     @abstractmethod
     def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
@@ -169,7 +165,7 @@ def start(
         _check_gpu(config.policy)
         processes.on_main(lambda: check_log_folder(config.logger))
         with open_store(config.checkpointing, metric_of) as store, quiet_transformers():
-            checkpoint = None if store is None else store.to_resume()
+            checkpoint = None if store is None else store.latest()
             torch.set_float32_matmul_precision(config.policy.matmul_precision)
             if config.policy.deterministic:
                 be_deterministic()
@@ -306,8 +302,7 @@ class Loop:
         processes.doing(f"step {state.step + 1}")
         if state.step == self.first_step:
             self.progress.message(f"Step {state.step + 1} of {run.total_steps} begins; the first one is the slowest.")
-        with self._saved_if_it_fails(f"step {state.step + 1} cannot be taken"):
-            metrics = run.step(state.step + 1)
+        metrics = run.step(state.step + 1)
         state.step += 1
         self.progress.show("training", state.step, run.total_steps, metrics.shown, tokens=metrics.row_tokens)
         if state.step % self.schedule.log_period == 0 or run.is_done(state.step):
@@ -321,10 +316,7 @@ class Loop:
             return
         started = time.monotonic()
         processes.doing(f"the validation after step {state.step}")
-        with (
-            self.progress.paused("validating"),
-            self._saved_if_it_fails(f"the model of step {state.step} cannot be validated"),
-        ):
+        with self.progress.paused("validating"):
             validation = self.run.validate(state.step, self.stop.agree)
         if validation is None:
             return  # a resumed run repeats it
@@ -339,25 +331,6 @@ class Loop:
         for line in validation.lines:
             self.progress.message(line)
 
-    @contextlib.contextmanager
-    def _saved_if_it_fails(self, what: str) -> Iterator[None]:
-        """After a failure, save the state before it, if no weight has changed since."""
-        try:
-            yield
-        except Exception as error:
-            reason = error.summary if isinstance(error, TreewardError) else f"{type(error).__name__}: {error}"
-            logger.error("%s%s: %s", what[0].upper(), what[1:], reason)
-            if not processes.raised_on_all_ranks(error):  # all are needed to save
-                logger.error("The last checkpoint stands.")
-                raise
-            if self.run.weights_changed():
-                logger.error("The weights have changed in this step: the last checkpoint stands.")
-                raise
-            self.save()
-            if self.saved_step == self.state.step:
-                logger.error("Step %d is saved: the same command goes on from there.", self.state.step)
-            raise
-
     def save(self, *, beside: bool = False) -> None:
         """Save a checkpoint, unless this step has one. `beside`: with `async_save` while the next steps are taken."""
         if self.store is None or self.saved_step == self.state.step or self.state.step == 0:
@@ -367,7 +340,7 @@ class Loop:
         self.save_started = time.monotonic()
         staged = beside and self.run.run_config.checkpointing.async_save
         with self.progress.paused("saving"):
-            checkpoint = self.store.save(self.state.step, partial(self._write, staged=staged))
+            checkpoint = self.store.save(self.state.step, partial(self._prepare, staged=staged), beside=staged)
         self.saved_step = self.state.step
         self._has_saved(checkpoint)
 
@@ -381,21 +354,18 @@ class Loop:
             self.longest_save = max(self.longest_save, time.monotonic() - self.save_started)
             logger.info("Saved %s.", checkpoint.path)
 
-    def _write(self, folder: Path, *, staged: bool) -> DeferredWrite | None:
+    def _prepare(self, folder: Path, *, staged: bool) -> DeferredWrite:
         run, config = self.run, self.run.run_config
-        model = run.save_model(folder, staged=staged)
+        write_model = run.save_model(folder, staged=staged)
         self._complete_state()
-        optimizer = run.optimizer if config.checkpointing.save_optimizer else None
         is_rounded = config.policy.precision != "float32"
-        state = save_state(folder, self.state, optimizer, run.scheduler, with_weights=is_rounded, staged=staged)
+        optimizer, scheduler = run.optimizer, run.scheduler
+        write_rest = save_state(folder, self.state, optimizer, scheduler, with_weights=is_rounded, staged=staged)
         processes.on_main(lambda: save_config(config, folder / "config.yaml"))
-        if not staged:
-            return None
 
         def write_both(group: ProcessGroup | None) -> None:
-            for write in (model, state):
-                if write is not None:
-                    write(group)
+            write_model(group)
+            write_rest(group)
 
         return write_both
 
@@ -418,8 +388,6 @@ class Loop:
             return was_done and final.is_dir() and mark.exists() and mark.read_text(encoding="utf-8") == name
 
         if not processes.on_main(is_exported):
-            if not is_current:
-                self.store.check(best)
             processes.on_main(lambda: mark.unlink(missing_ok=True))
             self.run.export(best, state, self.store, is_current=is_current)
             processes.on_main(lambda: write_text(mark, name))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from treeward.config.policy import NamedScheduleConfig, OptimizerConfig, SchedulerConfig
@@ -36,7 +37,8 @@ def be_deterministic() -> None:
 def build_optimizer(model: nn.Module, config: OptimizerConfig, *, cpu_offload: bool = False) -> torch.optim.Optimizer:
     """An optimiser over the model's trainable parameters, with float32 masters of bfloat16 ones; torchao's Adam and its
     variants round stochastically instead, unless `bf16_stochastic_round` is false. `cpu_offload`: keep masters and
-    states in the host's memory. Raises `ConfigError` for a class or arguments that fail."""
+    states in the host's memory. Raises `ConfigError` for a class or arguments that fail, and for torchao's on sharded
+    parameters."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     parameters = list(trained.values())
     is_low = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
@@ -44,8 +46,13 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, cpu_offload: b
     if config.name in ("torch.optim.Adam", "torch.optim.AdamW") and not kwargs.keys() & {"fused", "foreach"}:
         # one kernel for all parameters: several times faster, on a CPU too; it wants all of them on one mesh, or none
         kwargs["fused"] = len({getattr(parameter, "device_mesh", None) for parameter in parameters}) <= 1
-    if config.name.startswith("torchao.optim.Adam") and is_low:
-        kwargs.setdefault("bf16_stochastic_round", True)
+    if config.name.startswith("torchao."):
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            need, fix = "one process", "set policy.optimizer.name=torch.optim.AdamW: processes share its states out"
+            summary = "quantised states are for one process"
+            raise ConfigError(summary, where="policy.optimizer", field="name", got=config.name, need=need, fix=fix)
+        if is_low and config.name.startswith("torchao.optim.Adam"):
+            kwargs.setdefault("bf16_stochastic_round", True)
 
     def make(chosen: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = _made(config.name, kwargs, chosen, where="policy.optimizer")

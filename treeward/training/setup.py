@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from treeward.config.data import DatasetConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import RowDataset, open_dataset
 from treeward.data.encoding import EncodedDataset, encode_dataset, missing_grade
-from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of
 from treeward.losses import Heads, heads_of
@@ -48,7 +47,6 @@ from treeward.training.models import (
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import EpochOrder, planned_steps
 from treeward.training.state import check_identity
-from treeward.training.validation import ValidationSet, examples_to_perturb, num_shared
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +58,8 @@ _CHECKED_COMPARISONS = 64
 class RewardModelSetup:
     """A run that is ready for its first step.
 
-    `num_ranked`: how many checkpoints will have the metric that chooses the exported model; the best of several is
-    lucky as well as good. `features`: by the file of a data set, the features of a comparison (`training.features`);
-    empty unless the backbone is frozen.
+    `validation_sets`: what a validation measures of each set. `features`: by the file of a data set, the features of a
+    comparison (`training.features`); empty unless the backbone is frozen.
     """
 
     config: RewardModelRunConfig
@@ -72,28 +69,13 @@ class RewardModelSetup:
     renderer: Renderer
     order: EpochOrder
     training_sets: dict[str, EncodedDataset]
-    validation_sets: dict[str, ValidationSet]
+    validation_sets: dict[str, EncodedDataset]
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
     total_steps: int
     identity: dict[str, Any]
-    num_ranked: int
     heads: Heads
     features: Mapping[Path, Callable[[int], Tensor]] = field(default_factory=dict)
-
-    def caveat(self, name: str, means: Mapping[str, float]) -> str | None:
-        """Why the metrics `means` of a validation set may differ from the metrics of new data."""
-        key, parts, held_out = self.config.ranking_metric, [], self.validation_sets[name]
-        if key is not None and key.validation in (None, name) and key.metric in means and self.num_ranked > 1:
-            parts.append(
-                f"The checkpoint was chosen on these comparisons, the best of {self.num_ranked} by {key.metric}: on "
-                "new data expect lower numbers."
-            )
-        if count := held_out.num_trained_on:
-            parts.append(f"{count:,} of its {held_out.size:,} comparisons are in the training data too, word for word.")
-        if dropped := held_out.comparisons.counts.much_dropped:
-            parts.append(dropped)
-        return " ".join(parts) or None
 
 
 def set_up(
@@ -112,37 +94,40 @@ def set_up(
         chat_template=config.policy.tokenizer.chat_template,
         chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs,
         max_length=config.max_sequence_length,
-        truncation="drop" if config.data.truncation == "drop_comparison" else config.data.truncation,
+        truncation=config.data.truncation,
     )
     encode = partial(
         encode_dataset,
         renderer=renderer,
         ties=config.known_ties,
-        keep_rest=config.data.truncation != "drop_comparison",
         attributes=config.policy.reward_model_cfg.labels,
         cache_dir=Path(config.data.cache_dir or ".treeward_cache"),
         progress=show_progress,
     )
 
     def encode_all() -> tuple[dict[str, EncodedDataset], dict[str, EncodedDataset]]:
+        encoded_sets = {str(stream.config.name): encode(stream) for stream in held_out}  # first: they are the shorter
         names = _training_names(config.data.train)
         training_sets = {name: encode(stream) for name, stream in zip(names, streams, strict=True)}
         for i, label in enumerate(config.policy.reward_model_cfg.labels):
             if not any(np.isfinite(dataset.grades[:, i]).any() for dataset in training_sets.values()):
                 raise missing_grade(streams[0], label)
-        return training_sets, {str(stream.config.name): encode(stream) for stream in held_out}
+        return training_sets, encoded_sets
 
     with processes.patience() as group:  # the others open the files that the main process has made
         training_sets, encoded_sets = processes.on_main(encode_all, group)
         datasets = [*training_sets.values(), *encoded_sets.values()]
         highest_token = processes.on_main(lambda: max(dataset.highest_token for dataset in datasets), group)
-    unused = sum(dataset.num_strengths for dataset in training_sets.values())
-    if unused and config.rm.loss.strength is None and not config.policy.reward_model_cfg.labels:
-        logger.info("%d comparisons say by how much a completion is better: rm.loss.strength would use it.", unused)
+    batches = config.rm.val_batches
+    batch_size = config.rm.val_global_batch_size or config.policy.train_global_batch_size
     validation_sets = {
-        str(part.name): _validation_set(config, part, encoded_sets[str(part.name)], training_sets.values(), renderer)
-        for part in config.validation_sets
+        name: dataset.first(None if batches is None else batches * batch_size) for name, dataset in encoded_sets.items()
     }
+    trained_on = np.concatenate([dataset.digests for dataset in training_sets.values()])
+    for name, dataset in validation_sets.items():
+        if number := int(np.isin(dataset.digests, trained_on).sum()):
+            logger.warning("%d of %d comparisons of the validation set %s are in the training data too, word for word.",
+                           number, len(dataset), name)  # fmt: skip
     sizes, weights = list(map(len, training_sets.values())), [dataset.weight for dataset in config.data.train]
     order = EpochOrder(sizes, weights=weights, seed=config.rm.seed, shuffle=config.data.shuffle)
     identity = processes.on_main(partial(_identity, config, renderer, training_sets, encoded_sets))
@@ -173,48 +158,8 @@ def set_up(
         scheduler=scheduler,
         total_steps=total_steps,
         identity=identity,
-        num_ranked=_num_ranked(config, total_steps),
         heads=heads_of(config, grades_NH, model.num_heads),
     )
-
-
-def _validation_set(
-    config: RewardModelRunConfig,
-    section: DatasetConfig,
-    comparisons: EncodedDataset,
-    training_sets: Iterable[EncodedDataset],
-    renderer: Renderer,
-) -> ValidationSet:
-    """The part of a set that validations measure; warns about comparisons that are trained on."""
-    name, size = str(section.name), len(comparisons)
-    if config.rm.val_batches is not None:
-        batch_size = config.rm.val_global_batch_size or config.policy.train_global_batch_size
-        size = min(config.rm.val_batches * batch_size, size)
-    number, perturbed = num_shared(comparisons, training_sets, limit=size), list[Preference]()
-    if number:
-        logger.warning(
-            "%d of %d comparisons of the validation set %s are in the training data too, word for word: its "
-            "numbers say how well they are remembered, and little of new data.", number, size, name,
-        )  # fmt: skip
-    if size and (num_perturbed := config.num_perturbations(name)):
-        draw = partial(examples_to_perturb, comparisons[:size], section, num_perturbed, renderer)
-        perturbed = processes.on_main(draw)
-    return ValidationSet(comparisons, size, number, perturbed)
-
-
-def _num_ranked(config: RewardModelRunConfig, total_steps: int) -> int:
-    """How many checkpoints will be saved and validated; warns if the metric can hardly rank them."""
-    saved, validated = config.checkpointing.save_period, config.rm.val_period
-    steps = {total_steps, *(range(saved, total_steps + 1, saved) if saved else ())}
-    num = sum(
-        bool((validated and step % validated == 0) or (config.rm.val_at_end and step == total_steps)) for step in steps
-    )
-    if config.ranking_metric is not None and num < len(steps):
-        logger.warning(
-            "%d of the %d checkpoints of this run will have a %s, and the others rank last: checkpointing.save_period "
-            "is %s and rm.val_period %s.", num, len(steps), config.checkpointing.metric_name, saved, validated,
-        )  # fmt: skip
-    return num
 
 
 def _load_model(

@@ -1,11 +1,11 @@
 """Saving and loading a checkpoint's state beside the model: optimiser, schedule, random numbers, `RunState`.
 
-    save_state(folder, RunState(step, ...), optimizer, scheduler)
+    save_state(folder, RunState(step, ...), optimizer, scheduler)(None)
     state = load_state(folder, optimizer, scheduler)
 
 The state is JSON. The optimiser's tensors are safetensors in parts, by the names of the parameters
 (`hf.score.weight.exp_avg`), so that any number of processes can load them; so are float32 weights if the model is saved
-in bfloat16. Quantised states (torchao's) load only into the same parts. The rest is loaded by torch's `weights_only`.
+in bfloat16. The rest, torchao's quantised states included, is loaded by torch's `weights_only`.
 """
 
 from __future__ import annotations
@@ -65,16 +65,15 @@ class RunState:
 def save_state(
     folder: Path,
     state: RunState,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer,
     scheduler: LRScheduler,
     *,
     with_weights: bool = False,
     staged: bool = False,
-) -> DeferredWrite | None:
-    """Write a state into a folder; every process calls it. Without an optimiser the run cannot be resumed.
-    `with_weights`: the float32 weights too. `staged`: copy the tensors to the host, and return a function that writes
-    them, in any thread."""
-    tensors, settings = ({}, None) if optimizer is None else _pack(optimizer, with_weights=with_weights)
+) -> DeferredWrite:
+    """A function that writes the state into a folder; every process calls both. `with_weights`: the float32 weights
+    too. `staged`: copy the tensors to the host first, so that a thread may write them later."""
+    tensors, settings = _pack(optimizer, with_weights=with_weights)
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
@@ -88,13 +87,10 @@ def save_state(
         processes.on_main(lambda: (folder / _OPTIMIZER).write_bytes(contents), group)
         processes.on_main(lambda: write_text(folder / _STATE, text), group)
 
-    if staged:
-        return write
-    write(None)
-    return None
+    return write
 
 
-def _dumped(held: dict[str, Any]) -> bytes:
+def _dumped(held: dict[str, Any]) -> memoryview:
     stream = io.BytesIO()
     try:
         torch.save(held, stream)
@@ -108,9 +104,9 @@ def _dumped(held: dict[str, Any]) -> bytes:
             where="policy.optimizer or policy.scheduler: its state_dict()",
             got=refused,
             need="tensors, numbers, texts, and lists and mappings of these: nothing else would be loaded again",
-            fix="use another class, or for an optimiser set checkpointing.save_optimizer=false",
+            fix="use another class",
         )
-    return stream.getvalue()
+    return stream.getbuffer()
 
 
 def write_state(folder: Path, state: RunState) -> None:
@@ -128,15 +124,12 @@ def _as_json(state: RunState) -> str:
 
 
 def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> RunState:
-    """Put a saved state back. Raises `CheckpointError` if the optimiser was not saved or cannot be read."""
+    """Put a saved state back. Raises `CheckpointError` if it cannot be read."""
     state = read_state(folder)
     try:
         contents = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise _unreadable(folder / _OPTIMIZER, error) from error
-    if contents["optimizer"] is None:
-        summary = "this checkpoint was saved without its optimiser and cannot be resumed from"
-        raise CheckpointError(summary, where=str(folder), fix="start anew in another checkpointing.checkpoint_dir")
     scheduler.load_state_dict(contents["scheduler"])
     try:
         _unpack(optimizer, contents["optimizer"], folder / _TENSORS)
@@ -211,12 +204,8 @@ def _pack(optimizer: torch.optim.Optimizer, *, with_weights: bool) -> tuple[dict
     for number, values in saved["state"].items():
         name = names[number]
         for key, value in values.items():
-            local: Any = value.to_local() if isinstance(value, DTensor) else value
-            if hasattr(local, "__tensor_flatten__"):
-                parts, context = local.__tensor_flatten__()
-                tensors |= {_own(name, key, part): getattr(local, part) for part in parts}
-                kept[name][key] = (type(local), parts, context)
-            elif isinstance(value, Tensor) and value.dim():
+            is_plain = isinstance(value, DTensor) or type(value) is Tensor  # not a quantised state, of one process
+            if is_plain and value.dim():
                 tensors[f"{name}.{key}"], kept[name][key] = value, None
             else:
                 kept[name][key] = whole(value) if isinstance(value, Tensor) else value
@@ -230,7 +219,7 @@ def _pack(optimizer: torch.optim.Optimizer, *, with_weights: bool) -> tuple[dict
 
 def _unpack(optimizer: torch.optim.Optimizer, settings: dict[str, Any], folder: Path) -> None:
     """Restore a state, with the float32 weights if it has them; every process calls it. Raises `CheckpointError` for
-    the state of another optimiser, and for quantised states of other parts."""
+    the state of another optimiser."""
     named, weights = _named(optimizer), _float32_weights(optimizer)
     saved, current_groups = settings["state"], optimizer.state_dict()["param_groups"]
     if list(saved) != list(named) or len(settings["param_groups"]) != len(current_groups):
@@ -246,9 +235,6 @@ def _unpack(optimizer: torch.optim.Optimizer, settings: dict[str, Any], folder: 
             if value is None:
                 full = f"{name}.{key}"
                 parameter_state[key] = targets[full] = _empty_like(parameter, *stored[full])
-            elif isinstance(value, tuple):
-                parameter_state[key], parts = _quantised(parameter, value, name, key, stored)
-                targets |= parts
             else:
                 parameter_state[key] = value
     read_tensors(folder, targets)
@@ -277,35 +263,6 @@ def _empty_like(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tens
     if not isinstance(parameter, DTensor):
         return state
     return DTensor.from_local(state, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False)
-
-
-def _own(name: str, key: str, part: str) -> str:
-    return f"{name}.{key}/{part} of rank {processes.rank()} of {processes.size()}"
-
-
-def _quantised(
-    parameter: Tensor, value: tuple[Any, list[str], Any], name: str, key: str, stored: dict[str, Any]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """A quantised state of this process's part of a parameter, and its tensors, still empty."""
-    kind, parts, context = value
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    entries = {part: stored.get(_own(name, key, part)) for part in parts}
-    held = {
-        part: torch.empty(size, dtype=dtype, device=local.device)
-        for part, (size, dtype) in ((part, entry) for part, entry in entries.items() if entry is not None)
-    }
-    state = kind.__tensor_unflatten__(held, context) if len(held) == len(parts) else None
-    if state is None or state.shape != local.shape:
-        raise CheckpointError(
-            "this optimiser's quantised states cannot be read by another number of processes, or in another layout",
-            got=f"no part of {name} for rank {processes.rank()} of {processes.size()}",
-            need="the processes and policy.dtensor_cfg that the checkpoint was saved with",
-        )
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        size, stride = parameter.shape, parameter.stride()
-        state = DTensor.from_local(state, mesh, placements, run_check=False, shape=size, stride=stride)
-    return state, {_own(name, key, part): tensor for part, tensor in held.items()}
 
 
 def _unreadable(file: Path, error: Exception) -> CheckpointError:

@@ -33,15 +33,14 @@ from treeward.data.encoding import Comparison
 from treeward.errors import ConfigError, TreewardError
 from treeward.evaluation.diagnostics.scores import scored_comparison
 from treeward.evaluation.results import Metric, ScoredExample
-from treeward.metrics import METRIC_NAMES, GradeSums, RewardMetrics, RewardSums
-from treeward.model.export import DeferredWrite, export_model, push_folder
+from treeward.losses import METRIC_NAMES, GradeSums, RewardMetrics, RewardSums
+from treeward.model.export import DeferredWrite, prepare_export, push_folder
 from treeward.model.loading import load_reward_model
 from treeward.model.lora import has_adapters
 from treeward.model.pretrained import DTYPES
 from treeward.parallel.sharding import shard, sum_over_copies
 from treeward.parallel.stopping import StopRequest
 from treeward.scoring.golden import sign_later
-from treeward.scoring.scorer import Scorer
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.export import export_final
 from treeward.training.features import with_features
@@ -50,11 +49,11 @@ from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.models import save_adapted
 from treeward.training.optimisation import SkippedSteps, advance
 from treeward.training.prefetch import BatchPreparer, MicroBatch, Prefetcher
-from treeward.training.reporting import ReportPlan, check_report, plan_report
+from treeward.training.reporting import check_report, write_report
 from treeward.training.setup import RewardModelSetup, set_up
 from treeward.training.state import RunState
 from treeward.training.tracking import METRICS_FILE, TrackerGroup, read_metrics
-from treeward.training.validation import SetValidation, pooled, robust_accuracy, values_of
+from treeward.training.validation import SetValidation, pooled, values_of
 from treeward.tree.batch import backward_in_parts
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ _COMPARISONS_AT_ONCE = 1024  # planned together: as good a plan as for the whole
 @dataclass(frozen=True)
 class TrainingOutcome(Outcome):
     """How a run ended. By validation set: `validation`, its metrics; `validation_sizes`, its comparisons; `caveats`,
-    why its metrics may be too good; `learnt`, whether it is better than chance. `report_error`, `upload_error`: the
+    what was left out of much data; `learnt`, whether it is better than chance. `report_error`, `upload_error`: the
     exit code is then 1. `warning`: a remedy for a model that has not learnt."""
 
     validation_sizes: Mapping[str, int] = field(default_factory=dict)
@@ -123,7 +122,7 @@ class RewardModelRun(Run):
             validates=bool(setup.validation_sets),
         )
         self.setup, self.config, self.model, self.heads = setup, setup.config, setup.model, setup.heads
-        self._changed = self._warned_of_ranking = False
+        self._warned_of_ranking = False
         self.skipped = SkippedSteps()
         self._preparer = BatchPreparer(setup)
         self._prefetcher = Prefetcher(self._preparer.step, num_steps=setup.total_steps)
@@ -134,8 +133,7 @@ class RewardModelRun(Run):
         self.skipped = SkippedSteps(**state.run.get("skipped_steps", {}))
         if state.step > 0:
             return
-        held_out = {name: held_out_set.comparisons for name, held_out_set in self.setup.validation_sets.items()}
-        for role, sets in (("train", self.setup.training_sets), ("validation", held_out)):
+        for role, sets in (("train", self.setup.training_sets), ("validation", self.setup.validation_sets)):
             for name, dataset in sets.items():
                 counts = asdict(dataset.counts)
                 trackers.log({f"data/{role}/{name}/{key}": value for key, value in counts.items()}, step=0)
@@ -143,11 +141,8 @@ class RewardModelRun(Run):
     def state(self) -> dict[str, Any]:
         return {"skipped_steps": asdict(self.skipped)}
 
-    def weights_changed(self) -> bool:
-        return self._changed
-
     def step(self, number: int) -> StepMetrics:
-        setup, self._changed = self.setup, False
+        setup = self.setup
         started = time.monotonic()
         batches = self._prefetcher.get(number)
         sums = RewardSums()
@@ -202,7 +197,6 @@ class RewardModelRun(Run):
             fix="start anew in another checkpointing.checkpoint_dir with a lower policy.optimizer.kwargs.lr, or in "
             "policy.precision=float32",
         )
-        self._changed = True  # of a skipped step the schedule and the count
         if math.isfinite(norm):
             self.optimizer.step()
         advance(self.scheduler)
@@ -210,7 +204,6 @@ class RewardModelRun(Run):
         return norm
 
     def validate(self, step: int, should_stop: Callable[[], str | None]) -> Validation | None:
-        self._changed = False
         sets: dict[str, SetValidation] = {}
         seconds: dict[str, float] = {}
         for name in self.setup.validation_sets:
@@ -236,8 +229,7 @@ class RewardModelRun(Run):
     def validate_set(self, name: str, should_stop: Callable[[], object] = lambda: None) -> SetValidation | None:
         """Measure a validation set in the precision of training; None if `should_stop` gave a reason on the way."""
         setup, model, sums, grades = self.setup, self.model, RewardSums(), GradeSums()
-        held_out = setup.validation_sets[name]
-        dataset, size = held_out.comparisons, held_out.size
+        dataset, size = setup.validation_sets[name], len(setup.validation_sets[name])
         scored: dict[int, ScoredExample] = {}  # by its place; of those that this process has scored
         model.eval()
         try:
@@ -255,24 +247,9 @@ class RewardModelRun(Run):
             examples = tuple(scored[i] for i in range(size))
             total = sums.read(setup.mesh.data_group)
             grades_6H, attributes = grades.read(setup.mesh.data_group), setup.heads.attributes
-            measured = SetValidation(total, examples, grades_6H=grades_6H, attributes=attributes)
-            if not held_out.perturbed:
-                return measured
-            robust = robust_accuracy(self._scorer(), held_out.perturbed, should_stop)
-            return None if robust is None else replace(measured, robust=robust)
+            return SetValidation(total, examples, grades_6H=grades_6H, attributes=attributes)
         finally:
             model.train()
-
-    def _scorer(self) -> Scorer:
-        policy = self.config.policy
-        groups = self.config.rm.val_micro_batch_size or policy.train_micro_batch_size
-        return Scorer(
-            self.model,
-            self.setup.renderer,
-            batch_tokens=policy.micro_batch_tokens,
-            max_sequences=None if groups is None else 2 * groups,
-            head_weights=self.heads.weights,
-        )
 
     def evaluate(self, micro_batch: MicroBatch, sums: RewardSums, grades: GradeSums) -> Tensor:
         """The scores (S,) of one micro-batch, on its device. Adds its metrics to `sums` and `grades`, without making
@@ -300,26 +277,27 @@ class RewardModelRun(Run):
     def close(self) -> None:
         self._prefetcher.close()
 
-    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite | None:
+    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite:
         setup, model = self.setup, folder / "model"
         # Adapters are merged in float32, and rounded to the export's dtype.
         keeps_sum = has_adapters(setup.model) and self.config.checkpointing.export_dtype == "float32"
-        dtype = torch.float32 if keeps_sum else None
-        rendering = setup.renderer.settings
-        write = export_model(setup.model, setup.tokenizer, model, rendering=rendering, dtype=dtype, staged=staged)
+        write = prepare_export(
+            setup.model,
+            setup.tokenizer,
+            model,
+            rendering=setup.renderer.settings,
+            dtype=torch.float32 if keeps_sum else None,
+            staged=staged,
+        )
         save_adapted(setup.model, folder)
         heads, mesh = setup.heads.contract(), setup.mesh
         sign = sign_later(model, model=setup.model, renderer=setup.renderer, heads=heads, mesh=mesh, is_checkpoint=True)
 
         def write_both(group: ProcessGroup | None) -> None:
-            if write is not None:
-                write(group)
+            write(group)
             processes.on_main(sign, group)
 
-        if staged:
-            return write_both
-        write_both(None)
-        return None
+        return write_both
 
     def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
         setup, policy = self.setup, self.config.policy
@@ -354,10 +332,10 @@ class RewardModelRun(Run):
 
     def finish(self, outcome: Outcome) -> Callable[[StopRequest, bool], Outcome]:
         setup, validation = self.setup, self._by_set(outcome.validation)
-        caveats = {name: setup.caveat(name, validation.get(name, {})) for name in setup.validation_sets}
+        caveats = {name: dataset.counts.much_dropped for name, dataset in setup.validation_sets.items()}
         for name, dataset in setup.training_sets.items():
             caveats[f"training data, {name}"] = dataset.counts.much_dropped
-        sizes = {name: held_out.size for name, held_out in setup.validation_sets.items()}
+        sizes = {name: len(dataset) for name, dataset in setup.validation_sets.items()}
         file = Path(self.config.logger.log_dir) / METRICS_FILE
         lines = read_metrics(file) if processes.is_main() and file.exists() else []
         losses = [line["train/rm/loss"] for line in lines if "train/rm/loss" in line]
@@ -375,7 +353,7 @@ class RewardModelRun(Run):
             ended = _uploaded(ended, self.config, outcome.model_folder)
         if not self.config.evaluation.enabled:
             return lambda stop, show_progress: ended
-        return partial(_with_report, ended, plan_report(setup, outcome.model_folder, ended.caveats))
+        return partial(_with_report, ended, self.config, outcome.model_folder)
 
 
 def _scored(comparisons: Mapping[int, Comparison], scores: Sequence[float]) -> dict[int, ScoredExample]:
@@ -399,11 +377,13 @@ def _uploaded(outcome: TrainingOutcome, config: RewardModelRunConfig, model: Pat
     return outcome
 
 
-def _with_report(outcome: TrainingOutcome, plan: ReportPlan, stop: StopRequest, show_progress: bool) -> TrainingOutcome:
+def _with_report(
+    outcome: TrainingOutcome, config: RewardModelRunConfig, model: Path, stop: StopRequest, show_progress: bool
+) -> TrainingOutcome:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    report = plan.write(should_stop=lambda: stop.own_reason, show_progress=show_progress)
+    report = write_report(config, model, should_stop=lambda: stop.own_reason, show_progress=show_progress)
     if report.stopped_by is not None:
         return replace(outcome, interrupted_by=report.stopped_by, exit_code=stop.exit_code)
     exit_code = outcome.exit_code if report.error is None else 1

@@ -199,14 +199,3 @@ def test_pairs_and_examples_are_told_apart_where_both_are_counted() -> None:
     assert "of 30 pairs" in verdict(made) and "accuracy 100.0% (34.2% to 100.0%) on these and 83.3%" in findings(made)
     assert cards(made)["Accuracy"]["note"] == "30 pairs of 10 examples"
     assert "counts pairs" in block(report_blocks([made]), "Overlap with the training data")["note"]
-
-
-def test_what_chose_the_model_is_said_beside_the_verdict(tmp_path: Path) -> None:
-    class Chosen(BestOf):
-        caveat = "These examples chose the checkpoint among 6, so the number is too good."
-
-    made = summary(perfect, suite=Chosen())
-    assert verdict(made).endswith(f". {Chosen.caveat}")
-    write_results(tmp_path, [made, summary(perfect, "b")])
-    first, second = json.loads((tmp_path / "results.json").read_text())["results"]
-    assert first["caveat"] == Chosen.caveat and second["caveat"] is None

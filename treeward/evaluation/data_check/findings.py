@@ -101,7 +101,7 @@ def read_data(
     on_progress: Callable[[int], object] = lambda done: None,
 ) -> DataRead:
     """Read every row. `renderer`: without a limit of the length."""
-    data, rules = DataRead(), Rules(ties, keep_rest=True)
+    data, rules = DataRead(), Rules(ties)
     for rows in portions(rows_of(streams, data)):
         for (preference, where), record in _encoded(rows, renderer, rules, data):
             _add_row(data, preference, where, record)

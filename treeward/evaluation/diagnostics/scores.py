@@ -29,8 +29,7 @@ from treeward.evaluation.statistics import (
     pair_confidences,
     reliability_curve,
 )
-from treeward.losses import graded
-from treeward.metrics import GradeSums, grade_metrics
+from treeward.losses import GradeSums, grade_metrics, graded
 from treeward.scoring.calibration import fit_temperature
 
 

@@ -47,8 +47,6 @@ class Suite(ABC):
     """Of its rows."""
     num_published: ClassVar[int | None] = None
     """Of how many examples the published headline is."""
-    caveat: str | None = None
-    """A sentence that a reader must know beside the verdict, as that the model was chosen by these examples."""
 
     def __init__(self, *, tie_policy: TiePolicy = "strict") -> None:
         self.tie_policy: TiePolicy = tie_policy
