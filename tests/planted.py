@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,8 @@ class Scaled(Environment):
 class Troubled(Scaled):
     """`Scaled` that does what the JSON file `orders` says, read at every step.
 
-    {"fail": share of the samples} raises for the whole step at 1, else gives no reward; {"nan": share}, {"hang":
-    seconds}; {"after": n} obeys only when this object has rewarded n samples.
+    {"fail": share of the samples} raises for the whole step at 1, else gives no reward; {"after": n} obeys only when
+    this object has rewarded n samples.
     """
 
     name = "troubled_env"
@@ -73,12 +72,10 @@ class Troubled(Scaled):
         if self.count <= orders.get("after", 0):
             orders = {}
         found = super().rewards(conversations, env_infos)
-        time.sleep(orders.get("hang", 0.0))
         if orders.get("fail") == 1:
             raise RuntimeError("told to fail")
-        for kind, reward in (("fail", Reward(None, error="told to fail")), ("nan", Reward(float("nan")))):
-            for i in range(round(orders.get(kind, 0.0) * len(found))):
-                found[i] = reward
+        for i in range(round(orders.get("fail", 0.0) * len(found))):
+            found[i] = Reward(None, error="told to fail")
         return found
 
 

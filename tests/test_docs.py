@@ -302,7 +302,7 @@ def test_every_key_in_the_guide_to_grpo_exists() -> None:
         num_found += key is not None
         # what stands under `kwargs` is for the optimiser's own class
         assert key is None or key[0].partition(".kwargs.")[0] in known, f"the guide to GRPO names {key[0]}"
-    assert num_found > 50
+    assert num_found > 40
 
 
 def grpo_guide() -> str:
