@@ -41,6 +41,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
     )
     | {
         "async_grpo": f"set grpo.async_grpo.enabled=false: {_ON_POLICY}",
+        "environment": "name it as env_name of data.default, or of each set",
         "advantage_clip_low": "set it to null; loss_fn.ratio_clip_c limits negative advantages",
         "advantage_clip_high": "set it to null; advantages are not clipped",
         "seq_logprob_error_threshold": "set it to null; token_mult_prob_error is logged",
