@@ -181,7 +181,7 @@ def test_its_numbers_beside_a_runs(
         assert [float(cell) for cell in found[subset][3::2]] == pytest.approx([here - one for one in columns], abs=1e-3)
 
 
-@pytest.mark.parametrize(("section", "number"), [("open-instruct", 22), ("TRL", 9), ("OpenRLHF", 10)])
+@pytest.mark.parametrize(("section", "number"), [("open-instruct", 17), ("TRL", 9), ("OpenRLHF", 10)])
 def test_every_row_is_an_override_that_is_heeded(section: str, number: int, tmp_path: Path) -> None:
     file = tmp_path / "base.yaml"
     file.write_text(BASE, encoding="utf-8")
