@@ -173,7 +173,7 @@ def test_without_validation_prompts_the_completions_of_steps_are_kept(trial: Tri
 
 
 @pytest.mark.slow
-def test_failures_and_signals_leave_a_saved_state(trial: Trial) -> None:
+def test_a_run_goes_on_after_failures_and_signals(trial: Trial) -> None:
     trial.order(after=60, fail=0.8)  # in the middle of a step's draws
     for _ in range(2):
         with pytest.raises(ModelError, match="(?s)too many completions have no reward.*told to fail.*max_failed_share"):
@@ -258,10 +258,10 @@ class Dying(ServedPolicy):
     [
         ("/v1/completions", 39, 1),  # each change of weights takes 16, and step 2 is the second
         ("/collective_rpc", 4, 3),  # after the update of step 3
-        ("/v1/completions", 58, 2),  # in the validation after step 2
+        ("/v1/completions", 58, 1),  # in the validation after step 2
     ],
 )
-def test_a_generator_that_dies_stops_at_a_saved_state_and_the_run_goes_on(
+def test_a_run_whose_generator_dies_goes_on_from_its_last_checkpoint(
     tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path, result_of: Callable[[Path], Result],
     path: str, count: int, saved: int,
 ) -> None:  # fmt: skip
@@ -271,7 +271,7 @@ def test_a_generator_that_dies_stops_at_a_saved_state_and_the_run_goes_on(
         def serve(folder: Path) -> GRPOOutcome:
             generation = f"{{backend: vllm, url: {loopback.url}, model: m, max_new_tokens: 8, max_retries: 1}}"
             folders = f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs"
-            options = ("grpo.max_num_steps=4", "checkpointing.save_period=4", f"policy.generation={generation}")
+            options = ("grpo.max_num_steps=4", "checkpointing.save_period=1", f"policy.generation={generation}")
             return grpo(tiny_grpo(*options, *folders), show_progress=False)
 
         if "served" not in COMPUTED:
@@ -280,7 +280,7 @@ def test_a_generator_that_dies_stops_at_a_saved_state_and_the_run_goes_on(
         vllm.asked, vllm.policy, vllm.dies_in, vllm.dies_at = 0, None, path, count
         with pytest.raises(GenerationError, match="generator has failed"):
             serve(tmp_path)
-        assert [folder.name for folder in (tmp_path / "checkpoints").glob("step_*")] == [f"step_{saved}"]
+        assert max(folder.name for folder in (tmp_path / "checkpoints").glob("step_*")) == f"step_{saved}"
         vllm.dies_at, vllm.policy = None, None  # a new server, without the weights
         assert serve(tmp_path).step == 4
     assert result_of(tmp_path) == COMPUTED["served"]

@@ -161,7 +161,7 @@ class GRPOConfig(ScheduleConfig):
     environment_timeout_seconds: PositiveFloat = 600.0
     """Time limit of an environment for a step; completions without a reward by then have none."""
     max_failed_share: float = Field(default=0.5, ge=0.0, le=1.0)
-    """The run stops at a saved state if a larger share of the completions of a batch has no reward."""
+    """The run ends with an error if a larger share of the completions of a batch has no reward."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     reward_shaping: OverlongShapingConfig = OverlongShapingConfig()
 
