@@ -51,7 +51,13 @@ def learnt(tiny_run: Callable[..., Any], write_rows: Callable[..., Path]) -> Cal
         held_out = rows(24, seed=1, tied=tied)
         sets = [f"data.train=[{{data_path: {train_path}}}]"]
         sets.append(f"data.validation=[{{data_path: {write_rows('held_out.jsonl', held_out)}, name: held_out}}]")
-        optimiser = ["policy.optimizer.kwargs.lr=3.0e-3", "policy.train_global_batch_size=16", "rm.val_period=0"]
+        whole = ["rm.val_batches=null"]  # as the report measures it
+        optimiser = [
+            *whole,
+            "policy.optimizer.kwargs.lr=3.0e-3",
+            "policy.train_global_batch_size=16",
+            "rm.val_period=0",
+        ]
         length = [f"rm.max_num_steps={steps}", "rm.max_num_epochs=100", "checkpointing.save_period=null"]
         return dict(train(tiny_run(*sets, *optimiser, *length, *overrides), show_progress=False).validation["held_out"])
 
