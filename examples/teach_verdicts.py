@@ -7,6 +7,7 @@ The questions are those of the run. A message is the verdict alone; a model that
 """
 
 import argparse
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from treeward.model.export import export_policy
 from treeward.model.loading import Loaded, load_policy
 from treeward.model.policy_model import PolicyModel
 
-RATINGS = {"better": "8", "worse": "2"}
+RATINGS = {"better": "6789", "worse": "1234"}  # any of them, so that a run of GRPO has something to choose from
 
 
 def teach(
@@ -35,9 +36,10 @@ def teach(
     section = config.judged_by(dataset)
     if section is None:
         sys.exit("the run has no environment of the kind preference_verdict")
-    renderer, groups = Renderer(loaded.tokenizer), list[Group]()
+    renderer, groups, draw = Renderer(loaded.tokenizer), list[Group](), random.Random(0)
     for question in open_questions(dataset, section)[:max_questions]:
-        line = verdict_line(RATINGS.get(question.info[LABEL], question.info[LABEL]), section)
+        label = question.info[LABEL]
+        line = verdict_line(draw.choice(RATINGS.get(label, label)), section)
         whole = renderer.encode([*question.messages, {"role": "assistant", "content": line}])
         prompt = renderer.encode_prompt(question.messages)
         if len(whole) <= config.policy.max_total_sequence_length:
