@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,13 @@ def test_the_contract_of_a_run_carries_its_shaping(tiny_run: Callable[..., Any],
     provenance = contract.calibration.provenance
     assert provenance is not None and provenance.num_comparisons == 400 and "held_out" in provenance.data
     assert verify(folder, device="cpu").equal
-    data = ["--dataset-name", "Bundled", "--split", "length_controlled", "--output", f"{tmp_path}/again.json"]
-    assert main(["calibrate", str(folder), *data]) == 0
-    again = json.loads((tmp_path / "again.json").read_text())["normalization"]
+    calibrated = Path(shutil.copytree(folder, tmp_path / "again"))
+    assert main(["calibrate", str(calibrated), "--dataset-name", "Bundled", "--split", "length_controlled"]) == 0
+    again = read_contract(calibrated)
     assert contract.calibration.normalization is not None
-    assert contract.calibration.normalization.model_dump() == pytest.approx(again, rel=1e-5)
+    assert again is not None and again.calibration is not None and again.calibration.normalization is not None
+    want = again.calibration.normalization.model_dump()
+    assert contract.calibration.normalization.model_dump() == pytest.approx(want, rel=1e-5)
     card = (folder / "README.md").read_text(encoding="utf-8")
     how = re.search(r"AutoModelForSequenceClassification\.from_pretrained\(.*?\)", card)
     assert how is not None
