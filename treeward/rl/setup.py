@@ -127,6 +127,8 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
     )
     encode = partial(encode_prompts, renderer=renderer, max_length=config.max_prompt_length, progress=show_progress)
     prompts = encode(training_sets)
+    if config.grpo.num_prompts_per_step % prompts.together:
+        raise config.error("grpo.num_prompts_per_step", "an even number: a comparison gives two questions")
     held_out = encode(validation_sets) if validation_sets else None
     _log_prompts(prompts, held_out)
     identity = processes.on_main(lambda: _identity(config, renderer, prompts, held_out))
@@ -146,9 +148,6 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         seed, shuffle = config.grpo.seed, config.data.shuffle
         drawn: Any = {"together": prompts.together, "what": "prompt"}
         order = EpochOrder(prompts.sizes, weights=prompts.weights, seed=seed, shuffle=shuffle, **drawn)
-        if config.grpo.num_prompts_per_step % prompts.together:
-            keys, need = "grpo.num_prompts_per_step", "an even number: a comparison gives two questions"
-            raise config.error(keys, need)
         prompt_limit = order.rows_per_epoch * config.grpo.max_num_epochs
         # If the epochs leave too few prompts for the last step, it draws from the next epoch.
         steps_in_data = -(-prompt_limit // config.grpo.num_prompts_per_step)
