@@ -1,4 +1,4 @@
-"""`treeward verify`: replay the contract of a reward model or a judge, on this machine or on a server, and name what differs.
+"""`treeward verify`: replay the contract of a reward model or a judge, here or on a server, and name what differs.
 
 examples:
   treeward verify results/quickstart/final
