@@ -18,12 +18,12 @@ from treeward.cli.main import configure_logging
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.load import load_grpo_config
 from treeward.data.rendering import Renderer
-from treeward.environments.judge_contract import write_judge_contract
 from treeward.environments.preference_verdict import LABEL, open_questions
-from treeward.environments.verdicts import verdict_line
 from treeward.model.export import export_policy
 from treeward.model.loading import Loaded, load_policy
 from treeward.model.policy_model import PolicyModel
+from treeward.scoring.judge_contract import write_judge_contract
+from treeward.scoring.verdicts import verdict_line
 
 RATINGS = {"better": "6789", "worse": "1234"}  # any of them, so that a run of GRPO has something to choose from
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from treeward.data.rendering import Renderer
 from treeward.environments.interface import DETAILS, EnvironmentReturn
 from treeward.environments.judge import JudgeEnvironment
-from treeward.environments.verdicts import Answer, TokenChoice, Verdict, make_question, read_answer, reminded
 from treeward.errors import ConfigError, ModelError
+from treeward.scoring.verdicts import Answer, TokenChoice, Verdict, make_question, read_answer, reminded
 
 
 @pytest.fixture

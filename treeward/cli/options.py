@@ -23,9 +23,8 @@ from treeward.config.server import ServedModelConfig
 from treeward.errors import ConfigError
 
 if TYPE_CHECKING:
-    from treeward.scoring.ensemble import EnsembleScorer
     from treeward.scoring.score import ConversationScorer
-    from treeward.scoring.scorer import Scorer
+    from treeward.scoring.scorer import PreparedScorer
     from treeward.scoring.shaping import Shaper
 
 ConfigFile = Annotated[str, typer.Option("--config", metavar="FILE", help="The YAML file.")]
@@ -127,7 +126,7 @@ def one_model(
     return sections[0]
 
 
-def load(section: ServedModelConfig, batch_tokens: int | None) -> tuple[Scorer | EnsembleScorer, Shaper | None]:
+def load(section: ServedModelConfig, batch_tokens: int | None) -> tuple[PreparedScorer, Shaper | None]:
     """The scorer of a section, and the `Shaper` of its scores; None without shaping."""
     from treeward.scoring.ensemble import load_scorer
     from treeward.scoring.rewarding import load_shaper

@@ -75,8 +75,8 @@ def run(
         return 0 if served.equal else 1
 
     from treeward.config.reward_environments import JUDGE_FILE
-    from treeward.environments.judge_contract import verify_judge
     from treeward.model.pretrained import DTYPES, check_device
+    from treeward.scoring.judge_contract import verify_judge
     from treeward.scoring.verification import verify
 
     if not write and (folder := Path(model).expanduser()) and (folder / JUDGE_FILE).is_file():

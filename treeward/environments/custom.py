@@ -22,17 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import CustomEnvironmentConfig
+from treeward.data.message_texts import NO_COMPLETION, completion_text, prompt_text
 from treeward.data.preference import Message
-from treeward.environments.interface import (
-    NO_COMPLETION,
-    WHERE,
-    ConfiguredEnvironment,
-    Conversations,
-    Infos,
-    Reward,
-    completion_text,
-    prompt_text,
-)
+from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.errors import ConfigError
 from treeward.http import run_async
 from treeward.user_code import import_object

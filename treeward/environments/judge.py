@@ -31,23 +31,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
-from treeward.environments.interface import (
-    GROUP,
-    NO_COMPLETION,
-    ConfiguredEnvironment,
-    Conversations,
-    Infos,
-    Reward,
-    completion_text,
-    message_text,
-    plain,
-    transcript,
-)
+from treeward.data.message_texts import NO_COMPLETION, completion_text, message_text, transcript
+from treeward.environments.interface import GROUP, ConfiguredEnvironment, Conversations, Infos, Reward, plain
 from treeward.environments.judge_endpoint import EndpointJudge
-from treeward.environments.judge_local import LocalJudge
-from treeward.environments.verdicts import NoVerdict, Question, Verdict, make_question
 from treeward.errors import ModelError
+from treeward.scoring.judge_local import LocalJudge
 from treeward.scoring.score import Cost, Score
+from treeward.scoring.verdicts import NoVerdict, Question, Verdict, make_question, share_of_scale
 
 _FIRST_QUESTIONS = 4
 
@@ -175,8 +165,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
     def _value_at(self, place: int, verdict: Verdict) -> float:
         """The value of a verdict, from 0 to 1, for the text at a place."""
         if self.config.mode == "rating":
-            low, high = self.config.lowest_rating, self.config.highest_rating
-            return (verdict.value - low) / (high - low)
+            return share_of_scale(verdict.value, self.config)
         return 1.0 - verdict.value if place == 1 and self.config.mode == "pairwise" else verdict.value
 
     def _reward(self, outcomes: Sequence[_Outcome]) -> Reward:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
 from treeward.environments.interface import WHERE
-from treeward.environments.verdicts import Answer, NoVerdict, Question, TokenChoice, Verdict, read_answer, reminded
 from treeward.errors import ModelError
 from treeward.http import ServerError, run_async
 from treeward.openai_client import check_openai, key_from, openai_client, post
 from treeward.scoring.score import Cost
+from treeward.scoring.verdicts import Answer, NoVerdict, Question, TokenChoice, Verdict, read_answer, reminded
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -5,7 +5,7 @@
 
 Every pair of completions with different ranks is two neighbouring questions: which is better, in both orders, or a
 rating of each. Prompt and parser are those of a judge (`verdicts`), so the policy is asked in use what it was asked in
-training. Pairs of equal rank or text are left out and counted; the `strength` of a comparison is not used.
+training. Pairs of equal rank or text are left out and counted; so are strengths, which are not used.
 
 The reward is 1 for the verdict of the label, 0 for the other one or a tie. A rating is compared with the ratings that
 the other completion got in the same step: the reward is the share that it is above, or for the worse completion below.
@@ -18,6 +18,7 @@ first place, -1 for the second), `consistent` (the g-th messages about both orde
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
@@ -26,18 +27,14 @@ from typing import Any
 from treeward.config.data import PromptSetConfig
 from treeward.config.reward_environments import JudgePromptConfig, PreferenceVerdictConfig
 from treeward.data.datasets import open_dataset
+from treeward.data.message_texts import completion_text, transcript
 from treeward.data.preference import Completion, Preference, last_text
 from treeward.data.prompt_sets import FAMILY, Prompt, PromptCounts, PromptSet
-from treeward.environments.interface import (
-    ConfiguredEnvironment,
-    Conversations,
-    Infos,
-    Reward,
-    completion_text,
-    transcript,
-)
-from treeward.environments.verdicts import Answer, Verdict, make_question, read_answer
+from treeward.environments.interface import ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.errors import DataError
+from treeward.scoring.verdicts import Answer, Verdict, make_question, read_answer
+
+logger = logging.getLogger(__name__)
 
 LABEL = "verdict_label"
 """The key of `info` with the right verdict, `A` or `B`; of ratings, whether the completion is `better` or `worse`."""
@@ -52,8 +49,9 @@ def open_questions(config: PromptSetConfig, section: JudgePromptConfig) -> Promp
     """
     dataset = open_dataset(config.comparisons)
     questions: list[Prompt] = []
-    num_tied = 0
+    num_tied = num_strong = 0
     for number, (preference, where) in enumerate(itertools.islice(dataset, config.max_samples)):
+        num_strong += preference.strength is not None
         for pair in itertools.combinations(preference.completions, 2):
             better, worse = sorted(pair, key=lambda completion: completion.rank)
             if better.rank == worse.rank or _text(better) == _text(worse):
@@ -66,6 +64,8 @@ def open_questions(config: PromptSetConfig, section: JudgePromptConfig) -> Promp
     if not questions:
         got, need = f"{num_tied // 2} pairs of equal rank", "two completions of different rank"
         raise DataError("no comparison has a better completion", where=dataset.name, got=got, need=need)
+    if num_strong:
+        logger.info("%s: the strength of %d comparisons is not used by verdicts.", dataset.name, num_strong)
     counts = PromptCounts(read=len(questions) + num_tied, kept=len(questions), tied=num_tied)
     return PromptSet(dataset.name, questions, counts, config.weight, together=2)
 

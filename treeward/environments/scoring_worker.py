@@ -26,9 +26,9 @@ from treeward.parallel.ray_cluster import free_port, start_ray
 from treeward.parallel.sharding import shard
 from treeward.parallel.tensor import cut
 from treeward.processes import joined
-from treeward.scoring.ensemble import EnsembleScorer, load_scorer
+from treeward.scoring.ensemble import load_scorer
 from treeward.scoring.score import Conversation, Score
-from treeward.scoring.scorer import Scorer
+from treeward.scoring.scorer import PreparedScorer
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +42,11 @@ class ScoringWorker:
     def __init__(self, config: RewardModelEnvironmentConfig, device: str, rank: int = 0) -> None:
         self._config, self._device, self._rank = config, device, rank
         self._offload = config.dtensor_cfg.cpu_offload and device != "cpu"
-        self._scorer: Scorer | EnsembleScorer | None = None
+        self._scorer: PreparedScorer | None = None
         self._group = contextlib.ExitStack()
 
     @property
-    def scorer(self) -> Scorer | EnsembleScorer:
+    def scorer(self) -> PreparedScorer:
         """The model, loaded at the first call. Raises `ModelError` or `ConfigError` if it cannot be loaded."""
         if self._scorer is None:
             is_whole = self._config.dtensor_cfg.tensor_parallel_size == 1
@@ -55,7 +55,7 @@ class ScoringWorker:
                 self._divide(self._scorer)
         return self._scorer
 
-    def _divide(self, scorer: Scorer | EnsembleScorer) -> None:
+    def _divide(self, scorer: PreparedScorer) -> None:
         """Keep this worker's part of each model: heads and columns (tensor parallelism), or, for a model that does not
         allow it, rows of all weights, which are gathered layer by layer."""
         cutting, sharding = make_mesh(self._config.dtensor_cfg), make_mesh(ShardingConfig())
@@ -118,7 +118,7 @@ class ScoringWorker:
             torch.cuda.empty_cache()
 
 
-def _load(config: RewardModelEnvironmentConfig, device: str) -> Scorer | EnsembleScorer:
+def _load(config: RewardModelEnvironmentConfig, device: str) -> PreparedScorer:
     only_size = config.batch_tokens is None and config.batch_size is not None
     batch_tokens = None if only_size else config.batch_tokens or DEFAULT_BATCH_TOKENS
     return load_scorer(config, device=device, batch_tokens=batch_tokens, max_sequences=config.batch_size)

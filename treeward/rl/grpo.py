@@ -23,7 +23,6 @@ from typing import Any
 from treeward import processes
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.preflight import check_packages
-from treeward.environments.judge_contract import write_judge_contract
 from treeward.errors import TreewardError
 from treeward.model.export import DeferredWrite
 from treeward.parallel.stopping import StopRequest
@@ -33,6 +32,7 @@ from treeward.rl.report import SAMPLES_FILE, RLRun, write_rl_report
 from treeward.rl.rollouts import collect, validate
 from treeward.rl.setup import GRPOSetup, set_up
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
+from treeward.scoring.judge_contract import write_judge_contract
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.models import save_adapted

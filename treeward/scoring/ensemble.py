@@ -20,9 +20,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from treeward.config.reward_environments import JUDGE_FILE
 from treeward.config.scoring import EnsembleConfig, EnsembleMethod, ScoringConfig
 from treeward.errors import ConfigError, TreewardError
 from treeward.model.contract import ScoringContract, read_contract
+from treeward.scoring.judge_scorer import JudgeScorer
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.scorer import Prepared, PreparedScorer, Scorer
 
@@ -191,8 +193,13 @@ def _constants(
     )
 
 
-def load_scorer(config: ScoringConfig, **capacity: Any) -> Scorer | EnsembleScorer:
-    """The model of a section, or its ensemble. `capacity`: arguments of `Scorer.load`, whose errors it raises too."""
+def load_scorer(config: ScoringConfig, **capacity: Any) -> PreparedScorer:
+    """The model of a section, a reward model or a judge with its contract, or its ensemble of reward models.
+
+    `capacity`: arguments of `Scorer.load`, whose errors it raises too.
+    """
+    if len(config.models) == 1 and (Path(config.models[0]) / JUDGE_FILE).is_file():
+        return JudgeScorer.load(config, **capacity)
     if config.ensemble is None:
         return Scorer.load(config, **capacity)
     of_members = ScoringConfig.model_fields.keys() - {"models", "ensemble", "shaping"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from treeward.scoring.ensemble import EnsembleScorer
+from treeward.scoring.judge_scorer import JudgeScorer
 from treeward.scoring.rewarding import RewardScorer
 from treeward.scoring.score import ConversationScorer
 from treeward.scoring.scorer import Scorer
@@ -21,6 +22,8 @@ def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
         constants = _calibration(scorer.scorer) if section.uses_calibration else None
         shaping = section.model_dump(mode="json", exclude_defaults=True)
         return scorer_identity(scorer.scorer, name) | {"shaping": shaping, "constants": constants}
+    if isinstance(scorer, JudgeScorer):
+        return {"judge": scorer.contract.scores_sha256, "dtype": scorer.judge.config.dtype}
     if isinstance(scorer, EnsembleScorer):
         return {
             "members": [scorer_identity(*pair) for pair in zip(scorer.members, scorer.names, strict=True)],

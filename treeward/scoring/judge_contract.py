@@ -9,6 +9,7 @@ contract's. Golden questions have the expected verdict by the probabilities of i
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +19,10 @@ from pydantic import ValidationError
 
 from treeward.config.base import Strict
 from treeward.config.reward_environments import JUDGE_FILE, JudgeEnvironmentConfig, JudgePromptConfig
-from treeward.environments.judge_local import LocalJudge
-from treeward.environments.verdicts import SYSTEM_PROMPT, TEMPLATES, NoVerdict, make_question
 from treeward.errors import CheckpointError
 from treeward.scoring.diagnosis import Check, Verification
+from treeward.scoring.judge_local import LocalJudge
+from treeward.scoring.verdicts import SYSTEM_PROMPT, TEMPLATES, NoVerdict, labels, make_question
 from treeward.storage import write_text
 
 TOLERANCE = 1e-3
@@ -48,6 +49,11 @@ class JudgeContract(Strict):
     version: Literal[1] = 1
     prompt: JudgePromptConfig
     golden: tuple[GoldenQuestion, ...] = ()
+
+    @property
+    def scores_sha256(self) -> str:
+        """Hash of what the scores depend on."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
 
 def read_judge_contract(folder: Path) -> JudgeContract | None:
@@ -76,7 +82,7 @@ def write_judge_contract(folder: Path, section: JudgePromptConfig) -> None:
     asked = _golden(prompt)
     golden = [
         GoldenQuestion(conversation=conversation, texts=texts, value=value)
-        for (conversation, texts), value in zip(asked, _values(folder, prompt, asked), strict=True)
+        for (conversation, texts), value in zip(asked, _values(_on_cpu(folder, prompt), asked), strict=True)
         if value is not None  # a model may be too short for a question
     ]
     contract = JudgeContract(prompt=prompt, golden=tuple(golden))
@@ -84,20 +90,27 @@ def write_judge_contract(folder: Path, section: JudgePromptConfig) -> None:
 
 
 def verify_judge(folder: Path) -> Verification:
-    """Ask the golden questions of a folder with a contract again."""
+    """Ask the golden questions of a folder with a contract again, in float32 on the CPU."""
     contract = read_judge_contract(folder)
     assert contract is not None
-    found = _values(folder, contract.prompt, [(golden.conversation, golden.texts) for golden in contract.golden])
-    differences = []
+    return replay(_on_cpu(folder, contract.prompt), contract)
+
+
+def replay(judge: LocalJudge, contract: JudgeContract) -> Verification:
+    """Ask a judge the golden questions of its contract; in half precision within a tenth of the scale."""
+    found = _values(judge, [(golden.conversation, golden.texts) for golden in contract.golden])
+    scale = max(labels(contract.prompt).values()) - min(labels(contract.prompt).values())
+    tolerance = TOLERANCE if judge.config.dtype == "float32" else 0.1 * scale
+    checks, differences = [Check("weights", "equal", "the golden questions have their verdicts")], []
     for golden, value in zip(contract.golden, found, strict=True):
-        difference = math.inf if value is None else abs(value - golden.value)
-        differences.append(difference)
-        if difference > TOLERANCE:
+        differences.append(math.inf if value is None else abs(value - golden.value))
+        if differences[-1] > tolerance:
             got, fix = f"{value} for {golden.texts}", "restore the weights and the tokenizer's files"
-            check = Check("weights", "differs", "a golden verdict has changed", got, f"{golden.value}", fix)
-            return Verification(str(folder), (check,), len(contract.golden), difference, TOLERANCE)
-    check = Check("weights", "equal", "the golden questions have their verdicts")
-    return Verification(str(folder), (check,), len(differences), max(differences, default=None), TOLERANCE)
+            checks = [Check("weights", "differs", "a golden verdict has changed", got, f"{golden.value}", fix)]
+            break
+    return Verification(
+        judge.config.model, tuple(checks), len(contract.golden), max(differences, default=None), tolerance
+    )
 
 
 _Asked = Sequence[tuple[str, tuple[str, ...]]]
@@ -111,8 +124,11 @@ def _golden(prompt: JudgePromptConfig) -> _Asked:
     return [(conversation, shown) for conversation, texts in _GOLDEN for shown in (texts, texts[::-1])]
 
 
-def _values(folder: Path, prompt: JudgePromptConfig, asked: _Asked) -> list[float | None]:
+def _on_cpu(folder: Path, prompt: JudgePromptConfig) -> LocalJudge:
     keys = prompt.model_dump() | {"model": str(folder), "device": "cpu", "dtype": "float32", "use_logprobs": True}
-    config = JudgeEnvironmentConfig.model_validate(keys)
-    questions = [make_question(config, conversation, texts, about=0) for conversation, texts in asked]
-    return [None if isinstance(verdict, NoVerdict) else verdict.value for verdict in LocalJudge(config).ask(questions)]
+    return LocalJudge(JudgeEnvironmentConfig.model_validate(keys))
+
+
+def _values(judge: LocalJudge, asked: _Asked) -> list[float | None]:
+    questions = [make_question(judge.config, conversation, texts, about=0) for conversation, texts in asked]
+    return [None if isinstance(verdict, NoVerdict) else verdict.value for verdict in judge.ask(questions)]

@@ -13,7 +13,7 @@ Shapes: S messages, L tokens of the longest.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,11 @@ import torch
 from treeward.config.reward_environments import JudgeEnvironmentConfig
 from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
-from treeward.environments.verdicts import (
+from treeward.errors import DataError
+from treeward.model.loading import load_policy
+from treeward.model.pretrained import choose_device
+from treeward.scoring.score import Cost
+from treeward.scoring.verdicts import (
     Answer,
     NoVerdict,
     Question,
@@ -32,11 +36,7 @@ from treeward.environments.verdicts import (
     reminded,
     verdict_line,
 )
-from treeward.errors import DataError
-from treeward.model.loading import load_policy
-from treeward.model.pretrained import choose_device
-from treeward.scoring.score import Cost
-from treeward.tree.token_tree import common_prefix_length
+from treeward.tree.token_tree import TokenIds, common_prefix_length
 
 _QUESTIONS_AT_ONCE = 8
 _ROOM_FOR_A_LABEL = 16
@@ -62,7 +62,7 @@ class LocalJudge:
         for _ in range(1 if self.config.use_logprobs else 2):
             prompts: dict[int, str] = {}
             for i, messages in waiting.items():
-                prompt = self._prompt(messages)
+                prompt = self.prompt(messages)
                 if isinstance(prompt, str):
                     prompts[i] = prompt
                 else:
@@ -73,7 +73,7 @@ class LocalJudge:
                 chunk = indices[start : start + _QUESTIONS_AT_ONCE]
                 texts = [prompts[i] for i in chunk]
                 if self.config.use_logprobs:
-                    verdicts.update(zip(chunk, self._expected(texts), strict=True))
+                    verdicts.update(zip(chunk, self.expected(map(self.rows, texts)), strict=True))
                     continue
                 for i, answer in zip(chunk, self._messages(texts), strict=True):
                     verdicts[i] = read_answer(answer, self.config)
@@ -81,7 +81,7 @@ class LocalJudge:
             waiting = {i: waiting[i] for i in prompts if isinstance(verdicts[i], NoVerdict)}
         return [verdicts[i] for i in range(len(questions))]
 
-    def _prompt(self, messages: Sequence[Message]) -> str | DataError:
+    def prompt(self, messages: Sequence[Message]) -> str | DataError:
         """The rendered prompt, or the reason why the model cannot read it."""
         try:
             text = self.renderer.render(messages, where="the judge's prompt", generation_prompt=True)
@@ -93,11 +93,14 @@ class LocalJudge:
             return DataError(f"the judge's prompt and message have {length} tokens, the model reads {limit}")
         return text
 
-    def _expected(self, prompts: Sequence[str]) -> list[Verdict | NoVerdict]:
-        """Verdicts from the probability of each label as the judge's message."""
-        values = labels(self.config)
-        messages = [verdict_line(label, self.config) for label in values]
-        groups = [self.renderer.encode_texts([prompt + message for message in messages]) for prompt in prompts]
+    def rows(self, prompt: str) -> list[list[int]]:
+        """The token ids of a rendered prompt with each label as the judge's message, in the order of `labels`."""
+        return self.renderer.encode_texts([prompt + verdict_line(label, self.config) for label in labels(self.config)])
+
+    @torch.no_grad()
+    def expected(self, questions: Iterable[Sequence[TokenIds]]) -> list[Verdict | NoVerdict]:
+        """Verdicts from the probability of each label as the judge's message. `questions`: the `rows` of each."""
+        values, groups = labels(self.config), list(questions)
         shared = [length for group in groups for length in [_shared(group)] * len(values)]
         # One tree: all questions share the judge's instructions, and the two orders of a pair its conversation too.
         result = self.policy.log_probs([[row for group in groups for row in group]], [shared])
@@ -138,6 +141,6 @@ class LocalJudge:
         return answers
 
 
-def _shared(rows: Sequence[Sequence[int]]) -> int:
+def _shared(rows: Sequence[TokenIds]) -> int:
     first = np.asarray(rows[0])
     return min(common_prefix_length(first, np.asarray(row)) for row in rows[1:])

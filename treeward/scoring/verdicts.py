@@ -204,6 +204,11 @@ def labels(config: JudgePromptConfig) -> dict[str, float]:
     return {str(i): float(i) for i in range(math.ceil(config.lowest_rating), math.floor(config.highest_rating) + 1)}
 
 
+def share_of_scale(rating: float, config: JudgePromptConfig) -> float:
+    """A rating as a number from 0, for the lowest, to 1."""
+    return (rating - config.lowest_rating) / (config.highest_rating - config.lowest_rating)
+
+
 def verdict_line(label: str, config: JudgePromptConfig) -> str:
     """A label as the last line of a judge's message."""
     return f"Rating: [[{label}]]" if config.mode == "rating" else f"[[{label}]]"

@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from treeward.cli.main import main
 from treeward.config.reward_environments import JUDGE_FILE, JudgeEnvironmentConfig, PreferenceVerdictConfig
-from treeward.environments.judge_contract import (
+from treeward.errors import CheckpointError
+from treeward.scoring.judge_contract import (
     read_judge_contract,
     verify_judge,
     write_judge_contract,
 )
-from treeward.environments.verdicts import TEMPLATES, make_question
-from treeward.errors import CheckpointError
+from treeward.scoring.verdicts import TEMPLATES, make_question
 
 SHORT = PreferenceVerdictConfig(system_prompt="Judge.", template="{completion_a} {completion_b} A or B?")
 

@@ -1,0 +1,99 @@
+"""A judge that was trained to rate scores as a reward model does, on every way to a score."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from treeward.config.reward_environments import PreferenceVerdictConfig
+from treeward.config.scoring import ScoringConfig
+from treeward.config.server import ServerConfig
+from treeward.environments.reward_model import RewardModelEnvironment
+from treeward.errors import ConfigError, DataError, ModelError
+from treeward.scoring.ensemble import load_scorer
+from treeward.scoring.judge_contract import write_judge_contract
+from treeward.scoring.scorer import PreparedScorer
+from treeward.scoring.verdicts import make_question
+from treeward.serving.app import create_app
+from treeward.serving.service import Service
+
+RATES = PreferenceVerdictConfig(mode="rating", system_prompt="Judge.", template="{conversation} {completion}?")
+CHATS = [
+    [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}] for text in ("Hello!", "No.", "Ha ha")
+]
+
+
+@pytest.fixture
+def judge(policy_folder: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "judge"
+    shutil.copytree(policy_folder, folder)
+    write_judge_contract(folder, RATES)
+    return folder
+
+
+def loaded(folder: Path, **keys: object) -> PreparedScorer:
+    return load_scorer(ScoringConfig.model_validate({"models": [str(folder)], "dtype": "float32", **keys}))
+
+
+def test_the_score_is_the_expected_rating_of_plain_transformers(judge: Path) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(judge), AutoModelForCausalLM.from_pretrained(judge)
+    expected = []
+    for chat in CHATS:
+        question = make_question(RATES, "user: Hi", [chat[-1]["content"]], about=0)
+        prompt = tokenizer.apply_chat_template(question.messages, tokenize=False, add_generation_prompt=True)
+        log_probs = []
+        for rating in range(1, 10):
+            ids = tokenizer(f"{prompt}Rating: [[{rating}]]", add_special_tokens=False, return_tensors="pt").input_ids
+            with torch.no_grad():
+                of_all = model(ids).logits[0, :-1].log_softmax(-1)
+            log_probs.append(float(of_all.gather(-1, ids[0, 1:, None]).sum()))
+        weights = [math.exp(value - max(log_probs)) for value in log_probs]
+        rating = sum(weight * number for number, weight in enumerate(weights, 1)) / sum(weights)
+        expected.append((rating - 1) / 8)
+    scores = loaded(judge).score(CHATS)
+    assert [score.score for score in scores] == pytest.approx(expected, abs=1e-5)
+    assert len({round(value, 6) for value in expected}) == 3
+
+
+def test_environment_and_server_give_the_same_scores(judge: Path) -> None:
+    expected = [score.score for score in loaded(judge).score(CHATS)]
+    environment = RewardModelEnvironment({"model_name": str(judge), "precision": "float32"})
+    assert [reward.value for reward in environment.reward(CHATS, [])] == pytest.approx(expected, abs=1e-6)
+    config = ServerConfig.model_validate({"models": [{"models": [str(judge)], "dtype": "float32"}]})
+    service = Service.load(config)
+    with TestClient(create_app(service)) as client:
+        request = {"context": CHATS[0][:-1], "completions": [chat[-1]["content"] for chat in CHATS]}
+        answer = client.post("/v1/rewards", json=request).json()
+        assert [item["reward"] for item in answer["data"]] == pytest.approx(expected, abs=1e-6)
+        refused = client.post("/classify", json={"input": ["user: Hi"]})
+        assert refused.status_code == 400 and "reads messages" in refused.json()["error"]["message"]
+
+
+def test_what_has_no_score_says_why(judge: Path) -> None:
+    scorer = loaded(judge)
+    [masked, scored] = scorer.score([CHATS[0][:1], CHATS[0]], on_error="mask")
+    assert masked.score is None and "does not end with a text of the assistant" in str(masked.error)
+    assert scored.score is not None
+    with pytest.raises(DataError, match="does not end with a text of the assistant"):
+        scorer.score([CHATS[0][:1]])
+    long = [CHATS[0][0], {"role": "assistant", "content": "word " * 300}]
+    assert "the model reads 256" in str(scorer.score([long])[0].error)
+
+
+def test_other_judges_are_refused(judge: Path) -> None:
+    with pytest.raises(ConfigError, match="no heads"):
+        loaded(judge, head_weights=[1.0])
+    tensors = load_file(judge / "model.safetensors")
+    save_file({name: -tensor for name, tensor in tensors.items()}, judge / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="a golden verdict has changed"):
+        loaded(judge)
+    write_judge_contract(judge, PreferenceVerdictConfig(template="{completion_a} {completion_b}"))
+    with pytest.raises(ConfigError, match="compares"):
+        loaded(judge)
