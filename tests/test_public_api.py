@@ -79,7 +79,7 @@ def test_the_extra_all_is_every_extra_that_a_run_may_need() -> None:
         "optional-dependencies"
     ]
     (every,) = extras.pop("all")
-    left_out = {"bench", "dev", "liger", "vllm", "minilm"}  # Liger needs triton, which macOS has not
+    left_out = {"bench", "dev", "liger", "minilm"}  # Liger needs triton, which macOS has not
     assert set(every.removeprefix("treeward[").removesuffix("]").split(",")) == set(extras) - left_out
 
 

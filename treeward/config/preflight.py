@@ -41,7 +41,8 @@ def check_packages(config: RewardModelRunConfig | GRPORunConfig) -> None:
     """Raise `ConfigError` for the first optional package that the configuration needs and that is not installed."""
     for field, module, extra, alternative in _packages(config):
         if importlib.util.find_spec(module) is None:
-            fix = f"pip install 'treeward[{extra}]', or {alternative}"
+            wanted = "vllm" if extra == "vllm" else f"'treeward[{extra}]'"
+            fix = f"pip install {wanted}, or {alternative}"
             raise ConfigError(f"the package {module} is not installed", field=field, need=module, fix=fix)
 
 
