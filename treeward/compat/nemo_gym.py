@@ -33,9 +33,9 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from treeward.config.nemo_gym import handed_over
-from treeward.data.message_texts import completion_text, prompt_text
 from treeward.data.responses_items import conversation_of
 from treeward.errors import ConfigError, DataError, TreewardError
+from treeward.scoring.score import completion_text, prompt_text
 from treeward.scoring.scorer import load_reward_model
 from treeward.serving import logs
 from treeward.serving.dialects.bodies import JSONRoute

@@ -22,11 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import CustomEnvironmentConfig
-from treeward.data.message_texts import NO_COMPLETION, completion_text, prompt_text
 from treeward.data.preference import Message
 from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.errors import ConfigError
 from treeward.http import run_async
+from treeward.scoring.score import NO_COMPLETION, completion_text, prompt_text
 from treeward.user_code import import_object
 
 logger = logging.getLogger(__name__)

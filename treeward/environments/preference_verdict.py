@@ -27,11 +27,11 @@ from typing import Any
 from treeward.config.data import PromptSetConfig
 from treeward.config.reward_environments import JudgePromptConfig, PreferenceVerdictConfig
 from treeward.data.datasets import open_dataset
-from treeward.data.message_texts import completion_text, transcript
 from treeward.data.preference import Completion, Preference, last_text
 from treeward.data.prompt_sets import FAMILY, Prompt, PromptCounts, PromptSet
 from treeward.environments.interface import ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.errors import DataError
+from treeward.scoring.score import completion_text, transcript
 from treeward.scoring.verdicts import Answer, Verdict, make_question, read_answer
 
 logger = logging.getLogger(__name__)

@@ -17,11 +17,10 @@ import numpy as np
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
 from treeward.config.scoring import ScoringConfig
-from treeward.data.message_texts import NO_COMPLETION, completion_text, transcript
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.scoring.judge_contract import JudgeContract, read_judge_contract, replay
 from treeward.scoring.judge_local import LocalJudge
-from treeward.scoring.score import Conversation, OnError, Score
+from treeward.scoring.score import NO_COMPLETION, Conversation, OnError, Score, completion_text, transcript
 from treeward.scoring.scorer import Prepared, PreparedScorer
 from treeward.scoring.verdicts import NoVerdict, make_question, share_of_scale
 
