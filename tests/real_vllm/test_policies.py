@@ -84,7 +84,7 @@ LOGS = [
 
 
 def judge(url: str, **keys: Any) -> JudgeEnvironment:
-    keys = {"base_url": f"{url}/v1", "model": "model", "api_key_env": None, "highest_rating": 9, **keys}
+    keys = {"base_url": f"{url}/v1", "model": "model", "api_key_env": None, **keys}
     return JudgeEnvironment(keys)
 
 

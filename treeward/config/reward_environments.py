@@ -189,8 +189,8 @@ class JudgePromptConfig(Strict):
     """The system prompt of the judge. None: the built-in one, which forbids to obey the text between the tags."""
     lowest_rating: float = 1.0
     """A lower rating is not a verdict."""
-    highest_rating: float = 10.0
-    """A higher rating is not a verdict."""
+    highest_rating: float = 9.0
+    """A higher rating is not a verdict. Above 9, a rating is no single token whose probability counts."""
 
     def check(self) -> None:
         places = ("{completion}",) if self.mode == "rating" else ("{completion_a}", "{completion_b}")
@@ -271,8 +271,6 @@ class PreferenceVerdictConfig(JudgePromptConfig):
     mode: Literal["pairwise", "rating"] = "pairwise"
     """`pairwise`: which of two completions is better, in both orders. `rating`: a number for each of the two, which is
     right if it is above (or below) those that the other one got in the same step."""
-    highest_rating: float = 9.0
-    """A higher rating is not a verdict. At most 9: the probabilities of single digits are the judge's score in use."""
     no_verdict: NonPositiveFloat = -1.0
     """The reward of a message without a verdict, or one that was cut."""
 
