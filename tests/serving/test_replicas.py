@@ -186,6 +186,7 @@ def serve_app(ray: Any, served_folder: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(app({"model": str(served_folder), "replicas": "2", "ray_actor_options": {"num_cpus": 0.5}}))
+    wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)  # Serve's proxy may be later than the app
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
 
