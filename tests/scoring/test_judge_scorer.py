@@ -85,11 +85,14 @@ def test_what_has_no_score_says_why(judge: Path) -> None:
         scorer.score([CHATS[0][:1]])
     long = [CHATS[0][0], {"role": "assistant", "content": "word " * 300}]
     assert "the model reads 256" in str(scorer.score([long])[0].error)
+    [limited] = loaded(judge, max_length=20).score(CHATS[:1])
+    assert limited.score is None and "more than max_length 20" in str(limited.error)
 
 
 def test_other_judges_are_refused(judge: Path) -> None:
-    with pytest.raises(ConfigError, match="no heads"):
-        loaded(judge, head_weights=[1.0])
+    for setting in ({"head_weights": [1.0]}, {"truncation": "truncate_left"}, {"tokenizer": {"chat_template": "x"}}):
+        with pytest.raises(ConfigError, match="no heads"):
+            loaded(judge, **setting)
     tensors = load_file(judge / "model.safetensors")
     save_file({name: -tensor for name, tensor in tensors.items()}, judge / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match="a golden verdict has changed"):

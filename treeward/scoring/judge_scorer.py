@@ -28,13 +28,13 @@ _QUESTIONS_AT_ONCE = 8
 
 
 class JudgeScorer(PreparedScorer):
-    """Scores conversations with a judge that rates."""
+    """Scores conversations with a judge that rates. `max_length`: most tokens of a question with its rating."""
 
     prefix_cache = None
     head_names: tuple[str, ...] = ()
 
-    def __init__(self, judge: LocalJudge, contract: JudgeContract) -> None:
-        self.judge, self.contract = judge, contract
+    def __init__(self, judge: LocalJudge, contract: JudgeContract, max_length: int | None = None) -> None:
+        self.judge, self.contract, self.max_length = judge, contract, max_length
         self.model, self.renderer = judge.policy, judge.renderer
         self._num_row_tokens = 0
 
@@ -48,16 +48,17 @@ class JudgeScorer(PreparedScorer):
         if contract.prompt.mode != "rating":
             got, fix = f"mode: {contract.prompt.mode}", "ask it as an environment of type judge: by pairs"
             raise ConfigError("a judge that compares has no score of a conversation", where=name, got=got, fix=fix)
-        if config.has_other_score:
+        has_template = config.tokenizer.chat_template or config.tokenizer.chat_template_kwargs
+        if config.has_other_score or has_template or config.truncation not in (None, "drop"):
             need = "a judge as it was trained: its contract says how it is asked"
-            raise ConfigError("a judge has no heads and no other template", where=name, need=need)
+            raise ConfigError("a judge has no heads and no other template, and cuts nothing", where=name, need=need)
         keys = {"model": name, "device": device and str(device), "dtype": config.dtype, "use_logprobs": True}
         judge = LocalJudge(JudgeEnvironmentConfig.model_validate(contract.prompt.model_dump() | keys))
         if config.check_contract:
             result = replay(judge, contract)
             if (check := result.first_difference) is not None:
                 raise ModelError(f"the judge does not keep its contract: {check.summary}", where=name, got=check.got)
-        return cls(judge, contract)
+        return cls(judge, contract, config.max_length)
 
     @property
     def members(self) -> Any:  # type: ignore[override]
@@ -90,6 +91,9 @@ class JudgeScorer(PreparedScorer):
         if isinstance(prompt, DataError):
             return Prepared(name, None, error=prompt.summary)
         rows = [np.asarray(row, dtype=np.int32) for row in self.judge.rows(prompt)]
+        if self.max_length is not None and len(rows[0]) > self.max_length:
+            error = f"the question has {len(rows[0])} tokens, more than max_length {self.max_length}"
+            return Prepared(name, None, len(rows[0]), error=error)
         members = tuple(Prepared(name, row, len(row)) for row in rows)
         return replace(members[0], members=members)
 
