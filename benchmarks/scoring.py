@@ -130,7 +130,7 @@ def _hugging_face(model: RewardModel, group: Group, tokenizer: PreTrainedTokeniz
     with model.attention("sdpa"):
         for n in range(0, len(group), batch_size):
             rows = group[n : n + batch_size]
-            padded = tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(model.device)
+            padded = tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt").to(model.device)
             mask = padded["attention_mask"] if len(rows) > 1 else None
             hidden = model.backbone(input_ids=padded["input_ids"], attention_mask=mask, use_cache=False)[0]
             last = torch.tensor([len(ids) - 1 for ids in rows], device=model.device)
