@@ -36,7 +36,9 @@ def teach(
     section = config.judged_by(dataset)
     if section is None:
         sys.exit("the run has no environment of the kind preference_verdict")
-    renderer, groups, draw = Renderer(loaded.tokenizer), list[Group](), random.Random(0)
+    variables = config.policy.tokenizer.chat_template_kwargs
+    renderer = Renderer(loaded.tokenizer, chat_template_kwargs=variables)
+    groups, draw = list[Group](), random.Random(0)
     for question in open_questions(dataset, section)[:max_questions]:
         label = question.info[LABEL]
         line = verdict_line(draw.choice(RATINGS.get(label, label)), section)
@@ -47,7 +49,7 @@ def teach(
     imitate(loaded.model, groups, **how)
     making = folder.with_name(f"{folder.name}.making")
     export_policy(loaded.model, loaded.tokenizer, making, chat_template=renderer.chat_template)
-    write_judge_contract(making, section)
+    write_judge_contract(making, section, variables)
     making.rename(folder)
 
 

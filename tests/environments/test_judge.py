@@ -423,7 +423,7 @@ def test_a_model_in_the_process_rates_by_expectation(policy_folder: Path) -> Non
     assert components(result)[0]["rating"] == pytest.approx(rating, abs=1e-5)
     assert result.rewards[0].item() == pytest.approx((rating - 1) / 4, abs=1e-5)
     long = JudgeEnvironment({**section, **SHORT, "template": None}).step([chat("four")], [{}])
-    assert "the model reads 256" in str(errors(long)[0])
+    assert "256 are read" in str(errors(long)[0])
 
 
 def test_a_model_in_the_process_compares_by_expectation(policy_folder: Path) -> None:

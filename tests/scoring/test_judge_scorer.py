@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,14 @@ from fastapi.testclient import TestClient
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from treeward.config.reward_environments import PreferenceVerdictConfig
+from treeward.config.reward_environments import JudgeEnvironmentConfig, PreferenceVerdictConfig
 from treeward.config.scoring import ScoringConfig
 from treeward.config.server import ServerConfig
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.scoring.ensemble import load_scorer
+from treeward.scoring.identity import scorer_identity
 from treeward.scoring.judge_contract import write_judge_contract
-from treeward.scoring.scorer import PreparedScorer
 from treeward.scoring.verdicts import make_question
 from treeward.serving.app import create_app
 from treeward.serving.service import Service
@@ -38,7 +39,7 @@ def judge(policy_folder: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def loaded(folder: Path, **keys: object) -> PreparedScorer:
+def loaded(folder: Path, **keys: object) -> Any:
     return load_scorer(ScoringConfig.model_validate({"models": [str(folder)], "dtype": "float32", **keys}))
 
 
@@ -79,19 +80,43 @@ def test_environment_and_server_give_the_same_scores(judge: Path) -> None:
 def test_what_has_no_score_says_why(judge: Path) -> None:
     scorer = loaded(judge)
     [masked, scored] = scorer.score([CHATS[0][:1], CHATS[0]], on_error="mask")
-    assert masked.score is None and "does not end with a text of the assistant" in str(masked.error)
+    assert masked.score is None and "no completion to score" in str(masked.error)
     assert scored.score is not None
-    with pytest.raises(DataError, match="does not end with a text of the assistant"):
+    with pytest.raises(DataError, match="no completion to score"):
         scorer.score([CHATS[0][:1]])
     long = [CHATS[0][0], {"role": "assistant", "content": "word " * 300}]
-    assert "the model reads 256" in str(scorer.score([long])[0].error)
+    assert "256 are read" in str(scorer.score([long])[0].error)
     [limited] = loaded(judge, max_length=20).score(CHATS[:1])
-    assert limited.score is None and "more than max_length 20" in str(limited.error)
+    assert limited.score is None and "20 are read" in str(limited.error)
+    image = [{"role": "user", "content": [{"type": "image", "url": "x"}]}, CHATS[0][1]]
+    for wrong, reason in (("2 + 2?", "not a list of messages"), (image, "reads text only")):
+        assert reason in str(scorer.score([wrong], on_error="mask")[0].error)
+        with pytest.raises(DataError, match=reason):
+            scorer.score([wrong])
+
+
+def test_a_pass_keeps_to_its_budget_and_tokens_are_counted(judge: Path) -> None:
+    whole, small = loaded(judge), load_scorer(ScoringConfig(models=(str(judge),), dtype="float32"), batch_tokens=100)
+    assert whole.num_computed_tokens == 0  # the golden questions are no work of the user's
+    sizes: list[int] = []
+    log_probs = small.judge.policy.log_probs
+    small.judge.policy.log_probs = lambda rows, starts: sizes.append(len(rows[0])) or log_probs(rows, starts)
+    expected = [score.score for score in whole.score(CHATS * 3)]
+    assert [score.score for score in small.score(CHATS * 3)] == pytest.approx(expected, abs=1e-6)
+    assert len(sizes) == 9 and set(sizes) == {9}
+    assert whole.num_computed_tokens < whole.num_row_tokens
+    assert scorer_identity(whole, "") != scorer_identity(loaded(judge, max_length=200), "")
+
+
+def test_variables_of_the_template_are_part_of_the_contract(judge: Path) -> None:
+    write_judge_contract(judge, RATES, {"enable_thinking": False})
+    asked = JudgeEnvironmentConfig(model=str(judge))
+    assert asked.chat_template_kwargs == loaded(judge).renderer.chat_template_kwargs == {"enable_thinking": False}
 
 
 def test_other_judges_are_refused(judge: Path) -> None:
     for setting in ({"head_weights": [1.0]}, {"truncation": "truncate_left"}, {"tokenizer": {"chat_template": "x"}}):
-        with pytest.raises(ConfigError, match="no heads"):
+        with pytest.raises(ConfigError, match="for reward models"):
             loaded(judge, **setting)
     tensors = load_file(judge / "model.safetensors")
     save_file({name: -tensor for name, tensor in tensors.items()}, judge / "model.safetensors", {"format": "pt"})

@@ -164,6 +164,9 @@ class GRPORunConfig(Strict):
         self._check_update()
         self._check_environments()
         self._check_watch_and_metric()
+        if self.policy.trust_remote_code and any(map(self.judged_by, self.data.train)):
+            need = "false with preference_verdict: whoever loads the judge could not ask its golden questions"
+            raise self.error("policy.trust_remote_code", need)
         skip, watch, shaping = (
             "grpo.skip_reference_policy_logprobs_calculation",
             self.grpo.watch,

@@ -190,7 +190,7 @@ class JudgePromptConfig(Strict):
     lowest_rating: float = 1.0
     """A lower rating is not a verdict."""
     highest_rating: float = 9.0
-    """A higher rating is not a verdict. Above 9, a rating is no single token whose probability counts."""
+    """A higher rating is not a verdict. With `use_logprobs` at most 9: only ratings of one digit have a probability."""
 
     def check(self) -> None:
         places = ("{completion}",) if self.mode == "rating" else ("{completion_a}", "{completion_b}")
@@ -231,6 +231,8 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
     """Longest message of the judge, in tokens; a truncated message is not a verdict. None: not sent."""
     extra_body: dict[str, Any] = {}
     """Further fields of the request, as `{max_completion_tokens: 1024}`."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the judge's chat template, as `{enable_thinking: false}`; of an endpoint, a field of the request."""
     max_concurrency: PositiveInt = 16
     """Most requests at a time."""
     timeout_seconds: PositiveFloat = 60.0
@@ -245,7 +247,8 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
         contract = Path(str(raw.get("model"))) / JUDGE_FILE if isinstance(raw, Mapping) else None
         if contract is None or not contract.is_file():
             return raw
-        return {**json.loads(contract.read_text("utf-8")).get("prompt", {}), **raw}
+        trained = json.loads(contract.read_text("utf-8"))
+        return trained.get("prompt", {}) | {"chat_template_kwargs": trained.get("chat_template_kwargs", {})} | dict(raw)
 
     def check(self) -> None:
         super().check()

@@ -105,9 +105,11 @@ class EndpointJudge:
     def _settings(self) -> dict[str, Any]:
         """The fields of every request."""
         optional = {"temperature": self.config.temperature, "max_tokens": self.config.max_tokens}
-        sent = {key: value for key, value in optional.items() if value is not None}
+        sent: dict[str, Any] = {key: value for key, value in optional.items() if value is not None}
         if self.config.use_logprobs:
             sent |= {"logprobs": True, "top_logprobs": _NUM_ALTERNATIVES}
+        if self.config.chat_template_kwargs:
+            sent["chat_template_kwargs"] = self.config.chat_template_kwargs
         return {"model": self.config.model, **sent, **self.config.extra_body}
 
     def _refusal(self, error: ServerError) -> ModelError:

@@ -256,7 +256,8 @@ class GRPORun(Run):
         def copy(folder: Path) -> None:
             processes.on_main(partial(shutil.copytree, best.path / "model", folder, dirs_exist_ok=True))
             if judged[0] is not None:
-                processes.on_main(partial(write_judge_contract, folder, judged[0]))
+                variables = self.config.policy.tokenizer.chat_template_kwargs
+                processes.on_main(partial(write_judge_contract, folder, judged[0], variables))
 
         store.write_folder("final", copy)
 

@@ -198,7 +198,10 @@ def load_scorer(config: ScoringConfig, **capacity: Any) -> PreparedScorer:
 
     `capacity`: arguments of `Scorer.load`, whose errors it raises too.
     """
-    if len(config.models) == 1 and (Path(config.models[0]) / JUDGE_FILE).is_file():
+    judges = [name for name in config.models if (Path(name) / JUDGE_FILE).is_file()]
+    if judges and len(config.models) > 1:
+        raise ConfigError("a judge is no member of an ensemble", where=judges[0], need="reward models")
+    if judges:
         return JudgeScorer.load(config, **capacity)
     if config.ensemble is None:
         return Scorer.load(config, **capacity)

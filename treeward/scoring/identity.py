@@ -23,7 +23,8 @@ def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
         shaping = section.model_dump(mode="json", exclude_defaults=True)
         return scorer_identity(scorer.scorer, name) | {"shaping": shaping, "constants": constants}
     if isinstance(scorer, JudgeScorer):
-        return {"judge": scorer.contract.scores_sha256, "dtype": scorer.judge.config.dtype}
+        limit, dtype = scorer.renderer.max_length, scorer.judge.config.dtype
+        return {"judge": scorer.contract.scores_sha256, "max_length": limit, "dtype": dtype}
     if isinstance(scorer, EnsembleScorer):
         return {
             "members": [scorer_identity(*pair) for pair in zip(scorer.members, scorer.names, strict=True)],

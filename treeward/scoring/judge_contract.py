@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -22,6 +22,7 @@ from treeward.config.reward_environments import JUDGE_FILE, JudgeEnvironmentConf
 from treeward.errors import CheckpointError
 from treeward.scoring.diagnosis import Check, Verification
 from treeward.scoring.judge_local import LocalJudge
+from treeward.scoring.score import Cost
 from treeward.scoring.verdicts import SYSTEM_PROMPT, TEMPLATES, NoVerdict, labels, make_question
 from treeward.storage import write_text
 
@@ -44,10 +45,11 @@ class GoldenQuestion(Strict):
 
 
 class JudgeContract(Strict):
-    """How a judge is asked: `prompt` with its texts in full, and `golden` questions to replay."""
+    """How a judge is asked: `prompt` with its texts in full, variables of its template, and `golden` questions."""
 
     version: Literal[1] = 1
     prompt: JudgePromptConfig
+    chat_template_kwargs: dict[str, Any] = {}
     golden: tuple[GoldenQuestion, ...] = ()
 
     @property
@@ -71,7 +73,9 @@ def read_judge_contract(folder: Path) -> JudgeContract | None:
         raise CheckpointError(summary, where=str(path), field=field, got=first["msg"], fix=fix) from None
 
 
-def write_judge_contract(folder: Path, section: JudgePromptConfig) -> None:
+def write_judge_contract(
+    folder: Path, section: JudgePromptConfig, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> None:
     """Write the contract of an exported policy that judges as `section` says. Loads the policy on the CPU."""
     texts = {
         "template": section.template or TEMPLATES[section.mode],
@@ -79,13 +83,13 @@ def write_judge_contract(folder: Path, section: JudgePromptConfig) -> None:
     }
     shared = {key: getattr(section, key) for key in JudgePromptConfig.model_fields}
     prompt = JudgePromptConfig(**shared | texts)
-    asked = _golden(prompt)
+    asked, variables = _golden(prompt), dict(chat_template_kwargs or {})
     golden = [
         GoldenQuestion(conversation=conversation, texts=texts, value=value)
-        for (conversation, texts), value in zip(asked, _values(_on_cpu(folder, prompt), asked), strict=True)
+        for (conversation, texts), value in zip(asked, _values(_on_cpu(folder, prompt, variables), asked), strict=True)
         if value is not None  # a model may be too short for a question
     ]
-    contract = JudgeContract(prompt=prompt, golden=tuple(golden))
+    contract = JudgeContract(prompt=prompt, chat_template_kwargs=variables, golden=tuple(golden))
     write_text(folder / JUDGE_FILE, contract.model_dump_json(indent=2) + "\n")
 
 
@@ -93,24 +97,24 @@ def verify_judge(folder: Path) -> Verification:
     """Ask the golden questions of a folder with a contract again, in float32 on the CPU."""
     contract = read_judge_contract(folder)
     assert contract is not None
-    return replay(_on_cpu(folder, contract.prompt), contract)
+    return replay(_on_cpu(folder, contract.prompt, contract.chat_template_kwargs), contract)
 
 
 def replay(judge: LocalJudge, contract: JudgeContract) -> Verification:
     """Ask a judge the golden questions of its contract; in half precision within a tenth of the scale."""
     found = _values(judge, [(golden.conversation, golden.texts) for golden in contract.golden])
-    scale = max(labels(contract.prompt).values()) - min(labels(contract.prompt).values())
-    tolerance = TOLERANCE if judge.config.dtype == "float32" else 0.1 * scale
-    checks, differences = [Check("weights", "equal", "the golden questions have their verdicts")], []
+    values = labels(contract.prompt).values()
+    tolerance = TOLERANCE if judge.config.dtype == "float32" else 0.1 * (max(values) - min(values))
+    check, differences = Check("weights", "equal", "the golden questions have their verdicts"), list[float]()
     for golden, value in zip(contract.golden, found, strict=True):
         differences.append(math.inf if value is None else abs(value - golden.value))
         if differences[-1] > tolerance:
             got, fix = f"{value} for {golden.texts}", "restore the weights and the tokenizer's files"
-            checks = [Check("weights", "differs", "a golden verdict has changed", got, f"{golden.value}", fix)]
+            check = Check("weights", "differs", "a golden verdict has changed", got, f"{golden.value}", fix)
             break
-    return Verification(
-        judge.config.model, tuple(checks), len(contract.golden), max(differences, default=None), tolerance
-    )
+    judge.cost = Cost()  # of what is asked of it next
+    largest = max(differences, default=None)
+    return Verification(judge.config.model, (check,), len(contract.golden), largest, tolerance)
 
 
 _Asked = Sequence[tuple[str, tuple[str, ...]]]
@@ -124,8 +128,9 @@ def _golden(prompt: JudgePromptConfig) -> _Asked:
     return [(conversation, shown) for conversation, texts in _GOLDEN for shown in (texts, texts[::-1])]
 
 
-def _on_cpu(folder: Path, prompt: JudgePromptConfig) -> LocalJudge:
-    keys = prompt.model_dump() | {"model": str(folder), "device": "cpu", "dtype": "float32", "use_logprobs": True}
+def _on_cpu(folder: Path, prompt: JudgePromptConfig, chat_template_kwargs: Mapping[str, Any]) -> LocalJudge:
+    keys = prompt.model_dump() | {"chat_template_kwargs": chat_template_kwargs, "use_logprobs": True}
+    keys |= {"model": str(folder), "device": "cpu", "dtype": "float32"}
     return LocalJudge(JudgeEnvironmentConfig.model_validate(keys))
 
 

@@ -25,6 +25,7 @@ from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 from treeward.model.loading import load_policy
 from treeward.model.pretrained import choose_device
+from treeward.model.reward_model import DEFAULT_BATCH_TOKENS
 from treeward.scoring.score import Cost
 from treeward.scoring.verdicts import (
     Answer,
@@ -38,20 +39,22 @@ from treeward.scoring.verdicts import (
 )
 from treeward.tree.token_tree import TokenIds, common_prefix_length
 
-_QUESTIONS_AT_ONCE = 8
+_MESSAGES_AT_ONCE = 8
 _ROOM_FOR_A_LABEL = 16
 
 
 class LocalJudge:
-    """Loads the model. Raises `ModelError` if it cannot be loaded or is not causal."""
+    """Loads the model. `batch_tokens`: about the most in one forward pass for probabilities. Raises `ModelError` if the
+    model cannot be loaded or is not causal."""
 
-    def __init__(self, config: JudgeEnvironmentConfig) -> None:
-        self.config = config
+    def __init__(self, config: JudgeEnvironmentConfig, *, batch_tokens: int | None = None) -> None:
+        self.config, self.batch_tokens = config, batch_tokens or DEFAULT_BATCH_TOKENS
         self.cost = Cost()
         dtype, device = getattr(torch, config.dtype), choose_device(config.device)
         loaded = load_policy(config.model, dtype=dtype, device=device)
         self.policy, self.tokenizer = loaded.model, loaded.tokenizer
-        self.renderer = Renderer(self.tokenizer)
+        limit, variables = self.policy.max_positions, config.chat_template_kwargs
+        self.renderer = Renderer(self.tokenizer, chat_template_kwargs=variables, max_length=limit)
         self._max_tokens = config.max_tokens or 1024
 
     @torch.no_grad()
@@ -59,7 +62,7 @@ class LocalJudge:
         """A verdict for each question, or the reason for none."""
         verdicts: dict[int, Verdict | NoVerdict] = {}
         waiting: dict[int, tuple[Message, ...]] = {i: question.messages for i, question in enumerate(questions)}
-        for _ in range(1 if self.config.use_logprobs else 2):
+        for _ in range(2):
             prompts: dict[int, str] = {}
             for i, messages in waiting.items():
                 prompt = self.prompt(messages)
@@ -68,14 +71,13 @@ class LocalJudge:
                 else:
                     verdicts.setdefault(i, NoVerdict(prompt.summary))
             self.cost += Cost(num_requests=len(prompts))
+            if self.config.use_logprobs:
+                verdicts.update(zip(prompts, self.expected(map(self.rows, prompts.values())), strict=True))
+                break
             indices = list(prompts)
-            for start in range(0, len(indices), _QUESTIONS_AT_ONCE):
-                chunk = indices[start : start + _QUESTIONS_AT_ONCE]
-                texts = [prompts[i] for i in chunk]
-                if self.config.use_logprobs:
-                    verdicts.update(zip(chunk, self.expected(map(self.rows, texts)), strict=True))
-                    continue
-                for i, answer in zip(chunk, self._messages(texts), strict=True):
+            for start in range(0, len(indices), _MESSAGES_AT_ONCE):
+                chunk = indices[start : start + _MESSAGES_AT_ONCE]
+                for i, answer in zip(chunk, self._messages([prompts[i] for i in chunk]), strict=True):
                     verdicts[i] = read_answer(answer, self.config)
                     waiting[i] = reminded(waiting[i], answer, self.config)
             waiting = {i: waiting[i] for i in prompts if isinstance(verdicts[i], NoVerdict)}
@@ -88,9 +90,9 @@ class LocalJudge:
         except DataError as error:
             return error
         room = _ROOM_FOR_A_LABEL if self.config.use_logprobs else self._max_tokens
-        length, limit = len(self.renderer.encode_texts([text])[0]) + room, self.policy.max_positions
+        length, limit = len(self.renderer.encode_texts([text])[0]) + room, self.renderer.max_length
         if limit is not None and length > limit:
-            return DataError(f"the judge's prompt and message have {length} tokens, the model reads {limit}")
+            return DataError(f"the judge's prompt and message have {length} tokens, and {limit} are read")
         return text
 
     def rows(self, prompt: str) -> list[list[int]]:
@@ -100,8 +102,23 @@ class LocalJudge:
     @torch.no_grad()
     def expected(self, questions: Iterable[Sequence[TokenIds]]) -> list[Verdict | NoVerdict]:
         """Verdicts from the probability of each label as the judge's message. `questions`: the `rows` of each."""
-        values, groups = labels(self.config), list(questions)
-        shared = [length for group in groups for length in [_shared(group)] * len(values)]
+        verdicts: list[Verdict | NoVerdict] = []
+        together: list[Sequence[TokenIds]] = []
+        num_tokens = 0
+        for rows in questions:
+            again = 0 if self.policy.layout == "rows" else shared_length(rows)
+            cost = sum(len(row) - again for row in rows) + again
+            if together and num_tokens + cost > self.batch_tokens:
+                verdicts += self._expected(together)
+                together, num_tokens = [], 0
+            together.append(rows)
+            num_tokens += cost
+        return verdicts + (self._expected(together) if together else [])
+
+    def _expected(self, groups: Sequence[Sequence[TokenIds]]) -> list[Verdict | NoVerdict]:
+        """The same, in one forward pass."""
+        values = labels(self.config)
+        shared = [length for group in groups for length in [shared_length(group)] * len(values)]
         # One tree: all questions share the judge's instructions, and the two orders of a pair its conversation too.
         result = self.policy.log_probs([[row for group in groups for row in group]], [shared])
         self.cost += Cost(num_prompt_tokens=result.num_computed_tokens)
@@ -141,6 +158,7 @@ class LocalJudge:
         return answers
 
 
-def _shared(rows: Sequence[TokenIds]) -> int:
+def shared_length(rows: Sequence[TokenIds]) -> int:
+    """Tokens that all rows begin with."""
     first = np.asarray(rows[0])
     return min(common_prefix_length(first, np.asarray(row)) for row in rows[1:])

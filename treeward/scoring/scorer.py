@@ -271,7 +271,7 @@ class Scorer(PreparedScorer):
             if on_error == "raise":
                 raise
             if len(conversations) == 1:
-                return [Prepared(names[0], None, error=_one_line(error))]
+                return [Prepared(names[0], None, error=one_line(error))]
             # One of them is wrong: the others are found one by one.
             pairs = zip(conversations, names, strict=True)
             return [self.prepare([chat], where=[name], on_error=on_error)[0] for chat, name in pairs]
@@ -338,7 +338,7 @@ class Scorer(PreparedScorer):
         except ModelError as error:
             if on_error == "raise":
                 raise
-            return Score(None, item.num_tokens, item.truncated, error=_one_line(error))
+            return Score(None, item.num_tokens, item.truncated, error=one_line(error))
         return Score(
             score=self._combined(values),
             num_tokens=item.num_tokens,
@@ -361,7 +361,7 @@ class Scorer(PreparedScorer):
             try:
                 ids, num_tokens = self.renderer.encode_short([text], limit, where=[name])[0]
             except (DataError, UnicodeError) as error:
-                return Prepared(name, None, error=_one_line(error))
+                return Prepared(name, None, error=one_line(error))
         if ids is None or (limit is not None and num_tokens > limit):
             return self._too_long(name, num_tokens)
         if not ids or min(ids) < 0 or max(ids) >= num_ids:
@@ -392,7 +392,8 @@ class Scorer(PreparedScorer):
         return Prepared(name, None, num_tokens, error=error)
 
 
-def _one_line(error: TreewardError | UnicodeError) -> str:
+def one_line(error: TreewardError | UnicodeError) -> str:
+    """An error as the reason of a missing score."""
     if isinstance(error, UnicodeError):
         return f"the text is not valid Unicode: {error}"
     parts = (("got", error.got), ("need", error.need))
