@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -119,6 +120,12 @@ def policy_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory)
     causal_model("llama", vocab_size=vocabulary, eos_token_id=end, max_position_embeddings=256).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def own_policy_folder(policy_folder: Path, tmp_path: Path) -> Path:
+    """A copy of it for one test, to write into."""
+    return Path(shutil.copytree(policy_folder, tmp_path / "judge"))
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,9 @@ SHORT = PreferenceVerdictConfig(system_prompt="Judge.", template="{completion_a}
 
 
 @pytest.fixture
-def judge(policy_folder: Path, tmp_path: Path) -> Path:
-    folder = tmp_path / "judge"
-    shutil.copytree(policy_folder, folder)
-    write_judge_contract(folder, SHORT)
-    return folder
+def judge(own_policy_folder: Path) -> Path:
+    write_judge_contract(own_policy_folder, SHORT)
+    return own_policy_folder
 
 
 @pytest.mark.parametrize("mode", ["pairwise", "rating"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,9 @@ CHATS = [
 
 
 @pytest.fixture
-def judge(policy_folder: Path, tmp_path: Path) -> Path:
-    folder = tmp_path / "judge"
-    shutil.copytree(policy_folder, folder)
-    write_judge_contract(folder, RATES)
-    return folder
+def judge(own_policy_folder: Path) -> Path:
+    write_judge_contract(own_policy_folder, RATES)
+    return own_policy_folder
 
 
 def loaded(folder: Path, **keys: object) -> Any:
@@ -67,6 +64,8 @@ def test_environment_and_server_give_the_same_scores(judge: Path) -> None:
     expected = [score.score for score in loaded(judge).score(CHATS)]
     environment = RewardModelEnvironment({"model_name": str(judge), "precision": "float32"})
     assert [reward.value for reward in environment.reward(CHATS, [])] == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(ConfigError, match="reads questions"):
+        environment.preprocess_data(CHATS)
     config = ServerConfig.model_validate({"models": [{"models": [str(judge)], "dtype": "float32"}]})
     service = Service.load(config)
     with TestClient(create_app(service)) as client:
@@ -105,6 +104,10 @@ def test_a_pass_keeps_to_its_budget_and_tokens_are_counted(judge: Path) -> None:
     assert [score.score for score in small.score(CHATS * 3)] == pytest.approx(expected, abs=1e-6)
     assert len(sizes) == 9 and set(sizes) == {9}
     assert whole.num_computed_tokens < whole.num_row_tokens
+    sizes.clear()
+    small.judge.batch_tokens, small.judge.max_questions = 100_000, 2  # as an environment's batch_size: 2
+    small.score(CHATS * 3)
+    assert sizes == [18, 18, 18, 18, 9]
     assert scorer_identity(whole, "") != scorer_identity(loaded(judge, max_length=200), "")
 
 

@@ -190,7 +190,8 @@ class JudgePromptConfig(Strict):
     lowest_rating: float = 1.0
     """A lower rating is not a verdict."""
     highest_rating: float = 9.0
-    """A higher rating is not a verdict. With `use_logprobs` at most 9: only ratings of one digit have a probability."""
+    """A higher rating is not a verdict. At most 9 with `use_logprobs` and for a policy that learns to judge: the
+    probabilities are of one digit."""
 
     def check(self) -> None:
         places = ("{completion}",) if self.mode == "rating" else ("{completion_a}", "{completion_b}")

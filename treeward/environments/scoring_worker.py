@@ -28,7 +28,7 @@ from treeward.parallel.tensor import cut
 from treeward.processes import joined
 from treeward.scoring.ensemble import load_scorer
 from treeward.scoring.score import Conversation, Score
-from treeward.scoring.scorer import PreparedScorer
+from treeward.scoring.scorer import PreparedScorer, Scorer
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,8 @@ class ScoringWorker:
     def preprocess(self, conversations: Sequence[Conversation]) -> dict[str, Tensor]:
         """See `RewardModelEnvironment.preprocess_data`."""
         scorer = self.scorer.members[0]
+        if not isinstance(scorer, Scorer):
+            raise ConfigError("a judge reads questions, not conversations", where=self._config.models[0])
         rows = []
         for item in scorer.prepare(conversations):
             if item.ids is None:

@@ -38,7 +38,13 @@ class JudgeScorer(PreparedScorer):
 
     @classmethod
     def load(
-        cls, config: ScoringConfig, *, device: Any = None, batch_tokens: int | None = None, **_: Any
+        cls,
+        config: ScoringConfig,
+        *,
+        device: Any = None,
+        batch_tokens: int | None = None,
+        max_sequences: int | None = None,
+        **_: Any,  # the size of a cache of prompts, which a judge has not
     ) -> JudgeScorer:
         """Load a folder with a judge's contract. Raises `ConfigError` for a judge that compares, and for settings of a
         reward model; `ModelError` where a golden question has another verdict than in the contract."""
@@ -61,7 +67,7 @@ class JudgeScorer(PreparedScorer):
                 raise ConfigError("this is for reward models", where=name, field=field, got=value, need=need)
         keys = {"model": name, "device": device and str(device), "dtype": config.dtype, "use_logprobs": True}
         section = JudgeEnvironmentConfig.model_validate(keys)
-        judge = LocalJudge(section, batch_tokens=batch_tokens)
+        judge = LocalJudge(section, batch_tokens=batch_tokens, max_questions=max_sequences)
         check = replay(judge, contract).first_difference if config.check_contract else None
         if check is not None:
             summary = f"the judge does not keep its contract: {check.summary}"
