@@ -38,7 +38,6 @@ VERBS = {
     "serve": "Serve reward models over HTTP, in the dialects that RL frameworks speak.",
     "verify": "Replay a model's scoring contract and name what differs.",
     "calibrate": "Fit a reward model's normalisation, length curve and temperature.",
-    "merge": "Average the weights of reward models.",
 }
 
 
