@@ -53,8 +53,11 @@ def test_questions_that_a_model_is_too_short_for_are_no_golden_ones(judge: Path)
 
 
 def test_a_judge_is_asked_as_it_was_trained_unless_it_is_told_otherwise(judge: Path) -> None:
-    asked = JudgeEnvironmentConfig(model=str(judge), use_logprobs=True)
+    write_judge_contract(judge, SHORT.model_copy(update={"num_samples": 3, "temperature": 0.7}))
+    asked = JudgeEnvironmentConfig(model=str(judge))
     assert (asked.mode, asked.system_prompt, asked.highest_rating) == ("pairwise", "Judge.", 9.0)
+    assert (asked.num_samples, asked.temperature) == (3, 0.7)
+    assert JudgeEnvironmentConfig(model=str(judge), use_logprobs=True).num_samples == 1  # nothing is sampled
     trained = make_question(SHORT, "user: Hi", ("a", "b"), about=0)
     assert make_question(asked, "user: Hi", ("a", "b"), about=0).messages == trained.messages
     other = JudgeEnvironmentConfig(model=str(judge), mode="rating", template="{completion}?")

@@ -178,7 +178,7 @@ JUDGE_FILE = "judge_contract.json"
 
 
 class JudgePromptConfig(Strict):
-    """What a judge is asked."""
+    """What a judge is asked, and how often. A policy that learns to judge keeps this in its contract, for its use."""
 
     mode: Literal["rating", "pairwise", "equivalence"] = "rating"
     """`rating`: for a number. `pairwise`: which of two is better. `equivalence`: whether two answers are the same."""
@@ -192,6 +192,11 @@ class JudgePromptConfig(Strict):
     highest_rating: float = 9.0
     """A higher rating is not a verdict. At most 9 with `use_logprobs` and for a policy that learns to judge: the
     probabilities are of one digit."""
+    num_samples: PositiveInt = 1
+    """How often each question is asked, at a temperature: the majority of verdicts, the mean of ratings. A policy that
+    learns to judge is asked so when it is used; in training `num_generations_per_prompt` times."""
+    temperature: float | None = 0.0
+    """Temperature of the judge. None: not sent, for models that refuse it."""
 
     def check(self) -> None:
         places = ("{completion}",) if self.mode == "rating" else ("{completion_a}", "{completion_b}")
@@ -200,6 +205,9 @@ class JudgePromptConfig(Strict):
             raise self.error("template mode", need)
         if self.lowest_rating >= self.highest_rating:
             raise self.error("lowest_rating highest_rating", "lowest_rating below highest_rating")
+        if self.num_samples > 1 and self.temperature == 0:
+            need = "a temperature above 0, without which every answer is the same"
+            raise self.error("num_samples temperature", need)
 
 
 class JudgeEnvironmentConfig(JudgePromptConfig):
@@ -218,16 +226,12 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
     mode: Literal["rating", "pairwise", "equivalence"] = "rating"
     """`rating`: a number, scaled to 0 to 1. `pairwise`: against references, else against neighbouring completions;
     win 1, tie 0.5, loss 0. `equivalence`: 1 where the final answer is that of a reference, else 0."""
-    num_samples: PositiveInt = 1
-    """How often each question is asked, at a temperature: the majority of verdicts, the mean of ratings."""
     use_logprobs: bool = False
     """A rating or the verdict on a pair counts by its expected value: from the endpoint's log-probabilities, where it
     gives them; in the process from the probability of each verdict as the whole message: nothing is written."""
     reference_key: str = "reference_answers"
     """The key of `env_infos` with the reference completion, or with a list of them: `pairwise` averages, and for
     `equivalence` one is enough."""
-    temperature: float | None = 0.0
-    """Temperature of the judge. None: not sent, for models that refuse it."""
     max_tokens: PositiveInt | None = 1024
     """Longest message of the judge, in tokens; a truncated message is not a verdict. None: not sent."""
     extra_body: dict[str, Any] = {}
@@ -249,13 +253,12 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
         if contract is None or not contract.is_file():
             return raw
         trained = json.loads(contract.read_text("utf-8"))
-        return trained.get("prompt", {}) | {"chat_template_kwargs": trained.get("chat_template_kwargs", {})} | dict(raw)
+        probabilities = {"num_samples": 1} if raw.get("use_logprobs") else {}  # which are not sampled
+        variables = {"chat_template_kwargs": trained.get("chat_template_kwargs", {})}
+        return trained.get("prompt", {}) | variables | probabilities | dict(raw)
 
     def check(self) -> None:
         super().check()
-        if self.num_samples > 1 and self.temperature == 0:
-            need = "a temperature above 0, without which every answer is the same"
-            raise self.error("num_samples temperature", need)
         if not self.use_logprobs:
             return
         if self.num_samples > 1 and self.base_url is None:
