@@ -134,7 +134,6 @@ SECTIONS = [
     (RewardShapingConfig, "normalize_rewards: true, reference: par", "normalize_rewards"),
     (RewardShapingConfig, "temperature: fitted", "temperature"),
     (RuleEnvironmentConfig, "rule: math, pattern: x", "pattern"),
-    (RuleEnvironmentConfig, "rule: math, wrong: 1.0", "correct"),
     (JudgeEnvironmentConfig, "base_url: u, model: m, api_key: secret", "api_key"),
     (JudgeEnvironmentConfig, "base_url: u, model: m, template: Rate it.", "template"),
     (JudgeEnvironmentConfig, "base_url: u, model: m, mode: pairwise, template: '{completion_a}'", "template"),

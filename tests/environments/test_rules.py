@@ -44,7 +44,6 @@ def test_exact_match() -> None:
     ]
     assert rewards(config, *samples) == [1, 0, 0, 1, 1, 0, 1]
     assert rewards(config | {"ignore_case": True}, *samples) == [1, 0, 1, 1, 1, 0, 1]
-    assert rewards(config | {"correct": 0.5, "wrong": -2}, *samples[:2]) == [0.5, -2]
 
 
 def test_the_part_that_is_the_answer_is_the_last_one_that_matches() -> None:
@@ -113,9 +112,9 @@ def test_math() -> None:
         (r"\boxed{1}", truth("")),
         ("", truth("7")),
     ]
-    result = step({"rule": "math", "workers": 1, "wrong": -1}, *samples)
-    assert result.rewards.tolist()[:5] == [1, -1, -1, 1, 1]
-    assert math.isnan(result.rewards[5]) and result.rewards[6] == -1
+    result = step({"rule": "math", "workers": 1}, *samples)
+    assert result.rewards.tolist()[:5] == [1, 0, 0, 1, 1]
+    assert math.isnan(result.rewards[5]) and result.rewards[6] == 0
     components = [metadata[DETAILS]["components"] for metadata in result.metadata]
     assert components[1] == {"correct": 0, "answered": 1} and components[2] == {"correct": 0, "answered": 0}
     assert (

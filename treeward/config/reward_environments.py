@@ -148,10 +148,6 @@ class RuleEnvironmentConfig(Strict):
     """With `regex`: the pattern to find in the answer, in the syntax of the package `regex`; needs no ground truth."""
     ignore_case: bool = False
     """Ignore case in `exact_match` and `regex`."""
-    correct: float = 1.0
-    """The reward of a right answer."""
-    wrong: float = 0.0
-    """The reward of any other answer."""
     timeout_seconds: PositiveFloat = 5.0
     """Time limit of a pattern or of algebra for one sample; beyond it the sample has no reward."""
     workers: PositiveInt = 2
@@ -160,8 +156,6 @@ class RuleEnvironmentConfig(Strict):
     def check(self) -> None:
         if self.pattern is not None and self.rule != "regex":
             raise self.error("pattern rule", "rule: regex; extract finds the answer for the other rules")
-        if self.correct <= self.wrong:
-            raise self.error("correct wrong", "correct above wrong")
 
 
 class MathEnvironmentConfig(RuleEnvironmentConfig):

@@ -5,8 +5,9 @@ r"""`RuleEnvironment`: rewards by a rule, for completions with an answer that ca
         [{"ground_truth": "1/2"}],
     ).rewards                                                                                        # tensor([1.])
 
-The components `correct` and `answered` (the completion has an answer) are 0 or 1. A sample without a valid ground truth
-or pattern has no reward. Patterns from data can backtrack for ever: the package `regex` matches them with a time limit.
+The reward is 1 for a right answer and 0 for any other, as the component `correct`; `answered` is 1 for a completion
+with an answer. A sample without a valid ground truth or pattern has no reward. Patterns from data can backtrack for
+ever: the package `regex` matches them with a time limit.
 """
 
 from __future__ import annotations
@@ -69,8 +70,7 @@ class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):
         return self._reward(verdict.correct, answered=verdict.parsed)
 
     def _reward(self, correct: bool, *, answered: bool = True) -> Reward:
-        value = self.config.correct if correct else self.config.wrong
-        return Reward(value, components={"correct": float(correct), "answered": float(answered)})
+        return Reward(float(correct), components={"correct": float(correct), "answered": float(answered)})
 
     def _read(self, conversation: Sequence[Message], info: Mapping[str, Any]) -> _Answer | None:
         """The answer in the completion, and its ground truths; None if `extract` does not match."""
