@@ -215,11 +215,11 @@ def test_what_a_run_refuses(mistake, run, overrides, field):
     ("override", "field", "words"),
     [
         ("env.reward_model.batch_sise=3", "env.reward_model.batch_sise", "no such key"),
-        ("env.math.correct=-1", "env.math.correct", "correct above wrong"),
+        ("env.math.pattern=x", "env.math.pattern", "rule: regex"),
         ("env.rewad_model={model_name: m}", "env.rewad_model", "no such kind"),
         ("env.mine={type: ruls}", "env.mine.type", "no such kind"),
         ("env.math=3", "env.math", "not a mapping"),
-        ("env.mix={type: hybrid, members: {math: {wrong: 5.0}}}", "env.mix.members.math.correct", "correct above"),
+        ("env.mix={type: hybrid, members: {math: {pattern: x}}}", "env.mix.members.math.pattern", "rule: regex"),
         ("env.mix={type: hybrid, members: {a: {type: rule}}}", "env.mix.members.a.type", "no such kind"),
     ],
 )
