@@ -286,7 +286,7 @@ def _ours(
 ) -> Variant:
     model = kind(deepcopy(policy), layout="tree")
     own = reference if dtype == torch.float32 else deepcopy(reference)  # one for all: memory
-    frozen = kind(own.requires_grad_(False), layout="tree")
+    frozen = kind(own, layout="tree")
     model.cast(dtype)
     frozen.cast(dtype)
     loss = PolicyLossConfig(reference_policy_kl_penalty=BETA)
