@@ -1,8 +1,5 @@
 """Reading, overriding, resolving, checking and saving a configuration; the errors that a user sees."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -76,9 +73,6 @@ def test_shipped_configs_load_and_survive_saving(path, tmp_path):
     assert not (config.logger.tensorboard_enabled or config.logger.wandb_enabled), "make env installs no tracker"
 
 
-# YAML and overrides
-
-
 @settings(max_examples=15)
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), VALUES, max_size=3))
 def test_any_value_survives_saving(tmp_path_factory, kwargs):
@@ -91,20 +85,11 @@ def test_any_value_survives_saving(tmp_path_factory, kwargs):
     assert load_config(folder / "resolved.yaml") == config
 
 
-@settings(max_examples=40)
-@given(VALUES)
-def test_an_override_takes_any_value_in_flow_style(value):
-    text = json.dumps(value, ensure_ascii=False).replace("${", r"\\${")
-    assert load_file(Anything, None, [f"a={text}"]).a == value
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1", 1),
         ("1e-5", 1e-5),
         ("null", None),
-        ("true", True),
         ("'1'", "1"),
         ("00:03:45:00", "00:03:45:00"),
         ("[1, x, null, [2]]", [1, "x", None, [2]]),
@@ -146,10 +131,9 @@ def test_overrides(write, override, result):
     ],
 )
 def test_a_wrong_override_is_shown(write, override, words):
-    path = write(SMALL + "rm: {seed: 1, list: [1]}\n")
-    error = mistake(path, override)
-    assert pytest.raises(ConfigError, load_config, path, [override]).match(words)
-    assert error.where == "command line" and error.got == override
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_config(write(SMALL + "rm: {seed: 1, list: [1]}\n"), [override])
+    assert caught.value.where == "command line" and caught.value.got == override
 
 
 def test_defaults_are_laid_under_the_file_in_order(write, tmp_path):
@@ -178,7 +162,6 @@ def test_bad_defaults(write):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: 1\nb: [1\nc: 2\n", "line 3"),
         ("a: 1\na: 2\n", "duplicate key"),
         ("a: !!python/object:os.system x\n", "could not determine a constructor"),
         ("- 1\n", "not a mapping"),
@@ -187,9 +170,6 @@ def test_bad_defaults(write):
 def test_syntax_errors_name_the_file(write, text, words):
     error = mistake(write(text))
     assert "run.yaml" in error.where and words in str(error)
-
-
-# references
 
 
 def test_references_and_functions(write):
@@ -215,14 +195,10 @@ def test_a_section_given_as_a_mapping():
         load_section(Car, OmegaConf.create({"car": {"name": "${nowhere}"}}).car, where="car")
 
 
-# misspelt keys and bad values
-
-
 @pytest.mark.parametrize(
     ("override", "field", "nearest"),
     [
         ("policy.modle_name=x", "policy.modle_name", "policy.model_name"),
-        ("data.train_data_pth=x", "data.train_data_pth", "data.train_data_path"),
         ("data.train.promptkey=x", "data.train[0].promptkey", "data.train[0].prompt_key"),
         ("data.default.promptkey=x", "data.default.promptkey", "data.default.prompt_key"),
         ("data.validation=[{data_path: x, splt: y}]", "data.validation[0].splt", "data.validation[0].split"),
@@ -240,12 +216,10 @@ def test_a_misspelt_key_fails_with_the_nearest_name(write, override, field, near
     ("override", "ours"),
     [
         ("grpo.num_generation_per_prompt=8", "grpo.num_generations_per_prompt"),
-        ("num_generations=8", "grpo.num_generations_per_prompt"),
         ("num_generation=8", "grpo.num_generations_per_prompt"),
         ("loss_fn.epsilon=0.1", "loss_fn.ratio_clip_min and loss_fn.ratio_clip_max"),
         ("loss_fn.clip_ratio_hgh=0.1", "loss_fn.ratio_clip_max"),
         ("policy.learning_rate=1e-5", "policy.optimizer.kwargs.lr"),
-        ("max_steps=3", "grpo.max_num_steps"),
     ],
 )
 def test_names_of_other_toolkits_are_known(write, override, ours):
@@ -265,10 +239,8 @@ def test_a_value_fails_with_the_nearest_and_its_whole_meaning(write):
 @pytest.mark.parametrize(
     ("text", "load", "override", "command"),
     [
-        (SMALL, load_config, "env={a: 1}", "grpo"),
         (SMALL, load_config, "policy.generation.backend=vllm", "grpo"),
         (SMALL_GRPO, load_grpo_config, "rm.seed=1", "train"),
-        (SMALL_GRPO, load_grpo_config, "evaluation.enabled=true", "train"),
     ],
 )
 def test_sections_of_another_command_say_so(write, text, load, override, command):
@@ -284,12 +256,3 @@ def test_every_mistake_is_listed_with_its_place(write):
         assert f"field: {key}" in text
     assert f"{path}: the value is not valid" in text
     assert "the configuration has 5 mistakes" in text
-
-
-def test_nothing_heavy_is_imported():
-    code = (
-        "import sys, treeward.config, treeward.config.load; "
-        "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow', 'numpy') if m in sys.modules])"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert shown.stdout.strip() == "[]"

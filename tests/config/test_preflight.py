@@ -94,13 +94,14 @@ def test_shipped_configs_run_on_what_make_env_installs(name, plain_environment, 
     check_inputs((load_grpo_config if name.startswith("grpo") else load_config)(path))
 
 
-def test_a_mistake_is_reported_before_torch_is_imported(tmp_path):
+def test_a_mistake_is_reported_before_anything_heavy_is_imported(tmp_path):
     text = RM.format(data=tmp_path / "nowhere.jsonl", folder=tmp_path)
     (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
     code = (
         "import sys; from treeward.cli.main import main; "
         f"code = main(['train', '--config', {str(tmp_path / 'run.yaml')!r}]); "
-        "sys.exit(code if 'torch' not in sys.modules else 1)"
+        "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'numpy'} & sys.modules.keys(); "
+        "sys.exit(code + len(heavy))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2 and "nowhere.jsonl" in done.stderr
