@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import WORDS
 from killed_run import User, assert_same_run
+from messages import write_jsonl
 from signed import write_signed_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -64,14 +65,9 @@ moments = {
 
 
 def user_in(folder: Path, model: Path) -> User:
-    words = ("sun", "moon", "rain", "wind", "snow", "leaf", "root", "seed", "tree", "bark", "moss", "fern")
-    prompts = {
-        "train": [f"Say {a} and {b}." for a in words for b in words[:3]],
-        "held_out": [f"Sing of {a}." for a in words],
-    }
-    for name, asked in prompts.items():
-        rows = "".join(json.dumps({"prompt": text}) + "\n" for text in asked)
-        (folder / f"{name}.jsonl").write_text(rows, encoding="utf-8")
+    asked = [f"Say {a} and {b}." for a in WORDS for b in WORDS[:3]]
+    write_jsonl(folder / "train.jsonl", *({"prompt": text} for text in asked))
+    write_jsonl(folder / "held_out.jsonl", *({"prompt": f"Sing of {a}."} for a in WORDS))
     (folder / "run.yaml").write_text(CONFIG.format(folder=folder, model=model, steps=STEPS), encoding="utf-8")
     return User(folder, ["grpo", "--config", str(folder / "run.yaml")], MOMENTS)
 
