@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import reduce
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -37,11 +38,8 @@ def measure(scores: torch.Tensor, ranks: list[list[int]], ties: str = "drop") ->
 def test_any_split_adds_up(ranks: list[list[int]], cuts: set[int], ties: str, seed: int) -> None:
     scores = torch.randn(sum(map(len, ranks)), generator=torch.Generator().manual_seed(seed))
     parts = scores.split([len(group) for group in ranks])
-    bounds = [0, *sorted(cut for cut in cuts if cut < len(ranks)), len(ranks)]
-    batches = [
-        measure(torch.cat(parts[low:high]), ranks[low:high], ties)
-        for low, high in zip(bounds, bounds[1:], strict=False)
-    ]
+    bounds = pairwise([0, *sorted(cut for cut in cuts if cut < len(ranks)), len(ranks)])
+    batches = [measure(torch.cat(parts[low:high]), ranks[low:high], ties) for low, high in bounds]
     whole, added = measure(scores, ranks, ties).means(), reduce(RewardMetrics.__add__, batches, RewardMetrics()).means()
     assert tuple(whole) == METRIC_NAMES
     for name in METRIC_NAMES:
