@@ -67,7 +67,7 @@ FILES = [*KINDS, *(f"{kind}.gz" for kind in KINDS if kind not in ("parquet", "ar
 
 
 @pytest.mark.parametrize("kind", FILES)
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(names=st.lists(_name, min_size=1, max_size=3, unique=True), data=st.data())
 def test_round_trip(tmp_path: Path, kind: str, names: list[str], data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.fixed_dictionaries({name: _text for name in names}), min_size=1, max_size=5))
