@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Visit", "chromium", "visiting"]
+__all__ = ["Pages", "Visit", "chromium", "visiting"]
 
 Visit = Callable[..., Any]
 """`visit(file, width=1280, height=900, **options of the context)`: a page of playwright's."""
@@ -21,12 +21,8 @@ _EXECUTABLE = os.environ.get("CHROMIUM") or next(
 )
 _FLAGS = [
     "--no-sandbox",  # the only page is our own, and a container's root has no sandbox
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
+    *("--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync"),
 ]
 
 
@@ -42,28 +38,42 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
+class Pages:
+    """Pages of one test. `said`: what their console had; `asked`: the addresses of all their requests."""
+
+    def __init__(self, browser: Any) -> None:
+        self.browser, self.contexts = browser, list[Any]()
+        self.said, self.asked = list[str](), list[str]()
+
+    def open(self, address: str, *, width: int = 1280, height: int = 900, **options: Any) -> Any:
+        context = self.browser.new_context(viewport={"width": width, "height": height}, **options)
+        self.contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.goto(address)
+        return page
+
+    def close(self) -> None:
+        for context in self.contexts:
+            context.close()
+
+
 @contextmanager
 def visiting(browser: Any, page_file: Path) -> Iterator[Visit]:
     """Opens reports, `page_file` if no other is named; at the end the browser must have had nothing to say and nothing
     to load."""
-    contexts, said, asked = [], [], []
+    pages = Pages(browser)
 
-    def open_page(file: Path = page_file, *, width: int = 1280, height: int = 900, **options: Any) -> Any:
-        context = browser.new_context(viewport={"width": width, "height": height}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: said.append(f"error: {error}"))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(file.as_uri())
+    def visit(file: Path = page_file, **options: Any) -> Any:
+        page = pages.open(file.as_uri(), **options)
         if options.get("java_script_enabled", True):
             page.locator("html[data-drawn]").wait_for(state="attached")
         return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert said == [], said
-    assert all(url.startswith(("file://", "data:,", "blob:")) and url.endswith((".html", "data:,")) for url in asked), (
-        asked
-    )
+    yield visit
+    pages.close()
+    assert pages.said == [], pages.said
+    own = ("file://", "data:,", "blob:")
+    assert all(url.startswith(own) and url.endswith((".html", "data:,")) for url in pages.asked), pages.asked

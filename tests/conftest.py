@@ -192,11 +192,10 @@ def write_rows(tmp_path: Path) -> Callable[[str, Iterable[Any]], Path]:
 def write_prompts(tmp_path: Path) -> Callable[[str, Iterable[Any]], str]:
     """Write rows of `PromptDataset`; a text is a prompt."""
 
+    from messages import write_jsonl
+
     def write(name: str, rows: Iterable[Any]) -> str:
-        path = tmp_path / name
-        lines = (json.dumps({"prompt": row} if isinstance(row, str) else row) for row in rows)
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        return str(path)
+        return write_jsonl(tmp_path / name, *({"prompt": row} if isinstance(row, str) else row for row in rows))
 
     return write
 

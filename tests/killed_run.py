@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -74,6 +75,7 @@ class User:
 
     def __init__(self, folder: Path, command: list[str], moments: str = "moments = {}") -> None:
         self.folder, self.command = folder, command
+        self.moments: list[str] = re.findall(r'^    "(.*)":', moments, re.MULTILINE)
         self.script = folder / "stand_still.py"
         self.script.write_text(_SCRIPT.format(moments=textwrap.dedent(moments)), encoding="utf-8")
         self.running: list[subprocess.Popen[str]] = []

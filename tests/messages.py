@@ -26,3 +26,7 @@ def edit_json(path: Path, **values: Any) -> None:
 def write_jsonl(path: Path, *rows: Any) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def read_jsonl(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from chromium import Pages
 from loopback import serving_on_loopback
 
 from treeward.config.server import ServerConfig
@@ -34,23 +35,13 @@ def serving(models: list[LoadedModel], *, token: str | None = None) -> Iterator[
         yield f"{address}/"
 
 
-class Visits:
-    """Pages of one test. `said`: what the console had, `asked`: the addresses of all requests."""
-
+class Visits(Pages):
     def __init__(self, browser: Any, url: str) -> None:
-        self.browser, self.url = browser, url
-        self.contexts: list[Any] = []
-        self.said: list[str] = []
-        self.asked: list[str] = []
+        super().__init__(browser)
+        self.url = url
 
-    def __call__(self, address: str | None = None, *, width: int = 1280, height: int = 900, **options: Any) -> Any:
-        context = self.browser.new_context(viewport={"width": width, "height": height}, **options)
-        self.contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
-        page.on("request", lambda request: self.asked.append(request.url))
-        page.goto(address or self.url)
+    def __call__(self, address: str | None = None, **options: Any) -> Any:
+        page = self.open(address or self.url, **options)
         expect(page.locator("html[data-ready]")).to_have_count(1)
         return page
 
@@ -60,8 +51,7 @@ def visiting(browser: Any, url: str) -> Iterator[Visits]:
     """Opens the page; at the end the browser must have had nothing to say, nor asked anyone else."""
     visits = Visits(browser, url)
     yield visits
-    for context in visits.contexts:
-        context.close()
+    visits.close()
     assert visits.said == []
     assert all(address.startswith((url, "blob:", "data:,")) for address in visits.asked), visits.asked
 

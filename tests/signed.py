@@ -6,6 +6,16 @@ import copy
 from pathlib import Path
 from typing import Any
 
+from treeward.model.contract import ScoringContract, read_contract
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def contract_of(folder: Path) -> ScoringContract:
+    contract = read_contract(folder)
+    assert contract is not None
+    return contract
+
 
 def write_signed_model(folder: Path, tokenizer: Any, *, seed: int, max_length: int) -> Path:
     """A decoder with random weights that has so many positions and was trained with as many, with its contract."""
@@ -14,14 +24,8 @@ def write_signed_model(folder: Path, tokenizer: Any, *, seed: int, max_length: i
     from treeward.model.loading import build_reward_model
     from treeward.scoring.golden import sign_later
 
-    fields: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    fields |= {"model_type": "llama", "max_position_embeddings": max_length}
-    loaded = build_reward_model({"model_type": "llama", **fields}, tokenizer, seed=seed)
+    fields = {"model_type": "llama", "max_position_embeddings": max_length, **SIZES}
+    loaded = build_reward_model(fields, tokenizer, seed=seed)
     renderer = Renderer(tokenizer, max_length=max_length)
     export_model(loaded.model, tokenizer, folder, rendering=renderer.settings)
     sign_later(folder, model=loaded.model, renderer=renderer)()

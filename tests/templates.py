@@ -54,6 +54,9 @@ SPECIAL = re.compile(
 )
 
 
+CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+
+
 @functools.cache
 def byte_bpe(
     special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>"),

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import messages
 import pytest
 from loopback import Asked, Loopback
 
@@ -18,7 +19,7 @@ from treeward.scoring.score import Score
 
 
 def chat(number: int) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": str(number)}]
+    return messages.chat("How many?", str(number))
 
 
 def row(index: int, score: float | None, **more: Any) -> dict[str, Any]:
@@ -34,26 +35,20 @@ def scored(asked: Asked) -> Any:
     return 200, {"data": rows, "model": "m"}
 
 
-class Script:
-    """Answers in turn; the last one again and again."""
-
-    def __init__(self, *answers: Any) -> None:
-        self.answers = list(answers)
-        self.lock = threading.Lock()
-
-    def __call__(self, asked: Asked) -> Any:
-        with self.lock:
-            answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        return answer(asked) if callable(answer) else answer
-
-
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Loopback]]:
-    """A function that starts a server which gives these answers."""
+    """A function that starts a server which gives these answers in turn, the last one again and again."""
     servers: list[Loopback] = []
 
-    def start(*answers: Any, **options: Any) -> Loopback:
-        servers.append(Loopback(Script(*answers), **options))
+    def start(*answers: Any) -> Loopback:
+        left, lock = list(answers), threading.Lock()
+
+        def answer(asked: Asked) -> Any:
+            with lock:
+                one = left.pop(0) if len(left) > 1 else left[0]
+            return one(asked) if callable(one) else one
+
+        servers.append(Loopback(answer))
         return servers[-1]
 
     yield start
@@ -63,18 +58,15 @@ def serve() -> Iterator[Callable[..., Loopback]]:
 
 def test_what_is_sent_and_read(serve: Callable[..., Loopback]) -> None:
     server = serve((200, {"data": [row(0, 1.5, heads=[1.0, 0.5], members=[2.0]), row(1, 2.5, truncated=True)]}), scored)
+    want = [Score(1.5, 7, heads=(1.0, 0.5), members=(2.0,)), Score(2.5, 7, truncated=True)]
     with RewardClient(server.url + "/", model="rm", token="secret", timeout_seconds=50) as client:
-        assert client.score([chat(1), chat(2)]) == [
-            Score(1.5, 7, heads=(1.0, 0.5), members=(2.0,)),
-            Score(2.5, 7, truncated=True),
-        ]
+        assert client.score([chat(1), chat(2)]) == want
         assert client.rewards([chat(3), chat(4)]) == [6.0, 8.0]
         assert client.rewards([]) == client.score([]) == []
     first, second = server.requests
     assert first.path == "/v1/rewards" and first.headers["authorization"] == "Bearer secret"
-    assert first.json == {
-        "model": "rm", "on_error": "mask", "shaped": False, "conversations": [chat(1), chat(2)],
-    }  # fmt: skip
+    sent = {"model": "rm", "on_error": "mask", "shaped": False}
+    assert first.json == sent | {"conversations": [chat(1), chat(2)]}
     assert second.json["shaped"] is True
     assert 0 < float(first.headers["x-deadline-seconds"]) <= 50
 
@@ -153,12 +145,10 @@ def test_a_server_that_does_not_answer_in_time(serve: Callable[..., Loopback]) -
     "answer",
     [
         b"<html>hello</html>",
-        [],
         {},
         {"data": [row(0, math.nan)]},
         {"data": [row(0, None, error=None)]},
         {"data": [row(0, "1.0")]},
-        {"data": [{"index": 0, "score": 1.0}]},
     ],
 )
 def test_a_response_without_scores(answer: Any, serve: Callable[..., Loopback]) -> None:

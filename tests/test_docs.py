@@ -10,20 +10,21 @@ fewer steps too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, get_args
 
 import pytest
+from loopback import wait_until
+from messages import write_jsonl
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
@@ -33,6 +34,7 @@ from treeward.config.load import load_config, load_file, load_grpo_config
 from treeward.config.server import ServerConfig
 from treeward.data.preference import preference_from_dict
 from treeward.environments.registry import make_environments
+from treeward.parallel.ray_cluster import free_port
 from treeward.training.tracking import read_metrics
 
 REPOSITORY = Path(__file__).parent.parent
@@ -75,6 +77,10 @@ def blocks() -> list[Block]:
     return found
 
 
+def name_of(block: Block) -> str:
+    return f"{block.file}:{block.line}"
+
+
 BLOCKS = blocks()
 NAMESPACES: dict[str, dict[str, object]] = {}
 DONE: set[Block] = set()
@@ -89,16 +95,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for shipped in (REPOSITORY / "examples" / "configs").glob("*.yaml"):
         (configs / shipped.name).write_text(shipped.read_text(encoding="utf-8"), encoding="utf-8")
     (configs / "shipped.yaml").write_text((configs / "quickstart.yaml").read_text(encoding="utf-8"), encoding="utf-8")
-    (configs / "quickstart.yaml").write_text(
-        "defaults: shipped.yaml\nrm: {max_num_steps: 3, val_batches: 1}\nevaluation: {enabled: false}\n",
-        encoding="utf-8",
-    )
-    rows = [
-        {"prompt": f"{n} + 1?", "question": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": "No idea."}
-        for n in range(8)
-    ]
+    shorter = "defaults: shipped.yaml\nrm: {max_num_steps: 3, val_batches: 1}\nevaluation: {enabled: false}\n"
+    (configs / "quickstart.yaml").write_text(shorter, encoding="utf-8")
+    pairs = [{"chosen": f"It is {n + 1}.", "rejected": "No idea."} for n in range(8)]
+    rows = [{"prompt": f"{n} + 1?", "question": f"{n} + 1?", **pair} for n, pair in enumerate(pairs)]
     for name in ("train", "val", "hard", "conversations"):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_jsonl(folder / f"{name}.jsonl", *rows)
     return folder
 
 
@@ -112,24 +114,17 @@ def reader(folder: Path) -> Path:
     return folder
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
 class Servers:
     """The servers that guides start, by their commands: two guides that start the same one share it."""
 
     def __init__(self) -> None:
         self.running: dict[str, tuple[subprocess.Popen[bytes], int]] = {}
         self.port_of: dict[str, int] = {}
-        self.own_port = _free_port()
+        self.own_port = free_port()
 
     def start(self, command: str, file: str) -> None:
         if command not in self.running:
-            port = _free_port()
+            port = free_port()
             words = [*shlex.split(command)[1:], "--port", str(port)]
             process = subprocess.Popen([sys.executable, "-m", "treeward.cli.main", *words], stderr=subprocess.PIPE)
             self.running[command] = process, port
@@ -149,16 +144,13 @@ class Servers:
 
     @staticmethod
     def _wait_for(process: subprocess.Popen[bytes], port: int) -> None:
-        for _ in range(1200):
-            if process.poll() is not None:
-                assert process.stderr is not None
-                pytest.fail(f"the server has ended: {process.stderr.read().decode()}")
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5).close()
-                return
-            except OSError:
-                time.sleep(0.1)
-        pytest.fail("the server does not listen")
+        def is_ready() -> bool:
+            assert process.poll() is None, process.communicate()[1].decode()
+            with contextlib.suppress(OSError):
+                return urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5).close() is None
+            return False
+
+        wait_until(is_ready)
 
 
 @pytest.fixture(scope="module")
@@ -168,18 +160,13 @@ def servers() -> Iterator[Servers]:
     assert set(running.stop()) <= {0}
 
 
-@pytest.mark.parametrize(
-    "block", [pytest.param(block, id=f"{block.file}:{block.line}") for block in BLOCKS if not block.is_run]
-)
+@pytest.mark.parametrize("block", [block for block in BLOCKS if not block.is_run], ids=name_of)
 def test_block_that_is_read(block: Block, folder: Path) -> None:
     check_block(block, folder)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "block",
-    [pytest.param(block, id=f"{block.file}:{block.line}") for block in BLOCKS if block.is_run],
-)
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.is_run], ids=name_of)
 def test_code_block(
     block: Block, reader: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

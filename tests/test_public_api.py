@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from conftest import REPOSITORY
 
 import treeward
 
@@ -25,12 +26,15 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         treeward.Scorers  # noqa: B018
 
 
-def test_importing_loads_nothing_heavy() -> None:
-    heavy = ("torch", "transformers", "datasets", "pyarrow", "numpy", "pydantic")
-    code = f"import sys, treeward; print([name for name in {heavy} if name in sys.modules])"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    )
+CLIENT = "treeward; from treeward import AsyncRewardClient, RewardClient; RewardClient('http://localhost:1')"
+
+
+@pytest.mark.parametrize("code", ["treeward", CLIENT], ids=["package", "client"])
+def test_neither_the_package_nor_a_client_loads_anything_heavy(code: str) -> None:
+    heavy = ["torch", "transformers", "datasets", "pyarrow", "numpy", "fastapi", "uvicorn"]
+    heavy += ["pydantic"] if code == "treeward" else []
+    script = f"import sys, {code}; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"
 
 
 LOADING = """
@@ -46,10 +50,7 @@ assert logging.get_verbosity() == logging.WARNING and logging.is_progress_bar_en
 @pytest.mark.parametrize("script", [LOADING, "import treeward.planning.plan"])
 def test_a_script_that_loads_a_model_has_no_log_of_others_and_keeps_its_own(script: str, model_folder: Path) -> None:
     """A report of missing weights, warnings of torchao's kernels and bars are of treeward's calls, not the script's."""
-    environment = {
-        **os.environ,
-        "TRANSFORMERS_VERBOSITY": "warning",
-    }  # that of a command that a test has run is quieter
+    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "warning"}  # a command of an earlier test made it quieter
     command = [sys.executable, "-c", script, str(model_folder)]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert ended.stdout + ended.stderr == ""
@@ -75,18 +76,8 @@ def test_a_model_scores_without_any_extra(model_folder: Path, tmp_path: Path) ->
 
 
 def test_the_extra_all_is_every_extra_that_a_run_may_need() -> None:
-    extras = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"][
-        "optional-dependencies"
-    ]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
     (every,) = extras.pop("all")
     left_out = {"bench", "dev", "liger", "minilm"}  # Liger needs triton, which macOS has not
     assert set(every.removeprefix("treeward[").removesuffix("]").split(",")) == set(extras) - left_out
-
-
-def test_the_client_of_a_server_needs_neither_torch_nor_the_server() -> None:
-    heavy = ("torch", "transformers", "numpy", "fastapi", "uvicorn")
-    code = "import sys; from treeward import AsyncRewardClient, RewardClient, RewardServerError; "
-    code += f"RewardClient('http://localhost:1'); print([name for name in {heavy} if name in sys.modules])"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    )

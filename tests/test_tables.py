@@ -54,11 +54,6 @@ def test_numbers(values, cells):
     assert [line.strip() for line in table.splitlines()[2:]] == cells
 
 
-def test_wide_characters_take_two_columns_and_marks_none():
-    table = results_table([{"name": "日本", "n": 1}, {"name": "cafe\u0301", "n": 2}], ["name", "n"])
-    assert table.splitlines()[2:] == ["日本  1", "cafe\u0301  2"]
-
-
 def test_cells_cannot_move_the_cursor_or_break_the_line():
     table = results_table([{"name": "a\nb\x1b[31m\u202e|c"}], ["name"])
     assert table.splitlines()[2] == "a b[31m|c"

@@ -29,12 +29,6 @@ def test_trees_equal_rows_under_every_template(name: str, model: RewardModel, re
         if sum(len(row) for group in groups for row in group) > 2500:  # Cohere's preamble has hundreds of tokens
             break
     assert max(max(row) for group in groups for row in group) < model.num_embeddings
-    bos = renderer.tokenizer.bos_token_id
-    for row in (row for group in groups for row in group):
-        if renderer.adds_bos:
-            assert row[0] == bos
-        if bos is not None and renderer.tokenizer.bos_token != "<|im_start|>":  # which opens every turn
-            assert row.count(bos) == int(row[0] == bos)
     batch = TreeBatch.from_groups(groups)
     assert batch.num_computed_tokens < 0.9 * batch.num_row_tokens  # the prompts are shared
     # Over Cohere's 1400 tokens plain rows are off by 5e-6 themselves (against float64), and so are trees.

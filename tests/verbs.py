@@ -1,15 +1,17 @@
-"""Calls a verb's function as the command line does, and lets its errors through."""
+"""What the command line says: `treeward("score", folder, "--data", file)`, a fixture of tests/cli, gives an `Ended`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-import typer
+from typing import NamedTuple
 
 
-def call(run: Callable[..., int], *words: str | Path) -> Any:
-    app = typer.Typer(add_completion=False)
-    app.command()(run)
-    return typer.main.get_command(app).main([str(word) for word in words], standalone_mode=False)
+class Ended(NamedTuple):
+    """The exit code of a command, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Ended]

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from verbs import Command, Ended
 
 from treeward.cli.main import main
 
 
 @pytest.fixture
-def verify(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """`treeward verify`: the exit code, and what it wrote on standard output or error."""
+def treeward(capsys: pytest.CaptureFixture[str]) -> Command:
+    """A command as on a terminal: `treeward("verify", folder, "--json").out`."""
 
-    def run(*words: object) -> tuple[int, str]:
+    def run(*words: object) -> Ended:
         capsys.readouterr()
-        code = main(["verify", *map(str, words)])
-        captured = capsys.readouterr()
-        return code, captured.out or captured.err
+        code = main([str(word) for word in words])
+        return Ended(code, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def own_model(model_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the signed reward model for one test, to write into."""
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
 
 
 @pytest.fixture

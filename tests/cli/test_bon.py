@@ -3,24 +3,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from verbs import call
+from messages import read_jsonl
+from verbs import Command
 
-from treeward.cli import bon
-from treeward.errors import CheckpointError, ConfigError, DataError
 from treeward.evaluation.best_of_n.analysis import analyse
 from treeward.scoring.scorer import Scorer
 
 Write = Callable[..., Path]
 
-TOO_LONG = "and so on " * 60
 COMPLETIONS = ["4.", "It is 5.", "I do not know.", "Four, of course.", "4"]
-
-
-def run(*words: str | Path) -> int:
-    return call(bon.run, *words)
 
 
 @pytest.fixture
@@ -35,69 +28,47 @@ def samples(write_rows: Write) -> Path:
     return write_rows("samples.jsonl", rows)
 
 
-def result_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "bon.json").read_text(encoding="utf-8"))
-    return found
-
-
-def scores_of(folder: Path, name: str) -> list[list[float | None]]:
-    """The kept scores of the rater whose file begins so."""
-    (path,) = (path for path in (folder / "scores").glob(f"{name}*.jsonl"))
-    return [json.loads(line)["scores"] for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def penalised(model: Path, coefficient: float, name: str = "penalised") -> str:
-    section = {"length_penalty": {"coefficient": coefficient, "threshold": 0, "unit": "characters"}}
-    return json.dumps({"name": name, "model": str(model), "shaping": section})
-
-
 def test_a_model_against_numbers_of_the_rows(
-    model_folder: Path, samples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    treeward: Command, model_folder: Path, samples: Path, tmp_path: Path
 ) -> None:
-    output = tmp_path / "out"
-    assert run("--proxy", model_folder, "--data", samples, "--output", output, "--device", "cpu") == 0
-    found = result_of(output)
-    scorer = Scorer.load(model_folder, device="cpu")
-    proxy, gold = [], []
-    for row in map(json.loads, samples.read_text(encoding="utf-8").splitlines()):
-        scores = scorer.score_completions([{"role": "user", "content": row["prompt"]}], row["responses"])
-        proxy.append([score.score for score in scores])
-        gold.append(row["gold_scores"])
-    expected = analyse(proxy, gold)
+    ended = treeward("bon", "--proxy", model_folder, "--data", samples, "--output", tmp_path / "out", "--device", "cpu")
+    assert ended.code == 0
+    found = json.loads((tmp_path / "out" / "bon.json").read_text(encoding="utf-8"))
+    scorer, rows = Scorer.load(model_folder, device="cpu"), read_jsonl(samples)
+    proxy = [[score.score for score in scorer.score_completions(row["prompt"], row["responses"])] for row in rows]
+    expected = analyse(proxy, [row["gold_scores"] for row in rows])
     assert found["n"] == [1, 2, 3, 4, 5]
     for name in ("gold", "proxy", "regret"):
         assert found["curves"][name]["mean"] == pytest.approx(expected.curves[name].mean, abs=1e-5)
     assert found["verdict"]["sentence"] == expected.verdict.sentence
     assert (found["proxy"], found["gold"]) == (str(model_folder), "gold_scores")
-    printed = capsys.readouterr().out
-    assert found["verdict"]["sentence"] in printed and "regret" in printed
-    page = (output / "report.html").read_text(encoding="utf-8")
-    assert "Over-optimisation" in page and "gold_scores" in page
+    assert found["verdict"]["sentence"] in ended.out and "regret" in ended.out
+    assert "gold_scores" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_rule_sees_the_other_columns(samples: Path, tmp_path: Path) -> None:
-    output, gold = tmp_path / "out", "{type: rules, rule: exact_match, extract: '[45]'}"
-    assert run("--proxy", "n", "--gold", gold, "--data", samples, "--output", output) == 0
-    rows = map(json.loads, samples.read_text(encoding="utf-8").splitlines())
-    expected = [[float(text in ("4.", "4")) for text in row["responses"]] for row in rows]
-    assert scores_of(output, "type-rules") == expected
+def test_a_rule_sees_the_other_columns(treeward: Command, samples: Path, tmp_path: Path) -> None:
+    gold = "{type: rules, rule: exact_match, extract: '[45]'}"
+    words = ("bon", "--proxy", "n", "--gold", gold, "--data", samples, "--output", tmp_path)
+    assert treeward(*words).code == 0
+    expected = [[float(text in ("4.", "4")) for text in row["responses"]] for row in read_jsonl(samples)]
+    (kept,) = (tmp_path / "scores").glob("type-rules*.jsonl")
+    assert [row["scores"] for row in read_jsonl(kept)] == expected
 
 
 def test_what_has_no_score_is_counted_and_never_a_number(
-    model_folder: Path, write_rows: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    treeward: Command, model_folder: Path, write_rows: Write, tmp_path: Path
 ) -> None:
-    rows = [{"prompt": "2 + 2?", "responses": ["4", "5", TOO_LONG + "word " * i], "n": [1, 2, 3]} for i in range(3)]
-    rows = [row | {"gold_scores": [1, 0, None]} for row in rows]
-    rows += [{"prompt": "1 + 1?", "responses": ["2", "3"], "n": [1, 2], "gold_scores": [1, None]}]
-    output, data = tmp_path / "out", write_rows("in.jsonl", rows)
-    arguments = ("--data", data, "--max-n", "2", "--output")
-    assert run("--proxy", model_folder, *arguments, output) == 1
-    counts = result_of(output)["counts"]
+    too_long = "and so on " * 60
+    rows = [{"prompt": f"{i}?", "responses": ["4", "5", too_long], "gold_scores": [1, 0, None]} for i in range(3)]
+    rows += [{"prompt": "1 + 1?", "responses": ["2", "3"], "gold_scores": [1, None]}]
+    words = ("--data", write_rows("in.jsonl", rows), "--max-n", 2, "--output", tmp_path)
+    ended = treeward("bon", "--proxy", model_folder, *words)
+    assert ended.code == 1
+    counts = json.loads((tmp_path / "bon.json").read_text(encoding="utf-8"))["counts"]
     assert counts["num_without_proxy"] == 3 and counts["num_without_gold"] == 4
     assert counts["num_prompts"] == 3 and counts["num_prompts_with_fewer_samples"] == 1
-    assert "3 samples are left out: proxy: too long to score" in caplog.text
-    assert "4 samples are left out: gold: gold_scores is null" in caplog.text
-    assert "1 prompts have fewer than 2 scored samples" in caplog.text
+    assert "3 samples are left out: proxy: too long to score" in ended.err
+    assert "1 prompts have fewer than 2 scored samples" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -112,33 +83,32 @@ def test_what_has_no_score_is_counted_and_never_a_number(
     ],
 )
 def test_wrong_proxies_and_golds_are_told_before_anything_is_scored(
-    model_folder: Path, samples: Path, tmp_path: Path, proxy: str, gold: str, message: str
+    treeward: Command, model_folder: Path, samples: Path, tmp_path: Path, proxy: str, gold: str, message: str
 ) -> None:
-    output = tmp_path / "out"
-    with pytest.raises(ConfigError, match=message):
-        run("--proxy", proxy.replace("M", str(model_folder)), "--gold", gold, "--data", samples, "--output", output)
-    assert not output.exists()
+    raters = ("--proxy", proxy.replace("M", str(model_folder)), "--gold", gold)
+    ended = treeward("bon", *raters, "--data", samples, "--output", tmp_path / "out")
+    assert ended.code == 2 and message in ended.err and not (tmp_path / "out").exists()
 
 
-def test_a_wrong_row_is_told_before_anything_else(samples: Path, tmp_path: Path) -> None:
+def test_a_wrong_row_is_told_before_anything_else(treeward: Command, samples: Path, tmp_path: Path) -> None:
     last = {"prompt": "?", "responses": ["a", "b"], "n": [1, 2], "gold_scores": [1]}
     with samples.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(last) + "\n")
-    with pytest.raises(DataError, match="has no gold_scores with a number for each") as caught:
-        run("--proxy", "n", "--data", samples, "--output", tmp_path / "out")
-    assert f"{samples}:13" in str(caught.value) and not (tmp_path / "out").exists()
+    ended = treeward("bon", "--proxy", "n", "--data", samples, "--output", tmp_path / "out")
+    assert f"{samples}:13: " in ended.err and "has no gold_scores with a number for each" in ended.err
+    assert ended.code == 2 and not (tmp_path / "out").exists()
 
 
 def test_scores_of_another_shaping_model_or_file_are_not_mixed(
-    model_folder: Path, samples: Path, tmp_path: Path
+    treeward: Command, model_folder: Path, samples: Path, tmp_path: Path
 ) -> None:
-    arguments = ("--data", samples, "--output", tmp_path / "out")
-    assert run("--proxy", penalised(model_folder, 0.5), *arguments) == 0
-    with pytest.raises(CheckpointError, match="another shaping"):
-        run("--proxy", penalised(model_folder, 0.25), *arguments)
-    with pytest.raises(CheckpointError, match="dtype float32 -> bfloat16"):
-        run("--proxy", penalised(model_folder, 0.5), *arguments, "--dtype", "bfloat16")
+    def said(*words: str, threshold: int = 0) -> str:
+        section = {"name": "p", "model": str(model_folder), "shaping": {"length_penalty": {"threshold": threshold}}}
+        return treeward("bon", "--proxy", json.dumps(section), "--data", samples, "--output", tmp_path, *words).err
+
+    assert "Traceback" not in said() and (tmp_path / "bon.json").exists()
+    assert "another shaping" in said(threshold=9)
+    assert "dtype float32 -> bfloat16" in said("--dtype", "bfloat16")
     with samples.open("a", encoding="utf-8") as stream:
         stream.write(samples.read_text(encoding="utf-8").splitlines()[0] + "\n")
-    with pytest.raises(CheckpointError, match="another data"):
-        run("--proxy", penalised(model_folder, 0.5), *arguments)
+    assert "another data" in said()

@@ -10,43 +10,38 @@ from typing import Any
 
 import pytest
 import torch
+from messages import assistant, chat, read_jsonl, user
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from verbs import Command, Ended
 
 from treeward.cli.main import main
 from treeward.scoring.scorer import Scorer
 
 Write = Callable[..., Path]
 
-USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}
-OTHER = {"role": "assistant", "content": "It is 5."}
+USER, ANSWER, OTHER = user("2 + 2?"), assistant("4."), assistant("It is 5.")
 SHAPES: dict[str, dict[str, Any]] = {
     "messages": {"messages": [USER, ANSWER], "id": 1},
     "binary": {"prompt": "2 + 2?", "chosen": "4.", "rejected": "It is 5."},
     "responses": {"prompt": "2 + 2?", "responses": ["4.", "It is 5.", "4."]},
 }
-LONG = {"messages": [USER, {"role": "assistant", "content": "and so on " * 60}]}
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture
-def score(model_folder: Path, tmp_path: Path) -> Callable[..., tuple[int, list[dict[str, Any]]]]:
-    """`treeward score` of a file; the exit code and the rows that were written."""
+def score(treeward: Command, model_folder: Path, tmp_path: Path) -> Callable[..., tuple[Ended, list[Any]]]:
+    """`treeward score` of a file, and the rows that were written."""
 
-    def run(data: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
+    def run(data: Path, *options: str) -> tuple[Ended, list[Any]]:
         output = tmp_path / "out" / "scores.jsonl"
-        code = main(["score", str(model_folder), "--data", str(data), "--output", str(output), *options])
-        partial = output.with_name("scores.partial.jsonl")
-        return code, read(output) if output.exists() else read(partial) if partial.exists() else []
+        ended = treeward("score", model_folder, "--data", data, "--output", output, *options)
+        written = output if output.exists() else output.with_name("scores.partial.jsonl")
+        return ended, read_jsonl(written) if written.exists() else []
 
     return run
 
 
 def plain_scores(folder: Path, conversations: list[list[dict[str, str]]]) -> list[float]:
     """By transformers alone, one row at a time."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     scores = []
@@ -61,8 +56,8 @@ def plain_scores(folder: Path, conversations: list[list[dict[str, str]]]) -> lis
 def test_every_shape_of_row_is_scored_in_order_as_transformers_does(
     score: Callable[..., Any], write_rows: Write, model_folder: Path
 ) -> None:
-    code, rows = score(write_rows("in.jsonl", SHAPES.values()))
-    assert code == 0
+    ended, rows = score(write_rows("in.jsonl", SHAPES.values()))
+    assert ended.code == 0
     good, bad = plain_scores(model_folder, [[USER, ANSWER], [USER, OTHER]])
     assert abs(good - bad) > 1e-3
     messages, binary, responses = rows
@@ -72,21 +67,20 @@ def test_every_shape_of_row_is_scored_in_order_as_transformers_does(
     assert rows == list(SHAPES.values())  # each row is written as it came
 
 
-def test_columns_of_ones_own_are_named(
-    score: Callable[..., Any], model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_columns_of_ones_own_are_named(score: Callable[..., Any], model_folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "own.csv"
     data.write_text("question,answer\n2 + 2?,Four.\n", encoding="utf-8")
-    code, (row,) = score(data, "--data-option", "prompt_key=question", "--data-option", "response_key=answer")
-    asked = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "Four."}]
-    assert code == 0 and row.pop("score") == pytest.approx(plain_scores(model_folder, [asked])[0], abs=1e-5)
+    ended, (row,) = score(data, "--data-option", "prompt_key=question", "--data-option", "response_key=answer")
+    want = plain_scores(model_folder, [chat("2 + 2?", "Four.")])
+    assert ended.code == 0 and [row.pop("score")] == pytest.approx(want, abs=1e-5)
     assert row == {"question": "2 + 2?", "answer": "Four."}, "the row stays as it is"
     for option, said in (
         ("prompt_key=questoin", "is it question?"),
         ("promt_key=question", "did you mean prompt_key?"),
         ("prompt", "this is no KEY=VALUE"),
     ):
-        assert score(data, "--data-option", option)[0] == 2 and said in capsys.readouterr().err
+        ended, _ = score(data, "--data-option", option)
+        assert ended.code == 2 and said in ended.err
 
 
 def test_standard_streams_are_utf_8(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,21 +90,13 @@ def test_standard_streams_are_utf_8(model_folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
     assert main(["score", str(model_folder), "--data", "-"]) == 0
     out = written.getvalue().decode()
-    assert "é" in out
-    assert [sorted(json.loads(line)) for line in out.splitlines()] == [
-        ["prompt", "responses", "scores"],
-        ["messages", "note", "score"],
-    ]
+    assert "é" in out and [("score" in json.loads(line)) for line in out.splitlines()] == [False, True]
 
 
-def test_a_malformed_line_is_named_and_what_was_written_stays(
-    score: Callable[..., Any], write_rows: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_malformed_line_is_named_and_what_was_written_stays(score: Callable[..., Any], write_rows: Write) -> None:
     data = write_rows("in.jsonl", [*[SHAPES["messages"]] * 300, "{not json", SHAPES["messages"]])
-    code, rows = score(data)
-    assert code == 2
-    error = capsys.readouterr().err
-    assert f"{data}:301" in error and "Traceback" not in error
+    ended, rows = score(data)
+    assert ended.code == 2 and f"{data}:301" in ended.err and "Traceback" not in ended.err
     assert 256 <= len(rows) <= 300 and all("score" in row for row in rows)
 
 
@@ -132,15 +118,14 @@ def test_an_interrupted_scoring_has_no_file_under_the_final_name_and_goes_on(
         return whole(self, *arguments, **options)
 
     monkeypatch.setattr(Scorer, "score", killed)
-    assert score(data)[0] == 130
+    assert score(data)[0].code == 130
     folder = tmp_path / "out"
     assert sorted(path.name for path in folder.iterdir()) == ["scores.partial.identity.json", "scores.partial.jsonl"]
-    kept = len(read(folder / "scores.partial.jsonl"))
+    kept = len(read_jsonl(folder / "scores.partial.jsonl"))
     assert 0 < kept < 600
-    calls.clear()
-    calls.append(0)
-    calls.append(0)
-    assert score(data) == (0, want)
+    calls[:] = [0, 0]
+    ended, rows = score(data)
+    assert (ended.code, rows) == (0, want)
     assert sum(calls) == 2 * (600 - kept)
     assert [path.name for path in folder.iterdir()] == ["scores.jsonl"]
 
@@ -155,18 +140,14 @@ def test_an_interrupted_scoring_has_no_file_under_the_final_name_and_goes_on(
     ],
 )
 def test_mistakes_are_told_first(
-    words: list[str], said: str, write_rows: Write, model_folder: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    def started(*_: Any, **options: Any) -> None:
-        raise AssertionError("Ray is started, or the model is loaded")
-
-    monkeypatch.setattr("treeward.parallel.ray_cluster.start_ray", started)
-    monkeypatch.setattr("treeward.scoring.ensemble.load_scorer", started)
+    words: list[str], said: str, treeward: Command, write_rows: Write, model_folder: Path, monkeypatch: Any
+) -> None:
+    for what in ("treeward.parallel.ray_cluster.start_ray", "treeward.scoring.ensemble.load_scorer"):
+        monkeypatch.setattr(what, None)
     data = write_rows("in.jsonl", [SHAPES["messages"]])
     before, places = data.read_bytes(), {"MODEL": model_folder, "DATA": data}
-    assert main(["score", "--data", str(data), *(str(places.get(word, word)) for word in words)]) == 2
-    assert said in capsys.readouterr().err and data.read_bytes() == before
+    ended = treeward("score", "--data", data, *(places.get(word, word) for word in words))
+    assert ended.code == 2 and said in ended.err and data.read_bytes() == before
 
 
 def test_a_reader_that_has_enough_is_no_error(
@@ -178,15 +159,15 @@ def test_a_reader_that_has_enough_is_no_error(
     with os.fdopen(writing, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         assert main(["score", str(model_folder), "--data", str(data)]) == 0
-    error = capsys.readouterr().err
-    assert "Traceback" not in error and "BrokenPipe" not in error
+    assert "BrokenPipe" not in capsys.readouterr().err
 
 
 def test_rewards_beside_the_scores_and_reasons_where_there_are_none(
     score: Callable[..., Any], write_rows: Write
 ) -> None:
-    rows = [SHAPES["messages"], {"prompt": "2 + 2?", "responses": ["4.", "Four is what it is."]}, LONG]
-    code, (one, both, long) = score(write_rows("in.jsonl", rows), "--shaping", "{length_penalty: {threshold: 3}}")
-    assert code == 1 and long["score"] is None and long["reward"] is None and "too long" in long["error"]
+    rows = [SHAPES["messages"], {"prompt": "2 + 2?", "responses": ["4.", "Four is what it is."]}]
+    rows.append({"messages": [USER, assistant("and so on " * 60)]})
+    ended, (one, both, long) = score(write_rows("in.jsonl", rows), "--shaping", "{length_penalty: {threshold: 3}}")
+    assert ended.code == 1 and long["score"] is None and long["reward"] is None and "too long" in long["error"]
     assert one["reward"] == one["score"]  # "4." is short enough
     assert both["rewards"] == pytest.approx([both["scores"][0], both["scores"][1] - 0.001 * (19 - 3)])

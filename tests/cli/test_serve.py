@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from verbs import call
+from safetensors.torch import load_file, save_file
+from verbs import Command
 
-from treeward.cli import serve
-from treeward.cli.main import main
 from treeward.config.server import ServerConfig
-from treeward.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("restored_logging")
 
 
-def config_of(*words: str) -> ServerConfig:
+@pytest.fixture
+def config_of(treeward: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServerConfig]:
     """The configuration, as it is when the command is about to load models."""
+    configs: list[ServerConfig] = []
+    monkeypatch.setattr("treeward.serving.run.serve", configs.append)
 
-    def about_to_load(config: ServerConfig) -> None:
-        raise Loading(config)
+    def parse(*words: object) -> ServerConfig:
+        treeward("serve", *words)
+        return configs.pop()
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Loading) as caught:
-        patch.setattr("treeward.serving.run.serve", about_to_load)
-        call(serve.run, *words)
-    config: ServerConfig = caught.value.args[0]
-    return config
-
-
-class Loading(Exception):
-    pass
+    return parse
 
 
-def test_words_are_models_and_settings() -> None:
+def test_words_are_models_and_settings(config_of: Callable[..., ServerConfig]) -> None:
     config = config_of("x/a/final", "--port", "0", "org/b", "--host", "0.0.0.0", "max_queued=5", "token_env=TOKEN")
     assert [model.served_name for model in config.models] == ["a", "org/b"]
     assert (config.host, config.port, config.max_queued, config.token_env) == ("0.0.0.0", 0, 5, "TOKEN")
@@ -50,14 +45,13 @@ def test_words_are_models_and_settings() -> None:
     assert model.models == ("a",) and model.ensemble is not None and model.ensemble.over == "heads"
 
 
-def test_a_file_and_the_command_line(tmp_path: Path) -> None:
+def test_a_file_and_the_command_line(treeward: Command, config_of: Callable[..., ServerConfig], tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("models: [{model: a, name: first}]\nport: 7000\nmax_queued: 3\n")
-    config = config_of("--config", str(file), "--port", "7001", "max_queued=4")
+    config = config_of("--config", file, "--port", "7001", "max_queued=4")
     assert (config.models[0].served_name, config.port, config.max_queued) == ("first", 7001, 4)
-    assert config_of("--config", str(file), "b").models[0].served_name == "b"
-    with pytest.raises(ConfigError, match="named on the command line"):
-        call(serve.run, "--config", file, "--shaping=contract")
+    assert config_of("--config", file, "b").models[0].served_name == "b"
+    assert "named on the command line" in treeward("serve", "--config", file, "--shaping=contract").err
 
 
 @pytest.mark.parametrize(
@@ -68,49 +62,24 @@ def test_a_file_and_the_command_line(tmp_path: Path) -> None:
         (["a", "--ensemble", "[1]"], "the option is no section"),
         (["a", "--shaping", "{nonsense: 1}"], "nonsense"),
         (["a", "--device", "cuda:0,cuda:1"], "with `replicas` each GPU has a copy"),
+        (["/nowhere", "--port", "0", "token_env=NO_SUCH_TOKEN"], "the server's key is not in the environment"),
+        (["/nowhere", "--port", "0", "host=999.1.1.1"], "the address cannot be used"),
     ],
 )
-def test_wrong_words(words: list[str], says: str) -> None:
-    with pytest.raises(ConfigError) as wrong:
-        call(serve.run, *words)
-    assert says in str(wrong.value)
-
-
-def test_without_the_packages_of_the_server(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    assert main(["serve", "a"]) == 2
-    assert "pip install 'treeward[serve]'" in capsys.readouterr().err
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What a server says that does not start."""
-    assert main(["serve", *words]) == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said and "Serving" not in said
-    return said
-
-
-@pytest.mark.parametrize(
-    ("word", "says"),
-    [
-        ("token_env=NO_SUCH_TOKEN", "the server's key is not in the environment"),
-        ("host=999.1.1.1", "the address cannot be used"),
-    ],
-)
-def test_what_is_told_before_anything_is_loaded(
-    restored_logging: None, capsys: pytest.CaptureFixture[str], word: str, says: str
-) -> None:
+def test_what_is_told_before_anything_is_loaded(words: list[str], says: str, treeward: Command) -> None:
     """A model that is not there would be the first error, if it were looked at."""
-    assert says in refused(capsys, "/nowhere/model", "--port", "0", word)
+    ended = treeward("serve", *words)
+    assert ended.code == 2 and says in ended.err
 
 
-def test_a_model_that_does_not_keep_its_contract(
-    restored_logging: None, capsys: pytest.CaptureFixture[str], model_folder: Path, tmp_path: Path
-) -> None:
-    from safetensors.torch import load_file, save_file
+def test_without_the_packages_of_the_server(treeward: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    ended = treeward("serve", "a")
+    assert ended.code == 2 and "pip install 'treeward[serve]'" in ended.err
 
-    broken = tmp_path / "broken"
-    shutil.copytree(model_folder, broken)
-    weights = {name: tensor * 1.01 for name, tensor in load_file(broken / "model.safetensors").items()}
-    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    assert "does not keep its scoring contract" in refused(capsys, str(broken), "--port", "0")
+
+def test_a_model_that_does_not_keep_its_contract(treeward: Command, own_model: Path) -> None:
+    weights = {name: tensor * 1.01 for name, tensor in load_file(own_model / "model.safetensors").items()}
+    save_file(weights, own_model / "model.safetensors", metadata={"format": "pt"})
+    ended = treeward("serve", own_model, "--port", 0)
+    assert ended.code == 2 and "does not keep its scoring contract" in ended.err and "Serving" not in ended.err

@@ -17,27 +17,27 @@ from typing import Any
 import pytest
 import torch
 from loopback import Asked, Loopback, serving_on_loopback
-from templates import byte_bpe
+from signed import SIZES, contract_of
+from templates import CHATML, byte_bpe
+from verbs import Command, Ended
 
-from treeward.cli.main import main
 from treeward.client.dialects import DIALECTS
 from treeward.client.verification import verify_server
 from treeward.data.rendering import Renderer
-from treeward.errors import TreewardError
-from treeward.model.contract import CONTRACT_FILE, HeadContract, read_contract, write_contract
+from treeward.model.contract import CONTRACT_FILE, HeadContract, write_contract
 from treeward.model.export import export_model
 from treeward.model.loading import build_reward_model
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.golden import sign_later
 
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-)
 OTHER_TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-FIELDS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+FIELDS = {"model_type": "llama", **SIZES}
 
 Rows = list[list[int]]
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     tokenizer = copy.deepcopy(byte_bpe(("<|im_start|>", "<|im_end|>", "<|endoftext|>"), bos="<s>", adds_bos=True))
     tokenizer.pad_token = "<|endoftext|>"
     renderer = Renderer(tokenizer, chat_template=CHATML, max_length=1500)
-    model, other = (
-        build_reward_model({"model_type": "llama", **FIELDS}, tokenizer, seed=seed).model for seed in (3, 4)
-    )
+    model, other = (build_reward_model(FIELDS, tokenizer, seed=seed).model for seed in (3, 4))
     for one in (model, other):  # scores of the size of a trained model's
         with torch.no_grad():
             one.hf.get_parameter("score.weight").mul_(5.0)
@@ -95,9 +93,13 @@ class Mistaken:
             if self.template is not None:
                 renderer = Renderer(renderer.tokenizer, chat_template=self.template)
             return [renderer.encode(sent["messages"])]
-        is_plain = self.tokenize is None or not sent.get("add_special_tokens", True)
+        tokenize = self.tokenize if sent.get("add_special_tokens", True) else None
         texts = [sent["input"]] if isinstance(sent["input"], str) else sent["input"]
-        return [plain(self.served, text) if is_plain else self.tokenize(text) for text in texts]  # type: ignore[misc]
+        return [(tokenize or self._plain)(text) for text in texts]
+
+    def _plain(self, text: str) -> list[int]:
+        ids: list[int] = self.served.renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def _scores(self, rows: Rows) -> list[float]:
         model = self.model or self.served.model
@@ -107,29 +109,23 @@ class Mistaken:
         return [values[0] for values in model.score_tokens(rows).tolist()]
 
 
-def plain(served: Served, text: str) -> list[int]:
-    ids: list[int] = served.renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
-
-
 @pytest.fixture
 def serve() -> Iterator[Callable[[Callable[[Asked], Any]], Loopback]]:
     with contextlib.ExitStack() as stack:
         yield lambda answer: stack.enter_context(Loopback(answer))
 
 
-Verify = Callable[..., tuple[int, str]]
+@pytest.fixture
+def verify(treeward: Command, served: Served) -> Callable[..., Ended]:
+    """`treeward verify` of the folder against a server that speaks as vLLM."""
+    return lambda url, *words: treeward("verify", served.folder, "--against", url, "--dialect", "vllm", *words)
 
 
-def sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
-
-
-def test_a_server_without_a_mistake(served: Served, serve: Any, verify: Verify) -> None:
+def test_a_server_without_a_mistake(served: Served, serve: Any, verify: Callable[..., Ended]) -> None:
     server = serve(Mistaken(served))
-    code, text = verify(served.folder, "--against", f"{server.url}{DIALECTS['vllm'].path}", "--dialect", "vllm")
-    assert code == 0 and "differs" not in text, text
-    assert "(as vllm, text sent" in text and ": equal: 10 golden scores, to within" in text
+    ended = verify(server.url + DIALECTS["vllm"].path)
+    assert ended.code == 0 and "differs" not in ended.out, ended
+    assert "(as vllm, text sent" in ended.out and ": equal: 10 golden scores, to within" in ended.out
     posts = [request for request in server.requests if request.method == "POST"]
     assert len(posts) == 11  # each alone, and all together
     assert "model" not in posts[0].json and posts[0].json["use_activation"] is False
@@ -145,11 +141,7 @@ def rounded(served: Served) -> RewardModel:
 MISTAKES: dict[str, tuple[Callable[[Served], dict[str, Any]], str, str]] = {
     "sigmoid": (lambda s: {"activation": sigmoid}, "activation", "a sigmoid is applied to the score"),
     "bfloat16": (lambda s: {"model": rounded(s)}, "precision", "(vLLM, SGLang, TEI: --dtype float32)"),
-    "two BOS": (
-        lambda s: {"tokenize": lambda text: s.renderer.tokenizer(text)["input_ids"]},
-        "tokens",
-        "two BOS tokens",
-    ),
+    "two BOS": (lambda s: {"tokenize": lambda x: s.renderer.tokenizer(x)["input_ids"]}, "tokens", "two BOS tokens"),
     "another model": (lambda s: {"model": s.other}, "weights", "no known mistake explains them"),
     "padding": (lambda s: {"pads": True}, "read position", "beside others it has not: padding is read"),
     "too short a limit": (lambda s: {"most": 100}, "tokens", "the server refuses"),
@@ -157,26 +149,23 @@ MISTAKES: dict[str, tuple[Callable[[Served], dict[str, Any]], str, str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_each_mistake_is_named(mistake: str, served: Served, serve: Any, verify: Verify) -> None:
+def test_each_mistake_is_named(mistake: str, served: Served, serve: Any, verify: Callable[..., Ended]) -> None:
     settings, part, words = MISTAKES[mistake]
-    server = serve(Mistaken(served, **settings(served)))
-    code, text = verify(served.folder, "--against", server.url, "--dialect", "vllm")
-    assert code == 1, text
-    last = text.split("\n\n")[-1]
+    ended = verify(serve(Mistaken(served, **settings(served))).url)
+    assert ended.code == 1, ended
+    last = ended.out.split("\n\n")[-1]
     assert f"what differs first is the {part}: " in last and words in last, last
     assert all(f"  {name}: " in last for name in ("got", "need", "fix")), last
 
 
-def test_another_template(served: Served, serve: Any, verify: Verify) -> None:
-    server = serve(Mistaken(served, template=OTHER_TEMPLATE))
-    assert (
-        verify(served.folder, "--against", server.url, "--dialect", "vllm")[0] == 0
-    )  # the template is not used for text
-    code, text = verify(served.folder, "--against", server.url, "--dialect", "vllm", "--send", "messages")
-    assert code == 1 and "what differs first is the template: conversations are rendered in another way" in text
+def test_another_template(served: Served, serve: Any, verify: Callable[..., Ended]) -> None:
+    url = serve(Mistaken(served, template=OTHER_TEMPLATE)).url
+    assert verify(url).code == 0, "it is not used for text"
+    ended = verify(url, "--send", "messages")
+    assert ended.code == 1 and "the template: conversations are rendered in another way" in ended.out
 
 
-def test_a_token(served: Served, serve: Any, verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token(served: Served, serve: Any, verify: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> None:
     right = Mistaken(served)
 
     def guarded(asked: Asked) -> Any:
@@ -184,11 +173,11 @@ def test_a_token(served: Served, serve: Any, verify: Verify, monkeypatch: pytest
             return 401, {"error": {"message": "this server asks for a bearer token"}}
         return right(asked)
 
-    server = serve(guarded)
-    code, text = verify(served.folder, "--against", server.url, "--dialect", "vllm")
-    assert code == 2 and "asks for a bearer token" in text and "--token-env" in text
+    url = serve(guarded).url
+    ended = verify(url)
+    assert ended.code == 2 and "asks for a bearer token" in ended.err and "--token-env" in ended.err
     monkeypatch.setenv("RM_TOKEN", "open-sesame")
-    assert verify(served.folder, "--against", server.url, "--dialect", "vllm", "--token-env", "RM_TOKEN")[0] == 0
+    assert verify(url, "--token-env", "RM_TOKEN").code == 0
 
 
 @pytest.mark.parametrize(
@@ -199,16 +188,15 @@ def test_a_token(served: Served, serve: Any, verify: Verify, monkeypatch: pytest
         (["--dialect", "vllm"], "the option needs --against URL"),
     ],
 )
-def test_mistakes(words: list[str], message: str, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(served.folder), *words]) == 2
-    assert message in capsys.readouterr().err
+def test_mistakes(words: list[str], message: str, served: Served, treeward: Command) -> None:
+    ended = treeward("verify", served.folder, *words)
+    assert ended.code == 2 and message in ended.err
 
 
-def test_a_folder_that_cannot_be_replayed(served: Served, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(served.folder, tmp_path / "rm"))
-    (folder / CONTRACT_FILE).unlink()
-    with pytest.raises(TreewardError, match="no golden conversations"):
-        verify_server(folder, "http://127.0.0.1:1")
+def test_a_folder_that_cannot_be_replayed(treeward: Command, own_model: Path) -> None:
+    (own_model / CONTRACT_FILE).unlink()
+    ended = treeward("verify", own_model, "--against", "http://127.0.0.1:1")
+    assert ended.code == 2 and "no golden conversations" in ended.err
 
 
 @pytest.fixture(scope="module")
@@ -237,8 +225,7 @@ def test_our_server_in_every_dialect_and_form(dialect: str, form: Any, served: S
 
 def test_heads_by_the_labels_of_a_server(served: Served, serve: Any, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(served.folder, tmp_path / "rm"))
-    contract = read_contract(folder)
-    assert contract is not None
+    contract = contract_of(folder)
     heads = [HeadContract(name="helpfulness", weight=1.0), HeadContract(name="verbosity", weight=0.0)]
     write_contract(contract.model_copy(update={"heads": heads}), folder)
     by_text = {served.renderer.render(example.messages): example.score for example in contract.golden}
@@ -252,12 +239,13 @@ def test_heads_by_the_labels_of_a_server(served: Served, serve: Any, tmp_path: P
 
 
 def test_our_server_says_whose_contract_it_keeps(
-    served: Served, our_server: str, model_folder: Path, verify: Verify
+    served: Served, our_server: str, model_folder: Path, treeward: Command
 ) -> None:
-    code, text = verify(model_folder, "--against", our_server)
-    assert code == 1 and "what differs first is the contract: the server's model has another scoring contract\n" in text
-    code, text = verify(served.folder, "--against", our_server)
-    assert code == 0 and "and so says the server" in text
-    assert verify(served.folder, "--against", our_server, "--model", "shaped")[0] == 0  # raw scores are asked for
-    code, text = verify(served.folder, "--against", our_server, "--model", "shaped", "--dialect", "vllm")
-    assert code == 1 and "scaled and shifted: 0.5 x score -0.5" in text
+    ended = treeward("verify", model_folder, "--against", our_server)
+    assert ended.code == 1 and "the contract: the server's model has another scoring contract\n" in ended.out
+    own = ("verify", served.folder, "--against", our_server)
+    ended = treeward(*own)
+    assert ended.code == 0 and "and so says the server" in ended.out
+    assert treeward(*own, "--model", "shaped").code == 0  # raw scores are asked for
+    ended = treeward(*own, "--model", "shaped", "--dialect", "vllm")
+    assert ended.code == 1 and "scaled and shifted: 0.5 x score -0.5" in ended.out

@@ -50,20 +50,17 @@ def test_every_form_means_the_same(form):
         ("Bundled", [("plain", "validation"), ("length_controlled", "length_controlled")]),
     ],
 )
-@pytest.mark.parametrize("form", ["flat", "default"])
-def test_sets_that_bring_their_own_data(name, validation, form):
-    raw = {"dataset_name": name} if form == "flat" else {"default": {"dataset_name": name}}
-    config = DataConfig.model_validate(raw)
-    assert [(d.dataset_name, d.data_path, d.split) for d in config.train] == [(name, None, "train")]
-    assert [(d.name, d.split) for d in config.validation] == validation
+def test_sets_that_bring_their_own_data(name, validation):
+    for raw in ({"dataset_name": name}, {"default": {"dataset_name": name}}):
+        config = DataConfig.model_validate(raw)
+        assert [(d.dataset_name, d.data_path, d.split) for d in config.train] == [(name, None, "train")]
+        assert [(d.name, d.split) for d in config.validation] == validation
 
 
 def test_own_splits_are_filled_into_blocks():
     blocks = {"train": {"dataset_name": "HelpSteer3"}}
     assert DataConfig.model_validate(blocks).validation == ()
-    config = DataConfig.model_validate(
-        blocks | {"validation": {"dataset_name": "Bundled", "name": "length_controlled"}}
-    )
+    config = DataConfig(**blocks, validation={"dataset_name": "Bundled", "name": "length_controlled"})
     assert (config.train[0].split, config.validation[0].split) == ("train", "length_controlled")
 
 
@@ -73,9 +70,6 @@ def test_completions_of_other_prompts_are_for_training_alone():
     train = [{"data_path": "a"}, {"data_path": "b", "non_contextual_answer": False}]
     config = DataConfig.model_validate({"non_contextual_answer": True, "train": train})
     assert [d.non_contextual_answer for d in config.train] == [True, False]
-
-
-# prompts
 
 
 def sets(**raw):
@@ -92,16 +86,12 @@ def test_the_forms_of_prompts_mean_the_same():
 
 def test_prompts_that_bring_their_own_validation():
     bundled = sets(dataset_name="Bundled")
-    assert [(d.split, d.name) for d in (*bundled.train, *bundled.validation)] == [
-        ("train", None),
-        ("validation", "default"),
-    ]
+    own = [(d.split, d.name) for d in (*bundled.train, *bundled.validation)]
+    assert own == [("train", None), ("validation", "default")]
     assert [d.dataset_name for d in sets(dataset_name="DeepScaler").validation] == ["AIME2024"]
     open_math = sets(dataset_name="OpenMathInstruct-2", prompt_file="cot.txt")
-    assert [(d.part, d.split_validation_size) for d in (*open_math.train, *open_math.validation)] == [
-        ("train", 0.05),
-        ("validation", 0.05),
-    ]
+    parts = [(d.part, d.split_validation_size) for d in (*open_math.train, *open_math.validation)]
+    assert parts == [("train", 0.05), ("validation", 0.05)]
     given = sets(dataset_name="OpenMathInstruct-2", val_data_path="v")
     assert given.train[0].split_validation_size == 0, "nothing is held out where there is a validation set"
 
@@ -123,21 +113,13 @@ def test_held_out_rows_are_one_set_each_and_only_once():
 
 def test_comparisons_may_be_held_out() -> None:
     """In both forms; the held-out rows are the unnamed validation set, if there is no other."""
-    flat = {
-        "train_data_path": "own.csv",
-        "prompt_key": "question",
-        "split_validation_size": 0.1,
-        "non_contextual_answer": True,
-    }
-    blocks = {"train": {"data_path": "own.csv", "prompt_key": "question", "split_validation_size": 0.1}}
-    for config in (DataConfig(**flat), DataConfig(**blocks)):
+    keys = {"prompt_key": "question", "split_validation_size": 0.1, "non_contextual_answer": True}
+    blocks = {"train": {"data_path": "own.csv", **keys}}
+    for config in (DataConfig(train_data_path="own.csv", **keys), DataConfig(**blocks)):
         (train,), (held_out,) = config.train, config.validation
         assert (train.part, held_out.part, held_out.name) == ("train", "validation", "default")
-        assert (held_out.data_path, held_out.prompt_key, held_out.non_contextual_answer) == (
-            "own.csv",
-            "question",
-            False,
-        )
+        assert (held_out.data_path, held_out.prompt_key) == ("own.csv", "question")
+        assert not held_out.non_contextual_answer
         assert DataConfig(**config.model_dump()) == config, "it is saved and read again"
     both = DataConfig(**blocks, validation={"data_path": "val.csv"})
     assert [one.name for one in both.validation] == ["default", "held_out"]

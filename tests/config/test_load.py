@@ -1,12 +1,11 @@
 """Reading, overriding, resolving, checking and saving a configuration; the errors that a user sees."""
 
-import json
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from config.conftest import RM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -18,13 +17,6 @@ from treeward.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
 GRPO = ("grpo", "rlhf", "judge")
-
-SMALL = "policy: {model_name: m}\ndata:\n  train_data_path: t.jsonl\n"
-SMALL_GRPO = """
-policy: {model_name: m}
-data: {dataset_name: PromptDataset, train_data_path: t.jsonl, val_data_path: v.jsonl}
-env: {math: {}}
-"""
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp", "Co", "Cn"]), max_size=12)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
@@ -61,12 +53,6 @@ def write(tmp_path):
     return write
 
 
-def mistake(path, *overrides, load=load_config):
-    with pytest.raises(ConfigError) as caught:
-        load(path, overrides)
-    return caught.value
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_configs_load_and_survive_saving(path, tmp_path):
     load = load_grpo_config if path.name.startswith(GRPO) else load_config
@@ -76,14 +62,11 @@ def test_shipped_configs_load_and_survive_saving(path, tmp_path):
     assert not (config.logger.tensorboard_enabled or config.logger.wandb_enabled), "make env installs no tracker"
 
 
-# YAML and overrides
-
-
 @settings(max_examples=15)
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), VALUES, max_size=3))
 def test_any_value_survives_saving(tmp_path_factory, kwargs):
     folder = tmp_path_factory.mktemp("yaml")
-    (folder / "a.yaml").write_text(SMALL, encoding="utf-8")
+    (folder / "a.yaml").write_text(RM, encoding="utf-8")
     config = load_config(folder / "a.yaml")
     optimizer = config.policy.optimizer.model_copy(update={"name": "my.Optimizer", "kwargs": {**kwargs, "lr": 1.0}})
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"optimizer": optimizer})})
@@ -91,20 +74,11 @@ def test_any_value_survives_saving(tmp_path_factory, kwargs):
     assert load_config(folder / "resolved.yaml") == config
 
 
-@settings(max_examples=40)
-@given(VALUES)
-def test_an_override_takes_any_value_in_flow_style(value):
-    text = json.dumps(value, ensure_ascii=False).replace("${", r"\\${")
-    assert load_file(Anything, None, [f"a={text}"]).a == value
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1", 1),
         ("1e-5", 1e-5),
         ("null", None),
-        ("true", True),
         ("'1'", "1"),
         ("00:03:45:00", "00:03:45:00"),
         ("[1, x, null, [2]]", [1, "x", None, [2]]),
@@ -145,15 +119,13 @@ def test_overrides(write, override, result):
         ("rm.list.2=1", "cannot be applied"),
     ],
 )
-def test_a_wrong_override_is_shown(write, override, words):
-    path = write(SMALL + "rm: {seed: 1, list: [1]}\n")
-    error = mistake(path, override)
-    assert pytest.raises(ConfigError, load_config, path, [override]).match(words)
-    assert error.where == "command line" and error.got == override
+def test_a_wrong_override_is_shown(mistake, override, words):
+    error = mistake(RM + "rm: {seed: 1, list: [1]}\n", override)
+    assert (error.where, error.got) == ("command line", override) and re.search(words, str(error))
 
 
 def test_defaults_are_laid_under_the_file_in_order(write, tmp_path):
-    write(SMALL + "rm: {seed: 1, val_period: 1, log_period: 1}\n", "a.yaml")
+    write(RM + "rm: {seed: 1, val_period: 1, log_period: 1}\n", "a.yaml")
     (tmp_path / "deep").mkdir()
     write("defaults: ../a.yaml\nrm: {val_period: 2, log_period: 2}\n", "deep/b.yaml")
     write("rm: {log_period: 3}\n", "c.yaml")
@@ -162,47 +134,43 @@ def test_defaults_are_laid_under_the_file_in_order(write, tmp_path):
     assert (config.rm.seed, config.rm.val_period, config.rm.log_period) == (1, 2, 3)
     assert config.policy.model_name == "other"
     assert load_config(write(f"defaults: {path.name}\n", "d.yaml")) == config
-    write(SMALL + "rm: null\n", "e.yaml")
+    write(RM + "rm: null\n", "e.yaml")
     lists = "defaults: e.yaml\nrm: {seed: 3}\ndata: {validation: [{data_path: v}], train: {weight: 2.0}}\n"
     write(lists, "f.yaml")
     config = load_config(write("defaults: f.yaml\ndata: {validation: {data_path: w}}\n", "g.yaml"))
     assert (config.rm.seed, [one.data_path for one in config.data.validation]) == (3, ["w"])
 
 
-def test_bad_defaults(write):
+def test_bad_defaults(mistake):
     for text, words in (("nowhere.yaml", "does not exist"), ("run.yaml", "circle"), ("{a: b}", "does not exist")):
-        error = mistake(write(f"defaults: {text}\n"))
+        error = mistake(f"defaults: {text}\n")
         assert words in error.summary and error.field == "defaults"
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: 1\nb: [1\nc: 2\n", "line 3"),
         ("a: 1\na: 2\n", "duplicate key"),
         ("a: !!python/object:os.system x\n", "could not determine a constructor"),
         ("- 1\n", "not a mapping"),
     ],
 )
-def test_syntax_errors_name_the_file(write, text, words):
-    error = mistake(write(text))
+def test_syntax_errors_name_the_file(mistake, text, words):
+    error = mistake(text)
     assert "run.yaml" in error.where and words in str(error)
 
 
-# references
-
-
-def test_references_and_functions(write):
-    text = SMALL + "rm: {seed: '${mul:2,${rm.log_period}}', log_period: 5, val_period: '${div:9,2}'}\n"
-    assert mistake(write(text)).field == "rm.val_period", "4.5 steps"
-    assert load_config(write(SMALL + "rm: {seed: '${nowhere}'}\n"), ["rm.seed=7"]).rm.seed == 7
-    config = load_config(write(text), ["rm.val_period=${int:${div:9,2}}", "rm.max_num_steps=${max:3,${min:8,7}}"])
+def test_references_and_functions(load, mistake):
+    text = RM + "rm: {seed: '${mul:2,${rm.log_period}}', log_period: 5, val_period: '${div:9,2}'}\n"
+    assert mistake(text).field == "rm.val_period", "4.5 steps"
+    assert load(RM + "rm: {seed: '${nowhere}'}\n", "rm.seed=7").rm.seed == 7
+    config = load(text, "rm.val_period=${int:${div:9,2}}", "rm.max_num_steps=${max:3,${min:8,7}}")
     assert (config.rm.seed, config.rm.val_period, config.rm.max_num_steps) == (10, 4, 7)
 
 
 @pytest.mark.parametrize("value", ["${rm.sed}", "${unknown:1}", "???", "${oc.env:TREEWARD_NO_SUCH_NAME}"])
-def test_a_dangling_reference_names_the_key(write, value):
-    error = mistake(write(SMALL + f"rm:\n  val_period: '{value}'\n"))
+def test_a_dangling_reference_names_the_key(mistake, value):
+    error = mistake(RM + f"rm:\n  val_period: '{value}'\n")
     assert error.field == "rm.val_period" and error.where.endswith("run.yaml")
 
 
@@ -215,24 +183,19 @@ def test_a_section_given_as_a_mapping():
         load_section(Car, OmegaConf.create({"car": {"name": "${nowhere}"}}).car, where="car")
 
 
-# misspelt keys and bad values
-
-
 @pytest.mark.parametrize(
     ("override", "field", "nearest"),
     [
         ("policy.modle_name=x", "policy.modle_name", "policy.model_name"),
-        ("data.train_data_pth=x", "data.train_data_pth", "data.train_data_path"),
         ("data.train.promptkey=x", "data.train[0].promptkey", "data.train[0].prompt_key"),
         ("data.default.promptkey=x", "data.default.promptkey", "data.default.prompt_key"),
         ("data.validation=[{data_path: x, splt: y}]", "data.validation[0].splt", "data.validation[0].split"),
         ("policy.seed=1", "policy.seed", "rm.seed"),
     ],
 )
-def test_a_misspelt_key_fails_with_the_nearest_name(write, override, field, nearest):
-    error = mistake(write(SMALL), override)
-    assert error.field == field
-    assert error.fix == f"did you mean {nearest}?"
+def test_a_misspelt_key_fails_with_the_nearest_name(mistake, override, field, nearest):
+    error = mistake("rm", override)
+    assert (error.field, error.fix) == (field, f"did you mean {nearest}?")
     assert error.where == f"command line, {override}"
 
 
@@ -240,56 +203,39 @@ def test_a_misspelt_key_fails_with_the_nearest_name(write, override, field, near
     ("override", "ours"),
     [
         ("grpo.num_generation_per_prompt=8", "grpo.num_generations_per_prompt"),
-        ("num_generations=8", "grpo.num_generations_per_prompt"),
         ("num_generation=8", "grpo.num_generations_per_prompt"),
         ("loss_fn.epsilon=0.1", "loss_fn.ratio_clip_min and loss_fn.ratio_clip_max"),
         ("loss_fn.clip_ratio_hgh=0.1", "loss_fn.ratio_clip_max"),
         ("policy.learning_rate=1e-5", "policy.optimizer.kwargs.lr"),
-        ("max_steps=3", "grpo.max_num_steps"),
     ],
 )
-def test_names_of_other_toolkits_are_known(write, override, ours):
-    error = mistake(write(SMALL_GRPO), override, load=load_grpo_config)
+def test_names_of_other_toolkits_are_known(mistake, override, ours):
+    error = mistake("grpo", override)
     assert (error.summary, error.fix) == ("there is no such key", f"did you mean {ours}?")
 
 
-def test_a_value_fails_with_the_nearest_and_its_whole_meaning(write):
-    error = mistake(write(SMALL_GRPO), "grpo.adv_estimator={name: rloo}", load=load_grpo_config)
+def test_a_value_fails_with_the_nearest_and_its_whole_meaning(mistake):
+    error = mistake("grpo", "grpo.adv_estimator={name: rloo}")
     assert error.fix == "did you mean leave_one_out?"
     assert "(Shao et al. 2024)" in error.need and "(Hu et al. 2025)" in error.need
-    error = mistake(write(SMALL), "policy.attention=flash")
+    error = mistake("rm", "policy.attention=flash")
     assert (error.field, error.got, error.fix) == ("policy.attention", "flash", None)
     assert "'tree' or 'rows'" in error.need
 
 
 @pytest.mark.parametrize(
-    ("text", "load", "override", "command"),
-    [
-        (SMALL, load_config, "env={a: 1}", "grpo"),
-        (SMALL, load_config, "policy.generation.backend=vllm", "grpo"),
-        (SMALL_GRPO, load_grpo_config, "rm.seed=1", "train"),
-        (SMALL_GRPO, load_grpo_config, "evaluation.enabled=true", "train"),
-    ],
+    ("run", "override", "command"),
+    [("rm", "policy.generation.backend=vllm", "grpo"), ("grpo", "rm.seed=1", "train")],
 )
-def test_sections_of_another_command_say_so(write, text, load, override, command):
-    error = mistake(write(text), override, load=load)
-    assert f"belongs to `treeward {command}`" in error.summary
-    assert "~" in error.fix
+def test_sections_of_another_command_say_so(mistake, run, override, command):
+    error = mistake(run, override)
+    assert f"belongs to `treeward {command}`" in error.summary and "~" in error.fix
 
 
-def test_every_mistake_is_listed_with_its_place(write):
-    path = write("policy:\n  precision: fp16\ndata: {}\nrm:\n  max_num_epochs: zero\n  sed: 1\n")
-    text = str(mistake(path, "hub.push_to_hub=maybe"))
+def test_every_mistake_is_listed_with_its_place(mistake, tmp_path):
+    wrong = "policy:\n  precision: fp16\ndata: {}\nrm:\n  max_num_epochs: zero\n  sed: 1\n"
+    text = str(mistake(wrong, "hub.push_to_hub=maybe"))
     for key in ("policy.precision", "data.train", "rm.max_num_epochs", "rm.sed", "hub.push_to_hub"):
         assert f"field: {key}" in text
-    assert f"{path}: the value is not valid" in text
+    assert f"{tmp_path / 'run.yaml'}: the value is not valid" in text
     assert "the configuration has 5 mistakes" in text
-
-
-def test_nothing_heavy_is_imported():
-    code = (
-        "import sys, treeward.config, treeward.config.load; "
-        "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow', 'numpy') if m in sys.modules])"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert shown.stdout.strip() == "[]"

@@ -1,12 +1,12 @@
 """What is missing on this machine is reported before anything heavy is imported."""
 
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from messages import write_jsonl
 
 from treeward.config.data import COMPARISON_SETS, PROMPT_SETS
 from treeward.config.load import load_config, load_grpo_config
@@ -19,31 +19,15 @@ ROOT = Path(__file__).parents[2]
 OPTIONAL = {"tensorboard", "wandb", "mlflow", "ray", "peft", "openai", "liger_kernel", "bitsandbytes", "torchao"}
 """Modules of optional packages that `make env` does not install."""
 
-PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
 RM = """
-policy: {{model_name: org/model}}
-data: {{dataset_name: BinaryPreferenceDataset, train_data_path: {data}}}
-checkpointing: {{checkpoint_dir: {folder}/results}}
+policy: {model_name: org/model}
+data: {dataset_name: BinaryPreferenceDataset, train_data_path: pairs.jsonl}
 """
 GRPO = """
-policy: {{model_name: org/model}}
-data: {{train_data_path: {data}, input_key: prompt, output_key: chosen}}
-env: {{math: {{}}, reward_model: {{model_name: org/rm}}, judge: {{model: m, base_url: "http://h"}}}}
-checkpointing: {{checkpoint_dir: {folder}/results}}
+policy: {model_name: org/model}
+data: {train_data_path: pairs.jsonl, input_key: prompt, output_key: chosen}
+env: {math: {}, reward_model: {model_name: org/rm}, judge: {model: m, base_url: "http://h"}}
 """
-
-
-@pytest.fixture
-def load(tmp_path):
-    data = tmp_path / "pairs.jsonl"
-    data.write_text(json.dumps(PAIR) + "\n", encoding="utf-8")
-
-    def load(text, *overrides):
-        path = tmp_path / "run.yaml"
-        path.write_text(text.format(data=data, folder=tmp_path), encoding="utf-8")
-        return (load_grpo_config if text is GRPO else load_config)(path, overrides)
-
-    return load
 
 
 @pytest.fixture
@@ -56,7 +40,7 @@ def plain_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "override", "field", "fix"),
     [
-        (RM, "data.train_data_path={folder}/pears.jsonl", "data.train[0].data_path", "did you mean"),
+        (RM, "data.train_data_path=pears.jsonl", "data.train[0].data_path", "did you mean"),
         (RM, "policy.model_name=./nowhere", "policy.model_name", "relative paths"),
         (RM, "policy.use_liger_kernel=true", "policy.use_liger_kernel", r"treeward\[liger\]"),
         (RM, "logger.tensorboard_enabled=true", "logger.tensorboard_enabled", r"treeward\[tensorboard\]"),
@@ -64,19 +48,16 @@ def plain_environment(monkeypatch):
         (GRPO, "env.reward_model.resources.gpus_per_node=2", "env.reward_model", r"treeward\[ray\]"),
         (GRPO, "env.reward_model.model_name=results/nowhere/final", "env.reward_model.model_name", "relative paths"),
         (GRPO, "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.enabled", r"treeward\[lora\]"),
-        (
-            RM,
-            "policy={{load_in_4bit: true, dtensor_cfg: {{lora_cfg: {{enabled: true}}}}}}",
-            "policy.load_in_4bit",
-            "qlora",
-        ),
+        (RM, "policy={load_in_4bit: true, dtensor_cfg: {lora_cfg: {enabled: true}}}", "policy.load_in_4bit", "qlora"),
         (RM, "policy.optimizer.name=torchao.optim.AdamW8bit", "policy.optimizer.name", r"treeward\[lowbit\]"),
     ],
 )
-def test_what_is_missing_is_named(load, plain_environment, tmp_path, text, override, field, fix):
+def test_what_is_missing_is_named(load, plain_environment, monkeypatch, tmp_path, text, override, field, fix):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "pairs.jsonl", {"prompt": "p", "chosen": "c", "rejected": "r"})
     check_inputs(load(text))
     with pytest.raises(ConfigError, match=f"(?s)fix:.*{fix}") as caught:
-        check_inputs(load(text, override.format(folder=tmp_path)))
+        check_inputs(load(text, override))
     assert caught.value.field == field and caught.value.need
 
 
@@ -94,13 +75,13 @@ def test_shipped_configs_run_on_what_make_env_installs(name, plain_environment, 
     check_inputs((load_grpo_config if name.startswith("grpo") else load_config)(path))
 
 
-def test_a_mistake_is_reported_before_torch_is_imported(tmp_path):
-    text = RM.format(data=tmp_path / "nowhere.jsonl", folder=tmp_path)
-    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+def test_a_mistake_is_reported_before_anything_heavy_is_imported(tmp_path):
+    (tmp_path / "run.yaml").write_text(RM.replace("pairs", "nowhere"), encoding="utf-8")
     code = (
         "import sys; from treeward.cli.main import main; "
         f"code = main(['train', '--config', {str(tmp_path / 'run.yaml')!r}]); "
-        "sys.exit(code if 'torch' not in sys.modules else 1)"
+        "heavy = {'torch', 'transformers', 'datasets', 'pyarrow', 'numpy'} & sys.modules.keys(); "
+        "sys.exit(code + len(heavy))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2 and "nowhere.jsonl" in done.stderr

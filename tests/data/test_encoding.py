@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import assistant, user
 from templates import byte_bpe
 
 from treeward.data import encoding
@@ -36,11 +37,8 @@ def renderer_of(max_length: int | None = None, truncation: Any = "drop", templat
 
 
 def preference(*texts: str, ranks: tuple[int, ...] | None = None, prompt: str = "Capital?", **extra: Any) -> Preference:
-    completions = tuple(
-        Completion(rank, ({"role": "assistant", "content": text},))
-        for text, rank in zip(texts, ranks or range(len(texts)), strict=True)
-    )
-    return Preference(({"role": "user", "content": prompt},), completions, **extra)
+    ranked = zip(ranks or range(len(texts)), texts, strict=True)
+    return Preference((user(prompt),), tuple(Completion(rank, (assistant(text),)) for rank, text in ranked), **extra)
 
 
 class Rows:
@@ -87,7 +85,7 @@ def encode(tmp_path: Path) -> Any:
 
 
 def test_a_comparison_is_its_plain_rows(encode: Any) -> None:
-    turns = ({"role": "assistant", "content": "Let me see."}, {"role": "assistant", "content": "Paris!"})
+    turns = (assistant("Let me see."), assistant("Paris!"))
     row = preference("Paris.", "Lyon", "Paris it is.", ranks=(0, 2, 1), strength=0.5, task_name="capitals")
     row = replace(row, completions=(*row.completions, Completion(3, turns)))
     comparison = encode(row)[0]

@@ -116,61 +116,52 @@ def test_a_file_is_taken_for_its_format(
     assert [(c.rank, c.messages[0]["content"]) for c in auto.completions] == want
     assert ("fewer than two completions" in caplog.text) == (len(rows) > 1 and name != "HelpSteer2" or len(rows) == 3)
     scored = [one for row in rows if row.get("completions") != [] for one in conversations_of(row, "x:1")]
-    assert [[*auto.context, *c.messages] for c in sorted(auto.completions, key=lambda c: c.messages[0]["content"])] == (
-        scored[: len(auto.completions)]
-    )
+    completions = sorted(auto.completions, key=lambda c: c.messages[0]["content"])
+    assert [[*auto.context, *c.messages] for c in completions] == scored[: len(completions)]
 
 
 def key_of(row: dict[str, Any]) -> str:
     return "context" if "chosen" in row and "context" in row else "prompt"
 
 
-def read(write_rows: Write, row: dict[str, Any], **more: Any) -> Preference:
-    ((preference, _),) = open_dataset(DatasetConfig(data_path=str(write_rows("rows.jsonl", [row])), **more))
-    return preference
-
-
 @pytest.mark.parametrize("keys", ["score_{}", "{}_score", "{}_rating", "{}-rating"])
 @pytest.mark.parametrize("row", [side("4", "5"), {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}])
 def test_the_scores_of_both_sides_are_kept_and_equal_ones_are_a_tie(
-    keys: str, row: dict[str, Any], write_rows: Write
+    keys: str, row: dict[str, Any], parse: Callable[..., Preference]
 ) -> None:
     for scores, want in {(8, 5): (0, 1), (5, 8): (0, 1), ("7.5", 7.5): (0, 0)}.items():
         given = dict(zip((keys.format("chosen"), keys.format("rejected")), scores, strict=True))
-        completions = read(write_rows, row | given).completions
+        completions = parse("auto", row | given).completions
         assert tuple(one.rank for one in completions) == want
         assert [one.score for one in completions] == [float(score) for score in scores]
 
 
-def test_turns_within_the_prompt_of_helpsteer2(write_rows: Write) -> None:
+def test_turns_within_the_prompt_of_helpsteer2(parse: Callable[..., Preference]) -> None:
     prompt = "Hi\n<extra_id_1>Assistant\nHello\n<extra_id_1>User\n2 + 2?"
     row = {"prompt": prompt, "response_1": "4", "response_2": "5", "preference_strength": -1}
-    assert list(read(write_rows, row).context) == TURNS
+    assert list(parse("auto", row).context) == TURNS
     assert conversations_of({"prompt": prompt, "response": "4"}, "x:1") == [[*TURNS, FOUR]]
 
 
-def test_a_completion_may_begin_with_the_name_of_a_speaker(write_rows: Write) -> None:
+def test_a_completion_may_begin_with_the_name_of_a_speaker(parse: Callable[..., Preference]) -> None:
     row = {"prompt": "2 + 2?", "chosen": "Human: 4", "rejected": "Assistant: 5"}
-    ends = [one.messages for one in read(write_rows, row).completions]
+    ends = [one.messages for one in parse("auto", row).completions]
     assert ends == [(assistant("Human: 4"),), (assistant("Assistant: 5"),)]
     assert conversations_of(row, "x:1") == [[ASK, *end] for end in ends]
     assert conversations_of(side("4", "5") | {"prompt": "2 + 2?"}, "x:1") == [[ASK, FOUR], [ASK, FIVE]]
 
 
-def test_two_texts_need_no_prompt_unless_a_key_may_be_one(write_rows: Write) -> None:
+def test_two_texts_need_no_prompt_unless_a_key_may_be_one(parse: Callable[..., Preference]) -> None:
     """TRL's form of text with an implicit prompt."""
     row = {"chosen": "The sky is blue.", "rejected": "The sky is green.", "score_chosen": 2, "score_rejected": 1}
-    assert read(write_rows, row).context == () and conversations_of(row, "x:1")[0] == [assistant("The sky is blue.")]
+    assert parse("auto", row).context == () and conversations_of(row, "x:1")[0] == [assistant("The sky is blue.")]
     with pytest.raises(DataError, match="no prompt(?s:.*)set prompt_key"):
-        read(write_rows, row | {"question": "What colour?"})
-    assert read(write_rows, row | {"question": "What colour?"}, prompt_key="question").context == (
-        user("What colour?"),
-    )
+        parse("auto", row | {"question": "What colour?"})
+    named = parse("auto", row | {"question": "What colour?"}, prompt_key="question")
+    assert named.context == (user("What colour?"),)
 
 
-@pytest.mark.parametrize(
-    "lost", [{}, {"prompt": None}, {"prompt": " "}, {"prompt": [{"role": "system", "content": "Be"}]}]
-)
+@pytest.mark.parametrize("lost", [{}, {"prompt": " "}, {"prompt": [{"role": "system", "content": "Be"}]}])
 def test_a_row_without_its_prompt_deviates_from_the_first(lost: dict[str, Any], write_rows: Write) -> None:
     """In training and in scoring; a file without any prompt is read as one."""
     row = {"chosen": "4", "rejected": "5"}
@@ -188,25 +179,25 @@ def test_a_row_without_its_prompt_deviates_from_the_first(lost: dict[str, Any], 
         list(open_dataset(DatasetConfig(data_path=path)))
 
 
-def test_completions_that_hold_the_prompt_are_whole_conversations(write_rows: Write) -> None:
+def test_completions_that_hold_the_prompt_are_whole_conversations(parse: Callable[..., Preference]) -> None:
     """Else the prompt would be there twice."""
     row = {"prompt": "2 + 2?", "completions": [[ASK, FOUR], [ASK, FIVE]], "scores": [2, 1]}
-    read_as = read(write_rows, row)
+    read_as = parse("auto", row)
     assert read_as.context == (ASK,) and [one.messages for one in read_as.completions] == [(FOUR,), (FIVE,)]
     assert conversations_of(row, "x:1") == [[ASK, FOUR], [ASK, FIVE]]
     with pytest.raises(DataError, match=r"holds the prompt(?s:.*)completions\[1\]"):
-        read(write_rows, row | {"completions": ["4", [ASK, FIVE]]})
+        parse("auto", row | {"completions": ["4", [ASK, FIVE]]})
     assert conversations_of({"prompt": "2 + 2?", "response": [ASK, FOUR]}, "x:1") == [[ASK, FOUR]]
 
 
-def test_a_part_of_the_prompt_is_not_lost(write_rows: Write) -> None:
+def test_a_part_of_the_prompt_is_not_lost(parse: Callable[..., Preference], write_rows: Write) -> None:
     """Dolly's columns, and Alpaca's, whose first row may have no input."""
     with pytest.raises(DataError, match="two prompts(?s:.*)context and instruction"):
         conversations_of({"instruction": "Add.", "context": "2 and 2", "response": "4"}, "x:1")
     pair = {"prompt": "2 + 2?", "instruction": "Add.", "chosen": "4", "rejected": "5"}
     with pytest.raises(DataError, match="two prompts(?s:.*)dataset_name=BinaryPreferenceDataset"):
-        read(write_rows, pair)
-    assert read(write_rows, pair, dataset_name="BinaryPreferenceDataset").context == (ASK,)
+        parse("auto", pair)
+    assert parse("BinaryPreferenceDataset", pair).context == (ASK,)
     row = {"instruction": "Add.", "input": "", "chosen": "4", "rejected": "5"}
     path = write_rows("rows.jsonl", [row, row | {"input": "2 and 2"}])
     with pytest.raises(DataError, match=r"rows\.jsonl:2(?s:.*)input would be lost"):
@@ -221,8 +212,8 @@ def test_rows_of_one_prompt_that_are_apart_are_told(write_rows: Write, caplog: p
     assert "2 times a prompt comes back" in caplog.text
 
 
-def test_an_unknown_format_names_the_ways_out(write_rows: Write) -> None:
+def test_an_unknown_format_names_the_ways_out(parse: Callable[..., Preference]) -> None:
     with pytest.raises(DataError, match=r"rows\.jsonl:1(?s:.*)no known format(?s:.*)\['good'\](?s:.*)data\.prompt_key"):
-        read(write_rows, {"good": "4"})
+        parse("auto", {"good": "4"})
     with pytest.raises(DataError, match=r"no rank and no score(?s:.*)completions\[0\](?s:.*)or a score for each"):
-        read(write_rows, {"prompt": "2 + 2?", "completions": ["4", "5"]})
+        parse("auto", {"prompt": "2 + 2?", "completions": ["4", "5"]})

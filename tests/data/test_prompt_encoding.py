@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 from messages import assistant, user
-from templates import CASES, byte_bpe, family_renderer
+from templates import CASES, CHATML, byte_bpe, family_renderer
 
-from treeward.data.prompt_encoding import EncodedPrompts, encode_prompts
+from treeward.data.prompt_encoding import encode_prompts
 from treeward.data.prompt_sets import Prompt, PromptCounts, PromptSet
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 
 # Their generation prompts open a thought, which a finished answer without one does not have.
 THINKING = ("deepseek", "nemotron_3_")
-CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
 WITH_GENERATION_PROMPT = CHATML + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 
 
@@ -49,32 +47,24 @@ def renderer() -> Renderer:
     return Renderer(byte_bpe(), chat_template=WITH_GENERATION_PROMPT)
 
 
-def lengths(encoded: EncodedPrompts) -> list[int]:
-    return [len(ids) for _, ids in encoded]
-
-
-def test_encoded_prompts(renderer: Renderer) -> None:
+def test_prompts_of_several_sets_in_their_order(renderer: Renderer) -> None:
     sets = [prompts_of("one", "two, longer", weight=0.5), prompts_of(*"abc", name="other", held_out=2)]
     encoded = encode_prompts(sets, renderer)
     assert [one.prompt for one in encoded] == [*sets[0], *sets[1]]
-    assert [list(one.token_ids) for one in encoded] == [
-        renderer.encode_prompt(prompt.messages) for one in sets for prompt in one
-    ]
+    ids = [renderer.encode_prompt(one.prompt.messages) for one in encoded]
+    assert [list(one.token_ids) for one in encoded] == ids and encoded.longest == max(map(len, ids))
     assert (encoded.sizes, encoded.weights) == ((2, 3), (0.5, 1.0))
     assert encoded.counts == PromptCounts(read=7, kept=5, held_out=2, too_long=0)
-    assert encoded.longest == max(lengths(encoded))
 
 
 def test_prompts_that_are_too_long_are_left_out_counted_and_named(
     renderer: Renderer, caplog: pytest.LogCaptureFixture
 ) -> None:
     sets = [prompts_of("a", "b" * 40, "c" * 3, "d" * 50), prompts_of("e", name="other")]
-    limit = len(renderer.encode_prompt([user("c" * 3)]))
-    with caplog.at_level(logging.WARNING, "treeward"):
-        encoded = encode_prompts(sets, renderer, max_length=limit)
+    limit, longest = (len(renderer.encode_prompt([user(text)])) for text in ("c" * 3, "d" * 50))
+    encoded = encode_prompts(sets, renderer, max_length=limit)
     assert [one.prompt.messages[0]["content"] for one in encoded] == ["a", "ccc", "e"]
-    assert (encoded.sizes, max(lengths(encoded))) == ((2, 1), limit)
-    assert encoded.longest == len(renderer.encode_prompt([user("d" * 50)]))
+    assert encoded.sizes == (2, 1) and encoded.longest == longest
     assert encoded.counts == PromptCounts(read=5, kept=3, too_long=2)
     assert encoded.counts.summary() == "3 of 5 prompts kept (left out: 2 too long)"
     (record,) = caplog.records

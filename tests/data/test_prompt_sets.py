@@ -9,10 +9,7 @@ import pytest
 from messages import assistant, user, write_jsonl
 
 from treeward.config.data import PromptSetConfig
-from treeward.data.prompt_sets import (
-    PromptSet,
-    open_prompts,
-)
+from treeward.data.prompt_sets import PromptSet, open_prompts
 from treeward.data.synthetic import best_completions
 from treeward.data.synthetic import prompts as bundled_prompts
 from treeward.errors import ConfigError, DataError
@@ -42,6 +39,8 @@ GYM: dict[str, Any] = {
 
 
 SUM, CHAT = (user("2 + 3?"),), [user("Hi"), assistant("Hello!"), user("2 + 3?"), assistant("5")]
+REFERENCE: dict[str, Any] = {"ground_truth": "5", "reference_answers": ["5"]}
+OWN_REFERENCE = {"ground_truth": "five", "reference_answers": ["V"]}
 PROBLEM = {"problem": "2 + 3?", "expected_answer": "5", "answer": "5", "generated_solution": "It is 5."}
 OF_VERL = {key: value for key, value in VERL.items() if key not in ("prompt", "extra_info")}
 OF_GYM = {"expected_answer": "cinq", "agent_ref": GYM["agent_ref"], "responses_create_params": {"temperature": 0.7}}
@@ -55,27 +54,12 @@ BRIEF = tuple({"role": "system", "content": text} for text in ("Be brief.", "In 
         ("OpenMathInstruct-2", {"messages": [*SUM, assistant("5")], "task_name": "x"}, SUM, {"ground_truth": "5"}),
         ("DeepScaler", PROBLEM, SUM, {"ground_truth": "5"}),
         ("AIME2024", PROBLEM, SUM, {"ground_truth": "5"}),
-        (
-            "ResponseDataset",
-            {"input": "2 + 3?", "output": "5", "level": 2},
-            SUM,
-            {"ground_truth": "5", "reference_answers": ["5"], "level": 2},
-        ),
+        ("ResponseDataset", {"input": "2 + 3?", "output": "5", "level": 2}, SUM, {**REFERENCE, "level": 2}),
         ("ResponseDataset", {"input": [*SUM], "output": 5}, SUM, {"ground_truth": 5}),
         ("PromptDataset", {"prompt": "2 + 3?", "extra_info": "x"}, SUM, {"extra_info": "x"}),
-        (
-            "ResponseDataset",
-            {"messages": [*SUM, assistant("5")]},
-            SUM,
-            {"ground_truth": "5", "reference_answers": ["5"]},
-        ),
-        ("PromptDataset", {"messages": CHAT}, tuple(CHAT[:3]), {"ground_truth": "5", "reference_answers": ["5"]}),
-        (
-            "PromptDataset",
-            {"messages": CHAT, "ground_truth": "five", "reference_answers": ["V"]},
-            tuple(CHAT[:3]),
-            {"ground_truth": "five", "reference_answers": ["V"]},
-        ),
+        ("ResponseDataset", {"messages": [*SUM, assistant("5")]}, SUM, REFERENCE),
+        ("PromptDataset", {"messages": CHAT}, tuple(CHAT[:3]), REFERENCE),
+        ("PromptDataset", {"messages": CHAT, **OWN_REFERENCE}, tuple(CHAT[:3]), OWN_REFERENCE),
         ("auto", {"messages": CHAT[:3]}, tuple(CHAT[:3]), {}),
         *(
             ("PromptDataset", {key: prompt, "solution": "5", "nothing": None}, SUM, {"solution": "5"})
@@ -98,10 +82,9 @@ def test_schemas(tmp_path: Path, name: str, row: dict[str, Any], messages: Any, 
 def test_named_keys(tmp_path: Path) -> None:
     (named,) = opened(tmp_path, "ResponseDataset", {"q": "2 + 3?", "a": "5"}, input_key="q", output_key="a")
     assert (named.messages, named.info["ground_truth"]) == (SUM, "5")
-    (own,) = opened(
-        tmp_path, "ResponseDataset", {"q": "2?", "ground_truth": "5"}, input_key="q", output_key="ground_truth"
-    )
-    assert own.info == {"ground_truth": "5", "reference_answers": ["5"]}
+    row = {"q": "2?", "ground_truth": "5"}
+    (own,) = opened(tmp_path, "ResponseDataset", row, input_key="q", output_key="ground_truth")
+    assert own.info == REFERENCE
     request = {"input": "2?", "output": "2", "responses_create_params": "text", "tools": ["f"]}
     assert opened(tmp_path, "ResponseDataset", request)[0].info["tools"] == ["f"]
 
@@ -135,11 +118,11 @@ def test_a_row_chooses_its_environment(tmp_path: Path) -> None:
     assert [prompt.info["environment"] for prompt in prompts] == ["math", "other", "rm", "math", "math"]
     assert "env_name" not in prompts[0].info
     assert prompts[3].info["task_name"] == "preference"
-    # Without the names nothing is known of task names.
-    assert [prompt.info["environment"] for prompt in open_prompts(config)][2:] == ["math"] * 3
+    unknown = open_prompts(config)  # without the names nothing is known of task names
+    assert [prompt.info["environment"] for prompt in unknown][2:] == ["math"] * 3
 
 
-@pytest.mark.parametrize("wrong", [3, [], ["math"], {"math": 1.0}, ""])
+@pytest.mark.parametrize("wrong", [3, ["math"], ""])
 def test_environments_that_are_none(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(DataError, match=r"rows.jsonl:1: environment is not a name"):
         opened(tmp_path, "PromptDataset", {"prompt": "1", "environment": wrong})
@@ -170,11 +153,7 @@ def test_rows_are_held_out_for_validation(tmp_path: Path) -> None:
         ("PromptDataset", {"question": "2?"}, "the row asks nothing(.|\n)*need: .*messages(.|\n)*input_key"),
         ("PromptDataset", {"prompt": "2?", "messages": [user("3?")]}, "several prompts(.|\n)*messages and prompt"),
         ("PromptDataset", {"prompt": 3}, "neither text nor a list of messages(.|\n)*got:   3"),
-        (
-            "PromptDataset",
-            {"messages": [{"role": "system", "content": "Be kind."}, assistant("2")]},
-            "the prompt asks nothing(.|\n)*got:   .*system",
-        ),
+        ("PromptDataset", {"messages": [BRIEF[0], assistant("2")]}, "the prompt asks nothing(.|\n)*got:   .*system"),
         ("PromptDataset", {"prompt": [user("1"), assistant("2")]}, "ends with a message of the assistant"),
         ("PromptDataset", {"messages": [assistant("2")]}, "nothing comes before the completion(.|\n)*field: messages"),
         (
@@ -185,7 +164,7 @@ def test_rows_are_held_out_for_validation(tmp_path: Path) -> None:
         ("ResponseDataset", {"inputs": "2?", "output": "2"}, "the row has no input(.|\n)*is it inputs"),
         *(
             ("ResponseDataset", {"input": "2?", "output": wrong}, "output is no answer")
-            for wrong in (float("nan"), [], {}, True)
+            for wrong in (float("nan"), [], True)
         ),
         ("ResponseDataset", {"input": "2?"}, "the row has no output(.|\n)*PromptDataset"),
         ("OpenMathInstruct-2", {"problem": 3, "expected_answer": "3"}, "neither text nor(.|\n)*field: problem"),
@@ -237,9 +216,7 @@ def test_classes_by_dotted_path(tmp_path: Path) -> None:
     assert texts("Contract", name="own", kwargs={"data_path": "p"}) == ["held out"]
     assert texts("Rows", data_path=write_jsonl(tmp_path / "x.jsonl", {"x": "9?"})) == ["9?"]
     (ready,) = open_prompts(PromptSetConfig(dataset_name="prompts_of_mine.Ready", env_name="math"))
-    assert (ready.info, ready.where) == (
-        {"ground_truth": "2", "environment": "math"},
-        "prompts_of_mine.Ready[train]:row 1",
-    )
+    assert ready.info == {"ground_truth": "2", "environment": "math"}
+    assert ready.where == "prompts_of_mine.Ready[train]:row 1"
     with pytest.raises(DataError, match="a row is not an object"):
         texts("Texts")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import assistant, user
-from templates import CASES, SENTENCES, TEMPLATES, byte_bpe, family_renderer, template_source
+from templates import CASES, CHATML, SENTENCES, TEMPLATES, byte_bpe, family_renderer, template_source
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -27,7 +27,6 @@ LLAMA2_TEMPLATE = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}{{ m['content'] }}{% endfor %}"
 )
-CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
 
 
 CHAT = [
@@ -83,10 +82,9 @@ def test_real_templates(name: str) -> None:
 
 def test_bos_is_added_once_and_doubles_collapse() -> None:
     tokenizer = byte_bpe(("<|im_start|>", "<|im_end|>"), "<s>", "<|im_end|>", True)
-    bos = tokenizer.bos_token_id
     for written in (0, 1, 2, 3):
         ids = Renderer(tokenizer, chat_template="<s>" * written + CHATML).encode(CHAT)
-        assert ids[0] == bos and ids.count(bos) == 1
+        assert ids[0] == tokenizer.bos_token_id and ids.count(ids[0]) == 1
 
 
 def test_encoder_is_framed_once() -> None:
@@ -144,11 +142,8 @@ def test_a_refused_conversation_names_row_roles_and_reason() -> None:
 def test_text_that_is_no_unicode_is_an_error() -> None:
     renderer = Renderer(byte_bpe())
     with pytest.raises(DataError, match=r"c.jsonl:3: .*not valid Unicode(?s:.)*got:   '\\ud") as caught:
-        renderer.encode_many(
-            [CHAT, [user("Hi"), assistant("fine but \udfff not quite")]], where=["c.jsonl:2", "c.jsonl:3"]
-        )
+        renderer.encode([user("Hi"), assistant("fine but \udfff not quite")], where="c.jsonl:3")
     str(caught.value).encode()  # it can be printed
-    renderer.encode([user("Hi"), assistant("🙂 数字")])
 
 
 def test_content_parts() -> None:
@@ -176,9 +171,7 @@ def fitting(max_length: int, truncation: Any, template: str = CHATML, adds_bos: 
     return Renderer(tokenizer, chat_template=template, max_length=max_length, truncation=truncation)
 
 
-def fit_all(
-    renderer: Renderer, context: list[dict[str, Any]], answers: list[list[dict[str, Any]]]
-) -> list[list[int] | None]:
+def fit_all(renderer: Renderer, context: list[Any], answers: list[list[Any]]) -> list[list[int] | None]:
     fitted = [renderer.fit([*context, *answer]) for answer in answers]
     return [None if one is None else one.token_ids for one in fitted]
 

@@ -67,7 +67,7 @@ FILES = [*KINDS, *(f"{kind}.gz" for kind in KINDS if kind not in ("parquet", "ar
 
 
 @pytest.mark.parametrize("kind", FILES)
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(names=st.lists(_name, min_size=1, max_size=3, unique=True), data=st.data())
 def test_round_trip(tmp_path: Path, kind: str, names: list[str], data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.fixed_dictionaries({name: _text for name in names}), min_size=1, max_size=5))
@@ -107,10 +107,8 @@ def test_layouts_of_json(tmp_path: Path, text: str) -> None:
         ("a.jsonl", b'{"a": 1}\n{"a": \n', ":2", ["not JSON", "column"]),
         ("a.jsonl", b'{"a": 1}\n\n[{"a": 1}]\n', ":3", ["not an object", ".json"]),
         ("a.jsonl", b'{"a": 1}\n{"a": 1, "b": 2, "a": 3}\n', ":2", ["the key 'a' is there twice"]),
-        ("a.json", b'[{"a": 1}, {"b": {"c": 1, "c": 1}}]', "", ["the key 'c' is there twice"]),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', ":2", ["UTF-8", "0xff at position 8"]),
         ("a.jsonl", gzip.compress(b'{"a": 1}', mtime=0), ":1", ["ends in .gz"]),
-        ("a.jsonl", b"\n \n", "", ["no rows"]),
         ("a.jsonl.gz", gzip.compress(os.urandom(3000).hex().encode())[:-100], ":1", ["gzip file is damaged"]),
         ("a.jsonl.gz", b'{"a": 1}', ":1", ["gzip file is damaged", "remove .gz"]),
         ("a.json", b'[{"a": 1},\n {"a": }]', ":2", ["not JSON"]),
@@ -171,7 +169,7 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
 def test_the_split_of_a_file_may_say_what_it_is_for(tmp_path: Path) -> None:
     """As in NeMo RL's rm.yaml, whose paths alone are replaced; the training data is no validation set."""
     for name in ("mine.jsonl", "train.jsonl"):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+        write(tmp_path / name, ROWS)
     assert values(tmp_path / "mine.jsonl", split="train") == values(tmp_path / "mine.jsonl", split="validation") == ROWS
     assert "no split 'validation'" in str(refused(tmp_path / "train.jsonl", split="validation"))
     assert "no split 'test'" in str(refused(tmp_path / "mine.jsonl", split="test"))

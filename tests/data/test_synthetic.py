@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from messages import user
+from messages import assistant, read_jsonl, user
 
 from treeward.data.preference import preference_from_dict
-from treeward.data.synthetic import (
-    SPLITS,
-    bundled_path,
-    gold_quality,
-    parse_question,
-    prompts,
-)
+from treeward.data.synthetic import SPLITS, bundled_path, gold_quality, parse_question, prompts
 from treeward.data.synthetic.gold import known_words, words_of
 from treeward.user_code import import_object
 
@@ -31,7 +24,7 @@ ONE_WORD = f"{FRANCE} Answer in one word."
 
 @cache
 def rows(split: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in bundled_path(split).read_text(encoding="utf-8").splitlines()]
+    return read_jsonl(bundled_path(split))
 
 
 def answers(row: dict[str, Any]) -> list[str]:
@@ -58,7 +51,7 @@ def test_rows_are_preferences_ranked_by_gold(split: str) -> None:
 
 def test_formats_come_from_the_turn_then_earlier_turns_then_the_system_prompt() -> None:
     system = {"role": "system", "content": "You are a helpful assistant. Answer in one word."}
-    reply = {"role": "assistant", "content": "Paris."}
+    reply = assistant("Paris.")
     standing = user(f'{FRANCE} From now on: End with "Over."')
     follow_up = user("And of Italy?")
     assert parse_question([system, user(FRANCE)]).format == "one_word"
@@ -67,8 +60,7 @@ def test_formats_come_from_the_turn_then_earlier_turns_then_the_system_prompt() 
     assert parse_question([system, standing, reply, dashed]).format == "brackets"
     assert parse_question([user(ONE_WORD), reply, follow_up]).format is None
     assert gold_quality([system, standing, reply, follow_up], "Sure! It is Rome. Over.") == 1.0
-    parts = {"role": "user", "content": [{"type": "text", "text": ONE_WORD}]}
-    assert gold_quality([parts], "Paris") == 1.0
+    assert gold_quality([user([{"type": "text", "text": ONE_WORD}])], "Paris") == 1.0
 
 
 CONTEXTS = st.sampled_from([context for split in SPLITS for context in prompts(split)[:150]])

@@ -11,7 +11,6 @@ import math
 import os
 import runpy
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,8 @@ import httpx
 import pytest
 import torch
 from families import tiny_model
+from loopback import wait_until
+from messages import chat
 from signed import write_signed_model
 from starlette.testclient import TestClient
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -32,6 +33,7 @@ from treeward.config.nemo_gym import NemoGymConfig
 from treeward.environments.registry import make_environment
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, DataError
+from treeward.parallel.ray_cluster import free_port
 from treeward.scoring.golden import weighted_heads
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
@@ -41,6 +43,7 @@ from treeward.serving.service import Service
 REPOSITORY = Path(__file__).parent.parent.parent
 PROMPT = "Explain quantum computing simply."
 RESPONSE = "It computes with waves of chance."
+CHAT = chat(PROMPT, RESPONSE)
 ATTRIBUTES = ["helpfulness", "correctness", "coherence", "complexity", "verbosity"]
 
 
@@ -55,25 +58,24 @@ def rollout(response: str = RESPONSE, **more: Any) -> dict[str, Any]:
     return {"responses_create_params": params, "response": {"id": "r", "output": [message]}, **more}
 
 
+def verified(client: TestClient, response: str = RESPONSE, **more: Any) -> dict[str, Any]:
+    got: dict[str, Any] = client.post("/verify", json=rollout(response, **more)).json()
+    return got
+
+
 # Scoring: `reward_model = load_reward_model(path)`, `.score(prompt=..., response=...)`, `.predict(prompt, response)`
 
 
 def test_a_loaded_model_scores_a_prompt_and_a_response(model_path: str) -> None:
     reward_model = treeward.load_reward_model(model_path, device="cpu")
-    messages = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": RESPONSE}]
-    [expected] = reward_model.score([messages])
+    [expected] = reward_model.score([CHAT])
     items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": PROMPT}]}]
-    for prompt, response in [
-        (PROMPT, RESPONSE),
-        (messages[:1], messages[1:]),
-        (items, rollout()["response"]["output"]),
-    ]:
+    for prompt, response in ((PROMPT, RESPONSE), (CHAT[:1], CHAT[1:]), (items, rollout()["response"]["output"])):
         assert reward_model.score(prompt=prompt, response=response) == expected.score
         assert reward_model.score(prompt, response) == reward_model.predict(prompt, response) == expected.score
-    developer = [{"role": "developer", "content": "Be brief."}, *messages]
-    system = [developer[0] | {"role": "system"}, *messages]
+    developer = [{"role": "developer", "content": "Be brief."}, *CHAT]
+    system = [developer[0] | {"role": "system"}, *CHAT]
     assert reward_model.predict(developer[:-1], RESPONSE) == reward_model.score([system])[0].score
-    assert reward_model.predict(PROMPT, [{"role": "assistant", "content": RESPONSE}]) == expected.score
 
 
 def test_what_has_no_score_is_an_error_and_no_number(model_path: str) -> None:
@@ -85,7 +87,6 @@ def test_what_has_no_score_is_an_error_and_no_number(model_path: str) -> None:
         with pytest.raises(DataError, match=says):
             reward_model.score(prompt=prompt, response=response)
         assert reward_model.score(prompt=prompt, response=response, on_error="mask") is None
-    assert reward_model.score(PROMPT, "word " * 400, on_error="mask") is None
     assert reward_model.score(PROMPT, RESPONSE, on_error="mask") == reward_model.predict(PROMPT, RESPONSE)
 
 
@@ -185,7 +186,7 @@ def test_the_quick_starts_class(app_of: Callable[..., TestClient], model_path: s
 
 def test_a_failed_verify_is_masked(app_of: Callable[..., TestClient]) -> None:
     client = app_of(QUICK_START, "RewardModelResourcesServer")
-    got = client.post("/verify", json=rollout("word " * 400)).json()
+    got = verified(client, "word " * 400)
     assert (got["reward"], got["mask_sample"], got["_ng_failure_class"]) == (0.0, True, "verifier_error")
     assert "too long" in got["failure_reason"]
     assert client.post("/verify", content=json.dumps(rollout(note=math.nan))).status_code == 422  # as /verify elsewhere
@@ -199,7 +200,7 @@ class Mine(SimpleResourcesServer):
         return next(iter(rewards[prompt] if response else []))
 """
     client = app_of(code % (PROMPT, PROMPT), "Mine")
-    assert "StopIteration" in client.post("/verify", json=rollout("")).json()["failure_reason"]
+    assert "StopIteration" in verified(client, "")["failure_reason"]
     body = rollout()
     assert client.post("/verify", json=body).json()["failure_reason"] == "the reward is nan"
     body["responses_create_params"]["instructions"] = "Be brief."
@@ -210,25 +211,20 @@ class Mine(SimpleResourcesServer):
 
 
 def test_a_verify_that_is_no_coroutine_is_an_error_at_the_start(app_of: Callable[..., TestClient]) -> None:
-    code = """
-class Mine(SimpleResourcesServer):
-    def verify(self, body):
-        return BaseVerifyResponse(**body.model_dump(), reward=1.0)
-"""
     with pytest.raises(ConfigError, match="async def verify"):
-        app_of(code, "Mine")
+        app_of(QUICK_START.replace("async def verify", "def verify"), "RewardModelResourcesServer")
 
 
 def test_the_length_penalty(app_of: Callable[..., TestClient]) -> None:
     client = app_of(QUICK_START + LENGTH_PENALTY, "LengthPenalty")
     plain = app_of(QUICK_START, "RewardModelResourcesServer")
     for response, penalty in ((RESPONSE, 0.0), ("wave " * 120, 0.1)):
-        raw, less = (one.post("/verify", json=rollout(response)).json()["reward"] for one in (plain, client))
+        raw, less = (verified(one, response)["reward"] for one in (plain, client))
         assert raw - less == pytest.approx(penalty, abs=1e-6)
 
 
 def test_the_hugging_face_class(app_of: Callable[..., TestClient], model_path: str) -> None:
-    got = app_of(HUGGING_FACE, "HFRewardModelServer").post("/verify", json=rollout()).json()
+    got = verified(app_of(HUGGING_FACE, "HFRewardModelServer"))
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     hf = AutoModelForSequenceClassification.from_pretrained(model_path, dtype=torch.float32)
     expected = hf(**tokenizer(PROMPT + RESPONSE, return_tensors="pt")).logits[0].item()
@@ -238,23 +234,22 @@ def test_the_hugging_face_class(app_of: Callable[..., TestClient], model_path: s
 @pytest.mark.slow
 def test_as_gym_starts_it(tmp_path: Path, model_path: str) -> None:
     (tmp_path / "app.py").write_text(IMPORTS + QUICK_START + START, encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     section = {"entrypoint": "app.py", "model_path": model_path, "device": "cpu", "host": "127.0.0.1", "port": port}
     merged = {"reward_model_server": {"resources_servers": {"reward_model": section}}}
     gym = {"NEMO_GYM_CONFIG_DICT": json.dumps(merged), "NEMO_GYM_CONFIG_PATH": "reward_model_server"}
     process = subprocess.Popen([sys.executable, "app.py"], cwd=tmp_path, env=os.environ | gym)
     try:
         client = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
-        while True:
-            try:
-                client.get("/")
-                break
-            except httpx.ConnectError:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    raise AssertionError(f"it ended with {process.wait(0.2)}") from None
-        assert math.isfinite(client.post("/verify", json=rollout()).json()["reward"])
+
+        def listens() -> bool:
+            assert process.poll() is None, "it has ended"
+            with contextlib.suppress(httpx.ConnectError):
+                return client.get("/") is not None
+            return False
+
+        wait_until(listens)
+        assert math.isfinite(verified(client)["reward"])
     finally:
         process.terminate()
         process.wait(20)
@@ -288,12 +283,11 @@ class Served(SimpleResourcesServer):
         return self.reward_model.{method}(prompt, response)
 """
     expected = pytest.approx(len(PROMPT) + len(RESPONSE) / 1000)
-    assert app_of(code + served, "Served").post("/verify", json=rollout()).json()["reward"] == expected
+    assert verified(app_of(code + served, "Served"))["reward"] == expected
     (tmp_path / "mine.py").write_text(code, encoding="utf-8")
     path = f"{tmp_path / 'mine.py'}:CustomRewardModel"
     section = {"type": "custom", "function": path, "kwargs": {"model_path": "/path/to/weights"}}
-    log = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": RESPONSE}]
-    assert make_environment("mine", section).step([log], [{}]).rewards.item() == expected
+    assert make_environment("mine", section).step([CHAT], [{}]).rewards.item() == expected
 
 
 # Reward model types: scalar, multi-attribute
@@ -302,17 +296,15 @@ class Served(SimpleResourcesServer):
 @pytest.fixture(scope="module")
 def five_attributes(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A classifier with five labels, as a hub has them: without a scoring contract."""
-    folder = tmp_path_factory.mktemp("attributes") / "model"
-    hf = tiny_model("llama", num_labels=5, id2label=dict(enumerate(ATTRIBUTES)))
-    hf.save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("attributes")
+    tiny_model("llama", num_labels=5, id2label=dict(enumerate(ATTRIBUTES))).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return str(folder)
 
 
 def test_a_model_of_five_attributes_is_served(five_attributes: str, make_client: Callable[..., Any]) -> None:
     weights = {"helpfulness": 1.0, "verbosity": -0.25}
-    client = make_client(model_path=five_attributes, head_weights=weights)
-    got = client.post("/verify", json=rollout()).json()
+    got = verified(client := make_client(model_path=five_attributes, head_weights=weights))
     parts = got["reward_components"]
     assert list(parts) == [f"reward_head_{name}" for name in ATTRIBUTES]
     assert all(got[name] == value for name, value in parts.items())
@@ -320,8 +312,7 @@ def test_a_model_of_five_attributes_is_served(five_attributes: str, make_client:
     assert got["reward"] == pytest.approx(expected, abs=1e-5)
     [listed] = client.get("/v1/models").json()["data"]
     assert listed["heads"] == ATTRIBUTES
-    chat = {"conversations": [[{"role": "user", "content": PROMPT}, {"role": "assistant", "content": RESPONSE}]]}
-    [row] = client.post("/v1/rewards", json=chat).json()["data"]
+    [row] = client.post("/v1/rewards", json={"conversations": [CHAT]}).json()["data"]
     assert row["heads"] == pytest.approx(list(parts.values()), abs=1e-5)
     assert row["reward"] == pytest.approx(expected, abs=1e-5)
 
@@ -329,8 +320,7 @@ def test_a_model_of_five_attributes_is_served(five_attributes: str, make_client:
 def test_and_is_an_environment(five_attributes: str) -> None:
     section = {"model_name": five_attributes, "precision": "float32", "head_weights": {"helpfulness": 1.0}}
     environment = RewardModelEnvironment(section | {"resources": {"gpus_per_node": 0}})
-    log = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": RESPONSE}]
-    step = environment.step([log], [{}])
+    step = environment.step([CHAT], [{}])
     components = step.metadata[0]["reward_details"]["components"]
     assert list(components) == [f"head_{name}" for name in ATTRIBUTES]
     assert step.rewards[0].item() == pytest.approx(components["head_helpfulness"], abs=1e-5)
@@ -381,7 +371,7 @@ def test_the_first_yaml_starts(model_path: str, monkeypatch: pytest.MonkeyPatch)
         without = FIRST_YAML.format(model_path=model_path).replace("      device: cuda\n", "")
         monkeypatch.setenv("NEMO_GYM_CONFIG_DICT", without)
     service = Service.load(APP["gym_config"]().server_config)
-    got = TestClient(create_app(service)).post("/verify", json=rollout()).json()
+    got = verified(TestClient(create_app(service)))
     service.close()
     assert got["reward"] == pytest.approx(Scorer.load(model_path).score(PROMPT, RESPONSE), abs=1e-5)
 
@@ -395,7 +385,7 @@ def test_the_options_have_the_pages_defaults(model_path: str, five_attributes: s
     for path, expected in ((model_path, 300), (five_attributes, 100)):
         client = make_client(model_path=path, default_max_length=100, head_weights="mean")
         assert client.get("/v1/models").json()["data"][0]["max_model_len"] == expected
-    got = make_client(model_path=model_path, max_length=50).post("/verify", json=rollout("word " * 60)).json()
+    got = verified(make_client(model_path=model_path, max_length=50), "word " * 60)
     assert got["failure_reason"].endswith("at most 50")
 
 
@@ -407,15 +397,12 @@ def test_weights_that_float16_cannot_hold(model_path: str, tmp_path: Path, make_
     AutoTokenizer.from_pretrained(model_path).save_pretrained(tmp_path)
     with pytest.raises(treeward.ModelError, match="in bfloat16 or float32"):
         make_client(model_path=str(tmp_path), dtype="float16")
-    assert "mask_sample" not in make_client(model_path=str(tmp_path)).post("/verify", json=rollout()).json()
+    assert "mask_sample" not in verified(make_client(model_path=str(tmp_path)))
 
 
 def test_a_preference_score_is_in_0_to_1(model_path: str, make_client: Any) -> None:
-    got = make_client(model_path=model_path, preference_score=True).post("/verify", json=rollout()).json()
+    got = verified(make_client(model_path=model_path, preference_score=True))
     assert got["reward"] == pytest.approx(1 / (1 + math.exp(-got["reward_score"])))
-    shaping = {"preference_score": True, "temperature": 2.0}
-    got = make_client(model_path=model_path, shaping=shaping).post("/verify", json=rollout()).json()
-    assert got["reward"] == pytest.approx(1 / (1 + math.exp(-got["reward_score"] / 2)))
 
 
 # Normalisation: constants, and "running statistics normalization"
@@ -424,23 +411,23 @@ def test_a_preference_score_is_in_0_to_1(model_path: str, make_client: Any) -> N
 def test_normalize_rewards_alone_starts_and_says_that_it_changes_nothing(
     model_path: str, tmp_path: Any, make_client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    raw = make_client(model_path=model_path).post("/verify", json=rollout()).json()["reward"]
+    raw = verified(make_client(model_path=model_path))["reward"]
     for section in ({"normalize_rewards": True}, {"shaping": {"normalize_rewards": True}}):
         caplog.clear()
-        got = make_client(model_path=model_path, **section).post("/verify", json=rollout()).json()
+        got = verified(make_client(model_path=model_path, **section))
         assert got["reward"] == pytest.approx(raw, abs=1e-6)
         assert "normalize_rewards changes nothing" in caplog.text and "treeward calibrate" in caplog.text
     for constants, expected in (
         ({"reward_mean": 0.5}, raw - 0.5), ({"reward_std": 0.5}, raw / 0.5), ({"reward_mean": 0.0}, raw)
     ):  # fmt: skip
         client = make_client(model_path=model_path, normalize_rewards=True, **constants)
-        assert client.post("/verify", json=rollout()).json()["reward"] == pytest.approx(expected, abs=1e-5)
+        assert verified(client)["reward"] == pytest.approx(expected, abs=1e-5)
     fitted = tmp_path / "fitted"
     shutil.copytree(model_path, fitted)
     contract = json.loads((fitted / "reward_contract.json").read_text())
     contract["calibration"] = {"normalization": {"mean": 0.25, "std": 0.125}}
     (fitted / "reward_contract.json").write_text(json.dumps(contract))
-    got = make_client(model_path=str(fitted), normalize_rewards=True).post("/verify", json=rollout()).json()
+    got = verified(make_client(model_path=str(fitted), normalize_rewards=True))
     assert got["reward"] == pytest.approx(max(-5, min(5, (raw - 0.25) / 0.125)), abs=1e-4)
 
 
@@ -454,8 +441,7 @@ def test_running_statistics_are_the_pages_formula_and_fixed_for_who_asks_again(
     client = make_client(model_path=model_path, running=True)
 
     def ask(response: str) -> dict[str, Any]:
-        got: dict[str, Any] = client.post("/verify", json=rollout(response)).json()
-        return {key: value for key, value in got.items() if key.startswith("reward")}
+        return {key: value for key, value in verified(client, response).items() if key.startswith("reward")}
 
     first = [ask(response) for response in RESPONSES]
     scores = [got["reward_score"] for got in first]

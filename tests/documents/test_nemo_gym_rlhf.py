@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import chat
 
 from treeward.compat.nemo_rl import EnvironmentReturn, RewardModelEnvironment
 from treeward.config.load import load_config, load_grpo_config
@@ -21,29 +22,27 @@ from treeward.scoring.scorer import Scorer
 
 REPOSITORY = Path(__file__).parent.parent.parent
 
-QUESTION = {"role": "user", "content": "What's the capital of France?"}
 LOGS = [
-    [QUESTION, {"role": "assistant", "content": "The capital of France is Paris."}],
-    [QUESTION, {"role": "assistant", "content": "France is a country in Europe."}],
+    chat("What's the capital of France?", text)
+    for text in ("The capital of France is Paris.", "France is a country in Europe.")
 ]
 
 
-@pytest.fixture
-def environment(model_folder: Path) -> RewardModelEnvironment:
-    return RewardModelEnvironment({"model_name": str(model_folder), "precision": "float32"})
+@pytest.fixture(scope="module")
+def expected(model_folder: Path) -> list[float | None]:
+    return [score.score for score in Scorer.load(model_folder, device="cpu").score(LOGS)]
 
 
 # --- How It Works, Core Components -----------------------------------------------------------------------------------
 
 
-def test_the_parts_of_step(environment: RewardModelEnvironment, model_folder: Path) -> None:
+def test_the_parts_of_step(expected: list[float], model_folder: Path) -> None:
     """`preprocess_data`, `reward_model_policy.score(reward_data)["scores"]`, and the fields of `EnvironmentReturn`."""
-    scorer = Scorer.load(model_folder, device="cpu")
-    expected = pytest.approx([score.score for score in scorer.score(LOGS)], abs=1e-5)
-    reward_data = environment.preprocess_data(LOGS)
-    assert environment.reward_model_policy.score(reward_data)["scores"].tolist() == expected
+    environment = RewardModelEnvironment({"model_name": str(model_folder), "precision": "float32"})
+    scores = environment.reward_model_policy.score(environment.preprocess_data(LOGS))["scores"]
     result = environment.step(message_logs=LOGS, env_infos=[{}, {}])
-    assert type(result) is EnvironmentReturn and result.rewards.tolist() == expected
+    assert type(result) is EnvironmentReturn
+    assert scores.tolist() == result.rewards.tolist() == pytest.approx(expected, abs=1e-5)
     assert result._fields == ("observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers")
     assert result.rewards.device.type == "cpu" and torch.equal(result.terminateds, torch.tensor([True, True]))
     assert result.answers == [log[-1]["content"] for log in LOGS]
@@ -97,14 +96,15 @@ def section(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     return lambda *overrides: dict(load_grpo_config(file, overrides).env["reward_model"])
 
 
-def test_the_configuration_of_the_environment(section: Callable[..., dict[str, Any]], model_folder: Path) -> None:
+def test_the_configuration_of_the_environment(
+    section: Callable[..., dict[str, Any]], expected: list[float], model_folder: Path
+) -> None:
     for name in ("Skywork/Skywork-Reward-V2-Qwen3-0.6B", "Skywork/Skywork-Reward-V2-Qwen3-8B"):
         assert section(f"env.reward_model.model_name={name}")["tokenizer"]["name"] == name
     given = section(f"env.reward_model.model_name={model_folder}", "policy.train_micro_batch_size=2")
     assert given["tokenizer"]["name"] == str(model_folder) and given["batch_size"] == 2
     step = RewardModelEnvironment({key: value for key, value in given.items() if key != "enabled"}).step(LOGS, [{}, {}])
-    exact = [score.score for score in Scorer.load(model_folder, device="cpu").score(LOGS)]
-    assert step.rewards.tolist() == pytest.approx(exact, abs=0.05)  # bfloat16
+    assert step.rewards.tolist() == pytest.approx(expected, abs=0.05)  # bfloat16
 
 
 # --- Configuration Reference -----------------------------------------------------------------------------------------
@@ -139,9 +139,8 @@ def test_the_defaults_of_the_page() -> None:
     ],
 )
 def test_what_the_page_says_is_disabled_works(
-    section: Callable[..., dict[str, Any]], model_folder: Path, override: str
+    section: Callable[..., dict[str, Any]], expected: list[float], model_folder: Path, override: str
 ) -> None:
     names = [f"env.reward_model.model_name={model_folder}", "env.reward_model.precision=float32"]
     given = {key: value for key, value in section(*names, override).items() if key != "enabled"}
-    expected = [score.score for score in Scorer.load(model_folder, device="cpu").score(LOGS)]
     assert RewardModelEnvironment(given).step(LOGS, [{}, {}]).rewards.tolist() == pytest.approx(expected, abs=1e-5)

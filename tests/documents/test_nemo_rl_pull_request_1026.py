@@ -8,9 +8,9 @@ as gold, and the weights after two steps.
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -22,14 +22,17 @@ from typing import Any
 import pytest
 import torch
 from loopback import Loopback
+from messages import assistant, read_jsonl, write_jsonl
 from safetensors.torch import load_file
 from served_policy import ServedPolicy
-from signed import write_signed_model
+from signed import SIZES, write_signed_model
 from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from treeward.cli.main import main
 from treeward.config.load import load_grpo_config
 from treeward.config.reward_environments import RewardModelEnvironmentConfig
+from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError
 from treeward.evaluation.suites.rewardbench import WEIGHTS
 from treeward.training.tracking import read_metrics
@@ -40,32 +43,17 @@ REPOSITORY = Path(__file__).parent.parent.parent
 @pytest.fixture(scope="module")
 def stand_ins(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Overrides that put small things in the place of large ones."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from treeward.data.rendering import Renderer
-
     folder = tmp_path_factory.mktemp("stand_ins")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        config = Qwen2Config(
-            vocab_size=len(tiny_tokenizer), num_key_value_heads=2, max_position_embeddings=1024, **sizes
-        )
+        sizes: dict[str, Any] = {"vocab_size": len(tiny_tokenizer), "num_key_value_heads": 2, **SIZES}
+        config = Qwen2Config(max_position_embeddings=1024, **sizes)
         Qwen2ForCausalLM(config).save_pretrained(folder / "policy")
     tiny_tokenizer.chat_template = Renderer(tiny_tokenizer).chat_template
     tiny_tokenizer.save_pretrained(folder / "policy")
     write_signed_model(folder / "rm", tiny_tokenizer, seed=3, max_length=2048)
-    rows = [
-        {
-            "problem": f"What is {n} plus {n}?",
-            "generated_solution": f"It is \\boxed{{{2 * n}}}.",
-            "expected_answer": str(2 * n),
-            "problem_source": "augmented_math",
-        }
-        for n in range(60)
-    ]
-    data = folder / "train_1M.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = [{"problem": f"What is {n} plus {n}?", "expected_answer": str(2 * n)} for n in range(60)]
+    data = write_jsonl(folder / "train_1M.jsonl", *rows)
     return [
         f"policy.model_name={folder / 'policy'}",
         f"env.reward_model.model_name={folder / 'rm'}",
@@ -85,14 +73,14 @@ def run_script(uv_run: Callable[..., int]) -> Callable[..., int]:
 
 
 def check_run(folder: Path, *, gold: bool) -> None:
-    first, second = [line for line in read_metrics(folder / "logs" / "metrics.jsonl") if "train/loss" in line]
+    lines = list(read_metrics(folder / "logs" / "metrics.jsonl"))
+    first, second = (line for line in lines if "train/loss" in line)
     assert first["reward_model_env/num_samples"] == 16 and first["reward_model_env/num_failed"] == 0
     assert first["train/reward"] == pytest.approx(first["reward_model_env/mean_reward"], rel=1e-5)
     assert ("train/gold_reward" in first) is gold  # whether answers are right
     assert first["train/kl"] == 0.0 and second["train/lr"] > first["train/lr"] > 0  # it warms up
-    validated = [line for line in read_metrics(folder / "logs" / "metrics.jsonl") if "validation/reward" in line]
-    assert validated[-1]["step"] == 2
-    samples = [json.loads(line) for line in (folder / "logs" / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "validation/reward" in line][-1] == 2
+    samples = read_jsonl(folder / "logs" / "samples.jsonl")
     (asked,) = samples[0]["prompt"]
     assert asked["role"] == "user" and "\\boxed{" in asked["content"] and "plus" in asked["content"]
     assert (folder / "checkpoints" / "final" / "model.safetensors").is_file()
@@ -106,9 +94,7 @@ def test_without_a_config_it_is_the_shipped_one(
     assert "grpo.max_num_stepz" in error and "did you mean" in error
 
 
-def test_nemo_rls_own_file(
-    run_script: Callable[..., int], stand_ins: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nemo_rls_own_file(run_script: Callable[..., int], stand_ins: list[str], tmp_path: Path) -> None:
     """Its keys and values, in the flat form of its first version."""
     file = REPOSITORY / "tests/config/nemo_rl/grpo_rm_first.yaml"
     flat = [word.replace("data.train.data_path", "+data.train_data_path") for word in stand_ins]
@@ -119,32 +105,42 @@ def test_nemo_rls_own_file(
 # --- Reward Environment Correctness ----------------------------------------------------------------------------------
 
 
+YES = {"chosen": "Yes.", "rejected": "No."}
+OF_PR_1026 = [
+    {"prompt": f"{subset}?", "subset": subset, **pair}
+    for subset in (name for section in WEIGHTS.values() for name in section)
+    for pair in (YES | {"id": 1}, {"chosen": "No.", "rejected": "Yes.", "id": 2})
+]
+OF_OPEN_INSTRUCT = [
+    {"prompt": f"{subset}?", "subset": subset, "chosen": ["Yes."], "rejected": ["No.", "So?", "Hm."], "id": "1"}
+    for subset in ("Factuality", "Precise IF", "Math", "Safety", "Focus")
+]
+
+
+@pytest.mark.parametrize(("suite", "rows"), [("rewardbench", OF_PR_1026), ("rewardbench2", OF_OPEN_INSTRUCT)])
 def test_published_numbers_beside_ours(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    suite: str, rows: list[Any], model_folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """`examples/reproduce/compare.py`, with a small model on a small copy in the schema of the hub."""
+    """`examples/reproduce/compare.py`, for open-instruct's numbers too: a small model on a copy in the hub's schema."""
     monkeypatch.chdir(tmp_path)
-    subsets = {name for section in WEIGHTS.values() for name in section}
-    answers = [("Yes, it is.", "No."), ("No.", "Yes, it is.")]
-    rows = [
-        {"prompt": f"{subset}?", "chosen": chosen, "rejected": rejected, "subset": subset, "id": n}
-        for subset in subsets
-        for n, (chosen, rejected) in enumerate(answers)
-    ]
-    copy = tmp_path / "filtered.jsonl"
-    copy.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    copy = write_jsonl(tmp_path / "copy.jsonl", *rows)
     script = runpy.run_path(str(REPOSITORY / "examples" / "reproduce" / "compare.py"))
-    words = ["--limit", "1000", "--model", str(model_folder), "--output", "elsewhere", "--copy"]
-    assert script["run"]([*words, str(copy)]) == 0
-    published = script["PUBLISHED"]["rewardbench"]
+    words = ["--suite", suite, "--limit", "1000", "--model", str(model_folder), "--output", "elsewhere", "--copy"]
+    assert script["run"]([*words, copy]) == 0
+    published = script["PUBLISHED"][suite]
     table = capsys.readouterr().out.partition(published["source"])[2]
-    found = {cells[0]: cells[1:] for line in table.splitlines()[4:] if len(cells := line.split()) == 7}
-    assert found.pop("overall")[2:] == ["–"] * 4, "the pull request has none"
-    assert set(found) == subsets and len(subsets) == 23
-    for subset, values in found.items():
-        assert values[:2] == ["2", "0.500"], "one of two is right"
+    found = {cells[0]: cells[1:] for line in table.splitlines()[4:] if len(cells := re.split(r" {2,}", line)) == 7}
+    assert {*(row["subset"] for row in rows), "overall"} == found.keys()
+    if suite == "rewardbench":
+        assert found.pop("overall")[2:] == ["–"] * 4, "the pull request has none"
+        assert len(found) == 23 and all(values[:2] == ["2", "0.500"] for values in found.values()), (
+            "one of two is right"
+        )
+    for subset, (_, here, *values) in found.items():
         columns = [one[subset] for one in published["columns"].values()]
-        assert values[2:] == [text for value in columns for text in (f"{value:.3f}", f"{0.5 - value:+.3f}")]
+        assert values[::2] == [f"{column:.3f}" for column in columns]
+        differences = [float(here) - column for column in columns]
+        assert [float(cell) for cell in values[1::2]] == pytest.approx(differences, abs=1e-3)
     assert script["run"]([*words, str(tmp_path / "nowhere.jsonl")]) == 2
     assert published["source"] not in capsys.readouterr().out, "no numbers of an earlier run"
 
@@ -195,8 +191,7 @@ HALF_OF_APART = (
 
 @pytest.fixture
 def words_of(stand_ins: list[str], tmp_path: Path) -> Callable[..., list[str]]:
-    """The arguments of the usage line with these overrides and those of the stand-ins. A checkpoint after each step,
-    and validations of all prompts before the first and after each."""
+    """The usage line with these overrides and the stand-ins; each step is saved and validated on all prompts."""
 
     def words(*overrides: str) -> list[str]:
         settings = (
@@ -212,16 +207,13 @@ def words_of(stand_ins: list[str], tmp_path: Path) -> Callable[..., list[str]]:
 
 def check_rewards(folder: Path, reward_model: str) -> None:
     """Those of the validations are what `treeward score` says of the same completions."""
-    samples = [json.loads(line) for line in (folder / "logs/samples.jsonl").read_text().splitlines()]
+    samples = read_jsonl(folder / "logs/samples.jsonl")
     rewarded = [(sample, one) for sample in samples for one in sample["completions"]]
     assert {sample["step"] for sample in samples} == {0, 1, 2}
-    rows = [
-        {"messages": [*sample["prompt"], {"role": "assistant", "content": one["text"]}]} for sample, one in rewarded
-    ]
-    data, output = folder / "sampled.jsonl", folder / "scored.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    assert main(["score", reward_model, "--data", str(data), "--output", str(output)]) == 0
-    scores = [json.loads(line)["score"] for line in output.read_text().splitlines()]
+    rows = [{"messages": [*sample["prompt"], assistant(one["text"])]} for sample, one in rewarded]
+    data, output = write_jsonl(folder / "sampled.jsonl", *rows), folder / "scored.jsonl"
+    assert main(["score", reward_model, "--data", data, "--output", str(output)]) == 0
+    scores = [row["score"] for row in read_jsonl(output)]
     rewards = [one["reward"] for _, one in rewarded]
     assert max(scores) - min(scores) > 0.05, "another order would not do"
     assert rewards == pytest.approx(scores, abs=1e-5)
@@ -311,18 +303,11 @@ def test_half_of_its_processes(
     check_weights(tmp_path, of_stand_in(stand_ins, "policy.model_name"), by_engine)
 
 
-@pytest.mark.parametrize(
-    ("key", "answer"),
-    [
-        ("env.reward_model.dtensor_cfg.tensor_parallel_size=4", "multiple of tensor_parallel_size"),
-        ("policy.generation.colocated.enabled=False", "the url of a server"),
-        ("policy.generation.colocated.enabled=False policy.generation.url=http://127.0.0.1:8000/v1", None),
-    ],
-)
-def test_keys_that_need_others(key: str, answer: str | None) -> None:
-    file = REPOSITORY / "examples/configs/grpo_rm_1B.yaml"
-    if answer is None:
-        assert not load_grpo_config(file, key.split()).policy.generation.starts_engines
-        return
-    with pytest.raises(ConfigError, match=answer):
-        load_grpo_config(file, [key])
+def test_keys_that_need_others() -> None:
+    file, apart = REPOSITORY / "examples/configs/grpo_rm_1B.yaml", "policy.generation.colocated.enabled=False"
+    with pytest.raises(ConfigError, match="multiple of tensor_parallel_size"):
+        load_grpo_config(file, ["env.reward_model.dtensor_cfg.tensor_parallel_size=4"])
+    with pytest.raises(ConfigError, match="the url of a server"):
+        load_grpo_config(file, [apart])
+    config = load_grpo_config(file, [apart, "policy.generation.url=http://127.0.0.1:8000/v1"])
+    assert not config.policy.generation.starts_engines

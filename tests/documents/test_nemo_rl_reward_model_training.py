@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import assistant, user, write_jsonl
 
 from treeward.compat.nemo_rl import (
     BinaryPreferenceDataset,
@@ -50,12 +51,9 @@ CAPITALS = """{
 }"""
 
 
-def rank_rows(start: int = 0) -> list[dict[str, Any]]:
+def rank_rows(start: int = 0) -> list[Any]:
     """Rows as the guide's, each with a prompt of its own."""
-    rows = [json.loads(CAPITALS) for _ in range(8)]
-    for number, row in enumerate(rows, start):
-        row["context"][0]["content"] += f" ({number})"
-    return rows
+    return [json.loads(CAPITALS.replace("Germany?", f"Germany? ({n})")) for n in range(start, start + 8)]
 
 
 def pairs(start: int = 0) -> list[dict[str, str]]:
@@ -122,16 +120,14 @@ def test_uv_finds_versions_of_all_extras_together(tmp_path: Path) -> None:
 
 def test_the_attributes_of_a_dataset(write_rows: WriteRows) -> None:
     """`formatted_ds` with `context` and ranked `completions`, and `task_spec`, with the constructors of NeMo RL."""
-    written = [json.loads(CAPITALS)]
-    file = write_rows("rows.jsonl", written)
+    written = json.loads(CAPITALS)
+    file = write_rows("rows.jsonl", [written])
     ranked = PreferenceDataset(str(file), val_data_path=str(file))
     assert ranked.task_spec == TaskDataSpec("PreferenceDataset")
     for split in ("train", "validation"):
         (row,) = ranked.formatted_ds[split].map(lambda row: {"seen": True})  # of the package datasets, as theirs
-        assert row["context"] == written[0]["context"]
-        assert [(one["rank"], one["completion"]) for one in row["completions"]] == [
-            (one["rank"], one["completion"]) for one in written[0]["completions"]
-        ]
+        found = [{key: one[key] for key in ("rank", "completion")} for one in row["completions"]]
+        assert row["context"] == written["context"] and found == written["completions"]
     keys = ("question", "good", "bad")
     binary = BinaryPreferenceDataset(str(write_rows("pairs.jsonl", pairs())), None, *keys, train_split="train")
     assert binary.formatted_ds["validation"] is None and binary.formatted_ds["train"].num_rows == 8
@@ -142,9 +138,7 @@ def test_datasets_of_the_hub_need_no_path(write_rows: WriteRows, monkeypatch: py
     """HelpSteer3 and Tulu3Preference, here with rows in their schemas in the place of the downloads."""
     import datasets
 
-    question, good, bad = (
-        {"role": role, "content": text} for role, text in (("user", "2 + 2?"), ("assistant", "4"), ("assistant", "5"))
-    )
+    question, good, bad = user("2 + 2?"), assistant("4"), assistant("5")
     rows = {
         "nvidia/HelpSteer3": {"context": [question], "response1": "5", "response2": "4", "overall_preference": 2},
         "allenai/llama-3.1-tulu-3-8b-preference-mixture": {"chosen": [question, good], "rejected": [question, bad]},
@@ -166,7 +160,7 @@ data:
     easy: {folder}
     hard: {folder}/validation.jsonl
   train_split: train
-  val_split: {val_split}
+  val_split: validation
 """
 BINARY_PREFERENCE_DATASET = """
 data:
@@ -178,7 +172,7 @@ data:
   chosen_key: good
   rejected_key: bad
   train_split: train
-  val_split: {val_split}
+  val_split: validation
 """
 
 
@@ -194,15 +188,12 @@ def test_a_training_run_on_a_custom_dataset(
     folder = tmp_path / "data"
     folder.mkdir()
     for split, start in (("train", 0), ("validation", 100)):
-        text = "".join(json.dumps(row) + "\n" for row in rows(start))
-        (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
+        write_jsonl(folder / f"{split}.jsonl", *rows(start))
     file = tmp_path / "run.yaml"
-    text = f"defaults: {REPOSITORY}/examples/configs/rm.yaml\n{block.format(folder=folder, val_split='validation')}"
+    text = f"defaults: {REPOSITORY}/examples/configs/rm.yaml\n{block.format(folder=folder)}"
     file.write_text(text, encoding="utf-8")
-    ranked = f"checkpointing.metric_name=validation-{sets[0]}_loss"
-    assert (
-        uv_run("examples/run_rm.py", "--config", str(file), f"policy.model_name={policy_folder}", ranked, *SMALL) == 0
-    )
+    own = [f"policy.model_name={policy_folder}", f"checkpointing.metric_name=validation-{sets[0]}_loss"]
+    assert uv_run("examples/run_rm.py", "--config", str(file), *own, *SMALL) == 0
     (validated,) = [line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "eval/rm/loss" in line]
     assert validated["timing/validation/total_validation_time"] > 0
     for name in sets:
@@ -232,22 +223,18 @@ env:
 
 def test_rows_for_a_loop(write_prompts: Any, tiny_tokenizer: Any, model_folder: Path) -> None:
     """`DatumSpec`: raw messages, whose token ids together are the rendered prompt."""
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    messages = [{"role": "system", "content": "Be brief."}, user("2 + 2?")]
     path = write_prompts("prompts.jsonl", [{"prompt": messages, "ground_truth": "4"}])
     prompts = open_prompts(PromptSetConfig(dataset_name="PromptDataset", data_path=path))
     encoded = encode_prompts([prompts], Renderer(tiny_tokenizer))
     datum = datum_spec(encoded[0], idx=7)
-    assert (
-        set(datum)
-        == {"message_log", "length", "extra_env_info", "loss_multiplier", "idx"}
-        <= set(DatumSpec.__annotations__)
-    )
+    keys = {"message_log", "length", "extra_env_info", "loss_multiplier", "idx"}
+    assert set(datum) == keys <= set(DatumSpec.__annotations__)
     joined = torch.cat([message["token_ids"] for message in datum["message_log"]])  # type: ignore[misc]
     assert tuple(joined.tolist()) == encoded[0].token_ids and datum["length"] == len(joined)
     assert datum["extra_env_info"] == {"ground_truth": "4"} and datum["loss_multiplier"] == 1.0
     environment = RewardModelEnvironment({"model_name": str(model_folder), "precision": "float32"})
-    log = [*datum["message_log"], {"role": "assistant", "content": "4"}]
-    plain = [*messages, {"role": "assistant", "content": "4"}]
+    log, plain = ([*asked, assistant("4")] for asked in (datum["message_log"], messages))
     assert torch.equal(*(environment.step([one], [datum["extra_env_info"]]).rewards for one in (log, plain)))
 
 

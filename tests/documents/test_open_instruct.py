@@ -1,16 +1,14 @@
 """open-instruct's guide to reward modelling, section by section, and the page for those who come from elsewhere.
 
-The automatic upload to the hub is tried in tests/training/test_train.py.
+The automatic upload to the hub is tried in tests/training/test_train.py, the published numbers beside those of PR 1026.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from messages import chat, write_jsonl
 
 from treeward.config.load import load_config
 from treeward.model.loading import build_reward_model
@@ -40,8 +39,7 @@ def test_the_tokenizer_pads_from_the_right(model_folder: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    question = [{"role": "user", "content": "Hi"}]
-    logs = [[*question, {"role": "assistant", "content": text}] for text in ("Hello!", "Hello, and how are you all?")]
+    logs = [chat("Hi", text) for text in ("Hello!", "Hello, and how are you all?")]
     texts = [tokenizer.apply_chat_template(log, tokenize=False) for log in logs]
     batch = tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=False)
     assert tokenizer.padding_side == "right" and batch["attention_mask"][:, -1].tolist() == [0, 1]
@@ -107,16 +105,11 @@ def test_the_debug_script(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_script_of_tulu_3_on_something_small(policy_folder: Path, tmp_path: Path) -> None:
-    rows = [
-        [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": text}]
-        for n in range(8)
-        for text in (f"It is {n + 1}.", "No.")
-    ]
-    data = tmp_path / "mixture.jsonl"
-    pairs = zip(rows[::2], rows[1::2], strict=True)
-    data.write_text("".join(json.dumps({"chosen": good, "rejected": bad}) + "\n" for good, bad in pairs))
+    asked = {f"{n} + 1?": f"It is {n + 1}." for n in range(8)}
+    rows = [{"chosen": chat(one, good), "rejected": chat(one, "No.")} for one, good in asked.items()]
     small = [
-        *(f"policy.model_name={policy_folder}", f"data.train_data_path={data}"),
+        f"policy.model_name={policy_folder}",
+        f"data.train_data_path={write_jsonl(tmp_path / 'mixture.jsonl', *rows)}",
         *("policy.max_total_sequence_length=128", "policy.train_global_batch_size=4"),
         "policy.dtensor_cfg.cpu_offload=false",  # no GPU here
     ]
@@ -159,28 +152,6 @@ def has(found: Any, wanted: Any) -> bool:
     return bool(found == (None if wanted == "default" else wanted))  # chat_template: the model's own
 
 
-def test_its_numbers_beside_a_runs(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`examples/reproduce/compare.py --suite rewardbench2`, with a small model on a small copy in the hub's schema."""
-    monkeypatch.chdir(tmp_path)
-    subsets = ("Factuality", "Precise IF", "Math", "Safety", "Focus")
-    same = {"chosen": ["Yes."], "rejected": ["No.", "So?", "Hm."], "id": "1"}
-    rows = [json.dumps({"prompt": f"{subset}?", "subset": subset, **same}) + "\n" for subset in subsets]
-    Path("test.jsonl").write_text("".join(rows), encoding="utf-8")
-    script = runpy.run_path(str(REPOSITORY / "examples" / "reproduce" / "compare.py"))
-    words = ["--suite", "rewardbench2", "--model", str(model_folder), "--copy", "test.jsonl", "--limit", "1000"]
-    assert script["run"](words) == 0
-    published = script["PUBLISHED"]["rewardbench2"]
-    table = capsys.readouterr().out.partition(published["source"])[2]
-    found = {cells[0]: cells[1:] for line in table.splitlines()[4:] if len(cells := re.split(r" {2,}", line)) == 7}
-    assert {*subsets, "overall"} <= found.keys()
-    for subset in (*subsets, "overall"):
-        here, columns = float(found[subset][1]), [one[subset] for one in published["columns"].values()]
-        assert [float(cell) for cell in found[subset][2::2]] == columns
-        assert [float(cell) for cell in found[subset][3::2]] == pytest.approx([here - one for one in columns], abs=1e-3)
-
-
 @pytest.mark.parametrize(("section", "number"), [("open-instruct", 17), ("TRL", 9), ("OpenRLHF", 10)])
 def test_every_row_is_an_override_that_is_heeded(section: str, number: int, tmp_path: Path) -> None:
     file = tmp_path / "base.yaml"
@@ -198,11 +169,8 @@ def test_every_row_is_an_override_that_is_heeded(section: str, number: int, tmp_
 
 def test_the_left_column_has_options_of_the_others() -> None:
     trl = pytest.importorskip("trl")
-    fields = {
-        field.name
-        for section in (trl.RewardConfig, trl.ModelConfig, trl.ScriptArguments)
-        for field in dataclasses.fields(section)
-    }
+    sections = (trl.RewardConfig, trl.ModelConfig, trl.ScriptArguments)
+    fields = {field.name for section in sections for field in dataclasses.fields(section)}
     named = {name for theirs, _ in rows("TRL") for name in re.findall(r"`(\w+)`", theirs)}
     assert named and named <= fields
     assert set(FLAGS.split()) <= set(re.findall(r"--\w+", PAGE.partition("### From TRL")[0]))

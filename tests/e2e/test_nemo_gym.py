@@ -14,13 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_policy import FakePolicy
+from fake_policy import FakePolicy, response
+from messages import assistant, read_jsonl, user, write_jsonl
 from signed import write_signed_model
+
+from treeward.scoring.scorer import Scorer
 
 REPOSITORY = Path(__file__).parent.parent.parent
 
@@ -34,20 +36,13 @@ NEEDS = [
     *("wandb>=0.30.0", "pydot", "python-multipart", "datasets", "mlflow-skinny>=3.16.1", "jinja2", "requests"),
 ]
 PROBLEM = r"What is 1/4 + 1/4? Put the answer inside \boxed{}."
-ROWS = [
-    {"responses_create_params": {"input": [{"role": "user", "content": "Name a river in Peru."}]}},
-    {
-        "responses_create_params": {
-            "input": [
-                {"role": "developer", "content": "Be brief."},
-                {"role": "user", "content": "How do I boil an egg?"},
-            ]
-        },
-        "reward_threshold": -1000.0,
-        "note": {"kept": [1, 2.5, None]},
-    },
-    {"responses_create_params": {"input": [{"role": "user", "content": "long " * 400}]}},
+
+BRIEFLY = [{"role": "developer", "content": "Be brief."}, user("How do I boil an egg?")]
+ROWS: list[dict[str, Any]] = [
+    {"responses_create_params": {"input": asked}}
+    for asked in ([user("Name a river in Peru.")], BRIEFLY, [user("long " * 400)])
 ]
+ROWS[1] |= {"reward_threshold": -1000.0, "note": {"kept": [1, 2.5, None]}}
 
 
 @pytest.fixture(scope="module")
@@ -88,21 +83,12 @@ def workplace(gym: Path, tmp_path: Path) -> Path:
         folder.mkdir(parents=True)
         (folder / ".venv").symlink_to(venv)
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    write_jsonl(tmp_path / "data" / "train.jsonl", *ROWS)
     return tmp_path
 
 
-@pytest.fixture
-def policy() -> Iterator[FakePolicy]:
-    with FakePolicy() as running:
-        yield running
-
-
-def test_the_real_collector_gets_the_rewards_of_the_scorer(
-    gym: Path, workplace: Path, policy: FakePolicy, served_model: Path
-) -> None:
-    from treeward.scoring.scorer import Scorer
-
+def test_the_real_collector_gets_the_rewards_of_the_scorer(gym: Path, workplace: Path, served_model: Path) -> None:
+    policy = FakePolicy()
     (workplace / "env.yaml").write_text(
         f"policy_base_url: {policy.url}\npolicy_api_key: none\npolicy_model_name: policy\n", encoding="utf-8"
     )
@@ -116,19 +102,11 @@ def test_the_real_collector_gets_the_rewards_of_the_scorer(
     policy.replies[PROBLEM] = r"That is \boxed{\frac{1}{2}}."
     log = workplace / "ng_run.log"
     with log.open("wb") as stream:
+        command = [str(gym / "bin" / "ng_run"), f"+config_paths=[{config_paths}]", "+skip_venv_if_present=true"]
+        command += [f"+uv_venv_dir={workplace / 'venvs'}"]
+        command += [f"++reward_model_server.resources_servers.reward_model.model_path={served_model}"]
         servers = subprocess.Popen(
-            [
-                str(gym / "bin" / "ng_run"),
-                f"+config_paths=[{config_paths}]",
-                "+skip_venv_if_present=true",
-                f"+uv_venv_dir={workplace / 'venvs'}",
-                f"++reward_model_server.resources_servers.reward_model.model_path={served_model}",
-            ],
-            cwd=workplace,
-            env=environment,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, cwd=workplace, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         _wait_for("servers ready", servers, log, seconds=240)
@@ -149,13 +127,9 @@ def test_the_real_collector_gets_the_rewards_of_the_scorer(
             os.killpg(servers.pid, signal.SIGKILL)
             servers.wait(20)
 
-    rollouts = _rows(workplace / "data" / "rollouts.jsonl")
-    assert sorted((row["_ng_task_index"], row["_ng_rollout_index"]) for row in rollouts) == [
-        (0, 0),
-        (0, 1),
-        (1, 0),
-        (1, 1),
-    ]
+    rollouts = read_jsonl(workplace / "data" / "rollouts.jsonl")
+    indices = sorted((row["_ng_task_index"], row["_ng_rollout_index"]) for row in rollouts)
+    assert indices == [(0, 0), (0, 1), (1, 0), (1, 1)]
     scorer = Scorer.load(served_model, device="cpu")
     for row in rollouts:
         score = scorer.score([_conversation(row)])[0]
@@ -165,7 +139,7 @@ def test_the_real_collector_gets_the_rewards_of_the_scorer(
     passed = [row for row in rollouts if row["_ng_task_index"] == 1]
     assert all(row["reward_passed"] is True and row["note"] == {"kept": [1, 2.5, None]} for row in passed)
 
-    failures = _rows(workplace / "data" / "rollouts_failures.jsonl")
+    failures = read_jsonl(workplace / "data" / "rollouts_failures.jsonl")
     assert [row["_ng_task_index"] for row in failures] == [2, 2]
     assert all("too long to score" in json.dumps(row) for row in failures)
 
@@ -174,12 +148,12 @@ def test_the_real_collector_gets_the_rewards_of_the_scorer(
     assert metrics[0]["key_metrics"]["mean/reward"] == pytest.approx(mean, abs=1e-5)
 
     # The policy is the judge too. It repeats the question, so its last verdict is [[A!=B]].
-    right, *wrong = sorted(_rows(workplace / "data" / "math.jsonl"), key=lambda row: row["_ng_task_index"])
+    right, *wrong = sorted(read_jsonl(workplace / "data" / "math.jsonl"), key=lambda row: row["_ng_task_index"])
     assert (right["reward"], right["library_reward"], right["judge_reward"]) == (1.0, 1.0, None)
     assert [(row["reward"], row["judge_reward"]) for row in wrong] == [(0.0, 0.0)] * 4
 
 
-def test_the_pages_classes_with_gyms_own(gym: Path, tmp_path: Path, policy: FakePolicy, served_model: Path) -> None:
+def test_the_pages_classes_with_gyms_own(gym: Path, tmp_path: Path, served_model: Path) -> None:
     """In this environment, which has torch, with NeMo Gym's packages behind its own."""
     packages = next(gym.glob("lib/python*/site-packages"))
     (tmp_path / "first").mkdir()
@@ -187,7 +161,7 @@ def test_the_pages_classes_with_gyms_own(gym: Path, tmp_path: Path, policy: Fake
         (tmp_path / "first" / name).symlink_to(packages / name)
     body = {
         "responses_create_params": {"input": [{"role": "user", "content": "Why?", "type": "message"}]},
-        "response": policy.response({}, "So.") | {"usage": None},
+        "response": response("So.") | {"usage": None},
     }
     code = f"""
 import json, runpy, sys
@@ -217,8 +191,6 @@ for name in ("RewardModelResourcesServer", "LengthPenalty", "HFRewardModelServer
     }
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    from treeward.scoring.scorer import Scorer
-
     first, penalised, _ = map(float, done.stdout.split()[-3:])
     assert first == penalised == pytest.approx(Scorer.load(served_model, device="cpu").predict("Why?", "So."), abs=1e-5)
 
@@ -235,11 +207,7 @@ def _conversation(row: dict[str, Any]) -> list[dict[str, Any]]:
         for item in row["responses_create_params"]["input"]
     ]
     [message] = [item for item in row["response"]["output"] if item["type"] == "message"]
-    return [*asked, {"role": "assistant", "content": message["content"][0]["text"]}]
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [*asked, assistant(message["content"][0]["text"])]
 
 
 def _wait_for(text: str, process: subprocess.Popen[bytes], log: Path, *, seconds: float) -> None:

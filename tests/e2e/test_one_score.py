@@ -3,7 +3,6 @@ through Ray, plain transformers; alone and in a crowd; whole and cut. All say th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -11,23 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from messages import assistant, chat, read_jsonl, user, write_jsonl
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from treeward import Scorer, open_dataset, train
 from treeward.cli.main import main
 from treeward.config.data import DatasetConfig
-from treeward.data.preference import Completion, Preference, preference_to_dict
 from treeward.environments.reward_model import RewardModelEnvironment
 
 CLOSE = 1e-5
 
-QUESTION = [
-    {"role": "user", "content": "I have flour and water. " * 12},
-    {"role": "assistant", "content": "Then you can make bread."},
-    {"role": "user", "content": "How long does it take, and what else do I need?"},
-]
+QUESTION = [*chat("I have flour and water. " * 12, "Then you can make bread."), user("What else do I need?")]
 COMPLETIONS = ["About three hours; you also need salt and yeast.", "Bread is nice!"]
-CONVERSATIONS = [[*QUESTION, {"role": "assistant", "content": text}] for text in COMPLETIONS]
+CONVERSATIONS = [[*QUESTION, assistant(text)] for text in COMPLETIONS]
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +34,12 @@ def crowd() -> list[list[dict[str, Any]]]:
 @pytest.fixture(params=["whole", pytest.param("cut", marks=pytest.mark.slow)])
 def trained(request: Any, tiny_run: Callable[..., Any], tmp_path: Path) -> tuple[Path, list[float]]:
     """A trained model, and the scores that its own validation gave to the two conversations."""
-    row = preference_to_dict(
-        Preference(tuple(QUESTION), tuple(Completion(i, (c[-1],)) for i, c in enumerate(CONVERSATIONS)))
-    )
-    (tmp_path / "one.jsonl").write_text(json.dumps(row) + "\n")
+    completions = [{"rank": rank, "completion": chat[-1:]} for rank, chat in enumerate(CONVERSATIONS)]
+    file = write_jsonl(tmp_path / "one.jsonl", {"context": QUESTION, "completions": completions})
+    words = ["checkpointing.metric_name=null", "rm.val_batches=null", "rm.max_num_steps=3"]
+    words += [f"data.validation=[{{dataset_name: PreferenceDataset, data_path: {file}, name: one}}]"]
     cut = ["data.truncation=truncate_left", "policy.max_total_sequence_length=100"] if request.param == "cut" else []
-    outcome = train(
-        tiny_run(
-            f"data.validation=[{{dataset_name: PreferenceDataset, data_path: {tmp_path}/one.jsonl, name: one}}]",
-            "checkpointing.metric_name=null",
-            "rm.val_batches=null",
-            "rm.max_num_steps=3",
-            *cut,
-        ),
-        show_progress=False,
-    )
+    outcome = train(tiny_run(*words, *cut), show_progress=False)
     assert outcome.model_folder is not None
     measured = outcome.validation["one"]
     return outcome.model_folder, [measured["chosen_rewards"], measured["rejected_rewards"]]
@@ -75,10 +61,9 @@ def test_one_conversation_has_one_score(
     assert [score.score for score in scorer.score_completions(QUESTION, COMPLETIONS)] == expect
     assert both([score.score for score in scorer.score(everyone)]) == expect
 
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in everyone))
-    assert main(["score", str(folder), "--data", f"{tmp_path}/chats.jsonl", "--output", f"{tmp_path}/out.jsonl"]) == 0
-    lines = (tmp_path / "out.jsonl").read_text().splitlines()
-    assert both([json.loads(line)["score"] for line in lines]) == expect
+    data = write_jsonl(tmp_path / "chats.jsonl", *({"messages": chat} for chat in everyone))
+    assert main(["score", str(folder), "--data", data, "--output", f"{tmp_path}/out.jsonl"]) == 0
+    assert both([row["score"] for row in read_jsonl(tmp_path / "out.jsonl")]) == expect
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     hf = AutoModelForSequenceClassification.from_pretrained(folder).eval()
@@ -87,15 +72,7 @@ def test_one_conversation_has_one_score(
     with torch.inference_mode():
         assert hf(**padded).logits[:, 0].tolist() == expect
 
-    env_config = {
-        "enabled": True,
-        "model_name": str(folder),
-        "tokenizer": {"name": str(folder)},
-        "precision": "float32",
-        "batch_size": 32,
-        "resources": {"gpus_per_node": 1, "num_nodes": 1},
-        "reward_model_cfg": {"enabled": True, "reward_model_type": "bradley_terry"},
-    }
+    env_config = {"model_name": str(folder), "precision": "float32"}
     here = RewardModelEnvironment(env_config)
     assert [here.step([chat], [{}]).rewards.item() for chat in CONVERSATIONS] == expect
     assert both(here.step(everyone, [{}] * len(everyone)).rewards.tolist()) == expect

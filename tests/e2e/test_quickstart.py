@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from messages import read_jsonl
 
 from treeward import Scorer
 from treeward.cli import serve
@@ -30,16 +31,14 @@ def test_it_learns_the_data_and_its_bias_and_may_be_repeated(
 ) -> None:
     file = str(REPOSITORY / "examples" / "quickstart.py")
     first = subprocess.run([sys.executable, file], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    lines = (tmp_path / "logs" / "quickstart" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    last = [record for record in map(json.loads, lines) if "eval/rm/accuracy" in record][-1]
+    records = read_jsonl(tmp_path / "logs" / "quickstart" / "metrics.jsonl")
+    last = [record for record in records if "eval/rm/accuracy" in record][-1]
     plain, controlled = (last[f"validation-{name}/accuracy"] for name in ("plain", "length_controlled"))
     assert plain >= 0.90
     assert controlled <= plain - 0.05, "the planted length bias is not seen"
     assert "Put the answer in square brackets" in first
     learnt, _, following = first.partition("\nNext, ")
-    assert "What it has learnt: " in learnt and following.count("treeward score") == 1, (
-        "what was learnt, and one command"
-    )
+    assert "What it has learnt: " in learnt and following.count("treeward score") == 1
     command = following.partition("\n")[2].strip()
     scored = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     right, wrong = json.loads(scored)["scores"]

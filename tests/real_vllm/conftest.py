@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from loopback import wait_until
+from signed import signed
+from transformers import AutoModelForCausalLM
 
-START_SECONDS = 300.0
+from treeward.model.loading import load_reward_model
+from treeward.parallel.ray_cluster import free_port
 
 
 @pytest.fixture(scope="session")
@@ -38,10 +41,6 @@ def smollm2() -> Path:
 @pytest.fixture(scope="session")
 def export(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model of SmolLM2 with a random head, as `treeward train` exports it, for conversations of 512 tokens."""
-    from signed import signed
-
-    from treeward.model.loading import load_reward_model
-
     loaded = load_reward_model(smollm2, head_seed=3)
     folder = tmp_path_factory.mktemp("rm") / "final"
     signed(folder, loaded.tokenizer, loaded.model.hf, max_length=512)
@@ -54,8 +53,6 @@ def vllm_serve(binaries: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 
     @contextlib.contextmanager
     def serve(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-        from treeward.parallel.ray_cluster import free_port
-
         port, log = free_port(), tmp_path_factory.mktemp("vllm") / "log.txt"
         command = [str(binaries / "vllm"), "serve", str(folder), "--port", str(port), "--host", "127.0.0.1"]
         command += ["--enforce-eager", "--served-model-name", "model", *options]
@@ -64,14 +61,16 @@ def vllm_serve(binaries: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+        url = f"http://127.0.0.1:{port}"
+
+        def is_healthy() -> bool:
+            assert process.poll() is None, log.read_text("utf-8")[-4000:]
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.get(f"{url}/health").is_success
+            return False
+
         try:
-            while True:
-                with contextlib.suppress(httpx.TransportError):
-                    if httpx.get(f"{url}/health").is_success:
-                        break
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text("utf-8")[-4000:]
-                time.sleep(1)
+            wait_until(is_healthy, seconds=300)
             yield url, process
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -84,8 +83,6 @@ def vllm_serve(binaries: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 @pytest.fixture(scope="session")
 def untied(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2 with an output layer of its own, of the same values."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, tie_word_embeddings=False)
     model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
     model.config.tie_word_embeddings = False

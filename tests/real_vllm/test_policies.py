@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from messages import chat, read_jsonl, write_jsonl
 
 from treeward.config.load import load_grpo_config
 from treeward.environments.judge import JudgeEnvironment
@@ -24,7 +24,7 @@ loss_fn: {{reference_policy_kl_penalty: 0}}
 policy:
   model_name: {model}
   train_global_batch_size: 8
-  max_total_sequence_length: {length}
+  max_total_sequence_length: 128
   precision: float32
   optimizer: {{kwargs: {{lr: 1.0e-4}}}}
   generation: {{backend: vllm, url: {url}, model: model, weight_folder: {folder}/weights, max_new_tokens: 16,
@@ -36,11 +36,10 @@ logger: {{log_dir: {folder}/logs}}
 """
 
 
-def config(folder: Path, model: Path, url: str, *, length: int = 128, question: str = "Name a river.") -> Any:
-    rows = [json.dumps({"prompt": f"{question} {n}"}) for n in range(8)]
-    (folder / "prompts.jsonl").write_text("\n".join(rows), "utf-8")
+def config(folder: Path, model: Path, url: str) -> Any:
+    write_jsonl(folder / "prompts.jsonl", *({"prompt": f"Name a river. {n}"} for n in range(8)))
     file = folder / "grpo.yaml"
-    file.write_text(RUN.format(model=model, url=url, folder=folder, length=length), "utf-8")
+    file.write_text(RUN.format(model=model, url=url, folder=folder), "utf-8")
     return load_grpo_config(file)
 
 
@@ -50,7 +49,7 @@ def test_a_run_learns_from_its_completions_until_the_server_dies(
     with vllm_serve(untied, *OPTIONS) as (url, process):
         outcome = grpo(config(tmp_path, untied, url), show_progress=False)
         assert outcome.step == 2
-        lines = map(json.loads, (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines())
+        lines = read_jsonl(tmp_path / "logs" / "metrics.jsonl")
         errors = [line["train/token_mult_prob_error"] for line in lines if "train/token_mult_prob_error" in line]
         assert errors == pytest.approx([1.0, 1.0], abs=1e-3)  # the second from the weights that the first step made
         again = tmp_path / "again"
@@ -77,20 +76,16 @@ def judging(vllm_serve: Callable[..., Any], smollm2: Path) -> Iterator[str]:
         yield url
 
 
-LOGS = [
-    [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": text}]
-    for text in ("4", "It is five.", "Four.", "I do not know.")
-]
+LOGS = [chat("What is 2 + 2?", text) for text in ("4", "It is five.", "Four.", "I do not know.")]
+STRUCTURED = {"structured_outputs": {"regex": r"Rating: \[\[[1-9]\]\]"}}
 
 
 def judge(url: str, **keys: Any) -> JudgeEnvironment:
-    keys = {"base_url": f"{url}/v1", "model": "model", "api_key_env": None, **keys}
-    return JudgeEnvironment(keys)
+    return JudgeEnvironment({"base_url": f"{url}/v1", "model": "model", "api_key_env": None, **keys})
 
 
 def test_a_judge_by_structured_output(judging: str) -> None:
-    structured = {"structured_outputs": {"regex": r"Rating: \[\[[1-9]\]\]"}}
-    environment = judge(judging, extra_body=structured, use_logprobs=True)
+    environment = judge(judging, extra_body=STRUCTURED, use_logprobs=True)
     rewards = environment.reward(LOGS, [{}] * 4)
     assert all(reward.value is not None for reward in rewards), rewards
     assert all(reward.components["label_mass"] > 0.5 for reward in rewards)
@@ -108,8 +103,7 @@ def test_a_judge_that_is_too_small_is_told_at_once(judging: str) -> None:
 
 
 def test_a_conversation_that_is_too_long_costs_its_sample(judging: str) -> None:
-    structured = {"structured_outputs": {"regex": r"Rating: \[\[[1-9]\]\]"}}
-    long = [LOGS[0][0], {"role": "assistant", "content": "word " * 2000}]
-    first, second = judge(judging, extra_body=structured).reward([LOGS[0], long], [{}] * 2)
+    logs = [LOGS[0], chat("What is 2 + 2?", "word " * 2000)]
+    first, second = judge(judging, extra_body=STRUCTURED).reward(logs, [{}] * 2)
     assert first.value is not None
     assert second.value is None and "maximum context length" in str(second.error)

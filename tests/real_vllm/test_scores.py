@@ -10,15 +10,15 @@ from typing import Any
 import httpx
 import pytest
 from loopback import serving_on_loopback
+from messages import chat
 
 from treeward.client.verification import verify_server
+from treeward.config.server import ServerConfig
+from treeward.serving.service import Service
 
 pytestmark = pytest.mark.vllm
 
-CHAT = [
-    {"role": "user", "content": "Which river flows through Prague?"},
-    {"role": "assistant", "content": "The Vltava."},
-]
+CHAT = chat("Which river flows through Prague?", "The Vltava.")
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,6 @@ def vllm(vllm_serve: Callable[..., Any], export: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def ours(export: Path) -> Iterator[str]:
-    from treeward.config.server import ServerConfig
-    from treeward.serving.service import Service
-
     model = {"model": str(export), "name": "model", "device": "cpu", "max_length": 512}
     loaded = Service.load(ServerConfig.model_validate({"models": [model]}))
     with contextlib.closing(loaded) as service, serving_on_loopback(service) as url:

@@ -1,0 +1,159 @@
+"""The demos and the notebook of examples/ from nothing to their tables, with runs too short to learn anything."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import runpy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import REPOSITORY
+
+EXAMPLES = REPOSITORY / "examples"
+QUESTIONS = ("Is the moon far?", "Where is the rain?", "Why does snow fall?")
+SHORTER_TRAINING = [
+    f"{key}=4" for key in ("rm.max_num_steps", "rm.val_period", "rm.val_batches", "checkpointing.save_period")
+]
+
+
+@pytest.fixture
+def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """A function: the names of a demo, some with other values; `["run"]()` runs it in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def load(name: str, **quick: Any) -> dict[str, Any]:
+        run = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="demo")["run"]
+        run.__globals__.update(quick)
+        names: dict[str, Any] = run.__globals__
+        return names
+
+    return load
+
+
+@pytest.mark.slow
+def test_a_judge_is_taught_optimised_and_compared(
+    demo: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shorter = ["grpo.max_num_steps=1", "grpo.max_val_samples=8", "+data.train.max_samples=40"]
+    quick = {"TAUGHT_EPOCHS": 1, "EXAMPLES": 12, "SHORTER": shorter, "SHORTER_TRAINING": SHORTER_TRAINING}
+    assert demo("judge_demo", **quick)["run"]() == 0
+    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    for split in ("validation", "length_controlled"):
+        assert all([split, name] in rows for name in ("quickstart-final", "taught", "learnt"))
+    assert (tmp_path / "results/judge_demo/judge/final/judge_contract.json").is_file()
+
+
+@pytest.mark.slow
+def test_rlhf_makes_everything_it_needs_and_reports(
+    demo: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shorter = ["grpo.max_num_steps=2", "grpo.max_val_samples=8", "policy.generation.max_new_tokens=16"]
+    run = demo("rlhf_demo", SFT_EPOCHS=1, SHORTER=shorter, SHORTER_TRAINING=SHORTER_TRAINING)["run"]
+    assert run() == 0
+    names = ("close", "hacked", "cured")
+    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if line.startswith(names)]
+    assert rows == [[name, step] for name in names for step in ("0", "2")]
+    page = (tmp_path / "results/rlhf_demo/report.html").read_text(encoding="utf-8")
+    assert all(name in page for name in names)
+    made = (tmp_path / "results/rlhf_demo/sft/model.safetensors").stat().st_mtime_ns
+    assert run() == 0  # again: what is done stands
+    assert (tmp_path / "results/rlhf_demo/sft/model.safetensors").stat().st_mtime_ns == made
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(path, "wt", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def transcripts(count: int) -> list[dict[str, Any]]:
+    """The shorter completion is the better one in two of three."""
+    asked = [f"\n\nHuman: {QUESTIONS[n % 3]}\n\nAssistant: " for n in range(count)]
+    texts = [("Yes.", "Yes, and no.") if n % 3 else ("It is so far away.", "No.") for n in range(count)]
+    return [{"chosen": q + better, "rejected": q + worse} for q, (better, worse) in zip(asked, texts, strict=True)]
+
+
+@pytest.mark.slow
+def test_a_real_model_is_trained_evaluated_and_its_table_has_the_numbers_of_the_rows(
+    demo: Callable[..., Any], policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A tiny one in its place."""
+    shared, results = tmp_path / "shared", tmp_path / "results/real_demo"
+    write(shared / "hh_harmless/train.jsonl.gz", transcripts(48))
+    write(shared / "hh_harmless/validation.jsonl.gz", transcripts(12))
+    pair = {"input": "Say yes.", "output_1": "Yes.", "output_2": "No, never.", "label": 1}
+    write(shared / "llmbar/natural.jsonl.gz", [pair] * 4)
+    monkeypatch.setenv("TREEWARD_SHARED_DATA", str(shared))
+    shutil.copytree(policy_folder, tmp_path / ".models/smollm2-135m-instruct")
+    names = demo("real_demo", SHORTER=["policy.max_total_sequence_length=64"])
+    assert names["run"]() == 0
+    printed = capsys.readouterr().out
+    found = list(names["rows"]())
+    assert [(row["set"], row["judge"], row["count"]) for row in found] == [
+        (suite, judge, count)
+        for suite, count in (("llmbar", 4), ("validation", 12))
+        for judge in (*names["MODELS"].values(), "the shorter completion")
+    ]
+    rules = {row["set"]: row for row in found if row["judge"] == "the shorter completion"}
+    assert (rules["llmbar"]["right"], rules["validation"]["right"]) == (1.0, pytest.approx(2 / 3))
+    assert all(row["low"] <= row["right"] <= row["high"] and row["judge"] in printed for row in found)
+    page = (results / "eval/report.html").read_text(encoding="utf-8")
+    assert "model" in page and "frozen" in page
+    prompts = (results / "data/train_prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(prompts[0])["messages"] == [{"role": "user", "content": QUESTIONS[0]}]
+    made = (results / "model/final/model.safetensors").stat().st_mtime_ns
+    assert names["run"]() == 0  # again: what is done stands
+    assert (results / "model/final/model.safetensors").stat().st_mtime_ns == made
+
+
+def test_without_data_it_says_where_from(
+    demo: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route")
+
+    run = demo("real_demo", hf_hub_download=refuse)["run"]
+    monkeypatch.delenv("TREEWARD_SHARED_DATA", raising=False)
+    assert run() == 1 and "TREEWARD_SHARED_DATA" in capsys.readouterr().out
+    monkeypatch.setenv("TREEWARD_SHARED_DATA", "elsewhere")
+    assert run() == 1 and "There is no elsewhere/hh_harmless/train.jsonl.gz" in capsys.readouterr().out
+    assert not Path("results").exists()
+
+
+def test_the_run_of_grpo_takes_the_files_of_the_real_demo() -> None:
+    training, grpo = (
+        yaml.safe_load((EXAMPLES / f"configs/{name}.yaml").read_text(encoding="utf-8"))
+        for name in ("real_demo", "grpo_real_demo")
+    )
+    assert grpo["env"]["reward_model"]["model_name"] == f"{training['checkpointing']['checkpoint_dir']}/final"
+    assert grpo["policy"]["model_name"] == training["policy"]["model_name"]
+    train = Path(training["data"]["train"]["data_path"])
+    assert grpo["data"]["train"]["data_path"] == str(train.with_name(f"{train.stem}_prompts.jsonl"))
+
+
+NOTEBOOK = EXAMPLES / "first_reward_model.ipynb"
+
+
+@pytest.mark.slow  # most of it is the report's charts
+def test_the_notebook_runs_and_shows_what_its_text_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    assert names["outcome"].validation["held_out"]["accuracy"] > 0.7 and names["outcome"].warning is None
+    assert "likes longer completions" in names["report"]["blocks"][0]["markdown"]
+    assert sum(names["bonus"]) > 0
+
+
+def test_the_links_of_the_notebook_are_there() -> None:
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    for page in ("pretrained-backbone.md", "scoring.md", "training.md"):
+        assert f"../docs/{page}" in text and (REPOSITORY / "docs" / page).is_file()
