@@ -165,7 +165,6 @@ def test_decoders_run_as_trees_without_a_word(family: str, caplog: pytest.LogCap
     ("family", "reason"),
     [
         ("mamba", "layers of type linear_attention|unexpected keyword"),
-        ("gptj", "attention interface"),
         ("bloom", "attention interface"),
         ("qwen3_next", "layers of type linear_attention"),
         ("lfm2", "layers of type conv"),

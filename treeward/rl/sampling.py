@@ -228,6 +228,8 @@ class _RowDecoder:
         self.policy = policy
         self._parameters = inspect.signature(policy.hf.forward).parameters
         self.cache = DynamicCache(config=policy.hf.config)
+        names = ("cache", "past_key_values", "cache_params")  # since transformers 5.24; before, and of state-space models
+        self._cache_name = next(name for name in names if name in self._parameters)
         places = {prompt: p for p, prompt in enumerate(dict.fromkeys(row.prompt_ids for row in rows))}
         self._of_row = [places[row.prompt_ids] for row in rows]
         self._tokens_PL, self._mask_SL = _padded(list(places), policy.device)
@@ -250,12 +252,10 @@ class _RowDecoder:
 
     def _forward(self, tokens_SL: Tensor) -> Tensor:
         mask_SL = self._mask_SL
-        arguments: dict[str, Any] = {"input_ids": tokens_SL, "use_cache": True}
-        if "past_key_values" in self._parameters:
-            arguments |= {"past_key_values": self.cache, "attention_mask": mask_SL}
-        else:  # state-space models: the mask is for the padding of the prompt alone
-            arguments["cache_params"] = self.cache
-            arguments["attention_mask"] = mask_SL if tokens_SL.shape == mask_SL.shape else None
+        arguments: dict[str, Any] = {"input_ids": tokens_SL, "use_cache": True, self._cache_name: self.cache}
+        # State-space models: the mask is for the padding of the prompt alone.
+        is_read = tokens_SL.shape == mask_SL.shape or not all(self.cache.is_linear)
+        arguments["attention_mask"] = mask_SL if is_read else None
         if "position_ids" in self._parameters:
             arguments["position_ids"] = (mask_SL.cumsum(dim=1) - 1).clamp_min(0)[:, -tokens_SL.shape[1] :]
         if "logits_to_keep" in self._parameters:
