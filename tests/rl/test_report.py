@@ -140,20 +140,10 @@ def test_gold_and_proxy_over_the_root_of_kl(runs: list[RLRun], blocks: dict[str,
     assert figure["lines"] == [{"x": gold["x"][12], "label": "no KL: alarm", "colour": 1}]
 
 
-def validations(golds: list[float], *, kls: list[float] | None = None, name: str = "r") -> RLRun:
-    kls = kls or [float(n * n) for n in range(len(golds))]
-    rows: dict[int, dict[str, float]] = {}
-    for n, (gold, kl) in enumerate(zip(golds, kls, strict=True)):
-        rows[10 * n] = {"validation/reward": n, "validation/gold_reward": gold}
-        rows[10 * n]["validation/kl"] = kl
-    return RLRun(name, rows)
-
-
 def test_a_kl_that_went_much_further_does_not_hide_the_others() -> None:
     near, far = (RLRun(name, {n: {"train/kl": n * k} for n in range(9)}) for name, k in (("near", 0.5), ("far", 4.0)))
-    assert by_title([near, far])["KL to the reference"]["y_scale"] == "symlog"
-    assert by_title([near, replace(near, name="b")])["KL to the reference"]["y_scale"] == "linear"
-    assert by_title([far])["KL to the reference"]["y_scale"] == "linear"
+    for runs, scale in (([near, far], "symlog"), ([near, replace(near, name="b")], "linear"), ([far], "linear")):
+        assert by_title(runs)["KL to the reference"]["y_scale"] == scale
 
 
 def test_samples_are_first_best_and_last_of_the_same_prompt(blocks: dict[str, dict[str, Any]]) -> None:
@@ -177,8 +167,8 @@ def test_runs_with_hardly_anything_are_shown(tmp_path: Path) -> None:
         "many steps": RLRun("", {step: {"train/reward": float(step)} for step in range(1, 1001)}),
         "nothing finite": RLRun("", {1: {"train/reward": math.nan}, 2: {"validation/reward": math.inf}}),
         "no reward": RLRun("", {1: {"train/loss": 0.5}}, alarms=(Alarm("truncation", 1, "Cut."),)),
-        "one validation": validations([1.0], kls=[0.1]),
-        "negative KL": validations([0.0, 1.0, 2.0], kls=[0.0, -0.1, -0.2]),
+        "one validation": RLRun("", {0: {"validation/gold_reward": 1.0, "validation/kl": 0.1}}),
+        "negative KL": RLRun("", {n: {"validation/gold_reward": n, "validation/kl": -0.1 * n} for n in range(3)}),
         "training alone": RLRun("", {n: {"train/reward": n, "train/gold_reward": -n} for n in range(9)}),
         "blind": blind,
     }
