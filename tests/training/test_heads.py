@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,22 +27,7 @@ from treeward.training.prefetch import BatchPreparer
 from treeward.training.setup import set_up
 from treeward.training.train import RewardModelRun, train
 
-GOOD, BAD = ("sun", "moon", "star", "sky"), ("mud", "rust", "dust", "ash")
 HEADS = "policy.reward_model_cfg.num_heads=4"
-
-
-def rows(num: int, *, seed: int) -> list[dict[str, Any]]:
-    """Four completions of four words: the score is how many are good."""
-    generator, made = random.Random(seed), []
-    for n in range(num):
-        counts = generator.sample(range(5), 4)
-        completions = []
-        for count in counts:
-            words = [generator.choice(GOOD) for _ in range(count)] + [generator.choice(BAD) for _ in range(4 - count)]
-            generator.shuffle(words)
-            completions.append({"completion": " ".join(words), "score": count})
-        made.append({"prompt": f"Say {n % 7}.", "completions": completions})
-    return made
 
 
 def gradients(run: RewardModelRun) -> list[Tensor]:
@@ -115,14 +99,10 @@ def test_micro_batches_change_no_gradient(kind: str, tiny_run: Callable[..., Any
     assert len({float(row.norm()) for row in wanted[-1]}) == 4  # no two heads learn alike
 
 
-def test_spread_is_used_by_environment_and_ensemble(
-    tiny_run: Callable[..., Any], write_rows: Callable[..., Path], tmp_path: Path
-) -> None:
-    data = f"{{data_path: {write_rows('rows.jsonl', rows(24, seed=0))}, name: held_out}}"
-    train(
-        tiny_run(HEADS, f"data.train=[{data}]", f"data.validation=[{data}]", "rm.max_num_steps=2"), show_progress=False
-    )
-    folder, log = next(tmp_path.rglob("final")), [{"role": "user", "content": "Say 1."}]
+def test_spread_is_used_by_environment_and_ensemble(tiny_run: Callable[..., Any]) -> None:
+    folder = train(tiny_run(HEADS, "rm.max_num_steps=2"), show_progress=False).model_folder
+    assert folder is not None
+    log = [{"role": "user", "content": "Say 1."}]
     log.append({"role": "assistant", "content": "sun moon"})
     contract, [score] = read_contract(folder), Scorer.load(folder).score([log])
     assert contract is not None and contract.has_estimates and contract.read.plain_transformers

@@ -73,8 +73,7 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["pairs", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[1:])])
 def test_a_planted_rule_is_learnt_and_served(kind: str, learnt: Callable[..., Any], tmp_path: Path) -> None:
     is_graded = kind in ("grades", "attributes")
     metrics = learnt(kind, f"evaluation.enabled={is_graded}".lower())
