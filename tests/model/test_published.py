@@ -59,10 +59,6 @@ class Published(NamedTuple):
     folder: str = "published"
 
 
-def linear(name: str) -> Callable[..., Tensor]:
-    return lambda hidden, ids, head: hidden[-1] @ head[f"{name}.weight"][0]
-
-
 def inform(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
     inner = F.relu(F.linear(hidden[-1], head["score.0.weight"], head["score.0.bias"]))
     return F.linear(inner, head["score.2.weight"], head["score.2.bias"])[0]
@@ -155,6 +151,12 @@ def drawn(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
     return draw | counts | {name: torch.tensor([7]) for name in draw if name == "normalizer.count"}
 
 
+def row(architecture: str, name: str, fields: Mapping[str, Any]) -> Published:
+    """Whose head is one row, the tensor `name.weight`."""
+    head = drawn(**{f"{name}.weight": (1, SIZE)})
+    return Published(architecture, fields, head, lambda hidden, ids, head: hidden[-1] @ head[f"{name}.weight"][0])
+
+
 def layer(name: str, outputs: int, inputs: int, bias: bool = True) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if bias else {})
 
@@ -181,29 +183,22 @@ LDL_HEAD = {
 }
 GATED = {"gate_pattern": GATE, "gating_hidden_dim": 12}
 MODELS = {
-    "OpenRLHF": Published(
+    "OpenRLHF": row("RewardModel", "value_head", {"value_head_prefix": "value_head"}),
+    "OpenRLHF, normalised": row(
         "RewardModel",
-        {"value_head_prefix": "value_head"},
-        drawn(**{"value_head.weight": (1, SIZE)}),
-        linear("value_head"),
-    ),
-    "OpenRLHF, normalised": Published(
-        "RewardModel",
+        "value_head",
         {"value_head_prefix": "value_head", "normalize_reward": True, "mean": 0.7, "std": 2.5},
-        drawn(**{"value_head.weight": (1, SIZE)}),
-        lambda hidden, ids, head: (hidden[-1] @ head["value_head.weight"][0] - 0.7) / 2.5,
-    ),
+    )._replace(score=lambda hidden, ids, head: (hidden[-1] @ head["value_head.weight"][0] - 0.7) / 2.5),
     "INF-ORM, Qwen2.5-Math-RM": Published(
         "INFORMForSequenceClassification",
         {},
         drawn(**layer("score.0", SIZE, SIZE), **layer("score.2", 1, SIZE)),
         inform,
     ),
-    "InternLM2-Reward": Published(
+    "InternLM2-Reward": row(
         "InternLM2ForRewardModel",
+        "v_head",
         {"model_type": "internlm2", "bias": False, "reward_token_id": 17, **REMOTE},
-        drawn(**{"v_head.weight": (1, SIZE)}),
-        linear("v_head"),
     ),
     "GRM": Published(
         "GRewardModel",
@@ -222,16 +217,12 @@ MODELS = {
         grm_linear,
         family="gemma2",
     ),
-    "Eurus-RM": Published(
+    "Eurus-RM": row(
         "EurusRewardModel",
+        "regression_head",
         {"auto_map": {"AutoModel": "modeling_eurus_rm.EurusRewardModel"}},
-        drawn(**{"regression_head.weight": (1, SIZE)}),
-        linear("regression_head"),
-        family="mistral",
-    ),
-    "UltraRM": Published(
-        "LlamaRewardModel", {}, drawn(**{"regression_head.weight": (1, SIZE)}), linear("regression_head")
-    ),
+    )._replace(family="mistral"),
+    "UltraRM": row("LlamaRewardModel", "regression_head", {}),
     "Beaver": Published(
         "LlamaForScore",
         {**BEAVER, "score_type": "reward", "bias": True, "do_normalize": True},
@@ -250,13 +241,8 @@ MODELS = {
         drawn(**layer("score_head", 1, SIZE, bias=False), **NORMALIZER),
         beaver_plain,
     ),
-    "Starling-RM": Published(
-        "LlamaForCausalLM",
-        {},
-        drawn(**{"v_head.weight": (1, SIZE)}),
-        linear("v_head"),
-        prefix="transformer.",
-        folder="Starling-RM-7B-alpha",
+    "Starling-RM": row("LlamaForCausalLM", "v_head", {})._replace(
+        prefix="transformer.", folder="Starling-RM-7B-alpha"
     ),
     "LDL-Reward": Published(
         "Gemma2Model",
@@ -536,11 +522,7 @@ def test_a_name_of_transformers_keeps_its_plain_meaning(save: Save, tmp_path: Pa
     [
         ("Eurus-RM", {"regression_head.bias": torch.ones(1)}, r"does not use(?s:.*)score\.bias"),
         ("Eurus-RM", {"regression_head.weight": torch.ones(2, SIZE)}, r"do not have the shapes(?s:.*)\(2, 32\)"),
-        (
-            "Beaver's cost",
-            {"score_head.bias": torch.ones(1)},
-            r"does not use(?s:.*)score\.value\.bias",
-        ),
+        ("Beaver's cost", {"score_head.bias": torch.ones(1)}, r"does not use(?s:.*)score\.value\.bias"),
         ("GRM, linear", {"v_head.summary.0.weight": torch.ones(12, SIZE)}, "does not use"),
     ],
 )
