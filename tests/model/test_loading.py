@@ -163,20 +163,6 @@ def test_families_without_a_sequence_classifier(
         assert score_error(reloaded(reloaded.make_batch(forest())), want) <= 1e-5
 
 
-def test_a_bare_configuration_is_determined_by_its_seed(tiny_tokenizer: Any) -> None:
-    torch.manual_seed(1)
-    one = build_reward_model(LLAMA, tiny_tokenizer, seed=3)
-    state = torch.random.get_rng_state()
-    other = build_reward_model(LLAMA, tiny_tokenizer, seed=3)
-    assert torch.equal(state, torch.random.get_rng_state())  # and nobody else's draws are changed
-    different = build_reward_model(LLAMA, tiny_tokenizer, seed=4)
-    ones, others, differents = (dict(m.model.hf.named_parameters()) for m in (one, other, different))
-    assert all(torch.equal(ones[n], others[n]) for n in ones)
-    assert not any(torch.equal(ones[n], differents[n]) for n in ones if ones[n].dim() > 1)
-    assert one.model.num_embeddings == len(tiny_tokenizer)
-    assert one.model.hf.config.pad_token_id == tiny_tokenizer.pad_token_id
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

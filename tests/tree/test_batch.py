@@ -86,15 +86,6 @@ def test_computed_tokens_are_the_deduplicated_tokens(groups: list[list[list[int]
     assert batch.num_computed_tokens == (everything if with_system else per_group)
 
 
-@pytest.mark.parametrize(("shared", "trees"), [(MIN_SHARED_BETWEEN_GROUPS - 1, 3), (MIN_SHARED_BETWEEN_GROUPS, 2)])
-def test_groups_share_a_tree_from_the_threshold_on(shared: int, trees: int) -> None:
-    start = SYSTEM[:shared]
-    groups = [[[*start, 1, 2], [*start, 1, 3]], [[5, 6]], [[*start, 4], [*start, 4, 4]]]
-    batch = TreeBatch.from_groups(groups)
-    assert len(batch.layout.trees) == trees
-    assert [path_to(batch, read) for read in batch.reads_S.tolist()] == [s for group in groups for s in group]
-
-
 @given(GROUPS)
 @settings(deadline=None)
 def test_row_batch_holds_the_rows(groups: list[list[list[int]]]) -> None:
