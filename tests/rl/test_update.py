@@ -128,15 +128,13 @@ def weights(hf: PreTrainedModel) -> Tensor:
 PENALTY: dict[str, Any] = {
     "reference_policy_kl_penalty": 0.1, "kl_input_clamp_value": None, "kl_output_clamp_value": None
 }  # fmt: skip
-CORRECTED: dict[str, Any] = {**PENALTY, "use_importance_sampling_correction": True}
-BY_COMPLETION: dict[str, Any] = {"sequence_level_importance_ratios": True, "token_level_loss": False}
 SEVERAL = {
     "token": PolicyLossConfig(**PENALTY, ratio_clip_max=0.3),
     "sequence": PolicyLossConfig(**PENALTY, ratio_clip_min=2e-3, ratio_clip_max=2e-3, token_level_loss=False),
-    "truncated": PolicyLossConfig(**CORRECTED, truncated_importance_sampling_ratio=1.1,
-                                  token_level_loss=False),
-    "gspo": PolicyLossConfig(**BY_COMPLETION, reference_policy_kl_penalty=0.0, ratio_clip_min=0.01,
-                             ratio_clip_max=0.01),
+    "truncated": PolicyLossConfig(**PENALTY, use_importance_sampling_correction=True, token_level_loss=False,
+                                  truncated_importance_sampling_ratio=1.1),
+    "gspo": PolicyLossConfig(sequence_level_importance_ratios=True, token_level_loss=False, ratio_clip_min=0.01,
+                             ratio_clip_max=0.01, reference_policy_kl_penalty=0.0),
 }  # fmt: skip
 
 

@@ -115,6 +115,13 @@ def test_a_few_huge_losses_do_not_hide_that_the_others_are_at_chance() -> None:
     assert watch.verdict() is not None
 
 
+def test_a_high_rate_at_chance_is_to_be_lowered() -> None:
+    watch = LearningWatch(50, learning_rate=1e-3)
+    for step in range(1, 51):
+        watch.see(step, metrics(np.tile([0.01, -0.01], 4)), 8 * math.log(2))
+    assert "at chance" in str(watch.verdict()) and "Try a tenth of " in str(watch.verdict())
+
+
 def test_a_collapse_late_in_a_long_run_is_seen_within_ten_steps(caplog: pytest.LogCaptureFixture) -> None:
     watch = LearningWatch(1000, learning_rate=1e-5)
     with caplog.at_level(logging.WARNING):
