@@ -91,6 +91,13 @@ def test_a_schedule_that_cannot_be_is_refused(name: str, kwargs: dict[str, Any],
     assert "policy.scheduler[0]" in str(caught.value)
 
 
+def test_frozen_parameters_are_left_alone() -> None:
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    optimizer = build_optimizer(model, OptimizerConfig())
+    assert [p is model.weight for group in optimizer.param_groups for p in group["params"]] == [True]
+
+
 TOTAL = 12
 
 
