@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from families import (
-    DECODERS,
     ENCODERS,
     ROW_FAMILIES,
     causal_model,
@@ -33,34 +32,19 @@ from treeward.model.checks import (
 from treeward.model.loading import classifier_class
 from treeward.model.policy_model import PolicyModel
 from treeward.model.reward_model import RewardModel
-from treeward.tree.batch import RowBatch, TreeBatch
+from treeward.tree.batch import RowBatch
 from treeward.tree.mask import PositionMask
 
 SEQUENCES = [[5, 6, 7, 0], [5, 6, 8, 9, 0]]  # 0 is the end of text, 1 the padding token
 
 
-def test_a_sound_model_passes_and_says_where_it_reads(tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "treeward"):
-        check_before_training(RewardModel(tiny_model("llama")), SEQUENCES, tiny_tokenizer)
-    assert "'<|endoftext|>' in 2 of 2" in caplog.text
-    assert not [record for record in caplog.records if record.levelno > logging.INFO]
-
-
-def two_labels(model: RewardModel) -> None:
-    model.hf.score = nn.Linear(32, 2, bias=False)
-
-
-def unsaved(model: RewardModel) -> None:
-    model.hf.score._save_to_state_dict = lambda *_: None
-
-
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (two_labels, "2 labels, not one"),
+        (lambda model: setattr(model.hf, "score", nn.Linear(32, 2, bias=False)), "2 labels, not one"),
         (lambda model: model.to(torch.bfloat16), "not float32"),
         (lambda model: model.head.requires_grad_(False), "frozen"),
-        (unsaved, "not be saved"),
+        (lambda model: setattr(model.head, "_save_to_state_dict", lambda *_: None), "not be saved"),
     ],
 )
 def test_a_head_that_cannot_be_trained(break_it: Any, message: str, tiny_tokenizer: Any) -> None:
@@ -150,15 +134,6 @@ def rows_alone(hf: Any, sequences: list[list[int]]) -> torch.Tensor:
     base, head = hf.base_model, hf.score
     states = [base(input_ids=torch.tensor([s]), use_cache=False).last_hidden_state[:, -1] for s in sequences]
     return head(torch.cat(states))[:, 0]
-
-
-@pytest.mark.parametrize("family", DECODERS)
-def test_decoders_run_as_trees_without_a_word(family: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "treeward"):
-        hf = tiny_model(family)
-        assert choose_layout(hf, "tree") == "tree" and choose_layout(hf, "rows") == "rows"
-    assert not [record for record in caplog.records if record.name.startswith("treeward")]
-    assert isinstance(RewardModel(hf).make_batch(forest()), TreeBatch)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""From folders and bare configurations to reward models: heads, padding tokens, number formats, and clear refusals."""
+"""From folders and bare configurations to models: heads, padding tokens, number formats, and clear refusals."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from families import config_of, forest, randomise, score_error, tiny_model
+from families import causal_model, config_of, forest, plain_log_probs, randomise, score_error, tiny_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
-from treeward.model.export import export_model
-from treeward.model.loading import build_reward_model, load_reward_model
+from treeward.model.export import export_model, export_policy
+from treeward.model.loading import build_reward_model, load_policy, load_reward_model
+from treeward.model.policy_model import PolicyModel
 from treeward.model.reward_model import head_name
 
 LLAMA = {
@@ -162,20 +163,6 @@ def test_families_without_a_sequence_classifier(
         assert score_error(reloaded(reloaded.make_batch(forest())), want) <= 1e-5
 
 
-def test_a_bare_configuration_is_determined_by_its_seed(tiny_tokenizer: Any) -> None:
-    torch.manual_seed(1)
-    one = build_reward_model(LLAMA, tiny_tokenizer, seed=3)
-    state = torch.random.get_rng_state()
-    other = build_reward_model(LLAMA, tiny_tokenizer, seed=3)
-    assert torch.equal(state, torch.random.get_rng_state())  # and nobody else's draws are changed
-    different = build_reward_model(LLAMA, tiny_tokenizer, seed=4)
-    ones, others, differents = (dict(m.model.hf.named_parameters()) for m in (one, other, different))
-    assert all(torch.equal(ones[n], others[n]) for n in ones)
-    assert not any(torch.equal(ones[n], differents[n]) for n in ones if ones[n].dim() > 1)
-    assert one.model.num_embeddings == len(tiny_tokenizer)
-    assert one.model.hf.config.pad_token_id == tiny_tokenizer.pad_token_id
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -186,8 +173,8 @@ def test_a_bare_configuration_is_determined_by_its_seed(tiny_tokenizer: Any) -> 
         ({**LLAMA, "hidden_size": "wide"}, "no model can be built(?s:.*)expected int, got str"),
         ({**LLAMA, "num_attention_heads": 5}, "no model can be built(?s:.*)not a multiple"),
         ({**LLAMA, "num_attention_heads": 0}, "no model can be built(?s:.*)ZeroDivisionError"),
-        ({**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 3}, "no model can be built(?s:.*)heads divide"),
         ({**LLAMA, "intermediate_size": -3}, "no model can be built(?s:.*)negative dimension"),
+        ({**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 3}, "no model can be built(?s:.*)heads divide"),
         ({**LLAMA, "num_hidden_layers": 0}, "no model can be built(?s:.*)0 layers"),
         ({**LLAMA, "torch_dtype": "wide"}, "no model can be built(?s:.*)no attribute 'wide'"),
     ],
@@ -219,3 +206,63 @@ def test_bfloat16_keeps_the_head_alone_in_float32(family: str, save: Any) -> Non
     exact = load_reward_model(folder).model
     ids = [[5, 6, 7, 8], [9, 6, 7, 0]]
     assert loaded.model.score_tokens(ids) == pytest.approx(exact.score_tokens(ids).numpy(), abs=0.2)
+
+
+GROUPS = [[[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 11], [5, 6, 7, 12, 13, 14, 15]]]
+STARTS = [[3, 3, 3]]
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def difference(policy: PolicyModel, hf: Any) -> float:
+    with torch.no_grad():
+        ours = policy.log_probs(GROUPS, STARTS).values_SL
+        rows = [plain_log_probs(hf, ids, start)[0] for ids, start in zip(GROUPS[0], STARTS[0], strict=True)]
+    return max(float((values[: len(row)] - row).abs().max()) for values, row in zip(ours, rows, strict=True))
+
+
+def test_a_policy_trains_the_token_that_pads(save: Callable[..., Path]) -> None:
+    """Most policies pad with their end of turn; PyTorch gives an embedding's `padding_idx` no gradient."""
+    policy = load_policy(save(causal_model("llama", pad_token_id=7))).model
+    policy.log_probs(GROUPS, STARTS).values_SL.sum().backward()
+    assert policy.hf.get_input_embeddings().weight.grad[7].abs().max() > 0
+
+
+def test_fields_of_the_configuration_are_overridden(save: Callable[..., Path]) -> None:
+    hf = causal_model("llama")
+    folder = save(hf)
+    theta = {"rope_theta": 100.0, "rope_type": "default"}
+    loaded = load_policy(folder, config_overrides={"max_position_embeddings": 77, "rope_parameters": theta})
+    assert loaded.model.max_positions == 77 and loaded.model.layout == "tree" and not loaded.model.hf.training
+    assert loaded.tokenizer.padding_side == "right"
+    changed = AutoModelForCausalLM.from_pretrained(folder, rope_parameters=theta)
+    assert difference(loaded.model, changed) < 1e-5 < 1e-3 < difference(loaded.model, hf)
+    with pytest.raises(ConfigError, match=r"llama has no such field(?s:.*)rope_thta"):
+        load_policy(folder, config_overrides={"rope_thta": 100.0})
+    with pytest.raises(ModelError, match="shapes that config.json asks for"):
+        load_policy(folder, config_overrides={"intermediate_size": 48})
+
+
+def test_what_is_no_policy_is_refused(save: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        load_policy(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_policy(tmp_path / "empty")
+    with pytest.raises(ModelError, match=r"a classifier(?s:.*)policy.model_name(?s:.*)LlamaForSequenceClassification"):
+        load_policy(save(tiny_model("llama")))
+    folder = tmp_path / "no-tokenizer"
+    causal_model("llama").save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"tokenizer cannot be loaded(?s:.*)policy.tokenizer.name"):
+        load_policy(folder)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "mixtral", "gpt_oss"])
+def test_an_export_is_loaded_by_plain_transformers(family: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    policy = PolicyModel(causal_model(family))
+    own = tiny_tokenizer.chat_template
+    export_policy(policy, tiny_tokenizer, tmp_path / "out", chat_template=TEMPLATE)
+    assert tiny_tokenizer.chat_template == own != TEMPLATE
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert plain.dtype == torch.float32 and difference(policy, plain) < 1e-5
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"

@@ -7,7 +7,8 @@ config.json are those of the files that `published.ADAPTERS` names as sources.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,29 +60,25 @@ class Published(NamedTuple):
     folder: str = "published"
 
 
-def linear(name: str) -> Callable[..., Tensor]:
-    return lambda hidden, ids, head: hidden[-1] @ head[f"{name}.weight"][0]
+def mlp(inner: Tensor, head: Mapping[str, Tensor], name: str, places: Sequence[int], activation: Any) -> Tensor:
+    """Linear layers at these places of a sequence, with activations between them."""
+    for place in places:
+        inner = F.linear(inner, head[f"{name}.{place}.weight"], head[f"{name}.{place}.bias"])
+        inner = inner if place == places[-1] else activation(inner)
+    return inner
 
 
 def inform(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
-    inner = F.relu(F.linear(hidden[-1], head["score.0.weight"], head["score.0.bias"]))
-    return F.linear(inner, head["score.2.weight"], head["score.2.bias"])[0]
+    return mlp(hidden[-1], head, "score", (0, 2), F.relu)[0]
 
 
 def urm(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
     means = F.linear(hidden[-1], head["score.weight"]).view(5, 2)[:, 0]
-    weights = hidden[-1]
-    for i in (0, 2, 4):
-        weights = F.linear(weights, head[f"weights.fc.{i}.weight"], head[f"weights.fc.{i}.bias"])
-        weights = F.selu(weights) if i < 4 else weights
-    return (means * weights).sum()
+    return (means * mlp(hidden[-1], head, "weights.fc", (0, 2, 4), F.selu)).sum()
 
 
 def grm(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
-    inner = hidden[-1]
-    for i in (0, 2):
-        inner = F.relu(F.linear(inner, head[f"v_head.summary.{i}.weight"], head[f"v_head.summary.{i}.bias"]))
-    return F.linear(inner, head["v_head.summary.4.weight"], head["v_head.summary.4.bias"])[0]
+    return mlp(hidden[-1], head, "v_head.summary", (0, 2, 4), F.relu)[0]
 
 
 def grm_linear(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
@@ -103,14 +100,9 @@ def beaver_plain(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> 
 
 
 def ldl(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor], temperature: float | None = None) -> Tensor:
-    outputs = []
-    for name, layers in ("regression_layer", (0, 2, 4)), ("gating_layer", (0, 3, 6)):
-        inner = hidden[-1]
-        for i in layers:
-            inner = F.linear(inner, head[f"{name}.network.{i}.weight"], head[f"{name}.network.{i}.bias"])
-            inner = inner if i == layers[-1] else F.leaky_relu(inner, 0.01)
-        outputs.append(inner)
-    ratings, weights = outputs[0].view(3, 10).softmax(dim=-1), outputs[1]
+    leaky = partial(F.leaky_relu, negative_slope=0.01)
+    ratings = mlp(hidden[-1], head, "regression_layer.network", (0, 2, 4), leaky).view(3, 10).softmax(dim=-1)
+    weights = mlp(hidden[-1], head, "gating_layer.network", (0, 3, 6), leaky)
     weights = weights if temperature is None else (weights / temperature).softmax(dim=-1)
     distribution = (weights[:, None] * ratings).sum(dim=0)
     return sum(distribution[k] * k / 9 for k in range(10))  # type: ignore[return-value]
@@ -126,10 +118,7 @@ def end_of_prompt(ids: list[int]) -> int:
 
 def armorm(hidden: Tensor, ids: list[int], head: Mapping[str, Tensor]) -> Tensor:
     rewards = F.linear(hidden[-1], head["regression_layer.weight"])
-    gate = hidden[end_of_prompt(ids)]
-    for i in range(4):
-        gate = F.linear(gate, head[f"gating.layers.{i}.weight"], head[f"gating.layers.{i}.bias"])
-        gate = F.relu(gate) if i < 3 else gate
+    gate = mlp(hidden[end_of_prompt(ids)], head, "gating.layers", range(4), F.relu)
     gating = F.softmax(gate / 10, dim=0) * head["gating.logit_scale"][0]
     return (gating * (rewards @ head["reward_transform_matrix"])).sum()
 
@@ -155,8 +144,20 @@ def drawn(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
     return draw | counts | {name: torch.tensor([7]) for name in draw if name == "normalizer.count"}
 
 
+def row(architecture: str, name: str, fields: Mapping[str, Any]) -> Published:
+    """Whose head is one row, the tensor `name.weight`."""
+    head = drawn(**{f"{name}.weight": (1, SIZE)})
+    return Published(architecture, fields, head, lambda hidden, ids, head: hidden[-1] @ head[f"{name}.weight"][0])
+
+
 def layer(name: str, outputs: int, inputs: int, bias: bool = True) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if bias else {})
+
+
+def stack(name: str, places: Sequence[int], sizes: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """The layers of `mlp`, whose inputs and outputs have these sizes."""
+    layers = [layer(f"{name}.{place}", sizes[n + 1], sizes[n]) for n, place in enumerate(places)]
+    return {key: shape for one in layers for key, shape in one.items()}
 
 
 def norm(name: str, size: int) -> dict[str, tuple[int, ...]]:
@@ -174,45 +175,32 @@ BEAVER = {"score_dim": 1, "normalizer_type": "RunningMeanStd", "mean": [0.0], "v
 NORMALIZER = {"normalizer.count": (), "normalizer.mean": (1,), "normalizer.var": (1,)}
 LDL_WIDTH = 12
 LDL_HEAD = {
-    name: shape
-    for part, places, outputs in (("regression_layer", (0, 2, 4), 30), ("gating_layer", (0, 3, 6), 3))
-    for place, rows, columns in zip(places, (LDL_WIDTH, LDL_WIDTH, outputs), (SIZE, LDL_WIDTH, LDL_WIDTH), strict=True)
-    for name, shape in layer(f"{part}.network.{place}", rows, columns).items()
+    **stack("regression_layer.network", (0, 2, 4), (SIZE, LDL_WIDTH, LDL_WIDTH, 30)),
+    **stack("gating_layer.network", (0, 3, 6), (SIZE, LDL_WIDTH, LDL_WIDTH, 3)),
 }
 GATED = {"gate_pattern": GATE, "gating_hidden_dim": 12}
 MODELS = {
-    "OpenRLHF": Published(
+    "OpenRLHF": row("RewardModel", "value_head", {"value_head_prefix": "value_head"}),
+    "OpenRLHF, normalised": row(
         "RewardModel",
-        {"value_head_prefix": "value_head"},
-        drawn(**{"value_head.weight": (1, SIZE)}),
-        linear("value_head"),
-    ),
-    "OpenRLHF, normalised": Published(
-        "RewardModel",
+        "value_head",
         {"value_head_prefix": "value_head", "normalize_reward": True, "mean": 0.7, "std": 2.5},
-        drawn(**{"value_head.weight": (1, SIZE)}),
-        lambda hidden, ids, head: (hidden[-1] @ head["value_head.weight"][0] - 0.7) / 2.5,
-    ),
+    )._replace(score=lambda hidden, ids, head: (hidden[-1] @ head["value_head.weight"][0] - 0.7) / 2.5),
     "INF-ORM, Qwen2.5-Math-RM": Published(
         "INFORMForSequenceClassification",
         {},
-        drawn(**layer("score.0", SIZE, SIZE), **layer("score.2", 1, SIZE)),
+        drawn(**stack("score", (0, 2), (SIZE, SIZE, 1))),
         inform,
     ),
-    "InternLM2-Reward": Published(
+    "InternLM2-Reward": row(
         "InternLM2ForRewardModel",
+        "v_head",
         {"model_type": "internlm2", "bias": False, "reward_token_id": 17, **REMOTE},
-        drawn(**{"v_head.weight": (1, SIZE)}),
-        linear("v_head"),
     ),
     "GRM": Published(
         "GRewardModel",
         GRM,
-        drawn(
-            **layer("v_head.summary.0", 12, SIZE),
-            **layer("v_head.summary.2", 12, 12),
-            **layer("v_head.summary.4", 1, 12),
-        ),
+        drawn(**stack("v_head.summary", (0, 2, 4), (SIZE, 12, 12, 1))),
         grm,
     ),
     "GRM, linear": Published(
@@ -222,16 +210,12 @@ MODELS = {
         grm_linear,
         family="gemma2",
     ),
-    "Eurus-RM": Published(
+    "Eurus-RM": row(
         "EurusRewardModel",
+        "regression_head",
         {"auto_map": {"AutoModel": "modeling_eurus_rm.EurusRewardModel"}},
-        drawn(**{"regression_head.weight": (1, SIZE)}),
-        linear("regression_head"),
-        family="mistral",
-    ),
-    "UltraRM": Published(
-        "LlamaRewardModel", {}, drawn(**{"regression_head.weight": (1, SIZE)}), linear("regression_head")
-    ),
+    )._replace(family="mistral"),
+    "UltraRM": row("LlamaRewardModel", "regression_head", {}),
     "Beaver": Published(
         "LlamaForScore",
         {**BEAVER, "score_type": "reward", "bias": True, "do_normalize": True},
@@ -250,13 +234,8 @@ MODELS = {
         drawn(**layer("score_head", 1, SIZE, bias=False), **NORMALIZER),
         beaver_plain,
     ),
-    "Starling-RM": Published(
-        "LlamaForCausalLM",
-        {},
-        drawn(**{"v_head.weight": (1, SIZE)}),
-        linear("v_head"),
-        prefix="transformer.",
-        folder="Starling-RM-7B-alpha",
+    "Starling-RM": row("LlamaForCausalLM", "v_head", {})._replace(
+        prefix="transformer.", folder="Starling-RM-7B-alpha"
     ),
     "LDL-Reward": Published(
         "Gemma2Model",
@@ -281,9 +260,7 @@ MODELS = {
         {"id2label": {str(i): f"LABEL_{i}" for i in range(10)}},
         drawn(
             **layer("score", 10, SIZE, bias=False),
-            **layer("weights.fc.0", SIZE, SIZE),
-            **layer("weights.fc.2", SIZE, SIZE),
-            **layer("weights.fc.4", 5, SIZE),
+            **stack("weights.fc", (0, 2, 4), (SIZE, SIZE, SIZE, 5)),
         ),
         urm,
         parts=5,
@@ -294,10 +271,7 @@ MODELS = {
         drawn(
             **layer("regression_layer", 19, SIZE, bias=False),
             **{"reward_transform_matrix": (19, 19), "gating.logit_scale": (1,)},
-            **layer("gating.layers.0", 12, SIZE),
-            **layer("gating.layers.1", 12, 12),
-            **layer("gating.layers.2", 12, 12),
-            **layer("gating.layers.3", 19, 12),
+            **stack("gating.layers", range(4), (SIZE, 12, 12, 12, 19)),
         ),
         armorm,
         parts=19,
@@ -536,11 +510,7 @@ def test_a_name_of_transformers_keeps_its_plain_meaning(save: Save, tmp_path: Pa
     [
         ("Eurus-RM", {"regression_head.bias": torch.ones(1)}, r"does not use(?s:.*)score\.bias"),
         ("Eurus-RM", {"regression_head.weight": torch.ones(2, SIZE)}, r"do not have the shapes(?s:.*)\(2, 32\)"),
-        (
-            "Beaver's cost",
-            {"score_head.bias": torch.ones(1)},
-            r"does not use(?s:.*)score\.value\.bias",
-        ),
+        ("Beaver's cost", {"score_head.bias": torch.ones(1)}, r"does not use(?s:.*)score\.value\.bias"),
         ("GRM, linear", {"v_head.summary.0.weight": torch.ones(12, SIZE)}, "does not use"),
     ],
 )

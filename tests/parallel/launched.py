@@ -15,10 +15,6 @@ from treeward.parallel.launch import launch
 from treeward.parallel.stopping import StopRequest
 
 
-def size(config: Any, *, show_progress: bool) -> str:
-    return f"{processes.rank()} of {processes.size()}, in {os.getcwd()}, shows {show_progress}"
-
-
 def mistake_after_a_stop(config: Any, *, show_progress: bool) -> None:
     text = steps(config, show_progress=show_progress)
     if processes.rank() == 1:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import platform
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from grpo_runs import run_all, run_one
 from loopback import Loopback
 from served_policy import ServedPolicy
 from training_runs import assert_close, assert_same_files
 
+from treeward import processes
+from treeward.config.load import load_grpo_config
+from treeward.errors import TreewardError
+from treeward.parallel import ray_cluster
+from treeward.parallel.stopping import stop_with
+from treeward.rl import grpo as grpo_module
+from treeward.rl.grpo import GRPOOutcome, grpo
 from treeward.training.tracking import read_metrics
 
 # Steps of 5 prompts of unequal length, of which some processes have more; Adam's epsilon keeps the rounding of a small
@@ -44,6 +52,46 @@ FAILING = {
     "unmakeable": ["env={planted: {type: planted.Unmakeable}}"],
     "rows in parts": ["policy.attention=rows", ROWS_IN_PARTS],
 }
+
+
+def run_one(file: str, folder: Path | str, overrides: list[str]) -> GRPOOutcome:
+    places = [f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs"]
+    return grpo(load_grpo_config(file, [*overrides, *places]), show_progress=False)
+
+
+def run_all(file: str, folder: str, cases: dict[str, list[str]]) -> dict[str, Any]:
+    """Each case's run, in a folder of its own: its steps and the validation of the exported policy."""
+    outcomes = {name: run_one(file, Path(folder) / name, overrides) for name, overrides in cases.items()}
+    return {name: {"step": one.step, "validation": dict(one.validation)} for name, one in outcomes.items()}
+
+
+def run_stopped_and_failing(
+    file: str, folder: str, cases: dict[str, list[str]], stopped: str, failing: dict[str, list[str]]
+) -> dict[str, Any]:
+    """`run_all`; also what failing runs say, and a run that the last process is asked to stop in its first step."""
+    found = run_all(file, folder, cases)
+    collect, stop_file = grpo_module.collect, Path(folder) / f"stop_{processes.rank()}"
+    stop_file.write_text(str(signal.SIGTERM.value), encoding="utf-8")
+
+    def asked(run: Any, **at: int) -> Any:
+        if at["step"] == 0 and processes.rank() == processes.size() - 1:
+            stop_with(stop_file)
+        return collect(run, **at)
+
+    for name, overrides in failing.items():
+        try:
+            run_one(file, Path(folder) / name, overrides)
+        except TreewardError as error:
+            found[name] = str(error)
+    platform.node = lambda: f"node{processes.rank()}"
+    try:
+        ray_cluster.start_ray_of_run(spares=False, everywhere=True)
+    except TreewardError as error:
+        found["nodes"] = str(error)
+    grpo_module.collect = asked
+    outcome = run_one(file, Path(folder) / "stopped", cases[stopped])
+    found["stopped"] = [outcome.step, outcome.interrupted_by, outcome.exit_code]
+    return found
 
 
 @pytest.fixture
@@ -81,7 +129,7 @@ def test_two_processes_run_stop_resume_and_fail_as_one(
     want = run_all(file, str(tmp_path / "alone"), chosen)
     together = tmp_path / "together"
     arguments = (file, str(together), chosen, "everything", failing)
-    found = run_processes("grpo_runs:run_stopped_and_failing", 2, *arguments)
+    found = run_processes("test_grpo:run_stopped_and_failing", 2, *arguments)
     assert_same_runs(found, want, together, tmp_path / "alone")
     for of_rank in found:
         assert "too many completions have no reward" in of_rank["raises"]
@@ -121,7 +169,7 @@ def test_any_number_of_processes_runs_the_same(
 ) -> None:
     want = run_all(file, str(tmp_path / "alone"), {name: case(name) for name in cases})
     laid_out = {name: case(name, **layout) for name in cases}
-    found = run_processes("grpo_runs:run_all", num_processes, file, str(tmp_path / "together"), laid_out, timeout=500)
+    found = run_processes("test_grpo:run_all", num_processes, file, str(tmp_path / "together"), laid_out, timeout=500)
     assert_same_runs(found, want, tmp_path / "together", tmp_path / "alone")
 
 
@@ -139,7 +187,7 @@ def test_two_processes_hand_over_their_weights_as_one_does(
         }
         cases = {name: [*COMMON, f"policy.generation={{{engine}{more}}}"] for name, more in others.items()}
         want, *found = [
-            run_processes("grpo_runs:run_all", num, file, str(tmp_path / folder), cases, timeout=500)
+            run_processes("test_grpo:run_all", num, file, str(tmp_path / folder), cases, timeout=500)
             for folder, num in (("alone", 1), ("together", 2))
         ]
         assert [one.path for one in loopback.requests].count("/collective_rpc") == 2 * 4, "each version once"

@@ -10,9 +10,23 @@ import pytest
 import yaml
 
 from treeward.config.load import load_run
+from treeward.parallel.mesh import make_mesh
 from treeward.planning.plan import plan
+from treeward.planning.runs import Filling, planned_run
+from treeward.planning.tracker import Tracker
 
 BUDGET, MEAN = 512, 170  # two comparisons of 255 tokens in a micro-batch
+
+
+def sent(file: str, overrides: list[str], budget: int, mean_tokens: int) -> int:
+    """Bytes that this process sends in one step."""
+    config = load_run(file, overrides)
+    mesh = make_mesh(config.policy.dtensor_cfg)
+    run = planned_run(config, mesh, Filling.of(budget, 2, mean_tokens))  # type: ignore[arg-type]
+    run.step()
+    with (tracker := Tracker(devices_per_node=2)):
+        run.step()
+    return sum(tracker.sent.values())
 
 
 @pytest.mark.slow
@@ -26,5 +40,5 @@ def test_two_processes_send_what_is_planned(run_processes: Callable[..., list[An
     file.write_text(yaml.safe_dump({"policy": policy, "data": {"train_data_path": "train.jsonl"}}), encoding="utf-8")
     overrides = ["cluster.gpus_per_node=2"]
     planned = plan(load_run(file, overrides), "cpu", mean_tokens=MEAN)
-    for sent in run_processes("planned:sent", 2, str(file), overrides, BUDGET, MEAN):
-        assert sent == pytest.approx(planned.sent["in the node"], rel=0.02)
+    for num_bytes in run_processes("test_planned_calls:sent", 2, str(file), overrides, BUDGET, MEAN):
+        assert num_bytes == pytest.approx(planned.sent["in the node"], rel=0.02)

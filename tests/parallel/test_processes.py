@@ -15,16 +15,11 @@ from treeward.errors import ConfigError, LostProcessError
 from treeward.parallel.mesh import make_mesh
 
 
-def tell() -> dict[str, Any]:
+def tell() -> list[Any]:
     rank = processes.rank()
     total = processes.summed(torch.tensor([1.0, float(rank)]))
-    return {
-        "size": processes.size(),
-        "is_main": processes.is_main(),
-        "gathered": processes.gather({"rank": rank}),
-        "broadcast": processes.broadcast(f"from {rank}"),
-        "summed": total.tolist(),
-    }
+    gathered, broadcast = processes.gather({"rank": rank}), processes.broadcast(f"from {rank}")
+    return [processes.size(), processes.is_main(), gathered, broadcast, total.tolist()]
 
 
 def share() -> dict[str, Any]:
@@ -40,31 +35,19 @@ def share() -> dict[str, Any]:
 
 
 def test_alone() -> None:
-    assert tell() == {
-        "size": 1,
-        "is_main": True,
-        "gathered": [{"rank": 0}],
-        "broadcast": "from 0",
-        "summed": [1.0, 0.0],
-    }
+    assert tell() == [1, True, [{"rank": 0}], "from 0", [1.0, 0.0]]
     mesh = make_mesh(ShardingConfig())
     assert (mesh.data_rank, mesh.data_size, mesh.tensor_size, mesh.data_group) == (0, 1, 1, None)
 
 
-def everything() -> list[dict[str, Any]]:
+def everything() -> list[Any]:
     return [tell(), share()]
 
 
 @pytest.mark.slow
 def test_together(run_processes: Callable[..., list[Any]]) -> None:
     for rank, (told, shares) in enumerate(run_processes("test_processes:everything", 4)):
-        assert told == {
-            "size": 4,
-            "is_main": rank == 0,
-            "gathered": [{"rank": number} for number in range(4)],
-            "broadcast": "from 0",
-            "summed": [4.0, 6.0],
-        }
+        assert told == [4, rank == 0, [{"rank": number} for number in range(4)], "from 0", [4.0, 6.0]]
         assert shares == {"plain": [rank, 4, 1, 6.0], "replicated": [rank, 4, 1, 6.0]}
 
 

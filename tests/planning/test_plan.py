@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,17 @@ ADAMW_8BIT = "policy.optimizer.name=torchao.optim.AdamW8bit"
 OFFLOAD, BFLOAT16 = "policy.dtensor_cfg.cpu_offload=true", "policy.precision=bfloat16"
 LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=16")
 EIGHT = ("cluster.num_nodes=2", "cluster.gpus_per_node=4")
+
+
+@pytest.fixture(autouse=True)
+def process_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`treeward plan` silences the log of its process and hides its GPUs; other tests come after it in this one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    loggers = [logging.getLogger(name) for name in ("treeward", "torch")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture

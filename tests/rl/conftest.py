@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,29 +30,3 @@ def opened(tiny_grpo: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     yield make
     for run in runs:
         run.close()
-
-
-@pytest.fixture(scope="session")
-def result_of() -> Callable[[Path], dict[str, Any]]:
-    """What a run came to: what it logged but for times, its alarms, and the weights that it exported."""
-
-    def lines(path: Path) -> list[str]:
-        """As text, so that NaN equals NaN."""
-        return [
-            repr({key: value for key, value in json.loads(line).items() if key != "time" and "timing/" not in key})
-            for line in path.read_text(encoding="utf-8").splitlines()
-        ]
-
-    def read(folder: Path) -> dict[str, Any]:
-        logs, checkpoints = folder / "logs", folder / "checkpoints"
-        return {
-            "metrics": lines(logs / "metrics.jsonl"),
-            "samples": lines(logs / "samples.jsonl"),
-            "alarms": (logs / "alarms.json").read_text(encoding="utf-8"),
-            "weights": {
-                str(path.relative_to(checkpoints)): path.read_bytes()
-                for path in (checkpoints / "final" / "model.safetensors", *checkpoints.glob("*/adapter/*.safetensors"))
-            },
-        }
-
-    return read

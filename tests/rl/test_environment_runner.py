@@ -154,16 +154,6 @@ def test_an_environment_that_raises(kind: type[Exception], caplog: pytest.LogCap
     assert rows(runner.reward([group("x", "y")])) == [[0, 0]]  # it goes on
 
 
-def test_gold_is_asked_apart() -> None:
-    toy, gold = Toy(length), Toy(lambda _: 7.0)
-    runner = EnvironmentRunner({"toy": toy}, "toy", gold=gold)
-    groups = [group("a", "bb"), group("c", "d")]
-    assert rows(runner.reward(groups)) == [[1, 2], [1, 1]] and not gold.steps
-    assert rows(runner.gold(groups)) == [[7, 7], [7, 7]] and len(toy.steps) == 1
-    runner.shutdown()
-    runner.shutdown()
-
-
 PATH = f"{__name__}.Lengths"
 
 

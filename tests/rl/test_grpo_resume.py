@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from killed_run import Killed, assert_same_run
 from loopback import Asked, Loopback
 from served_policy import ServedPolicy
 
@@ -29,7 +31,6 @@ from treeward.training.optimisation import SkippedSteps
 from treeward.training.tracking import read_metrics
 
 Make = Callable[..., Any]
-Result = dict[str, Any]
 
 FORGETFUL = (
     "env={planted: {type: planted.Troubled, orders: ORDERS}, gold: {type: custom, function: planted.length}}",
@@ -46,19 +47,22 @@ FORGETFUL = (
 )
 
 
-class Killed(BaseException):
-    """As near as a test in one process comes to kill -9: nothing that handles exceptions handles it."""
+@contextmanager
+def dying(owner: Any, name: str, when: Callable[..., bool]) -> Iterator[None]:
+    """Within it a run is killed as soon as this function is called, and `when` says so of its arguments."""
+    function = getattr(owner, name)
+
+    def replaced(*arguments: Any, **options: Any) -> Any:
+        if when(*arguments):
+            raise Killed
+        return function(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(owner, name, replaced)
+        yield
 
 
-def die(*arguments: Any, **options: Any) -> Any:
-    raise Killed
-
-
-COMPUTED: dict[str, Result] = {}
-
-
-def kept(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+UNINTERRUPTED: dict[str, Path] = {}
 
 
 @dataclass
@@ -68,7 +72,6 @@ class Trial:
     make: Make
     folder: Path
     temporary: pytest.TempPathFactory
-    result_of: Callable[[Path], Result]
 
     def order(self, **told: float) -> None:
         """Tell the environment what to do."""
@@ -78,46 +81,32 @@ class Trial:
         options = [option.replace("ORDERS", str(self.folder / "orders.json")) for option in FORGETFUL]
         return grpo(self.make(*options, *more), show_progress=False)
 
-    def is_as_uninterrupted(self, *options: str) -> bool:
-        """Whether it came to what the run with these options comes to when nothing stops it."""
-        if (key := " ".join(options)) not in COMPUTED:
-            folder = self.temporary.mktemp("uninterrupted")
+    def assert_as_uninterrupted(self, *options: str) -> None:
+        """It came to what the run with these options comes to when nothing stops it."""
+        if (key := " ".join(options)) not in UNINTERRUPTED:
+            folder = UNINTERRUPTED[key] = self.temporary.mktemp("uninterrupted")
             self.start(*options, f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs")
-            COMPUTED[key] = self.result_of(folder) | {"kept": kept(folder)}
-        return self.result_of(self.folder) | {"kept": kept(self.folder)} == COMPUTED[key]
+        assert_same_run(self.folder, UNINTERRUPTED[key])
 
 
 @pytest.fixture
-def trial(
-    tiny_grpo: Make, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, result_of: Callable[[Path], Result]
-) -> Trial:
-    made = Trial(tiny_grpo, tmp_path, tmp_path_factory, result_of)
+def trial(tiny_grpo: Make, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    made = Trial(tiny_grpo, tmp_path, tmp_path_factory)
     made.order()
     return made
 
 
-def _at(owner: Any, name: str, when: Callable[..., bool]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Die as soon as this is called, and `when` says so."""
-
-    def arm(monkeypatch: pytest.MonkeyPatch) -> None:
-        function = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a, **k: die() if when(*a) else function(*a, **k))
-
-    return arm
-
-
-AFTER_A_VALIDATION = _at(loop.Loop, "save", lambda loop: loop.state.step == 4)
+AFTER_A_VALIDATION = (loop.Loop, "save", lambda loop: loop.state.step == 4)
 
 
 @pytest.mark.slow
 def test_without_validation_prompts_the_completions_of_steps_are_kept(trial: Trial) -> None:
     alone = ("data.validation=null", "checkpointing.metric_name=null")
     for number in (4, 5):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-            _at(GRPORun, "step", lambda run, step, number=number: step == number)(patch)
+        with dying(GRPORun, "step", lambda run, step, number=number: step == number):
             trial.start(*alone)
     outcome = trial.start(*alone)
-    assert trial.is_as_uninterrupted(*alone)
+    trial.assert_as_uninterrupted(*alone)
     samples = read_metrics(trial.folder / "logs" / "samples.jsonl")
     assert [line["step"] for line in samples] == [step for step in (1, 2, 4, 6) for _ in range(4)]
     assert outcome.report is not None and "Completions over time" in outcome.report.read_text("utf-8")
@@ -149,11 +138,10 @@ def test_failures_and_signals_leave_a_saved_state(trial: Trial, caplog: pytest.L
         outcome = trial.start()
     assert (outcome.step, outcome.exit_code) == (4, 143)  # it was to be validated
     for _ in range(2):  # killed before the made-up validation is saved, it writes none of its lines twice
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-            _at(loop, "write_state", lambda folder, state: state.validation_step == 4)(patch)
+        with dying(loop, "write_state", lambda folder, state: state.validation_step == 4):
             trial.start()
     assert trial.start().step == 6
-    assert trial.is_as_uninterrupted()
+    trial.assert_as_uninterrupted()
 
 
 @pytest.mark.slow
@@ -172,10 +160,10 @@ def test_masters_of_bfloat16_weights_and_skipped_steps_go_on_exactly(
 
     monkeypatch.setattr(grpo_module, "collect", noted)
     monkeypatch.setattr(SkippedSteps, "clip", broken)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        AFTER_A_VALIDATION(patch)
+    with dying(*AFTER_A_VALIDATION):
         trial.start("policy.precision=bfloat16")
-    assert trial.start("policy.precision=bfloat16").step == 6 and trial.is_as_uninterrupted("policy.precision=bfloat16")
+    assert trial.start("policy.precision=bfloat16").step == 6
+    trial.assert_as_uninterrupted("policy.precision=bfloat16")
     lines = read_metrics(trial.folder / "logs" / "metrics.jsonl")
     assert [line["train/skipped_steps"] for line in lines if "train/skipped_steps" in line] == [0, 4, 4, 4, 4, 4]
 
@@ -184,10 +172,10 @@ def test_masters_of_bfloat16_weights_and_skipped_steps_go_on_exactly(
 def test_adapters_go_on_exactly_and_the_frozen_model_is_the_reference(trial: Trial) -> None:
     lora = ("policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4, alpha: 8}", "policy.optimizer.kwargs.lr=0.03",
             "grpo.val_at_start=true")  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        AFTER_A_VALIDATION(patch)
+    with dying(*AFTER_A_VALIDATION):
         trial.start(*lora)
-    assert trial.start(*lora).step == 6 and trial.is_as_uninterrupted(*lora)
+    assert trial.start(*lora).step == 6
+    trial.assert_as_uninterrupted(*lora)
     lines = read_metrics(trial.folder / "logs" / "metrics.jsonl")
     kls = [line["validation/kl"] for line in lines if "validation/kl" in line]
     assert kls[0] == 0.0 and all(kl > 0 for kl in kls[1:])
@@ -215,28 +203,27 @@ class Dying(ServedPolicy):
     ],
 )
 def test_a_generator_that_dies_stops_at_a_saved_state_and_the_run_goes_on(
-    tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path, result_of: Callable[[Path], Result],
-    path: str, count: int, saved: int,
-) -> None:  # fmt: skip
+    tiny_grpo: Make, tiny_tokenizer: Any, tmp_path: Path, path: str, count: int, saved: int
+) -> None:
     vllm = Dying(None, tiny_tokenizer)
     with Loopback(vllm) as loopback:
 
         def serve(folder: Path) -> GRPOOutcome:
             generation = f"{{backend: vllm, url: {loopback.url}, model: m, max_new_tokens: 8, max_retries: 1}}"
             folders = f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs"
-            options = ("grpo.max_num_steps=4", "checkpointing.save_period=4", f"policy.generation={generation}")
-            return grpo(tiny_grpo(*options, *folders), show_progress=False)
+            periods = ("grpo.max_num_steps=4", "checkpointing.save_period=4", "checkpointing.keep_top_k=1")
+            return grpo(tiny_grpo(*periods, f"policy.generation={generation}", *folders), show_progress=False)
 
-        if "served" not in COMPUTED:
+        if "served" not in UNINTERRUPTED:
+            UNINTERRUPTED["served"] = tmp_path / "whole"
             serve(tmp_path / "whole")
-            COMPUTED["served"] = result_of(tmp_path / "whole")
         vllm.asked, vllm.policy, vllm.dies_in, vllm.dies_at = 0, None, path, count
         with pytest.raises(GenerationError, match="generator has failed"):
             serve(tmp_path)
         assert [folder.name for folder in (tmp_path / "checkpoints").glob("step_*")] == [f"step_{saved}"]
         vllm.dies_at, vllm.policy = None, None  # a new server, without the weights
         assert serve(tmp_path).step == 4
-    assert result_of(tmp_path) == COMPUTED["served"]
+    assert_same_run(tmp_path, UNINTERRUPTED["served"])
     # The trainer finds the same log-probabilities: the weights are those of the step, and not of one before.
     lines = [line for line in read_metrics(tmp_path / "logs" / "metrics.jsonl") if "train/loss" in line]
     assert len(lines) == 4

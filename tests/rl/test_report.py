@@ -24,7 +24,7 @@ SCENARIOS = {
 }
 
 
-def write_run(folder: Path, name: str, *, has_gold: bool = True) -> RLRun:
+def write_run(folder: Path, name: str) -> RLRun:
     """A run as the loop logs it, from seeded random numbers: gold is Gao et al.'s law, the watch is the real one."""
     distance, alpha, beta, growth, seed = SCENARIOS[name]
     folder.mkdir(parents=True)
@@ -39,15 +39,14 @@ def write_run(folder: Path, name: str, *, has_gold: bool = True) -> RLRun:
         if step:
             noise = rng.normal(0, 0.15, 8)
             row = {"train/reward": proxy + noise[0], "train/kl": d * d * (1 + noise[2] / 3), "train/lr": 1e-4}
-            row |= {"train/gold_reward": "NaN" if step % 50 == 0 else gold + noise[4]} if has_gold else {}
+            row |= {"train/gold_reward": "NaN" if step % 50 == 0 else gold + noise[4]}
         if step % 10 == 0:
             golds, proxies = (mean + hardness + rng.normal(0, 0.6, NUM_PROMPTS) for mean in (gold, proxy))
-            by_prompt = {"proxy_by_prompt": proxies} | ({"gold_by_prompt": golds} if has_gold else {})
-            watch.observe(step, **by_prompt, kl=d * d, length=length, length_correlation=0.6 if growth > 2 else 0.1)
-            row |= {"validation/reward": float(proxies.mean()), "validation/kl": d * d}
-            row |= {"validation/mean_gen_tokens_per_sample": length} | watch.metrics()
-            row |= {"validation/gold_reward": float(golds.mean())} if has_gold else {}
-            numbers = {"reward": proxy, "gold_reward": gold if has_gold else None, "kl": 0.1 * step}
+            watch.observe(step, proxy_by_prompt=proxies, gold_by_prompt=golds, kl=d * d, length=length,
+                          length_correlation=0.6 if growth > 2 else 0.1)  # fmt: skip
+            row |= {"validation/reward": float(proxies.mean()), "validation/gold_reward": float(golds.mean())}
+            row |= {"validation/mean_gen_tokens_per_sample": length, "validation/kl": d * d} | watch.metrics()
+            numbers = {"reward": proxy, "gold_reward": gold, "kl": 0.1 * step}
             completion = numbers | {"num_tokens": int(length), "truncated": length > 150, "text": f"Step {step}."}
             samples += [
                 {"step": step, "prompt": [{"role": "user", "content": text}], "completions": [completion, completion]}
@@ -140,20 +139,10 @@ def test_gold_and_proxy_over_the_root_of_kl(runs: list[RLRun], blocks: dict[str,
     assert figure["lines"] == [{"x": gold["x"][12], "label": "no KL: alarm", "colour": 1}]
 
 
-def validations(golds: list[float], *, kls: list[float] | None = None, name: str = "r") -> RLRun:
-    kls = kls or [float(n * n) for n in range(len(golds))]
-    rows: dict[int, dict[str, float]] = {}
-    for n, (gold, kl) in enumerate(zip(golds, kls, strict=True)):
-        rows[10 * n] = {"validation/reward": n, "validation/gold_reward": gold}
-        rows[10 * n]["validation/kl"] = kl
-    return RLRun(name, rows)
-
-
 def test_a_kl_that_went_much_further_does_not_hide_the_others() -> None:
     near, far = (RLRun(name, {n: {"train/kl": n * k} for n in range(9)}) for name, k in (("near", 0.5), ("far", 4.0)))
-    assert by_title([near, far])["KL to the reference"]["y_scale"] == "symlog"
-    assert by_title([near, replace(near, name="b")])["KL to the reference"]["y_scale"] == "linear"
-    assert by_title([far])["KL to the reference"]["y_scale"] == "linear"
+    for runs, scale in (([near, far], "symlog"), ([near, replace(near, name="b")], "linear"), ([far], "linear")):
+        assert by_title(runs)["KL to the reference"]["y_scale"] == scale
 
 
 def test_samples_are_first_best_and_last_of_the_same_prompt(blocks: dict[str, dict[str, Any]]) -> None:
@@ -170,15 +159,16 @@ def test_samples_are_first_best_and_last_of_the_same_prompt(blocks: dict[str, di
     assert completion["numbers"] == [{"label": "reward", "value": None, "format": "signed"}]
 
 
-def test_runs_with_hardly_anything_are_shown(tmp_path: Path) -> None:
-    blind = write_run(tmp_path / "r", "no KL", has_gold=False)
+def test_runs_with_hardly_anything_are_shown(runs: list[RLRun], tmp_path: Path) -> None:
+    proxies = {n: {name: one for name, one in row.items() if "gold" not in name} for n, row in runs[1].steps.items()}
+    blind = replace(runs[1], steps=proxies)
     cases = {
         "one step": RLRun("", {1: {"train/reward": 0.5}}),
         "many steps": RLRun("", {step: {"train/reward": float(step)} for step in range(1, 1001)}),
         "nothing finite": RLRun("", {1: {"train/reward": math.nan}, 2: {"validation/reward": math.inf}}),
         "no reward": RLRun("", {1: {"train/loss": 0.5}}, alarms=(Alarm("truncation", 1, "Cut."),)),
-        "one validation": validations([1.0], kls=[0.1]),
-        "negative KL": validations([0.0, 1.0, 2.0], kls=[0.0, -0.1, -0.2]),
+        "one validation": RLRun("", {0: {"validation/gold_reward": 1.0, "validation/kl": 0.1}}),
+        "negative KL": RLRun("", {n: {"validation/gold_reward": n, "validation/kl": -0.1 * n} for n in range(3)}),
         "training alone": RLRun("", {n: {"train/reward": n, "train/gold_reward": -n} for n in range(9)}),
         "blind": blind,
     }

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import VOCABULARY, config_of, randomise
+from families import VOCABULARY, causal_model, plain_log_probs
 from no_syncs import ATTENTION, NoSyncs
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from treeward.config.grpo import PolicyLossConfig
 from treeward.errors import ModelError
@@ -26,14 +26,6 @@ from treeward.rl.update import PolicyUpdater
 
 PROMPTS, COMPLETIONS = 3, 4
 LR = 0.05
-
-
-def causal(family: str = "qwen3", **changes: Any) -> PreTrainedModel:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = config_of(family, **changes)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    return randomise(model.eval())
 
 
 def moved(hf: PreTrainedModel) -> PreTrainedModel:
@@ -60,10 +52,7 @@ def experience(seed: int = 0) -> tuple[list[CompletionGroup], Tensor, Tensor]:
 
 def row_log_probs(model: PreTrainedModel, group: CompletionGroup, g: int, temperature: float = 1.0) -> Tensor:
     sequence = [*group.prompt_ids, *group.completions[g].token_ids]
-    model.set_attn_implementation("eager")  # a `PolicyModel` of it leaves its own
-    logits = (model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0] / temperature).log_softmax(-1)
-    picked = logits[:-1].gather(-1, torch.tensor(sequence)[1:, None])[:, 0]
-    return picked[len(group.prompt_ids) - 1 :]
+    return plain_log_probs(model, sequence, len(group.prompt_ids), temperature)[0]
 
 
 def said_by(
@@ -139,15 +128,13 @@ def weights(hf: PreTrainedModel) -> Tensor:
 PENALTY: dict[str, Any] = {
     "reference_policy_kl_penalty": 0.1, "kl_input_clamp_value": None, "kl_output_clamp_value": None
 }  # fmt: skip
-CORRECTED: dict[str, Any] = {**PENALTY, "use_importance_sampling_correction": True}
-BY_COMPLETION: dict[str, Any] = {"sequence_level_importance_ratios": True, "token_level_loss": False}
 SEVERAL = {
     "token": PolicyLossConfig(**PENALTY, ratio_clip_max=0.3),
     "sequence": PolicyLossConfig(**PENALTY, ratio_clip_min=2e-3, ratio_clip_max=2e-3, token_level_loss=False),
-    "truncated": PolicyLossConfig(**CORRECTED, truncated_importance_sampling_ratio=1.1,
-                                  token_level_loss=False),
-    "gspo": PolicyLossConfig(**BY_COMPLETION, reference_policy_kl_penalty=0.0, ratio_clip_min=0.01,
-                             ratio_clip_max=0.01),
+    "truncated": PolicyLossConfig(**PENALTY, use_importance_sampling_correction=True, token_level_loss=False,
+                                  truncated_importance_sampling_ratio=1.1),
+    "gspo": PolicyLossConfig(sequence_level_importance_ratios=True, token_level_loss=False, ratio_clip_min=0.01,
+                             ratio_clip_max=0.01, reference_policy_kl_penalty=0.0),
 }  # fmt: skip
 
 
@@ -156,7 +143,7 @@ SEVERAL = {
     [("token", 10, 2), ("sequence", 4096, 1), ("truncated", 10, 2), ("gspo", 4096, 2)],
 )
 def test_several_steps_are_those_of_plain_rows(name: str, micro_batch_tokens: int, passes: int) -> None:
-    settings, hf = SEVERAL[name], causal()
+    settings, hf = SEVERAL[name], causal_model("qwen3")
     reference, other = moved(hf), copy.deepcopy(hf)
     optimizer, plain_optimizer = Recorded(hf), Recorded(other)
     updater = PolicyUpdater(
@@ -193,7 +180,7 @@ def test_a_group_larger_than_the_budget_is_split(layout: Any, monkeypatch: pytes
     monkeypatch.setattr(PolicyModel, "log_probs", counted)
     results = []
     for tokens in (4096, budget):
-        hf = causal()
+        hf = causal_model("qwen3")
         optimizer = Recorded(hf)
         updater = PolicyUpdater(
             PolicyModel(hf, layout=layout), optimizer, reference=PolicyModel(moved(hf), layout=layout),
@@ -216,11 +203,11 @@ def test_a_schedule_goes_on_whatever_the_groups_of_a_batch_are_worth(num_groups:
     groups, advantages, used = experience()
     groups[0] = replace(groups[0], completions=(SampledCompletion((), "", False),) * COMPLETIONS)
     used[list(unused)] = False
-    hf = causal()
+    hf = causal_model("qwen3")
     start, steps = weights(hf), list[int]()
     updater = PolicyUpdater(
-        PolicyModel(hf), Recorded(hf), reference=PolicyModel(causal()), prompts_per_update=2, updates_per_batch=3,
-        on_step=lambda: steps.append(updater.steps_begun),
+        PolicyModel(hf), Recorded(hf), reference=PolicyModel(causal_model("qwen3")), prompts_per_update=2,
+        updates_per_batch=3, on_step=lambda: steps.append(updater.steps_begun),
     )  # fmt: skip
     metrics = updater.learn(groups[:num_groups], advantages[:num_groups], used[:num_groups])
     parts = [p for p in ((1,), (2,)) if p[0] < num_groups and p[0] not in unused]  # the first group has no tokens
@@ -232,7 +219,7 @@ def test_a_schedule_goes_on_whatever_the_groups_of_a_batch_are_worth(num_groups:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_to_the_reference_and_entropy_of_each_completion(estimator: Any) -> None:
     groups, advantages, used = experience()
-    hf = causal()
+    hf = causal_model("qwen3")
     updater = PolicyUpdater(
         PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.0), reference=PolicyModel(moved(hf)), temperature=0.8,
         loss=PolicyLossConfig(reference_policy_kl_type=estimator, kl_in_reward=True), micro_batch_tokens=30,
@@ -246,19 +233,22 @@ def test_kl_to_the_reference_and_entropy_of_each_completion(estimator: Any) -> N
                 k = {"k1": x, "k2": x * x / 2, "k3": (-x).exp() - 1 + x}
                 assert float(evaluated.kl_PG[p, g]) == pytest.approx(float(k[estimator].sum()), abs=1e-5)
                 assert float(kl_PG[p, g]) == pytest.approx(float(k["k3"].sum()), abs=1e-5)
-                sequence = torch.tensor([[*group.prompt_ids, *completion.token_ids]])
-                logits = hf(input_ids=sequence, use_cache=False).logits[0, len(group.prompt_ids) - 1 : -1] / 0.8
-                own = torch.distributions.Categorical(logits=logits).entropy()
-                assert float(entropy_PG[p, g]) == pytest.approx(float(own.mean()), abs=1e-5)
+                _, entropies = plain_log_probs(
+                    hf, [*group.prompt_ids, *completion.token_ids], len(group.prompt_ids), 0.8
+                )
+                assert float(entropy_PG[p, g]) == pytest.approx(float(entropies.mean()), abs=1e-5)
     # what was computed for the reward serves as the old policy, and is counted once
     metrics = updater.update(evaluated, advantages, used)
     assert metrics.old_kl_sum == pytest.approx(0.0, abs=1e-5)
-    assert updater.update(evaluated, advantages, used).computed_tokens == metrics.computed_tokens
+    lengths = completion_lengths(groups)
+    assert metrics.means()["entropy"] == pytest.approx(float((entropy_PG * lengths)[used].sum() / lengths[used].sum()))
+    again = updater.update(evaluated, advantages, used, entropies=False)
+    assert again.computed_tokens == metrics.computed_tokens and "entropy" not in again.means()
 
 
 def test_the_mismatch_with_the_generator_is_measured() -> None:
     groups, advantages, used = experience()
-    hf = causal()
+    hf = causal_model("qwen3")
     said = said_by(hf, groups, 0.1)
     all_tokens = sum(len(a.token_ids) for group in groups for a in group.completions)
     for updates, tokens in ((1, all_tokens - len(groups[0].completions[1].token_ids)), (2, all_tokens)):
@@ -266,6 +256,7 @@ def test_the_mismatch_with_the_generator_is_measured() -> None:
         metrics = updater.learn(said, advantages, used)
         assert metrics.means()["token_mult_prob_error"] == pytest.approx(math.exp(0.1), abs=1e-4)
         assert metrics.mismatch_tokens == tokens
+        assert updater.measure(groups)[0] is None  # without a reference there is no KL
     assert "token_mult_prob_error" not in updater.learn(groups, advantages, used).means()
     with pytest.raises(ModelError, match="no log-probabilities of its own"):
         PolicyUpdater(PolicyModel(hf), Recorded(hf), loss=SEVERAL["truncated"]).evaluate(groups)
@@ -273,7 +264,7 @@ def test_the_mismatch_with_the_generator_is_measured() -> None:
 
 def test_a_loss_that_is_not_finite_leaves_the_weights() -> None:
     groups, advantages, used = experience()
-    hf = causal()
+    hf = causal_model("qwen3")
     before = weights(hf)
     advantages[1, 1] = torch.inf
     updater = PolicyUpdater(PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.1), prompts_per_update=1)
@@ -295,7 +286,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("loss", ["several", "truncated"])
 def test_the_host_waits_for_nothing_within_a_micro_batch(device: str, loss: str) -> None:
-    hf = causal(head_dim=16).to(device)  # the smallest heads of FlexAttention
+    hf = causal_model("qwen3", head_dim=16).to(device)  # the smallest heads of FlexAttention
     settings = PolicyLossConfig() if loss == "several" else SEVERAL["truncated"]
     updater = PolicyUpdater(PolicyModel(hf), Recorded(hf), reference=PolicyModel(moved(hf)), loss=settings)
     groups, advantages, used = experience()
@@ -314,16 +305,3 @@ def test_the_host_waits_for_nothing_within_a_micro_batch(device: str, loss: str)
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     assert math.isfinite(sums.means()["entropy"])
-
-
-def test_entropies_are_measured_where_they_are_asked_for() -> None:
-    groups, advantages, used = experience()
-    hf = causal()
-    updater = PolicyUpdater(PolicyModel(hf), torch.optim.SGD(hf.parameters(), lr=0.0))
-    with_them, without = (
-        updater.update(updater.evaluate(groups), advantages, used, entropies=asked).means() for asked in (True, False)
-    )
-    assert with_them.keys() - without.keys() == {"entropy"}
-    lengths, entropy_PG = completion_lengths(groups), updater.measure(groups)[1]  # of completions; here of tokens
-    assert with_them["entropy"] == pytest.approx(float((entropy_PG * lengths)[used].sum() / lengths[used].sum()))
-    assert without == pytest.approx({name: with_them[name] for name in without})

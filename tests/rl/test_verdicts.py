@@ -6,7 +6,7 @@ import copy
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from killed_run import assert_same_run
 
 from treeward.data.prompt_sets import FAMILY
 from treeward.environments.preference_verdict import LABEL
@@ -50,17 +51,15 @@ def comparisons(folder: Path, name: str, count: int, *, shuffled: bool = False) 
 
 
 @pytest.fixture
-def judged(tiny_grpo: Make, tmp_path: Path) -> Make:
+def tiny_grpo(tiny_grpo: Make, tmp_path: Path) -> Make:
     """The tiny configuration, as a judge of comparisons."""
 
     def make(*options: str, shuffled: bool = False) -> Any:
-        data = {
-            "train": {
-                "dataset_name": "auto",
-                "data_path": comparisons(tmp_path, "pairs.jsonl", 200, shuffled=shuffled),
-            },
-            "validation": {"dataset_name": "auto", "data_path": comparisons(tmp_path, "other_pairs.jsonl", 24)},
+        files = {
+            "train": comparisons(tmp_path, "pairs.jsonl", 200, shuffled=shuffled),
+            "validation": comparisons(tmp_path, "other_pairs.jsonl", 24),
         }
+        data = {name: {"dataset_name": "auto", "data_path": file} for name, file in files.items()}
         env = {"preference_verdict": {"template": TEMPLATE, "system_prompt": "Judge."}}
         sizes = ["policy.max_total_sequence_length=256"]
         if "~policy.model_config" not in options:
@@ -68,21 +67,6 @@ def judged(tiny_grpo: Make, tmp_path: Path) -> Make:
         return tiny_grpo(f"data={json.dumps(data)}", f"env={json.dumps(env)}", "~env.planted", *sizes, *options)
 
     return make
-
-
-@pytest.fixture
-def opened(judged: Make) -> Iterator[Make]:
-    from treeward.rl.setup import set_up
-
-    runs: list[GRPOSetup] = []
-
-    def make(*options: str, **how: Any) -> GRPOSetup:
-        runs.append(set_up(judged("checkpointing.enabled=false", *options, **how)))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        run.close()
 
 
 def test_both_orders_of_a_comparison_are_drawn_together_and_left_out_together(opened: Make) -> None:
@@ -100,7 +84,7 @@ def test_both_orders_of_a_comparison_are_drawn_together_and_left_out_together(op
     assert len({prompt.info[FAMILY] for prompt in fewer.prompts.prompts}) == len(fewer.prompts) / 2
 
 
-def test_what_cannot_be_judged_together_is_refused(opened: Make, judged: Make, tmp_path: Path) -> None:
+def test_what_cannot_be_judged_together_is_refused(opened: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="an even number"):
         opened("grpo.num_prompts_per_step=3", "policy.train_global_batch_size=null")
     path = tmp_path / "chat.jsonl"
@@ -148,18 +132,17 @@ def test_both_orders_share_a_tree_and_the_gradient_is_that_of_two(policy: Policy
     assert float((one - other).abs().max()) < 1e-6 * float(other.abs().max()) + 1e-7
 
 
-def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(
-    judged: Make, tmp_path: Path, result_of: Callable[[Path], dict[str, Any]]
-) -> None:
-    results = []
+def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(tiny_grpo: Make, tmp_path: Path) -> None:
     for name, lengths in (("stopped", (2, 4)), ("whole", (4,))):
-        folder = tmp_path / name
-        folders = (f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs")
+        folders = (
+            f"checkpointing.checkpoint_dir={tmp_path}/{name}/checkpoints",
+            f"logger.log_dir={tmp_path}/{name}/logs",
+        )
         for steps in lengths:
-            grpo(judged(*folders, f"grpo.max_num_steps={steps}", "grpo.val_at_end=false"), show_progress=False)
-        results.append(result_of(folder))
-    assert results[0] == results[1]
-    assert any("position_bias" in line or "no_verdict" in line for line in results[0]["metrics"])
+            grpo(tiny_grpo(*folders, f"grpo.max_num_steps={steps}", "grpo.val_at_end=false"), show_progress=False)
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+    metrics = (tmp_path / "whole" / "logs" / "metrics.jsonl").read_text(encoding="utf-8")
+    assert "position_bias" in metrics or "no_verdict" in metrics
 
 
 def taught(folder: Path, run: GRPOSetup) -> Path:
@@ -176,7 +159,7 @@ def taught(folder: Path, run: GRPOSetup) -> Path:
 
 
 @pytest.mark.slow
-def test_a_planted_rule_is_learnt_and_shuffled_labels_are_not(judged: Make, opened: Make, tmp_path: Path) -> None:
+def test_a_planted_rule_is_learnt_and_shuffled_labels_are_not(tiny_grpo: Make, opened: Make, tmp_path: Path) -> None:
     start = taught(tmp_path, opened())
     options = [
         f"policy.model_name={start}", "~policy.model_config", "~policy.tokenizer", "grpo.max_num_steps=24",
@@ -188,7 +171,7 @@ def test_a_planted_rule_is_learnt_and_shuffled_labels_are_not(judged: Make, open
     for shuffled in (False, True):
         folder = tmp_path / f"shuffled_{shuffled}"
         folders = (f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs")
-        grpo(judged(*options, *folders, shuffled=shuffled), show_progress=False)
+        grpo(tiny_grpo(*options, *folders, shuffled=shuffled), show_progress=False)
         curves.append([line[ACCURACY] for line in read_metrics(folder / "logs" / "metrics.jsonl") if ACCURACY in line])
     (before, learnt), (same, not_learnt) = curves
     assert before == same and 0.5 < before < 0.8 and learnt > 0.9 and not_learnt < 0.8

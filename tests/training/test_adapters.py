@@ -21,10 +21,6 @@ from treeward.model.loading import load_reward_model
 from treeward.model.lora import add_adapters, is_quantized, load_adapters
 from treeward.training.train import train
 
-LAYOUTS = {
-    "lora": ("policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4, alpha: 8}",),
-    "qlora": ("policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4, alpha: 8}", "policy.load_in_4bit=true"),
-}
 QUESTION = [{"role": "user", "content": "Name the sun."}]
 ANSWERS = ["A warm sun.", "The wind, and rain."]
 
@@ -48,6 +44,7 @@ def options(policy_folder: Path, write_rows: Callable[..., Path]) -> tuple[str, 
         "policy.max_total_sequence_length=128",
         "policy.optimizer.kwargs.lr=0.01",
         "policy.scheduler=null",
+        "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4, alpha: 8}",
         f"data.train={{dataset_name: BinaryPreferenceDataset, data_path: {path}, split: null}}",
         f"data.validation=[{{dataset_name: BinaryPreferenceDataset, data_path: {path}, name: held_out}}]",
         "rm={max_num_steps: 24, val_period: 8, val_batches: 2, val_global_batch_size: 8, seed: 7}",
@@ -57,9 +54,9 @@ def options(policy_folder: Path, write_rows: Callable[..., Path]) -> tuple[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("load_in_4bit", [False, True], ids=["lora", "qlora"])
 def test_a_run_learns_goes_on_exactly_and_exports_what_it_has_trained(
-    layout: str,
+    load_in_4bit: bool,
     options: tuple[str, ...],
     tiny_runs: Callable[[Path], Callable[..., Any]],
     policy_folder: Path,
@@ -68,8 +65,9 @@ def test_a_run_learns_goes_on_exactly_and_exports_what_it_has_trained(
 ) -> None:
     def run(name: str, *more: str) -> Any:
         (tmp_path / name).mkdir(exist_ok=True)
-        return train(tiny_runs(tmp_path / name)(*options, *LAYOUTS[layout], *more), show_progress=False)
+        return train(tiny_runs(tmp_path / name)(*options, *more), show_progress=False)
 
+    options += (f"policy.load_in_4bit={load_in_4bit}".lower(),)
     outcome = run("whole")
     assert outcome.validation["held_out"]["accuracy"] == 1.0
     with killed_before_step(12):
@@ -89,15 +87,15 @@ def test_a_run_learns_goes_on_exactly_and_exports_what_it_has_trained(
     merged = AutoModelForSequenceClassification.from_pretrained(final)
     assert float((plain_scores(merged, sequences) - want).abs().max()) < 1e-5
     # What was trained, as it computed: adapters beside the base, of four bits or not.
-    trained = load_reward_model(policy_folder, head_seed=1, load_in_4bit=layout == "qlora").model
-    config = tiny_runs(tmp_path)(*options, *LAYOUTS[layout])
+    trained = load_reward_model(policy_folder, head_seed=1, load_in_4bit=load_in_4bit).model
+    config = tiny_runs(tmp_path)(*options)
     adapter = tmp_path / "whole" / "checkpoints" / "step_24" / "adapter"
     add_adapters(trained, config.policy.dtensor_cfg.lora_cfg, seed=1)
     load_adapters(trained, adapter)
-    assert sum(map(is_quantized, trained.modules())) == (14 if layout == "qlora" else 0)
+    assert sum(map(is_quantized, trained.modules())) == (14 if load_in_4bit else 0)
     with torch.no_grad():
         assert float((trained(trained.make_batch([sequences])) - want).abs().max()) < 1e-5
-    if layout == "lora":  # the folder of adapters, as anybody loads it: with the head that was trained
+    if not load_in_4bit:  # the folder of adapters, as anybody loads it: with the head that was trained
         anybody = peft.AutoPeftModelForSequenceClassification.from_pretrained(str(adapter), num_labels=1).eval()
         assert float((plain_scores(anybody, sequences) - want).abs().max()) < 1e-5
         scores = Scorer.load(adapter).score_completions(QUESTION, ANSWERS)

@@ -1,4 +1,4 @@
-"""Both runs: mistakes are told before anything slow begins, and progress is seen where nobody configured logging."""
+"""Runs before their first step, their progress, and a validation, which depends on no batch and may be stopped."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import torch
 
 from treeward.errors import ConfigError, ModelError, TreewardError
 from treeward.rl.grpo import grpo
+from treeward.training.checkpoints import Checkpoint
 from treeward.training.loop import Loop
-from treeward.training.train import train
+from treeward.training.setup import set_up
+from treeward.training.train import RewardModelRun, train
+from treeward.training.validation import values_of
 
 RUNS: list[tuple[str, Callable[..., Any]]] = [("tiny_run", train), ("tiny_grpo", grpo)]
 
@@ -66,3 +69,53 @@ def test_called_from_python_a_run_shows_lines_where_nobody_configured_logging(
     shown = capsys.readouterr().err
     assert "training: 1 of 2 steps" in shown and "training: 2 of 2 steps" in shown and "after step 2" in shown
     assert logging.getLogger("treeward").handlers == []
+
+
+def test_what_does_not_fit_the_model_is_refused(tiny_run: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="longer than the model's positions") as caught:
+        set_up(tiny_run("policy.max_total_sequence_length=1024"))
+    assert caught.value.need == "at most 512"
+    with pytest.raises(ConfigError, match="vocabulary is too small"):
+        set_up(tiny_run("policy.tokenizer.vocab_size=100"))
+
+
+def test_a_resumed_run_has_and_saves_the_tokenizer_of_its_checkpoint(tiny_run: Callable[..., Any]) -> None:
+    folder = train(tiny_run("rm.max_num_steps=2"), show_progress=False).model_folder
+    assert folder is not None
+    before = {path.name: path.read_bytes() for path in (folder.parent / "step_2" / "model").glob("*token*")}
+    train(tiny_run("rm.max_num_steps=4"), show_progress=False)
+    after = {path.name: path.read_bytes() for path in (folder.parent / "step_4" / "model").glob("*token*")}
+    assert before == after and "tokenizer_config.json" in before
+    first, again = set_up(tiny_run()), set_up(tiny_run(), Checkpoint(folder.parent / "step_2", 2))
+    assert again.renderer.fingerprint == first.renderer.fingerprint
+    assert again.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+    assert {parameter.dtype for parameter in again.model.parameters()} == {torch.float32}
+
+
+def test_the_metrics_do_not_depend_on_the_batches(tiny_run: Callable[..., Any]) -> None:
+    setups = [
+        set_up(tiny_run("rm.val_batches=3", option))
+        for option in ("policy.train_micro_batch_tokens=100", "rm.val_micro_batch_size=24")
+    ]
+    few, other = (RewardModelRun(setup).validate_set("held_out") for setup in setups)
+    assert few is not None and other is not None
+    assert few.sums.num_units == len(few.scored) == 24
+    assert values_of(few.metrics()) == pytest.approx(values_of(other.metrics()), abs=1e-5)
+    dataset = setups[0].validation_sets["held_out"]
+    for one, same, comparison in zip(few.scored, other.scored, dataset[:24], strict=True):
+        assert one.scores == pytest.approx(same.scores, abs=1e-5)
+        assert (one.example.ranks, one.lengths) == (comparison.ranks, comparison.lengths)
+        assert (one.example.id, one.example.task_name) == (comparison.where, comparison.subset)
+
+
+def test_it_can_be_stopped_on_the_way_and_leaves_no_gradient(tiny_run: Callable[..., Any]) -> None:
+    run = RewardModelRun(set_up(tiny_run("rm.val_micro_batch_size=4")))
+    answers = iter([False, False, True])
+    assert run.validate_set("held_out", lambda: next(answers)) is None
+    assert run.model.training and all(parameter.grad is None for parameter in run.model.parameters())
+
+
+def test_layers_are_compiled_on_a_gpu_alone(tiny_run: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="not compiled here") as caught:
+        set_up(tiny_run("policy.torch_compile=true"))
+    assert caught.value.where == "policy.torch_compile" and "cpu" in str(caught.value.got)

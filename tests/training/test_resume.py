@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from killed_run import Killed, assert_same_run
+from killed_run import Killed, assert_same_run, killed_before_step
 
 from treeward.errors import CheckpointError
 from treeward.training import export, state
 from treeward.training.checkpoints import CheckpointStore
 from treeward.training.state import read_state, stored_metric
+from treeward.training.tracking import read_metrics
 from treeward.training.train import RewardModelRun, train
 
 
@@ -41,37 +43,30 @@ def before_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], No
     monkeypatch.setattr(RewardModelRun, "step", replaced)
 
 
-def die(*arguments: Any, **options: Any) -> Any:
-    raise Killed
+@contextmanager
+def dying(owner: Any, name: str, when: Callable[..., bool] = lambda *_: True) -> Iterator[None]:
+    """Within it a run is killed as soon as this function is called, and `when` says so of its arguments."""
+    function = getattr(owner, name)
+
+    def replaced(*arguments: Any, **options: Any) -> Any:
+        if when(*arguments):
+            raise Killed
+        return function(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(owner, name, replaced)
+        yield
 
 
-def _in_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "write_tensors", die)  # the model is written, the optimiser not
-
-
-def _before_the_rename(monkeypatch: pytest.MonkeyPatch) -> None:
-    rename = os.rename
-    monkeypatch.setattr(os, "rename", lambda a, b: die() if str(b).endswith("step_4") else rename(a, b))
-
-
-def _before_the_old_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    prune = CheckpointStore.prune
-    monkeypatch.setattr(CheckpointStore, "prune", lambda self: die() if len(self.all()) > 1 else prune(self))
-
-
-def _in_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "model_card", die)
-
-
-MOMENTS: list[Callable[[pytest.MonkeyPatch], None]] = [
-    lambda patch: before_step(patch, 0, die),
-    lambda patch: before_step(patch, 1, die),
-    _in_the_model,
-    lambda patch: before_step(patch, 3, die),
-    _before_the_rename,
-    _before_the_old_is_removed,
-    lambda patch: before_step(patch, 5, die),
-    _in_the_export,
+MOMENTS: list[tuple[Any, ...]] = [
+    (RewardModelRun, "step", lambda run, number: number == 1),
+    (RewardModelRun, "step", lambda run, number: number == 2),
+    (state, "write_tensors"),  # the model is written, the optimiser not
+    (RewardModelRun, "step", lambda run, number: number == 4),
+    (os, "rename", lambda source, target: str(target).endswith("step_4")),
+    (CheckpointStore, "prune", lambda store: len(store.all()) > 1),
+    (RewardModelRun, "step", lambda run, number: number == 6),
+    (export, "model_card"),
 ]
 
 
@@ -79,8 +74,7 @@ def test_a_run_that_dies_at_each_of_many_moments_goes_on_exactly(
     tiny_run: Callable[..., Any], tmp_path: Path, uninterrupted: Path
 ) -> None:
     for moment in MOMENTS:
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-            moment(patch)
+        with dying(*moment):
             train(tiny_run(), show_progress=False)
     train(tiny_run(), show_progress=False)
     assert_same_run(tmp_path, uninterrupted)
@@ -123,22 +117,21 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted_also_by_a_run_that
     monkeypatch.setattr(RewardModelRun, "_update_weights", broken)
     options = ("rm.log_period=1", "policy.deterministic=true", f"policy.precision={precision}")
     try:
-        for name, step in (("whole", None), ("died", 3)):
+        for name, step in (("whole", None), ("died", 4)):
             (tmp_path / name).mkdir()
             config = tiny_runs(tmp_path / name)(*options, "checkpointing.save_period=1")
             if step is not None:
-                with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-                    before_step(patch, step, die)
+                with killed_before_step(step):
                     train(config, show_progress=False)
             train(config, show_progress=False)
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
     assert_same_run(tmp_path / "died", tmp_path / "whole")
-    lines = [json.loads(line) for line in (tmp_path / "died" / "logs" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path / "died" / "logs" / "metrics.jsonl")
     counts = [line["train/rm/skipped_steps"] for line in lines if "train/rm/skipped_steps" in line]
     assert counts == [1, 1, 2, 3, 3, 3]
-    assert sum(line.get("train/rm/grad_norm") == "NaN" for line in lines) == 3
+    assert sum(math.isnan(line.get("train/rm/grad_norm", 0.0)) for line in lines) == 3
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -176,24 +169,24 @@ def test_a_checkpoint_that_only_a_signal_has_made_is_never_the_best(
 
 
 def test_a_finished_run_is_not_trained_again_but_can_be_made_longer(
-    tiny_run: Callable[..., Any], tmp_path: Path, trajectory: Callable[..., Any]
+    tiny_run: Callable[..., Any], tmp_path: Path
 ) -> None:
     first = train(tiny_run("rm.max_num_steps=2"), show_progress=False)
-    lines = trajectory(tmp_path / "logs")
+    metrics = tmp_path / "logs" / "metrics.jsonl"
+    logged = metrics.read_text()
     assert train(tiny_run("rm.max_num_steps=2"), show_progress=False) == first
-    assert trajectory(tmp_path / "logs") == lines
+    assert metrics.read_text() == logged
     outcome = train(tiny_run("rm.max_num_steps=4"), show_progress=False)
     assert (outcome.step, outcome.total_steps) == (4, 4)
-    rates = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["train/rm/lr"] for line in rates if "train/rm/lr" in line] == pytest.approx([1e-3, 5e-4, 5e-4, 2.5e-4])
+    rates = [line["train/rm/lr"] for line in read_metrics(metrics) if "train/rm/lr" in line]
+    assert rates == pytest.approx([1e-3, 5e-4, 5e-4, 2.5e-4])
 
 
 def test_what_is_exported_is_what_the_outcome_says_also_after_a_longer_run_that_died_before_its_export(
     tiny_run: Callable[..., Any], tmp_path: Path, read_weights: Callable[[Path], dict[str, Any]]
 ) -> None:
     train(tiny_run("rm.max_num_steps=2", "checkpointing.metric_name=null"), show_progress=False)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(RewardModelRun, "export", die)
+    with dying(RewardModelRun, "export"):
         train(tiny_run("rm.max_num_steps=4", "checkpointing.metric_name=null"), show_progress=False)
     outcome = train(tiny_run("rm.max_num_steps=4", "checkpointing.metric_name=null"), show_progress=False)
     exported, last = (read_weights(tmp_path / "checkpoints" / name) for name in ("final", "step_4/model"))

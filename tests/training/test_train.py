@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import json
 import logging
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -49,12 +47,6 @@ def column(lines: Lines, name: str) -> list[float]:
 
 def losses(lines: Lines) -> list[float]:
     return column(lines, "train/rm/loss")
-
-
-def words(seed: int) -> Iterator[str]:
-    generator = random.Random(seed)
-    while True:
-        yield " ".join(generator.choice(["red", "blue", "green", "stone", "river", "cloud"]) for _ in range(4))
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +96,10 @@ def test_a_run_may_be_logged_and_validated_less_and_keep_nothing(trained: Traine
 
 
 def test_pooled_metrics_count_every_comparison_once(trained: Trained, write_rows: Callable[..., Path]) -> None:
-    text, sizes, sets = words(1), {"small": 3, "large": 13}, []
+    sizes, sets = {"small": 3, "large": 13}, []
     for name, size in sizes.items():
-        rows = [{"prompt": next(text), "chosen": next(text), "rejected": next(text)} for _ in range(size)]
-        sets.append(_binary(write_rows(f"{name}.jsonl", rows), name=name))
+        rows = [{"prompt": f"{n} + 1?", "chosen": f"It is {n + 1}.", "rejected": f"{name} {n}."} for n in range(size)]
+        sets.append(f"{{data_path: {write_rows(f'{name}.jsonl', rows)}, name: {name}}}")
     options = ["rm.val_batches=null", "rm.max_num_steps=1", "checkpointing.metric_name=val_loss"]
     _, lines = trained(f"data.validation=[{', '.join(sets)}]", *options)
     line = next(line for line in lines if "eval/rm/loss" in line)
@@ -180,45 +172,6 @@ def test_bfloat16_stays_near_and_is_exported_as_it_was_validated(
     assert {weight.dtype for name, weight in weights.items() if name != "score.weight"} == {want}
     assert all(torch.equal(one, one.bfloat16().to(want)) for name, one in weights.items() if name != "score.weight")
     assert weights["score.weight"].dtype == torch.float32
-
-
-def _binary(file: Path, **options: Any) -> str:
-    return json.dumps({"dataset_name": "BinaryPreferenceDataset", "data_path": str(file), "split": None, **options})
-
-
-def _rule_rows(seed: int, count: int, *, labels: str) -> list[dict[str, str]]:
-    """Completions that thank are better than those that do not; or, with shuffled labels, no better."""
-    generator, text = random.Random(seed), words(seed)
-    rows = []
-    for _ in range(count):
-        good, bad = f"{next(text)} thanks", f"{next(text)} never"
-        if labels == "shuffled" and generator.random() < 0.5:
-            good, bad = bad, good
-        rows.append({"prompt": next(text), "chosen": good, "rejected": bad})
-    return rows
-
-
-@pytest.mark.parametrize(("labels", "lowest", "highest"), [("planted", 0.97, 1.0), ("shuffled", 0.3, 0.7)])
-def test_a_planted_rule_is_learnt_and_shuffled_labels_are_not(
-    trained: Trained, write_rows: Callable[..., Path], labels: str, lowest: float, highest: float
-) -> None:
-    data = _binary(write_rows("train.jsonl", _rule_rows(1, 160, labels=labels)))
-    held_out = _binary(write_rows("val.jsonl", _rule_rows(2, 100, labels=labels)), name="held_out")
-    _, lines = trained(
-        f"data.train={data}",
-        f"data.validation=[{held_out}]",
-        "policy.train_global_batch_size=16",
-        "policy.optimizer.kwargs.lr=0.003",
-        "policy.tokenizer.vocab_size=300",
-        "rm.val_period=0",
-        "rm.val_batches=-1",
-        "rm.max_num_steps=30",
-        "rm.max_num_epochs=3",
-        "checkpointing.enabled=false",
-    )
-    assert lowest <= column(lines, "eval/rm/accuracy")[-1] <= highest
-    if labels == "shuffled":
-        assert column(lines, "eval/rm/loss")[-1] > 0.6
 
 
 def test_the_model_is_pushed_to_the_hub(

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,8 +27,6 @@ from families import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from treeward.config.data import DatasetConfig
-from treeward.data.datasets import open_dataset
 from treeward.data.rendering import Renderer
 from treeward.errors import ModelError
 from treeward.model.reward_model import RewardModel
@@ -58,32 +54,11 @@ def test_trees_equal_rows(family: str, path: str, monkeypatch: pytest.MonkeyPatc
         assert_tree_equals_rows(model, forest())
 
 
-def test_a_head_with_a_bias() -> None:
-    hf = tiny_model("llama")
-    hf.score = torch.nn.Linear(32, 1)
-    assert_tree_equals_rows(RewardModel(hf), forest())
-
-
 @pytest.mark.parametrize("family", DECODERS)
 def test_real_chats(family: str, real_chats: list[Any], tiny_tokenizer: Any) -> None:
     renderer = Renderer(tiny_tokenizer)
     groups = [[renderer.encode([*p.context, *c.messages]) for c in p.completions] for p in real_chats]
     assert_tree_equals_rows(RewardModel(tiny_model(family)), groups)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", DECODERS)
-def test_many_real_chats(family: str, shared_data: Path, tiny_tokenizer: Any) -> None:
-    """Forty comparisons of HH harmless, up to 1000 tokens each; long rows round more, plain ones too."""
-    file = shared_data / "hh_harmless" / "validation.jsonl.gz"
-    stream = open_dataset(DatasetConfig(dataset_name="HHTranscripts", data_path=str(file)))
-    renderer = Renderer(tiny_tokenizer, max_length=1000)
-    fitted = [[renderer.fit([*p.context, *c.messages]) for c in p.completions] for p, _ in islice(stream, 40, 80)]
-    groups = [[one.token_ids for one in group if one is not None] for group in fitted if None not in group]
-    assert len(groups) > 30
-    model = RewardModel(tiny_model(family))
-    for start in range(0, len(groups), 8):
-        assert_tree_equals_rows(model, groups[start : start + 8], grads=2e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])

@@ -24,7 +24,6 @@ from treeward.tree import attention, choice, flex, varlen
 from treeward.tree.batch import TreeBatch
 from treeward.tree.flex import FlexMask
 from treeward.tree.mask import PositionMask
-from treeward.tree.varlen import PathPlan
 
 
 @pytest.fixture
@@ -255,15 +254,6 @@ def test_on_a_gpu(family: str, implementation: str, compiled: bool) -> None:
     rows = torch.cat([model(model.make_batch([[row]])) for row in sequences])
     error, theirs = ((found.detach().cpu().double() - exact).square().mean().sqrt() for found in (trees, rows))
     assert error <= 1.5 * theirs + 1e-3
-
-
-def test_gathered_keys_are_those_of_the_paths() -> None:
-    batch = TreeBatch.from_groups([[[1, 2, 3, 4], [1, 2, 5], [1, 2, 3]]]).padded()
-    plan = PathPlan(batch.layout)
-    starts = plan.key_starts.tolist()
-    paths = [plan.keys_K[start:end].tolist() for start, end in zip(starts, starts[1:], strict=False)]
-    assert paths == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4], list(range(5, 128))]
-    assert plan.query_starts.tolist() == [0, 2, 3, 4, 5, 128]
 
 
 @pytest.mark.slow

@@ -9,11 +9,6 @@ from treeward.tree.token_tree import TokenTree
 
 # few different tokens, so that sequences share beginnings, equal and contain one another
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
-EXTREMES = st.lists(
-    st.lists(st.sampled_from([0, 1, 255, 256, 2**31 - 1, 2**31, 2**32, 2**63 - 1]), min_size=1, max_size=5),
-    min_size=1,
-    max_size=6,
-)
 
 
 def path_to(tree: TokenTree, read: int) -> list[int]:
@@ -26,24 +21,13 @@ def path_to(tree: TokenTree, read: int) -> list[int]:
     return tokens
 
 
-def check(sequences: list[list[int]]) -> TokenTree:
+@given(SEQUENCES | st.lists(st.lists(st.sampled_from([0, 255, 256, 2**31, 2**32, 2**63 - 1]), min_size=1), min_size=1))
+@settings(deadline=None)
+def test_every_path_is_its_sequence_and_every_beginning_is_held_once(sequences: list[list[int]]) -> None:
     tree = TokenTree.from_sequences(sequences)
     assert [path_to(tree, int(read)) for read in tree.reads_S] == sequences
     assert tree.num_tokens == len({tuple(s[:n]) for s in sequences for n in range(1, len(s) + 1)})
     assert tree.depth == max(map(len, sequences))
-    return tree
-
-
-@given(SEQUENCES)
-@settings(deadline=None)
-def test_every_path_is_its_sequence_and_every_beginning_is_held_once(sequences: list[list[int]]) -> None:
-    check(sequences)
-
-
-@given(EXTREMES)
-@settings(deadline=None)
-def test_any_token_id(sequences: list[list[int]]) -> None:
-    check(sequences)
 
 
 @given(SEQUENCES)
@@ -74,6 +58,6 @@ def test_segments_tile_the_row_and_subtrees_are_ranges(sequences: list[list[int]
 def test_the_order_of_the_sequences_changes_only_the_order_of_the_reads(sequences: list[list[int]], random) -> None:
     order = list(range(len(sequences)))
     random.shuffle(order)
-    one, other = check(sequences), check([sequences[i] for i in order])
+    one, other = map(TokenTree.from_sequences, (sequences, [sequences[i] for i in order]))
     assert one.tokens_N.tolist() == other.tokens_N.tolist() and one.segments == other.segments
     assert one.reads_S[order].tolist() == other.reads_S.tolist()
