@@ -228,7 +228,7 @@ class _RowDecoder:
         self.policy = policy
         self._parameters = inspect.signature(policy.hf.forward).parameters
         self.cache = DynamicCache(config=policy.hf.config)
-        names = ("cache", "past_key_values", "cache_params")  # of transformers 5.24; before; of state-space models before
+        names = ("cache", "past_key_values", "cache_params")  # the first in transformers 5.24, the others before
         self._cache_name = next(name for name in names if name in self._parameters)
         places = {prompt: p for p, prompt in enumerate(dict.fromkeys(row.prompt_ids for row in rows))}
         self._of_row = [places[row.prompt_ids] for row in rows]
