@@ -164,6 +164,14 @@ def made(env: Mapping[str, Any], prompts: Sequence[CompletionGroup], **grpo: Any
     return make_environment_runner(config, [one.prompt for one in prompts])
 
 
+def test_gold_is_asked_apart() -> None:
+    toy, gold = Toy(length), Toy(lambda _: 7.0)
+    runner = EnvironmentRunner({"toy": toy}, "toy", gold=gold)
+    groups = [group("a", "bb"), group("c", "d")]
+    assert rows(runner.reward(groups)) == [[1, 2], [1, 1]] and not gold.steps
+    assert rows(runner.gold(groups)) == [[7, 7], [7, 7]] and len(toy.steps) == 1
+
+
 def test_only_what_is_used_is_made() -> None:
     Lengths.made = Lengths.shut = 0
     section = {name: {"type": PATH} for name in ("here", "chosen", "length")} | {"other": {"type": PATH, "fail": True}}
