@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from evaluated import rated
+from messages import assistant, chat, user, write_jsonl
 
 from treeward.config.data import DatasetConfig
 from treeward.errors import ConfigError, DataError
@@ -43,10 +44,9 @@ def test_nothing_to_summarize_is_no_number(name: str) -> None:
 def test_the_data_of_another_suite_and_no_data_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         get_suite(name).load(str(tmp_path / "nowhere" / "at all.jsonl"))
-    file = tmp_path / "other.jsonl"
-    file.write_text(json.dumps({"question": "?", "answer": "!"}))
+    file = write_jsonl(tmp_path / "other.jsonl", {"question": "?", "answer": "!"})
     with pytest.raises(DataError, match="does not fit the suite") as caught:
-        get_suite(name).load(str(file))
+        get_suite(name).load(file)
     assert caught.value.where == f"{file}:1"
 
 
@@ -93,18 +93,14 @@ def test_the_interval_of_many_parts_that_are_nearly_all_right_covers(accuracy: f
 
 
 def ranked(prompt: str, *ranks: int, **more: Any) -> dict[str, Any]:
-    completions = [
-        {"rank": rank, "completion": [{"role": "assistant", "content": f"answer {i}"}]} for i, rank in enumerate(ranks)
-    ]
-    return {"context": [{"role": "user", "content": prompt}], "completions": completions, **more}
+    completions = [{"rank": rank, "completion": [assistant(f"answer {i}")]} for i, rank in enumerate(ranks)]
+    return {"context": [user(prompt)], "completions": completions, **more}
 
 
 @pytest.fixture
 def suite_of(tmp_path: Path) -> Callable[..., PreferenceSuite]:
     def make(*rows: dict[str, Any], **options: Any) -> PreferenceSuite:
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return PreferenceSuite("mine", DatasetConfig(data_path=str(file)), **options)
+        return PreferenceSuite("mine", DatasetConfig(data_path=write_jsonl(tmp_path / "rows.jsonl", *rows)), **options)
 
     return make
 
@@ -113,10 +109,7 @@ def test_rows_become_examples(suite_of: Callable[..., PreferenceSuite]) -> None:
     first, second = suite_of(ranked("a", 0, 1), ranked("b", 2, 0, 2, 1, task_name="hard", margin=0.5)).load()
     assert (first.id, second.id) == ("1", "2") and second.task_name == "hard" and second.ranks == (2, 0, 2, 1)
     assert second.strength == 0.5 and str(second.where).endswith("rows.jsonl:2")
-    assert second.conversations[3] == [
-        {"role": "user", "content": "b"},
-        {"role": "assistant", "content": "answer 3"},
-    ]
+    assert second.conversations[3] == chat("b", "answer 3")
 
 
 def test_pairs_are_pooled_as_in_the_trainers_validation(suite_of: Callable[..., PreferenceSuite]) -> None:
