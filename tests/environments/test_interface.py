@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from environments.conftest import chat, details, numbers
 
 from treeward.data.preference import Message
 from treeward.environments.interface import (
@@ -24,23 +25,15 @@ class Lengths(Environment):
 
     name = "lengths"
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[list[list[Message]], list[dict[str, Any]]]] = []
-
     def rewards(
         self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
     ) -> list[Reward]:
-        self.seen.append(([list(c) for c in conversations], [dict(info) for info in env_infos]))
         return [self._reward(len(c[-1]["content"]), info) for c, info in zip(conversations, env_infos, strict=True)]
 
     def _reward(self, length: int, info: Mapping[str, Any]) -> Reward:
         if not length:
             return Reward(None, error="the completion is empty")
         return Reward(length - info.get("minus", 0.0), Score(float(length)), components={"length": float(length)})
-
-
-def chat(completion: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": completion}]
 
 
 def test_a_step_returns_six_fields_in_nemo_rls_order() -> None:
@@ -64,10 +57,8 @@ def test_what_is_no_sample_costs_its_own_reward_only() -> None:
     logs: list[Any] = [chat("four"), None, "text", ["text"], 3, np.array(chat("sixsix"), dtype=object), chat("x")]
     infos: list[Any] = [{"id": 0}, {"id": 1}, None, {}, {}, {}, "info"]
     result = Lengths().step(logs, infos)
-    assert [None if math.isnan(reward) else reward for reward in result.rewards.tolist()] == [
-        4.0, None, None, None, None, 6.0, None,
-    ]  # fmt: skip
-    errors = [metadata[DETAILS]["error"] for metadata in result.metadata]
+    assert numbers(result) == [4.0, None, None, None, None, 6.0, None]
+    errors = details(result, "error")
     assert errors[1] == "the message log is not a list of messages (got: 'None')"
     assert all("not a list of messages" in error for error in errors[1:5])
     assert "env_info is not a mapping" in errors[6]
