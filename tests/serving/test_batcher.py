@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from messages import chat
 
 from treeward.config.server import ServerConfig
 from treeward.errors import ModelError
@@ -377,18 +378,15 @@ def test_scores_are_those_of_the_scorer_in_any_company(loaded_model: LoadedModel
 
 def test_a_prompt_is_computed_once_for_all_requests(loaded_model: LoadedModel) -> None:
     prompt = "Tell me, in a few short sentences, why the sky over the sea is blue at noon, and red at night. " * 2
-    chats = [
-        [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        for completion in ("A.", "B.", "C.")
-    ]
+    chats = [chat(prompt, completion) for completion in ("A.", "B.", "C.")]
     batcher = make_batcher(loaded_model, batch_tokens=4096)
     computed = []
-    for chat in [*chats, chats[0]]:  # one after the other, in requests of their own
+    for one in [*chats, chats[0]]:  # one after the other, in requests of their own
         before = loaded_model.num_computed_tokens
-        asyncio.run(batcher.score(loaded_model.name, [chat]))
+        asyncio.run(batcher.score(loaded_model.name, [one]))
         computed.append(loaded_model.num_computed_tokens - before)
     batcher.close()
-    rows = [loaded_model.scorer.members[0].renderer.encode(chat) for chat in chats]
+    rows = [loaded_model.scorer.members[0].renderer.encode(one) for one in chats]
     shared = len(os.path.commonprefix(rows))
     assert shared >= 32
     assert computed == [len(rows[0]), len(rows[1]) - shared, len(rows[2]) - shared, 1]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from families import tiny_model
+from messages import chat
 from starlette.testclient import TestClient
 from templates import byte_bpe
 from tokenizers import processors
@@ -32,13 +33,10 @@ CHATML = (
 KINDS = ["plain", "chatml", "bos_written", "bos_added", "encoder"]
 
 CHATS = [
-    [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
-    for question, completion in [
-        ("What is the capital of France?", "Paris is the capital of France."),
-        ("What is the capital of France?", "Bread."),
-        ("How much flour?", "Mix 500 grams of flour, water, salt and yeast, then let the dough rest."),
-        ("How much flour?", "\u6570\u5b57 \U0001f642"),
-    ]
+    chat("What is the capital of France?", "Paris is the capital of France."),
+    chat("What is the capital of France?", "Bread."),
+    chat("How much flour?", "Mix 500 grams of flour, water, salt and yeast, then let the dough rest."),
+    chat("How much flour?", "\u6570\u5b57 \U0001f642"),
 ]
 
 
