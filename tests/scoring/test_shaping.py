@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import messages
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,8 +30,8 @@ CALIBRATION = RewardCalibration(
 SCORES = st.floats(-100, 100)
 
 
-def chat(completion: Any, prompt: str = "Which?") -> list[dict[str, Any]]:
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+def chat(completion: Any) -> list[dict[str, Any]]:
+    return messages.chat("Which?", completion)
 
 
 def reference(score: float | None, length: int = 1) -> Reference:
