@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -29,25 +28,22 @@ CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": 
 Make = Callable[..., Path]
 
 
+@torch.no_grad()
+def a_step_away(seed: int, family: str = "llama", *, step: float = 0.1, **changes: Any) -> Any:
+    """The model of seed 0, and a step from it to that of another seed."""
+    hf, other = tiny_model(family, **changes), tiny_model(family, seed=seed, **changes)
+    for ours, theirs in zip(hf.parameters(), other.parameters(), strict=True):
+        ours.lerp_(theirs, step)
+    return hf
+
+
 @pytest.fixture
 def make(tiny_tokenizer: Any, tmp_path: Path) -> Make:
-    """A member: the model of seed 0 and a step away from it, in a folder with a tokenizer."""
+    """A member, in a folder with a tokenizer."""
 
-    def member(
-        seed: int,
-        family: str = "llama",
-        *,
-        tokenizer: Any = None,
-        step: float = 0.1,
-        shard: str = "1GB",
-        **changes: Any,
-    ) -> Path:
+    def member(seed: int, family: str = "llama", *, tokenizer: Any = None, shard: str = "1GB", **how: Any) -> Path:
         folder = tmp_path / f"{family}{seed}-{len(list(tmp_path.iterdir()))}" / "final"
-        hf, other = tiny_model(family, **changes), tiny_model(family, seed=seed, **changes)
-        with torch.no_grad():
-            for ours, theirs in zip(hf.parameters(), other.parameters(), strict=True):
-                ours.lerp_(theirs, step)
-        hf.save_pretrained(folder, max_shard_size=shard)
+        a_step_away(seed, family, **how).save_pretrained(folder, max_shard_size=shard)
         (tokenizer or copy.deepcopy(tiny_tokenizer)).save_pretrained(folder)
         return folder
 
@@ -173,11 +169,7 @@ def test_the_output_appears_whole_or_not_at_all(make: Make, tmp_path: Path) -> N
 def test_the_contract_of_the_merged_model(tiny_tokenizer: Any, tmp_path: Path) -> None:
     members = [tmp_path / str(seed) for seed in (1, 2)]
     for seed, folder in enumerate(members, start=1):
-        hf, other = tiny_model("llama"), tiny_model("llama", seed=seed)
-        with torch.no_grad():
-            for ours, theirs in zip(hf.parameters(), other.parameters(), strict=True):
-                ours.lerp_(theirs, 0.1)
-        signed(folder, tiny_tokenizer, hf, max_length=300, truncation="truncate_left")
+        signed(folder, tiny_tokenizer, a_step_away(seed), max_length=300, truncation="truncate_left")
     merge_models(members, tmp_path / "merged")
     scorer = Scorer.load(tmp_path / "merged", device="cpu")
     assert scorer.contract is not None and scorer.contract.calibration is None
@@ -187,8 +179,7 @@ def test_the_contract_of_the_merged_model(tiny_tokenizer: Any, tmp_path: Path) -
     own = Scorer.load(members[0], device="cpu").contract
     assert own is not None and own.golden[0].token_ids == scorer.contract.golden[0].token_ids
     assert abs(own.golden[0].score - scorer.contract.golden[0].score) > 1e-3
-    longer = json.loads((members[1] / "reward_contract.json").read_text(encoding="utf-8"))
-    longer["rendering"]["max_length"] = 200
-    (members[1] / "reward_contract.json").write_text(json.dumps(longer), encoding="utf-8")
+    rendering = own.rendering.model_dump(mode="json") | {"max_length": 200}
+    edit_json(members[1] / "reward_contract.json", rendering=rendering)
     with pytest.raises(ModelError, match=r"differ(?s:.*)field: rendering\n"):
         merge_models(members, tmp_path / "other")

@@ -79,21 +79,6 @@ def test_relative_rewards_depend_on_differences(score: float, references: list[f
         assert moved == pytest.approx(relative_reward(score, references, kind), abs=1e-9)  # type: ignore[arg-type]
 
 
-@given(SCORES, SCORES, st.lists(SCORES, min_size=1, max_size=4), st.integers(0, 80))
-def test_a_better_score_is_never_a_worse_reward(a: float, b: float, scores: list[float], length: int) -> None:
-    low, high = sorted((a, b))
-    references = [reference(score, 30) for score in scores]
-    for keys in (
-        {"reference": "par"},
-        {"reference": "log_sigmoid"},
-        {"normalize_rewards": True, "calibration": CALIBRATION},
-        {"length_calibration": True, "length_penalty": {"threshold": 5}, "calibration": CALIBRATION},
-        {"temperature": "calibrated", "reference": "par", "calibration": CALIBRATION},
-    ):
-        got = [reward(score, length, references, **keys) for score in (low, high)]
-        assert got[0] <= got[1], keys
-
-
 def test_lengths_come_before_the_temperature() -> None:
     keys = {"length_calibration": True, "length_penalty": {"coefficient": 0.1, "threshold": 20}}
     # The contract has a temperature of the scores, 2, and one of the scores after the curve, 5.
