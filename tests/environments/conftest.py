@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,35 @@ import pytest
 from families import tiny_model
 from loopback import serving_on_loopback
 
+from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
-from treeward.environments.interface import DETAILS, EnvironmentReturn
+from treeward.environments.interface import DETAILS, Environment, EnvironmentReturn, Reward
+from treeward.scoring.score import Score
 
 
 def chat(completion: Any, question: str = "2 + 2?") -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
+
+
+class Lengths(Environment):
+    """The length of the completion, less the sample's `minus`; a completion that says "fail" has no reward."""
+
+    name = "lengths"
+
+    def __init__(self, section: Mapping[str, Any] | None = None) -> None:
+        self.seen: list[tuple[list[Message], Mapping[str, Any]]] = []
+
+    def rewards(
+        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
+    ) -> list[Reward]:
+        self.seen += [(list(c), dict(info)) for c, info in zip(conversations, env_infos, strict=True)]
+        return [self._reward(str(c[-1]["content"]), info) for c, info in zip(conversations, env_infos, strict=True)]
+
+    def _reward(self, completion: str, info: Mapping[str, Any]) -> Reward:
+        if "fail" in completion:
+            return Reward(None, error="it says fail")
+        length = float(len(completion))
+        return Reward(length - info.get("minus", 0.0), Score(length), components={"length": length})
 
 
 def details(result: EnvironmentReturn, key: str) -> list[Any]:

@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from environments.conftest import chat, details, numbers
+from environments.conftest import Lengths, chat, details, numbers
 
-from treeward.data.preference import Message
 from treeward.environments.interface import (
     DETAILS,
-    Environment,
     EnvironmentReturn,
-    Reward,
 )
-from treeward.scoring.score import Score
-
-
-class Lengths(Environment):
-    """The length of the last message; an empty one has no reward."""
-
-    name = "lengths"
-
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        return [self._reward(len(c[-1]["content"]), info) for c, info in zip(conversations, env_infos, strict=True)]
-
-    def _reward(self, length: int, info: Mapping[str, Any]) -> Reward:
-        if not length:
-            return Reward(None, error="the completion is empty")
-        return Reward(length - info.get("minus", 0.0), Score(float(length)), components={"length": float(length)})
 
 
 def test_a_step_returns_six_fields_in_nemo_rls_order() -> None:
-    result = Lengths().step([chat("four"), chat("")], [{"minus": 1.5, "id": 7}, None])
+    result = Lengths().step([chat("four"), chat("fail")], [{"minus": 1.5, "id": 7}, None])
     observations, metadata, next_stop_strings, rewards, terminateds, answers = result
     assert result._fields == EnvironmentReturn._fields
     assert observations == [{"role": "environment", "content": f"Environment: {value}"} for value in (2.5, None)]
@@ -45,11 +24,11 @@ def test_a_step_returns_six_fields_in_nemo_rls_order() -> None:
     assert rewards.dtype == torch.float32 and rewards.shape == (2,)
     assert rewards[0] == 2.5 and math.isnan(rewards[1])
     assert terminateds.dtype == torch.bool and terminateds.tolist() == [True, True]
-    assert answers == ["four", ""]
+    assert answers == ["four", "fail"]
     assert metadata[0] == {
         "minus": 1.5, "id": 7, DETAILS: {"raw": 4.0, "components": {"length": 4.0}, "error": None},
     }  # fmt: skip
-    assert metadata[1] == {DETAILS: {"raw": None, "components": {}, "error": "the completion is empty"}}
+    assert metadata[1] == {DETAILS: {"raw": None, "components": {}, "error": "it says fail"}}
     assert Lengths().step([chat("four"), chat("five")], []).rewards.shape == (2,), "NeMo RL's test gives no env_infos"
 
 

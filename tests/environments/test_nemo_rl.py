@@ -9,41 +9,22 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from treeward.data.preference import Message
 from treeward.environments import nemo_rl
-from treeward.environments.interface import Environment, Reward
 from treeward.environments.nemo_rl import NemoRLEnvironment, fill_with_group_means
 from treeward.errors import ConfigError, ModelError
 
-
-class Lengths(Environment):
-    """A registered kind by its dotted path: the length of the completion, none for one that says "fail"."""
-
-    name = "lengths"
-
-    def __init__(self, section: Mapping[str, Any]) -> None:
-        self.section = section
-
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        completions = [str(conversation[-1]["content"]) for conversation in conversations]
-        return [Reward(None, error="it says fail") if "fail" in r else Reward(float(len(r))) for r in completions]
-
-
-LENGTHS = f"{__name__}.Lengths"
 RULES = {"type": "rules", "rule": "exact_match"}
 
 
 def lengths(**own: Any) -> NemoRLEnvironment:
-    return NemoRLEnvironment({"type": LENGTHS, "nemo_rl": own})
+    return NemoRLEnvironment({"type": "environments.conftest.Lengths", "nemo_rl": own})
 
 
 def log(completion: str, prompt: str = "Hi") -> list[dict[str, Any]]:

@@ -64,8 +64,10 @@ def test_the_env_section_of_a_file() -> None:
 
 @pytest.mark.slow
 def test_as_a_ray_actor(ray: Any) -> None:
+    unfit = as_environment(RuleEnvironment.remote({"rule": "maths"}))
     with pytest.raises(ConfigError, match="maths"):  # raised in the actor
-        as_environment(RuleEnvironment.remote({"rule": "maths"})).step(CHATS, [None])
+        unfit.step(CHATS, [None])
+    assert unfit.shutdown()
     members = {"math": {"type": "rules", "rule": "math", "workers": 1, "weight": 2}}
     environment = as_environment(HybridEnvironment.remote({"members": members}), "sums_env")
     assert environment.name == "sums_env"

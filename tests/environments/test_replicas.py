@@ -134,15 +134,6 @@ def test_nemo_rls_own_test_of_the_environment(folder: str, scores: list[float], 
 
 
 @pytest.mark.slow
-def test_errors_reach_the_caller(ray: Any, tmp_path: Any) -> None:
-    """From the worker to the actor that cannot make the environment, and from its methods."""
-    unfit = RewardModelEnvironment.remote({"model_name": str(tmp_path / "nowhere")})
-    with pytest.raises(ModelError, match="no such folder"):
-        ray.get(unfit.step.remote(LOGS[:1], [{}]))
-    assert ray.get(unfit.shutdown.remote())
-
-
-@pytest.mark.slow
 def test_places_in_a_cluster(ray: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     need: dict[str, Any] = {"gpus": 2, "what": "the model", "where": "env", "field": "resources", "seconds": 0.1}
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 3.0})

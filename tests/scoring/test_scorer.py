@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from evaluated import preference
 from families import plain_scores, tiny_model
 from messages import assistant, user, write_jsonl
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.encoding import encode_dataset
-from treeward.data.preference import Completion, Preference, preference_to_dict
+from treeward.data.preference import preference_to_dict
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.loading import load_reward_model
@@ -197,8 +198,7 @@ def test_what_was_cut_has_the_score_that_training_gives_it(make_scorer: Any, tmp
     scorer = make_scorer(max_length=60, truncation="truncate_left")
     context = (user("Hello there, my friend. " * 5), assistant("Hi!"), user("word " * 40))
     completions = ("Yes.", "No, not at all, and I shall tell you why.", "Perhaps it is.")
-    preference = Preference(context, tuple(Completion(i, (assistant(a),)) for i, a in enumerate(completions)))
-    row = preference_to_dict(preference)
+    row = preference_to_dict(preference("", "", context, completions))
     stream = open_dataset(DatasetConfig(data_path=write_jsonl(tmp_path / "row.jsonl", row)))
     (comparison,) = encode_dataset(stream, scorer.renderer, cache_dir=tmp_path)
     trained = scorer.model(scorer.model.make_batch([comparison.token_ids])).tolist()

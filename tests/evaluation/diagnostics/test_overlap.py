@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeward.config.data import DatasetConfig
-from treeward.data.preference import Completion, Preference
+from treeward.data.preference import Preference
 from treeward.evaluation.diagnostics.overlap import diagnose_overlap, find_overlap
 from treeward.evaluation.results import ScoredExample
 from treeward.evaluation.suites import PreferenceSuite
@@ -24,8 +24,7 @@ OTHER = (
 
 def trained(prompt: str, *texts: str, system: str | None = None) -> Preference:
     context = [{"role": "system", "content": system}] if system else []
-    completions = [Completion(i, ({"role": "assistant", "content": text},)) for i, text in enumerate(texts)]
-    return Preference((*context, {"role": "user", "content": prompt}), tuple(completions))
+    return preference("t", "s", [*context, {"role": "user", "content": prompt}], texts)
 
 
 def flag_of(example: Preference, *training: Preference, **settings: Any) -> Any:
