@@ -84,20 +84,10 @@ def scorers(tiny_tokenizer: Any) -> dict[str, Scorer]:
 
 
 @pytest.fixture(scope="session")
-def open_clients() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture(scope="session")
-def shared(scorers: dict[str, Scorer], open_clients: ExitStack) -> Callable[[str], Served]:
+def shared(scorers: dict[str, Scorer]) -> Iterator[Callable[[str], Served]]:
     """A function: kind -> `Served` that all tests share, and none changes."""
-
-    @functools.cache
-    def make(kind: str) -> Served:
-        return make_served(kind, scorers, open_clients)
-
-    return make
+    with ExitStack() as stack:
+        yield functools.cache(lambda kind: make_served(kind, scorers, stack))
 
 
 @pytest.fixture

@@ -36,16 +36,6 @@ def message_of(got: Any) -> str:
     return str(error if isinstance(error, str) else error["message"])
 
 
-def check_refused(route: str, refused: Any, what: str) -> None:
-    """vLLM refuses with 400, and its `code` is that number."""
-    error = refused.json()["error"]
-    assert what in message_of(refused.json())
-    if route in VLLM_ROUTES:
-        assert (refused.status_code, error["type"], error["code"]) == (400, "BadRequestError", 400)
-    else:
-        assert refused.status_code == 422
-
-
 def test_vllms_response_has_all_that_its_clients_read(shared: Any) -> None:
     served = shared("chatml")
     got = served.client.post("/classify", json={"model": "rm", "input": served.texts[:2]}).json()
@@ -132,30 +122,20 @@ def test_the_openai_client_reads_embeddings(encoding: Any, shared: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "what"),
-    [
-        ({}, "one of input and messages"),
-        ({"input": []}, "a text to score"),
-        ({"input": [[3, -1]]}, "ids from 0"),
-        ({"input": ["a", ""]}, "no token"),
-        ({"input": "word " * 400}, "too long to score"),
-        ({"input": "a", "normalize": True}, "normalize"),
-        ({"input": "a b c d e f g", "truncate_prompt_tokens": 3}, "would change its score"),
-        ({"input": "a", "truncate_prompt_tokens": 301}, "need at most 300"),
-        ({"messages": CHATS[0][:1]}, "there is no completion to score"),
-        ({"messages": CHATS[0], "add_generation_prompt": True}, "add_generation_prompt"),
-        ({"messages": CHATS[0], "chat_template": "{{ messages }}"}, "chat_template"),
-        ({"messages": CHATS[0], "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
-    ],
-)
-def test_classify_refuses_what_it_cannot_score_as_asked(body: Any, what: str, shared: Any) -> None:
-    refused = shared("chatml").client.post("/classify", json=body)
-    check_refused("/classify", refused, what)
-
-
-@pytest.mark.parametrize(
     ("route", "body", "what"),
     [
+        ("/classify", {}, "one of input and messages"),
+        ("/classify", {"input": []}, "a text to score"),
+        ("/classify", {"input": [[3, -1]]}, "ids from 0"),
+        ("/classify", {"input": ["a", ""]}, "no token"),
+        ("/classify", {"input": "word " * 400}, "too long to score"),
+        ("/classify", {"input": "a", "normalize": True}, "normalize"),
+        ("/classify", {"input": "a b c d e f g", "truncate_prompt_tokens": 3}, "would change its score"),
+        ("/classify", {"input": "a", "truncate_prompt_tokens": 301}, "need at most 300"),
+        ("/classify", {"messages": CHATS[0][:1]}, "there is no completion to score"),
+        ("/classify", {"messages": CHATS[0], "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/classify", {"messages": CHATS[0], "chat_template": "{{ messages }}"}, "chat_template"),
+        ("/classify", {"messages": CHATS[0], "chat_template_kwargs": {"think": False}}, "chat_template_kwargs"),
         ("/pooling", {"input": "a", "task": "embed"}, "task"),
         ("/tokenize", {}, "either prompt or messages"),
         ("/tokenize", {"prompt": ""}, "no token"),
@@ -169,8 +149,15 @@ def test_classify_refuses_what_it_cannot_score_as_asked(body: Any, what: str, sh
         ("/predict", {"inputs": [["a"], "b"]}, "inputs"),
     ],
 )
-def test_the_other_routes_refuse_too(route: str, body: Any, what: str, shared: Any) -> None:
-    check_refused(route, shared("chatml").client.post(route, json=body), what)
+def test_what_cannot_be_scored_as_asked_is_refused(route: str, body: Any, what: str, shared: Any) -> None:
+    """vLLM refuses with 400, and its `code` is that number."""
+    refused = shared("chatml").client.post(route, json=body)
+    error = refused.json()["error"]
+    assert what in message_of(refused.json())
+    if route in VLLM_ROUTES:
+        assert (refused.status_code, error["type"], error["code"]) == (400, "BadRequestError", 400)
+    else:
+        assert refused.status_code == 422
 
 
 def test_a_missing_score_is_never_a_number(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
