@@ -181,11 +181,6 @@ def test_the_identity_is_what_a_score_or_reward_depends_on(tiny_tokenizer: Any, 
     assert scorer_identity(RuleScorer(), "mine") == {"model": "mine"}
 
 
-def results_of(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "results.json").read_text())
-    return content
-
-
 def test_what_is_complete_is_written_when_a_later_model_fails(tmp_path: Path) -> None:
     def no_model() -> tuple[RuleScorer, dict[str, Any]]:
         raise ConfigError("there is no such folder", where="nowhere")
@@ -193,7 +188,7 @@ def test_what_is_complete_is_written_when_a_later_model_fails(tmp_path: Path) ->
     candidates = [candidate("x", note="mine"), Candidate("y", no_model), candidate("z")]
     with pytest.raises(ConfigError, match="no such folder"):
         run_evaluation(candidates, [(Questions("a"), "8"), (Questions("b"), "8")], tmp_path)
-    content = results_of(tmp_path)
+    content = json.loads((tmp_path / "results.json").read_text())
     assert [(one["model"], one["suite"]) for one in content["results"]] == [("x", "a"), ("x", "b")]
     assert content["notes"] == "x: mine; missing, after an error: y, z" and (tmp_path / "report.html").exists()
     assert json.loads((tmp_path / "report.json").read_text())["subtitle"] == content["notes"]

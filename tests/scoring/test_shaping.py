@@ -139,13 +139,9 @@ def test_a_sample_without_its_references_has_no_reward() -> None:
 class Lengths:
     """The score is the length of the reply; a reply of "?" has none."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[list[str] | None, str]] = []
-
     def score(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
     ) -> list[Score]:
-        self.calls.append((None if where is None else list(where), on_error))
         return [
             Score(None, 9, error="too long to score")
             if one[-1]["content"] == "?"

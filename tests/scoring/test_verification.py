@@ -32,14 +32,6 @@ from treeward.model.contract import (
 from treeward.scoring.diagnosis import PARTS, diagnose
 from treeward.scoring.verification import Verification, verify
 
-
-def export(folder: Path, tokenizer: Any, family: str = "llama", *, template: str | None = None, **options: Any) -> Path:
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.bos_token = "<|system|>"  # a token that the template below does not write
-    signed(folder, tokenizer, tiny_model(family), chat_template=template or TEMPLATE, **options)
-    return folder
-
-
 TEMPLATE = """\
 {%- for m in messages -%}
 {{- m.role + ': ' + m.content + eos_token -}}
@@ -49,7 +41,11 @@ TEMPLATE = """\
 
 @pytest.fixture(scope="module")
 def exported(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export(tmp_path_factory.mktemp("exported") / "model", tiny_tokenizer)
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.bos_token = "<|system|>"  # a token that the template does not write
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    signed(folder, tokenizer, tiny_model("llama"), chat_template=TEMPLATE)
+    return folder
 
 
 @pytest.fixture

@@ -62,14 +62,9 @@ def shown(page: Any) -> list[float]:
     return [number(text) for text in page.locator(".score").all_inner_texts()]
 
 
-def ask(url: str, path: str, **body: Any) -> Any:
-    got = httpx.post(f"{url}{path}", json={"context": [{"role": "user", "content": PROMPT}], **body})
-    assert got.status_code == 200, got.text
-    return got.json()
-
-
 def wanted(url: str, completions: list[str] = COMPLETIONS) -> list[float]:
-    return [row["score"] for row in ask(url, "v1/rewards", completions=completions)["data"]]
+    body = {"context": [{"role": "user", "content": PROMPT}], "completions": completions}
+    return [row["score"] for row in httpx.post(f"{url}v1/rewards", json=body).json()["data"]]
 
 
 def texts(page: Any) -> list[str]:
