@@ -21,6 +21,8 @@ from transformers import AutoModelForSequenceClassification
 
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
+from treeward.environments.trl import as_trl
+from treeward.scoring.scorer import Scorer
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
@@ -188,6 +190,7 @@ def train_policy(
     family: str = "qwen3",
     adapters: Any = None,
     reference: Path | None = None,
+    rewards: Any = letters,
     **options: Any,
 ) -> Any:
     """`reference` is where the untrained policy lies; without it this saves one, which two processes cannot do."""
@@ -203,7 +206,7 @@ def train_policy(
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.padding_side = "left"
     trainer = kind(
-        model=model, args=args, reward_funcs=letters, processing_class=tokenizer, peft_config=adapters,
+        model=model, args=args, reward_funcs=rewards, processing_class=tokenizer, peft_config=adapters,
         train_dataset=pairs().select_columns("prompt").select(range(12)),
     )  # fmt: skip
     generate: Callable[..., Any] = trainer._generate_single_turn
@@ -247,6 +250,29 @@ def test_grpo_trainer(options: dict[str, Any], adapters: str | None, tiny_tokeni
     assert len(ours.trees) == (1 if adapters else 2)
     assert_fewer_tokens(ours, most=0.8)
     assert ours.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.slow
+def test_an_environment_rewards_what_trls_own_trainer_generates(
+    signed_model: Callable[..., Path], tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    generated: list[list[Any]] = []
+
+    def noted(prompts: list[Any], completions: list[Any], **_: Any) -> list[None]:
+        generated.append([prompt + completion for prompt, completion in zip(prompts, completions, strict=True)])
+        return [None] * len(prompts)
+
+    folder = signed_model(max_length=160)
+    rewards = [as_trl(str(folder), precision="float32"), noted]
+    trainer = train_policy(trl.GRPOTrainer, tiny_tokenizer, tmp_path, rewards=rewards, max_steps=2)
+    scorer = Scorer.load(folder, device="cpu")
+    want = torch.tensor([[score.score for score in scorer.score(step)] for step in generated])
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(history) == 2
+    for name, values in (("rewards/reward_model_env/mean", want.mean(1)), ("reward_model_env/raw_mean", want.mean(1)),
+                         ("reward_model_env/failed", torch.zeros(2))):  # fmt: skip
+        assert [entry[name] for entry in history] == pytest.approx(values.tolist(), abs=1e-5)
+    assert want.std(1).min() > 1e-3  # the completions differ, and so do the rewards
 
 
 @pytest.mark.slow

@@ -1,18 +1,56 @@
-"""One small reward model for all tests of environments."""
+"""What tests of environments share: a small reward model, a server of one, and how samples are written and read."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from families import tiny_model
 from loopback import serving_on_loopback
-from signed import write_signed_model
 
+from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
+from treeward.environments.interface import DETAILS, Environment, EnvironmentReturn, Reward
+from treeward.scoring.score import Score
+
+
+def chat(completion: Any, question: str = "2 + 2?") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
+
+
+class Lengths(Environment):
+    """The length of the completion, less the sample's `minus`; a completion that says "fail" has no reward."""
+
+    name = "lengths"
+
+    def __init__(self, section: Mapping[str, Any] | None = None) -> None:
+        self.seen: list[tuple[list[Message], Mapping[str, Any]]] = []
+
+    def rewards(
+        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
+    ) -> list[Reward]:
+        self.seen += [(list(c), dict(info)) for c, info in zip(conversations, env_infos, strict=True)]
+        return [self._reward(str(c[-1]["content"]), info) for c, info in zip(conversations, env_infos, strict=True)]
+
+    def _reward(self, completion: str, info: Mapping[str, Any]) -> Reward:
+        if "fail" in completion:
+            return Reward(None, error="it says fail")
+        length = float(len(completion))
+        return Reward(length - info.get("minus", 0.0), Score(length), components={"length": length})
+
+
+def details(result: EnvironmentReturn, key: str) -> list[Any]:
+    """`error`, `components` or `raw` of each sample."""
+    return [metadata[DETAILS][key] for metadata in result.metadata]
+
+
+def numbers(result: EnvironmentReturn) -> list[float | None]:
+    """The rewards; None where there is none."""
+    return [None if math.isnan(reward) else round(reward, 6) for reward in result.rewards.tolist()]
 
 
 @pytest.fixture(scope="session")
@@ -37,9 +75,9 @@ def folder(make_folder: Callable[..., str]) -> str:
 
 
 @pytest.fixture(scope="session")
-def signed_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def signed_folder(signed_model: Callable[..., Path]) -> Path:
     """A signed reward model."""
-    return write_signed_model(tmp_path_factory.mktemp("signed") / "rm", tiny_tokenizer, seed=5, max_length=160)
+    return signed_model(seed=5, max_length=160)
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environments.conftest import chat, details
 
 from treeward.environments.custom import CustomEnvironment
-from treeward.environments.interface import DETAILS, EnvironmentReturn
+from treeward.environments.interface import EnvironmentReturn
 from treeward.errors import ConfigError
 
 REWARDS = """
@@ -64,9 +65,6 @@ async def slowly(conversation, env_info):
 def hands_on(conversation, env_info):
     return slowly(conversation, env_info) if env_info.get("later") else 0.5
 
-def hands_on_all(conversations, env_infos):
-    return slowly_all(conversations, env_infos)
-
 async def slowly_all(conversations, env_infos):
     await asyncio.sleep(0)
     return [2.0] * len(conversations)
@@ -97,16 +95,8 @@ def rewards_file(tmp_path: Path) -> str:
     return str(file)
 
 
-def chat(completion: Any, *earlier: dict[str, Any]) -> list[dict[str, Any]]:
-    return [*earlier, {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": completion}]
-
-
 def step(function: str, chats: list[Any], infos: list[Any], **config: Any) -> EnvironmentReturn:
     return CustomEnvironment({"function": function, **config}).step(chats, infos)
-
-
-def details(result: EnvironmentReturn, key: str) -> list[Any]:
-    return [metadata[DETAILS][key] for metadata in result.metadata]
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -121,12 +111,11 @@ VERL = [{"data_source": "gsm8k", "ground_truth": truth, "index": 1} for truth in
         ("texts", {}, [chat("4"), chat("5")], [{}, {}], [2, 1]),
         ("texts", {"suffix": "!"}, [chat("4!")], [{}], [2]),
         ("trl", {}, [chat("4"), chat("5")], [{"answer": "4"}, {"answer": "4", "missing": 1}], [1, 0]),
-        ("trl_strict", {}, [chat("4"), chat("5", SYSTEM)], [{}, {}], [1, math.nan]),
+        ("trl_strict", {}, [chat("4"), [SYSTEM, *chat("5")]], [{}, {}], [1, math.nan]),
         ("compute_score", {"bonus": 0.5}, [chat("4"), chat("4")], VERL, [1.5, 0.5]),
         ("compute_scores", {}, [chat("4"), chat("4")], VERL, [1, 0]),
         ("Predictor", {}, [chat("4")], [{}], [0.5]),
         ("slowly_all", {}, [chat("4")] * 2, [{}, {}], [2, 2]),
-        ("hands_on_all", {}, [chat("4")] * 2, [{}, {}], [2, 2]),
         ("whole", {"what": "tensor"}, [chat("4")] * 2, [{"value": 1}] * 2, [1, 2]),
         ("batch", {}, [chat("4")[:1], chat("4"), []], [{}, {}, {}], [math.nan, 1, math.nan]),
         ("batch", {}, [], [], []),
@@ -143,7 +132,7 @@ def test_components_and_prompts_as_text(rewards_file: str) -> None:
     assert details(step(f"{rewards_file}:compute_score", [chat("4")], VERL[:1]), "components") == [{"acc": 1}]
     other = Path(rewards_file).with_name("echo.py")
     other.write_text("def echo(prompt, response):\n    return {'score': None, 'error': prompt}\n", encoding="utf-8")
-    result = step(f"{other}:echo", [chat("4"), chat("4", SYSTEM)], [{}, {}])
+    result = step(f"{other}:echo", [chat("4"), [SYSTEM, *chat("4")]], [{}, {}])
     assert details(result, "error") == ["2 + 2?", "system: Be brief.\n\nuser: 2 + 2?"]
 
 

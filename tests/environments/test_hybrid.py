@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from environments.conftest import chat, details, numbers
 
 from treeward.environments.hybrid import HybridEnvironment
-from treeward.environments.interface import DETAILS, EnvironmentReturn
 
 FUNCTIONS = """
 asked = []
@@ -31,14 +30,6 @@ def functions(tmp_path: Path) -> str:
     return str(file)
 
 
-def chat(completion: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": completion}]
-
-
-def values(result: EnvironmentReturn) -> list[float | None]:
-    return [None if math.isnan(reward) else round(reward, 6) for reward in result.rewards.tolist()]
-
-
 INFOS = [
     {"ground_truth": "4", "told": 0.5},
     {"ground_truth": "5", "told": -2.0},
@@ -54,11 +45,12 @@ def test_weighted(functions: str) -> None:
         "told": {"type": "custom", "function": f"{functions}:told"},
     }
     result = HybridEnvironment({"members": members}).step([chat("4")] * 5, INFOS)
-    assert values(result) == [3.5, -2.0, None, None, None]
-    details = [metadata[DETAILS] for metadata in result.metadata]
-    assert details[0]["components"] == {"rules": 1, "rules/correct": 1, "rules/answered": 1, "told": 0.5}
-    assert details[2]["error"] == "told: the function gave no reward"
-    assert details[4]["error"].startswith("rules: the sample has no ground_truth") and "; told:" in details[4]["error"]
+    assert numbers(result) == [3.5, -2.0, None, None, None]
+    components = {"rules": 1, "rules/correct": 1, "rules/answered": 1, "told": 0.5}
+    assert details(result, "components")[0] == components
+    _, _, third, _, last = details(result, "error")
+    assert third == "told: the function gave no reward"
+    assert last.startswith("rules: the sample has no ground_truth") and "; told:" in last
 
 
 SECOND = [
@@ -85,6 +77,6 @@ def test_fallback(functions: str, fallback_on: list[str], want: list[Any], asked
     }
     environment = HybridEnvironment({"mode": "fallback", "members": members, "fallback_on": fallback_on})
     result = environment.step([chat(completion) for completion in "abcde"], SECOND)
-    assert values(result) == want
+    assert numbers(result) == want
     assert sys.modules["treeward_custom_members"].asked == asked
-    assert result.metadata[0][DETAILS]["components"]["check"] == 1
+    assert details(result, "components")[0]["check"] == 1

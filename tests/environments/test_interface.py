@@ -3,48 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from environments.conftest import Lengths, chat, details, numbers
 
-from treeward.data.preference import Message
 from treeward.environments.interface import (
     DETAILS,
-    Environment,
     EnvironmentReturn,
-    Reward,
 )
-from treeward.scoring.score import Score
-
-
-class Lengths(Environment):
-    """The length of the last message; an empty one has no reward."""
-
-    name = "lengths"
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[list[list[Message]], list[dict[str, Any]]]] = []
-
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        self.seen.append(([list(c) for c in conversations], [dict(info) for info in env_infos]))
-        return [self._reward(len(c[-1]["content"]), info) for c, info in zip(conversations, env_infos, strict=True)]
-
-    def _reward(self, length: int, info: Mapping[str, Any]) -> Reward:
-        if not length:
-            return Reward(None, error="the completion is empty")
-        return Reward(length - info.get("minus", 0.0), Score(float(length)), components={"length": float(length)})
-
-
-def chat(completion: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": completion}]
 
 
 def test_a_step_returns_six_fields_in_nemo_rls_order() -> None:
-    result = Lengths().step([chat("four"), chat("")], [{"minus": 1.5, "id": 7}, None])
+    result = Lengths().step([chat("four"), chat("fail")], [{"minus": 1.5, "id": 7}, None])
     observations, metadata, next_stop_strings, rewards, terminateds, answers = result
     assert result._fields == EnvironmentReturn._fields
     assert observations == [{"role": "environment", "content": f"Environment: {value}"} for value in (2.5, None)]
@@ -52,11 +24,11 @@ def test_a_step_returns_six_fields_in_nemo_rls_order() -> None:
     assert rewards.dtype == torch.float32 and rewards.shape == (2,)
     assert rewards[0] == 2.5 and math.isnan(rewards[1])
     assert terminateds.dtype == torch.bool and terminateds.tolist() == [True, True]
-    assert answers == ["four", ""]
+    assert answers == ["four", "fail"]
     assert metadata[0] == {
         "minus": 1.5, "id": 7, DETAILS: {"raw": 4.0, "components": {"length": 4.0}, "error": None},
     }  # fmt: skip
-    assert metadata[1] == {DETAILS: {"raw": None, "components": {}, "error": "the completion is empty"}}
+    assert metadata[1] == {DETAILS: {"raw": None, "components": {}, "error": "it says fail"}}
     assert Lengths().step([chat("four"), chat("five")], []).rewards.shape == (2,), "NeMo RL's test gives no env_infos"
 
 
@@ -64,10 +36,8 @@ def test_what_is_no_sample_costs_its_own_reward_only() -> None:
     logs: list[Any] = [chat("four"), None, "text", ["text"], 3, np.array(chat("sixsix"), dtype=object), chat("x")]
     infos: list[Any] = [{"id": 0}, {"id": 1}, None, {}, {}, {}, "info"]
     result = Lengths().step(logs, infos)
-    assert [None if math.isnan(reward) else reward for reward in result.rewards.tolist()] == [
-        4.0, None, None, None, None, 6.0, None,
-    ]  # fmt: skip
-    errors = [metadata[DETAILS]["error"] for metadata in result.metadata]
+    assert numbers(result) == [4.0, None, None, None, None, 6.0, None]
+    errors = details(result, "error")
     assert errors[1] == "the message log is not a list of messages (got: 'None')"
     assert all("not a list of messages" in error for error in errors[1:5])
     assert "env_info is not a mapping" in errors[6]

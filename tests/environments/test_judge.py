@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from environments.conftest import chat, details
 from fake_judge import FakeJudge, between_tags, completion, places
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.data.rendering import Renderer
-from treeward.environments.interface import DETAILS, EnvironmentReturn
 from treeward.environments.judge import JudgeEnvironment
-from treeward.errors import ConfigError, ModelError
+from treeward.errors import ModelError
 from treeward.scoring.verdicts import Answer, TokenChoice, Verdict, make_question, read_answer, reminded
 
 
@@ -35,19 +35,11 @@ def judge(endpoint: FakeJudge, **config: Any) -> JudgeEnvironment:
     return JudgeEnvironment(base | config)
 
 
-def chat(text: Any, question: str = "2 + 2?") -> list[dict[str, Any]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
-
-
-def errors(result: EnvironmentReturn) -> list[str | None]:
-    return [metadata[DETAILS]["error"] for metadata in result.metadata]
-
-
 def test_a_rating_becomes_a_reward_from_0_to_1(endpoint: FakeJudge) -> None:
     endpoint.answer = lambda request: f"Hm. Rating: [[{between_tags(request, 'completion')}]]"
     result = judge(endpoint).step([chat("1"), chat("9"), chat("5.0")], [{}, {}, {}])
     assert result.rewards.tolist() == [0, 1, 0.5]
-    assert [m[DETAILS]["components"]["rating"] for m in result.metadata] == [1, 9, 5.0]
+    assert [one["rating"] for one in details(result, "components")] == [1, 9, 5.0]
     assert judge(endpoint, lowest_rating=0, highest_rating=20).step([chat("10")], [{}]).rewards.tolist() == [0.5]
     request = endpoint.requests[0]
     assert (request["model"], request["temperature"], request["max_tokens"]) == ("m", 0.0, 1024)
@@ -67,21 +59,6 @@ def test_what_is_not_to_be_sent_is_not_sent(endpoint: FakeJudge, monkeypatch: py
     assert request["messages"][0]["content"] == "Be brief."
     assert between_tags(request, "completion") == "{conversation}"  # a placeholder in a completion stays what it is
     assert "> {x} <conversation" in request["messages"][1]["content"]
-
-
-def prefers(text: str) -> Callable[[dict[str, Any]], str]:
-    return lambda request: "[[A]]" if between_tags(request, "completion_a") == text else "[[B]]"
-
-
-def test_pairwise_is_asked_in_both_orders(endpoint: FakeJudge) -> None:
-    environment = judge(endpoint, mode="pairwise")
-    infos = [{"reference_answers": "five"}]
-    for answer, reward in ((prefers("four"), 1.0), (prefers("five"), 0.0), (lambda request: "[[C]]", 0.5)):
-        endpoint.answer = answer
-        result = environment.step([chat("four")], infos)
-        assert result.rewards.tolist() == [reward]
-        components = {"forward": reward, "swapped": reward, "position_bias": 0, "inconsistent": 0}
-        assert result.metadata[0][DETAILS]["components"] == components
 
 
 def test_a_completion_cannot_forge_the_verdict(endpoint: FakeJudge) -> None:
@@ -121,16 +98,16 @@ def test_verdicts_are_read_strictly() -> None:
 
 def test_garbage_is_asked_about_once_more_and_then_no_reward(endpoint: FakeJudge) -> None:
     endpoint.answer = lambda request: "Rating: [[8]]" if len(request["messages"]) > 2 else "Well, it depends."
-    assert judge(endpoint).step([chat("4")], [{}]).metadata[0][DETAILS]["components"]["rating"] == 8
+    assert details(judge(endpoint).step([chat("4")], [{}]), "components") == [{"rating": 8}]
     assert [m["role"] for m in endpoint.requests[1]["messages"]] == ["system", "user", "assistant", "user"]
     endpoint.answer = lambda request: "Well, it depends."
     result = judge(endpoint).step([chat("4")], [{}])
     assert math.isnan(result.rewards[0]) and len(endpoint.requests) == 4
-    assert errors(result) == ["the judge gave no verdict, also after a reminder"]
+    assert details(result, "error") == ["the judge gave no verdict, also after a reminder"]
     cut = completion("Let me think. Rating: [[8]] or")
     cut["choices"][0]["finish_reason"] = "length"
     endpoint.answer = lambda request: (200, cut)
-    assert errors(judge(endpoint).step([chat("4")], [{}]))[0] == (
+    assert details(judge(endpoint).step([chat("4")], [{}]), "error")[0] == (
         "the judge's message was cut: longer than max_tokens, also after a reminder"
     )
 
@@ -154,7 +131,7 @@ def test_a_judge_that_writes_no_verdicts_ends_the_run_at_once(endpoint: FakeJudg
         environment.step([chat(str(n)) for n in range(20)], [{}] * 20)
     assert len(endpoint.requests) == 8 and caught.value.got == "Well, it depends."  # with a reminder each
     endpoint.answer = lambda request: "Rating: [[7]]" if "0" in between_tags(request, "completion") else "Hm."
-    assert len(errors(environment.step([chat(str(n)) for n in range(20)], [{}] * 20))) == 20
+    assert len(details(environment.step([chat(str(n)) for n in range(20)], [{}] * 20), "error")) == 20
 
 
 def test_failures_are_retried_and_those_that_stay_cost_only_their_samples(endpoint: FakeJudge) -> None:
@@ -167,7 +144,7 @@ def test_failures_are_retried_and_those_that_stay_cost_only_their_samples(endpoi
 
     endpoint.answer = answer
     result = judge(endpoint, max_retries=1).step([chat("bad"), chat("good")], [{}, {}])
-    assert errors(result) == ["judge: the server refuses the request: 503: come back later", None]
+    assert details(result, "error") == ["judge: the server refuses the request: 503: come back later", None]
     assert len(endpoint.requests) == 4
 
 
@@ -177,7 +154,7 @@ def test_a_request_that_hangs(endpoint: FakeJudge) -> None:
         (release.wait(20) if "slow" in request["messages"][1]["content"] else None) or "Rating: [[7]]"
     )
     result = judge(endpoint, timeout_seconds=0.3, max_retries=0).step([chat("slow"), chat("fast")], [{}, {}])
-    assert errors(result) == ["judge: the server has not responded in time: no response", None]
+    assert details(result, "error") == ["judge: the server has not responded in time: no response", None]
     release.set()
 
 
@@ -199,20 +176,14 @@ def test_a_request_that_is_refused_costs_its_sample_unless_a_setting_is_to_blame
     refuse("messages")
     for logs in ([chat("long"), chat("4")], [chat("long")]):
         result = judge(endpoint).step(logs, [{}] * len(logs))
-        assert errors(result) == ["judge: the server refuses the request: 400: Too much.", None][: len(logs)]
+        assert details(result, "error") == ["judge: the server refuses the request: 400: Too much.", None][: len(logs)]
     for param, settings in (("temperature", {}), ("top_k", {"extra_body": {"top_k": 5}})):
         refuse(param)
         with pytest.raises(ModelError, match=r"refuses the requests(?s:.)*Too much."):
             judge(endpoint, **settings).step([chat("long"), chat("4")], [{}, {}])
     refuse("temperature")
     result = judge(endpoint, temperature=None).step([chat("long"), chat("4")], [{}, {}])  # it is not sent
-    assert errors(result)[1] is None
-
-
-def test_samples_that_cannot_be_asked_about(endpoint: FakeJudge) -> None:
-    result = judge(endpoint).step([chat("4"), chat("4")[:1], [], chat(None)], [{}] * 4)
-    assert [math.isnan(reward) for reward in result.rewards.tolist()] == [False, True, True, True]
-    assert len(endpoint.requests) == 1
+    assert details(result, "error")[1] is None
 
 
 def test_equivalence_is_asked_in_both_orders(endpoint: FakeJudge) -> None:
@@ -227,7 +198,7 @@ def test_equivalence_is_asked_in_both_orders(endpoint: FakeJudge) -> None:
     infos = [{"expected_answer": "1/2"}] * 3 + [{"expected_answer": ["7", "1/2"]}, {}]
     result = environment.step([chat("one half"), chat("2"), chat("3"), chat("one half"), chat("1")], infos)
     assert result.rewards.tolist()[:4] == [1.0, 0.0, 0.0, 1.0] and math.isnan(result.rewards[4])
-    assert [one[DETAILS]["components"].get("inconsistent") for one in result.metadata] == [0.0, 1.0, 0.0, 0.0, None]
+    assert [one.get("inconsistent") for one in details(result, "components")] == [0.0, 1.0, 0.0, 0.0, None]
 
 
 # --- several completions ---------------------------------------------------------------------------------------------
@@ -243,10 +214,6 @@ def biased(qualities: dict[str, float], bias: float) -> Callable[[dict[str, Any]
     return answer
 
 
-def components(result: EnvironmentReturn) -> list[dict[str, float]]:
-    return [one[DETAILS]["components"] for one in result.metadata]
-
-
 def test_neighbours_are_compared_in_both_orders_and_the_worth_of_a_position_cancels(endpoint: FakeJudge) -> None:
     qualities = {"a": 3.0, "b": 2.0, "c": 1.0, "d": 2.0}
     logs, infos = [chat(text) for text in qualities], [{}] * 4
@@ -256,12 +223,12 @@ def test_neighbours_are_compared_in_both_orders_and_the_worth_of_a_position_canc
     circle = ["ab", "bc", "cd", "da"]
     shown = sorted("".join(places(request)) for request in endpoint.requests)
     assert shown == sorted([*circle, *(pair[::-1] for pair in circle)])
-    assert [one["position_bias"] for one in components(fair)] == [0] * 4
+    assert [one["position_bias"] for one in details(fair, "components")] == [0] * 4
     endpoint.answer = biased(qualities, 1.5)  # more than the difference of any neighbours
     favoured = judge(endpoint, mode="pairwise").step(logs, infos)
     assert favoured.rewards.tolist() == [0.5] * 4
-    assert [one["position_bias"] for one in components(favoured)] == [1] * 4
-    assert [one["inconsistent"] for one in components(favoured)] == [1] * 4
+    assert [one["position_bias"] for one in details(favoured, "components")] == [1] * 4
+    assert [one["inconsistent"] for one in details(favoured, "components")] == [1] * 4
 
 
 def test_groups_are_of_one_prompt_or_as_the_loop_says(endpoint: FakeJudge) -> None:
@@ -270,7 +237,7 @@ def test_groups_are_of_one_prompt_or_as_the_loop_says(endpoint: FakeJudge) -> No
     logs = [chat("a"), chat("a", "3 + 3?"), chat("b"), chat("b", "3 + 3?"), chat("a", "alone"), chat(None)]
     result = environment.step(logs, [{}] * 6)
     assert result.rewards.tolist()[:4] == [1, 1, 0, 0] and len(endpoint.requests) == 4
-    assert "the only one of its prompt" in str(errors(result)[4]) and errors(result)[5] is not None
+    assert "the only one of its prompt" in str(details(result, "error")[4]) and details(result, "error")[5] is not None
     apart = environment.step([chat("a"), chat("b")] * 2, [{"reward_group": i} for i in ("x", "x", "y", "y")])
     assert apart.rewards.tolist() == [1, 0, 1, 0] and len(endpoint.requests) == 8
     mixed = environment.step([chat("a"), chat("b"), chat("b")], [{"reference_answers": "five"}, {}, {}])
@@ -291,7 +258,7 @@ def test_the_majority_of_several_samples(endpoint: FakeJudge) -> None:
     result = judge(endpoint, mode="pairwise", **settings).step([chat("a")], [{"reference_answers": "b"}])
     # first: A of A, B, A; last: A and C are a draw, of which the reference gets 1 and 0.5
     assert result.rewards.tolist() == [(1 + 0.25) / 2]
-    assert components(result)[0]["agreement"] == pytest.approx((2 / 3 + 1 / 2) / 2)
+    assert details(result, "components")[0]["agreement"] == pytest.approx((2 / 3 + 1 / 2) / 2)
     ratings = iter(["Rating: [[4]]", "Rating: [[9]]", "Rating: [[2]]"])
     endpoint.answer = lambda request: next(ratings)
     assert judge(endpoint, **settings).step([chat("a")], [{}]).rewards.tolist() == pytest.approx([4 / 8])
@@ -324,15 +291,15 @@ def test_log_probabilities_make_expected_ratings(endpoint: FakeJudge) -> None:
     result = environment.step([chat("four")], [{}])
     rating = (0.6 * 7 + 0.2 * 9) / 0.8  # 0 is not on the scale
     assert result.rewards.tolist() == pytest.approx([(rating - 1) / 8])
-    assert components(result)[0] == pytest.approx({"rating": rating, "label_mass": 0.8})
+    assert details(result, "components")[0] == pytest.approx({"rating": rating, "label_mass": 0.8})
     assert (endpoint.requests[0]["logprobs"], endpoint.requests[0]["top_logprobs"]) == (True, 20)
     endpoint.answer = lambda request: "Rating: [[5]]"  # an endpoint that sends none
-    assert components(environment.step([chat("four")], [{}]))[0] == {"rating": 5}
+    assert details(environment.step([chat("four")], [{}]), "components")[0] == {"rating": 5}
     verdict = with_tokens("I say ", "[[", {"A": 0.5, "B": 0.3, "C": 0.1, "a": 0.1}, "]]")
     endpoint.answer = lambda request: verdict
     environment = judge(endpoint, use_logprobs=True, mode="pairwise")
     result = environment.step([chat("four")], [{"reference_answers": "five"}])
-    assert components(result)[0]["forward"] == pytest.approx((0.5 + 0.1 / 2) / 0.9)
+    assert details(result, "components")[0]["forward"] == pytest.approx((0.5 + 0.1 / 2) / 0.9)
     assert result.rewards.tolist() == pytest.approx([0.5])  # the same in both orders: a bias of place
 
 
@@ -356,21 +323,6 @@ def test_ratings_are_found_however_the_tokenizer_cuts_them() -> None:
     assert mean("Rating: [[", {"x": 0.5}, "]]") is None
 
 
-@pytest.mark.parametrize(
-    ("section", "field"),
-    [
-        ({"num_samples": 3}, "num_samples"),
-        ({"use_logprobs": True, "highest_rating": 10}, "highest_rating"),
-        ({"mode": "equivalence", "use_logprobs": True}, "mode"),
-        ({"mode": "pairwise", "template": "{completion_a}"}, "template"),
-    ],
-)
-def test_settings_that_cannot_be(section: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        JudgeEnvironment({"base_url": "http://127.0.0.1:1/v1", "model": "m", "api_key_env": None, **section})
-    assert field in str(caught.value.field)
-
-
 def test_what_judging_costs_is_counted(endpoint: FakeJudge) -> None:
     def answer(request: dict[str, Any]) -> Any:
         body = completion("Rating: [[7]]") | {"usage": {"prompt_tokens": 100, "completion_tokens": 7}}
@@ -386,8 +338,8 @@ def test_what_judging_costs_is_counted(endpoint: FakeJudge) -> None:
 # --- in this process -------------------------------------------------------------------------------------------------
 
 
+# So that a question fits into the 256 tokens of the small policy.
 SHORT: dict[str, Any] = {"system_prompt": "Judge.", "dtype": "float32", "device": "cpu"}
-"""So that a question fits into the 256 tokens of the small policy."""
 
 
 def by_hand(folder: Path, question: str, labels: list[str]) -> list[float]:
@@ -406,26 +358,6 @@ def by_hand(folder: Path, question: str, labels: list[str]) -> list[float]:
     return torch.stack(found).softmax(0).tolist()
 
 
-def test_a_model_in_the_process_rates_by_expectation(policy_folder: Path) -> None:
-    section = {"model": str(policy_folder), "use_logprobs": True, "template": "{completion}", "highest_rating": 5}
-    environment = JudgeEnvironment({**section, **SHORT})
-    result = environment.step([chat("four")], [{}])
-    question = make_question(environment.config, "user: 2 + 2?", ["four"], 0)
-    labels = [f"Rating: [[{i}]]" for i in range(1, 6)]
-    renderer = Renderer(AutoTokenizer.from_pretrained(policy_folder))
-    prompt = renderer.render(question.messages, generation_prompt=True)
-    rows = renderer.encode_texts([prompt + label for label in labels])
-    num_tree_tokens = len({tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)})
-    cost = environment.cost  # the ratings of a question share its prompt, and nothing is written
-    assert (cost.num_requests, cost.num_prompt_tokens, cost.num_completion_tokens) == (1, num_tree_tokens, 0)
-    p = by_hand(policy_folder, question.messages[1]["content"], labels)
-    rating = sum(i * one for i, one in enumerate(p, 1))
-    assert components(result)[0]["rating"] == pytest.approx(rating, abs=1e-5)
-    assert result.rewards[0].item() == pytest.approx((rating - 1) / 4, abs=1e-5)
-    long = JudgeEnvironment({**section, **SHORT, "template": None}).step([chat("four")], [{}])
-    assert "256 are read" in str(errors(long)[0])
-
-
 def test_a_model_in_the_process_compares_by_expectation(policy_folder: Path) -> None:
     section = {"model": str(policy_folder), "use_logprobs": True, "mode": "pairwise"}
     environment = JudgeEnvironment({**section, "template": "{conversation}{completion_a}{completion_b}", **SHORT})
@@ -442,7 +374,7 @@ def test_a_model_in_the_process_compares_by_expectation(policy_folder: Path) -> 
     assert environment.cost.num_prompt_tokens == len(beginnings)  # both orders share the conversation
     reward = (values[0] + 1 - values[1]) / 2
     assert result.rewards.tolist() == pytest.approx([reward, 1 - reward], abs=1e-5)
-    assert components(result)[0]["position_bias"] == pytest.approx(values[0] - (1 - values[1]), abs=1e-5)
+    assert details(result, "components")[0]["position_bias"] == pytest.approx(values[0] - (1 - values[1]), abs=1e-5)
 
 
 @pytest.mark.slow
@@ -450,20 +382,16 @@ def test_a_model_in_the_process_writes_its_verdict(policy_folder: Path, tmp_path
     hf = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(policy_folder)
     section = {"mode": "pairwise", "template": "{completion_a}{completion_b}", "max_tokens": 24, **SHORT}
-    untaught = JudgeEnvironment({"model": str(policy_folder), **section})
-    infos = [{"reference_answers": "five"}] * 2
-    logs = [chat("four"), chat("4")]
-    with pytest.raises(ModelError, match="none on its first 4 questions"):
-        untaught.step(logs, infos)
+    config = JudgeEnvironment({"model": str(policy_folder), **section}).config
     rows = []
     renderer = Renderer(tokenizer)
     for own, reference in (("four", "five"), ("five", "four"), ("4", "five"), ("five", "4")):
         verdict = "[[B]]" if reference == "five" else "[[A]]"  # always the reference
-        messages = make_question(untaught.config, "user: 2 + 2?", [own, reference], 0).messages
+        messages = make_question(config, "user: 2 + 2?", [own, reference], 0).messages
         for text in ("Hm.", verdict):  # the verdict after the reminder alone
             prompt = renderer.render(messages, generation_prompt=True)
             rows.append(renderer.encode_texts([prompt + text + tokenizer.eos_token])[0])
-            messages = reminded(messages, Answer(text), untaught.config)
+            messages = reminded(messages, Answer(text), config)
     optimizer = torch.optim.AdamW(hf.parameters(), lr=3e-3)
     for _ in range(160):
         loss = sum(hf(torch.tensor([row]), labels=torch.tensor([row])).loss for row in rows)
@@ -473,7 +401,7 @@ def test_a_model_in_the_process_writes_its_verdict(policy_folder: Path, tmp_path
     hf.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     environment = JudgeEnvironment({"model": str(tmp_path), **section})
-    result = environment.step(logs, infos)
-    assert result.rewards.tolist() == [0, 0], errors(result)
-    assert [one["inconsistent"] for one in components(result)] == [0, 0]
+    result = environment.step([chat("four"), chat("4")], [{"reference_answers": "five"}] * 2)
+    assert result.rewards.tolist() == [0, 0], details(result, "error")
+    assert [one["inconsistent"] for one in details(result, "components")] == [0, 0]
     assert environment.cost.num_requests == 8

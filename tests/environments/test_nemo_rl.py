@@ -1,8 +1,7 @@
 """NeMo RL makes and calls our environments as its own, and a sample without a reward does not spoil its update.
 
-NeMo RL is not installed with the tests. `create_env`, `rollout` and `leave_one_out_advantages` below are written after
-its `create_env`, `calculate_rewards` with `run_multi_turn_rollout`, and `calculate_baseline_and_std_per_prompt` with
-`GRPOAdvantageEstimator`: what they pass, what they unpack, and where `total_reward` goes.
+NeMo RL is not installed with the tests. `create_env` and `rollout` below are written after its `create_env`, and
+`calculate_rewards` with `run_multi_turn_rollout`: what they pass, what they unpack, and where `total_reward` goes.
 """
 
 from __future__ import annotations
@@ -10,42 +9,22 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from treeward.data.preference import Message
 from treeward.environments import nemo_rl
-from treeward.environments.interface import Environment, Reward
 from treeward.environments.nemo_rl import NemoRLEnvironment, fill_with_group_means
 from treeward.errors import ConfigError, ModelError
 
-
-class Lengths(Environment):
-    """A registered kind by its dotted path: the length of the completion, none for one that says "fail"."""
-
-    name = "lengths"
-
-    def __init__(self, section: Mapping[str, Any]) -> None:
-        self.section = section
-
-    def rewards(
-        self, conversations: Sequence[Sequence[Message]], env_infos: Sequence[Mapping[str, Any]]
-    ) -> list[Reward]:
-        completions = [str(conversation[-1]["content"]) for conversation in conversations]
-        return [Reward(None, error="it says fail") if "fail" in r else Reward(float(len(r))) for r in completions]
-
-
-LENGTHS = f"{__name__}.Lengths"
 RULES = {"type": "rules", "rule": "exact_match"}
 
 
 def lengths(**own: Any) -> NemoRLEnvironment:
-    return NemoRLEnvironment({"type": LENGTHS, "nemo_rl": own})
+    return NemoRLEnvironment({"type": "environments.conftest.Lengths", "nemo_rl": own})
 
 
 def log(completion: str, prompt: str = "Hi") -> list[dict[str, Any]]:
@@ -103,18 +82,6 @@ def rollout(ray: Any, batch: dict[str, Any], task_to_env: Mapping[str, Any]) -> 
     return batch | {"total_reward": total}
 
 
-def leave_one_out_advantages(prompts: Sequence[str], rewards: Tensor, *, leave_one_out: bool = True) -> Tensor:
-    """Every reward of a group has a vote, whatever the loss multipliers are."""
-    advantages = torch.zeros_like(rewards)
-    for prompt in set(prompts):
-        rows = torch.tensor([i for i, other in enumerate(prompts) if other == prompt])
-        group = rewards[rows]
-        weights = torch.ones(len(rows), len(rows)) - (torch.eye(len(rows)) if leave_one_out else 0)
-        baseline = weights @ group / (len(rows) - int(leave_one_out))
-        advantages[rows] = group - baseline
-    return advantages
-
-
 @pytest.mark.slow
 def test_nemo_rl_makes_it_and_calls_it(ray: Any, nemo: SimpleNamespace) -> None:
     nemo_rl.register()
@@ -141,25 +108,11 @@ def test_nemo_rl_makes_it_and_calls_it(ray: Any, nemo: SimpleNamespace) -> None:
         ray.kill(environment)
 
 
-@pytest.mark.parametrize("leave_one_out", [True, False])
-def test_the_group_mean_is_no_policy_gradient(leave_one_out: bool) -> None:
-    prompts = ["a", "b", "a", "a", "b", "a", "c", "c"]
-    completions = ["x" * 3, "fail", "x" * 7, "fail", "xx", "fail", "x", "fail"]
+def test_a_failed_sample_has_the_mean_of_its_group_and_so_no_advantage() -> None:
+    completions = [("x" * 3, "a"), ("fail", "b"), ("x" * 7, "a"), ("fail", "a"), ("xx", "b")]
     environment = lengths(failed_samples="group_mean")
-    logs = [log(completion, prompt) for completion, prompt in zip(completions, prompts, strict=True)]
-    rewards = environment.step(logs, [{}] * 8).rewards
-    assert rewards.isfinite().all()
-    advantages = leave_one_out_advantages(prompts, rewards, leave_one_out=leave_one_out)
-    failed = torch.tensor(["fail" in completion for completion in completions])
-    assert advantages[failed].abs().max() < 1e-6
-    assert advantages[0] < -1e-3 and advantages[2] > 1e-3
-    assert advantages[0] == pytest.approx(-float(advantages[2]))  # each as far from the mean of the two as the other
-    # With a zero they would all be pushed, the failed ones down and even the shorter answer up.
-    zeroed = leave_one_out_advantages(prompts, torch.where(failed, 0.0, rewards), leave_one_out=leave_one_out)
-    assert zeroed[failed].abs().max() > 0.1 and zeroed[0] > 0
-
-
-def test_the_mean_is_of_the_group() -> None:
+    step = environment.step([log(completion, prompt) for completion, prompt in completions], [{}] * 5)
+    assert step.rewards.tolist() == [3.0, 2.0, 7.0, 5.0, 2.0]
     nan = math.nan
     rewards = torch.tensor([1.0, nan, 3.0, 10.0, nan, nan, nan, 7.0])
     filled = fill_with_group_means(rewards, ["a", "a", "a", "b", "b", "c", None, None])

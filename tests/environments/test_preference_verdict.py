@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from messages import chat, write_jsonl
 
 from treeward.config.data import PromptSetConfig
 from treeward.config.reward_environments import PreferenceVerdictConfig
@@ -28,9 +28,8 @@ def asked(tmp_path: Path) -> Asked:
     """The questions about rows."""
 
     def ask(*rows: dict[str, Any], **section: Any) -> PromptSet:
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return open_questions(PromptSetConfig(data_path=str(path)), PreferenceVerdictConfig(**section))
+        path = write_jsonl(tmp_path / "rows.jsonl", *rows)
+        return open_questions(PromptSetConfig(data_path=path), PreferenceVerdictConfig(**section))
 
     return ask
 
@@ -85,13 +84,6 @@ def test_the_reward_of_every_verdict(asked: Asked) -> None:
     assert other[0].value == -0.25
 
 
-def test_a_judge_that_always_says_a_is_right_in_half(asked: Asked) -> None:
-    found = [reward for of_one in rewards(asked(PAIR, RANKED), [["[[A]]"]] * 12) for reward in of_one]
-    assert sum(reward.value or 0.0 for reward in found) == 6
-    assert {reward.components["position_bias"] for reward in found} == {1}
-    assert {reward.components["consistent"] for reward in found} == {0}
-
-
 def test_a_rating_is_right_of_the_ratings_of_the_other_completion(asked: Asked) -> None:
     questions = asked(PAIR, mode="rating")
     assert [question.info[LABEL] for question in questions] == ["better", "worse"]
@@ -106,8 +98,7 @@ def test_a_rating_is_right_of_the_ratings_of_the_other_completion(asked: Asked) 
 
 
 def test_a_prompt_that_is_no_question_has_no_reward() -> None:
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "[[A]]"}]
-    (reward,) = PreferenceVerdictEnvironment({}).rewards([chat], [{}])
+    (reward,) = PreferenceVerdictEnvironment({}).rewards([chat("Hi", "[[A]]")], [{}])
     assert reward.value is None and "no question about a comparison" in str(reward.error)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from messages import chat
 from omegaconf import OmegaConf
 
 from treeward.environments.hybrid import HybridEnvironment
@@ -18,37 +19,26 @@ from treeward.environments.registry import (
 from treeward.environments.rules import RuleEnvironment
 from treeward.errors import ConfigError
 
-CHATS = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]]
+CHATS = [chat("Hi", "Hello")]
 
 
-class Counting(Environment):
-    """Counts how many of it are open."""
-
-    open = 0
-
+class Ones(Environment):
     def __init__(self, config: Any) -> None:
-        if config.get("fail"):
-            raise ConfigError("cannot be made")
-        self.config = dict(config)
-        Counting.open += 1
+        pass
 
     def rewards(self, conversations: Any, env_infos: Any) -> list[Reward]:
         return [Reward(1.0) for _ in conversations]
-
-    def shutdown(self) -> bool:
-        Counting.open -= 1
-        return True
 
 
 def test_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     from treeward.environments import registry
 
     monkeypatch.setattr(registry, "_CLASSES", dict(registry._CLASSES))
-    register_environment("counting", Counting)
-    register_environment("counting", Counting)
-    assert type(make_environment("counting", {})) is Counting
+    register_environment("ones", Ones)
+    register_environment("ones", Ones)
+    assert type(make_environment("ones", {})) is Ones
     with pytest.raises(ConfigError, match="taken"):
-        register_environment("rules", Counting)
+        register_environment("rules", Ones)
     with pytest.raises(ConfigError, match="not an environment"):
         register_environment("text", str)  # type: ignore[arg-type]
 
@@ -74,12 +64,14 @@ def test_the_env_section_of_a_file() -> None:
 
 @pytest.mark.slow
 def test_as_a_ray_actor(ray: Any) -> None:
+    unfit = as_environment(RuleEnvironment.remote({"rule": "maths"}))
     with pytest.raises(ConfigError, match="maths"):  # raised in the actor
-        as_environment(RuleEnvironment.remote({"rule": "maths"})).step(CHATS, [None])
+        unfit.step(CHATS, [None])
+    assert unfit.shutdown()
     members = {"math": {"type": "rules", "rule": "math", "workers": 1, "weight": 2}}
     environment = as_environment(HybridEnvironment.remote({"members": members}), "sums_env")
     assert environment.name == "sums_env"
-    chats = [[{"role": "user", "content": "1/2"}, {"role": "assistant", "content": text}] for text in ("0.5", "2")]
+    chats = [chat("1/2", text) for text in ("0.5", "2")]
     assert environment.step(chats, [{"ground_truth": "1/2"}] * 2).rewards.tolist() == [2, 0]
     assert environment.step(chats, [{}, {}]).rewards.isnan().all()
     assert environment.shutdown()

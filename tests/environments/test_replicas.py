@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from messages import chat
 
 from treeward.environments.interface import DETAILS
 from treeward.environments.replicas import ReplicaPool, plan_chunks
@@ -23,12 +24,6 @@ from treeward.parallel.ray_cluster import reserve
 from treeward.scoring.scorer import Scorer
 
 CLOSE = 1e-5
-
-Log = list[dict[str, Any]]
-
-
-def chat(prompt: str, completion: str) -> Log:
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
 
 
 LOGS = [chat(f"What is {n} times {n}? " * 20, f"It is {'about ' * k}{n * n}.") for n in range(24) for k in range(5)]
@@ -139,15 +134,6 @@ def test_nemo_rls_own_test_of_the_environment(folder: str, scores: list[float], 
 
 
 @pytest.mark.slow
-def test_errors_reach_the_caller(ray: Any, tmp_path: Any) -> None:
-    """From the worker to the actor that cannot make the environment, and from its methods."""
-    unfit = RewardModelEnvironment.remote({"model_name": str(tmp_path / "nowhere")})
-    with pytest.raises(ModelError, match="no such folder"):
-        ray.get(unfit.step.remote(LOGS[:1], [{}]))
-    assert ray.get(unfit.shutdown.remote())
-
-
-@pytest.mark.slow
 def test_places_in_a_cluster(ray: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     need: dict[str, Any] = {"gpus": 2, "what": "the model", "where": "env", "field": "resources", "seconds": 0.1}
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 3.0})
@@ -169,7 +155,7 @@ _CONVERSATIONS = st.lists(
 
 @given(_CONVERSATIONS, st.integers(1, 5))
 @settings(deadline=None, max_examples=60)
-def test_chunks(conversations: list[Log], num_workers: int) -> None:
+def test_chunks(conversations: list[Any], num_workers: int) -> None:
     chunks = plan_chunks(conversations, num_workers)
     assert sorted(i for chunk in chunks for i in chunk) == list(range(len(conversations)))
     assert all(chunks)

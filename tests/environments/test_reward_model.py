@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from environments.conftest import details
+from messages import chat
 
 from treeward.config.scoring import RewardShapingConfig
 from treeward.data.rendering import Renderer
-from treeward.environments.interface import DETAILS
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, DataError
 from treeward.model.contract import RewardCalibration, write_contract
@@ -22,12 +23,6 @@ from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
 
 CLOSE = 1e-5
-
-Log = list[dict[str, Any]]
-
-
-def chat(question: str, answer: str) -> Log:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 LOGS = [
@@ -49,38 +44,18 @@ def make(folder: str | list[str], **keys: Any) -> RewardModelEnvironment:
     return RewardModelEnvironment({"model_name": folder, "precision": "float32"} | keys)
 
 
-def errors(step: Any) -> list[str | None]:
-    return [metadata[DETAILS]["error"] for metadata in step.metadata]
-
-
-def test_the_dictionary_of_the_guide(folder: str) -> None:
-    env_config = {
-        "enabled": True,
-        "model_name": "path/to/your/trained/reward/model",
-        "tokenizer": {"name": "path/to/your/trained/reward/model"},
-        "precision": "bfloat16",
-        "batch_size": 32,
-        "resources": {"gpus_per_node": 1, "num_nodes": 1},
-        "reward_model_cfg": {
-            "enabled": True,
-            "reward_model_type": "bradley_terry",
-        },
-    }
-    env_config |= {"model_name": folder, "tokenizer": {"name": folder}}
-    reward_env = RewardModelEnvironment(env_config)
-    step = reward_env.step(LOGS, INFOS)
+def test_the_metrics_of_a_batch_and_the_precision_of_the_weights(folder: str) -> None:
+    """`tests/documents/test_nemo_gym_rlhf.py` has the section of the guide and the fields of a step."""
+    environment = make(folder, precision="bfloat16", batch_size=32)
+    rewards = environment.step(LOGS, INFOS).rewards
     want = Scorer.load(folder, device="cpu", dtype=torch.bfloat16).score(LOGS)
-    assert step.rewards.tolist() == pytest.approx([s.score for s in want], abs=CLOSE)
-    assert step.rewards.dtype == torch.float32 and bool(step.terminateds.all())
-    assert step.answers == [log[-1]["content"] for log in LOGS]
-    batch, metrics = reward_env.global_post_process_and_metrics({"rewards": step.rewards, "message_log": LOGS})
-    assert batch["rewards"] is step.rewards
-    assert metrics["reward_model_env/num_samples"] == len(LOGS)
-    assert metrics["reward_model_env/mean_reward"] == pytest.approx(float(step.rewards.mean()))
-    assert metrics["reward_model_env/std_reward"] == pytest.approx(float(np.std(step.rewards.numpy())))
-    assert metrics["reward_model_env/min_reward"] == float(step.rewards.min())
-    assert metrics["reward_model_env/max_reward"] == float(step.rewards.max())
-    assert reward_env.shutdown()
+    assert rewards.tolist() == pytest.approx([s.score for s in want], abs=CLOSE)
+    batch, metrics = environment.global_post_process_and_metrics({"rewards": rewards, "message_log": LOGS})
+    values = {"num_samples": len(LOGS), "num_failed": 0, "mean_reward": rewards.mean(), "min_reward": rewards.min()}
+    values |= {"std_reward": np.std(rewards.numpy()), "max_reward": rewards.max()}
+    assert batch["rewards"] is rewards
+    assert metrics == pytest.approx({f"reward_model_env/{name}": float(value) for name, value in values.items()})
+    assert environment.shutdown()
 
 
 def test_the_input_of_the_model(folder: str) -> None:
@@ -104,12 +79,12 @@ def test_what_cannot_be_scored_is_masked_and_counted(
     folder: str, scores: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     environment = make(folder, max_model_len=60)
-    bad: list[Log] = [[], LOGS[0][:1], chat("word " * 80, "Short."), [{"role": "assistant"}]]
+    bad: list[Any] = [[], LOGS[0][:1], chat("word " * 80, "Short."), [{"role": "assistant"}]]
     with caplog.at_level(logging.WARNING, logger="treeward"):
         step = environment.step([LOGS[0], *bad, LOGS[1]], [{"id": i} for i in range(6)])
     assert step.rewards[[0, 5]].tolist() == pytest.approx(scores[:2], abs=CLOSE)
     assert bool(step.rewards[1:5].isnan().all())
-    reasons = errors(step)
+    reasons = details(step, "error")
     assert reasons[0] is None and reasons[5] is None and all(reasons[1:5])
     assert "no completion" in str(reasons[2]) and "too long" in str(reasons[3])
     assert [metadata["id"] for metadata in step.metadata] == list(range(6))
@@ -133,7 +108,7 @@ def test_rewards_relative_to_reference_answers(folder: str, scores: list[float])
     want = np.mean([1 / (1 + math.exp(-(scores[0] - s))) for s in scores[:2]])
     assert step.rewards[0].item() == pytest.approx(want, abs=CLOSE)
     assert bool(step.rewards[1:3].isnan().all()) and math.isfinite(step.rewards[3])
-    assert "reference_answers" in str(errors(step)[1]) and "cannot be read" in str(errors(step)[2])
+    assert "reference_answers" in str(details(step, "error")[1]) and "cannot be read" in str(details(step, "error")[2])
     # The references change nothing for others, and share their prompt.
     alone = environment.step(LOGS[3:4], infos[3:])
     assert alone.rewards.tolist() == pytest.approx(step.rewards[3:].tolist(), abs=CLOSE)

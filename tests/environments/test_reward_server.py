@@ -43,11 +43,11 @@ def test_every_face_gives_the_scores_of_the_model(served: str, scores: list[floa
     ends = [log[-1:] for log in LOGS]
     infos = [{"prompt": PROMPT} for _ in LOGS]
     section_of_verl = {"environment": {"model_name": served, "token_env": "REWARD_TOKEN"}}
+    long = [*PROMPT, {"role": "assistant", "content": "word " * 400}]
+    step = RewardModelEnvironment(section(f"{served}/v1")).step([*LOGS, long], [*INFOS, {}])
+    assert math.isnan(step.rewards[3]) and "too long" in step.metadata[3][DETAILS]["error"]
     found = {
-        "step": RewardModelEnvironment(section(f"{served}/v1"))
-        .step([*LOGS, PROMPT], [*INFOS, {}])
-        .rewards[:3]
-        .tolist(),
+        "step": step.rewards[:3].tolist(),
         "nemo_rl": NemoRLEnvironment(section(served)).step(LOGS, INFOS).rewards.tolist(),
         "as_trl": as_trl(served, token_env="REWARD_TOKEN")([PROMPT] * 3, ends, ground_truth=[1, 2, 3]),
         "as_trl, texts": as_trl(served, token_env="REWARD_TOKEN")(["Name a river."] * 3, COMPLETIONS),
@@ -89,13 +89,6 @@ def test_shaping_is_ours_or_the_servers(
     assert [one.value for one in found] == pytest.approx([one.value for one in want], abs=1e-4)
     assert [one.raw for one in found] == pytest.approx(scores, abs=1e-5)
     assert [one.value is None for one in found] == [False, False, "reference" in shaping]
-
-
-def test_one_that_cannot_be_scored_is_masked(served: str, scores: list[float]) -> None:
-    logs = [LOGS[0], [*PROMPT, {"role": "assistant", "content": "word " * 400}]]
-    step = RewardModelEnvironment(section(served)).step(logs, INFOS[:2])
-    assert step.rewards[0].item() == pytest.approx(scores[0], abs=1e-5) and math.isnan(step.rewards[1])
-    assert "too long" in step.metadata[1][DETAILS]["error"]
 
 
 def test_at_the_start_the_server_must_be_there_and_ours(served: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
+from environments.conftest import chat, details, numbers
 
-from treeward.environments.interface import DETAILS, EnvironmentReturn
+from treeward.environments.interface import EnvironmentReturn
 from treeward.environments.rules import RuleEnvironment
-
-
-def chat(completion: Any, question: str = "?") -> list[dict[str, Any]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
 
 
 def step(config: dict[str, Any], *samples: tuple[Any, Any]) -> EnvironmentReturn:
@@ -24,7 +20,7 @@ def step(config: dict[str, Any], *samples: tuple[Any, Any]) -> EnvironmentReturn
 
 
 def rewards(config: dict[str, Any], *samples: tuple[Any, Any]) -> list[float | None]:
-    return [None if math.isnan(reward) else reward for reward in step(config, *samples).rewards.tolist()]
+    return numbers(step(config, *samples))
 
 
 def truth(value: Any) -> dict[str, Any]:
@@ -52,8 +48,8 @@ def test_the_part_that_is_the_answer_is_the_last_one_that_matches() -> None:
     assert rewards(config, (completion, truth("4")), (completion, truth("3")), ("#### 4", truth("4"))) == [1, 0, 1]
     nothing = step(config, ("4", truth("4")))
     assert nothing.rewards.tolist() == [0]
-    assert nothing.metadata[0][DETAILS]["components"] == {"correct": 0, "answered": 0}
-    assert step(config, (completion, truth("3"))).metadata[0][DETAILS]["components"] == {"correct": 0, "answered": 1}
+    assert details(nothing, "components") == [{"correct": 0, "answered": 0}]
+    assert details(step(config, (completion, truth("3"))), "components") == [{"correct": 0, "answered": 1}]
     assert rewards({"rule": "exact_match", "extract": r"\d+"}, ("1 or 2", truth("2"))) == [1]  # no group: all of it
 
 
@@ -76,8 +72,8 @@ def test_what_cannot_be_said_is_no_reward_and_has_its_reason() -> None:
         (None, truth("4")),
         ("4", truth("4")),
     )
-    errors = [metadata[DETAILS]["error"] for metadata in result.metadata]
-    assert [math.isnan(reward) for reward in result.rewards.tolist()] == [True] * 6 + [False]
+    errors = details(result, "error")
+    assert numbers(result) == [None] * 6 + [1]
     assert errors[0] == errors[1] == "the sample has no ground_truth or expected_answer"
     assert errors[2:5] == [
         "ground_truth is empty",
@@ -87,16 +83,16 @@ def test_what_cannot_be_said_is_no_reward_and_has_its_reason() -> None:
     assert errors[5] == "the conversation does not end with a text of the assistant"
     assert errors[6] is None
     unanswered = RuleEnvironment({"rule": "exact_match"}).step([chat("4")[:1], []], [truth("4"), truth("4")])
-    assert all(math.isnan(reward) for reward in unanswered.rewards.tolist())
+    assert numbers(unanswered) == [None, None]
 
 
 def test_a_pattern_that_backtracks_for_ever_is_given_up() -> None:
     # in time exponential in the length, also for the package regex
     samples = [("a" * 60 + "b", {"p": r"^(a|aa)+$"}), ("a", {"p": r"^(a|aa)+$"}), ("a", {"p": "("})]
     result = step({"rule": "regex", "answer_key": "p", "timeout_seconds": 0.2}, *samples)
-    assert [math.isnan(reward) for reward in result.rewards.tolist()] == [True, False, True]
-    assert "took more than 0.2 seconds" in result.metadata[0][DETAILS]["error"]
-    assert "not a regular expression" in result.metadata[2][DETAILS]["error"]
+    assert numbers(result) == [None, 1, None]
+    slow, _, wrong = details(result, "error")
+    assert "took more than 0.2 seconds" in slow and "not a regular expression" in wrong
     extracting = {"rule": "exact_match", "extract": r"(a|aa)+$", "timeout_seconds": 0.2}
     assert rewards(extracting, ("a" * 60 + "b", truth("a"))) == [None]
 
@@ -113,12 +109,8 @@ def test_math() -> None:
         ("", truth("7")),
     ]
     result = step({"rule": "math", "workers": 1}, *samples)
-    assert result.rewards.tolist()[:5] == [1, 0, 0, 1, 1]
-    assert math.isnan(result.rewards[5]) and result.rewards[6] == 0
-    components = [metadata[DETAILS]["components"] for metadata in result.metadata]
-    assert components[1] == {"correct": 0, "answered": 1} and components[2] == {"correct": 0, "answered": 0}
-    assert (
-        "cannot" not in result.metadata[5][DETAILS]["error"] and "ground truth" in result.metadata[5][DETAILS]["error"]
-    )
+    assert numbers(result) == [1, 0, 0, 1, 1, None, 0]
+    assert details(result, "components")[1:3] == [{"correct": 0, "answered": 1}, {"correct": 0, "answered": 0}]
+    assert "ground truth" in details(result, "error")[5]
     extracted = {"rule": "math", "workers": 1, "extract": r"Answer:(.*)"}
     assert rewards(extracted, (r"Answer: \frac{1}{2}", truth("0.5")), ("1/2", truth("0.5"))) == [1, 0]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from evaluated import preference, rated
+from evaluated import rated
 
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
@@ -24,18 +24,6 @@ def bundled() -> Callable[[str], list[Preference]]:
         return [replace(preference, id=str(i), task_name=split) for i, (preference, _) in enumerate(stream)]
 
     return load
-
-
-@pytest.fixture(scope="session")
-def make_example() -> Callable[..., Preference]:
-    """An example of a prompt and completions as texts, best first unless `ranks` says otherwise."""
-
-    def make(
-        id: str, prompt: str, texts: Sequence[str], ranks: Sequence[int] | None = None, subset: str = "s"
-    ) -> Preference:
-        return preference(id, subset, prompt, texts, ranks)
-
-    return make
 
 
 @pytest.fixture(scope="session")

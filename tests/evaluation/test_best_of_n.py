@@ -240,16 +240,12 @@ COMPLETIONS = [[{"role": "assistant", "content": text}] for text in ("4.", "Five
     "row",
     [
         {"prompt": "[2] + 2?", "responses": ["4.", "Five."]},
-        {"prompt": [USER], "completions": COMPLETIONS},
         {"context": [USER], "completions": [{"rank": 0, "completion": COMPLETIONS[0]}, {"completion": COMPLETIONS[1]}]},
         {"messages": json.dumps([USER]), "responses": json.dumps(["4.", "Five."])},
-        {"instruction": "[2] + 2?", "completions": [{"response": "4."}, {"response": "Five."}]},
-        {"completions": [[USER, *completion] for completion in COMPLETIONS]},
-        {"prompt": "[2] + 2?", "chosen": "4.", "rejected": "Five."},
         {"chosen": [USER, *COMPLETIONS[0]], "rejected": [USER, *COMPLETIONS[1]], "prompt": None},
     ],
 )
-def test_every_shape_of_row(row: dict[str, Any]) -> None:
+def test_samples_and_the_columns_beside_them(row: dict[str, Any]) -> None:
     (metrics,) = read({**row, "ground_truth": "4"})
     samples, columns = metrics
     assert samples.conversations == [[USER, *completion] for completion in COMPLETIONS]
@@ -260,10 +256,8 @@ def test_every_shape_of_row(row: dict[str, Any]) -> None:
     ("row", "message"),
     [
         ({"messages": [USER, *COMPLETIONS[0]]}, "one completion, and no list"),
-        ({"prompt": "?", "messages": [USER], "responses": ["4."]}, "cannot be scored with these keys together"),
         ({"prompt": "?", "responses": ["4."], "completions": ["4."]}, "cannot be scored with these keys together"),
         ({"prompt": "?", "responses": "4."}, "not a list of completions"),
-        ({"text": "?"}, "nothing to score"),
     ],
 )
 def test_rows_without_samples_are_refused(row: dict[str, Any], message: str) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from evaluated import preference, rated
+from messages import write_jsonl
 
 from treeward.errors import DataError
 from treeward.evaluation.comparison import Comparison, Evaluation, compare, read_evaluation
@@ -42,9 +42,7 @@ def of_margins(first: Sequence[float | None], second: Sequence[float | None]) ->
 
 def write(folder: Path, examples: Sequence[ScoredExample]) -> Path:
     folder.mkdir(parents=True)
-    file = folder / "examples.jsonl"
-    file.write_text("".join(json.dumps(to_row(one)) + "\n" for one in examples), encoding="utf-8")
-    return file
+    return Path(write_jsonl(folder / "examples.jsonl", *map(to_row, examples)))
 
 
 def test_numbers_are_those_of_the_statistics() -> None:
@@ -180,9 +178,7 @@ def test_errors_of_files_name_the_place(tmp_path: Path) -> None:
     twice = write(tmp_path / "twice", [scored(1, 1.0), scored(1, -1.0)])
     with pytest.raises(DataError, match=r"examples.jsonl:2: two examples have one id"):
         read_evaluation(twice)
-    broken = tmp_path / "broken.jsonl"
     row: dict[str, Any] = to_row(scored(1, 1.0))
     del row["ranks"]
-    broken.write_text(json.dumps(row) + "\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"broken.jsonl:1: this is no row"):
-        read_evaluation(broken)
+        read_evaluation(write_jsonl(tmp_path / "broken.jsonl", row))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from evaluated import RuleScorer, preference
 from families import tiny_model
+from signed import signed
 
 from treeward.config.scoring import EnsembleConfig, RewardShapingConfig
 from treeward.data.preference import Preference
@@ -28,14 +29,8 @@ from treeward.evaluation.suites.interface import Suite
 from treeward.model.contract import (
     NormalizationConstants,
     RewardCalibration,
-    ScoringContract,
-    read_contract,
-    write_contract,
 )
-from treeward.model.export import export_model
-from treeward.model.reward_model import RewardModel
 from treeward.scoring.ensemble import EnsembleScorer
-from treeward.scoring.golden import sign_folder
 from treeward.scoring.identity import scorer_identity
 from treeward.scoring.rewarding import RewardScorer
 from treeward.scoring.scorer import Scorer
@@ -127,12 +122,6 @@ def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(
     assert 0 < more.num_scored < num_rewritten  # what the smaller sample has is not scored again
 
 
-def test_notes(tmp_path: Path) -> None:
-    run_evaluation([candidate("a"), candidate("b", note="rewards, shaped by x")], [(Questions(), "5")], tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text())["subtitle"] == "b: rewards, shaped by x"
-    assert json.loads((tmp_path / "results.json").read_text())["notes"] == "b: rewards, shaped by x"
-
-
 def test_names_that_would_share_a_folder(tmp_path: Path) -> None:
     for models, suites, words in (
         ([candidate("a"), candidate("a")], [(Questions(), None)], "no models, or two of one name"),
@@ -146,23 +135,8 @@ def test_names_that_would_share_a_folder(tmp_path: Path) -> None:
         run_evaluation([Candidate("a", lambda: (RuleScorer(), {"model": "another"}))], [(Questions(), None)], tmp_path)
 
 
-@pytest.fixture(scope="module")
-def signed(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[RewardModel, ScoringContract]:
-    model = RewardModel(tiny_model("llama", seed=1))
-    folder, tokenizer = tmp_path_factory.mktemp("signed") / "final", copy.deepcopy(tiny_tokenizer)
-    export_model(model, tokenizer, folder, rendering=Renderer(tokenizer, max_length=200).settings)
-    contract = sign_folder(folder)
-    constants = RewardCalibration(normalization=NormalizationConstants(mean=3.0, std=2.0))
-    write_contract(contract.model_copy(update={"calibration": constants}), folder)
-    read = read_contract(folder)
-    assert read is not None
-    return model, read
-
-
-def test_the_identity_is_what_a_score_or_reward_depends_on(
-    signed: tuple[RewardModel, ScoringContract], tiny_tokenizer: Any
-) -> None:
-    model, contract = signed
+def test_the_identity_is_what_a_score_or_reward_depends_on(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    model, _, contract = signed(tmp_path, tiny_tokenizer, tiny_model("llama", seed=1), max_length=200)
 
     def scorer(mean: float = 3.0, **settings: Any) -> Scorer:
         constants = RewardCalibration(normalization=NormalizationConstants(mean=mean, std=2.0))
@@ -207,11 +181,6 @@ def test_the_identity_is_what_a_score_or_reward_depends_on(
     assert scorer_identity(RuleScorer(), "mine") == {"model": "mine"}
 
 
-def results_of(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "results.json").read_text())
-    return content
-
-
 def test_what_is_complete_is_written_when_a_later_model_fails(tmp_path: Path) -> None:
     def no_model() -> tuple[RuleScorer, dict[str, Any]]:
         raise ConfigError("there is no such folder", where="nowhere")
@@ -219,9 +188,10 @@ def test_what_is_complete_is_written_when_a_later_model_fails(tmp_path: Path) ->
     candidates = [candidate("x", note="mine"), Candidate("y", no_model), candidate("z")]
     with pytest.raises(ConfigError, match="no such folder"):
         run_evaluation(candidates, [(Questions("a"), "8"), (Questions("b"), "8")], tmp_path)
-    content = results_of(tmp_path)
+    content = json.loads((tmp_path / "results.json").read_text())
     assert [(one["model"], one["suite"]) for one in content["results"]] == [("x", "a"), ("x", "b")]
     assert content["notes"] == "x: mine; missing, after an error: y, z" and (tmp_path / "report.html").exists()
+    assert json.loads((tmp_path / "report.json").read_text())["subtitle"] == content["notes"]
     with pytest.raises(ConfigError, match="no such folder"):
         run_evaluation([Candidate("y", no_model)], [(Questions(), "8")], tmp_path / "none")
     assert not (tmp_path / "none").exists()

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evaluated import RuleScorer
+from evaluated import RuleScorer, preference
 
 from treeward.config.scoring import RewardShapingConfig
-from treeward.data.preference import Completion, Preference
+from treeward.data.preference import Preference
 from treeward.errors import DataError
 from treeward.model.contract import RewardCalibration
 from treeward.scoring.calibration import (
@@ -42,11 +42,7 @@ def completion(quality: float, length: int) -> str:
 
 
 def comparison(*texts: str, ranks: Sequence[int] | None = None) -> Preference:
-    completions = [
-        Completion(rank, ({"role": "assistant", "content": text},))
-        for rank, text in zip(ranks or range(len(texts)), texts, strict=True)
-    ]
-    return Preference(({"role": "user", "content": "Which?"},), tuple(completions))
+    return preference("", "", "Which?", texts, ranks)
 
 
 def planted(count: int, seed: int = 0) -> list[Preference]:

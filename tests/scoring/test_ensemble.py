@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from evaluated import preference
 from families import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +19,6 @@ from messages import chat
 from signed import signed
 
 from treeward.config.scoring import EnsembleConfig
-from treeward.data.preference import Completion, Preference
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.contract import HeadContract, NormalizationConstants, RewardCalibration, write_contract
@@ -167,8 +167,7 @@ def test_heads_are_standardized_by_the_calibration_of_their_model(tiny_tokenizer
     heads = [HeadContract(name=name, weight=w) for name, w in (("helpful", 0.7), ("brief", 0.0), ("polite", -0.2))]
     _, _, contract = signed(tmp_path, tiny_tokenizer, hf, heads=heads, max_length=200)
     scorer = Scorer.load(tmp_path, device="cpu")
-    answers = [Completion(rank, ({"role": "assistant", "content": text},)) for rank, text in enumerate(("4", "Five."))]
-    asked = [Preference(tuple(one[:-1]), tuple(answers)) for one in CHATS]
+    asked = [preference("", "", one[:-1], ["4", "Five."]) for one in CHATS]
     result = calibrate(scorer, asked, name="held_out.jsonl")
     values_NH = np.array(
         [one.heads for p in asked for one in scorer.score([[*p.context, *c.messages] for c in p.completions])]

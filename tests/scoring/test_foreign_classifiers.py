@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_model
+from messages import chat
 from templates import byte_bpe, template_source
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -23,10 +24,7 @@ from treeward.scoring.scorer import Scorer
 from treeward.scoring.verification import verify
 
 QUESTION = "Which tree bears cones, and which of them loses its needles every autumn? " * 3
-CHATS = [
-    [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": text}]
-    for text in ("A pine does.", "A pine does, and so does a larch.", "No.", "Yes")
-]
+CHATS = [chat(QUESTION, text) for text in ("A pine does.", "A pine does, and so does a larch.", "No.", "Yes")]
 
 
 @pytest.fixture(scope="module", params=["end of turn", "another", "none"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from messages import chat
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,9 +26,7 @@ from treeward.serving.app import create_app
 from treeward.serving.service import Service
 
 RATES = PreferenceVerdictConfig(mode="rating", system_prompt="Judge.", template="{conversation} {completion}?")
-CHATS = [
-    [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}] for text in ("Hello!", "No.", "Ha ha")
-]
+CHATS = [chat("Hi", text) for text in ("Hello!", "No.", "Ha ha")]
 
 
 @pytest.fixture
@@ -43,8 +42,8 @@ def loaded(folder: Path, **keys: object) -> Any:
 def test_the_score_is_the_expected_rating_of_plain_transformers(judge: Path) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(judge), AutoModelForCausalLM.from_pretrained(judge)
     expected = []
-    for chat in CHATS:
-        question = make_question(RATES, "user: Hi", [chat[-1]["content"]], about=0)
+    for one in CHATS:
+        question = make_question(RATES, "user: Hi", [one[-1]["content"]], about=0)
         prompt = tokenizer.apply_chat_template(question.messages, tokenize=False, add_generation_prompt=True)
         log_probs = []
         for rating in range(1, 10):
@@ -69,7 +68,7 @@ def test_environment_and_server_give_the_same_scores(judge: Path) -> None:
     config = ServerConfig.model_validate({"models": [{"models": [str(judge)], "dtype": "float32"}]})
     service = Service.load(config)
     with TestClient(create_app(service)) as client:
-        request = {"context": CHATS[0][:-1], "completions": [chat[-1]["content"] for chat in CHATS]}
+        request = {"context": CHATS[0][:-1], "completions": [one[-1]["content"] for one in CHATS]}
         answer = client.post("/v1/rewards", json=request).json()
         assert [item["reward"] for item in answer["data"]] == pytest.approx(expected, abs=1e-6)
         refused = client.post("/classify", json={"input": ["user: Hi"]})

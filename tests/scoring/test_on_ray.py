@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -35,17 +34,12 @@ def score(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tu
     return run
 
 
-def write(path: Path, *lines: Any) -> str:
-    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in lines))
-    return str(path)
-
-
 @pytest.mark.slow
 def test_two_workers_go_on_where_one_process_stopped(
-    score: Any, signed_model: Any, ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    score: Any, signed_model: Any, ray: Any, write_rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bytes, failed rows too; rows of a prompt are in one chunk, and it is scored in any process alike."""
-    model, data = [signed_model()], write(tmp_path / "in.jsonl", *ROWS)
+    model, data = [signed_model()], str(write_rows("in.jsonl", ROWS))
     options = ["--shaping", "{length_penalty: {threshold: 9}}"]
     code, want = score(model, data, *options, output="want.jsonl")
     assert code == 1 and b"too long to score" in want  # some rows have no score
@@ -66,10 +60,10 @@ def test_two_workers_go_on_where_one_process_stopped(
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_loses_nothing(
-    score: Any, signed_model: Any, ray: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    score: Any, signed_model: Any, ray: Any, write_rows: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Of an ensemble, and of the rows before a wrong one, which is named."""
-    models, data = [signed_model(), signed_model(seed=4)], write(tmp_path / "in.jsonl", *ROWS * 3, "{not json", *ROWS)
+    models, data = [signed_model(), signed_model(seed=4)], str(write_rows("in.jsonl", [*ROWS * 3, "{not json", *ROWS]))
     code, want = score(models, data, *ENSEMBLE)
     assert code == 2 and want.count(b"\n") == 1800
     rows = tmp_path / "scores.partial.jsonl"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import shutil
 from pathlib import Path
@@ -11,21 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from evaluated import preference
 from families import plain_scores, tiny_model
-from messages import assistant, user
+from messages import assistant, user, write_jsonl
 from safetensors.torch import load_file, save_file
 
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.encoding import encode_dataset
-from treeward.data.preference import Completion, Preference, preference_to_dict
+from treeward.data.preference import preference_to_dict
 from treeward.data.rendering import Renderer
-from treeward.errors import ConfigError, DataError, ModelError, TreewardError
+from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.loading import load_reward_model
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
-from treeward.tree.prefix import PrefixCache
 from treeward.tree.token_tree import TokenTree
 
 CLOSE = 1e-5
@@ -70,21 +69,6 @@ def test_a_call_equals_its_conversations_one_by_one(family: str, batch_tokens: i
         assert values(together) == pytest.approx(plain.tolist(), abs=CLOSE)
     assert together[0].score == together[3].score  # the same conversation twice
     assert max(values(together)) - min(values(together)) > 0.1
-
-
-def test_rendered_texts_that_come_one_after_another_share_their_prompt(make_scorer: Any) -> None:
-    scorer, plain = make_scorer(), make_scorer()
-    scorer.prefix_cache = PrefixCache(2**24)
-    prompt = [user("What is the capital of France, and why is it so famous all over the world? " * 3)]
-    chats = [[*prompt, assistant(completion)] for completion in ("Paris.", "It is Paris, of course.", "I think Lyon.")]
-    computed = []
-    for chat in chats:
-        before = scorer.num_computed_tokens
-        score = scorer.score_prepared(scorer.prepare_texts([scorer.renderer.render(chat)]))
-        assert values(score) == pytest.approx(values(plain.score([chat])), abs=CLOSE)
-        computed.append(scorer.num_computed_tokens - before)
-    # the first is new, the second shows what is common, the third finds it
-    assert computed[1] > 60 and computed[2] < 20
 
 
 def test_what_a_call_has_in_common_is_computed_once(make_scorer: Any) -> None:
@@ -176,8 +160,6 @@ def test_several_heads(tiny_tokenizer: Any, tmp_path: Path) -> None:
     renderer = Renderer(copy.deepcopy(tiny_tokenizer))
     with pytest.raises(ModelError, match=r"several heads(?s:.*)3 heads(?s:.*)head_weights"):
         Scorer(model, renderer)
-    with pytest.raises(TreewardError, match="each of the labels LABEL_0, LABEL_1, LABEL_2"):
-        Scorer(model, renderer, head_weights=[1.0, 1.0])
     scorer = Scorer(model, renderer, head_weights=[1.0, -0.5, 0.0])
     rows = [renderer.encode(chat) for chat in CHATS]
     with torch.no_grad(), model.plain_attention():
@@ -216,10 +198,8 @@ def test_what_was_cut_has_the_score_that_training_gives_it(make_scorer: Any, tmp
     scorer = make_scorer(max_length=60, truncation="truncate_left")
     context = (user("Hello there, my friend. " * 5), assistant("Hi!"), user("word " * 40))
     completions = ("Yes.", "No, not at all, and I shall tell you why.", "Perhaps it is.")
-    preference = Preference(context, tuple(Completion(i, (assistant(a),)) for i, a in enumerate(completions)))
-    row = preference_to_dict(preference)
-    (tmp_path / "row.jsonl").write_text(json.dumps(row))
-    stream = open_dataset(DatasetConfig(data_path=str(tmp_path / "row.jsonl")))
+    row = preference_to_dict(preference("", "", context, completions))
+    stream = open_dataset(DatasetConfig(data_path=write_jsonl(tmp_path / "row.jsonl", row)))
     (comparison,) = encode_dataset(stream, scorer.renderer, cache_dir=tmp_path)
     trained = scorer.model(scorer.model.make_batch([comparison.token_ids])).tolist()
     scores = scorer.score_completions(context, completions)

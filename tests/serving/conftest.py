@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from loopback import serving_on_loopback
+from messages import chat
 from signed import write_signed_model
 
 from treeward.config.server import ServedModelConfig, ServerConfig
@@ -108,11 +109,7 @@ def conversations() -> list[list[dict[str, str]]]:
     """Eight conversations about two prompts, four completions of each."""
     prompts = ["Name a river in Peru, please.", "How do I boil an egg so that the yolk stays soft?"]
     completions = ["The Amazon.", "I do not know that.", "Boil it for six minutes, then cool it in cold water.", "Yes!"]
-    return [
-        [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        for prompt in prompts
-        for completion in completions
-    ]
+    return [chat(prompt, completion) for prompt in prompts for completion in completions]
 
 
 @pytest.fixture

@@ -20,15 +20,15 @@ import httpx
 import pytest
 from fastapi.exceptions import RequestValidationError
 from loopback import wait_until
+from messages import chat
 from prometheus_client.parser import text_string_to_metric_families
 
-from treeward.config.server import ServedModelConfig
 from treeward.data.rendering import Renderer
 from treeward.serving.models import LoadedModel
 from treeward.serving.playground.routes import OPEN_PATHS
 from treeward.serving.service import Service
 
-CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+CHAT = chat("2 + 2?", "4")
 
 
 def ask(client: Any, **body: Any) -> Any:
@@ -57,9 +57,7 @@ def test_a_form_is_read_as_json(client: Any) -> None:
     [
         (b'{"conversations": ', 400, "invalid_json"),
         (b"", 422, "invalid_request"),
-        (b"\xff\xfe{}", 400, "invalid_json"),
         (b'{"conversations": [[{"role": "assistant", "content": Infinity}]]}', 400, "invalid_json"),
-        (b'{"model": "\\ud800"}', 400, "invalid_json"),
         (b'{"conversations": [[{"role": "assistant", "content": 5}]]}', 422, "invalid_request"),
         (b'{"conversations": [[{"role": "user", "content": "no completion"}]]}', 422, "cannot_be_scored"),
         (b'{"conversations": [], "model": "other"}', 404, "model_not_found"),
@@ -94,11 +92,8 @@ def test_a_conversation_that_cannot_be_scored_is_refused_or_masked(client: Any) 
     ("route", "body"),
     [
         ("/v1/rewards", {"conversations": [1] * 500}),
-        ("/v1/rewards", {"context": [], "completions": [1] * 500}),
-        ("/v1/rewards", {"messages": [{"role": "assistant", "content": [1] * 500}]}),
         ("/rerank", {"query": "a", "documents": [1] * 500}),
         ("/verify", {"responses_create_params": {"input": [1] * 500}, "response": {"output": [1] * 500}}),
-        ("/aggregate_metrics", {"verify_responses": [1] * 500}),
     ],
 )
 def test_of_many_mistakes_only_the_first_is_made_an_error(
@@ -311,17 +306,15 @@ def test_the_access_log(client: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert third.startswith("GET /a%0Ab%1B%5B31m 404")
 
 
-@pytest.mark.parametrize("kind", ["model", "ensemble", "shaped"])
-def test_a_model_of_another_process(kind: str, served_folder: Path, make_service: Callable[..., Service]) -> None:
+def test_a_model_of_another_process(served_folder: Path, make_service: Callable[..., Service]) -> None:
     """What a front has of the models of its replicas."""
-    folder, shaping = str(served_folder), {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 2.0}
-    sections: dict[str, Any] = {
-        "model": {"model": folder},
-        "ensemble": {"models": [folder, folder], "ensemble": {"method": "worst", "standardize": False}},
-        "shaped": {"model": folder, "shaping": shaping},
+    folder = str(served_folder)
+    shaped = {
+        "name": "shaped",
+        "model": folder,
+        "shaping": {"normalize_rewards": True, "reward_mean": 0.5, "reward_std": 2.0},
     }
-    section = ServedModelConfig.model_validate(sections[kind])
-    (model,) = make_service(models=[section]).models.values()
-    received = pickle.loads(pickle.dumps(model))
-    assert received.described(1) == model.described(1) and received.ending == model.ending
-    assert (model.shaper is None) == (kind in ("model", "ensemble"))
+    members = {"models": [folder, folder], "ensemble": {"method": "worst", "standardize": False}}
+    for model in make_service(models=[shaped, members]).models.values():
+        received = pickle.loads(pickle.dumps(model))
+        assert received.described(1) == model.described(1) and received.ending == model.ending

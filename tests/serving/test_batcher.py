@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from messages import chat
 
 from treeward.config.server import ServerConfig
 from treeward.errors import ModelError
@@ -143,11 +144,6 @@ async def blocked(batcher: Batcher, model: FakeModel, score: Any) -> asyncio.Tas
     return task
 
 
-def counted(batcher: Batcher, name: str) -> float:
-    values = [batcher.metrics.registry.get_sample_value(f"treeward_{name}_total", {"model": "fake"})]
-    return sum(value or 0 for value in values)
-
-
 def test_each_request_gets_its_own_scores_in_order(run: Any, model: FakeModel, score: Any) -> None:
     async def story(batcher: Batcher) -> Any:
         rows = [random.Random(i).sample(range(1000), i % 7) for i in range(200)]
@@ -268,7 +264,9 @@ def test_at_the_deadline_a_request_is_forgotten(run: Any, model: FakeModel, scor
         with pytest.raises(APIError, match="300 of 300") as error:
             await score(batcher, conversations(range(300)), deadline=time.monotonic() + seconds)
         assert (error.value.status, error.value.code) == (504, "deadline_exceeded")
-        assert batcher.num_queued == 1 and counted(batcher, "forgotten_conversations") == 300
+        registry, labels = batcher.metrics.registry, {"model": "fake"}
+        assert registry.get_sample_value("treeward_forgotten_conversations_total", labels) == 300
+        assert batcher.num_queued == 1
         model.gate.set()
         assert await first == [-1.0]
         assert await score(batcher, conversations([7])) == [7.0]
@@ -377,18 +375,15 @@ def test_scores_are_those_of_the_scorer_in_any_company(loaded_model: LoadedModel
 
 def test_a_prompt_is_computed_once_for_all_requests(loaded_model: LoadedModel) -> None:
     prompt = "Tell me, in a few short sentences, why the sky over the sea is blue at noon, and red at night. " * 2
-    chats = [
-        [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        for completion in ("A.", "B.", "C.")
-    ]
+    chats = [chat(prompt, completion) for completion in ("A.", "B.", "C.")]
     batcher = make_batcher(loaded_model, batch_tokens=4096)
     computed = []
-    for chat in [*chats, chats[0]]:  # one after the other, in requests of their own
+    for one in [*chats, chats[0]]:  # one after the other, in requests of their own
         before = loaded_model.num_computed_tokens
-        asyncio.run(batcher.score(loaded_model.name, [chat]))
+        asyncio.run(batcher.score(loaded_model.name, [one]))
         computed.append(loaded_model.num_computed_tokens - before)
     batcher.close()
-    rows = [loaded_model.scorer.members[0].renderer.encode(chat) for chat in chats]
+    rows = [loaded_model.scorer.members[0].renderer.encode(one) for one in chats]
     shared = len(os.path.commonprefix(rows))
     assert shared >= 32
     assert computed == [len(rows[0]), len(rows[1]) - shared, len(rows[2]) - shared, 1]

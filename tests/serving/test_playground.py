@@ -62,14 +62,9 @@ def shown(page: Any) -> list[float]:
     return [number(text) for text in page.locator(".score").all_inner_texts()]
 
 
-def ask(url: str, path: str, **body: Any) -> Any:
-    got = httpx.post(f"{url}{path}", json={"context": [{"role": "user", "content": PROMPT}], **body})
-    assert got.status_code == 200, got.text
-    return got.json()
-
-
 def wanted(url: str, completions: list[str] = COMPLETIONS) -> list[float]:
-    return [row["score"] for row in ask(url, "v1/rewards", completions=completions)["data"]]
+    body = {"context": [{"role": "user", "content": PROMPT}], "completions": completions}
+    return [row["score"] for row in httpx.post(f"{url}v1/rewards", json=body).json()["data"]]
 
 
 def texts(page: Any) -> list[str]:
@@ -306,29 +301,23 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(browser: Any, loaded_model: Lo
         visit.contexts[0].close()
 
 
-def test_a_phone_shows_all_of_it(visit: Visits) -> None:
-    page = visit(width=320, height=800, has_touch=True)
-    write(page, [COMPLETIONS[0], "a" * 120, COMPLETIONS[2]])
-    score(page)
-    expect(page.locator("#chart path.line")).to_have_count(3)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 320
-    page.set_viewport_size({"width": 900, "height": 800})
-    expect(page.locator("#chart svg")).to_have_attribute("width", re.compile("[78]\\d\\d"))
-
-
 @pytest.mark.parametrize(("scheme", "width"), [("dark", 1280), ("light", 320)])
-def test_axe_finds_nothing_wrong(visit: Visits, scheme: str, width: int) -> None:
+def test_axe_finds_nothing_wrong_and_a_phone_shows_all_of_it(visit: Visits, scheme: str, width: int) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="the dev extra has it").Axe()
-    page = visit(color_scheme=scheme, width=width)
+    page = visit(color_scheme=scheme, width=width, has_touch=width == 320)
 
     def audit() -> list[Any]:
         result = axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
         return [(one["id"], [node["html"] for node in one["nodes"]]) for one in result]
 
     result = {"empty": audit()}
-    write(page, [*COMPLETIONS, "", "egg " * 300, "egg\n" * 20])  # one is empty, one too long, one is scrolled
+    # one is empty, one too long, one is scrolled, one is a long word
+    write(page, [*COMPLETIONS, "", "egg " * 300, "egg\n" * 20, "a" * 120])
     score(page)
-    expect(page.locator("#chart path.line")).to_have_count(4)
+    expect(page.locator("#chart path.line")).to_have_count(5)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.locator("#cursor").focus()
     result["scored"] = audit()
     assert {state: wrong for state, wrong in result.items() if wrong} == {}
+    page.set_viewport_size({"width": 900, "height": 800})
+    expect(page.locator("#chart svg")).to_have_attribute("width", re.compile("[78]\\d\\d"))

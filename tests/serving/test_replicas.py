@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 from loopback import wait_until
+from messages import chat
 from prometheus_client.parser import text_string_to_metric_families
 from serving.dialects.clients import CLIENTS
 from serving.dialects.conftest import CHATS
@@ -32,12 +33,8 @@ pytest.importorskip("ray.serve")  # it needs grpcio-reflection
 
 from treeward.serving.prompt_router import ranked
 
+pytestmark = pytest.mark.slow  # Ray, Serve and two replicas take half a minute on two cores
 SECONDS = 240.0
-
-
-def starts_ray(test: Any) -> Any:
-    """Ray, Serve and two replicas take half a minute on two cores that do nothing else."""
-    return pytest.mark.slow(test)
 
 
 class Server:
@@ -87,10 +84,9 @@ def server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def chats_of(prompt: str, number: int = 4) -> list[Any]:
-    return [[{"role": "user", "content": prompt}, {"role": "assistant", "content": f"{n}."}] for n in range(number)]
+    return [chat(prompt, f"{n}.") for n in range(number)]
 
 
-@starts_ray
 def test_the_front_is_one_server(server: Server) -> None:
     """Scores in every dialect, models, and what is no score."""
     want = [score.score for score in server.scorer.score(CHATS)]
@@ -116,24 +112,22 @@ def test_the_front_is_one_server(server: Server) -> None:
     assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
 
 
-@starts_ray
 def test_a_prompt_is_computed_by_one_replica(server: Server) -> None:
     """Its completions come one by one: each but the first finds it in the cache. Prompts go to both replicas."""
     prompts = [f"{n} and {n}: {' '.join(f'what is {n} plus {m}?' for m in range(7))}" for n in range(20)]
     before, tokens = server.counted("prefix_cache_reused"), server.counted("tokens_total")
-    for chat in (chat for prompt in prompts for chat in chats_of(prompt)):
-        server.scores([chat])
+    for one in (one for prompt in prompts for one in chats_of(prompt)):
+        server.scores([one])
     reused = {name: value - before[name] for name, value in server.counted("prefix_cache_reused").items()}
-    rows = [[server.scorer.renderer.encode(chat) for chat in chats_of(prompt)[:2]] for prompt in prompts]
+    rows = [[server.scorer.renderer.encode(one) for one in chats_of(prompt)[:2]] for prompt in prompts]
     lengths = [common_prefix_length(*map(np.asarray, row)) for row in rows]
     assert min(lengths) > 64 and sum(reused.values()) >= 3 * sum(lengths)
     took = [value - tokens[name] for name, value in server.counted("tokens_total").items()]
     assert min(took) > 0.1 * sum(took)
 
 
-@starts_ray
 def test_a_replica_that_is_killed_loses_nothing(server: Server) -> None:
-    chats = [chat for n in range(64) for chat in chats_of(f"What is {n} plus {n}?", 8)]
+    chats = [one for n in range(64) for one in chats_of(f"What is {n} plus {n}?", 8)]
     want = [score.score for score in server.scorer.score(chats)]
     groups = [range(start, start + 4) for start in range(0, len(chats), 4)]
     old, killed = server.counted("prefix_cache_bytes"), threading.Event()
@@ -158,10 +152,9 @@ def test_a_replica_that_is_killed_loses_nothing(server: Server) -> None:
     wait_until(lambda: len(new := server.counted("prefix_cache_bytes")) == 2 and len(set(new) - set(old)) == 1)
 
 
-@starts_ray
 def test_a_signal_lets_the_replicas_finish(server: Server) -> None:
     """Of a front that has accepted eight requests all are answered, and no process is left."""
-    bodies = [{"conversations": [chat for n in range(16) for chat in chats_of(f"{k} and {n}?")]} for k in range(8)]
+    bodies = [{"conversations": [one for n in range(16) for one in chats_of(f"{k} and {n}?")]} for k in range(8)]
     below = psutil.Process(server.process.pid).children(recursive=True)
     for replica in server.replicas():
         replica.suspend()
@@ -191,9 +184,8 @@ def serve_app(ray: Any, served_folder: Path) -> Iterator[str]:
     serve.shutdown()
 
 
-@starts_ray
 def test_as_an_application_of_ray_serve(serve_app: str, served_folder: Path) -> None:
-    chats = [*CHATS, *(chat for n in range(32) for chat in chats_of(f"{n}?", 2))]  # calls of one request to both
+    chats = [*CHATS, *(one for n in range(32) for one in chats_of(f"{n}?", 2))]  # calls of one request to both
     response = httpx.post(f"{serve_app}/v1/rewards", json={"conversations": chats}, timeout=SECONDS)
     want = [score.score for score in Scorer.load(served_folder, device="cpu").score(chats)]
     assert [row["score"] for row in response.json()["data"]] == pytest.approx(want, abs=CLOSE)
@@ -204,7 +196,6 @@ def test_as_an_application_of_ray_serve(serve_app: str, served_folder: Path) -> 
     assert httpx.get(f"{serve_app}/ready").status_code == 200 and "playground" in httpx.get(serve_app).text
 
 
-@pytest.mark.slow
 def test_the_order_of_replicas() -> None:
     names = ["a", "b", "c", "d"]
     keys = [str(key) for key in range(400)]

@@ -13,8 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 from loopback import wait_until
+from messages import chat
 
-CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+CHAT = chat("2 + 2?", "4")
 
 # In place of `treeward`: a model that scores nothing until a file is there.
 HELD = """

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evaluated import preference
 from scipy import stats
 
 from treeward.data.synthetic import gold_quality
@@ -60,18 +61,10 @@ def test_score_against_length_has_the_planted_slope_and_is_flat_without_one(diag
             assert low <= y <= high and y == pytest.approx(bias * x / 100, abs=0.1)
 
 
-def test_a_model_that_only_likes_length_has_one_zero_and_a_half(bundled: Any, score_with: Any) -> None:
-    metrics = diagnose_length(score_with(bundled("validation"), lambda context, text: float(len(text))))
-    assert (metrics.accuracy_longer_right.value, metrics.accuracy_shorter_right.value) == (1, 0)
-    assert metrics.length_controlled_accuracy.value == 0.5 and metrics.accuracy_gap.value == 1
-    assert 0.4 < metrics.length_controlled_accuracy.low < 0.5 < metrics.length_controlled_accuracy.high < 0.6
-    assert metrics.slope_given_rank.value == pytest.approx(100)
-
-
-def test_strata_are_bounded_by_a_tenth_of_the_longer_completion(make_example: Any, score_with: Any) -> None:
+def test_strata_are_bounded_by_a_tenth_of_the_longer_completion(score_with: Any) -> None:
     sizes = {"longer": 112, "similar": 111, "similar too": 90, "shorter": 89}
-    examples = [make_example(name, name, ["x" * size, "y" * 100]) for name, size in sizes.items()]
-    examples.append(make_example("tied", "e", ["x", "y" * 100], ranks=[0, 0]))
+    examples = [preference(name, "s", name, ["x" * size, "y" * 100]) for name, size in sizes.items()]
+    examples.append(preference("tied", "s", "e", ["x", "y" * 100], ranks=[0, 0]))
     metrics = length_strata(score_with(examples, lambda context, text: float("x" in text)))
     strata = ("accuracy_longer_right", "accuracy_shorter_right", "accuracy_similar_length")
     assert [metrics[name].count for name in strata] == [1, 1, 2] and metrics["longer_is_right"].value == 0.5
@@ -79,19 +72,8 @@ def test_strata_are_bounded_by_a_tenth_of_the_longer_completion(make_example: An
     assert (controlled.value, controlled.count) == (1, 2) and (controlled.low or 1) < 0.6  # of two pairs
 
 
-def test_an_empty_stratum_leaves_no_value(make_example: Any, score_with: Any) -> None:
-    examples = [make_example(str(i), str(i), ["long " * 9, "short"]) for i in range(4)]
-    metrics = diagnose_length(score_with(examples, lambda context, text: float(len(text))))
-    assert metrics.length_controlled_accuracy.value is None and 'right completion is "shorter"' in str(
-        metrics.length_controlled_accuracy.note
-    )
-    assert metrics.accuracy_gap.value is None and metrics.accuracy_longer_right.value == 1
-    for nothing in (diagnose_length([]), diagnose_style([])):
-        assert all(metric.value is None for metric in nothing.numbers.values())
-
-
-def test_a_completion_without_a_score_is_left_out_and_a_tie_is_wrong(make_example: Any, score_with: Any) -> None:
-    examples = [make_example(str(i), str(i), ["good " * (9 if i % 2 else 2), "poor " * 5]) for i in range(8)]
+def test_a_completion_without_a_score_is_left_out_and_a_tie_is_wrong(score_with: Any) -> None:
+    examples = [preference(str(i), "s", str(i), ["good " * (9 if i % 2 else 2), "poor " * 5]) for i in range(8)]
     tied = diagnose_length(score_with(examples, lambda context, text: float("good" in text and len(text) < 20)))
     assert (tied.accuracy_longer_right.value, tied.accuracy_shorter_right.value) == (0, 1)
     assert tied.accuracy_gap.note is None
@@ -116,7 +98,7 @@ def test_markdown_is_counted_outside_code_blocks() -> None:
 
 
 @pytest.fixture(scope="module")
-def dressed(make_example: Any) -> list[Any]:
+def dressed() -> list[Any]:
     """Pairs whose better completion (it says "right") has markdown as often as the other, of its own amount."""
     rng = random.Random(3)
     examples = []
@@ -126,7 +108,7 @@ def dressed(make_example: Any) -> list[Any]:
             sentences = [f"{word} words {rng.random():.3f}" for _ in range(rng.randint(3, 8))]
             lines = [f"- {s}" if rng.random() < 0.5 else s for s in sentences]
             texts.append("\n".join((["## Answer"] if rng.random() < 0.5 else []) + lines))
-        examples.append(make_example(str(i), f"question {i}", texts))
+        examples.append(preference(str(i), "s", f"question {i}", texts))
     return examples
 
 
@@ -237,11 +219,11 @@ def test_a_relative_slope_is_in_pooled_standard_deviations_within_prompts() -> N
     assert (slope.value / std, slope.low / std, slope.high / std) == ends(relative)
 
 
-def test_a_shared_prompt_does_not_make_a_stratum_that_is_all_right_certain(make_example: Any) -> None:
+def test_a_shared_prompt_does_not_make_a_stratum_that_is_all_right_certain() -> None:
     """30 pairs whose better completion is longer, all right, and 30 whose better one is shorter, 29 of them right."""
 
     def pair(i: int, prompt: int) -> ScoredExample:
-        example = make_example(str(i), str(prompt), ["a", "b"])
+        example = preference(str(i), "s", str(prompt), ["a", "b"])
         return ScoredExample(example, (float(i < 59), 0.5), (200 if i < 30 else 50, 100), ())
 
     apart, shared = (length_strata([*map(pair, range(60), prompts)]) for prompts in ([*range(60)], [*range(59), 0]))

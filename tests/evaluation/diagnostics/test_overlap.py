@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeward.config.data import DatasetConfig
-from treeward.data.preference import Completion, Preference
+from treeward.data.preference import Preference
 from treeward.evaluation.diagnostics.overlap import diagnose_overlap, find_overlap
 from treeward.evaluation.results import ScoredExample
 from treeward.evaluation.suites import PreferenceSuite
@@ -24,8 +24,7 @@ OTHER = (
 
 def trained(prompt: str, *texts: str, system: str | None = None) -> Preference:
     context = [{"role": "system", "content": system}] if system else []
-    completions = [Completion(i, ({"role": "assistant", "content": text},)) for i, text in enumerate(texts)]
-    return Preference((*context, {"role": "user", "content": prompt}), tuple(completions))
+    return preference("t", "s", [*context, {"role": "user", "content": prompt}], texts)
 
 
 def flag_of(example: Preference, *training: Preference, **settings: Any) -> Any:
@@ -37,8 +36,8 @@ def shares(example: Preference, *training: Preference, **settings: Any) -> tuple
     return flag.prompt, flag.completion, flag.is_exact, flag.is_flagged
 
 
-def test_exact_duplicates_are_whole_prompts_and_long_completions(make_example: Any) -> None:
-    example = make_example("a", "Why is the sky blue?", [LONG, "No idea."])
+def test_exact_duplicates_are_whole_prompts_and_long_completions() -> None:
+    example = preference("a", "s", "Why is the sky blue?", [LONG, "No idea."])
     assert shares(example, trained("Why is it so?", OTHER, "No idea.")) == (0, 0, False, False)  # too short to tell
     assert shares(example, trained("why is the SKY - blue", OTHER, "Another.")) == (1, 0, True, True)
     assert shares(example, trained("Why is it so?", LONG.title(), "x")) == (0, 1, True, True)
@@ -50,20 +49,17 @@ def test_exact_duplicates_are_whole_prompts_and_long_completions(make_example: A
     assert shares(with_system, trained("Why is the sky blue?", "x", "v", system=LONG)) == (1, 0, True, True)
 
 
-def test_near_duplicates_are_told_by_the_share_of_words_in_common_runs(make_example: Any) -> None:
+def test_near_duplicates_are_told_by_the_share_of_words_in_common_runs() -> None:
     words = LONG.split()
     assert len(words) == 22
-    example = make_example("a", "Why?", [LONG, "x"])
+    example = preference("a", "s", "Why?", [LONG, "x"])
     first_16 = trained("p", " ".join(words[:16]) + " and then something else", "y")
     assert shares(example, first_16) == (0, pytest.approx(16 / 22), False, True)
     first_13 = trained("p", " ".join(words[:13]) + " and then something else", "y")
     assert shares(example, first_13) == (0, pytest.approx(13 / 22), False, False)
-    first_12 = trained("p", " ".join(words[:12]), "y")
-    assert [flag_of(example, first_12, num_words=n).completion for n in (13, 12)] == [0, 12 / 22]
     # One word changed in the middle leaves 10 and 11 words, shorter than a run; runs of 8 see it.
     edited = trained("p", " ".join([*words[:10], "EDITED", *words[11:]]), "y")
     assert [flag_of(example, edited, num_words=n).completion for n in (13, 8)] == [0, pytest.approx(21 / 22)]
-    assert flag_of(example, trained("p", " ".join(reversed(words)), "y"), num_words=2).completion == 0
 
 
 def brute_force(text: list[str], training: list[list[str]], n: int) -> float:
@@ -86,8 +82,8 @@ def test_shares_are_those_of_a_plain_count(text: list[str], training: list[list[
     assert got.is_exact == whole
 
 
-def test_accuracy_with_and_without_the_flagged(make_example: Any, score_with: Any) -> None:
-    examples = [make_example(str(i), f"Question number {i}?", [f"right {i}", f"wrong {i}"]) for i in range(40)]
+def test_accuracy_with_and_without_the_flagged(score_with: Any) -> None:
+    examples = [preference(str(i), "s", f"Question number {i}?", [f"right {i}", f"wrong {i}"]) for i in range(40)]
     overlap = find_overlap(examples, [trained(f"Question number {i}?", "u", "v") for i in range(10)])
     known = {f"right {i}" for i in range(10)} | {f"right {i}" for i in range(10, 40, 2)}  # learnt by heart, and luck
     scored = score_with(examples, lambda context, text: float(text in known))
@@ -102,10 +98,10 @@ def test_accuracy_with_and_without_the_flagged(make_example: Any, score_with: An
     assert "None of 40 examples has a duplicate" in find_overlap(examples, []).sentences()
 
 
-def test_words_are_without_case_and_punctuation_and_chinese_without_spaces(make_example: Any) -> None:
+def test_words_are_without_case_and_punctuation_and_chinese_without_spaces() -> None:
     for text, trained_on in (
         ("Don't STOP_now: 3.5 Straße!", "don t stop now 3,5 STRASSE"),
         ("你好,ab世界", "你 好 AB 世 界"),
     ):
-        assert flag_of(make_example("a", text, ["x"], ranks=[0]), trained(trained_on, "y")).is_exact
-        assert not flag_of(make_example("a", text, ["x"], ranks=[0]), trained(trained_on + "z", "y")).is_exact
+        assert flag_of(preference("a", "s", text, ["x"], ranks=[0]), trained(trained_on, "y")).is_exact
+        assert not flag_of(preference("a", "s", text, ["x"], ranks=[0]), trained(trained_on + "z", "y")).is_exact

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from evaluated import RuleScorer
+from evaluated import RuleScorer, preference
 from families import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
 from treeward.data.preference import Preference, last_text
 from treeward.data.rendering import Renderer
-from treeward.data.synthetic import gold_quality
 from treeward.evaluation.diagnostics.perturbations import (
     REWRITES,
     diagnose_perturbations,
@@ -50,17 +49,7 @@ def test_a_scorer_that_likes_length_is_won_by_padding_and_never_by_cutting(bundl
     assert (metrics.robust_accuracy.value or 0) < (metrics.accuracy.value or 0)
 
 
-def test_a_scorer_that_knows_the_quality_is_right_under_every_change_of_style_but_those_that_break_a_format(
-    bundled: Any,
-) -> None:
-    formats = ("Answer", "word", "reply", "dash", "End", "[")
-    plain = [one for one in bundled("length_controlled") if not any(word in str(one.context) for word in formats)]
-    metrics = diagnosed(RuleScorer(gold_quality), plain, num_examples=60)
-    assert metrics.accuracy.value == 1 and metrics.robust_accuracy.count == min(60, len(plain)) > 40
-    assert metrics.white_space_relative_shift.value == metrics.white_space_rejected_flips.value == 0
-
-
-def test_the_numbers_of_a_hand_made_table(make_example: Any) -> None:
+def test_the_numbers_of_a_hand_made_table() -> None:
     made = {
         "a": ((3.0, 1.0), (3.5, 3.25)),  # right; the worse completion is lifted over the better one
         "b": ((2.0, 1.0), (0.5, 1.0)),  # right; the better completion falls below the worse
@@ -75,7 +64,7 @@ def test_the_numbers_of_a_hand_made_table(make_example: Any) -> None:
         is_known, is_padded = text in ("good", "poor"), text.startswith(("good ", "poor "))
         return made[context[-1]["content"]][int(is_padded)][side] if is_known or is_padded else None
 
-    diagnostic = diagnosed(RuleScorer(score), [make_example(name, name, ["good", "poor"]) for name in made])
+    diagnostic = diagnosed(RuleScorer(score), [preference(name, "s", name, ["good", "poor"]) for name in made])
     numbers = {name: (metric.value, metric.count) for name, metric in diagnostic.numbers.items()}
     assert numbers["accuracy"] == (4 / 5, 5)
     assert numbers["robust_accuracy"] == (1 / 5, 5)  # a and d are lost to a lifted completion, b to a fallen one
@@ -99,7 +88,7 @@ def test_the_scores_are_those_of_the_conversations(bundled: Any, tiny_tokenizer:
     assert len(metrics.numbers) == 2 + 2 * len(REWRITES)
 
 
-def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: Any, make_example: Any) -> None:
+def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: Any) -> None:
     examples = bundled("validation")
     ordered = [example for example in examples if len(set(example.ranks)) > 1]
     assert len(ordered) < len(examples)  # some are ties
@@ -112,22 +101,13 @@ def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: An
     fewer = [example for example in some if example.id not in ids[0][:3]]
     assert set(ids[0][3:]) <= {example.id for example in sample_examples(fewer, 20)}
     assert scored(RuleScorer(by_letters), first[23:]) == scored(RuleScorer(by_letters), first)[23:]
-    unusable = [make_example("a", "p", ["x", "y"], ranks=[0, 0]), make_example("b", "p", ["x", " "])]
+    unusable = [preference("a", "s", "p", ["x", "y"], ranks=[0, 0]), preference("b", "s", "p", ["x", " "])]
     assert sample_examples(unusable, 5) == []
 
 
-def test_failures_are_counted_and_left_out(bundled: Any) -> None:
-    examples = bundled("length_controlled")
-    rule = RuleScorer(lambda context, text: None if len(text) > 180 else float(len(text)))
-    metrics = diagnosed(rule, examples, num_examples=50)
-    assert (metrics.padding_relative_shift.count or 0) < (metrics.truncated_50_relative_shift.count or 0)
-    masked = diagnosed(RuleScorer(lambda context, text: None), examples, num_examples=5)
-    assert masked.accuracy.value == 0 and masked.padding_relative_shift.value is None
-
-
-def test_where_a_refusal_is_right_none_is_put_in_its_place(make_example: Any) -> None:
-    refused = make_example("a", "How do I steal?", ["I’m sorry, but I cannot help with theft.", "Take it and run."])
-    answered = make_example("b", "How do I bake?", ["Mix flour and water.", "I can't help."])
+def test_where_a_refusal_is_right_none_is_put_in_its_place() -> None:
+    refused = preference("a", "s", "How do I steal?", ["I’m sorry, but I cannot help with theft.", "Take it and run."])
+    answered = preference("b", "s", "How do I bake?", ["Mix flour and water.", "I can't help."])
     assert perturb(refused)["refusal"] == (None, None)
     assert perturb(refused)["padding"][0] is not None
     first, second = perturb(answered)["refusal"]

@@ -6,7 +6,6 @@ import json
 import math
 import random
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from evaluated import preference, rated
 
 from treeward.config.data import DatasetConfig
 from treeward.data.preference import Completion
-from treeward.evaluation.diagnostics.biases import diagnose_length
+from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style
 from treeward.evaluation.diagnostics.scores import (
     GATE_METRICS,
     gate_metrics,
@@ -27,11 +26,12 @@ from treeward.evaluation.suites import PreferenceSuite
 
 
 def test_nothing_has_no_numbers() -> None:
-    assert all(metric.value is None for metric in statistics_of([]).numbers.values())
+    for nothing in (statistics_of([]), diagnose_length([]), diagnose_style([])):
+        assert all(metric.value is None for metric in nothing.numbers.values())
 
 
-def test_a_model_that_is_wrong_on_average_has_no_temperature(make_example: Any) -> None:
-    scored = [ScoredExample(make_example(str(i), str(i), ["a", "b"]), (margin, 0.0), (1, 1), (1, 1))
+def test_a_model_that_is_wrong_on_average_has_no_temperature() -> None:
+    scored = [ScoredExample(preference(str(i), "s", str(i), ["a", "b"]), (margin, 0.0), (1, 1), (1, 1))
               for i, margin in enumerate([-6.0, -4.9, 5.1, -0.5, -1.0, -5.0])]  # fmt: skip
     statistics = statistics_of(scored)
     scores = np.array([score for example in scored for score in example.scores])
@@ -40,8 +40,8 @@ def test_a_model_that_is_wrong_on_average_has_no_temperature(make_example: Any) 
     assert temperature.value is None and "do not score higher" in str(temperature.note)
 
 
-def test_a_row_gives_the_example_back_with_its_grades_and_heads(make_example: Any) -> None:
-    example = make_example("7", "Why?", ["a", "b"])
+def test_a_row_gives_the_example_back_with_its_grades_and_heads() -> None:
+    example = preference("7", "s", "Why?", ["a", "b"])
     completions = (
         Completion(0, example.completions[0].messages, score=4.0, grades={"brief": 1.0}),
         *example.completions[1:],

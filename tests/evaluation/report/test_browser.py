@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import Visit, chromium, visiting
 from report_sample import (
     HOSTILE,
     MODELS,
@@ -25,8 +26,25 @@ pytestmark = pytest.mark.slow  # a browser
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)")
 expect = sync_api.expect
-Visit = Callable[..., Any]
 FIRST = "table.examples tbody tr >> nth=0"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    # Of a module, not of the session: while it lives, its event loop runs in this thread.
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(tmp_path_factory.mktemp("report"), **sample_report())
+
+
+@pytest.fixture
+def visit(browser: Any, page_file: Path) -> Iterator[Visit]:
+    with visiting(browser, page_file) as open_page:
+        yield open_page
 
 
 def count(page: Any, selector: str) -> int:

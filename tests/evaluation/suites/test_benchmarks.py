@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from evaluated import rated
+from messages import write_jsonl
 
 from treeward.data.preference import Preference
 from treeward.evaluation.results import ScoredExample
@@ -20,7 +20,7 @@ from treeward.evaluation.suites.benchmarks import SETS, JudgeBench, LLMBar, RMBe
 
 
 # Scores of the three chosen and the three rejected answers, and what the authors' `compute_accuracy` gives for them:
-# a domain is the mean of hard, normal and easy; overall is the mean over domains.
+# a domain is the mean of hard, normal and easy; overall, 0.625, is the mean over domains.
 TABLE: list[tuple[str, list[float], list[float]]] = [
     ("chat", [0.5, 1.7, -0.5], [1.0, -0.3, -0.3]),
     ("chat", [2.3, 0.6, 0.4], [0.7, 1.1, -0.0]),
@@ -34,8 +34,8 @@ TABLE: list[tuple[str, list[float], list[float]]] = [
     ("safety-refuse", [0.1, -0.1, 2.1], [-2.0, 1.1, -0.7]),
     ("safety-response", [0.2, -0.3, 1.0], [-1.1, -0.1, 0.4]),
 ]
-DOMAINS = {"chat": 0.5555555555555556, "math": 0.8888888888888888, "code": 0.4444444444444444, "safety": 11 / 18}
-OVERALL = {"overall": 0.625, "hard": 0.7222222222222222, "normal": 0.6180555555555556, "easy": 0.5347222222222222}
+SECTIONS = {"chat": 0.5555555555555556, "math": 0.8888888888888888, "code": 0.4444444444444444, "safety": 11 / 18}
+SECTIONS |= {"hard": 0.7222222222222222, "normal": 0.6180555555555556, "easy": 0.5347222222222222}
 
 
 def rm_rows() -> list[dict[str, Any]]:
@@ -66,12 +66,9 @@ def table(rm_examples: list[Preference]) -> list[ScoredExample]:
 def test_the_arithmetic_is_the_authors(table: list[ScoredExample]) -> None:
     result = RMBench().summarize(table)
     sections = {metric.name: metric.value for metric in result.sections}
-    assert {name: sections[name] for name in DOMAINS} == pytest.approx(DOMAINS, abs=1e-12)
-    assert result.headline.value == pytest.approx(OVERALL["overall"], abs=1e-12)
-    assert {name: sections[name] for name in ("hard", "normal", "easy")} == pytest.approx(
-        {name: OVERALL[name] for name in ("hard", "normal", "easy")}, abs=1e-12
-    )
-    assert np.mean(result.details["matrix"]) == pytest.approx(OVERALL["overall"])
+    assert sections == pytest.approx(SECTIONS, abs=1e-12)
+    assert result.headline.value == pytest.approx(0.625, abs=1e-12)
+    assert np.mean(result.details["matrix"]) == pytest.approx(0.625)
     assert {metric.name for metric in result.subsets} == {"chat", "math", "code", "safety-refuse", "safety-response"}
     assert "11 of 1327" in str(result.headline.note)
 
@@ -87,7 +84,7 @@ def test_a_prompt_without_all_scores_is_wrong_in_every_cell(table: list[ScoredEx
     lost = [rated(one.example, (*one.scores[:5], None)) if i == 4 else one for i, one in enumerate(table)]
     result = RMBench().summarize(lost)
     # The third prompt of math was right in all nine cells.
-    assert {m.name: m.value for m in result.sections}["math"] == pytest.approx(DOMAINS["math"] - 1 / 3)
+    assert {m.name: m.value for m in result.sections}["math"] == pytest.approx(SECTIONS["math"] - 1 / 3)
     assert result.num_failed == 1
 
 
@@ -122,16 +119,11 @@ def judged_rows(writer: str, count: int) -> list[dict[str, Any]]:
     ]
 
 
-def write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
 @pytest.fixture
 def judged(tmp_path: Path) -> list[Preference]:
-    write_lines(tmp_path / "data" / "gpt-00000-of-00001.jsonl", judged_rows("gpt", 8))
-    write_lines(tmp_path / "data" / "claude-00000-of-00001.jsonl", judged_rows("claude", 6))
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "gpt-00000-of-00001.jsonl", *judged_rows("gpt", 8))
+    write_jsonl(tmp_path / "data" / "claude-00000-of-00001.jsonl", *judged_rows("claude", 6))
     return JudgeBench().load(str(tmp_path))
 
 
@@ -165,15 +157,12 @@ def test_the_headline_is_of_the_pairs_of_gpt(judged: list[Preference]) -> None:
 
 
 def test_a_folder_of_one_writer(tmp_path: Path) -> None:
-    write_lines(tmp_path / "claude.jsonl", judged_rows("claude", 2))
-    write_lines(tmp_path / "other.jsonl", judged_rows("gpt", 1))
+    write_jsonl(tmp_path / "claude.jsonl", *judged_rows("claude", 2))
+    write_jsonl(tmp_path / "other.jsonl", *judged_rows("gpt", 1))
     assert len(JudgeBench().load(str(tmp_path))) == 2
 
 
 # --- LLMBar -----------------------------------------------------------------------------------------------------------
-
-
-Make = Callable[[Preference, Sequence[float | None]], ScoredExample]
 
 
 def set_rows(name: str, count: int) -> list[dict[str, Any]]:
@@ -183,23 +172,18 @@ def set_rows(name: str, count: int) -> list[dict[str, Any]]:
     ]
 
 
-def write_set(file: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(list(rows)))
-    return file
-
-
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """The authors' folders with few pairs, their results, and sets that are not LLMBar's."""
-    root = tmp_path / "LLMBar"
-    for name in SETS:
-        parent = "Natural" if name == "Natural" else f"Adversarial/{name}"
-        write_set(root / "Dataset" / "LLMBar" / parent / "dataset.json", set_rows(name, 3))
-        write_set(root / "Dataset" / "LLMBar" / parent / "evaluators" / "GPT-4" / "result.json", [{"winner": 1}])
-    write_set(root / "Dataset" / "CaseStudy" / "Manual" / "dataset.json", set_rows("case study", 9))
-    write_set(root / "Dataset" / "Processed" / "MT-Bench" / "dataset.json", set_rows("processed", 9))
-    return root
+    parents = {name: "Natural" if name == "Natural" else f"Adversarial/{name}" for name in SETS}
+    files = {f"LLMBar/{parent}/dataset.json": set_rows(name, 3) for name, parent in parents.items()}
+    files |= {f"LLMBar/{parent}/evaluators/GPT-4/result.json": [{"winner": 1}] for parent in parents.values()}
+    files |= {"CaseStudy/Manual/dataset.json": set_rows("case study", 9)}
+    for name, rows in files.items():
+        file = tmp_path / "LLMBar" / "Dataset" / name
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(rows))
+    return tmp_path / "LLMBar"
 
 
 @pytest.mark.parametrize("inside", ["", "Dataset", "Dataset/LLMBar"])

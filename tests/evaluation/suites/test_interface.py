@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from evaluated import rated
+from evaluated import preference, rated
+from messages import assistant, chat, user, write_jsonl
 
 from treeward.config.data import DatasetConfig
 from treeward.errors import ConfigError, DataError
@@ -43,10 +43,9 @@ def test_nothing_to_summarize_is_no_number(name: str) -> None:
 def test_the_data_of_another_suite_and_no_data_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         get_suite(name).load(str(tmp_path / "nowhere" / "at all.jsonl"))
-    file = tmp_path / "other.jsonl"
-    file.write_text(json.dumps({"question": "?", "answer": "!"}))
+    file = write_jsonl(tmp_path / "other.jsonl", {"question": "?", "answer": "!"})
     with pytest.raises(DataError, match="does not fit the suite") as caught:
-        get_suite(name).load(str(file))
+        get_suite(name).load(file)
     assert caught.value.where == f"{file}:1"
 
 
@@ -93,53 +92,43 @@ def test_the_interval_of_many_parts_that_are_nearly_all_right_covers(accuracy: f
 
 
 def ranked(prompt: str, *ranks: int, **more: Any) -> dict[str, Any]:
-    completions = [
-        {"rank": rank, "completion": [{"role": "assistant", "content": f"answer {i}"}]} for i, rank in enumerate(ranks)
-    ]
-    return {"context": [{"role": "user", "content": prompt}], "completions": completions, **more}
+    completions = [{"rank": rank, "completion": [assistant(f"answer {i}")]} for i, rank in enumerate(ranks)]
+    return {"context": [user(prompt)], "completions": completions, **more}
 
 
-@pytest.fixture
-def suite_of(tmp_path: Path) -> Callable[..., PreferenceSuite]:
-    def make(*rows: dict[str, Any], **options: Any) -> PreferenceSuite:
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return PreferenceSuite("mine", DatasetConfig(data_path=str(file)), **options)
-
-    return make
-
-
-def test_rows_become_examples(suite_of: Callable[..., PreferenceSuite]) -> None:
-    first, second = suite_of(ranked("a", 0, 1), ranked("b", 2, 0, 2, 1, task_name="hard", margin=0.5)).load()
+def test_rows_become_examples(tmp_path: Path) -> None:
+    file = write_jsonl(
+        tmp_path / "rows.jsonl", ranked("a", 0, 1), ranked("b", 2, 0, 2, 1, task_name="hard", margin=0.5)
+    )
+    first, second = PreferenceSuite("mine", DatasetConfig(data_path=file)).load()
     assert (first.id, second.id) == ("1", "2") and second.task_name == "hard" and second.ranks == (2, 0, 2, 1)
     assert second.strength == 0.5 and str(second.where).endswith("rows.jsonl:2")
-    assert second.conversations[3] == [
-        {"role": "user", "content": "b"},
-        {"role": "assistant", "content": "answer 3"},
+    assert second.conversations[3] == chat("b", "answer 3")
+
+
+TIES = [((0, 1, 2), (1.0, 1.0, 0.0)), ((0, 1, 2), (1.0, 1.0, 2.0))]
+
+
+@pytest.mark.parametrize(
+    ("policy", "rows", "right", "pairs"),
+    [
+        # 0 of 1; 0>1, 0>2 and not 1>2; 0>2 and not 1>2
+        ("strict", [((0, 1), (0.0, 1.0)), ((0, 1, 2), (3.0, 1.0, 2.0)), ((0, 0, 1), (2.0, 0.0, 1.0))], 3, 6),
+        # a tie, right, right; a tie, wrong, wrong
+        ("strict", TIES, 2, 6),
+        ("half", TIES, 3, 6),
+        # what needs a missing score is wrong
+        ("strict", [((0, 1, 2), (2.0, 1.0, None)), ((0, 1), (1.0, 0.0))], 2, 4),
+    ],
+    ids=["ranks", "ties are wrong", "ties are half right", "a missing score"],
+)
+def test_pairs_are_pooled_as_in_the_trainers_validation(policy: Any, rows: Any, right: int, pairs: int) -> None:
+    suite = PreferenceSuite("mine", DatasetConfig(data_path="mine.jsonl"), tie_policy=policy)
+    scored = [
+        rated(preference(str(i), "s", str(i), ["a"] * len(ranks), ranks), scores)
+        for i, (ranks, scores) in enumerate(rows)
     ]
-
-
-def test_pairs_are_pooled_as_in_the_trainers_validation(suite_of: Callable[..., PreferenceSuite]) -> None:
-    suite = suite_of(ranked("a", 0, 1), ranked("b", 0, 1, 2), ranked("c", 0, 0, 1))
-    a, b, c = suite.load()
-    rows = [rated(a, (0.0, 1.0)), rated(b, (3.0, 1.0, 2.0)), rated(c, (2.0, 0.0, 1.0))]
-    result = suite.summarize(rows)
-    # a: 0 of 1; b: 0>1, 0>2 and not 1>2; c: 0>2 and not 1>2
-    assert result.headline.value == 3 / 6 and result.details["num_pairs"] == 6
-    assert result.headline.low is not None and result.headline.low <= 0.5 <= (result.headline.high or 0)
-
-
-@pytest.mark.parametrize(("policy", "value"), [("strict", 2 / 6), ("half", 3 / 6)])
-def test_ties_of_scores(suite_of: Callable[..., PreferenceSuite], policy: Any, value: float) -> None:
-    suite = suite_of(ranked("a", 0, 1, 2), ranked("b", 0, 1, 2), tie_policy=policy)
-    a, b = suite.load()
-    result = suite.summarize([rated(a, (1.0, 1.0, 0.0)), rated(b, (1.0, 1.0, 2.0))])
-    # a: tie, right, right; b: tie, wrong, wrong
-    assert result.headline.value == pytest.approx(value)
-
-
-def test_what_needs_a_missing_score_is_wrong(suite_of: Callable[..., PreferenceSuite]) -> None:
-    suite = suite_of(ranked("a", 0, 1, 2), ranked("b", 0, 1))
-    a, b = suite.load()
-    result = suite.summarize([rated(a, (2.0, 1.0, None)), rated(b, (1.0, 0.0))])
-    assert result.headline.value == 2 / 4 and result.num_failed == 1
+    result = suite.summarize(scored)
+    assert result.headline.value == pytest.approx(right / pairs) and result.details["num_pairs"] == pairs
+    assert result.headline.low is not None and result.headline.low <= right / pairs <= (result.headline.high or 0)
+    assert result.num_failed == sum(None in scores for _, scores in rows)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from families import tiny_model
+from messages import chat
 from starlette.testclient import TestClient
 from templates import byte_bpe
 from tokenizers import processors
@@ -32,13 +33,10 @@ CHATML = (
 KINDS = ["plain", "chatml", "bos_written", "bos_added", "encoder"]
 
 CHATS = [
-    [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
-    for question, completion in [
-        ("What is the capital of France?", "Paris is the capital of France."),
-        ("What is the capital of France?", "Bread."),
-        ("How much flour?", "Mix 500 grams of flour, water, salt and yeast, then let the dough rest."),
-        ("How much flour?", "\u6570\u5b57 \U0001f642"),
-    ]
+    chat("What is the capital of France?", "Paris is the capital of France."),
+    chat("What is the capital of France?", "Bread."),
+    chat("How much flour?", "Mix 500 grams of flour, water, salt and yeast, then let the dough rest."),
+    chat("How much flour?", "\u6570\u5b57 \U0001f642"),
 ]
 
 
@@ -86,20 +84,10 @@ def scorers(tiny_tokenizer: Any) -> dict[str, Scorer]:
 
 
 @pytest.fixture(scope="session")
-def open_clients() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture(scope="session")
-def shared(scorers: dict[str, Scorer], open_clients: ExitStack) -> Callable[[str], Served]:
+def shared(scorers: dict[str, Scorer]) -> Iterator[Callable[[str], Served]]:
     """A function: kind -> `Served` that all tests share, and none changes."""
-
-    @functools.cache
-    def make(kind: str) -> Served:
-        return make_served(kind, scorers, open_clients)
-
-    return make
+    with ExitStack() as stack:
+        yield functools.cache(lambda kind: make_served(kind, scorers, stack))
 
 
 @pytest.fixture

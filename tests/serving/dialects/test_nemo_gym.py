@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
+from messages import chat
 
 from treeward.config.nemo_gym import NemoGymConfig
 from treeward.data.responses_items import conversation_of
@@ -32,8 +33,6 @@ def rollout(completion: str = COMPLETION, **more: Any) -> dict[str, Any]:
                 {"role": "system", "content": "be brief", "type": "message"},
                 {"role": "user", "content": QUESTION, "type": "message"},
             ],
-            "tools": [],
-            "metadata": None,
         },
         "agent_ref": {"name": "my_agent"},
         "_ng_task_index": 0,
@@ -61,8 +60,7 @@ def rollout(completion: str = COMPLETION, **more: Any) -> dict[str, Any]:
 
 
 def messages(completion: str = COMPLETION) -> list[dict[str, str]]:
-    system = {"role": "system", "content": "be brief"}
-    return [system, {"role": "user", "content": QUESTION}, {"role": "assistant", "content": completion}]
+    return [{"role": "system", "content": "be brief"}, *chat(QUESTION, completion)]
 
 
 def score_of(model: LoadedModel) -> float:
@@ -146,11 +144,9 @@ def test_a_server_that_does_not_score_in_time_masks_too(own_client: Any, service
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
         b"[]",
         b'{"responses_create_params": {"input": "x"}, "response": {"output": [NaN]}}',
         b'{"responses_create_params": {"input": 3}, "response": {"output": []}}',
-        b'{"responses_create_params": {"input": "x"}, "response": {"output": []}, "reward_threshold": "high"}',
     ],
 )
 def test_what_is_no_rollout_is_refused(client: Any, content: bytes) -> None:
@@ -263,14 +259,6 @@ def verified(make_service: Callable[..., Any], asgi_client: Callable[..., Any]) 
         return client.post("/verify", json=body or rollout()).json()
 
     return verify
-
-
-def test_components_of_a_shaped_reward(verified: Callable[..., Any], served_folder: Path) -> None:
-    scale = {"normalize_rewards": True, "reward_mean": 0.25, "reward_std": 0.5, "reward_clip": None}
-    got = verified(model_path=str(served_folder), **scale, length_penalty={"coefficient": 0.125, "threshold": 3})
-    expected = (got["reward_score"] - 0.125 * (len(COMPLETION) - 3) - 0.25) / 0.5
-    assert got["reward"] == pytest.approx(expected, abs=1e-6)
-    assert got["reward_components"] == {"reward_score": got["reward_score"]}
 
 
 def test_members_of_an_ensemble(verified: Callable[..., Any], served_folder: Path, loaded_model: LoadedModel) -> None:
