@@ -59,9 +59,9 @@ def test_a_head_that_nobody_reads_is_named(kind: str, save: Save) -> None:
 @pytest.mark.parametrize(
     ("architecture", "name", "reason"),
     [
-        ("Qwen2ForProcessRewardModel", "published", "rates steps"),
-        ("Qwen2ForPrmModel", "published", "rates steps"),
-        ("Qwen2ForTokenClassification", "published", "rates steps"),
+        ("LlamaForProcessRewardModel", "published", "process reward model is not known"),
+        ("Qwen2ForPrmModel", "published", "process reward model is not known"),
+        ("Qwen2ForTokenClassification", "published", "process reward model is not known"),
         ("LlamaForCausalLM", "GPM-Llama-3.1-8B", "compares pairs"),
     ],
 )

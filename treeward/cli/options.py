@@ -35,7 +35,10 @@ Dtype = Annotated[ScoringDtype, typer.Option(help="Number format of the backbone
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model folder contains.")]
 Shaping = Annotated[str | None, typer.Option(metavar="YAML", help="A reward_shaping section, or `contract`.")]
 Ensemble = Annotated[str | None, typer.Option(help="Several as one: mean, worst, uncertainty, or a section.")]
-HeadWeights = Annotated[str | None, typer.Option(metavar="NAME=1,...", help="Of a model's heads: by name, or 1,0.5.")]
+HeadWeights = Annotated[
+    str | None,
+    typer.Option(metavar="NAME=1,...", help="Of a model's heads: by name, or 1,0.5, or mean; of steps: min."),
+]
 
 Truncation = Literal["drop", "truncate_left", "error"]
 
@@ -57,7 +60,8 @@ class ModelOptions:
     def keys(self) -> dict[str, Any]:
         """The options as keys of a model's section."""
         names = ("max_length", "truncation", "device", "dtype", "trust_remote_code")
-        weights = None if self.head_weights is None else parse_head_weights(self.head_weights)
+        text = self.head_weights
+        weights = text if text in (None, "mean", "product", "min") else parse_head_weights(text)
         keys = {name: getattr(self, name) for name in names}
         keys |= {"head_weights": weights, "check_contract": not self.unchecked}
         return {name: value for name, value in keys.items() if value is not None}

@@ -253,6 +253,7 @@ class _Row(BaseModel):
     heads: list[float] = []
     spread: float | None = None
     members: list[float] = []
+    steps: list[float] = []
 
 
 _ROWS = TypeAdapter(list[_Row])
@@ -273,6 +274,8 @@ def _read(reply: Reply, number: int) -> list[Reward]:
     for row in rows:
         why = row.error if row.score is None else None
         heads, members = tuple(row.heads), tuple(row.members)
-        score = Score(row.score, row.num_tokens, row.truncated, heads, members, why, spread=row.spread)
+        score = Score(
+            row.score, row.num_tokens, row.truncated, heads, members, why, spread=row.spread, steps=tuple(row.steps)
+        )
         rewards.append(Reward(row.reward, score, error=row.error))
     return rewards

@@ -100,7 +100,8 @@ ShapingOrContract = Annotated[
 
 
 Truncation = Literal["drop", "truncate_left", "error"]
-HeadWeights = Literal["mean"] | dict[str, float] | tuple[float, ...]
+StepScore = Literal["product", "min"]
+HeadWeights = Literal["mean"] | StepScore | dict[str, float] | tuple[float, ...]
 EnsembleMethod = Literal["mean", "worst", "uncertainty"]
 
 
@@ -144,7 +145,8 @@ class ScoringConfig(Strict):
     """Longer conversations: no reward (`drop`), oldest tokens cut (`truncate_left`), `error`. None: as in training."""
     head_weights: HeadWeights | None = None
     """Weight of each head in the score, for a model with several: numbers in order or by the names of its labels (those
-    not named have none), or `mean`. None: as in its scoring contract."""
+    not named have none), or `mean`. None: as in its scoring contract. Of a process reward model: the `product` of the
+    probabilities of its steps (None), or the least (`min`)."""
     shaping: ShapingOrContract | None = None
     """How scores become rewards; `contract`: as the model's scoring contract says. None: a reward is the score."""
 

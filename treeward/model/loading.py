@@ -66,6 +66,7 @@ def load_reward_model(
     device: torch.device | str = "cpu",
     head_seed: int | None = None,
     several_heads: bool = False,
+    steps: bool = False,
     labels: Sequence[str] = (),
     load_in_4bit: bool = False,
     trust_remote_code: bool = False,
@@ -76,14 +77,17 @@ def load_reward_model(
 
     `dtype`: of the backbone's weights; the head's are always float32. `attention`: "rows", or "tree", which falls back
     to rows with a warning. `head_seed`: draws a new head for a checkpoint without a one-label head; None requires a
-    trained head, as published models always do. `several_heads`: allow any number of labels; `labels`: names of the
-    heads. `load_in_4bit`: the backbone's linear layers as nf4, for adapters. `on_meta`: a float32 model without
-    weights, to cast and shard before its `fill` reads them. `keep_padding`: read a decoder's score as plain
-    transformers does, at the last token that is not the padding token of config.json.
+    trained head, as published models always do. `several_heads`: allow any number of labels; `steps`: allow a process
+    reward model; `labels`: names of the heads. `load_in_4bit`: the backbone's linear layers as nf4, for adapters.
+    `on_meta`: a float32 model without weights, to cast and shard before its `fill` reads them. `keep_padding`: read a
+    decoder's score as plain transformers does, at the last token that is not the padding token of config.json.
     """
     config = read_config(str(name), trust_remote_code)
     refuse(config.to_dict(), config.name_or_path)
     published = find(config.to_dict(), config.name_or_path)
+    if published is not None and published.step_token is not None and not steps:
+        summary = "a process reward model scores, and has no contract and no training: its steps have labels"
+        raise ModelError(summary, where=str(name), need="one value of a conversation")
     is_classifier = any("SequenceClassification" in text for text in config.architectures or ())
     if published is None and labels:
         vars(config).update(_named(labels))

@@ -188,6 +188,17 @@ def _objectives(fields: Fields) -> tuple[str, ...]:
     return ARMORM if is_known else tuple(f"objective {i}" for i in range(count))
 
 
+class StepOdds(nn.Sequential):
+    """Qwen2.5-Math-PRM: the log-odds that a step is right, of two layers with a value against it and one for it."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(*_mlp([config.hidden_size, config.hidden_size, 2], nn.ReLU))
+
+    def forward(self, hidden_ND: Tensor) -> Tensor:
+        values_N2: Tensor = super().forward(hidden_ND)  # type: ignore[no-untyped-call]
+        return values_N2[:, 1:] - values_N2[:, :1]
+
+
 class SplitGroups(ConversionOps):
     """InternLM2's one matrix of queries, keys and values: for each key head its queries, its key and its value."""
 
@@ -258,9 +269,9 @@ class Adapter:
     checkpoint, and our names for them. `backbone`: other changes of names and tensors. `head`: makes the module
     `score`; None for a linear one. `parts`: names of its values, whose sum is the score. `config`: from config.json,
     for unknown model types. `tokens`: the score is the logit of the last of these, minus that of the one before.
-    `template`: for a tokenizer without one, the text that the authors score. `end`: texts before and after the chat
-    template. `architecture`: of config.json, where the authors' says too little. `keys`: of config.json for the
-    authors' code alone.
+    `step_token`: it is read after each step, at this token. `template`: for a tokenizer without one, the text that the
+    authors score. `end`: texts before and after the chat template. `architecture`: of config.json, where the authors'
+    says too little. `keys`: of config.json for the authors' code alone.
     """
 
     source: str
@@ -271,6 +282,7 @@ class Adapter:
     parts: Callable[[Fields], tuple[str, ...]] = lambda _: ()
     config: Callable[[Fields], PreTrainedConfig] | None = None
     tokens: Callable[[Fields], Sequence[str | int]] | None = None
+    step_token: str | None = None
     template: str | None = None
     end: Callable[[Fields, PreTrainedTokenizerBase], tuple[str, str]] = lambda _, __: ("", "")
     architecture: str | None = None
@@ -296,6 +308,7 @@ class Adapter:
         body = {"__init__": make, "__module__": plain.__module__, "plain_class": plain}
         stored_head = tuple(old.split(".")[0] for old in stored)
         body |= {"stored_head": stored_head, "score_parts": parts, "made_by_treeward": head is not None}
+        body["step_token"] = self.step_token
         made: type[PreTrainedModel] = type(name, (plain,), body)
         renamings = [WeightRenaming(f"^{old}", new) for old, new in stored.items() if old != new]
         register_checkpoint_conversion_mapping(name, [*renamings, *self.backbone], overwrite=True)
@@ -401,6 +414,13 @@ ADAPTERS: Mapping[str, Adapter] = {
         stored=lambda _: {"score": "score"},
         head=lambda config: _mlp([config.hidden_size, config.hidden_size, 1], nn.ReLU),
     ),
+    "Qwen2.5-Math-PRM": Adapter(
+        source=f"{_HUB}Qwen/Qwen2.5-Math-PRM-7B",
+        recognises=_is("Qwen2ForProcessRewardModel"),
+        stored=lambda _: {"score": "score"},
+        head=StepOdds,
+        step_token="<extra_0>",
+    ),
     "InternLM2-Reward": Adapter(
         source=f"{_HUB}internlm/internlm2-20b-reward/blob/6539b1df85e74019a3e36da43901e18205c572ea/modeling_internlm2.py",
         recognises=_is("InternLM2ForRewardModel"),
@@ -496,7 +516,7 @@ def refuse(fields: Fields, name: str | None) -> None:
     architectures = " ".join(fields.get("architectures") or ())
     steps, pairs = r"For(Process|PRM|Prm|TokenClassification)", r"\bGPM-[^/]*$"
     for text, pattern, summary in (
-        (architectures, rf"\w+{steps}\w*", "a process reward model rates steps, and has no score"),
+        (architectures, rf"\b(?!Qwen2ForProcess)\w+{steps}\w*", "this process reward model is not known"),
         (name or "", pairs, "a general preference model compares pairs: its values of one completion are no score"),
     ):
         if match := re.search(pattern, text):

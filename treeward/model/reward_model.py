@@ -91,6 +91,12 @@ class RewardModel(WrappedModel):
         return pattern
 
     @property
+    def step_token(self) -> str | None:
+        """The token at which a process reward model reads each step; None for any other model."""
+        token: str | None = getattr(self.hf, "step_token", None)
+        return token
+
+    @property
     def read_position(self) -> Literal["last token", "before padding", "pooled"]:
         """The position at which the score is read: `ReadContract.position`."""
         if self.layout == "encoder":

@@ -42,7 +42,7 @@ def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:
         "truncation": renderer.truncation,
         "max_length": renderer.max_length,
         "dtype": str(scorer.model.hf.dtype).removeprefix("torch."),
-        "head_weights": scorer.head_weights,
+        "head_weights": scorer.head_weights if scorer.steps is None else scorer.steps.how,
         "rendering": renderer.fingerprint,
     }
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _Request = tuple[Row, list[list[Message]]]
 
 _ROWS_AT_ONCE = 256
-_OURS = ("score", "scores", "spread", "spreads", "error", "truncated")
+_OURS = ("score", "scores", "spread", "spreads", "steps", "error", "truncated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,8 @@ def _with_scores(row: Row, rewarded: Sequence[Reward], ours: Sequence[str]) -> d
     for key, numbers in columns.items():
         if key in ours:
             result |= {key: numbers[0]} if single else {f"{key}s": numbers}
+    if any(reward.score.steps for reward in rewarded):
+        result["steps"] = rewarded[0].score.steps if single else [reward.score.steps for reward in rewarded]
     errors = {i: reward.error for i, reward in enumerate(rewarded) if reward.error is not None}
     if errors:
         alone = len(rewarded) == 1

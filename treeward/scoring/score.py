@@ -28,7 +28,8 @@ class Score:
     length; 0 where it could not be rendered. `truncated`: some of its context was cut to make it fit. `heads`: the
     value of each head, in the model's order, and `head_names` their names; `members`: the score of each model of an
     ensemble. `spread`: where the heads are estimates of one score, their standard deviation (of the population), in
-    units of the score. `judgement`: what a judge wrote.
+    units of the score. `steps`: of a process reward model, the probability that each step is right. `judgement`: what a
+    judge wrote.
     """
 
     score: float | None
@@ -39,6 +40,7 @@ class Score:
     error: str | None = None
     head_names: tuple[str, ...] = ()
     spread: float | None = None
+    steps: tuple[float, ...] = ()
     judgement: str | None = None
 
     @property

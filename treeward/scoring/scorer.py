@@ -38,6 +38,7 @@ from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check
 from treeward.scoring.diagnosis import Check, diagnose
 from treeward.scoring.golden import weighted_heads
 from treeward.scoring.score import Conversation, OnError, Score
+from treeward.scoring.steps import Steps
 from treeward.tree.prefix import PrefixCache, RecentTokens
 from treeward.tree.token_tree import TokenIds
 
@@ -55,7 +56,8 @@ class Prepared:
     """The token ids of a conversation, int32 (L,), or why there are none.
 
     `num_tokens`: what it costs alone. `prompt_length`: the first tokens, which other conversations may have too.
-    `members`: for an ensemble, the same for each member; the ids are then the first member's.
+    `members`: for an ensemble, the same for each member; the ids are then the first member's. For a process reward
+    model, the beginning up to each step.
     """
 
     name: str
@@ -159,7 +161,7 @@ class Scorer(PreparedScorer):
 
     `batch_tokens`: most tokens computed in one forward pass, counted after sharing; `max_sequences`: most conversations
     in one; one of them is a number. `head_weights`: the weight of each head in the score, in order or by the name of
-    its label, or "mean". `prefix_cache`: holds the prompts of earlier calls.
+    its label, or "mean"; of steps, "product" or "min". `prefix_cache`: holds the prompts of earlier calls.
     """
 
     def __init__(
@@ -185,6 +187,10 @@ class Scorer(PreparedScorer):
         labels = [head.name for head in contract.heads] if contract else []
         labels = labels or list(model.score_parts or (model.hf.config.id2label or {}).values())
         self.head_names = tuple(map(str, labels if len(labels) == model.num_heads else range(model.num_heads)))
+        self.steps = None
+        if model.step_token is not None:
+            how: Any = head_weights or "product"
+            self.steps, head_weights = Steps(model.step_token, renderer.tokenizer, how), None
         try:
             is_sum = head_weights is None and bool(model.score_parts)
             self.head_weights = _head_weights((1.0,) * model.num_heads if is_sum else head_weights, self.head_names)
@@ -222,6 +228,7 @@ class Scorer(PreparedScorer):
             dtype=DTYPES[config.dtype],
             device=choose_device(device),
             several_heads=True,
+            steps=True,
             trust_remote_code=trusts,
             keep_padding=keeps_padding(contract),
         )
@@ -266,6 +273,8 @@ class Scorer(PreparedScorer):
         names = where or [f"conversation {i}" for i in range(len(conversations))]
         try:
             checked = [check_conversation(*item) for item in zip(conversations, names, strict=True)]
+            if self.steps is not None:
+                checked = [self.steps.marked(*item) for item in zip(checked, names, strict=True)]
             fitted = self.renderer.fit_many(checked, where=names)
         except DataError as error:
             if on_error == "raise":
@@ -286,13 +295,15 @@ class Scorer(PreparedScorer):
         return [self._prepare_text(text, f"text {i}") for i, text in enumerate(texts)]
 
     def score_prepared(self, prepared: Sequence[Prepared], *, on_error: OnError = "raise") -> list[Score]:
-        lengths = [item.prompt_length for item in prepared if item.ids is not None]
-        values_SH = self._values([item.ids for item in prepared if item.ids is not None], lengths)
+        rows = [row for item in prepared for row in item.members or (item,) if row.ids is not None]
+        values_SH = self._values([row.ids for row in rows if row.ids is not None], [row.prompt_length for row in rows])
+        # A conversation is one plain row, however many of its beginnings are read.
+        self.model.num_row_tokens -= sum(row.num_tokens for item in prepared for row in item.members[:-1])
         remaining = iter(values_SH.tolist())
         return [
             Score(None, item.num_tokens, item.truncated, error=item.error)
             if item.ids is None
-            else self._score(next(remaining), item, on_error)
+            else self._score([next(remaining) for _ in item.members or (item,)], item, on_error)
             for item in prepared
         ]
 
@@ -332,13 +343,18 @@ class Scorer(PreparedScorer):
             prompt_lengths=prompt_lengths,
         )
 
-    def _score(self, values: list[float], item: Prepared, on_error: OnError) -> Score:
+    def _score(self, rows: list[list[float]], item: Prepared, on_error: OnError) -> Score:
+        """`rows`: the values of the heads; of a process reward model, one row for each step."""
+        values = [value for row in rows for value in row]
         try:
             check_finite(values, item.name, item.num_tokens)
         except ModelError as error:
             if on_error == "raise":
                 raise
             return Score(None, item.num_tokens, item.truncated, error=one_line(error))
+        if self.steps is not None:
+            score, probabilities = self.steps.score(values)
+            return Score(score, item.num_tokens, item.truncated, steps=probabilities)
         return Score(
             score=self._combined(values),
             num_tokens=item.num_tokens,
@@ -380,6 +396,11 @@ class Scorer(PreparedScorer):
                 "less. max_length (--max-length) refuses them.", name, len(ids), self._trained_length,
             )  # fmt: skip
             self._trained_length = None  # said once
+        if self.steps is not None:
+            beginnings = tuple(Prepared(name, part, len(part)) for part in self.steps.beginnings(ids))
+            error = None if beginnings else f"there is no step: no {self.steps.token}"
+            last = beginnings[-1].ids if beginnings else None
+            return Prepared(name, last, len(ids), truncated, error, members=beginnings)
         if self.prefix_cache is None:
             return Prepared(name, ids, len(ids), truncated)
         lengths = [len(str(message.get("content") or "")) for message in conversation]
@@ -429,6 +450,9 @@ def _head_weights(weights: HeadWeights | None, names: Sequence[str]) -> tuple[fl
         )
     if weights == "mean":
         return (1.0 / len(names),) * len(names)
+    if isinstance(weights, str):
+        summary = "this is for the steps of a process reward model, and the model has heads"
+        raise ModelError(summary, field="head_weights", got=weights, need="a number for each head, or mean")
     return tuple(float(head.weight) for head in weighted_heads(names, weights))
 
 

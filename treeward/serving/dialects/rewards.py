@@ -67,7 +67,7 @@ class RewardsBody(OwnBody):
 
 class RewardRow(TypedDict):
     """`heads`, `members`: the value of each head, of each member of an ensemble. `spread`: of heads that estimate one
-    score.
+    score. `steps`: of a process reward model, the probability of each step.
     """
 
     index: int
@@ -79,6 +79,7 @@ class RewardRow(TypedDict):
     heads: NotRequired[list[float]]
     spread: NotRequired[float]
     members: NotRequired[list[float]]
+    steps: NotRequired[list[float]]
 
 
 class RewardsResponse(TypedDict):
@@ -153,6 +154,8 @@ def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> RewardsResponse:
             row["spread"] = score.spread
         if score.members:
             row["members"] = list(score.members)
+        if score.steps:
+            row["steps"] = list(score.steps)
         rows.append(row)
     total = sum(row["num_tokens"] for row in rows)
     return RewardsResponse(

@@ -1,0 +1,110 @@
+"""A process reward model gives each step of a completion its probability, by the arithmetic of its authors' page."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import config_of, randomise
+from safetensors.torch import save_file
+from torch.nn import functional as F
+from transformers import AutoModel
+
+from treeward.cli.main import main
+from treeward.errors import DataError, ModelError
+from treeward.model.loading import load_reward_model
+from treeward.scoring.scorer import Scorer
+
+MARK, SIZE = "<extra_0>", 32
+STEPS = ("There are 18 pink flamingos.", "They paint 6 of them white.", "So 12 are pink.")
+QUESTION = {"role": "user", "content": "How many are pink?"}
+CHAT = [QUESTION, {"role": "assistant", "content": "\n\n".join(STEPS)}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_tokenizer: Any) -> Any:
+    own = copy.deepcopy(tiny_tokenizer)
+    own.add_special_tokens({"additional_special_tokens": [MARK]})
+    return own
+
+
+@pytest.fixture(scope="module")
+def published(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str, torch.Tensor]]:
+    """A small Qwen2.5-Math-PRM in a folder as its authors have it, its backbone and its head."""
+    folder = tmp_path_factory.mktemp("prm")
+    tokenizer.save_pretrained(folder)
+    config = config_of("qwen2", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    backbone: Any = randomise(AutoModel.from_config(config, attn_implementation="eager").eval())
+    draw = torch.Generator().manual_seed(5)
+    shapes = {"0.weight": (SIZE, SIZE), "0.bias": (SIZE,), "2.weight": (2, SIZE), "2.bias": (2,)}
+    head = {f"score.{name}": torch.randn(shape, generator=draw) * 0.3 for name, shape in shapes.items()}
+    fields = config.to_dict() | {"architectures": ["Qwen2ForProcessRewardModel"]}
+    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    weights = {f"model.{name}": value for name, value in backbone.state_dict().items()}
+    save_file({**weights, **head}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, backbone, head
+
+
+def expected(published: Any, tokenizer: Any, steps: tuple[str, ...] = STEPS) -> tuple[list[float], int]:
+    """The probabilities of the steps of the whole text, and its tokens up to the last mark."""
+    _, backbone, head = published
+    completion = {"role": "assistant", "content": MARK.join(steps) + MARK}
+    ids = tokenizer.apply_chat_template([QUESTION, completion], return_tensors="pt", return_dict=False)
+    with torch.no_grad():
+        hidden = backbone(input_ids=ids).last_hidden_state[0]
+    inner = F.relu(F.linear(hidden, head["score.0.weight"], head["score.0.bias"]))
+    values = F.linear(inner, head["score.2.weight"], head["score.2.bias"]).softmax(dim=-1)[:, 1]
+    marks = (ids[0] == tokenizer.convert_tokens_to_ids(MARK)).nonzero().flatten()
+    return values[marks].tolist(), int(marks[-1]) + 1
+
+
+def test_every_step_is_read_in_one_pass(published: Any, tokenizer: Any) -> None:
+    scorer, (want, num_tokens) = Scorer.load(published[0]), expected(published, tokenizer)
+    assert len(want) == 3 and max(want) - min(want) > 0.05
+    scorer.model.num_computed_tokens = scorer.model.num_row_tokens = 0
+    [score] = scorer.score([CHAT])
+    assert score.steps == pytest.approx(want, abs=1e-5) and score.score == pytest.approx(math.prod(want), abs=1e-5)
+    assert scorer.model.num_computed_tokens == scorer.model.num_row_tokens == num_tokens
+    marked = [QUESTION, {"role": "assistant", "content": MARK.join(STEPS) + MARK}]
+    fewer = [QUESTION, {"role": "assistant", "content": STEPS[0]}]
+    both = scorer.score([fewer, marked])
+    assert both[0].steps == pytest.approx(expected(published, tokenizer, STEPS[:1])[0], abs=1e-5)
+    assert both[1].steps == pytest.approx(want, abs=1e-5)
+
+
+def test_the_least_step_and_rows_of_a_file(published: Any, tokenizer: Any, tmp_path: Path) -> None:
+    want, _ = expected(published, tokenizer)
+    assert Scorer.load(published[0], head_weights="min").score([CHAT])[0].score == pytest.approx(min(want), abs=1e-5)
+    data, output = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
+    data.write_text(json.dumps({"messages": CHAT}) + "\n", encoding="utf-8")
+    command = ["score", str(published[0]), "--data", str(data), "--output", str(output), "--head-weights", "min"]
+    assert main(command) == 0
+    row = json.loads(output.read_text("utf-8"))
+    assert row["score"] == pytest.approx(min(want), abs=1e-5) and row["steps"] == pytest.approx(want, abs=1e-5)
+
+
+def test_what_has_no_steps_is_refused(
+    published: Any, tokenizer: Any, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scorer = Scorer.load(published[0])
+    [score] = scorer.score_prepared(scorer.prepare_texts(["a text without a mark"]))
+    assert score.score is None and "no step" in str(score.error)
+    with pytest.raises(DataError, match="steps are read in text only"):
+        scorer.score([[QUESTION, {"role": "assistant", "content": [{"type": "image"}]}]])
+    with pytest.raises(ModelError, match="and the model has heads"):
+        Scorer.load(model_folder, head_weights="min")
+    with pytest.raises(ModelError, match="no contract and no training"):
+        load_reward_model(published[0], head_seed=0)
+    assert main(["verify", str(published[0]), "--write"]) == 2
+    assert "no contract and no training" in capsys.readouterr().err
+
+
+def test_probabilities_of_extreme_odds(published: Any) -> None:
+    steps = Scorer.load(published[0]).steps
+    assert steps is not None
+    assert steps.score([800.0, -800.0])[1] == (1.0, 0.0)
