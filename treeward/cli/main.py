@@ -7,8 +7,10 @@ after its first line, is shown at the end of its help. Only the module of the ve
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
+import gc
 import importlib
 import inspect
 import io
@@ -89,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"treeward {VERSION}\n")
         return 0
     keep_freed_memory()
+    atexit.register(gc.freeze)  # the last collections would go through all of torch, for most of a second
     configure_logging(debug="--debug" in words)  # before the verb or after it
     try:
         app([word for word in words if word != "--debug"], prog_name="treeward")

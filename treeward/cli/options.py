@@ -37,7 +37,7 @@ Shaping = Annotated[str | None, typer.Option(metavar="YAML", help="A reward_shap
 Ensemble = Annotated[str | None, typer.Option(help="Several as one: mean, worst, uncertainty, or a section.")]
 HeadWeights = Annotated[
     str | None,
-    typer.Option(metavar="NAME=1,...", help="Of a model's heads: by name, or 1,0.5, or mean; of steps: min."),
+    typer.Option(metavar="NAME=1,...", help="Of a model's heads: by name, or 1,0.5."),
 ]
 
 Truncation = Literal["drop", "truncate_left", "error"]

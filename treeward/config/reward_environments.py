@@ -190,7 +190,7 @@ class JudgePromptConfig(Strict):
     """How often each question is asked, at a temperature: the majority of verdicts, the mean of ratings. A policy that
     learns to judge is asked so when it is used; in training `num_generations_per_prompt` times."""
     temperature: float | None = 0.0
-    """Temperature of the judge. None: not sent, for models that refuse it."""
+    """Temperature of the judge. None: not sent, for models that refuse it; in the process 1."""
 
     def check(self) -> None:
         places = ("{completion}",) if self.mode == "rating" else ("{completion_a}", "{completion_b}")
@@ -247,9 +247,10 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
         if contract is None or not contract.is_file():
             return raw
         trained = json.loads(contract.read_text("utf-8"))
-        probabilities = {"num_samples": 1} if raw.get("use_logprobs") else {}  # which are not sampled
+        is_sampled = not raw.get("use_logprobs") and raw.get("temperature") != 0
+        once = {} if is_sampled else {"num_samples": 1}
         variables = {"chat_template_kwargs": trained.get("chat_template_kwargs", {})}
-        return trained.get("prompt", {}) | variables | probabilities | dict(raw)
+        return trained.get("prompt", {}) | variables | once | dict(raw)
 
     def check(self) -> None:
         super().check()

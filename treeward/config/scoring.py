@@ -100,8 +100,7 @@ ShapingOrContract = Annotated[
 
 
 Truncation = Literal["drop", "truncate_left", "error"]
-StepScore = Literal["product", "min"]
-HeadWeights = Literal["mean"] | StepScore | dict[str, float] | tuple[float, ...]
+HeadWeights = Literal["mean", "product", "min"] | dict[str, float] | tuple[float, ...]
 EnsembleMethod = Literal["mean", "worst", "uncertainty"]
 
 

@@ -100,8 +100,9 @@ class ScoringWorker:
     def preprocess(self, conversations: Sequence[Conversation]) -> dict[str, Tensor]:
         """See `RewardModelEnvironment.preprocess_data`."""
         scorer = self.scorer.members[0]
-        if not isinstance(scorer, Scorer):
-            raise ConfigError("a judge reads questions, not conversations", where=self._config.models[0])
+        if not isinstance(scorer, Scorer) or scorer.steps is not None:
+            summary = "a judge reads questions and a process reward model steps: a conversation has not one value"
+            raise ConfigError(summary, where=self._config.models[0])
         rows = []
         for item in scorer.prepare(conversations):
             if item.ids is None:

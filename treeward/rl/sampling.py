@@ -229,7 +229,11 @@ class _RowDecoder:
         self._parameters = inspect.signature(policy.hf.forward).parameters
         self.cache = DynamicCache(config=policy.hf.config)
         names = ("cache", "past_key_values", "cache_params")  # the first in transformers 5.24, the others before
-        self._cache_name = next(name for name in names if name in self._parameters)
+        found = [name for name in names if name in self._parameters]
+        if not found:
+            got, need = type(policy.hf).__name__, f"one of {', '.join(names)}"
+            raise ModelError("the policy cannot be sampled: its forward pass takes no cache", got=got, need=need)
+        self._cache_name = found[0]
         places = {prompt: p for p, prompt in enumerate(dict.fromkeys(row.prompt_ids for row in rows))}
         self._of_row = [places[row.prompt_ids] for row in rows]
         self._tokens_PL, self._mask_SL = _padded(list(places), policy.device)

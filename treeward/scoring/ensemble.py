@@ -135,7 +135,7 @@ class EnsembleScorer(PreparedScorer):
 
     def _joined(self, scores: Sequence[Score]) -> Score:
         """One conversation's scores by the members; the first member without one gives the error."""
-        joined = replace(scores[0], heads=(), truncated=any(score.truncated for score in scores))
+        joined = replace(scores[0], heads=(), steps=(), truncated=any(score.truncated for score in scores))
         for m, score in enumerate(scores):
             if score.score is None:
                 return replace(joined, score=None, error=f"{self._label(m)}: {score.error}")

@@ -55,8 +55,9 @@ class JudgeContract(Strict):
 
     @property
     def scores_sha256(self) -> str:
-        """Hash of what the scores depend on."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        """Hash of what the scores depend on: probabilities, which are not sampled."""
+        content = self.model_dump_json(exclude={"prompt": {"num_samples", "temperature"}})
+        return hashlib.sha256(content.encode()).hexdigest()
 
 
 def read_judge_contract(folder: Path) -> JudgeContract | None:

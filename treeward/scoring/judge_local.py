@@ -143,7 +143,7 @@ class LocalJudge:
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
         tokens = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=self.policy.device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=self.policy.device)
-        temperature = self.config.temperature
+        temperature = 1.0 if self.config.temperature is None else self.config.temperature
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         hf: Any = self.policy.hf
         written = hf.generate(

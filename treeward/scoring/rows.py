@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _Request = tuple[Row, list[list[Message]]]
 
 _ROWS_AT_ONCE = 256
-_OURS = ("score", "scores", "spread", "spreads", "steps", "error", "truncated")
+_OURS = ("score", "scores", "spread", "spreads", "step_probabilities", "error", "truncated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,8 @@ def _with_scores(row: Row, rewarded: Sequence[Reward], ours: Sequence[str]) -> d
         if key in ours:
             result |= {key: numbers[0]} if single else {f"{key}s": numbers}
     if any(reward.score.steps for reward in rewarded):
-        result["steps"] = rewarded[0].score.steps if single else [reward.score.steps for reward in rewarded]
+        steps = [reward.score.steps for reward in rewarded]
+        result["step_probabilities"] = steps[0] if single else steps
     errors = {i: reward.error for i, reward in enumerate(rewarded) if reward.error is not None}
     if errors:
         alone = len(rewarded) == 1

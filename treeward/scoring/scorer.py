@@ -187,10 +187,9 @@ class Scorer(PreparedScorer):
         labels = [head.name for head in contract.heads] if contract else []
         labels = labels or list(model.score_parts or (model.hf.config.id2label or {}).values())
         self.head_names = tuple(map(str, labels if len(labels) == model.num_heads else range(model.num_heads)))
-        self.steps = None
+        self.steps: Steps | None = None
         if model.step_token is not None:
-            how: Any = head_weights or "product"
-            self.steps, head_weights = Steps(model.step_token, renderer.tokenizer, how), None
+            self.steps, head_weights = Steps(model.step_token, renderer.tokenizer, head_weights), None
         try:
             is_sum = head_weights is None and bool(model.score_parts)
             self.head_weights = _head_weights((1.0,) * model.num_heads if is_sum else head_weights, self.head_names)

@@ -14,36 +14,46 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from treeward.config.scoring import HeadWeights
 from treeward.data.preference import Message
-from treeward.errors import DataError
+from treeward.errors import DataError, ModelError
 from treeward.scoring.score import Conversation, message_text
 
 _BLANK_LINE = re.compile(r"\n\s*\n")
 
 
 class Steps:
-    """The steps of a model that reads each at `token`. `how`: what makes a score of them."""
+    """The steps of a model that reads each at `token`. `how`: what makes a score of them, "product" (None) or "min".
+    Raises `ModelError` for anything else, and for a tokenizer without the token."""
 
-    def __init__(self, token: str, tokenizer: PreTrainedTokenizerBase, how: Literal["product", "min"]) -> None:
-        self.token, self.how = token, how
-        self._token_id = tokenizer.convert_tokens_to_ids(token)
+    def __init__(self, token: str, tokenizer: PreTrainedTokenizerBase, how: HeadWeights | None) -> None:
+        if how not in (None, "product", "min"):
+            summary, need = "the steps of a process reward model have no weights", "product, or min"
+            raise ModelError(summary, field="head_weights", got=how, need=need)
+        ids = tokenizer.encode(token, add_special_tokens=False)
+        if ids != [tokenizer.convert_tokens_to_ids(token)]:
+            summary = "the tokenizer does not write the token at which this model reads a step"
+            raise ModelError(summary, got=ids, need=f"one token for {token!r}", fix="name the model's own tokenizer")
+        self.token, self.how, self._token_id = token, how or "product", ids[0]
 
     def marked(self, messages: Conversation, name: str) -> list[Message]:
-        """The messages with a mark after each step of the completion: blank lines part steps where it has no marks.
-        Raises `DataError` for a completion that is not text."""
-        *context, completion = messages
-        text = message_text(completion)
-        if text is None:
-            raise DataError("steps are read in text only", where=name, field="messages", got=completion, need="a text")
-        if self.token not in text:
-            text = "".join(f"{step}{self.token}" for step in _BLANK_LINE.split(text.strip()))
-        return [*context, {**completion, "content": text}]
+        """The messages with a mark after each step of the completion, and nowhere else: its own marks part its steps,
+        or else blank lines. What stands after its last mark is a step too: no text goes unread. Raises `DataError` for
+        a message that is not text."""
+        texts = [message_text(message) for message in messages]
+        if None in texts:
+            got = messages[texts.index(None)]
+            raise DataError("steps are read in text only", where=name, field="messages", got=got, need="a text")
+        *context, completion = map(str, texts)
+        parts = completion.split(self.token) if self.token in completion else _BLANK_LINE.split(completion.strip())
+        marked = "".join(f"{part}{self.token}" for part in parts if part.strip())
+        contents = [*(text.replace(self.token, "") for text in context), marked]
+        return [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
 
     def beginnings(self, ids: np.ndarray) -> list[np.ndarray]:
         """The tokens up to each mark."""
