@@ -82,6 +82,7 @@ at 8 completions."""
 
 EXACT, EXACT_PRETRAINED = 1e-5, 1e-4
 BETA = 0.05
+UNCLAMPED: dict[str, Any] = {"kl_input_clamp_value": None, "kl_output_clamp_value": None}  # as TRL's penalty
 MICRO_BATCH_TOKENS = 4096
 LEARNING_RATE = 1e-6
 
@@ -265,7 +266,7 @@ def _ignore_round(call: Callable[[], object], number: int) -> object:
 def moved(reference: PreTrainedModel) -> PreTrainedModel:
     """A policy whose matrices have left their reference a little, so that the penalty has a gradient.
 
-    Gains stay: with noise in Gemma's, tokens are 50 nats off, and TRL does not clamp its penalty.
+    Gains stay: with noise in Gemma's, tokens are 50 nats off, where the penalty overflows.
     """
     policy = deepcopy(reference)
     generator = torch.Generator(policy.device).manual_seed(1)
@@ -289,7 +290,7 @@ def _ours(
     frozen = kind(own, layout="tree")
     model.cast(dtype)
     frozen.cast(dtype)
-    loss = PolicyLossConfig(reference_policy_kl_penalty=BETA)
+    loss = PolicyLossConfig(reference_policy_kl_penalty=BETA, **UNCLAMPED)
     used_PG = torch.ones_like(work.advantages_PG, dtype=torch.bool)
     sizes = [_tree_tokens(group) for group in work.groups]
     plan = plan_micro_batches(sizes, max_tokens=MICRO_BATCH_TOKENS)
@@ -330,7 +331,7 @@ def _ours(
 def _grouper(policy: PreTrainedModel, reference: PreTrainedModel, work: Work, *, all_logits: bool) -> Variant:
     model = GroupedPolicy(deepcopy(policy), all_logits=all_logits)
     frozen = GroupedPolicy(deepcopy(reference).requires_grad_(False), all_logits=all_logits)
-    loss = PolicyLossConfig(reference_policy_kl_penalty=BETA)
+    loss = PolicyLossConfig(reference_policy_kl_penalty=BETA, **UNCLAMPED)
     plan = plan_micro_batches([_tree_tokens(group) for group in work.groups], max_tokens=MICRO_BATCH_TOKENS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     model.train()
