@@ -50,7 +50,7 @@ def wait_until_busy(process_id: int) -> None:
     """Until the process has computed for a while."""
     process = psutil.Process(process_id)
     before, deadline = process.cpu_times().user, time.monotonic() + 60
-    while process.cpu_times().user < before + 0.1 and time.monotonic() < deadline:
+    while process.cpu_times().user < before + 0.03 and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
