@@ -209,10 +209,8 @@ def measure(
     exact: float = EXACT,
     few: bool = False,
 ) -> dict[str, Any]:
-    """Everything about one setting. Raises `RuntimeError` where the variants do not compute the same.
-
-    `few`: without PrefixGrouper and bfloat16.
-    """
+    """Everything about one setting; `few`: without PrefixGrouper and bfloat16. Raises `RuntimeError` where the variants
+    do not compute the same."""
     reference = build_causal(size, tokenizer, device)
     policy = moved(reference)
     with tempfile.TemporaryDirectory() as folder:
@@ -264,10 +262,8 @@ def _ignore_round(call: Callable[[], object], number: int) -> object:
 
 
 def moved(reference: PreTrainedModel) -> PreTrainedModel:
-    """A policy whose matrices have left their reference a little, so that the penalty has a gradient.
-
-    Gains stay: with noise in Gemma's, tokens are 50 nats off, where the penalty overflows.
-    """
+    """A policy whose matrices have left their reference a little, for a penalty with a gradient. With noise in the gains
+    Gemma's tokens are 50 nats off, where it overflows."""
     policy = deepcopy(reference)
     generator = torch.Generator(policy.device).manual_seed(1)
     with torch.no_grad():

@@ -14,6 +14,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,21 @@ def killed_before_step(step: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         patch.setattr(RewardModelRun, "step", replaced)
+        yield
+
+
+@contextlib.contextmanager
+def dying(owner: Any, name: str, when: Callable[..., bool] = lambda *_: True) -> Iterator[None]:
+    """Within it a run is killed as soon as this function is called, and `when` says so of its arguments."""
+    function = getattr(owner, name)
+
+    def replaced(*arguments: Any, **options: Any) -> Any:
+        if when(*arguments):
+            raise Killed
+        return function(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(owner, name, replaced)
         yield
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from killed_run import Killed, assert_same_run
+from killed_run import assert_same_run, dying
 from loopback import Asked, Loopback
 from served_policy import ServedPolicy
 
@@ -45,21 +44,6 @@ FORGETFUL = (
     "checkpointing.metric_name=val:raw_reward",
     "checkpointing.keep_top_k=1",
 )
-
-
-@contextmanager
-def dying(owner: Any, name: str, when: Callable[..., bool]) -> Iterator[None]:
-    """Within it a run is killed as soon as this function is called, and `when` says so of its arguments."""
-    function = getattr(owner, name)
-
-    def replaced(*arguments: Any, **options: Any) -> Any:
-        if when(*arguments):
-            raise Killed
-        return function(*arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(owner, name, replaced)
-        yield
 
 
 UNINTERRUPTED: dict[str, Path] = {}

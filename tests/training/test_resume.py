@@ -6,14 +6,13 @@ import math
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from killed_run import Killed, assert_same_run, killed_before_step
+from killed_run import assert_same_run, dying, killed_before_step
 
 from treeward.errors import CheckpointError
 from treeward.training import export, state
@@ -41,21 +40,6 @@ def before_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], No
         return take_step(self, number)
 
     monkeypatch.setattr(RewardModelRun, "step", replaced)
-
-
-@contextmanager
-def dying(owner: Any, name: str, when: Callable[..., bool] = lambda *_: True) -> Iterator[None]:
-    """Within it a run is killed as soon as this function is called, and `when` says so of its arguments."""
-    function = getattr(owner, name)
-
-    def replaced(*arguments: Any, **options: Any) -> Any:
-        if when(*arguments):
-            raise Killed
-        return function(*arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(owner, name, replaced)
-        yield
 
 
 MOMENTS: list[tuple[Any, ...]] = [
