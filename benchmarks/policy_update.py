@@ -209,8 +209,8 @@ def measure(
     exact: float = EXACT,
     few: bool = False,
 ) -> dict[str, Any]:
-    """Everything about one setting; `few`: without PrefixGrouper and bfloat16. Raises `RuntimeError` where the variants
-    do not compute the same."""
+    """Everything about one setting; `few`: without PrefixGrouper and bfloat16. Raises `RuntimeError` where variants do
+    not compute the same."""
     reference = build_causal(size, tokenizer, device)
     policy = moved(reference)
     with tempfile.TemporaryDirectory() as folder:
@@ -262,7 +262,7 @@ def _ignore_round(call: Callable[[], object], number: int) -> object:
 
 
 def moved(reference: PreTrainedModel) -> PreTrainedModel:
-    """A policy whose matrices have left their reference a little, for a penalty with a gradient. With noise in the gains
+    """A policy whose matrices have left their reference a little, for a penalty with a gradient. With noise in gains
     Gemma's tokens are 50 nats off, where it overflows."""
     policy = deepcopy(reference)
     generator = torch.Generator(policy.device).manual_seed(1)
