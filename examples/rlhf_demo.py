@@ -12,10 +12,13 @@ The bundled data's true quality ("gold") is known and never trained on, so it sh
 It may be run again: what is finished is not done again, and a run that was stopped goes on.
 """
 
+import json
+import random
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from imitation import SMALL_POLICY, Group, imitate
 
@@ -23,10 +26,12 @@ from treeward.cli.main import main
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.rendering import Renderer
+from treeward.data.synthetic import bundled_path
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.model.export import export_policy
 from treeward.model.loading import build_policy
 from treeward.rl.report import RLRun, write_rl_report
+from treeward.storage import atomic_file
 from treeward.tables import Column, results_table
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -91,13 +96,17 @@ def train_member(train: list[str], seed: int, member: Path) -> int:
 
     It is calibrated, so that its scores can be compared with those of the others.
     """
-    folder = RESULTS / f"training_{seed}"
+    folder, others = RESULTS / f"training_{seed}", RESULTS / "others.jsonl"
+    if not others.exists():
+        with atomic_file(others) as file:
+            file.writelines(json.dumps(row) + "\n" for row in with_other_answers())
     code = main(
         [
             *train,
             "rm.max_num_epochs=3",
             f"rm.seed={seed}",
-            "+data.non_contextual_answer=true",
+            f"+data.train={{dataset_name: PreferenceDataset, data_path: {others}}}",
+            "+data.validation={plain: {}, length_controlled: {}}",
             f"checkpointing.checkpoint_dir={folder}",
             f"logger.log_dir={LOGS}/reward_model_{seed}",
         ]
@@ -110,6 +119,15 @@ def train_member(train: list[str], seed: int, member: Path) -> int:
         if code == 0:
             making.rename(member)
     return code
+
+
+def with_other_answers() -> Iterator[dict[str, Any]]:
+    """The training data, each row with a good completion of another prompt as its worst (Liu et al. 2024)."""
+    rows = [json.loads(line) for line in bundled_path("train").read_text(encoding="utf-8").splitlines()]
+    generator = random.Random(0)
+    for row in rows:
+        other = generator.choice([one for one in generator.sample(rows, 8) if one["context"] != row["context"]])
+        yield row | {"completions": [*row["completions"], other["completions"][0] | {"rank": len(row["completions"])}]}
 
 
 def fine_tuned_policy() -> int:

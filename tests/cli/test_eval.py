@@ -86,7 +86,6 @@ def test_the_checkpoints_of_a_run_in_the_order_of_their_steps(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["MODEL", "--shaping", "{reference: par}"], "reference completions, and there are none"),
         (["MODEL", "--ensemble", "mean"], "one model is no ensemble"),
         (["MODEL", "--checkpoints", "nowhere"], "the folder has no checkpoints"),
         (["MODEL", "--checkpoints", "RUN", "--ensemble", "mean"], "checkpoints are compared with each other"),

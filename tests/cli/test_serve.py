@@ -40,9 +40,7 @@ def test_words_are_models_and_settings(config_of: Callable[..., ServerConfig]) -
     assert (config.models[0].max_length, config.models[0].truncation) == (64, "truncate_left")
     assert config.batch_tokens == 512
     [model] = config_of("a", "b", "--ensemble", "worst").models
-    assert model.models == ("a", "b") and model.ensemble is not None and model.ensemble.over == "models"
-    [model] = config_of("a", "--ensemble", "{method: mean, over: heads}").models
-    assert model.models == ("a",) and model.ensemble is not None and model.ensemble.over == "heads"
+    assert model.models == ("a", "b") and model.ensemble is not None
 
 
 def test_a_file_and_the_command_line(treeward: Command, config_of: Callable[..., ServerConfig], tmp_path: Path) -> None:

@@ -64,14 +64,6 @@ def test_own_splits_are_filled_into_blocks():
     assert (config.train[0].split, config.validation[0].split) == ("train", "length_controlled")
 
 
-def test_completions_of_other_prompts_are_for_training_alone():
-    config = DataConfig.model_validate({"dataset_name": "Bundled", "non_contextual_answer": True})
-    assert [d.non_contextual_answer for d in (*config.train, *config.validation)] == [True, False, False]
-    train = [{"data_path": "a"}, {"data_path": "b", "non_contextual_answer": False}]
-    config = DataConfig.model_validate({"non_contextual_answer": True, "train": train})
-    assert [d.non_contextual_answer for d in config.train] == [True, False]
-
-
 def sets(**raw):
     return PromptDataConfig.model_validate(raw)
 
@@ -113,13 +105,12 @@ def test_held_out_rows_are_one_set_each_and_only_once():
 
 def test_comparisons_may_be_held_out() -> None:
     """In both forms; the held-out rows are the unnamed validation set, if there is no other."""
-    keys = {"prompt_key": "question", "split_validation_size": 0.1, "non_contextual_answer": True}
+    keys = {"prompt_key": "question", "split_validation_size": 0.1}
     blocks = {"train": {"data_path": "own.csv", **keys}}
     for config in (DataConfig(train_data_path="own.csv", **keys), DataConfig(**blocks)):
         (train,), (held_out,) = config.train, config.validation
         assert (train.part, held_out.part, held_out.name) == ("train", "validation", "default")
         assert (held_out.data_path, held_out.prompt_key) == ("own.csv", "question")
-        assert not held_out.non_contextual_answer
         assert DataConfig(**config.model_dump()) == config, "it is saved and read again"
     both = DataConfig(**blocks, validation={"data_path": "val.csv"})
     assert [one.name for one in both.validation] == ["default", "held_out"]

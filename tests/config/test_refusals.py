@@ -40,8 +40,6 @@ SECTIONS = [
     (DataConfig, "train_data_path: t, dataset_type: pairs", "dataset_type"),
     (DataConfig, "train_data_path: t, default: {promt_key: a}", "default.promt_key"),
     (DataConfig, "train_data_path: t, validation: {data_path: x, weight: 2}", "validation[0].weight"),
-    (DataConfig, "train_data_path: t, validation: {data_path: x, non_contextual_answer: true}",
-     "validation[0].non_contextual_answer"),
     (DataConfig, "train_data_path: t, val_data_paths: {a b: x}", "validation[0].name"),
     (DataConfig, "dataset_name: Tulu3Preference, validation: {name: x}", "validation"),
     # prompts
@@ -255,7 +253,6 @@ LOSSES = [
     (["policy.reward_model_cfg.attributes=[a]"], "policy.reward_model_cfg.attributes"),
     ([OF_TYPE + "attributes", "policy.reward_model_cfg={attributes: [help], attribute_weights: {hlep: 1}}"],
      "policy.reward_model_cfg.attribute_weights.hlep"),
-    ([OF_TYPE + "regression", "+data.non_contextual_answer=true"], "data.train[0].non_contextual_answer"),
 ]  # fmt: skip
 
 

@@ -45,8 +45,6 @@ ULTRA = {
 }
 BINARIZED = {"prompt_id": "1", "messages": [ASK, FOUR], "score_chosen": 8.0, "score_rejected": 8.0}
 PREFERRED = {"response_1": "4", "response_2": "5", "preference_strength": -1, "split": "train"}
-RMB = {"conversation_input": [ASK], "category_path": "Set/Chat"}
-RMB_4, RMB_5, RMB_6 = ({"llm_name": text, "answer": text} for text in "456")
 FORMATS: dict[str, tuple[list[dict[str, Any]], str, list[tuple[int, Any]]]] = {
     "ranks": ([ranks(0, 1)], "PreferenceDataset", USUAL),
     "text of a prompt": (
@@ -88,12 +86,6 @@ FORMATS: dict[str, tuple[list[dict[str, Any]], str, list[tuple[int, Any]]]] = {
         [(1, "4"), (0, "5")],
     ),
     "HelpSteer2, preferences": ([{"prompt": "2 + 2?", **PREFERRED}], "HelpSteer3", USUAL),
-    "RMB, a pair": ([{**RMB, "pair_uid": "1", "chosen": RMB_4, "reject": RMB_5}], "RMB", USUAL),
-    "RMB, the best of several": (
-        [{**RMB, "bon_uid": "1", "bon_best": RMB_4, "loser_list": [RMB_5, RMB_6]}],
-        "RMB",
-        [*USUAL, (1, "6")],
-    ),
     "HelpSteer3": (
         [{"context": [ASK], "response1": "4", "response2": "5", "overall_preference": 3}],
         "HelpSteer3",

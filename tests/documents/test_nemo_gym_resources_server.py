@@ -68,14 +68,14 @@ def verified(client: TestClient, response: str = RESPONSE, **more: Any) -> dict[
 
 def test_a_loaded_model_scores_a_prompt_and_a_response(model_path: str) -> None:
     reward_model = treeward.load_reward_model(model_path, device="cpu")
-    [expected] = reward_model.score([CHAT])
+    [expected] = reward_model.scorer.score([CHAT])
     items = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": PROMPT}]}]
     for prompt, response in ((PROMPT, RESPONSE), (CHAT[:1], CHAT[1:]), (items, rollout()["response"]["output"])):
         assert reward_model.score(prompt=prompt, response=response) == expected.score
         assert reward_model.score(prompt, response) == reward_model.predict(prompt, response) == expected.score
     developer = [{"role": "developer", "content": "Be brief."}, *CHAT]
     system = [developer[0] | {"role": "system"}, *CHAT]
-    assert reward_model.predict(developer[:-1], RESPONSE) == reward_model.score([system])[0].score
+    assert reward_model.predict(developer[:-1], RESPONSE) == reward_model.scorer.score([system])[0].score
 
 
 def test_what_has_no_score_is_an_error_and_no_number(model_path: str) -> None:
@@ -86,8 +86,6 @@ def test_what_has_no_score_is_an_error_and_no_number(model_path: str) -> None:
     ]:
         with pytest.raises(DataError, match=says):
             reward_model.score(prompt=prompt, response=response)
-        assert reward_model.score(prompt=prompt, response=response, on_error="mask") is None
-    assert reward_model.score(PROMPT, RESPONSE, on_error="mask") == reward_model.predict(PROMPT, RESPONSE)
 
 
 # The classes, as the page has them; the lines above the first one are ours
@@ -408,17 +406,12 @@ def test_a_preference_score_is_in_0_to_1(model_path: str, make_client: Any) -> N
 # Normalisation: constants, and "running statistics normalization"
 
 
-def test_normalize_rewards_alone_starts_and_says_that_it_changes_nothing(
-    model_path: str, tmp_path: Any, make_client: Any, caplog: pytest.LogCaptureFixture
+def test_rewards_are_normalised_by_the_pages_defaults_and_by_the_contract(
+    model_path: str, tmp_path: Any, make_client: Any
 ) -> None:
     raw = verified(make_client(model_path=model_path))["reward"]
-    for section in ({"normalize_rewards": True}, {"shaping": {"normalize_rewards": True}}):
-        caplog.clear()
-        got = verified(make_client(model_path=model_path, **section))
-        assert got["reward"] == pytest.approx(raw, abs=1e-6)
-        assert "normalize_rewards changes nothing" in caplog.text and "treeward calibrate" in caplog.text
     for constants, expected in (
-        ({"reward_mean": 0.5}, raw - 0.5), ({"reward_std": 0.5}, raw / 0.5), ({"reward_mean": 0.0}, raw)
+        ({}, raw), ({"reward_mean": 0.5}, raw - 0.5), ({"reward_std": 0.5}, raw / 0.5), ({"reward_mean": 0.0}, raw)
     ):  # fmt: skip
         client = make_client(model_path=model_path, normalize_rewards=True, **constants)
         assert verified(client)["reward"] == pytest.approx(expected, abs=1e-5)
@@ -427,7 +420,7 @@ def test_normalize_rewards_alone_starts_and_says_that_it_changes_nothing(
     contract = json.loads((fitted / "reward_contract.json").read_text())
     contract["calibration"] = {"normalization": {"mean": 0.25, "std": 0.125}}
     (fitted / "reward_contract.json").write_text(json.dumps(contract))
-    got = verified(make_client(model_path=str(fitted), normalize_rewards=True))
+    got = verified(make_client(model_path=str(fitted), shaping={"normalize_rewards": True}))
     assert got["reward"] == pytest.approx(max(-5, min(5, (raw - 0.25) / 0.125)), abs=1e-4)
 
 

@@ -15,24 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from messages import assistant, user, write_jsonl
 
 from treeward.compat.nemo_rl import (
     BinaryPreferenceDataset,
-    DatumSpec,
     HelpSteer3Dataset,
     PreferenceDataset,
-    RewardModelEnvironment,
     TaskDataSpec,
     Tulu3PreferenceDataset,
-    datum_spec,
 )
-from treeward.config.data import PromptSetConfig
 from treeward.config.load import load_config, load_grpo_config
-from treeward.data.prompt_encoding import encode_prompts
-from treeward.data.prompt_sets import open_prompts
-from treeward.data.rendering import Renderer
 from treeward.training.tracking import read_metrics
 
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -219,23 +211,6 @@ env:
       enabled: true
       reward_model_type: "bradley_terry"
 """
-
-
-def test_rows_for_a_loop(write_prompts: Any, tiny_tokenizer: Any, model_folder: Path) -> None:
-    """`DatumSpec`: raw messages, whose token ids together are the rendered prompt."""
-    messages = [{"role": "system", "content": "Be brief."}, user("2 + 2?")]
-    path = write_prompts("prompts.jsonl", [{"prompt": messages, "ground_truth": "4"}])
-    prompts = open_prompts(PromptSetConfig(dataset_name="PromptDataset", data_path=path))
-    encoded = encode_prompts([prompts], Renderer(tiny_tokenizer))
-    datum = datum_spec(encoded[0], idx=7)
-    keys = {"message_log", "length", "extra_env_info", "loss_multiplier", "idx"}
-    assert set(datum) == keys <= set(DatumSpec.__annotations__)
-    joined = torch.cat([message["token_ids"] for message in datum["message_log"]])  # type: ignore[misc]
-    assert tuple(joined.tolist()) == encoded[0].token_ids and datum["length"] == len(joined)
-    assert datum["extra_env_info"] == {"ground_truth": "4"} and datum["loss_multiplier"] == 1.0
-    environment = RewardModelEnvironment({"model_name": str(model_folder), "precision": "float32"})
-    log, plain = ([*asked, assistant("4")] for asked in (datum["message_log"], messages))
-    assert torch.equal(*(environment.step([one], [datum["extra_env_info"]]).rewards for one in (log, plain)))
 
 
 def test_the_section_in_a_configuration_of_grpo(tmp_path: Path) -> None:

@@ -10,12 +10,7 @@ from omegaconf import OmegaConf
 
 from treeward.environments.hybrid import HybridEnvironment
 from treeward.environments.interface import Environment, Reward
-from treeward.environments.registry import (
-    as_environment,
-    make_environment,
-    make_environments,
-    register_environment,
-)
+from treeward.environments.registry import make_environment, make_environments, register_environment
 from treeward.environments.rules import RuleEnvironment
 from treeward.errors import ConfigError
 
@@ -64,14 +59,12 @@ def test_the_env_section_of_a_file() -> None:
 
 @pytest.mark.slow
 def test_as_a_ray_actor(ray: Any) -> None:
-    unfit = as_environment(RuleEnvironment.remote({"rule": "maths"}))
-    with pytest.raises(ConfigError, match="maths"):  # raised in the actor
-        unfit.step(CHATS, [None])
-    assert unfit.shutdown()
+    unfit = RuleEnvironment.remote({"rule": "maths"})
+    with pytest.raises(ray.exceptions.ActorDiedError, match="maths"):
+        ray.get(unfit.step.remote(CHATS, [None]))
     members = {"math": {"type": "rules", "rule": "math", "workers": 1, "weight": 2}}
-    environment = as_environment(HybridEnvironment.remote({"members": members}), "sums_env")
-    assert environment.name == "sums_env"
+    environment = HybridEnvironment.remote({"members": members})
     chats = [chat("1/2", text) for text in ("0.5", "2")]
-    assert environment.step(chats, [{"ground_truth": "1/2"}] * 2).rewards.tolist() == [2, 0]
-    assert environment.step(chats, [{}, {}]).rewards.isnan().all()
-    assert environment.shutdown()
+    assert ray.get(environment.step.remote(chats, [{"ground_truth": "1/2"}] * 2)).rewards.tolist() == [2, 0]
+    assert ray.get(environment.step.remote(chats, [{}, {}])).rewards.isnan().all()
+    assert ray.get(environment.shutdown.remote())

@@ -99,25 +99,6 @@ def test_what_cannot_be_scored_is_masked_and_counted(
     assert metrics["reward_model_env/mean_reward"] == pytest.approx(sum(scores[:2]) / 2, abs=CLOSE)
 
 
-def test_rewards_relative_to_reference_answers(folder: str, scores: list[float]) -> None:
-    environment = make(folder, reward_shaping={"reference": "par"})
-    of_parquet = np.array(["?"], dtype=object)
-    infos = [{"reference_answers": ["Flour.", LOGS[1][-1:]]}, {}, {"reference_answers": 3},
-             {"reference_answers": of_parquet}]  # fmt: skip
-    step = environment.step(LOGS[:4], infos)
-    want = np.mean([1 / (1 + math.exp(-(scores[0] - s))) for s in scores[:2]])
-    assert step.rewards[0].item() == pytest.approx(want, abs=CLOSE)
-    assert bool(step.rewards[1:3].isnan().all()) and math.isfinite(step.rewards[3])
-    assert "reference_answers" in str(details(step, "error")[1]) and "cannot be read" in str(details(step, "error")[2])
-    # The references change nothing for others, and share their prompt.
-    alone = environment.step(LOGS[3:4], infos[3:])
-    assert alone.rewards.tolist() == pytest.approx(step.rewards[3:].tolist(), abs=CLOSE)
-    computed = environment.reward_model_policy.num_computed_tokens
-    environment.step(LOGS[4:5], [{"reference_answers": [LOGS[5][-1]["content"]]}])
-    ids = [Scorer.load(folder, device="cpu").renderer.encode(log) for log in LOGS[4:6]]
-    assert environment.reward_model_policy.num_computed_tokens - computed < sum(map(len, ids))
-
-
 def test_the_contract_may_say_how(make_folder: Callable[..., str], scores: list[float]) -> None:
     name = make_folder()
     with pytest.raises(ConfigError, match="no reward shaping"):

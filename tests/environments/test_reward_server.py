@@ -69,7 +69,6 @@ BY_LENGTH = {"length_penalty": {"coefficient": 10.0, "threshold": 0, "unit": "to
             {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 0.5},
         ),  # the server's
         ({"served_model": "shaped", "reward_shaping": CONSTANTS}, CONSTANTS),  # ours alone
-        ({"served_model": "shaped", "reward_shaping": {"reference": "par"}}, {"reference": "par"}),
         ({"reward_shaping": BY_LENGTH}, BY_LENGTH),
     ],
 )
@@ -83,12 +82,10 @@ def test_shaping_is_ours_or_the_servers(
     local = RewardModelEnvironment(
         {"model_name": str(signed_folder), "precision": "float32", "reward_shaping": shaping}
     )
-    infos = [{"reference_answers": "The Rhine."}, {"reference_answers": ["Elbe", "Oder"]}, {}]
     server = RewardModelEnvironment(section(served, **keys))
-    found, want = (one.reward(LOGS, infos) for one in (server, local))
+    found, want = (one.reward(LOGS, [{}] * 3) for one in (server, local))
     assert [one.value for one in found] == pytest.approx([one.value for one in want], abs=1e-4)
     assert [one.raw for one in found] == pytest.approx(scores, abs=1e-5)
-    assert [one.value is None for one in found] == [False, False, "reference" in shaping]
 
 
 def test_at_the_start_the_server_must_be_there_and_ours(served: str, monkeypatch: pytest.MonkeyPatch) -> None:

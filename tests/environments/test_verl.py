@@ -25,7 +25,6 @@ import treeward.environments.verl as verl
 from treeward.data.preference import Message
 from treeward.environments import source
 from treeward.environments.interface import Environment, Reward
-from treeward.environments.rules import RuleEnvironment
 from treeward.environments.source import RewardSource
 from treeward.errors import ConfigError, DataError
 from treeward.scoring.scorer import Scorer
@@ -148,16 +147,6 @@ def test_what_is_asked_during_a_step_is_the_next_step() -> None:
     environment.open.set()
     assert [future.result(600).value for future in first + later] == [1.0, 2.0, 3.0, 4.0]
     assert environment.steps == [["a"], ["bb", "ccc", "dddd"]]
-
-
-@pytest.mark.slow
-def test_a_run_can_share_an_actor(ray: Any) -> None:
-    actor = RuleEnvironment.options(name="rewards").remote({"rule": "exact_match"})
-    results = verl.compute_scores(["facts"] * 4, COMPLETIONS, ["Paris."] * 4, [{"prompt": PROMPT}] * 4, actor="rewards")
-    assert [result["score"] for result in results] == [1.0, 0.0, 0.0, 0.0]
-    ray.kill(actor)
-    with pytest.raises(ConfigError, match=r"no Ray actor of this name(?s:.)*reward(?s:.)*options"):
-        verl.compute_score(**sample("x", prompt=PROMPT), actor="reward")
 
 
 def test_a_rule_needs_no_prompt_and_a_missing_source_is_told_first() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evaluated import preference
 from families import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,9 +20,8 @@ from signed import signed
 from treeward.config.scoring import EnsembleConfig
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
-from treeward.model.contract import HeadContract, NormalizationConstants, RewardCalibration, write_contract
+from treeward.model.contract import NormalizationConstants, RewardCalibration, write_contract
 from treeward.model.reward_model import RewardModel
-from treeward.scoring.calibration import calibrate
 from treeward.scoring.ensemble import EnsembleScorer, combine
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
@@ -150,53 +148,15 @@ def test_a_member_that_gives_no_number_is_named(scorer: Callable[..., Scorer]) -
         ensemble.score([[{"role": "user", "content": "Anyone?"}]], where=["in.jsonl:3"])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_heads_of_one_model(method: Any, scorer: Callable[..., Scorer]) -> None:
-    model = scorer(0, num_labels=3, max_length=60)
-    config = EnsembleConfig(method=method, over="heads", standardize=False)
-    got = EnsembleScorer([model], config).score([*CHATS[:5], LONG])
-    plain = model.score(CHATS[:5])
-    assert values(got[:5]) == pytest.approx(by_hand([[*one.heads] for one in plain], method, 0.5), abs=1e-9)
-    assert [s.members for s in got[:5]] == [s.heads for s in plain] and len(plain[0].heads) == 3
-    assert got[5].score is None and got[5].members == ()
-
-
-def test_heads_are_standardized_by_the_calibration_of_their_model(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    hf = tiny_model("llama", num_labels=3)
-    hf.config.id2label = dict(enumerate(["helpful", "brief", "polite"]))
-    heads = [HeadContract(name=name, weight=w) for name, w in (("helpful", 0.7), ("brief", 0.0), ("polite", -0.2))]
-    _, _, contract = signed(tmp_path, tiny_tokenizer, hf, heads=heads, max_length=200)
-    scorer = Scorer.load(tmp_path, device="cpu")
-    asked = [preference("", "", one[:-1], ["4", "Five."]) for one in CHATS]
-    result = calibrate(scorer, asked, name="held_out.jsonl")
-    values_NH = np.array(
-        [one.heads for p in asked for one in scorer.score([[*p.context, *c.messages] for c in p.completions])]
-    )
-    assert [*result.heads] == ["helpful", "brief", "polite"]
-    for h, own in enumerate(result.heads.values()):
-        assert (own.mean, own.std) == pytest.approx((values_NH[:, h].mean(), values_NH[:, h].std()), abs=1e-6)
-    write_contract(contract.model_copy(update={"calibration": result}), tmp_path)
-    ensemble = EnsembleScorer.load([tmp_path], config=EnsembleConfig(method="worst", over="heads"), device="cpu")
-    z = [
-        [(v - one.mean) / one.std for v, one in zip(p.heads, result.heads.values(), strict=True)]
-        for p in scorer.score(CHATS)
-    ]
-    assert values(ensemble.score(CHATS)) == pytest.approx(by_hand(z, "worst", 0.5), abs=1e-5)
-
-
 @pytest.mark.parametrize(
-    ("seeds", "labels", "keys", "message"),
+    ("seeds", "keys", "message"),
     [
-        ([], 1, {"standardize": False}, "no members"),
-        ([0, 1], 1, {}, r"the members cannot be standardized(?s:.*)treeward calibrate MODEL --data FILE"),
-        ([0, 1], 1, {"over": "heads", "standardize": False}, "ensemble of heads has one model(?s:.*)2 models"),
-        ([0], 2, {"over": "heads"}, "cannot be standardized(?s:.*)standardize=false"),
+        ([], {"standardize": False}, "no members"),
+        ([0, 1], {}, r"the members cannot be standardized(?s:.*)treeward calibrate MODEL --data FILE"),
     ],
 )
-def test_what_does_not_fit(
-    seeds: list[int], labels: int, keys: dict[str, Any], message: str, scorer: Callable[..., Scorer]
-) -> None:
-    members = [scorer(seed, num_labels=labels) for seed in seeds]
+def test_what_does_not_fit(seeds: list[int], keys: dict[str, Any], message: str, scorer: Callable[..., Scorer]) -> None:
+    members = [scorer(seed) for seed in seeds]
     with pytest.raises(ConfigError, match=message):
         EnsembleScorer(members, EnsembleConfig(**keys))
 

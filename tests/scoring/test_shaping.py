@@ -7,17 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import messages
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from treeward.config.scoring import RewardShapingConfig
 from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import CalibratedTemperature, LengthCurve, NormalizationConstants, RewardCalibration
 from treeward.scoring.rewarding import RewardScorer
 from treeward.scoring.score import Conversation, OnError, Reward, Score
-from treeward.scoring.shaping import Reference, Shaper, relative_reward
+from treeward.scoring.shaping import Shaper
 
 CURVE = LengthCurve(
     unit="characters", lengths=(10, 20, 40), values=(-1.0, 1.0, 2.0), residual_mean=0.25, residual_std=0.5
@@ -27,24 +24,18 @@ CALIBRATION = RewardCalibration(
     length_curve=CURVE,
     temperature=CalibratedTemperature(value=2.0, nll_before=0.5, nll_after=0.4, num_pairs=100),
 )
-SCORES = st.floats(-100, 100)
 
 
 def chat(completion: Any) -> list[dict[str, Any]]:
     return messages.chat("Which?", completion)
 
 
-def reference(score: float | None, length: int = 1) -> Reference:
-    return Score(score), chat("y" * length)
-
-
 def shaper(calibration: RewardCalibration | None = None, tokenizer: Any = None, **keys: Any) -> Shaper:
     return Shaper(RewardShapingConfig.model_validate(keys), calibration=calibration, tokenizer=tokenizer)
 
 
-def shape(shaper: Shaper, scores: list[float], **options: Any) -> list[float]:
-    rewards = shaper.shape([Score(score) for score in scores], [chat("x")] * len(scores), **options)
-    return values(rewards)
+def shape(shaper: Shaper, scores: list[float]) -> list[float]:
+    return values(shaper.shape([Score(score) for score in scores], [chat("x")] * len(scores)))
 
 
 def values(rewards: list[Reward]) -> list[float]:
@@ -52,10 +43,9 @@ def values(rewards: list[Reward]) -> list[float]:
     return [one.value for one in rewards if one.value is not None]
 
 
-def reward(score: float, length: int = 1, references: list[Reference] | None = None, **keys: Any) -> float:
+def reward(score: float, length: int = 1, **keys: Any) -> float:
     made = shaper(keys.pop("calibration", None), **keys)
-    given = None if references is None else [references]
-    return values(made.shape([Score(score)], [chat("x" * length)], given))[0]
+    return values(made.shape([Score(score)], [chat("x" * length)]))[0]
 
 
 def test_rewards_are_normalised_and_clipped_on_both_sides() -> None:
@@ -68,17 +58,6 @@ def test_rewards_are_normalised_and_clipped_on_both_sides() -> None:
     assert shape(shaper(**constants), scores) == pytest.approx([-5.0, -1.5, 0.0, 0.5, 5.0])
 
 
-@given(SCORES, st.lists(SCORES, min_size=1, max_size=4), SCORES)
-def test_relative_rewards_depend_on_differences(score: float, references: list[float], by: float) -> None:
-    of_sigma = 1 / (1 + np.exp(-(score - np.array(references))))
-    assert relative_reward(score, references, "par") == pytest.approx(of_sigma.mean())
-    assert relative_reward(score, references, "log_sigmoid") == pytest.approx(np.log(of_sigma).mean(), abs=1e-9)
-    for kind in ("par", "log_sigmoid"):
-        assert math.isfinite(reward(3e38, references=[reference(-3e38)], reference=kind))
-        moved = relative_reward(score + by, [one + by for one in references], kind)  # type: ignore[arg-type]
-        assert moved == pytest.approx(relative_reward(score, references, kind), abs=1e-9)  # type: ignore[arg-type]
-
-
 def test_lengths_come_before_the_temperature() -> None:
     keys = {"length_calibration": True, "length_penalty": {"coefficient": 0.1, "threshold": 20}}
     # The contract has a temperature of the scores, 2, and one of the scores after the curve, 5.
@@ -89,16 +68,6 @@ def test_lengths_come_before_the_temperature() -> None:
     assert reward(7.0, 30, calibration=both, temperature="calibrated") == pytest.approx(7.0 / 2.0)
     with pytest.raises(ConfigError, match="temperature needs a temperature"):
         reward(7.0, 30, calibration=CALIBRATION, temperature="calibrated", **keys)
-
-
-def test_references_take_the_length_steps_with_their_own_lengths() -> None:
-    got = reward(
-        7.0, 30, [reference(6.0, 15), reference(1.0, 60)], calibration=CALIBRATION, reference="par", temperature=2.0,
-        length_calibration=True, length_penalty={"coefficient": 0.1, "threshold": 20},
-    )  # fmt: skip
-    own = (7.0 - 1.5 - 1.0) / 2
-    theirs = np.array([(6.0 - 0.0 - 0.0) / 2, (1.0 - 2.0 - 4.0) / 2])
-    assert got == pytest.approx((1 / (1 + np.exp(theirs - own))).mean())
 
 
 def test_constants_of_the_contract_are_adapted_to_the_steps_before() -> None:
@@ -114,23 +83,11 @@ def test_constants_of_the_contract_are_adapted_to_the_steps_before() -> None:
 
 def test_a_missing_score_stays_missing() -> None:
     scores = [Score(5.0), Score(None), Score(math.nan), Score(None, error="too long")]
-    for keys in ({}, {"normalize_rewards": True, "reward_mean": 5.0, "reward_std": 1.0}, {"reference": "par"}):
-        one, *missing = shaper(**keys).shape(scores, [chat("a")] * 4, [[reference(0.0)]] * 4)
+    for keys in ({}, {"normalize_rewards": True, "reward_mean": 5.0, "reward_std": 1.0}):
+        one, *missing = shaper(**keys).shape(scores, [chat("a")] * 4)
         assert one.value is not None and one.raw == 5.0 and one.error is None
         assert [each.value for each in missing] == [None] * 3
         assert [each.error for each in missing] == ["there is no score", "the score is not finite: nan", "too long"]
-
-
-def test_a_sample_without_its_references_has_no_reward() -> None:
-    good = reference(0.5)
-    references = [[good], None, [], [good, reference(None)], [reference(math.inf)]]
-    shaped = shaper(reference="par").shape([Score(1.0)] * 5, [chat("x")] * 5, references)
-    assert shaped[0].value == pytest.approx(1 / (1 + math.exp(-0.5)))
-    for one, words in zip(shaped[1:], ("there are no", "there are no", "[1] has no score", "[0] has no"), strict=True):
-        assert one.value is None and one.raw == 1.0 and words in (one.error or "")
-        assert "reference_answers" in (one.error or "")
-    assert shaper(reference="par").shape([Score(1.0)], [chat("x")])[0].value is None
-    assert shape(shaper(), [1.0], references=[None]) == [1.0]  # not read
 
 
 # --- rewards in the place of scores -----------------------------------------------------------------------------------

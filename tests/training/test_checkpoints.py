@@ -236,7 +236,7 @@ def test_validation_data_that_is_trained_on_is_said_before_the_first_step(
     binary = "dataset_name: BinaryPreferenceDataset"
     train_file, val_file = write_rows("train.jsonl", rows(range(30))), write_rows("val.jsonl", rows(range(20, 36)))
     options = [
-        f"data.train={{{binary}, data_path: {train_file}, split: null, non_contextual_answer: true}}",
+        f"data.train={{{binary}, data_path: {train_file}, split: null}}",
         f"data.validation=[{{{binary}, data_path: {val_file}, name: held_out}}]",
         "rm.val_batches=null",
     ]

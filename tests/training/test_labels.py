@@ -21,13 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from treeward.config.data import DatasetConfig
-from treeward.config.scoring import EnsembleConfig
 from treeward.data.sources import Row
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, DataError
 from treeward.losses import Heads, Labels, RewardSums, graded, ranked_pairs, squared_error
 from treeward.model.contract import read_contract
-from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.rows import ChunkScorer, chunks_of
 from treeward.scoring.scorer import Scorer
 from treeward.training.export import weights_of_order
@@ -262,7 +260,7 @@ def test_micro_batches_change_no_gradient(kind: str, tiny_run: Callable[..., Any
     assert len({float(row.norm()) for row in wanted[-1]}) == 4  # no two heads learn alike
 
 
-def test_spread_is_used_by_environment_and_ensemble(tiny_run: Callable[..., Any]) -> None:
+def test_spread_is_a_component_and_in_rows(tiny_run: Callable[..., Any]) -> None:
     folder = train(tiny_run(HEADS, "rm.max_num_steps=2"), show_progress=False).model_folder
     assert folder is not None
     log = [{"role": "user", "content": "Say 1."}]
@@ -275,10 +273,7 @@ def test_spread_is_used_by_environment_and_ensemble(tiny_run: Callable[..., Any]
     [reward] = environment.rewards([log], [{}])
     assert reward.value == pytest.approx(score.score) and reward.components["spread"] == pytest.approx(score.spread)
     assert [reward.components[f"head_{h}"] for h in range(4)] == pytest.approx(list(score.heads))
-    config = EnsembleConfig(over="heads", method="uncertainty", uncertainty_coefficient=0.7)
-    [careful] = EnsembleScorer.load([folder], config=config).score([log])  # without constants: one unit
-    assert careful.score == pytest.approx(fmean(score.heads) - 0.7 * pstdev(score.heads) ** 2, abs=1e-6)
-    assert careful.spread == score.spread == pytest.approx(pstdev(score.heads)) and careful.members == score.heads
+    assert score.spread == pytest.approx(pstdev(score.heads))
     given = [{"messages": log}, {"prompt": "Say 1.", "completions": ["sun moon", "ash"]}]
     chunks = chunks_of(Row(values, f"in.jsonl:{i}") for i, values in enumerate(given))
     [scored] = map(ChunkScorer(lambda: (Scorer.load(folder), None, {})).score, chunks)

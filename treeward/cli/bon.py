@@ -124,7 +124,7 @@ def _rater(text: str, option: str, fields: Sequence[str], options: ModelOptions)
         section["ensemble"] = {"method": section["ensemble"]}
     model = load_section(ServedModelConfig, {**options.keys, "name": text.strip(), **section}, where=option)
     check_device(model.device, where=option, field="device")
-    check_shaping(model, alone=True)
+    check_shaping(model)
 
     def by_model(stack: ExitStack) -> Any:
         scorer, identity = load_rewards(model, options.batch_tokens)

@@ -158,16 +158,15 @@ def _candidates(
     names = folder_names(models) | checkpoints
     ordered = [*checkpoints, *(model for model in models if model not in checkpoints)]
     candidates = []
-    for section in checked_models(ordered, ensemble, shaping, options, alone=True):
+    for section in checked_models(ordered, ensemble, shaping, options):
         if len(section.models) > 1 and checkpoints:
             need = "one of them, or the checkpoints as models: RUN_DIR/step_100/model ..."
             raise ConfigError("checkpoints are compared with each other", where="--ensemble, --checkpoints", need=need)
         name, notes = "-".join(names[member] for member in section.models), []
         if section.ensemble is not None:
-            heads = section.ensemble.over == "heads"
             name = name if len(name) <= 100 else f"{len(section.models)}-models"
-            name = f"{section.ensemble.method}-of-{'heads-of-' if heads else ''}{name}"
-            notes.append(f"{section.ensemble.method} of {'its heads' if heads else ', '.join(section.models)}")
+            name = f"{section.ensemble.method}-of-{name}"
+            notes.append(f"{section.ensemble.method} of {', '.join(section.models)}")
         if section.head_weights is not None:
             notes.append(f"heads weighted {options.head_weights}")
         if section.shaping is not None:

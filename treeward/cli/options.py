@@ -96,16 +96,15 @@ def reward_models(
     keys = {**options, "ensemble": section, "shaping": None if shaping is None else parse_yaml(shaping, "--shaping")}
     keys = {key: value for key, value in keys.items() if value is not None}
     named: list[dict[str, Any]] = [{"models": [model]} for model in models]
-    if section is not None and section.get("over") != "heads":
+    if section is not None:
         if len(models) == 1:
-            need = "two models or more, or the heads of one: {method: mean, over: heads}"
-            raise ConfigError("one model is no ensemble", where="--ensemble", got=models[0], need=need)
+            raise ConfigError("one model is no ensemble", where="--ensemble", got=models[0], need="two models or more")
         named = [{"models": list(models)}]
     return [load_section(ServedModelConfig, names | keys, where="MODEL, --shaping, --ensemble") for names in named]
 
 
 def checked_models(
-    models: Sequence[str], ensemble: str | None, shaping: str | None, options: ModelOptions, *, alone: bool = False
+    models: Sequence[str], ensemble: str | None, shaping: str | None, options: ModelOptions
 ) -> list[ServedModelConfig]:
     """As `reward_models`; a folder, a device or a shaping that cannot be is an error before any weights are loaded."""
     sections = reward_models(models, ensemble, shaping, options.keys)
@@ -115,7 +114,7 @@ def checked_models(
     for section in sections:
         for name in section.models:
             check_local(name)  # the last one too, before hours of the first
-        check_shaping(section, alone=alone)
+        check_shaping(section)
     return sections
 
 
@@ -146,19 +145,16 @@ def load_rewards(section: ServedModelConfig, batch_tokens: int | None) -> tuple[
     from treeward.scoring.rewarding import RewardScorer
 
     scorer, shaper = load(section, batch_tokens)
-    rewards = scorer if shaper is None else RewardScorer(scorer, shaper, where="--shaping")
+    rewards = scorer if shaper is None else RewardScorer(scorer, shaper)
     return rewards, scorer_identity(rewards, section.models[0])
 
 
-def check_shaping(section: ServedModelConfig, *, alone: bool = False) -> None:
-    """Raise `ConfigError` for constants that are missing, and with `alone` for a shaping with reference completions."""
+def check_shaping(section: ServedModelConfig) -> None:
+    """Raise `ConfigError` for constants that are missing."""
     if section.shaping is not None:
-        from treeward.scoring.rewarding import load_shaper, refuse_references
+        from treeward.scoring.rewarding import load_shaper
 
-        shaper = load_shaper(section)
-        assert shaper is not None
-        if alone:
-            refuse_references(shaper.config, "--shaping")
+        load_shaper(section)
 
 
 def parse_head_weights(text: str) -> dict[str, float] | list[float]:

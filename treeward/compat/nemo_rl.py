@@ -6,7 +6,7 @@
 |---|---|
 | `nemo_rl.environments.reward_model_environment` | `RewardModelEnvironment` |
 | `nemo_rl.environments.interfaces` | `EnvironmentReturn` |
-| `nemo_rl.data.interfaces` | `TaskDataSpec`, `DatumSpec`, `LLMMessageLogType` |
+| `nemo_rl.data.interfaces` | `TaskDataSpec`, `LLMMessageLogType` |
 | `nemo_rl.data.datasets.preference_datasets` | the four dataset classes, `load_preference_dataset` |
 
 These are treeward's own classes, with the arguments and fields that such scripts use; NeMo RL need not be installed. In
@@ -16,7 +16,7 @@ NeMo RL's own loop use `treeward.environments.nemo_rl`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
@@ -24,37 +24,11 @@ from datasets import Dataset
 from treeward.config.data import DataConfig
 from treeward.config.load import load_section
 from treeward.data.datasets import RowDataset, TaskDataSpec, open_dataset
-from treeward.data.prompt_encoding import EncodedPrompt
 from treeward.environments.interface import EnvironmentReturn as EnvironmentReturn
 from treeward.environments.reward_model import RewardModelEnvironment as RewardModelEnvironment
 
 LLMMessageLogType = list[dict[str, str | torch.Tensor]]
 """Messages with `role` and `content`, and tensors of the loop, as `token_ids`."""
-
-
-class DatumSpec(TypedDict):
-    """A prompt in NeMo RL's rollouts. `length`: its tokens; `loss_multiplier`: 0 leaves it out of the loss."""
-
-    message_log: LLMMessageLogType
-    length: int
-    extra_env_info: dict[str, Any] | None
-    loss_multiplier: float
-    idx: int
-    task_name: NotRequired[str]
-    stop_strings: NotRequired[list[str]]
-
-
-def datum_spec(encoded: EncodedPrompt, idx: int) -> DatumSpec:
-    """A prompt of `encode_prompts` as a row of NeMo RL's rollouts.
-
-    The messages stay raw, for the environment's model to render. `token_ids`, int64, of the last message are those of
-    the whole prompt as the policy's template renders it; the messages before have none.
-    """
-    ids, messages = torch.tensor(encoded.token_ids, dtype=torch.int64), encoded.prompt.messages
-    log = [{**message, "token_ids": ids[:0]} for message in messages[:-1]] + [{**messages[-1], "token_ids": ids}]
-    return DatumSpec(
-        message_log=log, length=len(ids), extra_env_info=dict(encoded.prompt.info), loss_multiplier=1.0, idx=idx
-    )
 
 
 class _PreferenceSets:

@@ -39,7 +39,7 @@ _FLAT_KEYS = (
     *("input_key", "output_key", "processor", "env_name", "max_samples"),
 )
 """Keys of a block that may stand beside the blocks, for all of them."""
-_TRAINING_KEYS = ("non_contextual_answer", "split_validation_size")  # flat keys for the training sets alone
+_TRAINING_KEYS = ("split_validation_size",)  # flat keys for the training sets alone
 _PATH_KEYS = ("train_data_path", "train_split", "val_data_path", "val_data_paths", "val_split", "default")
 _DATASET_TYPES = {"rank": "PreferenceDataset", "binary": "BinaryPreferenceDataset"}
 
@@ -49,7 +49,7 @@ COMPARISON_SETS: Mapping[str, Splits] = {
     "auto": {},
     "PreferenceDataset": {},
     "BinaryPreferenceDataset": {},
-    **dict.fromkeys(("GradedDataset", "RMB"), {}),
+    "GradedDataset": {},
     **dict.fromkeys(("HelpSteer3", "HelpSteer3Dataset"), {None: "train", "default": "validation"}),
     "HelpSteer2": {None: "train", "default": "validation"},
     "UltraFeedback": {None: "train"},
@@ -238,8 +238,6 @@ class DatasetConfig(SetConfig):
     dataset_name: str = "auto"
     """A format, as `BinaryPreferenceDataset`, a set, as `HelpSteer3`, or the dotted path of a class. `auto`: the format
     that the keys of the first row tell."""
-    non_contextual_answer: bool = False
-    """Training only: add a good completion of another prompt to each comparison, as the worst (Liu et al. 2024)."""
     attributes: Annotated[tuple[str, ...], _COMMAS] = ()
     """Grades of each completion, keys of the data, that the heads of these names are evaluated by: a list, or text with
     commas. A run that learns grades reads its own."""
@@ -275,10 +273,9 @@ class _Sets(Strict, Generic[_Set]):
             if dataset.name in names[:i]:
                 need, summary = "a name for each: it names their metrics", "two validation sets have the same name"
                 raise ConfigError(summary, field=f"{field}.name", got=dataset.name, need=need)
-            for key, default in {"weight": 1.0, "non_contextual_answer": False}.items():
-                if (value := getattr(dataset, key, default)) != default:
-                    need = "no such key: each row of a validation set counts once, as it is"
-                    raise ConfigError(f"a validation set has a {key}", field=f"{field}.{key}", got=value, need=need)
+            if dataset.weight != 1.0:
+                summary, need = "a validation set has a weight", "no such key: each of its rows counts once"
+                raise ConfigError(summary, field=f"{field}.weight", got=dataset.weight, need=need)
 
 
 class DataConfig(_Sets[DatasetConfig]):
@@ -367,5 +364,5 @@ def _add_held_out(data: dict[str, Any], section: type[SetConfig], name: str) -> 
                 continue  # the training set reports its own mistake
             block["part"] = "train"
             # These are not for validation, and several sets may hold rows out under names of their own.
-            shared = {key: block[key] for key in block.keys() - {"weight", "name", "non_contextual_answer"}}
+            shared = {key: block[key] for key in block.keys() - {"weight", "name"}}
             data["validation"].append({**shared, "part": "validation", "name": f"{name}_{i}" if i else name})

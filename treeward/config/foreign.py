@@ -52,6 +52,9 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
         "interleave_rollouts": f"set it to false: {_ON_POLICY}",
         "max_rollout_turns": Only((1,), "set it to 1: a prompt is completed once"),
     },
+    "RewardCalibration": _unread("heads"),
+    "RewardShapingConfig": _unread("reference_key missing_constants")
+    | {"reference": "remove it: an environment of type custom can compare with references"},
     "GRPOPolicyConfig": _unread("logprob_chunk_size")
     | {
         "reward_model_cfg": "remove it; `treeward train` trains a reward model, and env.reward_model rewards with one",

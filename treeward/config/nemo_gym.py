@@ -5,9 +5,8 @@
         reward_model: {entrypoint: app.py, domain: rlhf, model_path: results/rm/final, batch_size: 8}
 
 NeMo Gym's own keys of the section are known and have no effect; `host` and `port` are those that it gives. The keys of
-`shaping` (`normalize_rewards`, `reward_mean`, `length_penalty`, ...) may stand beside the others instead.
-`normalize_rewards: true` alone uses the constants of the model's contract; without those it changes nothing, and the
-log says so.
+`shaping` (`normalize_rewards`, `reward_mean`, `length_penalty`, ...) may stand beside the others instead; there
+`reward_mean` is 0 and `reward_std` is 1 by default, as on NeMo Gym's page.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from treeward.errors import ConfigError
 _DEADLINE_SECONDS = 600  # NeMo Gym waits without a limit, and repeats a rollout that is given up
 _MAX_LENGTH = 2048  # of the page, for a model whose scoring contract does not say
 _CONSTANTS = {"reward_mean": 0.0, "reward_std": 1.0}
-_LENIENT = {"missing_constants": "ignore"}
 
 _Ensemble = Annotated[
     EnsembleConfig, BeforeValidator(lambda given: {"method": given} if isinstance(given, str) else given)
@@ -105,9 +103,8 @@ class NemoGymConfig(ServedModelConfig):
             need = "all of it in the shaping section"
             raise ConfigError("rewards are shaped in two ways", field=next(iter(forms)), got=forms, need=need)
         if not forms:
-            return {**others, "shaping": {**_LENIENT, **shaping}} if isinstance(shaping, Mapping) else raw
-        constants = {} if _CONSTANTS.keys().isdisjoint(forms) else _CONSTANTS  # one of them may be left out
-        section = RewardShapingConfig.model_validate({**_LENIENT, **constants, **forms})
+            return raw
+        section = RewardShapingConfig.model_validate({**_CONSTANTS, **forms})
         is_on = section.normalize_rewards or section.preference_score or section.length_penalty
         return {**others, "shaping": section if is_on else None}
 

@@ -208,10 +208,6 @@ class RewardModelRunConfig(Strict):
             types = [name for name, other in LOSS_KINDS.items() if self.data.ties in other.ties]
             need = f"{' or '.join(allowed)}, or the type {' or '.join(types)}"
             raise self.error(f"data.ties {key}", need)
-        drawn = [f"data.train[{i}]" for i, dataset in enumerate(self.data.train) if dataset.non_contextual_answer]
-        if drawn and self.policy.reward_model_cfg.labels:
-            where, need = f"{drawn[0]}.non_contextual_answer", "false: a completion of another prompt has no grade"
-            raise ConfigError("this set has completions without a grade", field=where, got="true", need=need)
 
     def _check_ranking_metric(self, given: str, names: list[str]) -> None:
         field, fix = "checkpointing.metric_name", "set checkpointing.metric_name=null to keep the latest checkpoints"

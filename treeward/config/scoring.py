@@ -1,5 +1,5 @@
 """`ScoringConfig`: how a reward model is loaded and scores, in every section that names one; `EnsembleConfig`: how the
-scores of several models, or of several heads of one, are combined; `RewardShapingConfig`: how they become rewards.
+scores of several models are combined; `RewardShapingConfig`: how they become rewards.
 
 model: results/rm/final
 head_weights: mean
@@ -51,13 +51,8 @@ class RewardShapingConfig(Strict):
     temperature: _Temperature | None = None
     """Divide scores by this, or by what `treeward calibrate` has fitted (`calibrated`). None: they are not divided."""
 
-    reference: Literal["log_sigmoid", "par"] | None = None
-    """Rewards relative to references: mean of log sigmoid(r - r_ref) (`log_sigmoid`), or without the log (`par`)."""
-    reference_key: str = "reference_answers"
-    """The key of `env_infos` with the reference completions of a sample: a text, or a list of texts and messages."""
-
     preference_score: bool = False
-    """Rewards in [0, 1]: the sigmoid of the score, after length and temperature; `reference: par` is one already."""
+    """Rewards in [0, 1]: the sigmoid of the score, after length and temperature."""
 
     normalize_rewards: bool = False
     """Subtract a mean and divide by a standard deviation, as the last step."""
@@ -65,8 +60,6 @@ class RewardShapingConfig(Strict):
     """The mean to subtract. None: from the model's contract."""
     reward_std: PositiveFloat | None = None
     """The standard deviation to divide by. None: from the model's contract."""
-    missing_constants: Literal["refuse", "ignore"] = "refuse"
-    """Without constants, here or in the contract, `normalize_rewards` is an error, or changes nothing and warns."""
     reward_clip: PositiveFloat | None = 5.0
     """Normalised rewards are clipped to +- this many standard deviations; others are never clipped. None: no limit."""
 
@@ -84,13 +77,8 @@ class RewardShapingConfig(Strict):
         if (self.reward_mean is None) != (self.reward_std is None):
             keys = "reward_mean reward_std" if self.reward_mean is None else "reward_std reward_mean"
             raise self.error(keys, "both of them, or neither for those of the model's contract")
-        if self.preference_score and (self.normalize_rewards or self.reference == "log_sigmoid"):
-            need = "rewards in [0, 1] as they are, or with reference: par"
-            raise self.error("preference_score normalize_rewards reference", need)
-        if self.reference is not None and self.uses_contract_constants:
-            need = "constants of the relative rewards; the contract's constants describe scores"
-            fix = "set normalize_rewards to false: relative rewards are bounded from above already"
-            raise self.error("normalize_rewards reference", need, fix)
+        if self.preference_score and self.normalize_rewards:
+            raise self.error("preference_score normalize_rewards", "rewards in [0, 1] as they are")
 
 
 ShapingOrContract = Annotated[
@@ -111,11 +99,8 @@ class EnsembleConfig(Strict):
     """`mean`, `worst` (the smallest), or `uncertainty` (the mean less `uncertainty_coefficient` times the variance)."""
     uncertainty_coefficient: NonNegativeFloat = 0.5
     """Deduction for a unit of variance between members, with `method: uncertainty`."""
-    over: Literal["models", "heads"] = "models"
-    """The members: several models, or the heads of one model."""
     standardize: bool = True
-    """Bring each member to mean 0 and deviation 1 first, by its calibration (`treeward calibrate`). Heads that have
-    learnt one score (`num_heads`) have its unit already."""
+    """Bring each member to mean 0 and deviation 1 first, by its calibration (`treeward calibrate`)."""
 
 
 class ScoringConfig(Strict):
@@ -157,7 +142,7 @@ class ScoringConfig(Strict):
     def check(self) -> None:
         if len(self.models) == 1:
             return
-        if self.ensemble is None or self.ensemble.over == "heads":
-            raise self.error("models ensemble", "one model, or an `ensemble` section with over: models")
+        if self.ensemble is None:
+            raise self.error("models ensemble", "one model, or an `ensemble` section")
         if self.tokenizer != ScoringTokenizerConfig():
             raise self.error("tokenizer models", "no tokenizer: the models use their own")

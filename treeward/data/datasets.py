@@ -14,30 +14,24 @@ import hashlib
 import inspect
 import json
 import logging
-import random
-import re
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import chain, groupby, islice
+from itertools import groupby
 from typing import Any, ClassVar, TypeVar
 
 from treeward.config.data import DatasetConfig
 from treeward.data.formats import recognise
 from treeward.data.preference import (
-    Message,
     Preference,
     check_prompted,
     from_binary_row,
     from_helpsteer3_row,
     from_transcripts,
     grades_of,
-    last_text,
     preference_from_dict,
     preference_to_dict,
     prompt_key,
-    ranked_row_of_rmb,
     required,
     turns_of,
 )
@@ -52,12 +46,6 @@ _DATASETS = Registry("datasets", example="my_module.MyDataset")
 _Class = TypeVar("_Class", bound=type[Any])
 
 _NAMED_KEYS = ("prompt_key", "chosen_key", "rejected_key")
-
-_WINDOW = 4096
-"""Comparisons whose best completions are kept in memory."""
-
-_TRIES = 16
-"""Draws of a completion of another prompt; data in which few prompts differ may have none."""
 
 
 @dataclass(frozen=True)
@@ -145,17 +133,14 @@ class RowDataset(RowSource):
         cls, config = type(self), self.config
         parts = [
             *(self.content(), cls.__module__, cls.__qualname__, _source_of(cls), self.task_name, repr(self.files)),
-            *(config.prompt_key, config.chosen_key, config.rejected_key, config.kwargs, config.non_contextual_answer),
+            *(config.prompt_key, config.chosen_key, config.rejected_key, config.kwargs),
             *config.attributes,
             *((config.split_validation_size, config.part, config.seed) if config.split_validation_size else ()),
         ]
         return hashlib.blake2b(json.dumps(parts, default=repr).encode(), digest_size=16).hexdigest()
 
     def __iter__(self) -> Iterator[tuple[Preference, str]]:
-        return _with_non_contextual(self._completed()) if self.config.non_contextual_answer else self._completed()
-
-    def _completed(self) -> Iterator[tuple[Preference, str]]:
-        total, others, first, alone = 0, 0, "", 0
+        total, alone = 0, 0
         is_prompted: bool | None = None
         for total, row in enumerate(self.rows(), 1):  # noqa: B007
             try:
@@ -172,20 +157,9 @@ class RowDataset(RowSource):
             if preference is None:
                 alone += 1
                 continue
-            if any(completion.messages[-1]["role"] != "assistant" for completion in preference.completions):
-                others, first = others + 1, first or row.where
             yield preference, row.where
         if alone:
             logger.warning("%s: %d of %d prompts have fewer than two completions: left out", self.name, alone, total)
-        if others:
-            logger.warning(
-                "%s: in %d of %d comparisons a completion does not end with an assistant message (the first is %s); "
-                "its score is read after that other message",
-                self.name,
-                others,
-                total,
-                first,
-            )
 
 
 @register_dataset("PreferenceDataset")
@@ -277,14 +251,6 @@ class HelpSteer2(GradedDataset):
     hub_path, score_key = "nvidia/HelpSteer2", "helpfulness"
 
 
-@register_dataset("RMB")
-class RMB(PreferenceDataset):
-    """Files of RMB (Zhou et al. 2025, arXiv 2410.09893): a pair, or a best completion and a list of worse ones."""
-
-    def to_preference(self, row: Row) -> Preference | None:
-        return super().to_preference(Row(ranked_row_of_rmb(row.values, row.where), row.where))
-
-
 @register_dataset("Tulu3Preference", "Tulu3PreferenceDataset")
 class Tulu3Preference(RowDataset):
     """The preference mixture of Tulu 3 8B, or a copy of it: chosen and rejected are whole conversations."""
@@ -328,45 +294,6 @@ class _ObjectDataset(ObjectRows, PreferenceDataset):
             return name
         dataset, need = self.config.dataset_name, 'task_spec = TaskDataSpec(task_name="..."), or an attribute task_name'
         raise ConfigError(f"{dataset} has no task name", field="dataset_name", got=name, need=need)
-
-
-def _with_non_contextual(stream: Iterator[tuple[Preference, str]]) -> Iterator[tuple[Preference, str]]:
-    """The preferences, each with a good completion of another prompt (`Preference.non_contextual`), if one fits.
-
-    Without it a reward model may learn to like the length, politeness or format of a text whatever the prompt is (Liu
-    et al. 2024, "RRM", arXiv 2409.13156). It is drawn from the best completions of the last 4096 comparisons (at first,
-    of the first 4096), with fitting roles and another last user message. The same data gives the same draw.
-    """
-    head = list(islice(stream, _WINDOW))
-    window = deque((preference for preference, _ in head), maxlen=_WINDOW)
-    generator = random.Random(0)
-    for number, (preference, where) in enumerate(chain(head, stream)):
-        if number >= _WINDOW:
-            window.append(preference)
-        yield replace(preference, non_contextual=_drawn(preference, window, generator)), where
-
-
-def _drawn(preference: Preference, window: deque[Preference], generator: random.Random) -> tuple[Message, ...] | None:
-    siblings = [completion.messages for completion in preference.completions]
-    for _ in range(_TRIES):
-        other = window[generator.randrange(len(window))]
-        best = min(other.completions, key=lambda completion: completion.rank).messages
-        if best not in siblings and _question(other) != _question(preference) and _roles(other) == _roles(preference):
-            return best
-    return None
-
-
-def _question(preference: Preference) -> str:
-    """The words of the last user message, or of the completion's first message if that holds the question."""
-    users = [message for message in preference.context if message["role"] == "user"]
-    text = last_text(users[-1:] or preference.completions[0].messages[:1])
-    return " ".join(re.findall(r"\w+", text.lower()))
-
-
-def _roles(preference: Preference) -> tuple[str | None, list[str]]:
-    """The role before a completion, and the roles of its messages."""
-    before = preference.context[-1]["role"] if preference.context else None
-    return before, [message["role"] for message in preference.completions[0].messages]
 
 
 def _source_of(cls: type[Any]) -> str:

@@ -43,13 +43,13 @@ Ties = Literal["drop", "half", "error"]
 """A comparison without an order is dropped, kept (the loss counts half a win for either side), or an error, as any two
 equal ranks are under "error"."""
 
-_FORMAT_VERSION = 10  # raise it with the file's layout, the rules for keeping a comparison or the parsing of rows
+_FORMAT_VERSION = 11  # raise it with the file's layout, the rules for keeping a comparison or the parsing of rows
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 128, 4_000_000  # enough for a fast tokenizer to use all cores
 _ROWS_IN_BATCH, _TOKENS_IN_BATCH = 4096, 4_000_000  # of the file: each batch costs its readers memory
 
 _MUCH = 0.1  # a warning says when a larger share is left out
 _SUMMED = (
-    *("tokens", "tree_tokens", "truncated", "deduplicated", "tied_pairs", "non_contextual"),
+    *("tokens", "tree_tokens", "truncated", "deduplicated", "tied_pairs"),
     *("completions", "completions_too_long"),
 )
 _SCHEMA = pa.schema(
@@ -76,7 +76,7 @@ class Comparison:
 
     `token_ids`: K different int32 arrays, read-only. `lengths`: characters of each completion's last message. `grades`:
     the learnt ones, per attribute, NaN for none. `subset`: the preference's `task_name`. `tree_tokens`: tokens when
-    common beginnings are held once. `non_contextual`: the last conversation completes another prompt.
+    common beginnings are held once.
     """
 
     token_ids: tuple[npt.NDArray[np.int32], ...]
@@ -86,7 +86,6 @@ class Comparison:
     strength: float | None
     where: str
     tree_tokens: int
-    non_contextual: bool = False
     scores: tuple[float | None, ...] = ()
     grades: tuple[tuple[float, ...], ...] = ()
 
@@ -116,7 +115,6 @@ class EncodingCounts:
     tokens: int = 0
     tree_tokens: int = 0
     longest: int = 0
-    non_contextual: int = 0
     completions: int = 0
     completions_too_long: int = 0
 
@@ -129,7 +127,6 @@ class EncodingCounts:
             "duplicate completions removed": self.deduplicated,
             "completions of kept comparisons too long": self.completions_too_long,
             "tied pairs within them": self.tied_pairs,
-            "with a completion of another prompt": self.non_contextual,
         }
         parts += [f"{number:,} {note}" for note, number in notes.items() if number]
         if self.tree_tokens:
@@ -142,17 +139,12 @@ class EncodingCounts:
 
     @property
     def much_dropped(self) -> str | None:
-        """A sentence if more than a tenth of the comparisons, or of the others' completions, was left out."""
-        parts = []
-        if (dropped := self.read - self.kept) > _MUCH * self.read:
-            parts.append(f"{dropped:,} of {self.read:,} comparisons ({dropped / self.read:.0%}: {self._reasons})")
-        if (cut := self.completions_too_long) > _MUCH * (total := self.completions + self.completions_too_long):
-            parts.append(f"{cut:,} of {total:,} completions of kept comparisons ({cut / total:.0%}: too long)")
-        if not parts:
+        """`summary` and a remedy, if over a tenth of the comparisons, or of the others' completions, is dropped."""
+        num_completions = self.completions + self.completions_too_long
+        if self.read - self.kept <= _MUCH * self.read and self.completions_too_long <= _MUCH * num_completions:
             return None
-        fix = " A higher policy.max_total_sequence_length keeps more; data.truncation=truncate_left cuts prompts."
-        is_long = self.dropped_too_long or self.completions_too_long
-        return f"{' and '.join(parts)} were left out.{fix if is_long else ''}"
+        fix = "; a higher policy.max_total_sequence_length keeps more, data.truncation=truncate_left cuts prompts"
+        return self.summary() + (fix if self.dropped_too_long or self.completions_too_long else "")
 
     @property
     def _reasons(self) -> str:
@@ -201,7 +193,6 @@ class EncodedDataset(Sequence[Comparison]):
             strength=table["strength"][row].as_py(),
             where=table["where"][row].as_py(),
             tree_tokens=table["tree_tokens"][row].as_py(),
-            non_contextual=bool(table["non_contextual"][row].as_py()),
             scores=tuple(table["scores"][row].as_py()),
             grades=tuple(map(tuple, table["grades"][row].as_py())),
         )
@@ -250,7 +241,7 @@ class EncodedDataset(Sequence[Comparison]):
 
     @property
     def digests(self) -> npt.NDArray[np.int64]:
-        """int64 (N,): equal for equal conversations and ranks, in any order and without non-contextual completions."""
+        """int64 (N,): equal for equal conversations and ranks, in any order."""
         return self._column("digest").to_numpy()[self._kept]  # type: ignore[no-any-return]
 
     def tokens_sha256(self) -> str:
@@ -319,15 +310,13 @@ def encode_dataset(
             progress,
         )
         dataset = EncodedDataset(path, stream.name)
-    summary = dataset.counts.summary()
-    logger.info("%s: %s", stream.name, summary)
+    summary, much_dropped = dataset.counts.summary(), dataset.counts.much_dropped
+    logger.log(logging.WARNING if much_dropped else logging.INFO, "%s: %s", stream.name, much_dropped or summary)
     if not dataset and attributes and dataset.counts.dropped_ungraded:
         raise missing_grade(stream, attributes[0])
     if not dataset:
         fix = "check the file; see data.max_input_seq_length, truncation, ties and split_validation_size"
         raise DataError("no comparison is left to learn from", where=stream.name, got=summary, fix=fix)
-    if dataset.counts.much_dropped:
-        logger.warning("%s: %s", stream.name, dataset.counts.much_dropped)
     return dataset
 
 
@@ -410,7 +399,7 @@ def portions(stream: Iterable[tuple[Preference, str]]) -> Iterator[list[tuple[Pr
 
 
 def encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, rules: Rules) -> Iterator[dict[str, Any]]:
-    """The rows of the file, from one call of the tokenizer (and one for non-contextual completions)."""
+    """The rows of the file, from one call of the tokenizer."""
     ordered = [_is_trainable(preference, where, rules) for preference, where in rows]
     wanted = [row for row, has_order in zip(rows, ordered, strict=True) if has_order]
     fitted = iter(
@@ -419,28 +408,16 @@ def encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, rule
             where=[where for p, where in wanted for _ in p.completions],
         )
     )
-    extras = [([*p.context, *p.non_contextual], where) for p, where in wanted if p.non_contextual is not None]
-    texts = [renderer.render(messages, where=where) for messages, where in extras]
-    places = [where for _, where in extras]
-    others = iter(renderer.encode_short(texts, renderer.max_length, where=places))
     for (preference, where), has_order in zip(rows, ordered, strict=True):
         record: dict[str, Any] = dict.fromkeys(_SCHEMA.names, 0) | {"where": where, "subset": "", "strength": None}
         record |= {name: [] for name in ("token_ids", "ranks", "lengths", "scores", "grades")}
         record["outcome"] = "dropped_ungraded" if rules.attributes else "dropped_ties"
         if has_order:
-            sequences = [next(fitted) for _ in preference.completions]
-            other, num_tokens = (None, 0) if preference.non_contextual is None else next(others)
-            fits = renderer.max_length is None or num_tokens <= renderer.max_length
-            record |= _encode_row(preference, sequences, other if fits else None, rules)
+            record |= _encode_row(preference, [next(fitted) for _ in preference.completions], rules)
         yield record
 
 
-def _encode_row(
-    preference: Preference,
-    fitted: Sequence[tuple[Fitted | None, int]],
-    other: list[int] | None,
-    rules: Rules,
-) -> dict[str, Any]:
+def _encode_row(preference: Preference, fitted: Sequence[tuple[Fitted | None, int]], rules: Rules) -> dict[str, Any]:
     longest = max(num_tokens for _, num_tokens in fitted)
     pairs = zip(fitted, preference.completions, strict=True)
     kept = [(sequence, completion) for (sequence, _), completion in pairs if sequence is not None]
@@ -455,7 +432,7 @@ def _encode_row(
     if len(best) < rules.fewest or (rules.need_order and len(set(ranks.values())) < 2):
         return {"outcome": "dropped_identical", "longest": longest}
     digest = hashlib.blake2b(repr(sorted(ranks.items())).encode(), digest_size=8)
-    record = {
+    return {
         "outcome": "kept",
         "subset": preference.task_name,
         "strength": preference.strength,
@@ -465,18 +442,10 @@ def _encode_row(
         "tied_pairs": sum(a == b for a, b in itertools.combinations(ranks.values(), 2)),
         "completions": len(best),
         "completions_too_long": len(fitted) - len(kept),
-    }
-    scores = [completion.score for completion in best.values()]
-    lengths = [len(last_text(completion.messages)) for completion in best.values()]
-    if other is not None and preference.non_contextual is not None and tuple(other) not in best:
-        ranks[tuple(other)] = max(ranks.values()) + 1
-        scores, lengths = [*scores, None], [*lengths, len(last_text(preference.non_contextual))]
-        record["non_contextual"], longest = 1, max(longest, len(other))
-    return record | {
         "token_ids": [np.array(ids, dtype=np.int32) for ids in ranks],
         "ranks": list(ranks.values()),
-        "lengths": lengths,
-        "scores": scores,
+        "lengths": [len(last_text(completion.messages)) for completion in best.values()],
+        "scores": [completion.score for completion in best.values()],
         "grades": [[item.all_grades.get(name, math.nan) for name in rules.attributes] for item in best.values()],
         "tokens": sum(map(len, ranks)),
         "tree_tokens": count_tree_tokens(list(ranks)),

@@ -8,7 +8,7 @@ A prompt is called `context`, `prompt` or `instruction`. The parsers are in `pre
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from treeward.data.preference import (
     is_transcript,
     parse_json_list,
     prompt_key,
-    ranked_row_of_rmb,
     turns_of,
 )
 from treeward.errors import DataError
@@ -44,8 +43,6 @@ FORMATS = (
     Format("HelpSteer2", ("prompt", "response", "helpfulness"), "HelpSteer2's ratings, rows of one prompt together"),
     Format("GradedDataset", ("prompt", "response", "score"), "graded responses, rows of one prompt together"),
     Format("GradedDataset", ("prompt", "completion", "score"), "graded completions, rows of one prompt together"),
-    Format("RMB", ("conversation_input", "chosen", "reject"), "pairs of RMB"),
-    Format("RMB", ("conversation_input", "bon_best", "loser_list"), "RMB: a best completion and worse ones"),
     Format("HHTranscripts", ("chosen", "rejected"), "chosen and rejected transcripts of Human and Assistant"),
     Format("BinaryPreferenceDataset", ("chosen", "rejected"), "chosen and rejected completions"),
     Format("UltraFeedback", ("instruction", "completions"), "UltraFeedback: completions with scores"),
@@ -87,15 +84,9 @@ def _are_transcripts(values: Mapping[str, Any]) -> bool:
     return all(map(is_transcript, sides)) and (not has_prompt or all(side.startswith("\n\nHuman:") for side in sides))
 
 
-def _is_of_rmb(keys: Set[str]) -> bool:
-    return any(keys >= set(row_format.keys) for row_format in FORMATS if row_format.dataset == "RMB")
-
-
 def scored_keys(values: Mapping[str, Any], where: str) -> frozenset[str]:
     """The keys to score the row by. Raises `DataError` if no set of keys fits, or two do."""
     keys = {key for key, value in values.items() if value is not None}
-    if _is_of_rmb(keys):
-        return frozenset({"completions"})
     scored = keys & set().union(*_ALWAYS_SCORED) or keys & set().union(*_SCORED_ALONE)
     if scored >= {"chosen", "rejected"}:
         scored -= {"messages"}  # a column like others: UltraFeedback's binarized form repeats the chosen ones there
@@ -119,7 +110,6 @@ def conversations_of(values: Mapping[str, Any], where: str) -> list[list[Message
     count as absent. Raises `DataError` for a row of no known format, or of two."""
     keys = scored_keys(values, where)
     row = {key: value for key, value in values.items() if value is not None}
-    row = ranked_row_of_rmb(row, where) if _is_of_rmb(row.keys()) else row
     if keys == {"messages"}:
         return [list(check_messages(parse_json_list(row["messages"], "messages", where), "messages", where))]
     if keys == {"conversations"}:

@@ -67,15 +67,14 @@ class Completion:
 class Preference:
     """A comparison group: the `context` (messages, may be empty) and at least two `completions` of it.
 
-    `strength`: by how much a better completion is better; see `rm.loss.strength`. `non_contextual`: a completion of
-    another prompt, ranked last; see `data.datasets`. `id`: the name in an evaluation. `where`: file and row.
+    `strength`: by how much a better completion is better; see `rm.loss.strength`. `id`: the name
+    in an evaluation. `where`: file and row.
     """
 
     context: Messages
     completions: tuple[Completion, ...]
     task_name: str = "preference"
     strength: float | None = None
-    non_contextual: Messages | None = None
     id: str = ""
     where: str | None = None
 
@@ -399,20 +398,6 @@ def from_helpsteer3_row(values: Mapping[str, Any], where: str, *, task_name: str
     completions = (Completion(0, better), Completion(int(grade != 0), worse))
     attributes = {"task_name": values.get("task_name"), "strength": abs(grade) if grade else None}
     return _preference(attributes, where, context, completions, task_name)
-
-
-def ranked_row_of_rmb(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The row of a file of RMB in the rank format. Raises `DataError` for a missing key."""
-    need = "the best and the worse ones, as chosen and reject or bon_best and loser_list"
-    keys = ("chosen", "reject") if values.get("bon_best") is None else ("bon_best", "loser_list")
-    best, worse = (parse_json_list(required(values, key, where, need), key, where) for key in keys)
-    rows = [
-        completion if isinstance(completion, Mapping) else {"completion": completion}
-        for completion in (best, *(worse if _is_list(worse) else [worse]))
-    ]
-    context, task = required(values, "conversation_input", where, need), values.get("category_path")
-    completions = [{"rank": int(i > 0), **row} for i, row in enumerate(rows)]
-    return {"context": context, "completions": completions, "task_name": task}
 
 
 def turns_of(prompt: Any) -> Any:

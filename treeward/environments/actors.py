@@ -5,7 +5,7 @@
     ray.get(environment.step.remote(message_logs, env_infos))
 
 The actor has every public method of the class. An error in its constructor, as for a faulty configuration or a missing
-model, is raised by each of them. Ray does not restart the actor unless `max_restarts` asks for it.
+model, is the reason of Ray's `ActorDiedError`. Ray does not restart the actor unless `max_restarts` asks for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from treeward.errors import TreewardError
 from treeward.parallel.ray_cluster import start_ray
 
 
@@ -33,34 +32,23 @@ class RayActor:
 
         Raises `ConfigError` if Ray is not installed.
         """
-        return start_ray().remote(_deferring(cls)).options(**{"num_cpus": 0} | ray_options)
+        return start_ray().remote(_plain(cls)).options(**{"num_cpus": 0} | ray_options)
 
 
-def _deferring(cls: type[RayActor]) -> type:
-    """A class with the public methods of `cls`, which raise the constructor's error: Ray would keep only its text."""
+def _plain(cls: type[RayActor]) -> type:
+    """A class with the public methods of `cls`, but for `remote` and `options`, which Ray has itself."""
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.error = None
-        try:
-            self.object = cls(*args, **kwargs)
-        except TreewardError as error:
-            self.error = error
+        self.object = cls(*args, **kwargs)
 
-    body: dict[str, Any] = {"__init__": construct, "__doc__": cls.__doc__, "__module__": cls.__module__}
-    for name in dir(cls):
-        member = inspect.getattr_static(cls, name)
-        if not name.startswith("_") and inspect.isfunction(member):
-            body[name] = _forwarding(name, member)
-    return type(cls.__name__, (), body)
+    methods = inspect.getmembers(cls, inspect.isfunction)
+    body = {name: _forwarding(name, method) for name, method in methods if not name.startswith("_")}
+    return type(cls.__name__, (), {"__init__": construct, "__doc__": cls.__doc__, "__module__": cls.__module__, **body})
 
 
 def _forwarding(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.error is None:
-            return getattr(self.object, name)(*args, **kwargs)
-        if name == "shutdown":
-            return True  # there is nothing to free
-        raise self.error
+        return getattr(self.object, name)(*args, **kwargs)
 
     return call

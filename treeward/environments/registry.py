@@ -5,7 +5,7 @@
     register_environment("mine", MyEnvironment)          # or `type: my_package.MyEnvironment` in the section
 
 A new kind of environment is one file with its class, and a line in `_CLASSES`. The class is imported with its first
-environment. `RemoteEnvironment` is an environment in a Ray actor, with the methods of a local one.
+environment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from treeward.config.reward_environments import is_enabled
-from treeward.environments.interface import WHERE, Conversations, Environment, Infos, Reward
+from treeward.environments.interface import WHERE, Environment
 from treeward.errors import ConfigError, nearest_name
 from treeward.user_code import import_object
 
@@ -114,29 +114,3 @@ def _named(where: str) -> Iterator[None]:
         if where == WHERE or not inner.startswith(WHERE):
             raise
         raise error.but(where=where + inner.removeprefix(WHERE)) from error.__cause__
-
-
-class RemoteEnvironment(Environment):
-    """The environment of an actor's `handle`, under its own name. It raises the actor's errors."""
-
-    def __init__(self, name: str, handle: Any) -> None:
-        self.name, self._handle = name, handle
-
-    def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
-        import ray
-        from ray.exceptions import RayTaskError
-
-        try:
-            return list(ray.get(self._handle.rewards.remote(conversations, env_infos)))
-        except RayTaskError as error:
-            raise error.cause from None
-
-    def shutdown(self) -> bool:
-        import ray
-
-        return bool(ray.get(self._handle.shutdown.remote()))
-
-
-def as_environment(environment: Any, name: str = "environment") -> Environment:
-    """An environment unchanged, or the handle of a Ray actor as a `RemoteEnvironment` called `name`."""
-    return environment if isinstance(environment, Environment) else RemoteEnvironment(name, environment)

@@ -33,7 +33,6 @@ from treeward.environments.interface import (
     Infos,
     Reward,
     conversation_of,
-    plain,
 )
 from treeward.environments.scoring_worker import ScoringWorker
 from treeward.errors import ConfigError, ModelError
@@ -41,7 +40,7 @@ from treeward.http import RewardServerError
 from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.openai_client import key_from
-from treeward.scoring.rewarding import Rewarder, load_shaper
+from treeward.scoring.rewarding import load_shaper, rewards_of
 from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper
@@ -64,7 +63,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
     def __init__(self, env_config: Mapping[str, Any] | RewardModelEnvironmentConfig) -> None:
         super().__init__(env_config)
         self._lock = threading.Lock()  # steps may come from several threads; the model takes one at a time
-        self._rewarder = Rewarder(lambda conversations, _: self._running().score(conversations), _shaper(self.config))
+        self._shaper = _shaper(self.config)
         self._model: ScoringWorker | ReplicaPool | RewardServer | None
         if self.config.url is not None:
             self._model = RewardServer(self.config)
@@ -73,16 +72,14 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         with self._lock:
-            rewards = self._rewards(conversations, env_infos)
+            rewards = self._rewards(conversations)
         return [replace(reward, components={**reward.components, **reward.score.parts}) for reward in rewards]
 
-    def _rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
+    def _rewards(self, conversations: Conversations) -> list[Reward]:
         model = self._running()
         if isinstance(model, RewardServer) and self.config.shaping is None:
             return model.rewards(conversations)
-        key = self._rewarder.reference_key
-        references = None if key is None else [plain(info.get(key)) for info in env_infos]
-        return self._rewarder.rewards(conversations, references)
+        return rewards_of(model.score(conversations), conversations, self._shaper)
 
     def preprocess_data(self, message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
         """The model's input: `{"input_ids": int64 (B, L), "input_lengths": int64 (B,)}`, right-padded.

@@ -22,15 +22,13 @@ from omegaconf import OmegaConf
 from treeward.config.base import Strict
 from treeward.config.load import load_section
 from treeward.environments.interface import Environment, Reward
-from treeward.environments.registry import RemoteEnvironment, make_environment
-from treeward.errors import ConfigError
-from treeward.parallel.ray_cluster import start_ray
+from treeward.environments.registry import make_environment
 
 _WHERE = "reward_kwargs"
 
 
 class RewardSourceConfig(Strict):
-    """The source of rewards: exactly one of `model`, `environment` and `actor`."""
+    """The source of rewards: `model` or `environment`."""
 
     model: str | None = None
     """A reward model: a folder or hub name, loaded once in this process, or the address of a `treeward serve`."""
@@ -38,19 +36,12 @@ class RewardSourceConfig(Strict):
     environment: dict[str, Any] | None = None
     """A section as under `env:`, made once in this process; `type` is its kind, by default `reward_model`."""
 
-    actor: str | None = None
-    """The name of an environment's Ray actor, shared by all processes of a run."""
-
-    namespace: str | None = None
-    """The Ray namespace of `actor`. None: this process's."""
-
     on_failure: Literal["raise", "nan"] = "raise"
     """A completion without a reward stops the run with the reason (`raise`), or gets NaN (`nan`)."""
 
     def check(self) -> None:
-        num_sources = sum(value is not None for value in (self.model, self.environment, self.actor))
-        if num_sources != 1:
-            raise self.error("model environment actor", "one source: model, environment or actor")
+        if (self.model is None) == (self.environment is None):
+            raise self.error("model environment", "one source: model or environment")
 
 
 class RewardSource:
@@ -96,7 +87,7 @@ _LOCK = threading.Lock()
 def reward_source(settings: Mapping[str, Any]) -> tuple[RewardSource, RewardSourceConfig]:
     """The source of `settings` (a `RewardSourceConfig`), the same at every call.
 
-    Raises `ConfigError` for faulty settings, or a Ray actor that does not exist.
+    Raises `ConfigError` for faulty settings.
     """
     config = load_section(RewardSourceConfig, OmegaConf.create(dict(settings)), where=_WHERE)
     # A forked process does not have the threads of its parent.
@@ -108,12 +99,5 @@ def reward_source(settings: Mapping[str, Any]) -> tuple[RewardSource, RewardSour
 
 
 def _environment(config: RewardSourceConfig) -> Environment:
-    if config.actor is not None:
-        try:
-            return RemoteEnvironment(config.actor, start_ray().get_actor(config.actor, namespace=config.namespace))
-        except ValueError:
-            fix = 'start RewardModelEnvironment.options(name="...", lifetime="detached").remote(config)'
-            summary, need = "there is no Ray actor of this name", "a living actor in this cluster and namespace"
-            raise ConfigError(summary, where=_WHERE, field="actor", got=config.actor, need=need, fix=fix) from None
     section = {"model_name": config.model} if config.environment is None else config.environment
     return make_environment("reward_model", section, where=f"{_WHERE}.environment")

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from treeward.environments.interface import Environment
-from treeward.environments.registry import as_environment
 from treeward.environments.reward_model import RewardModelEnvironment
 
 _NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric", "environments", "completion_ids"})
@@ -23,13 +22,13 @@ _NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric", "environme
 def as_trl(reward: Any, *, name: str | None = None, **settings: Any) -> TrlReward:
     """A reward as one of TRL's `reward_funcs`.
 
-    `reward`: an `Environment`, its Ray actor, the address of a `treeward serve` (`http://host:8000`), or the folder or
-    hub name of a model. `settings`: for an address or a model, other keys of the section `env.reward_model`, as
+    `reward`: an `Environment`, the address of a `treeward serve` (`http://host:8000`), or the folder or hub name of a
+    model. `settings`: for an address or a model, other keys of the section `env.reward_model`, as
     `token_env`. `name`: see `TrlReward`. Passes on the environment's errors.
     """
     if isinstance(reward, str):
         reward = RewardModelEnvironment({"model_name": reward, **settings})
-    return TrlReward(as_environment(reward), name=name)
+    return TrlReward(reward, name=name)
 
 
 class TrlReward:
@@ -38,7 +37,7 @@ class TrlReward:
     `name`: its name in TRL's log (`rewards/<name>/mean`). The columns of the dataset are the `env_infos`, without empty
     cells.
 
-    It can be pickled if its environment can: a Ray actor, but not a loaded reward model. It adds to TRL's metrics
+    It adds to TRL's metrics
     `<name>/failed`, the share of completions without a reward, and `<name>/raw_mean`, the mean reward before shaping.
     """
 

@@ -4,9 +4,9 @@
     reward.custom_reward_function.name=compute_score
     +reward.custom_reward_function.reward_kwargs.model=results/rm/final        # or http://host:8000
 
-The other `reward_kwargs` are those of `RewardSourceConfig`: an `environment`, or the `actor` that a run shares. verl
-does not pass the prompt on, so the data has it in `extra_info`, under `prompt` (messages, or the text of one); the
-other keys of `extra_info`, `ground_truth` and `data_source` are the environment's `env_info`.
+The other `reward_kwargs` are those of `RewardSourceConfig`. verl does not pass the prompt on, so the data has it in
+`extra_info`, under `prompt` (messages, or the text of one); the other keys of `extra_info`, `ground_truth` and
+`data_source` are the environment's `env_info`.
 
 verl knows no missing rewards. NaN makes the mini-batch's gradient NaN, so that verl drops the whole update; 0 would
 train. So a completion without a reward raises, unless `on_failure` is `nan`.

@@ -176,11 +176,9 @@ class CalibrationProvenance(Strict):
 
 
 class RewardCalibration(Strict):
-    """The constants of `treeward calibrate` for one model; None if a fit was impossible. `heads`: the constants of each
-    head, by name; empty for a model with one."""
+    """The constants of `treeward calibrate` for one model; None if a fit was impossible."""
 
     normalization: NormalizationConstants | None = None
-    heads: dict[str, NormalizationConstants] = {}
     length_curve: LengthCurve | None = None
     temperature: CalibratedTemperature | None = None
     provenance: CalibrationProvenance | None = None

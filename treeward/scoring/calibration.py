@@ -6,7 +6,7 @@
 Use comparisons that the model was not trained on: on these it is too confident, and the temperature comes out too low.
 A constant that cannot be fitted is None, and the log says why.
 
-Shapes: N completions with a score, P pairs of a better and a worse one of a comparison, H heads.
+Shapes: N completions with a score, P pairs of a better and a worse one of a comparison.
 """
 
 from __future__ import annotations
@@ -58,13 +58,12 @@ _EXACT_UP_TO = 1000  # points; above that, local regressions are skipped within 
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A completion with its score; `group`: the number of its comparison; `heads`: several values, by name."""
+    """A completion with its score; `group`: the number of its comparison."""
 
     group: int
     rank: int
     score: float
     length: int
-    heads: dict[str, float]
 
 
 def calibrate(
@@ -96,9 +95,7 @@ def calibrate(
             if result.score is None:
                 errors.append(result.error or "there is no score")
                 continue
-            heads = dict(zip(result.head_names, result.heads, strict=False)) if len(result.heads) > 1 else {}
-            length = completion_length(chat, length_unit, tokenizer)
-            scored.append(_Scored(group, rank, result.score, length, heads))
+            scored.append(_Scored(group, rank, result.score, completion_length(chat, length_unit, tokenizer)))
     _check(scored, errors, num_comparisons, name)
     logger.info("Fitting the constants to %d scores.", len(scored))
     scores = np.array([completion.score for completion in scored], dtype=np.float64)
@@ -114,10 +111,8 @@ def calibrate(
             residuals[better] - residuals[worse], name=f"{name}, beside the length curve"
         )
         curve = curve.model_copy(update={"residual_temperature": residual_temperature})
-    values_H = {head: np.array([completion.heads[head] for completion in scored]) for head in scored[0].heads}
     return RewardCalibration(
-        normalization=_constants(scores),
-        heads={head: _constants(values) for head, values in values_H.items() if values.std() > 0},
+        normalization=NormalizationConstants(mean=float(scores.mean()), std=float(scores.std())),
         length_curve=curve,
         temperature=fit_temperature(scores[better] - scores[worse], name=name),
         provenance=CalibrationProvenance(
@@ -130,10 +125,6 @@ def calibrate(
             date=datetime.now(UTC).date().isoformat(),
         ),
     )
-
-
-def _constants(values: Floats) -> NormalizationConstants:
-    return NormalizationConstants(mean=float(values.mean()), std=float(values.std()))
 
 
 def fit_length_curve(scores: Floats, lengths: Floats, *, unit: LengthUnit) -> LengthCurve | None:

@@ -1,4 +1,4 @@
-"""`EnsembleScorer`: several reward models, or the heads of one, that score as one.
+"""`EnsembleScorer`: several reward models that score as one.
 
     ensemble = EnsembleScorer.load(["results/a/final", "results/b/final"], config=EnsembleConfig(method="worst"))
     score = ensemble.score([conversation])[0]
@@ -63,11 +63,10 @@ _Constants = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class EnsembleScorer(PreparedScorer):
-    """Scores conversations with several models, or with the heads of one, and combines the scores.
+    """Scores conversations with several models, and combines the scores.
 
     `Score.members` holds the members' own scores, before standardisation. `num_tokens` is that of the first member.
-    `members`: for `over: heads` exactly one, of a model with several heads. `names`: of the members, for errors. Raises
-    `ConfigError` for members that do not fit the configuration, or lack constants to be standardized by.
+    `names`: of the members, for errors. Raises `ConfigError` for members that lack constants to be standardized by.
     """
 
     def __init__(
@@ -92,8 +91,6 @@ class EnsembleScorer(PreparedScorer):
         config = config or EnsembleConfig()
         if all(Path(name).is_dir() for name in names):  # before any weights are loaded
             _constants(config, [read_contract(name) for name in names], names)
-        if config.over == "heads" and scorer_options.get("head_weights") is None:
-            scorer_options["head_weights"] = "mean"  # so that it loads; the ensemble has its own method
         loaded = {name: Scorer.load(name, **scorer_options) for name in dict.fromkeys(names)}
         return cls([loaded[name] for name in names], config, names=names)
 
@@ -121,10 +118,7 @@ class EnsembleScorer(PreparedScorer):
                 [conversation.members[m] for conversation in prepared], on_error=on_error
             )
         )
-        if self.config.over == "heads":
-            joined = [score if score.score is None else replace(score, members=score.heads) for score in by_member[0]]
-        else:
-            joined = [self._joined(scores) for scores in zip(*by_member, strict=True)]
+        joined = [self._joined(scores) for scores in zip(*by_member, strict=True)]
         values_SM = [score.members for score in joined if score.score is not None]
         if not values_SM:
             return joined
@@ -148,8 +142,6 @@ class EnsembleScorer(PreparedScorer):
             try:
                 by_member.append(ask(m, member))
             except TreewardError as error:
-                if self.config.over == "heads":
-                    raise
                 raise error.but(summary=f"{error.summary} ({self._label(m)})") from error
         return by_member
 
@@ -169,26 +161,18 @@ def _constants(
     """The constants that standardize the members; None without standardisation."""
     if not names:
         raise ConfigError("an ensemble has no members", need="at least one model")
-    if config.over == "heads" and len(names) > 1:
-        raise ConfigError("an ensemble of heads has one model", field="over", got=f"heads of {len(names)} models")
-    is_one_score = config.over == "heads" and contracts[0] is not None and contracts[0].has_estimates
-    if not config.standardize or is_one_score:  # estimates of one score have its unit
+    if not config.standardize:
         return None
     calibrations = [contract.calibration for contract in contracts if contract and contract.calibration]
     data = {calibration.provenance.fingerprint for calibration in calibrations if calibration.provenance}
-    if config.over == "heads":
-        heads = [head.name for contract in contracts if contract for head in contract.heads]
-        by_head = calibrations[0].heads if calibrations else {}
-        constants, num_needed = [by_head[name] for name in heads if name in by_head], max(1, len(heads))
-    else:
-        constants, num_needed = [c.normalization for c in calibrations if c.normalization], len(names)
-    if len(constants) == num_needed and len(data) <= 1:
+    constants = [calibration.normalization for calibration in calibrations if calibration.normalization]
+    if len(constants) == len(names) and len(data) <= 1:
         return tuple(member.mean for member in constants), tuple(member.std for member in constants)
     raise ConfigError(
         "the members cannot be standardized",
         where=names[0],
         field="standardize",
-        got=f"{len(constants)} of {num_needed} {config.over} with a calibration, on {len(data)} data sets",
+        got=f"{len(constants)} of {len(names)} models with a calibration, on {len(data)} data sets",
         fix="treeward calibrate MODEL --data FILE for each; or set standardize=false",
     )
 

@@ -20,7 +20,6 @@ from treeward.errors import DataError, TreewardError
 from treeward.scoring.score import Reward
 
 if TYPE_CHECKING:
-    from treeward.scoring.rewarding import Rewarder
     from treeward.scoring.scorer import PreparedScorer
     from treeward.scoring.shaping import Shaper
 
@@ -34,26 +33,24 @@ _OURS = ("score", "scores", "spread", "spreads", "step_probabilities", "error", 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows that are scored together, each with its conversations. `error`: of the row after them, which is wrong."""
+    """Rows that are scored together, each with its conversations. `error`: of the row after them, which has none."""
 
     requests: list[_Request]
     error: DataError | None = None
 
 
 def chunks_of(rows: Iterable[Row]) -> Iterator[Chunk]:
-    """The rows in chunks of 256, or up to twice as many where the next ones continue the last one's prompt."""
+    """The rows in chunks of 256."""
     chunk: list[_Request] = []
     is_prompted: bool | None = None
     try:
         for row in rows:
             conversations = conversations_of(row.values, row.where)
             is_prompted = check_prompted(conversations[0], is_prompted, row.where)
-            if len(chunk) >= _ROWS_AT_ONCE:
-                continues = chunk[-1][1][0][:-1] == conversations[0][:-1]
-                if len(chunk) == 2 * _ROWS_AT_ONCE or not continues:
-                    yield Chunk(chunk)
-                    chunk = []
             chunk.append((row, conversations))
+            if len(chunk) == _ROWS_AT_ONCE:
+                yield Chunk(chunk)
+                chunk = []
     except DataError as error:
         yield Chunk(chunk, error)
     else:
@@ -66,9 +63,10 @@ Load = Callable[[], "tuple[PreparedScorer, Shaper | None, Mapping[str, Any]]"]
 
 @dataclass(frozen=True, slots=True)
 class ScoredChunk:
-    """The rows of a chunk in order, up to its `error` if there is one; those without some score have an "error" each.
+    """The rows of a chunk in order; those without some score have an "error" each.
 
-    `identity`: None where the model cannot be loaded. `tokens`: those that were computed, and those of plain rows.
+    `error`: that of the chunk, or of a model that cannot be loaded, and then `identity` is None. `tokens`: those that
+    were computed, and those of plain rows.
     """
 
     rows: list[dict[str, Any]]
@@ -80,8 +78,8 @@ class ScoredChunk:
 class ChunkScorer:
     """Scores chunks of rows, each by itself: a chunk has the same scores in any process.
 
-    `load` is called for the first chunk. With a shaper there is a `reward`, or there are `rewards`, too; reference
-    completions are read from the rows. A conversation too long to score has the score None, and its row an `error`.
+    `load` is called for the first chunk. With a shaper there is a `reward`, or there are `rewards`, too. A conversation
+    that cannot be scored has the score None, and its row an `error`.
     """
 
     def __init__(self, load: Load) -> None:
@@ -89,50 +87,30 @@ class ChunkScorer:
         self._warned = False
 
     def score(self, chunk: Chunk) -> ScoredChunk:
-        """The scored rows before the first one that is wrong."""
+        """Its scored rows."""
+        from treeward.scoring.rewarding import rewards_of  # noqa: PLC0415 - torch, without which rows are read
+
         try:
-            scorer, rewarder, identity = self._loaded
+            scorer, shaper, identity = self._loaded
         except TreewardError as error:
             return ScoredChunk([], error)
-        ours = _OURS if rewarder.shaper is None else (*_OURS, "reward", "rewards")
+        ours = _OURS if shaper is None else (*_OURS, "reward", "rewards")
         taken = sorted({key for row, _ in chunk.requests for key in ours if key in row.values})
         if taken and not self._warned:
             logger.warning("The rows already have %s, which this scoring replaces.", ", ".join(taken))
             self._warned = True
-        rows: list[dict[str, Any]] = []
+        conversations = [conversation for _, group in chunk.requests for conversation in group]
+        where = [row.where for row, group in chunk.requests for _ in group]
         computed, plain = scorer.num_computed_tokens, scorer.num_row_tokens
-        failure: TreewardError | None = chunk.error
-        try:
-            rows.extend(_score_chunk(rewarder, chunk.requests, ours) if chunk.requests else ())
-        except TreewardError as error:  # the rows before it are kept
-            failure = error
+        scores = scorer.score(conversations, where=where, on_error="mask")
+        rewards = iter(rewards_of(scores, conversations, shaper))
+        rows = [_with_scores(row, [next(rewards) for _ in group], ours) for row, group in chunk.requests]
         tokens = scorer.num_computed_tokens - computed, scorer.num_row_tokens - plain
-        return ScoredChunk(rows, failure, identity, tokens)
+        return ScoredChunk(rows, chunk.error, identity, tokens)
 
     @cached_property
-    def _loaded(self) -> tuple[PreparedScorer, Rewarder, Mapping[str, Any]]:
-        # It imports torch, which a process that only reads rows does without.
-        from treeward.scoring.rewarding import Rewarder  # noqa: PLC0415
-
-        scorer, shaper, identity = self._load()
-        return scorer, Rewarder(lambda conversations, names: scorer.score(conversations, where=names), shaper), identity
-
-
-def _score_chunk(rewarder: Rewarder, chunk: Sequence[_Request], ours: Sequence[str]) -> Iterator[dict[str, Any]]:
-    flat = [conversation for _, conversations in chunk for conversation in conversations]
-    where = [row.where for row, conversations in chunk for _ in conversations]
-    key = rewarder.reference_key
-    references = None if key is None else [row.values.get(key) for row, conversations in chunk for _ in conversations]
-    try:
-        rewarded = iter(rewarder.rewards(flat, references, where=where))
-    except DataError:
-        if len(chunk) == 1:
-            raise
-        for request in chunk:  # up to the row that is wrong
-            yield from _score_chunk(rewarder, [request], ours)
-        return
-    for row, conversations in chunk:
-        yield _with_scores(row, [next(rewarded) for _ in conversations], ours)
+    def _loaded(self) -> tuple[PreparedScorer, Shaper | None, Mapping[str, Any]]:
+        return self._load()
 
 
 def _with_scores(row: Row, rewarded: Sequence[Reward], ours: Sequence[str]) -> dict[str, Any]:

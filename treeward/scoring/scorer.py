@@ -3,7 +3,7 @@
     scorer = Scorer.load("results/rm/final")
     scorer.score([[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}]])
     scorer.score_completions(context, [completion, other])      # the prompt is computed once
-    scorer.score(prompt="2 + 2?", response="4.")                # a float, as `predict("2 + 2?", "4.")`
+    scorer.predict("2 + 2?", "4.")                              # a float
 
 A conversation that is too long is never cut silently: its score is None, unless the truncation policy cuts its context,
 and then `Score.truncated` is True.
@@ -19,7 +19,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from treeward.data.rendering import Renderer
 from treeward.data.responses_items import as_conversation
 from treeward.errors import DataError, ModelError, TreewardError, shown
 from treeward.model import loading
-from treeward.model.contract import CONTRACT_FILE, RewardCalibration, ScoringContract, keeps_padding, read_contract
+from treeward.model.contract import CONTRACT_FILE, ScoringContract, keeps_padding, read_contract
 from treeward.model.pretrained import DTYPES, choose_device, load_tokenizer
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
 from treeward.scoring.diagnosis import Check, diagnose
@@ -102,43 +102,18 @@ class PreparedScorer(abc.ABC):
     def score_prepared(self, prepared: Sequence[Prepared], *, on_error: OnError = "raise") -> list[Score]:
         """The second half of `score`: the tokens of `prepare` go through the model."""
 
-    @overload
     def score(
         self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
-    ) -> list[Score]: ...
-    @overload
-    def score(self, conversations: Text, response: Text) -> float: ...
-    @overload
-    def score(self, *, prompt: Text, response: Text) -> float: ...
-    @overload
-    def score(self, conversations: Text, response: Text, *, on_error: Literal["mask"]) -> float | None: ...
-    @overload
-    def score(self, *, prompt: Text, response: Text, on_error: Literal["mask"]) -> float | None: ...
-    def score(
-        self,
-        conversations: Any = None,
-        response: Text | None = None,
-        *,
-        prompt: Text | None = None,
-        where: Sequence[str] | None = None,
-        on_error: OnError = "raise",
-    ) -> list[Score] | float | None:
-        """Score whole conversations. `where` names each in errors. `score(prompt, response)` is `predict`.
+    ) -> list[Score]:
+        """Score whole conversations. `where` names each in errors.
 
         A conversation that is too long has the score None. Raises `DataError` for one that is empty, has no assistant
         turn at its end, or that the chat template refuses, and `ModelError` for a score that is not finite; with
         `on_error="mask"` its score is None instead, and `Score.error` says why.
         """
-        if prompt is not None or response is not None:
-            try:
-                return self.predict(conversations if prompt is None else prompt, response)
-            except (DataError, ModelError):
-                if on_error == "raise":
-                    raise
-                return None
         return self.score_prepared(self.prepare(conversations, where=where, on_error=on_error), on_error=on_error)
 
-    def predict(self, prompt: Text, response: Text | None) -> float:
+    def predict(self, prompt: Text, response: Text) -> float:
         """The score of one response, each a text, messages, or items of the Responses API.
 
         Raises as `score`, and `DataError` for a conversation that is too long.
@@ -244,8 +219,7 @@ class Scorer(PreparedScorer):
         if contract is not None and head_weights is None and [head.weight for head in contract.heads] != [1.0]:
             head_weights = tuple(head.weight for head in contract.heads)
         elif contract is not None and head_weights is not None:  # the constants are of another score
-            of_heads = contract.calibration and RewardCalibration(heads=contract.calibration.heads)
-            contract = contract.model_copy(update={"calibration": of_heads})
+            contract = contract.model_copy(update={"calibration": None})
         scorer = cls(
             loaded.model,
             renderer,
@@ -455,6 +429,19 @@ def _head_weights(weights: HeadWeights | None, names: Sequence[str]) -> tuple[fl
     return tuple(float(head.weight) for head in weighted_heads(names, weights))
 
 
-def load_reward_model(model: str | Path, **options: Any) -> Scorer:
-    """A reward model whose `score(prompt=..., response=...)` is a number: `Scorer.load`, with its options."""
-    return Scorer.load(model, **options)
+class ResponseScorer:
+    """A reward model that scores a response at a time, as NeMo Gym's page has it."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer = scorer
+
+    def score(self, prompt: Text, response: Text) -> float:
+        """As `Scorer.predict`."""
+        return self.scorer.predict(prompt, response)
+
+    predict = score
+
+
+def load_reward_model(model: str | Path, **options: Any) -> ResponseScorer:
+    """A reward model whose `score(prompt=..., response=...)` is a number. `options`: those of `Scorer.load`."""
+    return ResponseScorer(Scorer.load(model, **options))

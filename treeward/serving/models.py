@@ -26,7 +26,7 @@ from treeward.model.contract import read_contract
 from treeward.model.pretrained import check_device
 from treeward.scoring.ensemble import load_scorer
 from treeward.scoring.identity import scorer_identity
-from treeward.scoring.rewarding import load_shaper, refuse_references
+from treeward.scoring.rewarding import load_shaper
 from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Prepared, PreparedScorer, Scorer
 from treeward.scoring.shaping import Shaper
@@ -55,17 +55,12 @@ class ServedModel:
 
     @classmethod
     def of(cls, section: ServedModelConfig, scorer: PreparedScorer) -> ServedModel:
-        """The model of a section with this `scorer`. Raises `ConfigError` for shaping by missing constants, or with
-        reference completions, which a server has not.
-        """
+        """The model of a section with this `scorer`. Raises `ConfigError` for shaping by missing constants."""
         contracts = [member.contract for member in scorer.members]
         # An unchecked model may break its contract; other head weights give other scores.
         is_kept = section.check_contract and section.head_weights is None
         hashes = [contract.scores_sha256 for contract in contracts if contract is not None and is_kept]
         calibration = contracts[0].calibration if hashes and isinstance(scorer, Scorer) and contracts[0] else None
-        shaper = load_shaper(section, tokenizer=scorer.renderer.tokenizer)
-        if shaper is not None:
-            refuse_references(shaper.config, section.served_name)
         return cls(
             name=section.served_name,
             members=section.models,
@@ -74,7 +69,7 @@ class ServedModel:
             contract_sha256="+".join(hashes) if hashes and len(hashes) == len(contracts) else None,
             heads=scorer.members[0].head_names if len(scorer.members) == 1 else (),
             temperature=calibration.temperature.value if calibration and calibration.temperature else None,
-            shaper=shaper,
+            shaper=load_shaper(section, tokenizer=scorer.renderer.tokenizer),
         )
 
     @cached_property
