@@ -128,7 +128,7 @@ SECTIONS = [
     (RewardModelEnvironmentConfig, "model_name: [a, b], ensemble: {}, tokenizer: {name: a}", "tokenizer"),
     (RewardModelEnvironmentConfig, "model_name: m, reward_shaping: contracts", "shaping"),
     (RewardShapingConfig, "reward_mean: 1.0", "reward_std"),
-    (RewardShapingConfig, "normalize_rewards: true, reference: par", "normalize_rewards"),
+    (RewardShapingConfig, "preference_score: true, reference: par", "reference"),
     (RewardShapingConfig, "temperature: fitted", "temperature"),
     (RuleEnvironmentConfig, "rule: math, pattern: x", "pattern"),
     (JudgeEnvironmentConfig, "base_url: u, model: m, api_key: secret", "api_key"),

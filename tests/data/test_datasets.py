@@ -39,15 +39,6 @@ def test_rank_format(parse: Parse) -> None:
     assert parse("PreferenceDataset", rank_row()).task_name == "PreferenceDataset"
 
 
-def test_a_conversation_that_does_not_end_with_the_assistant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    row = rank_row()
-    row["completions"][1]["completion"].append(user("Is it?"))
-    path = write_jsonl(tmp_path / "rows.jsonl", rank_row(), row, row)
-    assert len(list(open_dataset(DatasetConfig(data_path=path)))) == 3
-    (record,) = (record for record in caplog.records if record.levelname == "WARNING")  # the format is told as well
-    assert "in 2 of 3 comparisons" in record.message and f"(the first is {path}:2)" in record.message
-
-
 @pytest.mark.parametrize(
     ("more", "field", "words"),
     [

@@ -371,7 +371,7 @@ def test_the_first_yaml_starts(model_path: str, monkeypatch: pytest.MonkeyPatch)
     service = Service.load(APP["gym_config"]().server_config)
     got = verified(TestClient(create_app(service)))
     service.close()
-    assert got["reward"] == pytest.approx(Scorer.load(model_path).score(PROMPT, RESPONSE), abs=1e-5)
+    assert got["reward"] == pytest.approx(Scorer.load(model_path).predict(PROMPT, RESPONSE), abs=1e-5)
 
 
 def test_the_options_have_the_pages_defaults(model_path: str, five_attributes: str, make_client: Any) -> None:

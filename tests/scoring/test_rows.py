@@ -111,14 +111,14 @@ def test_too_long_and_truncated_rows_say_so(tiny_tokenizer: Any) -> None:
     assert "too long" in cut["error"]
 
 
-@pytest.mark.parametrize("wrong", [{"nothing": 1}, {"messages": [ASK]}], ids=["of no shape", "without a completion"])
-def test_the_rows_before_a_wrong_one_are_scored(wrong: dict[str, Any], scorer: Scorer) -> None:
-    rows = [Row({"messages": [ASK, FOUR]}, f"in.jsonl:{n}") for n in (1, 2)] + [Row(wrong, "in.jsonl:3")]
+def test_a_row_without_a_completion_has_an_error_and_one_of_no_shape_ends_the_scoring(scorer: Scorer) -> None:
+    values = [{"messages": [ASK, FOUR]}, {"messages": [ASK]}, {"messages": [ASK, FOUR]}, {"nothing": 1}]
     done = []
-    with pytest.raises(DataError, match=r"in\.jsonl:3: "):
-        for row in score_rows(scorer, rows):
+    with pytest.raises(DataError, match=r"in\.jsonl:4: "):
+        for row in score_rows(scorer, [Row(row, f"in.jsonl:{n}") for n, row in enumerate(values, 1)]):
             done.append(row["score"])
-    assert len(done) == 2
+            assert ("no completion" in row.get("error", "")) == (row["score"] is None)
+    assert done[0] == done[2] and done[1] is None and len(done) == 3
 
 
 def test_what_an_earlier_scoring_has_left_is_replaced_and_told(

@@ -65,6 +65,9 @@ def read_rows(
     be read; `broken` receives the error of a single line or row.
     """
     files, table, label = _locate(path, split, subset)
+    if twice := [file for file in files if f"{file}.gz" in files]:
+        got, fix = f"{twice[0]} and {twice[0]}.gz", "remove one of them, or choose with a pattern"
+        raise DataError("a file is there twice", where=twice[0], got=got, need="each row once", fix=fix)
     if files:
         return _at_least_one(itertools.chain.from_iterable(read_file(file, broken) for file in files), path)
     # A dataset may have been saved with a torch or numpy format; rows are plain Python values.
