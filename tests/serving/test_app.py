@@ -92,7 +92,7 @@ def test_a_conversation_that_cannot_be_scored_is_refused_or_masked(client: Any) 
     ("route", "body"),
     [
         ("/v1/rewards", {"conversations": [1] * 500}),
-        ("/rerank", {"query": "a", "documents": [1] * 500}),
+        ("/get_reward", {"query": [1] * 500}),
         ("/verify", {"responses_create_params": {"input": [1] * 500}, "response": {"output": [1] * 500}}),
     ],
 )

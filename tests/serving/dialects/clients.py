@@ -44,14 +44,6 @@ def _embedded(got: Any) -> list[float]:
     return [row["embedding"][0] for row in rows]
 
 
-def _query(chats: list[Any]) -> dict[str, Any]:
-    return {"model": "rm", "query": chats[0][0]["content"], "documents": [chats[0][1]["content"]]}
-
-
-def _best(got: Any) -> list[float]:
-    return [got["results"][0]["relevance_score"]]
-
-
 _RAW = {"model": "rm", "use_activation": False}
 _ONE: dict[str, Any] = {"at_once": False}
 
@@ -78,18 +70,6 @@ CLIENTS = [
     Client("vllm_pooling", "/pooling", "texts", lambda texts: {**_RAW, "input": texts, "task": "classify"}, _pooled),
     Client("vllm_pooling_messages", "/pooling", "messages", lambda chats: {"messages": chats[0]}, _pooled, **_ONE),
     Client("vllm_pooling_ids", "/pooling", "ids", lambda ids: {"input": ids, "encoding_format": "float"}, _pooled),
-    *(
-        Client(
-            f"vllm_{first}",
-            path,
-            "messages",
-            lambda chats, names=(first, second): {n: [c[i]["content"] for c in chats] for i, n in enumerate(names)},
-            lambda got: [row["score"] for row in got["data"]],
-        )
-        for path, first, second in (("/score", "text_1", "text_2"), ("/v1/score", "queries", "documents"))
-    ),
-    Client("vllm_rerank", "/rerank", "messages", _query, _best, **_ONE),
-    Client("cohere_rerank", "/v2/rerank", "messages", _query, _best, **_ONE),
     Client("sglang_texts", "/classify", "texts", lambda texts: {"model": "rm", "text": texts}, _embedded),
     Client(
         "sglang_one_text", "/classify", "texts", lambda texts: {"text": texts[0]}, lambda got: got["embedding"], **_ONE

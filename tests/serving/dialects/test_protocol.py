@@ -23,12 +23,10 @@ TEXT_ROUTES = {
     "/get_reward": {"query": ["text"]},
     "/slime": {"prompt": "text", "response": "more"},
     "/predict": {"inputs": "text"},
-    "/score": {"text_1": "text", "text_2": "more"},
-    "/rerank": {"query": "text", "documents": ["more"]},
 }
 
 
-VLLM_ROUTES = ("/classify", "/pooling", "/score", "/rerank", "/tokenize")
+VLLM_ROUTES = ("/classify", "/pooling", "/tokenize")
 
 
 def message_of(got: Any) -> str:
@@ -52,9 +50,8 @@ def test_vllms_response_has_all_that_its_clients_read(shared: Any) -> None:
 def test_what_vllm_has_beside_its_scores(shared: Any) -> None:
     """As vLLM 0.32 was seen to respond with an export."""
     served = shared("chatml")
-    bodies = {"/classify": {"input": "a"}, "/pooling": {"input": "a"}, "/v1/score": {"text_1": "a", "text_2": "b"}}
-    bodies["/rerank"] = {"query": "a", "documents": ["b"]}
-    for (route, body), kind in zip(bodies.items(), ("classify", "pooling", "score", "score"), strict=True):
+    for kind in ("classify", "pooling"):
+        route, body = f"/{kind}", {"input": "a"}
         ids = [served.client.post(route, json=body | {"request_id": "mine"}).json()["id"]]
         ids += [served.client.post(route, json=body, headers={"X-Request-Id": "header"}).json()["id"]]
         assert ids == [f"{kind}-mine", f"{kind}-header"]
@@ -75,29 +72,6 @@ def test_tokens_are_those_that_are_scored(shared: Any) -> None:
         assert got == {"count": len(served.ids[0]), "max_model_len": 300, "tokens": served.ids[0], "token_strs": None}
     prompt = served.client.post("/tokenize", json={"messages": CHATS[0][:1]}).json()["tokens"]
     assert prompt == served.scorer.renderer.encode_prompt(CHATS[0][:1])
-
-
-def test_pairs_of_one_prompt_are_scored_and_ranked(serve: Any) -> None:
-    served = serve(prefix_cache_bytes=0)
-    prompt, completions = CHATS[0][0]["content"], [chat[1]["content"] for chat in CHATS]
-    chats = [[CHATS[0][0], chat[1]] for chat in CHATS]
-    want = [one.score for one in served.scorer.score(chats)]
-    tokens = served.scorer.num_computed_tokens
-    got = served.client.post("/score", json={"text_1": prompt, "text_2": completions}).json()
-    computed = served.scorer.num_computed_tokens - tokens
-    assert computed < got["usage"]["prompt_tokens"] == sum(len(served.scorer.renderer.encode(chat)) for chat in chats)
-    assert (got["object"], [row["index"] for row in got["data"]]) == ("list", [0, 1, 2, 3])
-    assert [row["score"] for row in got["data"]] == pytest.approx(want, abs=1e-5)
-    empty, same = (served.client.post("/score", json={"text_1": "", "text_2": one}).json() for one in ("", [""]))
-    assert empty["data"] == same["data"]
-    body = {"query": prompt, "documents": completions}
-    order = sorted(range(4), key=lambda i: -want[i])
-    for more, number in (({}, 4), ({"top_n": 2}, 2)):
-        ranked = served.client.post("/v1/rerank", json=body | more).json()
-        assert [row["index"] for row in ranked["results"]] == order[:number]
-        assert [row["document"]["text"] for row in ranked["results"]] == [completions[i] for i in order[:number]]
-        assert ranked["results"][0]["relevance_score"] == pytest.approx(max(want), abs=1e-5)
-        assert ranked["usage"]["total_tokens"] == got["usage"]["total_tokens"]
 
 
 @pytest.mark.parametrize("encoding", [openai.NOT_GIVEN, "float", "base64"])
@@ -142,9 +116,6 @@ def test_the_openai_client_reads_embeddings(encoding: Any, shared: Any) -> None:
         ("/pooling", {"input": "a", "encoding_format": "base64"}, "encoding_format"),
         ("/get_reward", {"query": ["a", "b"], "prompts": ["a"]}, "1 of them for 2 queries"),
         ("/slime", {"prompt": [{"role": 5, "content": "a"}], "response": "b"}, "a text or messages"),
-        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "one for all, or one for each"),
-        ("/score", {"text_1": "a", "documents": ["a"]}, "give either text_1 and text_2, or queries and documents"),
-        ("/rerank", {"query": "a", "documents": ["b b"], "truncate_prompt_tokens": 1}, "would change its score"),
         ("/predict", {"inputs": ["a", "b"]}, "are a pair"),
         ("/predict", {"inputs": [["a"], "b"]}, "inputs"),
     ],

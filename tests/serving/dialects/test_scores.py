@@ -114,13 +114,12 @@ def test_texts_have_exactly_one_bos(kind: str, shared: Any) -> None:
     assert abs(other.json()["data"][0]["probs"][0] - served.scores[0]) > 1e-3
 
 
-@pytest.mark.parametrize("route", ["/classify", "/pooling", "/score", "/rerank"])
+@pytest.mark.parametrize("route", ["/classify", "/pooling"])
 @pytest.mark.parametrize("key", ["use_activation", "activation", "softmax"])
 def test_scores_are_raw_whatever_activation_is_asked_for(route: str, key: str, shared: Any) -> None:
     """As vLLM 0.32 gives them: an export says `problem_type: regression`."""
     served = shared("chatml")
-    [client] = [one for one in CLIENTS if one.name in ("vllm_example", "vllm_pooling", "vllm_text_1", "vllm_rerank")
-                and one.route == route]  # fmt: skip
+    [client] = [one for one in CLIENTS if one.name in ("vllm_example", "vllm_pooling") and one.route == route]
     for value in (True, False):
         body = client.body(forms_of(served, client.form)[2:3]) | {key: value}
         assert client.read(served.client.post(route, json=body).json()) == pytest.approx([served.scores[2]], abs=CLOSE)
@@ -235,9 +234,6 @@ def test_shaping_reads_the_completion_beside_the_prompt(serve: Any) -> None:
         refused = served.client.post(route, json=body)
         assert refused.status_code == (400 if route in ("/classify", "/pooling") else 422)
         assert "send messages" in refused.text and "prompts" in refused.text
-    prompts, completions = ([chat[i]["content"] for chat in CHATS] for i in (0, 1))
-    paired = served.client.post("/score", json={"text_1": prompts, "text_2": completions}).json()
-    assert [row["score"] for row in paired["data"]] == pytest.approx(rewards, abs=CLOSE)
     messages = served.client.post("/classify", json={"messages": CHATS[0]}).json()
     assert messages["data"][0]["probs"] == pytest.approx(rewards[:1], abs=CLOSE)
 

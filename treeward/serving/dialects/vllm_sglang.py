@@ -37,8 +37,8 @@ from treeward.serving.service import check_length
 router = APIRouter(route_class=JSONRoute)
 
 
-class VllmOptions(Body):
-    """The keys of every body of vLLM."""
+class VllmBody(Body):
+    """Rendered texts or token ids (`input`), or one conversation (`messages`)."""
 
     model: ModelName = None
     """Which of the served models, by its name or by the folder that it was loaded from."""
@@ -48,11 +48,6 @@ class VllmOptions(Body):
     """Most tokens; a longer conversation is refused, as cutting it would change its score. -1: the model's limit."""
     normalize: None = None
     """Must be absent: vLLM has removed it."""
-
-
-class VllmBody(VllmOptions):
-    """Rendered texts or token ids (`input`), or one conversation (`messages`)."""
-
     input: Texts | None = None
     """Texts as the model's chat template renders them, or their token ids. A BOS (or CLS and SEP) of a text is neither
     doubled nor missing, whatever `add_special_tokens` says; token ids are taken as they are."""
@@ -161,7 +156,7 @@ async def embeddings(body: EmbeddingsBody, server: Server) -> JSON:
             if body.encoding_format == "base64":
                 embedding = base64.b64encode(np.asarray(embedding, dtype="<f4").tobytes()).decode()
             rows.append({"object": "embedding", "embedding": embedding})
-        return list_response(server, "embd", model, rewards, rows)
+        return _list_response(server, "embd", model, rewards, rows)
 
     return await server.respond(model, [RenderedText(text) for text in as_list(body.input)], to_json)
 
@@ -177,8 +172,8 @@ async def _vllm(body: VllmBody, server: Server, kind: str, row: Callable[[float]
     model = server.model(body.model)
 
     def to_json(rewards: Sequence[Reward]) -> ListResponse:
-        rows = [row(value) for value in values_of(body, model, rewards)]
-        return list_response(server, kind, model, rewards, rows, body.request_id)
+        rows = [row(value) for value in _values(body, model, rewards)]
+        return _list_response(server, kind, model, rewards, rows, body.request_id)
 
     return await server.respond(model, parse(body, model), to_json)
 
@@ -201,7 +196,7 @@ def parse(body: VllmBody, model: ServedModel) -> list[Conversation | RenderedTex
     return [conversation]
 
 
-def values_of(body: VllmOptions, model: ServedModel, rewards: Sequence[Reward]) -> list[float]:
+def _values(body: VllmBody, model: ServedModel, rewards: Sequence[Reward]) -> list[float]:
     """The rewards. Raises `APIError` 422 for a conversation beyond the body's limit, or a limit beyond the model's."""
     most, limit = body.truncate_prompt_tokens, model.renderer.max_length
     if most is not None and limit is not None and most > limit:
@@ -214,7 +209,7 @@ def values_of(body: VllmOptions, model: ServedModel, rewards: Sequence[Reward]) 
     return [reward.value for reward in rewards if reward.value is not None]
 
 
-def list_response(
+def _list_response(
     server: Server, kind: str, model: ServedModel, rewards: Sequence[Reward], rows: Any, request_id: str | None = None
 ) -> ListResponse:
     """The response with these rows. `request_id`: the client's own."""
