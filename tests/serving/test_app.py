@@ -124,7 +124,7 @@ def test_what_is_nested_too_deep_is_refused_or_masked(client: Any, depth: int) -
     calls = b'[{"role":"assistant","content":"b","tool_calls":[{"function":{"name":"g","arguments":%s}}]}]'
     bodies = [
         ("/v1/rewards", b'{"conversations": [%s, %s]}' % (chat, deep)),
-        ("/v1/rewards", b'{"context": [], "completions": ["4", {"completion": %s}]}' % nested(depth)),
+        ("/v1/rewards", b'{"context": [], "completions": ["4", %s]}' % nested(depth)),
         ("/v1/rewards", b'{"conversations": [%s], "%s": %s}' % (chat, b"unknown", nested(depth))),
         ("/classify", b'{"messages": %s}' % deep),
         ("/classify", b'{"input": %s}' % nested(depth)),

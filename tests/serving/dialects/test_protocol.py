@@ -163,9 +163,7 @@ def test_a_full_queue_is_told_in_teis_form(serve: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "key"),
     [
-        ({"prompt": "4?", "context": CHATS[0][:1], "completions": ["4"]}, "context"),
-        ({"prompt": "4?", "chosen": "4"}, "context"),
-        ({"prompt": "4?", "completions": [{"text": "4"}]}, "completions"),
+        ({"context": "4?", "completions": [CHATS[0], "4"]}, "completions"),
         ({"question": "4?", "completions": ["4"]}, "question"),
         ({"conversations": CHATS, "on_eror": "mask"}, "on_eror"),
         ({"completions": ["4"]}, "context"),

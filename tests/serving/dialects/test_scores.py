@@ -77,27 +77,20 @@ TEXTS = [FOUR[1]["content"], JSON[1]["content"]]
     "row",
     [
         {"context": ASK, "completions": TEXTS},
-        {"prompt": "2 + 2?", "responses": [FOUR[1:], TEXTS[1]]},
-        {
-            "instruction": "2 + 2?",
-            "completions": [{"response": TEXTS[0], "overall_score": 3}, {"completion": JSON[1:]}],
-        },
-        {"chosen": FOUR, "rejected": JSON},
+        {"context": "2 + 2?", "completions": [FOUR[1:], TEXTS[1]]},
+        {"context": [], "completions": [FOUR, JSON]},
         {"conversations": [FOUR, JSON]},
-        {"prompt": "2 + 2?", "response": TEXTS[0]},
-        {"prompt": ASK, "completion": FOUR[1:]},
-        {"messages": FOUR},
     ],
     ids=" ".join,
 )
-def test_v1_rewards_takes_the_keys_of_rows(row: dict[str, Any], shared: Any) -> None:
+def test_v1_rewards_takes_text_and_messages(row: dict[str, Any], shared: Any) -> None:
     """A text that looks like messages is still a text: a policy may have written it."""
     served = shared("chatml")
     want = [score.score for score in served.scorer.score_completions("2 + 2?", TEXTS)]
     got = served.client.post("/v1/rewards", json=row)
     assert got.status_code == 200, got.text
     scores = [one["score"] for one in got.json()["data"]]
-    assert scores == pytest.approx(want[: len(scores)], abs=CLOSE) and len(scores) in (1, 2) and want[0] != want[1]
+    assert scores == pytest.approx(want, abs=CLOSE) and want[0] != want[1]
 
 
 @pytest.mark.parametrize("kind", ["bos_written", "bos_added", "encoder"])
