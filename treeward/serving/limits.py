@@ -28,7 +28,7 @@ logger = logging.getLogger("treeward.requests")
 
 _OPEN_PATHS = {"/health", "/ready", "/ping"} | playground.OPEN_PATHS
 """Paths that need no token."""
-_VLLM_PATHS = {"/classify", "/pooling", "/tokenize"}
+_VLLM_PATHS = {"/classify", "/pooling"}
 """The paths with errors in vLLM's form."""
 _VLLM_KINDS = {400: "BadRequestError", 404: "NotFoundError"}
 _TEI_KINDS = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Overloaded"}

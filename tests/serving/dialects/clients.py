@@ -7,8 +7,6 @@ the client itself does with the JSON that comes back. Sources: vLLM's pooling ex
 
 from __future__ import annotations
 
-import base64
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +22,6 @@ class Client:
     body: Callable[[list[Any]], dict[str, Any]]
     read: Callable[[Any], list[float]]
     at_once: bool = True
-
-
-def _decoded(text: str) -> float:
-    (value,) = struct.unpack("<f", base64.b64decode(text))
-    return float(value)
 
 
 def _probs(got: Any) -> list[float]:
@@ -76,13 +69,7 @@ CLIENTS = [
     ),
     Client("sglang_token_ids", "/classify", "ids", lambda ids: {"input_ids": ids}, _embedded),
     Client("sglang_embeddings", "/v1/embeddings", "texts", lambda texts: {"input": texts}, _embedded),
-    Client(
-        "sglang_embeddings_base64",
-        "/v1/embeddings",
-        "ids",
-        lambda ids: {"model": "rm", "input": ids, "encoding_format": "base64"},
-        lambda got: [_decoded(row["embedding"]) for row in got["data"]],
-    ),
+    Client("sglang_embedded_ids", "/v1/embeddings", "ids", lambda ids: {"model": "rm", "input": ids}, _embedded),
     Client(
         "openrlhf",
         "/get_reward",
