@@ -61,6 +61,7 @@ class Service:
         self.started = time.time()
         self._shaping = ThreadPoolExecutor(1, thread_name_prefix="treeward-shaping")
         self.running = RunningRewards() if config.running else None
+        self._warned: set[str] = set()  # models whose clients send texts without their end
         metrics.watch("queued_conversations", "Conversations that wait for a score.", lambda: batcher.num_queued)
 
     @classmethod
@@ -121,6 +122,11 @@ class Service:
                 "prompt beside the text (`prompts` of /get_reward)"
             )
             raise APIError(422, "unknown_completion", message)
+        texts = [item.text for item in inputs if isinstance(item, RenderedText)]
+        if model.name not in self._warned and not all(map(model.ending.is_in, texts)):
+            self._warned.add(model.name)
+            what = "%s: texts come without their end, %a, and are scored at another token than in training."
+            logger.warning(what, model.name, model.ending.text)
         scores = await self._scores(model, inputs, deadline)
         if shaper is None:
             rewards = [Reward(score.score, score, error=score.error) for score in scores]

@@ -72,14 +72,8 @@ class _Server:
         inputs: Sequence[Conversation | RenderedText],
         to_json: Callable[[list[Reward]], Any],
     ) -> JSON:
-        """The response with the rewards of all inputs, in the form of `to_json`.
-
-        The header `X-Treeward-Warning` says how many rendered texts end or begin unlike the model's conversations.
-        """
-        rewards = await self.rewards(model, inputs)
-        texts = [item.text for item in inputs if isinstance(item, RenderedText)]
-        warning = model.ending.warning(texts) if texts else None
-        return JSON(to_json(rewards), headers={"X-Treeward-Warning": warning} if warning else None)
+        """The response with the rewards of all inputs, in the form of `to_json`."""
+        return JSON(to_json(await self.rewards(model, inputs)))
 
 
 Server = Annotated[_Server, Depends()]
