@@ -89,5 +89,4 @@ def test_our_server_responds_with_the_same_fields_and_numbers(vllm: str, ours: s
 def test_what_one_refuses_the_other_refuses(vllm: str, ours: str, body: dict[str, Any]) -> None:
     theirs, own = (httpx.post(f"{url}/classify", json={"model": "model", **body}) for url in (vllm, ours))
     assert 400 <= theirs.status_code < 500 and 400 <= own.status_code < 500, (theirs.text, own.text)
-    assert own.status_code == theirs.status_code or body.get("model"), (theirs.text, own.text)
     assert own.json()["error"].keys() >= theirs.json()["error"].keys()

@@ -14,8 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal, Protocol
 
-import orjson
-
 from treeward.config.server import ServerConfig
 from treeward.scoring.score import Conversation, Reward, Score
 from treeward.serving.api_error import APIError
@@ -28,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 60
 """For accepted requests after a signal, while the server accepts no new ones."""
-MOST_CHARACTERS = 1_000_000
-"""Characters as JSON, or token ids, of a conversation; a longer one is refused before it is tokenized."""
 
 
 class ConversationBatcher(Protocol):
@@ -127,7 +123,7 @@ class Service:
             self._warned.add(model.name)
             what = "%s: texts come without their end, %a, and are scored at another token than in training."
             logger.warning(what, model.name, model.ending.text)
-        scores = await self._scores(model, inputs, deadline)
+        scores = await self.batcher.score(model.name, inputs, deadline=deadline)
         if shaper is None:
             rewards = [Reward(score.score, score, error=score.error) for score in scores]
         else:
@@ -145,28 +141,6 @@ class Service:
         """Stop the threads."""
         self.batcher.close()
         self._shaping.shutdown(wait=False, cancel_futures=True)
-
-    async def _scores(
-        self, model: ServedModel, inputs: Sequence[Conversation | RenderedText], deadline: float
-    ) -> list[Score]:
-        """The batcher's scores; inputs that are too long or nested too deep get errors instead."""
-        errors = [check_length(item) for item in inputs]
-        short = [item for item, error in zip(inputs, errors, strict=True) if error is None]
-        self.metrics.failures.labels(model.name, "request").inc(len(inputs) - len(short))
-        scores = iter(await self.batcher.score(model.name, short, deadline=deadline))
-        return [next(scores) if error is None else Score(None, error=error) for error in errors]
-
-
-def check_length(conversation: Conversation | RenderedText) -> str | None:
-    """The error of a conversation that is too long, as JSON, or nested too deep; None for others."""
-    try:
-        text = conversation.text if isinstance(conversation, RenderedText) else orjson.dumps(conversation).decode()
-        length = len(text)
-    except orjson.JSONEncodeError as error:
-        return f"the conversation cannot be written as JSON, which has at most 254 levels here: {error}"
-    if length <= MOST_CHARACTERS:
-        return None
-    return f"the conversation is too long: at most {MOST_CHARACTERS:,} characters, or token ids"
 
 
 def _sum(caches: Sequence[Any], name: str) -> float:

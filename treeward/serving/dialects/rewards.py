@@ -19,7 +19,7 @@ from treeward.data.formats import conversations_of, literally
 from treeward.errors import DataError
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError, in_words
-from treeward.serving.dialects.bodies import Chat, JSONRoute, List, ModelName, OwnBody, Server
+from treeward.serving.dialects.bodies import Chat, JSONRoute, ModelName, OwnBody, Server
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 
@@ -31,11 +31,11 @@ class RewardsBody(OwnBody):
 
     model: ModelName = None
     """Which of the served models; the first where none is named."""
-    conversations: List[Chat] | None = None
+    conversations: list[Chat] | None = None
     """Conversations that end with an assistant's message."""
     context: Chat | str | None = None
     """What the completions continue; [] for completions that continue nothing."""
-    completions: List[Chat | str] | None = Field(default=None, min_length=1)
+    completions: list[Chat | str] | None = Field(default=None, min_length=1)
     """Messages, or the text of an assistant's message."""
     shaped: bool = True
     """Whether `reward` is what the model's shaping makes of the score, where it is served with shaping."""
