@@ -68,13 +68,13 @@ class FailedScore(Score):
 
 
 class ServerMetrics:
-    """Counters of one server, for Prometheus. `registry`: None makes one.
+    """Counters of one server, for Prometheus.
 
     prometheus-fastapi-instrumentator adds requests by route and status, and their time, to the same registry.
     """
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = CollectorRegistry() if registry is None else registry
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._gauges: dict[str, Gauge] = {}
 
@@ -92,6 +92,15 @@ class ServerMetrics:
         self.computed = counter("computed_tokens", "Tokens that went through the model, after sharing.")
         self.fill = histogram("batch_fill_ratio", "Computed tokens of a batch by the budget of a batch.", _FILL)
         self.seconds = histogram("batch_seconds", "Time of a batch.", _SECONDS)
+
+    def count(self, model: str, scores: Sequence[Score]) -> None:
+        """Count the scores of a request."""
+        for score in scores:
+            if score.score is None:
+                self.failures.labels(model, "server" if isinstance(score, FailedScore) else "request").inc()
+            else:
+                self.scores.labels(model).observe(score.score)
+                self.tokens.labels(model).inc(score.num_tokens)
 
     def watch(self, name: str, what: str, value: Callable[[], float], **labels: str) -> None:
         """Add a gauge that calls `value` when it is scraped."""
@@ -243,7 +252,6 @@ class Batcher:
         rate = len(batch) / max(seconds, 1e-6)
         self._per_second = rate if not self._per_second else 0.9 * self._per_second + 0.1 * rate
         self._settle([(request, i, score) for (request, i, _), score in zip(batch, scores, strict=True)])
-        self.metrics.tokens.labels(model.name).inc(sum(item.num_tokens for item in items))
         self.metrics.computed.labels(model.name).inc(computed)
         self.metrics.fill.labels(model.name).observe(computed / self.config.batch_tokens)
         self.metrics.seconds.labels(model.name).observe(seconds)
@@ -296,11 +304,6 @@ class Batcher:
             for request, i, score in scored:
                 if request.is_over:
                     continue
-                if score.score is None:
-                    fault = "server" if isinstance(score, FailedScore) else "request"
-                    self.metrics.failures.labels(request.model.name, fault).inc()
-                else:
-                    self.metrics.scores.labels(request.model.name).observe(score.score)
                 request.scores[i] = score
                 request.num_missing -= 1
                 self.num_queued -= 1

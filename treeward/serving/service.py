@@ -124,6 +124,7 @@ class Service:
             what = "%s: texts come without their end, %a, and are scored at another token than in training."
             logger.warning(what, model.name, model.ending.text)
         scores = await self.batcher.score(model.name, inputs, deadline=deadline)
+        self.metrics.count(model.name, scores)
         if shaper is None:
             rewards = [Reward(score.score, score, error=score.error) for score in scores]
         else:
