@@ -184,8 +184,7 @@ def test_a_client_that_leaves_is_forgotten_and_no_other(
             head = f"POST /v1/rewards HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
             leaving.sendall(head.encode() + content)
             wait_until(lambda: service.batcher.num_queued == 6)
-        wait_until(lambda: counted(service, "forgotten_conversations_total", model="tiny") == 3)
-        assert service.batcher.num_queued == 3
+        wait_until(lambda: service.batcher.num_queued == 3)
         held_model.set()
         assert stays.result().status_code == 200
 
@@ -242,9 +241,9 @@ def test_metrics(own_client: Any, service: Service, conversations: Any, loaded_m
     assert samples["treeward_failures_total", (("fault", "request"), ("model", "tiny"))] == 1
     assert samples["treeward_tokens_total", tiny] == sum(i.num_tokens for i in loaded_model.prepare(conversations))
     assert samples["treeward_computed_tokens_total", tiny] == loaded_model.num_computed_tokens - before
-    assert samples["treeward_batch_fill_ratio_count", tiny] == 1
+    assert samples["treeward_batch_seconds_count", tiny] == 1
     assert samples["treeward_scores_sum", tiny] == pytest.approx(sum(scores), abs=1e-5)
-    assert samples["treeward_queued_conversations", ()] == 0 and samples["treeward_prefix_cache_bytes", tiny] >= 0
+    assert samples["treeward_queued_conversations", ()] == 0
     assert samples["process_resident_memory_bytes", ()] > 0
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from treeward.config.server import ServerConfig
 from treeward.scoring.score import Conversation, Reward, Score
@@ -58,7 +58,7 @@ class Service:
         self._shaping = ThreadPoolExecutor(1, thread_name_prefix="treeward-shaping")
         self.running = RunningRewards() if config.running else None
         self._warned: set[str] = set()  # models whose clients send texts without their end
-        metrics.watch("queued_conversations", "Conversations that wait for a score.", lambda: batcher.num_queued)
+        metrics.watch_queue(lambda: batcher.num_queued)
 
     @classmethod
     def load(cls, config: ServerConfig) -> Service:
@@ -76,12 +76,6 @@ class Service:
     def of(cls, models: Sequence[LoadedModel], config: ServerConfig) -> Service:
         """A service that scores in this process."""
         metrics = ServerMetrics()
-        for model in models:
-            size, reused = partial(_sum, model.caches, "num_bytes"), partial(_sum, model.caches, "num_reused_tokens")
-            if model.caches:
-                metrics.watch("prefix_cache_bytes", "Keys and values of prompts.", size, model=model.name)
-                what = "Tokens that were found and not computed again."
-                metrics.watch("prefix_cache_reused", what, reused, model=model.name)
         return cls([model.served for model in models], config, metrics, Batcher(models, config, metrics))
 
     def model(self, name: str | None) -> ServedModel:
@@ -142,7 +136,3 @@ class Service:
         """Stop the threads."""
         self.batcher.close()
         self._shaping.shutdown(wait=False, cancel_futures=True)
-
-
-def _sum(caches: Sequence[Any], name: str) -> float:
-    return float(sum(getattr(cache, name) for cache in caches))
