@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
@@ -174,8 +175,8 @@ class Batcher:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
                 for start in range(0, number, _TOKENIZED_AT_ONCE):
                     part = slice(start, start + _TOKENIZED_AT_ONCE)
-                    work = self._tokenize, self.models[model], conversations[part], futures[part]
-                    await loop.run_in_executor(self._tokenizing, *work)
+                    tokenize = partial(self._tokenize, self.models[model], conversations[part], futures[part])
+                    await loop.run_in_executor(self._tokenizing, tokenize)
                 return await asyncio.gather(*map(asyncio.wrap_future, futures))
         except TimeoutError as error:
             num_missing = number - sum(future.done() and not future.cancelled() for future in futures)

@@ -31,8 +31,8 @@ SHUTDOWN_SECONDS = 60
 class ConversationBatcher(Protocol):
     """The source of a service's scores: a `Batcher` in its process, or replicas elsewhere."""
 
-    num_queued: int
-
+    @property
+    def num_queued(self) -> int: ...
     @property
     def seconds_of_queue(self) -> float: ...
     async def check_alive(self) -> bool: ...
@@ -113,7 +113,7 @@ class Service:
             )
             raise APIError(422, "unknown_completion", message)
         texts = [item.text for item in inputs if isinstance(item, RenderedText)]
-        if model.name not in self._warned and not all(map(model.ending.is_in, texts)):
+        if model.name not in self._warned and any(not model.ending.is_in(text) for text in texts):
             self._warned.add(model.name)
             what = "%s: texts come without their end, %a, and are scored at another token than in training."
             logger.warning(what, model.name, model.ending.text)
