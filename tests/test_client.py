@@ -12,7 +12,7 @@ import messages
 import pytest
 from loopback import Asked, Loopback
 
-from treeward.client.rewards import AsyncRewardClient, RewardClient
+from treeward.client.rewards import RewardClient
 from treeward.errors import ConfigError, DataError, TreewardError
 from treeward.http import RewardServerError
 from treeward.scoring.score import Score
@@ -192,9 +192,8 @@ def test_a_malformed_conversation_is_not_sent(wrong: Any, serve: Callable[..., L
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"url": "localhost:8000"}, {"token": "two words"}, {"timeout_seconds": 0}, {"timeout_seconds": math.inf},
-     {"max_concurrency": -2}, {"max_conversations": 0}],
-)  # fmt: skip
+    [{"url": "localhost:8000"}, {"token": "two words"}],
+)
 def test_impossible_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         RewardClient(**({"url": "http://host"} | arguments))
@@ -212,40 +211,11 @@ def test_models(serve: Callable[..., Loopback]) -> None:
 
 def test_connections_are_kept(serve: Callable[..., Loopback]) -> None:
     server = serve(scored)
-    with RewardClient(server.url) as client:
-        assert [client.score([chat(i)])[0].score for i in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
     async def within_a_loop() -> float | None:
         return client.score([chat(5)])[0].score
 
+    with RewardClient(server.url) as client:
+        assert [client.score([chat(i)])[0].score for i in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert asyncio.run(within_a_loop()) == 5.0
     assert server.num_connections == 1
-    assert asyncio.run(within_a_loop()) == 5.0
-
-
-def test_asynchronously_and_in_more_than_one_loop(serve: Callable[..., Loopback]) -> None:
-    client = AsyncRewardClient(serve(scored).url)
-
-    async def several() -> list[list[Score]]:
-        async with client:
-            return await asyncio.gather(*(client.score([chat(i)]) for i in range(20)))
-
-    for _ in range(2):
-        assert [scores[0].score for scores in asyncio.run(several())] == [float(i) for i in range(20)]
-
-
-def test_a_caller_that_is_cancelled_leaves_nothing_behind(serve: Callable[..., Loopback]) -> None:
-    let_go = threading.Event()
-    server = serve(lambda asked: let_go.wait(600) and None)
-
-    async def cancelled() -> int:
-        client = AsyncRewardClient(server.url, max_conversations=1)
-        task = asyncio.create_task(client.score([chat(i) for i in range(4)]))
-        while len(server.requests) < 4:
-            await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return len(asyncio.all_tasks()) - 1
-
-    assert asyncio.run(cancelled()) == 0
-    let_go.set()

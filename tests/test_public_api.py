@@ -26,7 +26,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         treeward.Scorers  # noqa: B018
 
 
-CLIENT = "treeward; from treeward import AsyncRewardClient, RewardClient; RewardClient('http://localhost:1')"
+CLIENT = "treeward; from treeward import RewardClient; RewardClient('http://localhost:1')"
 
 
 @pytest.mark.parametrize("code", ["treeward", CLIENT], ids=["package", "client"])

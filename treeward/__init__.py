@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from treeward.version import VERSION
 
 if TYPE_CHECKING:
-    from treeward.client.rewards import AsyncRewardClient as AsyncRewardClient
     from treeward.client.rewards import RewardClient as RewardClient
     from treeward.config.load import load_config as load_config
     from treeward.config.load import load_grpo_config as load_grpo_config
@@ -62,7 +61,7 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _HOMES = {
-    "client.rewards": ("AsyncRewardClient", "RewardClient"),
+    "client.rewards": ("RewardClient",),
     "config.load": ("load_config", "load_grpo_config"),
     "data.datasets": ("open_dataset", "register_dataset"),
     "data.preference": ("Completion", "Preference"),

@@ -1,7 +1,7 @@
 """The one HTTP client and the one retry policy; code that speaks OpenAI's API uses the `openai` client instead.
 
     connection = Connection("http://localhost:8000", max_retries=5)
-    reply = await connection.request("/v1/rewards", body, until=time.monotonic() + 30)
+    reply = connection.request("/v1/rewards", body, until=time.monotonic() + 30)
     reply.json
     run_async(ask_all())        # a coroutine from synchronous code
 
@@ -11,7 +11,6 @@ after the seconds of the server's `Retry-After`, at most `max_retries` times, an
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
@@ -85,69 +84,47 @@ class Reply:
 
 
 class Connection:
-    """Requests to the server at `url`, which may have a path (`https://host/rm`).
+    """Requests to the server at `url`, which may have a path (`https://host/rm`), from any number of threads.
 
     `token`: sent as a bearer token. Raises `ConfigError` for a URL or token that cannot be used.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str | None = None,
-        max_retries: int = 5,
-        max_connections: int = 8,
-    ) -> None:
+    def __init__(self, url: str, *, token: str | None = None, max_retries: int = 5) -> None:
         headers = {"User-Agent": f"treeward/{VERSION}", "Content-Type": "application/json"}
         if token is not None:
             if not re.fullmatch(r"[\x21-\x7e]+", token):  # it is a secret, so the error does not show it
                 raise ConfigError("the token cannot be sent in a header", field="token", need="visible ASCII")
             headers["Authorization"] = f"Bearer {token}"
         self.url, self.max_retries = checked_url(url), max_retries
-        self._options: dict[str, Any] = {
-            "headers": headers,
-            "verify": ssl.create_default_context(),  # the system's certificates, or those of SSL_CERT_FILE
-            "limits": httpx.Limits(max_connections=max_connections),
-            "timeout": httpx.Timeout(None, connect=10.0),
-        }
-        self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
+        # The system's certificates, or those of SSL_CERT_FILE.
+        self._client = httpx.Client(headers=headers, verify=ssl.create_default_context())
 
-    async def request(
-        self, path: str, content: bytes | None = None, *, until: float, max_retries: int | None = None
-    ) -> Reply:
+    def request(self, path: str, content: bytes | None = None, *, until: float) -> Reply:
         """Post JSON, or get it without `content`. `until`: of `time.monotonic`. Raises `RewardServerError`."""
-        most = self.max_retries if max_retries is None else max_retries
-        retrying = tenacity.AsyncRetrying(
+        retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda error: getattr(error, "is_temporary", False)),
-            stop=tenacity.stop_after_attempt(1 + most) | tenacity.stop_before_delay(until - time.monotonic()),
+            stop=tenacity.stop_after_attempt(1 + self.max_retries)
+            | tenacity.stop_before_delay(until - time.monotonic()),
             wait=_pause,
             reraise=True,
         )
-        return await retrying(self._once, path, content, until)
+        return retrying(self._once, path, content, until)
 
-    async def close(self) -> None:
-        """Close the connections; another request opens new ones."""
-        if self._client is not None:
-            loop, client = self._client
-            self._client = None
-            if loop is asyncio.get_running_loop():  # the connections of a loop that has ended went with it
-                await client.aclose()
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
 
-    async def _once(self, path: str, content: bytes | None, until: float) -> Reply:
-        url, seconds_left = self.url + path, max(0.0, until - time.monotonic())
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._client[0] is not loop:
-            self._client = loop, httpx.AsyncClient(**self._options)
+    def _once(self, path: str, content: bytes | None, until: float) -> Reply:
+        url, seconds_left = self.url + path, max(0.001, until - time.monotonic())
         try:
-            # httpx limits each wait for a byte; this limits a server that sends one byte now and then.
-            async with asyncio.timeout(seconds_left):
-                response = await self._client[1].request(
-                    "GET" if content is None else "POST",
-                    url,
-                    content=content,
-                    headers={"X-Deadline-Seconds": f"{seconds_left:.3f}"},
-                )
-        except TimeoutError:
+            response = self._client.request(
+                "GET" if content is None else "POST",
+                url,
+                content=content,
+                headers={"X-Deadline-Seconds": f"{seconds_left:.3f}"},
+                timeout=httpx.Timeout(seconds_left, connect=min(seconds_left, 10.0)),
+            )
+        except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout):
             fix = "allow more time (timeout_seconds), or send less at a time"
             raise RewardServerError("the server has not responded in time", where=url, fix=fix) from None
         except httpx.RequestError as error:
@@ -182,14 +159,9 @@ def run_async(coroutine: Coroutine[Any, Any, _Value]) -> _Value:
 
 def checked_url(url: str) -> str:
     """The address without a slash at its end. Raises `ConfigError` for anything else."""
-    try:
-        parsed = httpx.URL(url.strip())
-        is_address = parsed.scheme in ("http", "https") and parsed.host and not parsed.query and not parsed.fragment
-    except httpx.InvalidURL:
-        is_address = False
-    if not is_address:
+    if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", url):
         raise ConfigError("this is no address of a server", field="url", got=url, need="http://host:port, or https://")
-    return url.strip().rstrip("/")
+    return url.rstrip("/")
 
 
 def _pause(state: tenacity.RetryCallState) -> float:

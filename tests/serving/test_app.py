@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import pickle
-import re
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fastapi.exceptions import RequestValidationError
 from loopback import wait_until
 from messages import chat
 from prometheus_client.parser import text_string_to_metric_families
@@ -73,10 +69,8 @@ def test_limits_on_what_a_request_holds(make_service: Callable[..., Service], as
     client = asgi_client(make_service(max_queued=3, max_body_bytes=1_100_000))
     assert error(ask(client, conversations=[CHAT] * 4)) == (413, "too_many_conversations")
     assert error(client.post("/v1/rewards", content=b" " * 1_100_001)) == (413, "body_too_large")
-    parts = iter([b" " * 400_000] * 3)  # without a Content-Length
-    assert error(client.post("/v1/rewards", content=parts)) == (413, "body_too_large")
     long = [CHAT[0], {"role": "assistant", "content": "a" * 1_000_000}]
-    assert "at most 1,000,000 characters" in ask(client, conversations=[long]).text
+    assert "at most 160" in ask(client, conversations=[long]).text
 
 
 def test_a_conversation_that_cannot_be_scored_is_refused_or_masked(client: Any) -> None:
@@ -88,43 +82,19 @@ def test_a_conversation_that_cannot_be_scored_is_refused_or_masked(client: Any) 
     assert masked[0]["score"] is not None and masked[1]["score"] is None and masked[1]["num_tokens"] > 1000
 
 
-@pytest.mark.parametrize(
-    ("route", "body"),
-    [
-        ("/v1/rewards", {"conversations": [1] * 500}),
-        ("/rerank", {"query": "a", "documents": [1] * 500}),
-        ("/verify", {"responses_create_params": {"input": [1] * 500}, "response": {"output": [1] * 500}}),
-    ],
-)
-def test_of_many_mistakes_only_the_first_is_made_an_error(
-    client: Any, route: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A million errors, of which one is told, took seconds of the server."""
-    counts: list[int] = []
-    make = RequestValidationError.__init__
-
-    def count_and_make(self: RequestValidationError, errors: Any, **options: Any) -> None:
-        counts.append(len(errors))
-        make(self, errors, **options)
-
-    monkeypatch.setattr(RequestValidationError, "__init__", count_and_make)
-    assert client.post(route, json=body).status_code in (400, 422)
-    assert 1 <= counts[0] <= 4  # one for each form that an item may have
-
-
 def nested(depth: int) -> bytes:
     return b'{"a":' * depth + b"1" + b"}" * depth
 
 
 @pytest.mark.parametrize("depth", [300, 990, 1010])
-def test_what_is_nested_too_deep_is_refused_or_masked(client: Any, depth: int) -> None:
+def test_what_is_nested_deep_is_no_failure_of_the_server(client: Any, depth: int) -> None:
     """orjson reads 1024 levels; what walks them in Python may fail before."""
     chat, verdict = json.dumps(CHAT).encode(), b'{"responses_create_params":{"input":"a"},"response":{"output":%s}%s}'
     deep = chat.replace(b'"content": "4"', b'"content": "4", "metadata": ' + nested(depth))
     calls = b'[{"role":"assistant","content":"b","tool_calls":[{"function":{"name":"g","arguments":%s}}]}]'
     bodies = [
         ("/v1/rewards", b'{"conversations": [%s, %s]}' % (chat, deep)),
-        ("/v1/rewards", b'{"context": [], "completions": ["4", {"completion": %s}]}' % nested(depth)),
+        ("/v1/rewards", b'{"context": [], "completions": ["4", %s]}' % nested(depth)),
         ("/v1/rewards", b'{"conversations": [%s], "%s": %s}' % (chat, b"unknown", nested(depth))),
         ("/classify", b'{"messages": %s}' % deep),
         ("/classify", b'{"input": %s}' % nested(depth)),
@@ -135,12 +105,8 @@ def test_what_is_nested_too_deep_is_refused_or_masked(client: Any, depth: int) -
     ]
     for route, content in bodies:
         got = client.post(route, content=content)
-        assert got.status_code in ((400, 422) if route != "/verify" else (200, 400, 422)), (route, got.text)
+        assert got.status_code in (200, 400, 422), (route, got.text)
         assert "server failed" not in got.text, (route, got.text)
-    masked = client.post("/v1/rewards", content=bodies[0][1][:-1] + b', "on_error": "mask"}')
-    if depth < 1000:  # a whole body of 1024 levels is no JSON to orjson
-        good, bad = masked.json()["data"]
-        assert good["score"] is not None and bad["score"] is None and "254 levels" in bad["error"]
 
 
 @pytest.mark.parametrize("part", ["{{ 1 / 0 }}", "{{ range(1000000000000) | list }}"])
@@ -161,11 +127,7 @@ def test_a_template_that_fails_is_a_clear_error(
 
 
 def test_routes_and_methods_that_are_not_there(own_client: Any, service: Service) -> None:
-    response = own_client.post("/v2/rewards")
-    assert error(response) == (404, "not_found") and "did you mean /v1/rewards?" in response.text
-    for response in (own_client.get("/v1/reward"), own_client.options("/not/at/all")):
-        assert "/v1/rewards, " in response.text.partition("the routes are ")[2]  # also those of other methods
-    assert error(own_client.post("/" + "x" * 5000))[0] == 404
+    assert error(own_client.post("/" + "x" * 5000)) == (404, "not_found")
     response = own_client.get("/v1/rewards")
     assert error(response) == (405, "method_not_allowed") and response.headers["allow"] == "POST"
     labels = {"handler": "/v1/rewards", "method": "GET", "status": "405"}
@@ -222,19 +184,9 @@ def test_a_client_that_leaves_is_forgotten_and_no_other(
             head = f"POST /v1/rewards HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
             leaving.sendall(head.encode() + content)
             wait_until(lambda: service.batcher.num_queued == 6)
-        wait_until(lambda: counted(service, "forgotten_conversations_total", model="tiny") == 3)
-        assert service.batcher.num_queued == 3
+        wait_until(lambda: service.batcher.num_queued == 3)
         held_model.set()
         assert stays.result().status_code == 200
-
-
-def test_a_slow_body(make_service: Callable[..., Service], serve_on_loopback: Any) -> None:
-    url = httpx.URL(serve_on_loopback(make_service(deadline_seconds=0.2)))
-    with socket.create_connection((url.host, url.port or 0), timeout=600) as connection:
-        connection.sendall(b"POST /v1/rewards HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n\r\n{")
-        response = HTTPResponse(connection)
-        response.begin()
-        assert response.status == 504 and b"the body did not arrive" in response.read()
 
 
 def test_an_error_of_memory_forgets_the_prompts(
@@ -255,7 +207,7 @@ def test_an_error_of_memory_forgets_the_prompts(
 
 
 def test_health_and_the_models(own_client: Any, service: Service, loaded_model: LoadedModel) -> None:
-    assert own_client.get("/health").json() == {"status": "ok"} and own_client.head("/health").is_success
+    assert own_client.get("/health").json() == {"status": "ok"}
     assert own_client.get("/ready").json() == {"status": "ready", "models": ["tiny"]}
     [listed] = own_client.get("/v1/models").json()["data"]
     assert (listed["id"], listed["max_model_len"]) == ("tiny", 160)
@@ -289,21 +241,15 @@ def test_metrics(own_client: Any, service: Service, conversations: Any, loaded_m
     assert samples["treeward_failures_total", (("fault", "request"), ("model", "tiny"))] == 1
     assert samples["treeward_tokens_total", tiny] == sum(i.num_tokens for i in loaded_model.prepare(conversations))
     assert samples["treeward_computed_tokens_total", tiny] == loaded_model.num_computed_tokens - before
-    assert samples["treeward_batch_fill_ratio_count", tiny] == 1
+    assert samples["treeward_batch_seconds_count", tiny] == 1
     assert samples["treeward_scores_sum", tiny] == pytest.approx(sum(scores), abs=1e-5)
-    assert samples["treeward_queued_conversations", ()] == 0 and samples["treeward_prefix_cache_bytes", tiny] >= 0
+    assert samples["treeward_queued_conversations", ()] == 0
     assert samples["process_resident_memory_bytes", ()] > 0
 
 
-def test_the_access_log(client: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "treeward.requests")
-    client.post("/v1/rewards", json={"conversations": [CHAT]}, headers={"x-request-id": "mine"})
-    client.post("/v1/rewards", content=b"{", headers={"x-request-id": "not good"})
-    client.get("/a%0Ab%1B[31m")
-    first, second, third = (record.getMessage() for record in caplog.records if record.name == "treeward.requests")
-    assert re.fullmatch(r"POST /v1/rewards 200 [\d.]+ ms request_id=mine bytes=\d\d+", first)
-    assert re.fullmatch(r"POST /v1/rewards 400 [\d.]+ ms request_id=\w{16} bytes=1 error=invalid_json", second)
-    assert third.startswith("GET /a%0Ab%1B%5B31m 404")
+def test_the_access_log(service: Service, serve_on_loopback: Any, caplog: pytest.LogCaptureFixture) -> None:
+    ask(httpx.Client(base_url=serve_on_loopback(service)))
+    assert '"POST /v1/rewards HTTP/1.1" 200' in caplog.text
 
 
 def test_a_model_of_another_process(served_folder: Path, make_service: Callable[..., Service]) -> None:

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import psutil
 import pytest
 from loopback import wait_until
@@ -27,7 +25,6 @@ from serving.dialects.conftest import CHATS
 from serving.dialects.test_scores import CLOSE
 
 from treeward.scoring.scorer import Scorer
-from treeward.tree.token_tree import common_prefix_length
 
 pytest.importorskip("ray.serve")  # it needs grpcio-reflection
 
@@ -51,12 +48,10 @@ class Server:
         assert response.status_code == 200, response.text
         return [row["score"] for row in response.json()["data"]]
 
-    def counted(self, name: str) -> dict[str, float]:
-        """The values of a metric by replica; "" is the front."""
-        text = httpx.get(f"{self.url}/metrics", timeout=SECONDS).text
-        families = text_string_to_metric_families(text)
-        samples = (sample for family in families for sample in family.samples if sample.name == f"treeward_{name}")
-        return {sample.labels.get("replica", ""): sample.value for sample in samples}
+    def counted(self, name: str) -> float | None:
+        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=SECONDS).text)
+        samples = (sample for family in families for sample in family.samples)
+        return next((sample.value for sample in samples if sample.name == f"treeward_{name}"), None)
 
     def replicas(self) -> list[psutil.Process]:
         below = psutil.Process(self.process.pid).children(recursive=True)
@@ -112,25 +107,11 @@ def test_the_front_is_one_server(server: Server) -> None:
     assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
 
 
-def test_a_prompt_is_computed_by_one_replica(server: Server) -> None:
-    """Its completions come one by one: each but the first finds it in the cache. Prompts go to both replicas."""
-    prompts = [f"{n} and {n}: {' '.join(f'what is {n} plus {m}?' for m in range(7))}" for n in range(20)]
-    before, tokens = server.counted("prefix_cache_reused"), server.counted("tokens_total")
-    for one in (one for prompt in prompts for one in chats_of(prompt)):
-        server.scores([one])
-    reused = {name: value - before[name] for name, value in server.counted("prefix_cache_reused").items()}
-    rows = [[server.scorer.renderer.encode(one) for one in chats_of(prompt)[:2]] for prompt in prompts]
-    lengths = [common_prefix_length(*map(np.asarray, row)) for row in rows]
-    assert min(lengths) > 64 and sum(reused.values()) >= 3 * sum(lengths)
-    took = [value - tokens[name] for name, value in server.counted("tokens_total").items()]
-    assert min(took) > 0.1 * sum(took)
-
-
 def test_a_replica_that_is_killed_loses_nothing(server: Server) -> None:
     chats = [one for n in range(64) for one in chats_of(f"What is {n} plus {n}?", 8)]
     want = [score.score for score in server.scorer.score(chats)]
     groups = [range(start, start + 4) for start in range(0, len(chats), 4)]
-    old, killed = server.counted("prefix_cache_bytes"), threading.Event()
+    killed = threading.Event()
 
     def ask(group: Any) -> int:
         assert server.scores([chats[i] for i in group]) == pytest.approx([want[i] for i in group], abs=CLOSE)
@@ -139,17 +120,16 @@ def test_a_replica_that_is_killed_loses_nothing(server: Server) -> None:
     with ThreadPoolExecutor(16) as threads:
         asked = [threads.submit(ask, group) for _ in range(3) for group in groups]
         wait_until(lambda: sum(one.done() for one in asked) > 40)
-        first, _ = server.replicas()
+        first, second = server.replicas()
         first.suspend()
         while_one_hangs = httpx.get(f"{server.url}/health", timeout=SECONDS).status_code
-        silent, heard = server.counted("silent_replicas"), server.counted("prefix_cache_bytes")
         first.kill()
         killed.set()
         before = sum(one.result() for one in asked)
     assert 40 < before < len(asked) and while_one_hangs == 200
-    assert silent == {"": 1} and len(heard) == 1 and heard.keys() < old.keys()
     assert httpx.get(f"{server.url}/health").status_code == 200
-    wait_until(lambda: len(new := server.counted("prefix_cache_bytes")) == 2 and len(set(new) - set(old)) == 1)
+    assert server.counted("scores_count") >= 3 * len(chats)
+    wait_until(lambda: set(server.replicas()) - {first, second})
 
 
 def test_a_signal_lets_the_replicas_finish(server: Server) -> None:
@@ -160,40 +140,13 @@ def test_a_signal_lets_the_replicas_finish(server: Server) -> None:
         replica.suspend()
     with ThreadPoolExecutor(8) as threads:
         accepted = [threads.submit(server.post, "/v1/rewards", body) for body in bodies]
-        wait_until(lambda: server.counted("queued_conversations")[""] == 8 * 64)
+        wait_until(lambda: server.counted("queued_conversations") == 8 * 64)
         server.process.send_signal(signal.SIGTERM)
         for replica in server.replicas():
             replica.resume()
         assert [one.result().status_code for one in accepted] == [200] * 8
     assert server.process.wait(60) == 0
     assert not psutil.wait_procs(below, timeout=30)[1]
-
-
-@pytest.fixture
-def serve_app(ray: Any, served_folder: Path) -> Iterator[str]:
-    from ray import serve
-
-    from treeward.serving.ray_app import app
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(app({"model": str(served_folder), "replicas": "2", "ray_actor_options": {"num_cpus": 0.5}}))
-    wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)  # Serve's proxy may be later than the app
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
-
-
-def test_as_an_application_of_ray_serve(serve_app: str, served_folder: Path) -> None:
-    chats = [*CHATS, *(one for n in range(32) for one in chats_of(f"{n}?", 2))]  # calls of one request to both
-    response = httpx.post(f"{serve_app}/v1/rewards", json={"conversations": chats}, timeout=SECONDS)
-    want = [score.score for score in Scorer.load(served_folder, device="cpu").score(chats)]
-    assert [row["score"] for row in response.json()["data"]] == pytest.approx(want, abs=CLOSE)
-    refused = httpx.post(f"{serve_app}/v1/rewards", json={"conversations": [[]]}, timeout=SECONDS)
-    ids = set(refused.headers.get_list("x-request-id"))  # Serve's proxy adds its own, which is the same
-    assert refused.status_code == 422 and {refused.json()["error"]["request_id"]} == ids
-    assert 'treeward_tokens_total{model="tiny",replica=' in httpx.get(f"{serve_app}/metrics", timeout=SECONDS).text
-    assert httpx.get(f"{serve_app}/ready").status_code == 200 and "playground" in httpx.get(serve_app).text
 
 
 def test_the_order_of_replicas() -> None:

@@ -1,4 +1,4 @@
-"""`RewardClient` and `AsyncRewardClient`: scores and rewards from a server that `treeward serve` runs.
+"""`RewardClient`: scores and rewards from a server that `treeward serve` runs.
 
     client = RewardClient("http://localhost:8000", timeout_seconds=30)
     client.score([[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]])[0].score
@@ -10,33 +10,34 @@ server's packages.
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
-import math
-import os
-import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from treeward.data.formats import as_conversations
 from treeward.data.preference import check_messages
-from treeward.errors import ConfigError, DataError
+from treeward.errors import DataError
 from treeward.http import Connection, Reply
 from treeward.scoring.score import Conversation, OnError, Reward, Score
-
-_Arguments = ParamSpec("_Arguments")
-_Value = TypeVar("_Value")
 
 _BODY_BYTES = 2**23
 """A request with a larger body is split, since servers limit bodies."""
 
 
-class _Client:
-    """What both clients are made of."""
+class RewardClient:
+    """A client of `treeward serve`; a `ConversationScorer`, so it can stand for a `Scorer`.
+
+    `url`: of the server, as http://host:8000. `token`: the bearer token that the server asks for. `model`: one of its
+    models, None for its first. `timeout_seconds`: for a whole call. `max_retries`: for one request. A call
+    with more than `max_conversations` makes several requests, `max_concurrency` at a time.
+
+    It keeps its connections, and may be called from several threads. Methods raise `RewardServerError` for a server
+    that fails.
+    """
 
     def __init__(
         self,
@@ -49,28 +50,52 @@ class _Client:
         max_conversations: int = 256,
         max_concurrency: int = 8,
     ) -> None:
-        positive = {
-            "timeout_seconds": timeout_seconds,
-            "max_conversations": max_conversations,
-            "max_concurrency": max_concurrency,
-        }
-        for name, number in positive.items():
-            if not 0 < number < math.inf:
-                raise ConfigError(f"{name} is not positive", field=name, got=number, need="a positive number")
         self.model, self.timeout_seconds = model, timeout_seconds
-        self.max_conversations, self._max_concurrency = max_conversations, max_concurrency
-        self._connection = Connection(url, token=token, max_retries=max_retries, max_connections=max_concurrency)
+        self.max_conversations, self.max_concurrency = max_conversations, max_concurrency
+        self._connection = Connection(url, token=token, max_retries=max_retries)
         self.url = self._connection.url
 
-    async def _rewards(
+    def score(
+        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+    ) -> list[Score]:
+        """Scores in order, as `Scorer.score` gives them: raw, even if the model is served with shaping.
+
+        `where` names the conversations in errors. A conversation that cannot be scored raises `RewardServerError`; with
+        `on_error="mask"` its score is None, and `Score.error` says why. Raises `DataError` for a malformed one.
+        """
+        rewards = self.detailed_rewards(conversations, shaped=False, where=where, on_error=on_error)
+        return [reward.score for reward in rewards]
+
+    def score_completions(
+        self, context: Conversation | str, completions: Sequence[Conversation | str], *, on_error: OnError = "raise"
+    ) -> list[Score]:
+        """Scores of several completions of one context; either is messages, or text of the user and the assistant."""
+        conversations = as_conversations(context, completions)
+        names = [f"completion {i}" for i in range(len(conversations))]
+        return self.score(conversations, where=names, on_error=on_error)
+
+    def rewards(
+        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+    ) -> list[float | None]:
+        """Rewards in order: the scores after the shaping that the model is served with.
+
+        A conversation without a reward raises `RewardServerError`; with `on_error="mask"` its reward is None.
+        """
+        return [reward.value for reward in self.detailed_rewards(conversations, where=where, on_error=on_error)]
+
+    def detailed_rewards(
         self,
         conversations: Sequence[Conversation],
         *,
-        shaped: bool,
-        on_error: OnError = "raise",
+        shaped: bool = True,
         where: Sequence[str] | None = None,
+        on_error: OnError = "raise",
     ) -> list[Reward]:
-        """The server's reward for each conversation; a malformed one is not sent."""
+        """`rewards`, each with the score that it was made of, or the reason why there is none.
+
+        `shaped`: False leaves rewards as scores, also of a model that is served with shaping. A malformed conversation
+        is not sent.
+        """
         rewards: dict[int, Reward] = {}
         sent: dict[int, Conversation] = {}
         parts: list[list[int]] = []
@@ -91,139 +116,36 @@ class _Client:
                 num_bytes = 0
             parts[-1].append(i)
             num_bytes += size
-        until, slots = time.monotonic() + self.timeout_seconds, asyncio.Semaphore(self._max_concurrency)
+        until = time.monotonic() + self.timeout_seconds
 
-        async def send(part: list[int]) -> None:
+        def send(part: list[int]) -> list[Reward]:
             # Masked, so that the response says which conversation failed.
             body: dict[str, Any] = {"model": self.model, "on_error": "mask", "shaped": shaped}
             body["conversations"] = [sent[i] for i in part]
-            async with slots:
-                reply = await self._connection.request("/v1/rewards", _json(body, "the request"), until=until)
-            for i, reward in zip(part, _read(reply, len(part)), strict=True):
+            reply = self._connection.request("/v1/rewards", _json(body, "the request"), until=until)
+            part_rewards = _read(reply, len(part))
+            for i, reward in zip(part, part_rewards, strict=True):
                 if on_error == "raise" and (reward.value if shaped else reward.score.score) is None:
                     raise reply.error(f"{names[i]} has no score", got=reward.error)
-                rewards[i] = reward
+            return part_rewards
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for part in parts:
-                    group.create_task(send(part))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        with ThreadPoolExecutor(self.max_concurrency) as threads:
+            for part, part_rewards in zip(parts, threads.map(send, parts), strict=True):
+                rewards.update(zip(part, part_rewards, strict=True))
         return [rewards[i] for i in range(len(conversations))]
 
-
-class AsyncRewardClient(_Client):
-    """A client for coroutines; `RewardClient` has the same methods for synchronous code.
-
-    `url`: of the server, as http://host:8000. `token`: the bearer token that the server asks for. `model`: one of its
-    models, None for its first. `timeout_seconds`: for a whole call. `max_retries`: for one request. A
-    call with more than `max_conversations` makes several requests, `max_concurrency` at a time.
-
-    Raises `ConfigError` for impossible arguments; methods raise `RewardServerError` for a server that fails.
-    """
-
-    async def score(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
-    ) -> list[Score]:
-        """Scores in order, as `Scorer.score` gives them: raw, even if the model is served with shaping.
-
-        `where` names the conversations in errors. A conversation that cannot be scored raises `RewardServerError`; with
-        `on_error="mask"` its score is None, and `Score.error` says why. Raises `DataError` for a malformed one.
-        """
-        rewards = await self._rewards(conversations, shaped=False, where=where, on_error=on_error)
-        return [reward.score for reward in rewards]
-
-    async def score_completions(
-        self, context: Conversation | str, completions: Sequence[Conversation | str], *, on_error: OnError = "raise"
-    ) -> list[Score]:
-        """Scores of several completions of one context; either is messages, or text of the user and the assistant."""
-        conversations = as_conversations(context, completions)
-        names = [f"completion {i}" for i in range(len(conversations))]
-        rewards = await self._rewards(conversations, shaped=False, where=names, on_error=on_error)
-        return [reward.score for reward in rewards]
-
-    async def rewards(
-        self,
-        conversations: Sequence[Conversation],
-        *,
-        where: Sequence[str] | None = None,
-        on_error: OnError = "raise",
-    ) -> list[float | None]:
-        """Rewards in order: the scores after the shaping that the model is served with.
-
-        A conversation without a reward raises `RewardServerError`; with `on_error="mask"` its reward is None.
-        """
-        rewards = await self._rewards(conversations, shaped=True, where=where, on_error=on_error)
-        return [reward.value for reward in rewards]
-
-    async def detailed_rewards(
-        self, conversations: Sequence[Conversation], /, *, shaped: bool = True, **options: Any
-    ) -> list[Reward]:
-        """`rewards`, with its options, each with the score that it was made of, or the reason why there is none.
-
-        `shaped`: False leaves rewards as scores, also of a model that is served with shaping.
-        """
-        return await self._rewards(conversations, shaped=shaped, **options)
-
-    async def models(self) -> list[dict[str, Any]]:
+    def models(self) -> list[dict[str, Any]]:
         """The models of the server (id, contract, ...); the first is the default."""
-        reply = await self._connection.request("/v1/models", until=time.monotonic() + self.timeout_seconds)
+        reply = self._connection.request("/v1/models", until=time.monotonic() + self.timeout_seconds)
         try:
             models: list[dict[str, Any]] = [dict(model, id=model["id"]) for model in reply.json["data"]]
         except (LookupError, TypeError, ValueError) as error:
             raise reply.error("the response lists no models", field="data", got=reply.json) from error
         return models
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         """Close the connections."""
-        await self._connection.close()
-
-    async def __aenter__(self) -> AsyncRewardClient:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.aclose()
-
-
-@functools.cache
-def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """The event loop of the synchronous clients of a process, in a thread of its own; a fork has none of its parent."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="treeward-client", daemon=True).start()
-    return loop
-
-
-def _blocking(
-    method: Callable[Concatenate[AsyncRewardClient, _Arguments], Coroutine[Any, Any, _Value]],
-) -> Callable[Concatenate[RewardClient, _Arguments], _Value]:
-    """The synchronous form of a method of `AsyncRewardClient`."""
-
-    @functools.wraps(method)
-    def call(self: RewardClient, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Value:
-        coroutine = method(cast("AsyncRewardClient", self), *args, **kwargs)
-        future = asyncio.run_coroutine_threadsafe(coroutine, _loop(os.getpid()))
-        try:
-            return future.result()
-        finally:
-            future.cancel()  # where the caller is interrupted
-
-    return call
-
-
-class RewardClient(_Client):
-    """A client of `treeward serve` for synchronous code; a `ConversationScorer`, so it can stand for a `Scorer`.
-
-    Arguments and methods are those of `AsyncRewardClient`. It keeps its connections, and may be called from several
-    threads, after a fork, and where an event loop runs already.
-    """
-
-    score = _blocking(AsyncRewardClient.score)
-    score_completions = _blocking(AsyncRewardClient.score_completions)
-    rewards = _blocking(AsyncRewardClient.rewards)
-    detailed_rewards = _blocking(AsyncRewardClient.detailed_rewards)
-    models = _blocking(AsyncRewardClient.models)
-    close = _blocking(AsyncRewardClient.aclose)
+        self._connection.close()
 
     def __enter__(self) -> RewardClient:
         return self

@@ -20,7 +20,7 @@ from treeward.client.dialects import DIALECTS, Form, RenderedConversation, Serve
 from treeward.data.preference import last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
-from treeward.http import Connection, RewardServerError, run_async
+from treeward.http import Connection, RewardServerError
 from treeward.model.contract import CONTRACT_FILE, Dtype, ScoringContract, read_contract
 from treeward.model.pretrained import load_tokenizer
 from treeward.scoring.diagnosis import PARTS, Check, Part, Row, Verification, compare, diagnose, verification
@@ -70,7 +70,7 @@ def verify_server(
     connection = Connection(url.rstrip("/").removesuffix(DIALECTS[dialect].path), token=token, max_retries=3)
     replay = _Replay(str(name), contract, contract.scores_sha256, connection, dialect, form, model, dtype)
     replay.add_conversations(renderer)
-    return run_async(replay.run())
+    return replay.run()
 
 
 @dataclass
@@ -115,7 +115,7 @@ class _Replay:
             self.conversations.append(RenderedConversation(example.messages, text, bare, fitted.token_ids, completion))
         self.contract = self.contract.model_copy(update={"golden": golden})
 
-    async def run(self) -> Verification:
+    def run(self) -> Verification:
         """Ask for the golden scores, alone and together, and say what explains them.
 
         Raises `RewardServerError` for a server that refuses all, is not there, or is busy.
@@ -123,7 +123,7 @@ class _Replay:
         try:
             for conversation in self.conversations:
                 try:
-                    self.answers += await self._ask([conversation])
+                    self.answers += self._ask([conversation])
                 except RewardServerError as error:
                     self.answers.append(str(error.got))
                     num_refused = sum(isinstance(answer, str) for answer in self.answers)
@@ -133,14 +133,14 @@ class _Replay:
             verdict = self._verdict(scores)
             can_batch = not (self.form == "messages" and self.dialect == "vllm")
             if verdict.state == "equal" and can_batch and len(scores) > 1:
-                together = [self._score(answer) for answer in await self._ask(self.conversations)]
+                together = [self._score(answer) for answer in self._ask(self.conversations)]
                 in_batch = diagnose(self.contract, together, dtype=self.dtype)
                 if in_batch.state != "equal":
                     summary = "alone every conversation has its score, and beside others it has not: padding is read"
                     fix = "pad with a token that ends no conversation, and read each score by its conversation's length"
                     verdict = replace(in_batch, part="read position", summary=summary, fix=fix)
         finally:
-            await self.connection.close()
+            self.connection.close()
         model = "" if self.model is None else f", model {self.model}"
         return verification(
             self.name,
@@ -151,11 +151,11 @@ class _Replay:
             against=f"{self.connection.url} (as {self.dialect}, {self.form} sent{model})",
         )
 
-    async def _ask(self, conversations: Sequence[RenderedConversation]) -> list[ServerScore]:
+    def _ask(self, conversations: Sequence[RenderedConversation]) -> list[ServerScore]:
         """The server's numbers for the conversations of one request. Raises `RewardServerError`."""
         dialect, model = DIALECTS[self.dialect], {} if self.model is None else {"model": self.model}
         content = json.dumps({**model, **dialect.body(self.form, conversations)}).encode()
-        reply = await self.connection.request(dialect.path, content, until=time.monotonic() + _SECONDS)
+        reply = self.connection.request(dialect.path, content, until=time.monotonic() + _SECONDS)
         try:
             scores = dialect.read(reply.json)
             if len(scores) != len(conversations):

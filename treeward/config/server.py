@@ -65,9 +65,9 @@ class ServerConfig(Strict):
     max_queued: PositiveInt = 20_000
     """Most conversations in the queue. Beyond it requests get 429 with a time for a retry; one with more gets 413."""
     max_body_bytes: PositiveInt = 2**25
-    """The largest request body; a larger one gets 413 before it is read."""
+    """The largest request body, by its Content-Length; a larger one gets 413."""
     deadline_seconds: PositiveFloat = 120.0
-    """Time limit of a request, from its first byte; beyond it 504. A request may ask for less by X-Deadline-Seconds."""
+    """Time limit of a request; beyond it 504. A request may ask for less by X-Deadline-Seconds."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of requests. None: requests need no token."""
     access_log: bool = True

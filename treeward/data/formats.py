@@ -1,4 +1,4 @@
-"""The formats of rows, recognised by their keys: one table for files, `/v1/rewards`, the playground and Python.
+"""The formats of rows, recognised by their keys: one table for files, the playground and Python.
 
     recognise({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, "in.jsonl:1").dataset   # "BinaryPreferenceDataset"
     conversations_of({"prompt": "...", "completions": ["...", ...]}, ...)          # several: "scores", in this order
@@ -145,7 +145,5 @@ def as_conversations(context: Any, completions: Any) -> list[list[Message]]:
 
 
 def literally(value: Any, role: str) -> Any:
-    """Text, also within an object, as one message of the role, never parsed: a policy may have written it."""
-    if isinstance(value, dict):
-        return {name: part if isinstance(part, dict) else literally(part, role) for name, part in value.items()}
+    """Text as one message of the role, never parsed: a policy may have written it."""
     return [{"role": role, "content": value}] if isinstance(value, str) else value

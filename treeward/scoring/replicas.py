@@ -17,28 +17,22 @@ from ray import serve
 
 from treeward.errors import ModelError
 
-QUIET = {"log_level": "WARNING", "enable_access_log": False}
+_QUIET = {"log_level": "WARNING", "enable_access_log": False}
 """For Serve's own loggers."""
-
-
-def deployed(cls: type, *arguments: Any, **options: Any) -> serve.Application:
-    """The application of a deployment of `cls`. `options`: of `serve.deployment`."""
-    deploy = serve.deployment(name="Replica", max_constructor_retry_count=1, logging_config=QUIET, **options)
-    application: serve.Application = deploy(cls).bind(*arguments)
-    return application
 
 
 @contextmanager
 def running(cls: type, *arguments: Any, name: str, **options: Any) -> Iterator[Any]:
     """The handle of replicas in the Ray that runs, under the name of an application, until the context ends.
 
-    Raises `ModelError` for replicas that do not start.
+    `options`: of `serve.deployment`. Raises `ModelError` for replicas that do not start.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    serve.start(proxy_location="Disabled", logging_config=QUIET)
+    serve.start(proxy_location="Disabled", logging_config=_QUIET)
+    deploy = serve.deployment(name="Replica", max_constructor_retry_count=1, logging_config=_QUIET, **options)
     try:
         try:
-            handle = serve.run(deployed(cls, *arguments, **options), name=name, route_prefix=None)
+            handle = serve.run(deploy(cls).bind(*arguments), name=name, route_prefix=None)
         except RuntimeError:
             status = serve.status().applications[name].deployments["Replica"].message  # with a traceback
             reason = status.rpartition("treeward.errors.")[2].strip()

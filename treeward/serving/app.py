@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
-from treeward.errors import nearest_name, shown
+from treeward.errors import shown
 from treeward.serving import dialects
 from treeward.serving.api_error import ERRORS, APIError
 from treeward.serving.dialects import nemo_gym
@@ -79,14 +79,6 @@ def _operations(service: Service) -> APIRouter:
         listed = [model.described(int(service.started)) for model in service.models.values()]
         return JSON({"object": "list", "data": listed})
 
-    @router.get("/version", summary="The version of treeward")
-    async def version() -> JSON:
-        return JSON({"version": VERSION})
-
-    @router.get("/load", summary="How many conversations wait for a score")
-    async def load() -> JSON:
-        return JSON({"server_load": service.batcher.num_queued})
-
     return router
 
 
@@ -95,7 +87,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    message = "the server failed; its log has the details, under the id of this request"
+    message = "the server failed; its log has the details"
     return await _api_error(request, APIError(500, "internal_error", message))
 
 
@@ -103,10 +95,6 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "error")
     message = f"{request.method} {request.url.path[:100]}: {error.detail}"
-    if error.status_code == 404:
-        routes = [path for path in request.app.openapi()["paths"] if "{" not in path]
-        near = nearest_name(request.url.path[:100], routes)
-        message += f"; {f'did you mean {near}? ' if near else ''}the routes are {', '.join(routes)}"
     response = await _api_error(request, APIError(error.status_code, code, message))
     response.headers.update(error.headers or {})
     return response

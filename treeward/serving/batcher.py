@@ -3,8 +3,8 @@
     batcher = Batcher([loaded_model], config, ServerMetrics())
     scores = await batcher.score("rm", conversations, deadline=time.monotonic() + 30)
 
-One thread tokenizes the next conversations of each request in turn. Another scores tokenized conversations, up to a
-budget of tokens, without waiting for a full batch. Requests and models take turns in both. Conversations with one
+One thread tokenizes the next conversations of each request in turn. Another scores the oldest tokenized conversation
+together with others of its model, up to a budget of tokens, without waiting for a full batch. Conversations with one
 prompt are batched together, and a conversation that fails does not fail others.
 """
 
@@ -15,11 +15,12 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 from prometheus_client import (
@@ -45,10 +46,8 @@ logger = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
 _Result = TypeVar("_Result")
 
-_TURN = 8
-"""Conversations of one request in a turn."""
 _WINDOW = 512
-"""Requests considered for one batch, so that its cost does not grow with the queue."""
+"""Conversations considered for one batch, so that its cost does not grow with the queue."""
 _SAME_BYTES = 4 * 32
 """Bytes of tokens that two conversations with one prompt have in common at least."""
 _TOKENIZED_AT_ONCE = 64
@@ -57,7 +56,6 @@ _MOST_FAILED = 8
 """Batches in a row that fail entirely before the server reports that it is not alive."""
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-_FILL = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 2.0)
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -68,52 +66,54 @@ class FailedScore(Score):
 
 
 class ServerMetrics:
-    """Counters of one server, for Prometheus. `registry`: None makes one.
+    """Counters of one server, for Prometheus.
 
     prometheus-fastapi-instrumentator adds requests by route and status, and their time, to the same registry.
     """
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = CollectorRegistry() if registry is None else registry
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._gauges: dict[str, Gauge] = {}
 
         def counter(name: str, what: str, *labels: str) -> Counter:
             return Counter(f"treeward_{name}", what, labels or ("model",), registry=self.registry)
 
-        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"treeward_{name}", what, ("model",), buckets=buckets, registry=self.registry)
-
         self.errors = counter("refused_requests", "Requests that got no scores.", "code")
         self.scores = Summary("treeward_scores", "Conversations that were scored.", ("model",), registry=self.registry)
         self.failures = counter("failures", "Conversations without a score.", "model", "fault")
-        self.forgotten = counter("forgotten_conversations", "Those whose request had ended before they were scored.")
         self.tokens = counter("tokens", "Tokens of the conversations that were scored, as plain rows.")
         self.computed = counter("computed_tokens", "Tokens that went through the model, after sharing.")
-        self.fill = histogram("batch_fill_ratio", "Computed tokens of a batch by the budget of a batch.", _FILL)
-        self.seconds = histogram("batch_seconds", "Time of a batch.", _SECONDS)
+        what = "Time of a batch."
+        self.seconds = Histogram("treeward_batch_seconds", what, ("model",), buckets=_SECONDS, registry=self.registry)
 
-    def watch(self, name: str, what: str, value: Callable[[], float], **labels: str) -> None:
-        """Add a gauge that calls `value` when it is scraped."""
-        if name not in self._gauges:
-            self._gauges[name] = Gauge(f"treeward_{name}", what, tuple(labels), registry=self.registry)
-        gauge = self._gauges[name]
-        (gauge.labels(**labels) if labels else gauge).set_function(value)
+    def count(self, model: str, scores: Sequence[Score]) -> None:
+        """Count the scores of a request."""
+        for score in scores:
+            if score.score is None:
+                self.failures.labels(model, "server" if isinstance(score, FailedScore) else "request").inc()
+            else:
+                self.scores.labels(model).observe(score.score)
+                self.tokens.labels(model).inc(score.num_tokens)
+
+    def watch_queue(self, num_queued: Callable[[], float]) -> None:
+        """Add the gauge of the conversations that wait, which is read when it is scraped."""
+        what = "Conversations that wait for a score."
+        Gauge("treeward_queued_conversations", what, registry=self.registry).set_function(num_queued)
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
-    """The conversations of one request: `ready` are tokenized, with their place in `scores`.
-
-    `is_over`: it is complete, or its caller has given up.
-    """
+class _Pending:
+    """A tokenized conversation, and the future of its score; its request may cancel it."""
 
     model: LoadedModel
-    scores: list[Score | None]
-    num_missing: int
-    future: Future[list[Score]] = field(default_factory=Future)
-    ready: deque[tuple[int, Prepared]] = field(default_factory=deque)
-    is_over: bool = False
+    item: Prepared
+    future: Future[Score]
+
+    @property
+    def tokens(self) -> bytes:
+        """In the order of these bytes, equal beginnings are neighbours."""
+        assert self.item.ids is not None, "what has an error is not queued"
+        return self.item.ids.tobytes()
 
 
 class Batcher:
@@ -122,11 +122,9 @@ class Batcher:
     def __init__(self, models: Sequence[LoadedModel], config: ServerConfig, metrics: ServerMetrics) -> None:
         self.models = {model.name: model for model in models}
         self.config, self.metrics = config, metrics
-        self.num_queued = 0
-        """Accepted conversations without a score."""
         self._lock = threading.Condition()
-        self._open: set[_Request] = set()
-        self._ready: OrderedDict[_Request, None] = OrderedDict()  # requests with tokenized conversations, by turn
+        self._open: set[Future[Score]] = set()
+        self._queue: deque[_Pending] = deque()
         self._closed = False
         self._per_second = 0.0
         self._has_scored: dict[str, Prepared] = {}
@@ -134,6 +132,11 @@ class Batcher:
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="treeward-tokenize")
         self._scoring = threading.Thread(target=self._run, name="treeward-score", daemon=True)
         self._scoring.start()
+
+    @property
+    def num_queued(self) -> int:
+        """Accepted conversations without a score."""
+        return len(self._open)
 
     @property
     def is_alive(self) -> bool:
@@ -160,92 +163,81 @@ class Batcher:
         if not conversations:
             return []
         number, loop = len(conversations), asyncio.get_running_loop()
-        request = _Request(self.models[model], [None] * number, number)
+        futures: list[Future[Score]] = [Future() for _ in conversations]
         with self._lock:
             if self._closed:
                 raise _shut_down()
             check_room(self.num_queued, number, self.config.max_queued, self.seconds_of_queue)
-            self.num_queued += number
-            self._open.add(request)
+            self._open.update(futures)
+        for future in futures:
+            future.add_done_callback(self._open.discard)
         try:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
                 for start in range(0, number, _TOKENIZED_AT_ONCE):
-                    part = conversations[start : start + _TOKENIZED_AT_ONCE]
-                    await loop.run_in_executor(self._tokenizing, self._tokenize, request, start, part)
-                return await asyncio.wrap_future(request.future)
+                    part = slice(start, start + _TOKENIZED_AT_ONCE)
+                    tokenize = partial(self._tokenize, self.models[model], conversations[part], futures[part])
+                    await loop.run_in_executor(self._tokenizing, tokenize)
+                return await asyncio.gather(*map(asyncio.wrap_future, futures))
         except TimeoutError as error:
-            raise not_in_time(request.num_missing, number, self.seconds_of_queue) from error
+            num_missing = number - sum(future.done() and not future.cancelled() for future in futures)
+            raise not_in_time(num_missing, number, self.seconds_of_queue) from error
         finally:
-            self._end(request)
+            for future in futures:
+                future.cancel()
 
     def close(self) -> None:
-        """Stop scoring; pending requests fail with 503. Waits up to 20 seconds for the current batch."""
+        """Stop scoring; pending conversations fail with 503. Waits up to 20 seconds for the current batch."""
         with self._lock:
             self._closed = True
-            open_requests = list(self._open)
+            for future in list(self._open):
+                if not future.running() and future.set_running_or_notify_cancel():
+                    future.set_exception(_shut_down())
+            self._queue.clear()
             self._lock.notify_all()
-        for request in open_requests:
-            if self._end(request) and request.future.set_running_or_notify_cancel():
-                request.future.set_exception(_shut_down())
         # A thread inside the model when the interpreter ends could bring it down.
         self._scoring.join(20.0)
 
-    def _end(self, request: _Request) -> bool:
-        """Drop a request and its pending conversations. Returns False if it was over already."""
-        with self._lock:
-            if request.is_over:
-                return False
-            request.is_over = True
-            self._open.discard(request)
-            self._ready.pop(request, None)
-            request.ready.clear()
-            self.num_queued -= request.num_missing
-            self._lock.notify_all()
-        self.metrics.forgotten.labels(request.model.name).inc(request.num_missing)
-        return True
-
-    def _tokenize(self, request: _Request, start: int, part: Sequence[Conversation | RenderedText]) -> None:
+    def _tokenize(
+        self, model: LoadedModel, part: Sequence[Conversation | RenderedText], futures: Sequence[Future[Score]]
+    ) -> None:
         """Tokenize the next conversations of a request, in the tokenizing thread."""
-        if request.is_over:
+        if all(future.done() for future in futures):
             return
-        prepared = _isolated(request.model.prepare, list(part))
-        failed: list[tuple[_Request, int, Score]] = []
+        prepared = _isolated(model.prepare, list(part))
         with self._lock:
-            for i, item in enumerate(prepared, start):
-                if isinstance(item, Score):
-                    failed.append((request, i, item))
-                elif item.error is not None:
-                    failed.append((request, i, Score(None, item.num_tokens, error=item.error)))
-                elif not request.is_over:
-                    request.ready.append((i, item))
-                    self._ready[request] = None
+            for item, future in zip(prepared, futures, strict=True):
+                if future.done():
+                    continue
+                if isinstance(item, Prepared) and item.error is None:
+                    self._queue.append(_Pending(model, item, future))
+                elif future.set_running_or_notify_cancel():
+                    refused = Score(None, item.num_tokens, error=item.error)
+                    future.set_result(refused if isinstance(item, Prepared) else item)
             self._lock.notify_all()
-        self._settle(failed)
 
     def _run(self) -> None:
         while not self._closed:
             try:
-                self._score_some()
+                self._score_batch()
             except BaseException:  # a thread that dies would leave every request hanging
                 logger.exception("The scoring thread failed and goes on.")
                 time.sleep(0.1)
 
-    def _score_some(self) -> None:
+    def _score_batch(self) -> None:
         with self._lock:
-            self._lock.wait_for(lambda: self._ready or self._closed)
+            self._lock.wait_for(lambda: self._queue or self._closed)
             batch = self._take_batch()
         if not batch:
             return
-        model, items = batch[0][0].model, [item for _, _, item in batch]
+        model, items = batch[0].model, [pending.item for pending in batch]
         started, computed = time.monotonic(), model.num_computed_tokens
         scores = [_finite(score) for score in _isolated(model.score, items)]
         seconds, computed = time.monotonic() - started, model.num_computed_tokens - computed
+        for pending, score in zip(batch, scores, strict=True):
+            pending.future.set_result(score)
         rate = len(batch) / max(seconds, 1e-6)
         self._per_second = rate if not self._per_second else 0.9 * self._per_second + 0.1 * rate
-        self._settle([(request, i, score) for (request, i, _), score in zip(batch, scores, strict=True)])
-        self.metrics.tokens.labels(model.name).inc(sum(item.num_tokens for item in items))
         self.metrics.computed.labels(model.name).inc(computed)
-        self.metrics.fill.labels(model.name).observe(computed / self.config.batch_tokens)
         self.metrics.seconds.labels(model.name).observe(seconds)
         self._check_model(model, items, scores)
 
@@ -260,56 +252,27 @@ class Batcher:
             return
         self._failed_in_a_row[name] = 0
 
-    def _take_batch(self) -> list[tuple[_Request, int, Prepared]]:
-        """A forward pass: a few conversations of each request for the model whose turn it is."""
-        model = next(iter(self._ready)).model if self._ready else None
-        queue = deque(
-            _prompts_together([request for request in islice(self._ready, _WINDOW) if request.model is model])
-        )
-        batch: list[tuple[_Request, int, Prepared]] = []
-        used, is_full = 0, False
-        last: dict[_Request, Prepared] = {}
-        while queue and not is_full:
-            request, start = queue.popleft(), len(batch)
-            for _ in range(min(_TURN, len(request.ready))):
-                i, item = request.ready[0]
-                like = last.get(request, batch[-1][2] if batch else None)
-                cost = request.model.cost(item, like)
-                if batch and used + cost > self.config.batch_tokens:
-                    is_full = True
-                    break
-                request.ready.popleft()
-                last[request] = item
-                used += cost
-                batch.append((request, i, item))
-            if not request.ready:
-                del self._ready[request]
-            elif len(batch) > start:  # a conversation that does not fit keeps its place
-                queue.append(request)
-                self._ready.move_to_end(request)
-        return batch
-
-    def _settle(self, scored: Sequence[tuple[_Request, int, Score]]) -> None:
-        """Give scores to their requests, and wake up complete ones."""
-        complete: list[_Request] = []
-        with self._lock:
-            for request, i, score in scored:
-                if request.is_over:
-                    continue
-                if score.score is None:
-                    fault = "server" if isinstance(score, FailedScore) else "request"
-                    self.metrics.failures.labels(request.model.name, fault).inc()
-                else:
-                    self.metrics.scores.labels(request.model.name).observe(score.score)
-                request.scores[i] = score
-                request.num_missing -= 1
-                self.num_queued -= 1
-                if not request.num_missing:
-                    self._end(request)
-                    complete.append(request)
-        for request in complete:
-            if request.future.set_running_or_notify_cancel():
-                request.future.set_result([score for score in request.scores if score is not None])
+    def _take_batch(self) -> list[_Pending]:
+        """The oldest conversation, and others of its model that begin alike, then the next ones, up to the budget."""
+        window = [self._queue.popleft() for _ in range(min(_WINDOW, len(self._queue)))]
+        window = [pending for pending in window if not pending.future.cancelled()]
+        groups: dict[bytes, list[_Pending]] = {}
+        for pending in window:
+            if pending.model is window[0].model:
+                groups.setdefault(pending.tokens[:_SAME_BYTES], []).append(pending)
+        ordered: list[_Pending] = []
+        for first, *others in groups.values():
+            ordered += [first, *sorted(others, key=attrgetter("tokens"))]
+        batch: list[_Pending] = []
+        used = 0
+        for pending in ordered:
+            used += pending.model.cost(pending.item, batch[-1].item if batch else None)
+            if batch and used > self.config.batch_tokens:
+                break
+            batch.append(pending)
+        taken = set(batch)
+        self._queue.extendleft(pending for pending in reversed(window) if pending not in taken)
+        return [pending for pending in batch if pending.future.set_running_or_notify_cancel()]
 
 
 def check_room(num_queued: int, number: int, limit: int, retry_after: float) -> None:
@@ -331,24 +294,6 @@ def _shut_down() -> APIError:
     return APIError(503, "shutting_down", "the server is shutting down", retry_after=5)
 
 
-def _prompts_together(requests: Sequence[_Request]) -> list[_Request]:
-    """The same requests, reordered: requests whose next conversations begin alike are neighbours."""
-    groups: dict[bytes, list[_Request]] = {}
-    for request in requests:
-        groups.setdefault(_tokens(request)[:_SAME_BYTES], []).append(request)
-    ordered = []
-    for first, *others in groups.values():
-        ordered += [first, *sorted(others, key=lambda request: (_tokens(request) < _tokens(first), _tokens(request)))]
-    return ordered
-
-
-def _tokens(request: _Request) -> bytes:
-    """The tokens of the next conversation; in the order of these bytes, equal beginnings are neighbours."""
-    ids = request.ready[0][1].ids
-    assert ids is not None, "what has an error is not queued"
-    return ids.tobytes()
-
-
 def _finite(score: Score) -> Score:
     if score.score is not None and math.isfinite(score.score):
         return score
@@ -358,7 +303,7 @@ def _finite(score: Score) -> Score:
 def _isolated(
     function: Callable[[list[_Value]], Sequence[_Result]], values: list[_Value]
 ) -> list[_Result | FailedScore]:
-    """The function's results for all values; if it fails, for each half, until a failing value is alone."""
+    """The function's results for all values; if it fails, for each value alone."""
     try:
         results = function(values)
         assert len(results) == len(values), f"{len(results)} results for {len(values)} conversations"
@@ -372,5 +317,4 @@ def _isolated(
     if len(values) == 1:
         return [FailedScore(None, error=error)]
     logger.warning("%d conversations failed together: %a; they are tried apart.", len(values), error)
-    middle = len(values) // 2
-    return [*_isolated(function, values[:middle]), *_isolated(function, values[middle:])]
+    return [_isolated(function, [value])[0] for value in values]

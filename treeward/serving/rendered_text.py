@@ -1,10 +1,9 @@
 """`RenderedText`: a conversation rendered or tokenized by the client. `Ending`: how a model's text ends.
 
     ending.completed("...4.<|im_end|>")          # with the chat template's white space after it
-    ending.warning([text, another])              # a warning about their ends, or None
     beginning_of(conversation, ending)           # the same for all completions of a prompt
 
-A text with another end than the model's conversations is scored at another token than in training, with a warning.
+A text with another end than the model's conversations is scored at another token than in training.
 """
 
 from __future__ import annotations
@@ -36,17 +35,14 @@ class RenderedText:
 class Ending:
     """The end and beginning of every conversation of a model, by its template and tokenizer.
 
-    `text` and `ids`: the end of turn, without an encoder's SEP (`sep`). `first`: the BOS or CLS, `first_id` its id,
-    None for none. `padding`: the text of the pad token, if it can be stripped. `turn` and `turn_ids`: between the
-    user's message and a completion.
+    `text`: the end of turn, without an encoder's SEP (`sep`). `first`: the BOS or CLS. `padding`: the text of the pad
+    token, if it can be stripped. `turn` and `turn_ids`: between the user's message and a completion.
     """
 
     text: str = ""
-    ids: tuple[int, ...] = ()
     first: str = ""
     sep: str = ""
     padding: str = ""
-    first_id: int | None = None
     turn: str = ""
     turn_ids: tuple[int, ...] = ()
 
@@ -65,32 +61,17 @@ class Ending:
             rows = renderer.encode_many(chats)
         except DataError:
             return cls()
-        text, ids = _common_end(*texts[:2]), tuple(_common_end(*rows[:2]))
+        text = _common_end(*texts[:2])
         turn, turn_ids = (_common_end(_common_start(*items[:2]), _common_start(*items[2:])) for items in (texts, rows))
         firsts = {tokenizer.bos_token_id: tokenizer.bos_token, tokenizer.cls_token_id: tokenizer.cls_token}
         first = firsts.get(rows[0][0]) or ""
         padding = tokenizer.pad_token or ""
         can_strip = padding not in text and padding != tokenizer.eos_token
-        first_id = rows[0][0] if first else None
-        return cls(text, ids, first, sep, padding if can_strip else "", first_id, turn, tuple(turn_ids))
+        return cls(text, first, sep, padding if can_strip else "", turn, tuple(turn_ids))
 
-    def warning(self, texts: Sequence[str | Sequence[int]]) -> str | None:
-        """How many texts, or token ids, do not end or begin as the model's conversations do; None for none."""
-        cut = begun = 0
-        for text in texts:
-            if isinstance(text, str):  # the renderer gives it exactly one BOS
-                cut += not text.removesuffix(self.sep).endswith(self.text)
-            else:
-                cut += bool(self.ids) and tuple(text[-len(self.ids) :]) != self.ids
-                has_one = text[0] == self.first_id and text[1:2] != [self.first_id]
-                begun += self.first_id is not None and not has_one
-        end = ascii(self.text) if self.text else f"the tokens {list(self.ids)}"
-        warnings = []
-        if cut:
-            warnings.append(f"{cut} of {len(texts)} texts do not end with {end}, as this model's conversations do")
-        if begun:
-            warnings.append(f"{begun} of {len(texts)} texts do not begin with exactly one token {self.first_id}")
-        return "; ".join(warnings) or None
+    def is_in(self, text: str | Sequence[int]) -> bool:
+        """Whether the text has the end of turn; token ids are not checked."""
+        return not isinstance(text, str) or text.removesuffix(self.sep).endswith(self.text)
 
     def completed(self, generated: str) -> str:
         """A generated text without padding, and with the template's white space after the end of turn, before which a

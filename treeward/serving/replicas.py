@@ -14,18 +14,15 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.core import GaugeMetricFamily
 from ray import serve
 from ray.exceptions import RayActorError
-from ray.serve.exceptions import RayServeException
 
 from treeward.config.server import ServerConfig
 from treeward.model.pretrained import check_local
@@ -43,12 +40,10 @@ logger = logging.getLogger(__name__)
 
 _BUCKETS = 512
 """Keys of prompts, and so the largest number of calls for a request."""
-MANY = 2**16
+_MANY = 2**16
 """Concurrent calls of a process: the front's queue limits them first."""
 _MOST_DEATHS = 3
 """Replicas that may die during a call before it fails: its conversations may be the cause."""
-_SECONDS_TO_ANSWER = 5.0
-"""For the metrics of the replicas."""
 
 
 class Replica:
@@ -66,10 +61,6 @@ class Replica:
     async def models(self) -> list[ServedModel]:
         """The models, for the front."""
         return list(self._service.models.values())
-
-    async def metrics(self) -> tuple[str, list[Metric]]:
-        """The name of this replica, and its metrics."""
-        return serve.get_replica_context().replica_tag, list(self._service.metrics.registry.collect())
 
     async def check_health(self) -> None:
         """Called by Serve, which replaces a replica that raises."""
@@ -149,72 +140,35 @@ class ReplicaBatcher:
         raise APIError(500, "scoring_failed", f"{_MOST_DEATHS} replicas died while they scored these conversations")
 
 
-class _AllMetrics(CollectorRegistry):
-    """The metrics of a front and of its replicas, with the label `replica`."""
-
-    def __init__(self, handle: Any) -> None:
-        super().__init__()
-        self._handle = handle
-
-    def collect(self) -> Iterable[Metric]:
-        """The front's metrics, and the replicas' for families without values; counts silent replicas."""
-        families = {family.name: family for family in super().collect()}
-        front_names = {name for name, family in families.items() if family.samples}
-        try:
-            calls = self._handle.broadcast("metrics")
-            replies = calls.results(timeout_s=_SECONDS_TO_ANSWER, return_exceptions=True)
-        except (RayServeException, TimeoutError) as error:
-            logger.warning("The replicas do not give their metrics: %s", error)
-            replies = []
-        answers = [reply for reply in replies if isinstance(reply, tuple)]
-        what = "Replicas that did not give their metrics in time."
-        yield GaugeMetricFamily("treeward_silent_replicas", what, value=len(replies) - len(answers))
-        for replica, family in ((replica, family) for replica, counted in answers for family in counted):
-            if family.name not in front_names:
-                merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                merged.samples += [s._replace(labels=s.labels | {"replica": replica}) for s in family.samples]
-        yield from families.values()
-
-
-def options_of(config: ServerConfig, resources: Mapping[str, Any]) -> dict[str, Any]:
-    """Serve's options of the replicas. `resources`: Ray's resources of each, unless configured."""
-    return {
-        "num_replicas": config.replicas,
-        "ray_actor_options": {**resources, **config.ray_actor_options},
-        "max_ongoing_requests": MANY,
-        "graceful_shutdown_timeout_s": SHUTDOWN_SECONDS,
-        "request_router_config": {"request_router_class": "treeward.serving.prompt_router.PromptRouter"},
-    }
-
-
-def of_replicas(config: ServerConfig) -> ServerConfig:
-    """The configuration of a server's replicas, which may run in another folder: with absolute paths."""
-    sections = []
-    for section in config.models:
-        models = tuple(str(Path(model).resolve()) if Path(model).exists() else model for model in section.models)
-        sections.append(section.model_copy(update={"models": models, "name": section.served_name}))
-    return config.model_copy(update={"models": tuple(sections), "max_queued": 2**62})
-
-
-def front(handle: Any, config: ServerConfig, models: Sequence[ServedModel]) -> Service:
-    """The service of a front. `handle`: of the replicas; `models`: from one of them, which has absolute paths."""
-    models = [replace(model, members=section.models) for model, section in zip(models, config.models, strict=True)]
-    metrics = ServerMetrics(_AllMetrics(handle))
-    return Service(models, config, metrics, ReplicaBatcher(handle, config, models))
-
-
 @contextmanager
 def started(config: ServerConfig, name: str) -> Iterator[Service]:
     """Replicas in Ray, under the name of an application, until the context ends.
 
     Raises `ConfigError` for more GPUs than this machine has, and `ModelError` for replicas that do not start.
     """
-    for model in (name for section in config.models for name in section.models):
-        check_local(model)
+    sections = []
+    for section in config.models:
+        for model in section.models:
+            check_local(model)
+        # Replicas may run in another folder.
+        models = tuple(str(Path(model).resolve()) if Path(model).exists() else model for model in section.models)
+        sections.append(section.model_copy(update={"models": models, "name": section.served_name}))
+    replica_config = config.model_copy(update={"models": tuple(sections), "max_queued": 2**62})
     ray, options = start_ray(), config.ray_actor_options
     num_gpus = options.get("num_gpus", int(any(section.device != "cpu" for section in config.models)))
     resources = equal_shares(
         ray, config.replicas, num_gpus=num_gpus, required="num_gpus" in options, where="replicas, ray_actor_options"
     )
-    with running(Replica, of_replicas(config), name=name, **options_of(config, resources)) as handle:
-        yield front(handle, config, handle.models.remote().result())
+    with running(
+        Replica,
+        replica_config,
+        name=name,
+        num_replicas=config.replicas,
+        ray_actor_options={**resources, **options},
+        max_ongoing_requests=_MANY,
+        graceful_shutdown_timeout_s=SHUTDOWN_SECONDS,
+        request_router_config={"request_router_class": "treeward.serving.prompt_router.PromptRouter"},
+    ) as handle:
+        served = zip(handle.models.remote().result(), config.models, strict=True)
+        front_models = [replace(model, members=section.models) for model, section in served]  # as they were named
+        yield Service(front_models, config, ServerMetrics(), ReplicaBatcher(handle, config, front_models))

@@ -69,11 +69,12 @@ def _service(config: ServerConfig, listener: socket.socket) -> Iterator[Service]
 
 def make_server(service: Service, *, token: str | None = None) -> uvicorn.Server:
     """The HTTP server of a service; `server.serve(sockets=[listener])` runs until it has `should_exit`."""
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     return uvicorn.Server(
         uvicorn.Config(
             create_app(service, token=token),
             log_config=None,
-            access_log=False,
+            access_log=service.config.access_log,
             server_header=False,
             proxy_headers=False,
             ws="none",

@@ -12,9 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal, Protocol
-
-import orjson
+from typing import Literal, Protocol
 
 from treeward.config.server import ServerConfig
 from treeward.scoring.score import Conversation, Reward, Score
@@ -28,15 +26,13 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 60
 """For accepted requests after a signal, while the server accepts no new ones."""
-MOST_CHARACTERS = 1_000_000
-"""Characters as JSON, or token ids, of a conversation; a longer one is refused before it is tokenized."""
 
 
 class ConversationBatcher(Protocol):
     """The source of a service's scores: a `Batcher` in its process, or replicas elsewhere."""
 
-    num_queued: int
-
+    @property
+    def num_queued(self) -> int: ...
     @property
     def seconds_of_queue(self) -> float: ...
     async def check_alive(self) -> bool: ...
@@ -61,7 +57,8 @@ class Service:
         self.started = time.time()
         self._shaping = ThreadPoolExecutor(1, thread_name_prefix="treeward-shaping")
         self.running = RunningRewards() if config.running else None
-        metrics.watch("queued_conversations", "Conversations that wait for a score.", lambda: batcher.num_queued)
+        self._warned: set[str] = set()  # models whose clients send texts without their end
+        metrics.watch_queue(lambda: batcher.num_queued)
 
     @classmethod
     def load(cls, config: ServerConfig) -> Service:
@@ -79,12 +76,6 @@ class Service:
     def of(cls, models: Sequence[LoadedModel], config: ServerConfig) -> Service:
         """A service that scores in this process."""
         metrics = ServerMetrics()
-        for model in models:
-            size, reused = partial(_sum, model.caches, "num_bytes"), partial(_sum, model.caches, "num_reused_tokens")
-            if model.caches:
-                metrics.watch("prefix_cache_bytes", "Keys and values of prompts.", size, model=model.name)
-                what = "Tokens that were found and not computed again."
-                metrics.watch("prefix_cache_reused", what, reused, model=model.name)
         return cls([model.served for model in models], config, metrics, Batcher(models, config, metrics))
 
     def model(self, name: str | None) -> ServedModel:
@@ -121,7 +112,13 @@ class Service:
                 "prompt beside the text (`prompts` of /get_reward)"
             )
             raise APIError(422, "unknown_completion", message)
-        scores = await self._scores(model, inputs, deadline)
+        texts = [item.text for item in inputs if isinstance(item, RenderedText)]
+        if model.name not in self._warned and any(not model.ending.is_in(text) for text in texts):
+            self._warned.add(model.name)
+            what = "%s: texts come without their end, %a, and are scored at another token than in training."
+            logger.warning(what, model.name, model.ending.text)
+        scores = await self.batcher.score(model.name, inputs, deadline=deadline)
+        self.metrics.count(model.name, scores)
         if shaper is None:
             rewards = [Reward(score.score, score, error=score.error) for score in scores]
         else:
@@ -139,29 +136,3 @@ class Service:
         """Stop the threads."""
         self.batcher.close()
         self._shaping.shutdown(wait=False, cancel_futures=True)
-
-    async def _scores(
-        self, model: ServedModel, inputs: Sequence[Conversation | RenderedText], deadline: float
-    ) -> list[Score]:
-        """The batcher's scores; inputs that are too long or nested too deep get errors instead."""
-        errors = [check_length(item) for item in inputs]
-        short = [item for item, error in zip(inputs, errors, strict=True) if error is None]
-        self.metrics.failures.labels(model.name, "request").inc(len(inputs) - len(short))
-        scores = iter(await self.batcher.score(model.name, short, deadline=deadline))
-        return [next(scores) if error is None else Score(None, error=error) for error in errors]
-
-
-def check_length(conversation: Conversation | RenderedText) -> str | None:
-    """The error of a conversation that is too long, as JSON, or nested too deep; None for others."""
-    try:
-        text = conversation.text if isinstance(conversation, RenderedText) else orjson.dumps(conversation).decode()
-        length = len(text)
-    except orjson.JSONEncodeError as error:
-        return f"the conversation cannot be written as JSON, which has at most 254 levels here: {error}"
-    if length <= MOST_CHARACTERS:
-        return None
-    return f"the conversation is too long: at most {MOST_CHARACTERS:,} characters, or token ids"
-
-
-def _sum(caches: Sequence[Any], name: str) -> float:
-    return float(sum(getattr(cache, name) for cache in caches))

@@ -7,8 +7,6 @@ the client itself does with the JSON that comes back. Sources: vLLM's pooling ex
 
 from __future__ import annotations
 
-import base64
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +24,6 @@ class Client:
     at_once: bool = True
 
 
-def _decoded(text: str) -> float:
-    (value,) = struct.unpack("<f", base64.b64decode(text))
-    return float(value)
-
-
 def _probs(got: Any) -> list[float]:
     return [row["probs"][0] for row in sorted(got["data"], key=lambda row: row["index"])]
 
@@ -42,14 +35,6 @@ def _pooled(got: Any) -> list[float]:
 def _embedded(got: Any) -> list[float]:
     rows = got["data"] if isinstance(got, dict) else got
     return [row["embedding"][0] for row in rows]
-
-
-def _query(chats: list[Any]) -> dict[str, Any]:
-    return {"model": "rm", "query": chats[0][0]["content"], "documents": [chats[0][1]["content"]]}
-
-
-def _best(got: Any) -> list[float]:
-    return [got["results"][0]["relevance_score"]]
 
 
 _RAW = {"model": "rm", "use_activation": False}
@@ -78,31 +63,13 @@ CLIENTS = [
     Client("vllm_pooling", "/pooling", "texts", lambda texts: {**_RAW, "input": texts, "task": "classify"}, _pooled),
     Client("vllm_pooling_messages", "/pooling", "messages", lambda chats: {"messages": chats[0]}, _pooled, **_ONE),
     Client("vllm_pooling_ids", "/pooling", "ids", lambda ids: {"input": ids, "encoding_format": "float"}, _pooled),
-    *(
-        Client(
-            f"vllm_{first}",
-            path,
-            "messages",
-            lambda chats, names=(first, second): {n: [c[i]["content"] for c in chats] for i, n in enumerate(names)},
-            lambda got: [row["score"] for row in got["data"]],
-        )
-        for path, first, second in (("/score", "text_1", "text_2"), ("/v1/score", "queries", "documents"))
-    ),
-    Client("vllm_rerank", "/rerank", "messages", _query, _best, **_ONE),
-    Client("cohere_rerank", "/v2/rerank", "messages", _query, _best, **_ONE),
     Client("sglang_texts", "/classify", "texts", lambda texts: {"model": "rm", "text": texts}, _embedded),
     Client(
         "sglang_one_text", "/classify", "texts", lambda texts: {"text": texts[0]}, lambda got: got["embedding"], **_ONE
     ),
     Client("sglang_token_ids", "/classify", "ids", lambda ids: {"input_ids": ids}, _embedded),
     Client("sglang_embeddings", "/v1/embeddings", "texts", lambda texts: {"input": texts}, _embedded),
-    Client(
-        "sglang_embeddings_base64",
-        "/v1/embeddings",
-        "ids",
-        lambda ids: {"model": "rm", "input": ids, "encoding_format": "base64"},
-        lambda got: [_decoded(row["embedding"]) for row in got["data"]],
-    ),
+    Client("sglang_embedded_ids", "/v1/embeddings", "ids", lambda ids: {"model": "rm", "input": ids}, _embedded),
     Client(
         "openrlhf",
         "/get_reward",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from treeward.serving.dialects import nemo_gym, openrlhf, rewards, slime, tei, vllm_scores, vllm_sglang
+from treeward.serving.dialects import nemo_gym, openrlhf, rewards, slime, tei, vllm_sglang
 
 router = APIRouter()
-for _dialect in (rewards, vllm_sglang, vllm_scores, openrlhf, tei, slime, nemo_gym):
+for _dialect in (rewards, vllm_sglang, openrlhf, tei, slime, nemo_gym):
     router.include_router(_dialect.router)

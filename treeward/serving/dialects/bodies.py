@@ -12,8 +12,9 @@ async def mine(body: MyBody, server: Server) -> JSON:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Annotated, Any, NotRequired, TypeVar
+from typing import Annotated, Any, NotRequired
 
 import orjson
 from fastapi import Depends
@@ -25,6 +26,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from treeward.scoring.score import Conversation, Reward
+from treeward.serving.api_error import APIError
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
@@ -56,6 +58,7 @@ class _Server:
 
     def __init__(self, request: Request) -> None:
         self.service: Service = request.app.state.service
+        self.receive = request.receive
         self.deadline: float = request.state.deadline
         self.request_id: str = request.state.request_id
         self.model = self.service.model
@@ -63,8 +66,18 @@ class _Server:
     async def rewards(
         self, model: ServedModel, inputs: Sequence[Conversation | RenderedText], **options: Any
     ) -> list[Reward]:
-        """As `Service.rewards`."""
-        return await self.service.rewards(model, inputs, deadline=self.deadline, **options)
+        """As `Service.rewards`; given up when the client leaves."""
+        work = asyncio.ensure_future(self.service.rewards(model, inputs, deadline=self.deadline, **options))
+        client = asyncio.ensure_future(self.receive())  # after the body only its end is left to receive
+        client.add_done_callback(lambda _: work.cancel())
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not client.done():
+                raise
+            raise APIError(499, "client_disconnected", "the client went away") from None
+        finally:
+            client.cancel()
 
     async def respond(
         self,
@@ -72,14 +85,8 @@ class _Server:
         inputs: Sequence[Conversation | RenderedText],
         to_json: Callable[[list[Reward]], Any],
     ) -> JSON:
-        """The response with the rewards of all inputs, in the form of `to_json`.
-
-        The header `X-Treeward-Warning` says how many rendered texts end or begin unlike the model's conversations.
-        """
-        rewards = await self.rewards(model, inputs)
-        texts = [item.text for item in inputs if isinstance(item, RenderedText)]
-        warning = model.ending.warning(texts) if texts else None
-        return JSON(to_json(rewards), headers={"X-Treeward-Warning": warning} if warning else None)
+        """The response with the rewards of all inputs, in the form of `to_json`."""
+        return JSON(to_json(await self.rewards(model, inputs)))
 
 
 Server = Annotated[_Server, Depends()]
@@ -98,18 +105,12 @@ class OwnBody(Body):
     model_config = ConfigDict(extra="forbid")
 
 
-_Item = TypeVar("_Item")
-
-List = Annotated[list[_Item], Field(fail_fast=True)]
-"""A list that reports its first mistake only: a million errors take seconds, and a gigabyte."""
-
-
 class MessageBody(TypedDict):
     """A message; its other keys (tool calls, names) reach the chat template."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     role: str
-    content: NotRequired[str | List[dict[str, Any]] | None]
+    content: NotRequired[str | list[dict[str, Any]] | None]
 
 
 def described(words: str) -> WrapValidator:
@@ -124,18 +125,16 @@ def described(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-_NOT_EMPTY = Field(min_length=1, fail_fast=True)
-
-Chat = List[MessageBody]
+Chat = list[MessageBody]
 """A conversation, or a part of one."""
 
-Strings = Annotated[str | List[str], described("a text or a list of texts")]
+Strings = Annotated[str | list[str], described("a text or a list of texts")]
 """A text, or a list of texts."""
 
-_Ids = Annotated[list[int], _NOT_EMPTY]
+_Ids = Annotated[list[int], Field(min_length=1)]
 
 Texts = Annotated[
-    Annotated[str, Field(min_length=1)] | _Ids | Annotated[list[str | _Ids], _NOT_EMPTY],
+    Annotated[str, Field(min_length=1)] | _Ids | Annotated[list[str | _Ids], Field(min_length=1)],
     described("a text to score, a list of token ids, or a list of either"),
 ]
 """A text, the token ids of one, or a list of either."""

@@ -30,7 +30,7 @@ from treeward.data.responses_items import conversation_of
 from treeward.errors import DataError
 from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError, in_words
-from treeward.serving.dialects.bodies import Body, JSONRoute, List, Server
+from treeward.serving.dialects.bodies import Body, JSONRoute, Server
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 
@@ -55,14 +55,14 @@ ROLLOUT_PREFIX = "/ng-rollout/{rollout_id}"
 class CreateParams(Body):
     """The request of the policy; its further keys are echoed."""
 
-    input: str | List[dict[str, Any]]
+    input: str | list[dict[str, Any]]
     """A text of the user, or items of the Responses API."""
 
 
 class PolicyResponse(Body):
     """The response of the policy; its further keys are echoed."""
 
-    output: List[dict[str, Any]]
+    output: list[dict[str, Any]]
     """Items of the Responses API."""
 
 
@@ -117,7 +117,7 @@ async def close_session(resources_session_id: Annotated[str, FromBody(embed=True
 
 @sessions.post("/aggregate_metrics", summary="Statistics of verified rollouts", response_model=dict[str, Any])
 def aggregate(  # no coroutine: it takes long, in a thread
-    verify_responses: Annotated[List[dict[str, Any]], FromBody(embed=True)],
+    verify_responses: Annotated[list[dict[str, Any]], FromBody(embed=True)],
 ) -> JSON:
     return JSON(aggregate_metrics(verify_responses))
 

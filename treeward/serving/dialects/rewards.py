@@ -19,46 +19,24 @@ from treeward.data.formats import conversations_of, literally
 from treeward.errors import DataError
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError, in_words
-from treeward.serving.dialects.bodies import Chat, JSONRoute, List, ModelName, OwnBody, Server
+from treeward.serving.dialects.bodies import Chat, JSONRoute, ModelName, OwnBody, Server
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
-
-_MOST_MESSAGES = 2**20
-_PROMPTS = ("context", "prompt", "instruction")
-_LISTS = ("completions", "responses")
-_ENDS = (*_LISTS, "completion", "response", "chosen", "rejected", "messages")
-_End = Chat | str | dict[str, Any]
 
 router = APIRouter(tags=["treeward"], route_class=JSONRoute)
 
 
 class RewardsBody(OwnBody):
-    """Whole conversations, or completions of one prompt, under the keys that rows of files have."""
+    """Whole conversations, or completions of one context."""
 
     model: ModelName = None
     """Which of the served models; the first where none is named."""
-    conversations: List[Chat] | None = None
+    conversations: list[Chat] | None = None
     """Conversations that end with an assistant's message."""
     context: Chat | str | None = None
     """What the completions continue; [] for completions that continue nothing."""
-    prompt: Chat | str | None = None
-    """Another name of `context`."""
-    instruction: Chat | str | None = None
-    """Another name of `context`."""
-    completions: List[_End] | None = Field(default=None, min_length=1)
-    """Messages, the text of an assistant's message, or an object with either as its `completion` or `response`."""
-    responses: List[_End] | None = Field(default=None, min_length=1)
-    """Another name of `completions`."""
-    chosen: Chat | str | None = None
-    """A completion, or a whole conversation, with `rejected`."""
-    rejected: Chat | str | None = None
-    """The other one."""
-    completion: Chat | str | None = None
-    """One completion."""
-    response: Chat | str | None = None
-    """Another name of `completion`."""
-    messages: Chat | None = None
-    """One whole conversation."""
+    completions: list[Chat | str] | None = Field(default=None, min_length=1)
+    """Messages, or the text of an assistant's message."""
     shaped: bool = True
     """Whether `reward` is what the model's shaping makes of the score, where it is served with shaping."""
     on_error: Literal["refuse", "mask"] = "refuse"
@@ -102,37 +80,19 @@ async def rewards(body: RewardsBody, server: Server) -> JSON:
 
 
 def parse(body: RewardsBody) -> list[Any]:
-    """The conversations of a body. Raises `APIError` 422 for too few keys or too many, and 413."""
-    prompts = [key for key in _PROMPTS if getattr(body, key) is not None]
-    ends = [key for key in _ENDS if getattr(body, key) is not None]
-    if (body.conversations is None) != bool(prompts or ends):
+    """The conversations of a body. Raises `APIError` 422."""
+    if body.conversations is not None and body.context is None and body.completions is None:
+        return list(body.conversations)
+    if body.conversations is not None or body.context is None or body.completions is None:
         message = "give either conversations, or completions with their context ([] where they continue nothing)"
         raise APIError(422, "invalid_request", message, param="context")
-    if body.conversations is not None:
-        return list(body.conversations)
+    # Text is never parsed: a policy may have written what looks like messages.
+    completions = [literally(completion, "assistant") for completion in body.completions]
     try:
-        return conversations_of(_row(body, prompts, ends), "the request")
+        return conversations_of({"context": literally(body.context, "user"), "completions": completions}, "the request")
     except DataError as error:
         param = (error.field or "context").split("[")[0]
         raise APIError(422, "invalid_request", in_words(error), param=param) from error
-
-
-def _row(body: RewardsBody, prompts: Sequence[str], ends: Sequence[str]) -> dict[str, Any]:
-    """The body as a row of a file, with every text as a message, never parsed."""
-    row = {key: literally(getattr(body, key), "user") for key in prompts}
-    length = sum(map(len, row.values())) + 1
-    for key in ends:
-        value = getattr(body, key)
-        if key not in _LISTS:
-            row[key] = literally(value, "assistant")
-            continue
-        if not prompts:
-            raise DataError("completions need their context, which may be []", field="context", got="none")
-        if length * len(value) > _MOST_MESSAGES:  # a small body would need much memory
-            message = f"{len(value)} completions of {length - 1} messages; at most {_MOST_MESSAGES} in all"
-            raise APIError(413, "too_many_messages", message, param=key)
-        row[key] = [literally(completion, "assistant") for completion in value]
-    return row
 
 
 def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> RewardsResponse:

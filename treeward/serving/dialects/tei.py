@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import ERRORS
-from treeward.serving.dialects.bodies import Body, JSONRoute, List, ModelName, Server, described
+from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Server, described
 from treeward.serving.limits import JSON
 from treeward.serving.rendered_text import RenderedText
 
@@ -43,7 +43,7 @@ class Parameters(Body):
 class PredictBody(Body):
     """Rendered texts."""
 
-    inputs: Annotated[str | _OneText | Annotated[List[_OneText], Field(min_length=1)], described(_WORDS)]
+    inputs: Annotated[str | _OneText | Annotated[list[_OneText], Field(min_length=1)], described(_WORDS)]
     """A text, alone or in a list; or a list of lists of one text each."""
     raw_scores: bool | None = None
     """False: the sigmoid of the score; otherwise the score itself."""

@@ -1,5 +1,5 @@
 """vLLM's and SGLang's dialects, which verl and others call: `POST /classify` of both, vLLM's `/pooling`, and SGLang's
-`/v1/embeddings`; and vLLM's `/tokenize`.
+`/v1/embeddings`.
 
 {"model": "rm", "input": "rendered text"}                                   -> /classify, vLLM
 -> {"id": "classify-3f...", "object": "list", "created": 1, "model": "rm",
@@ -8,73 +8,45 @@
 -> [{"embedding": [1.5], "meta_info": {"id": "3f...", "prompt_tokens": 21}}]
 
 Bodies of vLLM have `input` or `messages`, SGLang's `text` or `input_ids`. Scores are raw whatever `use_activation`
-says, as in vLLM for an export, whose `problem_type` is regression. Nothing is cut: `truncate_prompt_tokens` is a limit.
+says, as in vLLM for an export, whose `problem_type` is regression. Nothing is cut, and other options are ignored too.
 SGLang ignores `model`, as does a server of one model here; a server of several responds with 404 to an unknown name.
 """
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import numpy as np
 from fastapi import APIRouter
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from treeward.errors import TreewardError
 from treeward.scoring.score import Conversation, Reward
-from treeward.serving.api_error import APIError, in_words
+from treeward.serving.api_error import APIError
 from treeward.serving.dialects import bodies
 from treeward.serving.dialects.bodies import Body, Chat, JSONRoute, ModelName, Server, Texts, as_list
 from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
-from treeward.serving.service import check_length
 
 router = APIRouter(route_class=JSONRoute)
 
 
-class VllmOptions(Body):
-    """The keys of every body of vLLM."""
+class VllmBody(Body):
+    """Rendered texts or token ids (`input`), or one conversation (`messages`)."""
 
     model: ModelName = None
     """Which of the served models, by its name or by the folder that it was loaded from."""
-    request_id: str | None = None
-    """What the `id` of the response ends with; None: the id of the request."""
-    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
-    """Most tokens; a longer conversation is refused, as cutting it would change its score. -1: the model's limit."""
-    normalize: None = None
-    """Must be absent: vLLM has removed it."""
-
-
-class VllmBody(VllmOptions):
-    """Rendered texts or token ids (`input`), or one conversation (`messages`)."""
-
     input: Texts | None = None
     """Texts as the model's chat template renders them, or their token ids. A BOS (or CLS and SEP) of a text is neither
     doubled nor missing, whatever `add_special_tokens` says; token ids are taken as they are."""
     messages: Chat | None = Field(default=None, min_length=1)
     """A conversation that ends with an assistant's message."""
-    add_generation_prompt: Literal[False] = False
-    """Must be false: a score is read at the end of the completion."""
-    continue_final_message: Literal[False] = False
-    """Must be false: a score is read at the end of the completion."""
     chat_template: str | None = None
     """Must be the model's own; a conversation in another form has another score. Send text for that."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Must be those that the model is served with."""
-
-
-class PoolingBody(VllmBody):
-    """As of `/classify`."""
-
-    task: Literal["classify"] | None = None
-    """A reward model pools whole conversations."""
-    encoding_format: Literal["float"] = "float"
-    """Numbers; /v1/embeddings writes base64 too."""
 
 
 class ClassifyBody(VllmBody):
@@ -93,8 +65,6 @@ class EmbeddingsBody(Body):
     """Texts as the model's chat template renders them, or their token ids."""
     model: ModelName = None
     """Which of the served models."""
-    encoding_format: Literal["float", "base64"] = "float"
-    """Numbers, or base64 of their float32 values."""
 
 
 class Scored(TypedDict):
@@ -116,7 +86,7 @@ class ListResponse(TypedDict):
 
 
 @router.post("/pooling", summary="vLLM: scores as pooled data", tags=["vllm"], response_model=ListResponse)
-async def pooling(body: PoolingBody, server: Server) -> JSON:
+async def pooling(body: VllmBody, server: Server) -> JSON:
     return await _vllm(body, server, "pooling", lambda value: {"object": "pooling", "data": [value]})
 
 
@@ -155,13 +125,8 @@ async def embeddings(body: EmbeddingsBody, server: Server) -> JSON:
     model = _any_model(server, body.model)
 
     def to_json(rewards: Sequence[Reward]) -> ListResponse:
-        rows = []
-        for reward in rewards:
-            embedding: list[float | None] | str = [reward.value]
-            if body.encoding_format == "base64":
-                embedding = base64.b64encode(np.asarray(embedding, dtype="<f4").tobytes()).decode()
-            rows.append({"object": "embedding", "embedding": embedding})
-        return list_response(server, "embd", model, rewards, rows)
+        rows = [{"object": "embedding", "embedding": [reward.value]} for reward in rewards]
+        return _list_response(server, "embd", model, rewards, rows)
 
     return await server.respond(model, [RenderedText(text) for text in as_list(body.input)], to_json)
 
@@ -172,13 +137,13 @@ def _any_model(server: Server, name: str | None) -> ServedModel:
     return server.service.model(None if is_any else name)
 
 
-async def _vllm(body: VllmBody, server: Server, kind: str, row: Callable[[float], dict[str, Any]]) -> JSON:
-    """The response to a request of vLLM; `row`: from a number to its row."""
+async def _vllm(body: VllmBody, server: Server, kind: str, row: Callable[[float | None], dict[str, Any]]) -> JSON:
+    """The response to a request of vLLM; `row`: from a reward to its row."""
     model = server.model(body.model)
 
     def to_json(rewards: Sequence[Reward]) -> ListResponse:
-        rows = [row(value) for value in values_of(body, model, rewards)]
-        return list_response(server, kind, model, rewards, rows, body.request_id)
+        rows = [row(reward.value) for reward in rewards]
+        return _list_response(server, kind, model, rewards, rows)
 
     return await server.respond(model, parse(body, model), to_json)
 
@@ -201,55 +166,10 @@ def parse(body: VllmBody, model: ServedModel) -> list[Conversation | RenderedTex
     return [conversation]
 
 
-def values_of(body: VllmOptions, model: ServedModel, rewards: Sequence[Reward]) -> list[float]:
-    """The rewards. Raises `APIError` 422 for a conversation beyond the body's limit, or a limit beyond the model's."""
-    most, limit = body.truncate_prompt_tokens, model.renderer.max_length
-    if most is not None and limit is not None and most > limit:
-        message = f"truncate_prompt_tokens: got {most}, need at most {limit}, which is the model's limit"
-        raise APIError(422, "invalid_request", message, param="truncate_prompt_tokens")
-    for i, reward in enumerate(rewards):
-        if most is not None and 0 <= most < reward.score.num_tokens:
-            why = f"{reward.score.num_tokens} tokens, and cutting it to truncate_prompt_tokens would change its score"
-            raise APIError(422, "cannot_be_scored", f"conversation {i}: {why}", param="truncate_prompt_tokens")
-    return [reward.value for reward in rewards if reward.value is not None]
-
-
-def list_response(
-    server: Server, kind: str, model: ServedModel, rewards: Sequence[Reward], rows: Any, request_id: str | None = None
-) -> ListResponse:
-    """The response with these rows. `request_id`: the client's own."""
+def _list_response(server: Server, kind: str, model: ServedModel, rewards: Sequence[Reward], rows: Any) -> ListResponse:
+    """The response with these rows."""
     tokens = sum(reward.score.num_tokens for reward in rewards)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
-    name, now = f"{kind}-{request_id or server.request_id}", int(time.time())
+    name, now = f"{kind}-{server.request_id}", int(time.time())
     data = [{"index": i} | row for i, row in enumerate(rows)]
     return ListResponse(id=name, object="list", created=now, model=model.name, data=data, usage=usage)
-
-
-class TokenizeBody(Body):
-    """A text or messages."""
-
-    model: ModelName = None
-    """Which of the served models."""
-    prompt: str | None = None
-    """A text, whose BOS (or CLS and SEP) is neither doubled nor missing."""
-    messages: Chat | None = Field(default=None, min_length=1)
-    """A conversation."""
-    add_generation_prompt: bool = True
-    """Whether the beginning of a completion follows the messages. A conversation that is scored has none."""
-
-
-@router.post("/tokenize", summary="vLLM: tokens", tags=["vllm"], response_model=dict[str, Any])
-def tokenize(body: TokenizeBody, server: Server) -> JSON:  # no coroutine: it takes long, in a thread
-    renderer, messages = server.model(body.model).renderer, cast("list[Any]", body.messages or [])
-    if (body.prompt is None) == (body.messages is None):
-        raise APIError(422, "invalid_request", "give either prompt or messages")
-    text = body.prompt
-    if too_long := check_length(messages if text is None else RenderedText(text)):
-        raise APIError(422, "cannot_be_scored", too_long)
-    try:
-        if text is None:
-            text = renderer.render(messages, generation_prompt=body.add_generation_prompt)
-        tokens = renderer.encode_texts([text])[0]
-    except TreewardError as error:
-        raise APIError(422, "cannot_be_scored", in_words(error)) from error
-    return JSON({"count": len(tokens), "max_model_len": renderer.max_length, "tokens": tokens, "token_strs": None})
