@@ -169,7 +169,7 @@ def test_a_decoder_layer_is_one_graph(family: str, eager_flex: None) -> None:
         assert score_error(scores, plain_scores(plain, sequences)) <= 1e-5
         assert score_error(plain_scores(model.hf, sequences[:1]), plain_scores(plain, sequences[:1])) <= 1e-6
         compiled.append(counter.frame_count)
-    # For the first length; once more, for all lengths; so for each kind of layer, the last layer is one; and so
+    # For the first length; once more, for all lengths; so for each kind of layer; and so
     # for the plain rows, which run without the model's own `attention`.
     assert compiled[0] <= compiled[1] == compiled[2] == compiled[3] <= 8
 
