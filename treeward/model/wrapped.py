@@ -27,7 +27,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from treeward.errors import ConfigError, ModelError
 from treeward.tree import attention
 from treeward.tree.batch import Batch, RowBatch, TreeBatch
-from treeward.tree.choice import fastest
 from treeward.tree.token_tree import TokenIds
 
 Layout = Literal["tree", "rows", "encoder"]
@@ -152,7 +151,7 @@ class WrappedModel(nn.Module):
                     fix="policy.attention=rows",
                 )
         # Layers are compiled for trees alone: other calls would compile them for each new shape.
-        eager = self._is_compiled and implementation not in attention.COMPILED
+        eager = self._is_compiled and implementation != attention.FLEX
         with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
             yield
 
@@ -172,36 +171,6 @@ class WrappedModel(nn.Module):
         """Of the attention layers that tell theirs; those of Gemma 4 differ."""
         sizes = (getattr(module, "head_dim", None) for module in self.backbone.modules())
         return {size for size in sizes if isinstance(size, int)}
-
-    def choose_attention(self, groups: Sequence[Sequence[TokenIds]]) -> None:
-        """Choose the fastest attention for these trees, and use it from now on. There is a choice only on a GPU in half
-        precision, where FlashAttention has all that the model needs, and not in a deterministic run, as measurements
-        vary."""
-        config, dtype = self.hf.config.get_text_config(), self.compute_dtype or self.hf.dtype
-        heads, key_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-        has_sinks = any(name.endswith("sinks") for name, _ in self.hf.named_parameters())
-        has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
-        is_half = dtype in (torch.bfloat16, torch.float16)
-        if (
-            self.layout != "tree"
-            or self.device.type != "cuda"
-            or not is_half
-            or has_softcap
-            or has_sinks
-            or hasattr(config, "v_head_dim")
-            or len(self.head_sizes) != 1
-            or max(self.head_sizes) > 256
-            or max(self.head_sizes) % 8
-            or torch.are_deterministic_algorithms_enabled()
-        ):
-            return
-        self.tree_attention = fastest(
-            TreeBatch.from_groups(groups).to(self.device).padded().layout,
-            heads=heads // self.tensor_size,
-            key_heads=(key_heads or heads) // self.tensor_size,
-            head_dim=max(self.head_sizes),
-            dtype=dtype,
-        )
 
     def compile_layers(self, **options: Any) -> None:
         """Compile the decoder layers (`torch.compile`, with its `options`) for trees; all of a kind share one graph."""
@@ -229,7 +198,7 @@ class WrappedModel(nn.Module):
     def tree_hidden(self, batch: TreeBatch, at_N: Tensor) -> Tensor:
         """The last hidden states at these places of the row (int64), (N, D)."""
         implementation = self.tree_attention or attention.default_for(self.device, self.head_sizes)
-        if implementation in attention.COMPILED or self.sequence_parallel:
+        if implementation == attention.FLEX or self.sequence_parallel:
             batch = batch.padded()
         with self.attention(implementation), attention.over(batch.layout):
             hidden: Tensor = self.backbone(

@@ -59,7 +59,6 @@ from treeward.training.state import check_identity
 
 logger = logging.getLogger(__name__)
 
-_MEASURED_PROMPTS, _MEASURED_TOKENS = 2, 256  # completions of so many tokens
 _CHECKED_PROMPTS = 8
 _NOT_OF_THE_RUN = {
     *("max_num_epochs", "max_num_steps", "val_period", "val_at_start", "val_at_end"),
@@ -224,7 +223,7 @@ def _make_policy(
     mesh: Mesh,
     prompts: EncodedPrompts,
 ) -> PolicyModel:
-    """The policy to train, checked and measured on the first prompts."""
+    """The policy to train, checked on the first prompts."""
     policy = _load_policy(config, tokenizer, checkpoint, mesh)
     first = [prompts[i].token_ids for i in range(min(len(prompts), _CHECKED_PROMPTS))]
 
@@ -236,9 +235,6 @@ def _make_policy(
 
     adaptation = partial(adapt, policy, config.policy, seed=config.grpo.seed, checkpoint=checkpoint)
     make_ready(policy, config.policy, mesh, role="policy", adaptation=adaptation, check=check)
-    group = range(config.grpo.num_generations_per_prompt)
-    policy.choose_attention([[[*ids, *[g] * _MEASURED_TOKENS] for g in group] for ids in first[:_MEASURED_PROMPTS]])
-    policy.tree_attention = processes.broadcast(policy.tree_attention)
     return policy
 
 
