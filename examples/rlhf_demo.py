@@ -79,7 +79,7 @@ def run() -> int:
 
 def reward_models() -> int:
     """The quickstart's reward model, and three for the ensemble."""
-    train = ["train", "--config", str(CONFIGS / "quickstart.yaml"), "evaluation.enabled=false", *SHORTER_TRAINING]
+    train = ["train", "--config", str(CONFIGS / "quickstart.yaml"), *SHORTER_TRAINING]
     code = 0 if REWARD_MODEL.is_dir() else main(train)
     for seed, member in enumerate(MEMBERS):
         code = code or (0 if member.is_dir() else train_member(train, seed, member))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from treeward.cli.main import main
 from treeward.config.data import DatasetConfig
 from treeward.config.scoring import EnsembleConfig
 from treeward.data.sources import Row
@@ -65,9 +66,8 @@ def learnt(tiny_run: Callable[..., Any], write_rows: Callable[..., Path]) -> Cal
         held_out = rows(24, seed=1, tied=tied)
         sets = [f"data.train=[{{data_path: {train_path}}}]"]
         sets.append(f"data.validation=[{{data_path: {write_rows('held_out.jsonl', held_out)}, name: held_out}}]")
-        whole = ["rm.val_batches=null"]  # as the report measures it
         optimiser = [
-            *whole,
+            "rm.val_batches=null",
             "policy.optimizer.kwargs.lr=3.0e-3",
             "policy.train_global_batch_size=16",
             "rm.val_period=0",
@@ -89,8 +89,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", ["pairs", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[1:])])
 def test_a_planted_rule_is_learnt_and_served(kind: str, learnt: Callable[..., Any], tmp_path: Path) -> None:
-    is_graded = kind in ("grades", "attributes")
-    metrics = learnt(kind, f"evaluation.enabled={is_graded}".lower())
+    metrics = learnt(kind)
     assert metrics["kendall_tau"] > (0.8 if kind == "ties" else 0.9)  # tau-b of ties and scores that differ is below 1
     assert metrics["best_of_k"] > 0.9 and metrics["group_accuracy"] > 0.6
     folder = next(tmp_path.rglob("final"))
@@ -101,8 +100,10 @@ def test_a_planted_rule_is_learnt_and_served(kind: str, learnt: Callable[..., An
     [one] = scorer.score(
         [[{"role": "user", "content": "Say 1."}, {"role": "assistant", "content": "sun moon sky mud"}]]
     )
-    if is_graded:  # the report of the run says the same of its grades
-        [report] = json.loads(next(tmp_path.rglob("results.json")).read_text(encoding="utf-8"))["results"]
+    if kind in ("grades", "attributes"):  # an evaluation says the same of its grades
+        words = ["--data", str(tmp_path / "held_out.jsonl"), "--data-option", f"attributes={','.join(names)}"]
+        assert main(["eval", str(folder), *words, "--output", str(tmp_path / "eval")]) == 0
+        [report] = json.loads((tmp_path / "eval" / "results.json").read_text(encoding="utf-8"))["results"]
         told = {one["name"]: one["value"] for one in report["diagnostics"]["statistics"]}
         assert {k: told[k] for k in told if k.startswith(("mse", "pearson"))} == pytest.approx(
             {k: v for k, v in metrics.items() if k.startswith(("mse", "pearson"))}, abs=1e-4

@@ -60,7 +60,7 @@ class StopRequest:
         """Why the run shall stop; with several processes only the agreed reason."""
         if processes.size() > 1:
             return None if self._agreed is None else self._agreed[0]
-        return self.own_reason
+        return self._own_reason
 
     @property
     def exit_code(self) -> int:
@@ -71,7 +71,7 @@ class StopRequest:
     def agree(self) -> str | None:
         """The reason of any process, on all of them; all call it at the same points. A small collective call."""
         if processes.size() > 1 and self._agreed is None:
-            reasons = processes.gather((self.own_reason, self._own_signal))
+            reasons = processes.gather((self._own_reason, self._own_signal))
             self._agreed = next(((reason, number) for reason, number in reasons if reason is not None), None)
         return self.reason
 
@@ -82,8 +82,7 @@ class StopRequest:
         return self._signal
 
     @property
-    def own_reason(self) -> str | None:
-        """Why this process shall stop; for work that it does alone."""
+    def _own_reason(self) -> str | None:
         if self._own_signal is not None:
             return signal.Signals(self._own_signal).name
         if self._deadline is not None and time.monotonic() + self.reserved_seconds >= self._deadline:

@@ -25,7 +25,6 @@ from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.preflight import check_packages
 from treeward.errors import TreewardError
 from treeward.model.export import DeferredWrite
-from treeward.parallel.stopping import StopRequest
 from treeward.rl.advantages import advantages
 from treeward.rl.generation import completion_lengths
 from treeward.rl.report import SAMPLES_FILE, RLRun, write_rl_report
@@ -53,10 +52,12 @@ class GRPOOutcome(Outcome):
     """How a run ended. `total_steps`: of the whole run, or `step` where dynamic sampling drew all prompts earlier.
 
     `validation`: the metrics of the exported policy, by their logged names. `stopped_by`: the alarm that ended the run.
+    `report`: its page, if anything was measured.
     """
 
     alarms: tuple[Alarm, ...]
     stopped_by: str | None
+    report: Path | None = None
 
 
 def grpo(config: GRPORunConfig, *, show_progress: bool = True) -> GRPOOutcome:
@@ -261,7 +262,7 @@ class GRPORun(Run):
 
         store.write_folder("final", copy)
 
-    def finish(self, outcome: Outcome) -> Callable[[StopRequest, bool], Outcome]:
+    def finish(self, outcome: Outcome) -> Outcome:
         through = self._is_through(outcome.step, self.prompts_drawn)
         if through and outcome.step < self.total_steps:
             epochs = self.config.grpo.max_num_epochs
@@ -271,12 +272,10 @@ class GRPORun(Run):
             alarms=tuple(self.setup.watch.alarms),
             stopped_by=self.stopped_by,
         )
-        if not processes.is_main():
-            return lambda stop, show_progress: ended
-        return partial(_with_report, ended, self.config)
+        return _with_report(ended, self.config) if processes.is_main() else ended
 
 
-def _with_report(outcome: GRPOOutcome, config: GRPORunConfig, stop: StopRequest, show_progress: bool) -> GRPOOutcome:
+def _with_report(outcome: GRPOOutcome, config: GRPORunConfig) -> GRPOOutcome:
     log_dir = Path(config.logger.log_dir)
     if not read_metrics(log_dir / METRICS_FILE):
         return outcome  # stopped before anything was measured

@@ -71,8 +71,7 @@ class Outcome:
     """How a run ended.
 
     `validation`: the metrics of the exported model (or of the last step). `model_folder`: the exported model, of step
-    `model_step`; None if the run was interrupted. `interrupted_by`: a signal or the deadline. `report`: its page, if
-    any.
+    `model_step`; None if the run was interrupted. `interrupted_by`: a signal or the deadline.
     """
 
     step: int
@@ -82,7 +81,6 @@ class Outcome:
     model_step: int | None = None
     interrupted_by: str | None = None
     exit_code: int = 0
-    report: Path | None = None
 
 
 class Run(ABC):
@@ -129,8 +127,8 @@ class Run(ABC):
         memory is the same."""
 
     @abstractmethod
-    def finish(self, outcome: Outcome) -> Callable[[StopRequest, bool], Outcome]:
-        """The work after the loop (a report), as a function of `stop` and `show_progress` that holds no weights."""
+    def finish(self, outcome: Outcome) -> Outcome:
+        """The work after the loop."""
 
     def is_done(self, step: int) -> bool:
         """Whether the run ends after so many steps."""
@@ -176,21 +174,18 @@ def start(
             torch.manual_seed(schedule.seed)
             run = set_up(checkpoint, show_progress)
             # Signals are heeded from here on: before, there is nothing to save, and they may end the process at once.
-            with stop:
-                with contextlib.ExitStack() as opened:
-                    opened.callback(run.close)
-                    state = _resumed(run, checkpoint)
-                    resume_step = None if checkpoint is None else state.step
-                    settings = config.model_dump(mode="json", by_alias=True)
-                    trackers = opened.enter_context(open_trackers(config.logger, settings, resume_step))
-                    processes.on_main(lambda: save_config(config, Path(config.logger.log_dir) / "config.yaml"))
-                    run.begin(state, trackers)
-                    progress = opened.enter_context(ShownProgress(unit="steps", enabled=show_progress))
-                    outcome = Loop(run, state, schedule, store, trackers, progress, stop).run_to_end()
-                    trackers.status = "interrupted" if outcome.interrupted_by else "finished"
-                    finish = run.finish(outcome)
-                del run  # the report loads the exported model: two in memory at once may be one too many
-                return finish(stop, show_progress)
+            with stop, contextlib.ExitStack() as opened:
+                opened.callback(run.close)
+                state = _resumed(run, checkpoint)
+                resume_step = None if checkpoint is None else state.step
+                settings = config.model_dump(mode="json", by_alias=True)
+                trackers = opened.enter_context(open_trackers(config.logger, settings, resume_step))
+                processes.on_main(lambda: save_config(config, Path(config.logger.log_dir) / "config.yaml"))
+                run.begin(state, trackers)
+                progress = opened.enter_context(ShownProgress(unit="steps", enabled=show_progress))
+                outcome = Loop(run, state, schedule, store, trackers, progress, stop).run_to_end()
+                trackers.status = "interrupted" if outcome.interrupted_by else "finished"
+                return run.finish(outcome)
 
 
 @contextlib.contextmanager

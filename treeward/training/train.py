@@ -8,7 +8,6 @@ Shapes: S completions of a micro-batch, H heads; 6 sums of `GradeSums`.
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import time
@@ -39,7 +38,6 @@ from treeward.model.loading import load_reward_model
 from treeward.model.lora import has_adapters
 from treeward.model.pretrained import DTYPES
 from treeward.parallel.sharding import shard, sum_over_copies
-from treeward.parallel.stopping import StopRequest
 from treeward.scoring.golden import sign_later
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.export import export_final
@@ -49,7 +47,6 @@ from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.models import save_adapted
 from treeward.training.optimisation import SkippedSteps, advance
 from treeward.training.prefetch import BatchPreparer, MicroBatch, Prefetcher
-from treeward.training.reporting import check_report, write_report
 from treeward.training.setup import RewardModelSetup, set_up
 from treeward.training.state import RunState
 from treeward.training.tracking import METRICS_FILE, TrackerGroup, read_metrics
@@ -64,12 +61,11 @@ _COMPARISONS_AT_ONCE = 1024  # planned together: as good a plan as for the whole
 @dataclass(frozen=True)
 class TrainingOutcome(Outcome):
     """How a run ended. By validation set: `validation`, its metrics; `validation_sizes`, its comparisons; `caveats`,
-    what was left out of much data; `learnt`, whether it is better than chance. `report_error`, `upload_error`: the
-    exit code is then 1. `warning`: a remedy for a model that has not learnt."""
+    what was left out of much data; `learnt`, whether it is better than chance. `upload_error`: the exit code is then
+    1. `warning`: a remedy for a model that has not learnt."""
 
     validation_sizes: Mapping[str, int] = field(default_factory=dict)
     caveats: Mapping[str, str] = field(default_factory=dict)
-    report_error: str | None = None
     upload_error: str | None = None
     warning: str | None = None
     learnt: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +75,6 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
     """Train a reward model as configured, resuming where an earlier run of the same configuration stopped. Raises a
     `TreewardError` for what the user can mend; the last checkpoint stands."""
     check_packages(config)
-    check_report(config)
     if config.hub.push_to_hub:
         _check_hub(config.hub_repo_id)
     key, ranked_by = config.ranking_metric, None
@@ -335,7 +330,7 @@ class RewardModelRun(Run):
             for name, head in heads.items()
         }
 
-    def finish(self, outcome: Outcome) -> Callable[[StopRequest, bool], Outcome]:
+    def finish(self, outcome: Outcome) -> Outcome:
         setup, validation = self.setup, self._by_set(outcome.validation)
         caveats = {name: dataset.counts.much_dropped for name, dataset in setup.validation_sets.items()}
         for name, dataset in setup.training_sets.items():
@@ -352,13 +347,9 @@ class RewardModelRun(Run):
             caveats={name: caveat for name, caveat in caveats.items() if caveat is not None},
             warning=self._watch.verdict(),
         )
-        if outcome.model_folder is None or not processes.is_main():
-            return lambda stop, show_progress: ended
-        if self.config.hub.push_to_hub:
-            ended = _uploaded(ended, self.config, outcome.model_folder)
-        if not self.config.evaluation.enabled:
-            return lambda stop, show_progress: ended
-        return partial(_with_report, ended, self.config, outcome.model_folder)
+        if outcome.model_folder is not None and processes.is_main() and self.config.hub.push_to_hub:
+            return _uploaded(ended, self.config, outcome.model_folder)
+        return ended
 
 
 def _scored(comparisons: Mapping[int, Comparison], scores: Sequence[float]) -> dict[int, ScoredExample]:
@@ -380,19 +371,6 @@ def _uploaded(outcome: TrainingOutcome, config: RewardModelRunConfig, model: Pat
         return replace(outcome, upload_error=str(error), exit_code=1)
     logger.info("Uploaded %s to %s.", model, page)
     return outcome
-
-
-def _with_report(
-    outcome: TrainingOutcome, config: RewardModelRunConfig, model: Path, stop: StopRequest, show_progress: bool
-) -> TrainingOutcome:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    report = write_report(config, model, should_stop=lambda: stop.own_reason, show_progress=show_progress)
-    if report.stopped_by is not None:
-        return replace(outcome, interrupted_by=report.stopped_by, exit_code=stop.exit_code)
-    exit_code = outcome.exit_code if report.error is None else 1
-    return replace(outcome, report=report.path, report_error=report.error, exit_code=exit_code)
 
 
 def _line(name: str, step: int, means: Mapping[str, float], key: MetricKey | None) -> str:
