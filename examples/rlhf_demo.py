@@ -24,7 +24,7 @@ from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
-from treeward.model.export import export_policy
+from treeward.model.export import export_model
 from treeward.model.loading import build_policy
 from treeward.rl.report import RLRun, write_rl_report
 from treeward.tables import Column, results_table
@@ -127,7 +127,7 @@ def fine_tuned_policy() -> int:
     policy = build_policy(SMALL_POLICY, tokenizer, seed=0).model
     imitate(policy, groups, epochs=SFT_EPOCHS)
     making = SFT.with_name("sft.making")
-    export_policy(policy, tokenizer, making, chat_template=renderer.chat_template)
+    export_model(policy, tokenizer, making, chat_template=renderer.chat_template)
     making.rename(SFT)
     return 0
 

@@ -158,12 +158,6 @@ def _outcome(function: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
         return None, outcome_error
 
 
-def side_group(timeout: timedelta | None = None) -> ProcessGroup | None:
-    """All processes in a group of its own, over the host's memory, for a thread beside the main one; every process
-    calls it. None in a run of one process."""
-    return distributed.new_group(timeout=timeout, backend="gloo") if size() > 1 else None
-
-
 def summed(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """The sum over the processes, a new tensor on the same device."""
     if size() == 1:
@@ -176,7 +170,7 @@ def summed(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
 @contextmanager
 def patience() -> Iterator[ProcessGroup | None]:
     """A group of all processes for `on_main`, whose others wait as long as it takes: tokenizing may take hours."""
-    group = side_group(timedelta(days=7))
+    group = distributed.new_group(timeout=timedelta(days=7), backend="gloo") if size() > 1 else None
     yield group
     if group is not None:
         distributed.destroy_process_group(group)

@@ -44,7 +44,7 @@ CASES: dict[str, list[str]] = {
     "one": ["grpo.num_prompts_per_step=1", "grpo.max_val_samples=1"],
     "rows": ["policy.attention=rows", "policy.generation.batch_size=3"],
     "adapters": [*LOADED, "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4}"],
-    "recomputed": ["policy.dtensor_cfg.activation_checkpointing=true", "checkpointing.async_save=true"],
+    "recomputed": ["policy.dtensor_cfg.activation_checkpointing=true"],
 }
 ROWS_IN_PARTS = "policy.dtensor_cfg={tensor_parallel_size: 2, sequence_parallel: true}"
 FAILING = {

@@ -64,28 +64,6 @@ def test_a_run_that_dies_at_each_of_many_moments_goes_on_exactly(
     assert_same_run(tmp_path, uninterrupted)
 
 
-def test_checkpoints_that_are_written_beside_the_steps_are_the_same(
-    tiny_run: Callable[..., Any], tmp_path: Path, uninterrupted: Path
-) -> None:
-    """What fails in the thread ends the run at the next step, with the checkpoint before; then it goes on."""
-    write, saved = state.write_tensors, list[Path]()
-
-    def full_disk(folder: Path, *arguments: Any, **options: Any) -> None:
-        saved.append(folder)
-        if len(saved) == 2:
-            raise OSError(28, "No space left on device")
-        write(folder, *arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state, "write_tensors", full_disk)
-        with pytest.raises(CheckpointError, match=r"(?s)cannot be saved.*No space left on device"):
-            train(tiny_run("checkpointing.async_save=true"), show_progress=False)
-    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
-    assert [f".saving_{name}" for name in names] == [saved[0].parent.name]
-    train(tiny_run("checkpointing.async_save=true"), show_progress=False)
-    assert_same_run(tmp_path, uninterrupted)
-
-
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted_also_by_a_run_that_died(
     tiny_runs: Callable[[Path], Callable[..., Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str

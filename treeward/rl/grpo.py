@@ -24,7 +24,7 @@ from treeward import processes
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.preflight import check_packages
 from treeward.errors import TreewardError
-from treeward.model.export import DeferredWrite
+from treeward.model.export import export_model
 from treeward.rl.advantages import advantages
 from treeward.rl.generation import completion_lengths
 from treeward.rl.report import SAMPLES_FILE, RLRun, write_rl_report
@@ -246,10 +246,11 @@ class GRPORun(Run):
         if processes.is_main():
             write_alarms(self._log_dir / ALARMS_FILE, self.setup.watch.alarms)
 
-    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite:
+    def save_model(self, folder: Path) -> None:
         """A policy with adapters is merged in `model`, and the adapters lie beside it as peft writes them."""
-        save_adapted(self.setup.policy, folder)
-        return self.setup.save_model(folder / "model", staged=staged)
+        setup = self.setup
+        save_adapted(setup.policy, folder)
+        export_model(setup.policy, setup.tokenizer, folder / "model", chat_template=setup.renderer.chat_template)
 
     def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
         judged = [self.config.judged_by(dataset) for dataset in self.config.data.train]

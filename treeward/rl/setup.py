@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from treeward.data.rendering import Renderer
 from treeward.environments.preference_verdict import open_questions
 from treeward.environments.reward_model import RewardServer
 from treeward.model.checks import check_policy, check_positions
-from treeward.model.export import DeferredWrite, prepare_export
 from treeward.model.loading import build_policy, load_policy
 from treeward.model.lora import AdapterReference, has_adapters
 from treeward.model.policy_model import PolicyModel
@@ -98,10 +96,6 @@ class GRPOSetup:
     identity: dict[str, Any]
     total_steps: int
     prompt_limit: int
-
-    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite:
-        """The policy as a Hugging Face folder, as `prepare_export` has it."""
-        return prepare_export(self.policy, self.tokenizer, folder, rendering=self.renderer.settings, staged=staged)
 
     def close(self) -> None:
         """Free what is held outside this object. Safe to repeat."""

@@ -29,7 +29,7 @@ from treeward import processes
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.data.prompt_sets import Prompt
 from treeward.errors import ConfigError
-from treeward.model.export import export_configuration, exported_weights
+from treeward.model.export import exported_weights, write_settings
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import DTYPES
 from treeward.parallel.ray_cluster import PlacementGroup, first_line, free_port, on_this_node, reserve, start_ray
@@ -94,9 +94,10 @@ class VllmGenerator(ServedGenerator):
             raise
 
     def _start(self, training: Sequence[_Place]) -> None:
-        dtype, template = self._weights.dtype, self.chat_template
+        dtype, hf = self._weights.dtype, self.policy.hf
+        changes = {"dtype": dtype, "architectures": [type(hf).__name__]}
         with tempfile.TemporaryDirectory() as folder:
-            export_configuration(self.policy, self.tokenizer, Path(folder), chat_template=template, dtype=dtype)
+            write_settings(hf, self.tokenizer, Path(folder), changes, self.chat_template)
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
         name = str(dtype).removeprefix("torch.")
         options = engine_options(self.config, max_model_len=self.max_total_tokens, dtype=name)

@@ -1,7 +1,7 @@
 """`sign_folder`: score the golden conversations and write the scoring contract into a model folder.
 
     sign_folder(Path("results/rm/final"))                                     # load, score, write the contract
-    sign_later(folder, model=run.model, renderer=run.renderer)()              # a model that was just exported there
+    sign_exported(folder, model=run.model, renderer=run.renderer)             # a model that was just exported there
 
 Each golden conversation holds something that goes wrong somewhere. Their scores are computed in float32 from the
 weights as they are saved, along with the scores that known mistakes would give.
@@ -16,7 +16,7 @@ import gc
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ def sign_folder(
         heads = like.heads
     else:
         heads = _default_heads(model)
-    sign = sign_later(
+    contract = sign_exported(
         folder,
         model=model,
         renderer=renderer,
@@ -139,14 +139,13 @@ def sign_folder(
         has_template=has_template,
         trained_length=like.rendering.trained_length if like else None,
     )
-    contract = sign()
     if like is not None and like.reward_shaping is not None:
         contract = contract.model_copy(update={"reward_shaping": like.reward_shaping})
         write_contract(contract, folder)
     return contract
 
 
-def sign_later(
+def sign_exported(
     folder: Path,
     *,
     model: RewardModel,
@@ -158,9 +157,8 @@ def sign_later(
     pads_alike: bool | None = None,
     has_template: bool = True,
     trained_length: int | None = None,
-) -> Callable[[], ScoringContract]:
-    """`sign_folder` of a model that was exported with `renderer`, in two: it is run now, by every process of `mesh`;
-    what is returned reads the files when they are written, in any thread of one process.
+) -> ScoringContract:
+    """`sign_folder` of a model that was exported with `renderer`; every process of `mesh` calls it.
 
     The golden scores are of the weights in memory. Of a checkpoint only the head is hashed, as all tensors take about a
     second per GB, and weights that give no finite score are signed with a warning. `heads`: None for a model whose
@@ -222,7 +220,7 @@ def sign_later(
         write_contract(contract, folder)
         return contract
 
-    return sign
+    return processes.on_main(sign)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from treeward.model.export import export_model
 from treeward.model.pretrained import DTYPES
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.calibration import calibrate
-from treeward.scoring.golden import as_saved, sign_later
+from treeward.scoring.golden import as_saved, sign_exported
 from treeward.scoring.scorer import Scorer
 from treeward.tables import Column, markdown_table
 from treeward.training.setup import RewardModelSetup
@@ -75,18 +75,12 @@ def export_final(
             "The model has seen conversations of up to %d tokens. Longer ones are scored, with a warning, up to its "
             "%s positions.", renderer.max_length, positions or "unlimited",
         )  # fmt: skip
-    export_model(
-        model,
-        setup.tokenizer,
-        folder,
-        rendering=setup.renderer.settings,
-        dtype=saved,
-        card=model_card(setup, step, validation),
-    )
+    export_model(model, setup.tokenizer, folder, chat_template=renderer.chat_template, dtype=saved)
+    card = model_card(setup, step, validation)
+    processes.on_main(lambda: (folder / "README.md").write_text(card, encoding="utf-8"))
     heads = fitted_heads(setup, model, saved)
-    sign = sign_later(folder, model=model, renderer=setup.renderer, heads=heads.contract(), mesh=setup.mesh)
-    with processes.patience() as group:  # the main process hashes all tensors, and reads the validation sets
-        contract = processes.on_main(sign, group)
+    contract = sign_exported(folder, model=model, renderer=renderer, heads=heads.contract(), mesh=setup.mesh)
+    with processes.patience() as group:  # the main process reads the validation sets
         if (shaping := config.reward_shaping) is not None:
             calibration = _fitted(setup, model, heads, saved, group) if shaping.uses_calibration else None
             shaped = contract.model_copy(update={"reward_shaping": shaping, "calibration": calibration})

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import LRScheduler
 
 from treeward import processes
@@ -32,7 +31,6 @@ from treeward.config.load import save_config
 from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig, RMConfig
 from treeward.errors import ConfigError, ModelError, TreewardError
-from treeward.model.export import DeferredWrite
 from treeward.model.pretrained import quiet_transformers
 from treeward.parallel.stopping import StopRequest
 from treeward.progress import ShownProgress, logs_shown
@@ -118,8 +116,8 @@ class Run(ABC):
         """Measure the model after so many steps; None if `should_stop` gave a reason on the way."""
 
     @abstractmethod
-    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite:
-        """Prepare the model of a checkpoint, a folder `model` in `folder`; `staged` as `prepare_export` has it."""
+    def save_model(self, folder: Path) -> None:
+        """Write the model of a checkpoint, a folder `model` in `folder`."""
 
     @abstractmethod
     def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
@@ -243,7 +241,6 @@ class Loop:
     stop: StopRequest
     longest_step: float = 0.0
     longest_save: float = 0.0
-    save_started: float = 0.0
 
     def __post_init__(self) -> None:
         self.first_step = self.state.step
@@ -270,14 +267,12 @@ class Loop:
             self.take_step()
             if self._validation_is_due():
                 self.validate()
-            self._look_for_a_save()
             if self._save_is_due():
-                self.save(beside=not run.is_done(state.step))
+                self.save()
             self.longest_step = max(self.longest_step, time.monotonic() - started)
             self.stop.reserved_seconds = self.longest_step + self.longest_save
         if self.stop.reason:
             self.save()
-        self._look_for_a_save(wait=True)
         outcome = Outcome(state.step, run.total_steps, state.own_validation)
         is_unvalidated = self._validation_is_due() and state.validation_step != state.step
         if not run.is_done(state.step) or (self.stop.reason and is_unvalidated):
@@ -353,43 +348,25 @@ class Loop:
                 logger.error("Step %d is saved: the same command goes on from there.", self.state.step)
             raise
 
-    def save(self, *, beside: bool = False) -> None:
-        """Save a checkpoint, unless this step has one. `beside`: with `async_save` while the next steps are taken."""
+    def save(self) -> None:
+        """Save a checkpoint, unless this step has one."""
         if self.store is None or self.saved_step == self.state.step or self.state.step == 0:
             return
         processes.doing(f"the save after step {self.state.step}")
-        self._look_for_a_save(wait=True)
-        self.save_started = time.monotonic()
-        staged = beside and self.run.run_config.checkpointing.async_save
+        started = time.monotonic()
         with self.progress.paused("saving"):
-            checkpoint = self.store.save(self.state.step, partial(self._prepare, staged=staged), beside=staged)
+            checkpoint = self.store.save(self.state.step, self._write)
         self.saved_step = self.state.step
-        self._has_saved(checkpoint)
+        self.longest_save = max(self.longest_save, time.monotonic() - started)
+        logger.info("Saved %s.", checkpoint.path)
 
-    def _look_for_a_save(self, *, wait: bool = False) -> None:
-        """Log a finished background save. Raises its error."""
-        if self.store is not None:
-            self._has_saved(self.store.wait(only_if_done=not wait))
-
-    def _has_saved(self, checkpoint: Checkpoint | None) -> None:
-        if checkpoint is not None:
-            self.longest_save = max(self.longest_save, time.monotonic() - self.save_started)
-            logger.info("Saved %s.", checkpoint.path)
-
-    def _prepare(self, folder: Path, *, staged: bool) -> DeferredWrite:
+    def _write(self, folder: Path) -> None:
         run, config = self.run, self.run.run_config
-        write_model = run.save_model(folder, staged=staged)
+        run.save_model(folder)
         self._complete_state()
         is_rounded = config.policy.precision != "float32"
-        optimizer, scheduler = run.optimizer, run.scheduler
-        write_rest = save_state(folder, self.state, optimizer, scheduler, with_weights=is_rounded, staged=staged)
+        save_state(folder, self.state, run.optimizer, run.scheduler, with_weights=is_rounded)
         processes.on_main(lambda: save_config(config, folder / "config.yaml"))
-
-        def write_both(group: ProcessGroup | None) -> None:
-            write_model(group)
-            write_rest(group)
-
-        return write_both
 
     def _complete_state(self) -> None:
         self.state.run, self.state.ranked = self.run.state(), self._save_is_due()

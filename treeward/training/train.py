@@ -22,7 +22,6 @@ from huggingface_hub import get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from treeward import processes
 from treeward.config.checkpointing import MetricKey
@@ -33,12 +32,12 @@ from treeward.errors import ConfigError, TreewardError
 from treeward.evaluation.diagnostics.scores import scored_comparison
 from treeward.evaluation.results import Metric, ScoredExample
 from treeward.losses import METRIC_NAMES, GradeSums, RewardMetrics, RewardSums
-from treeward.model.export import DeferredWrite, prepare_export, push_folder
+from treeward.model.export import export_model, push_folder
 from treeward.model.loading import load_reward_model
 from treeward.model.lora import has_adapters
 from treeward.model.pretrained import DTYPES
 from treeward.parallel.sharding import shard, sum_over_copies
-from treeward.scoring.golden import sign_later
+from treeward.scoring.golden import sign_exported
 from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.export import export_final
 from treeward.training.features import with_features
@@ -277,27 +276,20 @@ class RewardModelRun(Run):
     def close(self) -> None:
         self._prefetcher.close()
 
-    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite:
+    def save_model(self, folder: Path) -> None:
         setup, model = self.setup, folder / "model"
         # Adapters are merged in float32, and rounded to the export's dtype.
         keeps_sum = has_adapters(setup.model) and self.config.checkpointing.export_dtype == "float32"
-        write = prepare_export(
+        export_model(
             setup.model,
             setup.tokenizer,
             model,
-            rendering=setup.renderer.settings,
+            chat_template=setup.renderer.chat_template,
             dtype=torch.float32 if keeps_sum else None,
-            staged=staged,
         )
         save_adapted(setup.model, folder)
         heads, mesh = setup.heads.contract(), setup.mesh
-        sign = sign_later(model, model=setup.model, renderer=setup.renderer, heads=heads, mesh=mesh, is_checkpoint=True)
-
-        def write_both(group: ProcessGroup | None) -> None:
-            write(group)
-            processes.on_main(sign, group)
-
-        return write_both
+        sign_exported(model, model=setup.model, renderer=setup.renderer, heads=heads, mesh=mesh, is_checkpoint=True)
 
     def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
         setup, policy = self.setup, self.config.policy
