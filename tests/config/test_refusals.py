@@ -178,7 +178,6 @@ RUNS = [
      "checkpointing.metric_name"),
     ("rm", ["hub={push_to_hub: true, repo_id: a/b}", "checkpointing.enabled=false"], "hub.push_to_hub"),
     ("rm", ["evaluation.enabled=true"], "evaluation"),
-    ("rm", ["reward_shaping={normalize_rewards: true}"], "reward_shaping"),
     ("grpo", ["policy.train_global_batch_size=24"], "policy.train_global_batch_size"),
     ("grpo", ["loss_fn.force_on_policy_ratio=true"], "loss_fn.force_on_policy_ratio"),
     ("grpo", ["loss_fn.use_on_policy_kl_approximation=true"], "loss_fn.use_on_policy_kl_approximation"),

@@ -36,7 +36,7 @@ CASES: dict[str, list[str]] = {
         # the best checkpoint is not the last, so that what is exported is not the model in memory
         *("checkpointing.metric_name=eval/rm/chosen_rewards", "checkpointing.higher_is_better=false"),
         "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 4}",
-        GRADES % "fit",
+        GRADES % "mean",
     ],
     "encoder": [
         "policy.model_config=null",

@@ -176,6 +176,6 @@ VALUES_ELSEWHERE: Mapping[str, str] = {"rloo": "leave_one_out", "low_var_kl": "k
 
 COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(("env", "grpo", "loss_fn", "policy.generation", "policy.logprob_chunk_size"), "treeward grpo"),
-    **dict.fromkeys(("rm", "hub", "reward_shaping"), "treeward train"),
+    **dict.fromkeys(("rm", "hub"), "treeward train"),
 }
 """Keys of a run -> the only command that reads them."""

@@ -22,7 +22,6 @@ from treeward.config.data import DataConfig, DatasetConfig
 from treeward.config.logger import LoggerConfig
 from treeward.config.loss import LOSS_KINDS, LossConfig, readers
 from treeward.config.policy import PolicyConfig
-from treeward.config.scoring import RewardShapingConfig
 from treeward.errors import ConfigError, nearest_name
 
 
@@ -81,8 +80,6 @@ class RewardModelRunConfig(Strict):
     policy: PolicyConfig
     """The model, its batches, its numerics and its optimiser."""
     data: DataConfig
-    reward_shaping: RewardShapingConfig | None = None
-    """How scores become rewards, for the scoring contract; missing constants are fitted on the validation sets."""
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: LoggerConfig = LoggerConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -163,9 +160,6 @@ class RewardModelRunConfig(Strict):
             fix = "set checkpointing.enabled=true, or hub.push_to_hub=false"
             need = "checkpointing.enabled: true, to export the model"
             raise self.error("hub.push_to_hub checkpointing.enabled", need, fix)
-        if self.reward_shaping is not None and self.reward_shaping.uses_calibration and not self.data.validation:
-            fix = "give data.val_data_path, or reward_mean and reward_std; or run `treeward calibrate` later"
-            raise self.error("reward_shaping", "a set in data.validation, to fit its constants on", fix)
         self._check_loss()
         if self.checkpointing.enabled and self.checkpointing.metric_name is not None:
             self._check_ranking_metric(self.checkpointing.metric_name, self.validation_names)

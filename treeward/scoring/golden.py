@@ -170,7 +170,7 @@ def sign_exported(
     heads, tokenizer = list(heads or _default_heads(model)), renderer.tokenizer
     if pads_alike is None:
         pads_alike = stored.pad_token_id == tokenizer.pad_token_id
-    saved = partial(as_saved, model, None if is_loaded else DTYPES[stored.config_dtype or "float32"], mesh)
+    saved = partial(_as_saved, model, None if is_loaded else DTYPES[stored.config_dtype or "float32"], mesh)
     with saved(computed=torch.float32) as exact:
         golden = _golden(exact, renderer, heads, may_be_broken=is_checkpoint)
     rows = [example.token_ids for example in golden]
@@ -224,7 +224,7 @@ def sign_exported(
 
 
 @contextlib.contextmanager
-def as_saved(
+def _as_saved(
     model: RewardModel, saved: torch.dtype | None, mesh: Mesh = _ALONE, computed: torch.dtype = torch.float32
 ) -> Iterator[RewardModel]:
     """The model that a folder with the weights of `model` in the dtype `saved` holds, to be scored with exactly.
