@@ -26,7 +26,6 @@ from torch.distributed import ProcessGroup
 from treeward.errors import LostProcessError
 
 _T = TypeVar("_T")
-_MET_BY_ALL = "met by all processes"
 
 work = "the set-up"
 """The work of this process, as `doing` has it."""
@@ -139,11 +138,6 @@ def together(function: Callable[[], _T], group: ProcessGroup | None = None) -> _
     return cast(_T, result)
 
 
-def raised_on_all_ranks(error: Exception) -> bool:
-    """Whether all processes have this error, from `on_main` or `together`, and so may go on together."""
-    return size() == 1 or _MET_BY_ALL in vars(error)
-
-
 def _outcome(function: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
     """The result or the error; of an error that cannot be pickled the text."""
     try:
@@ -151,11 +145,9 @@ def _outcome(function: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))
-            outcome_error = error
+            return None, error
         except Exception:
-            outcome_error = RuntimeError(f"{type(error).__name__}: {error}")
-        vars(outcome_error)[_MET_BY_ALL] = True
-        return None, outcome_error
+            return None, RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def summed(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:

@@ -137,10 +137,8 @@ def test_two_processes_run_stop_resume_and_fail_as_one(
         assert "does not sample with sequence_parallel" in of_rank["rows in parts"]
         assert "engines of vLLM beside the processes of several nodes" in of_rank["nodes"]
         assert of_rank["stopped"] == [1, "SIGTERM", 143]
-    saved = together / "raises"
-    assert [path.name for path in (saved / "checkpoints").glob("step_*")] == ["step_1"], "before the step that failed"
     orders.write_text("{}")
-    assert run_one(file, saved, failing["raises"]).step == 3
+    assert run_one(file, together / "raises", failing["raises"]).step == 3
     stopped = together / "stopped"
     assert (stopped / "checkpoints" / "step_1").is_dir() and not (stopped / "checkpoints" / "final").exists()
     assert run_one(file, stopped, chosen["everything"]).step == 3  # on one process

@@ -103,7 +103,6 @@ class GRPORun(Run):
         self._log_dir = Path(setup.config.logger.log_dir)
         self._version_given: int | None = None
         self._warned_of_mismatch = False
-        self._steps_begun = setup.updater.steps_begun
 
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
         """Also opens the file of samples, and stops for an alarm that has ended the run, unless it no longer stops."""
@@ -142,9 +141,6 @@ class GRPORun(Run):
     def _is_through(self, step: int, prompts_drawn: int) -> bool:
         return step >= self.total_steps or prompts_drawn >= self.setup.prompt_limit
 
-    def weights_changed(self) -> bool:
-        return self.setup.updater.steps_begun != self._steps_begun
-
     def close(self) -> None:
         self.setup.close()
         if self._samples is not None:
@@ -152,7 +148,6 @@ class GRPORun(Run):
 
     def step(self, number: int) -> StepMetrics:
         setup, loss_fn = self.setup, self.config.loss_fn
-        self._steps_begun = setup.updater.steps_begun
         started = time.monotonic()
         self._sync_weights()
         synced = time.monotonic()
@@ -217,7 +212,6 @@ class GRPORun(Run):
 
     def validate(self, step: int, should_stop: Callable[[], str | None]) -> Validation | None:
         """Also shows the measurements to the watch, heeds its alarms, and writes samples."""
-        self._steps_begun = self.setup.updater.steps_begun
         self._sync_weights()
         validation = validate(self.setup, should_stop=should_stop)
         if validation is None:

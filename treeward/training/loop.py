@@ -30,7 +30,7 @@ from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.load import save_config
 from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig, RMConfig
-from treeward.errors import ConfigError, ModelError, TreewardError
+from treeward.errors import ConfigError, ModelError
 from treeward.model.pretrained import quiet_transformers
 from treeward.parallel.stopping import StopRequest
 from treeward.progress import ShownProgress, logs_shown
@@ -106,10 +106,6 @@ class Run(ABC):
     @abstractmethod
     def step(self, number: int) -> StepMetrics:
         """Take the step of this number."""
-
-    @abstractmethod
-    def weights_changed(self) -> bool:
-        """Whether the failed step has changed weights; if not, it takes its other changes back."""
 
     @abstractmethod
     def validate(self, step: int, should_stop: Callable[[], str | None]) -> Validation | None:
@@ -296,8 +292,7 @@ class Loop:
         processes.doing(f"step {state.step + 1}")
         if state.step == self.first_step:
             self.progress.message(f"Step {state.step + 1} of {run.total_steps} begins; the first one is the slowest.")
-        with self._saved_if_it_fails(f"step {state.step + 1} cannot be taken"):
-            metrics = run.step(state.step + 1)
+        metrics = run.step(state.step + 1)
         state.step += 1
         self.progress.show("training", state.step, run.total_steps, metrics.shown, tokens=metrics.row_tokens)
         if state.step % self.schedule.log_period == 0 or run.is_done(state.step):
@@ -311,10 +306,7 @@ class Loop:
             return
         started = time.monotonic()
         processes.doing(f"the validation after step {state.step}")
-        with (
-            self.progress.paused("validating"),
-            self._saved_if_it_fails(f"the model of step {state.step} cannot be validated"),
-        ):
+        with self.progress.paused("validating"):
             validation = self.run.validate(state.step, self.stop.agree)
         if validation is None:
             return  # a resumed run repeats it
@@ -328,25 +320,6 @@ class Loop:
         state.validation_step, state.validation = state.step, dict(validation.metrics)
         for line in validation.lines:
             self.progress.message(line)
-
-    @contextlib.contextmanager
-    def _saved_if_it_fails(self, what: str) -> Iterator[None]:
-        """After a failure, save the state before it, if no weight has changed since."""
-        try:
-            yield
-        except Exception as error:
-            reason = error.summary if isinstance(error, TreewardError) else f"{type(error).__name__}: {error}"
-            logger.error("%s%s: %s", what[0].upper(), what[1:], reason)
-            if not processes.raised_on_all_ranks(error):  # all are needed to save
-                logger.error("The last checkpoint stands.")
-                raise
-            if self.run.weights_changed():
-                logger.error("The weights have changed in this step: the last checkpoint stands.")
-                raise
-            self.save()
-            if self.saved_step == self.state.step:
-                logger.error("Step %d is saved: the same command goes on from there.", self.state.step)
-            raise
 
     def save(self) -> None:
         """Save a checkpoint, unless this step has one."""

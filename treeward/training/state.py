@@ -43,8 +43,8 @@ _FLOAT32_WEIGHT = "float32_weight"
 class RunState:
     """The state of a run after `step` steps. `identity`: values that must not change when a run resumes, by readable
     names. `validation`: the logged metrics of the latest validation, after `validation_step` steps. `run`:
-    `Run.state()`. `ranked`: whether the uninterrupted run saves this step too; checkpoints of a failure or a signal are
-    never the best."""
+    `Run.state()`. `ranked`: whether the uninterrupted run saves this step too; checkpoints of a signal are never the
+    best."""
 
     step: int
     identity: dict[str, Any]

@@ -116,7 +116,7 @@ class RewardModelRun(Run):
             validates=bool(setup.validation_sets),
         )
         self.setup, self.config, self.model, self.heads = setup, setup.config, setup.model, setup.heads
-        self._changed = self._warned_of_ranking = False
+        self._warned_of_ranking = False
         self.skipped = SkippedSteps()
         self._preparer = BatchPreparer(setup)
         self._prefetcher = Prefetcher(self._preparer.step, num_steps=setup.total_steps)
@@ -135,12 +135,8 @@ class RewardModelRun(Run):
     def state(self) -> dict[str, Any]:
         return {"skipped_steps": asdict(self.skipped)}
 
-    def weights_changed(self) -> bool:
-        return self._changed
-
     def step(self, number: int) -> StepMetrics:
-        setup, self._changed = self.setup, False
-        started = time.monotonic()
+        setup, started = self.setup, time.monotonic()
         batches = self._prefetcher.get(number)
         sums = RewardSums()
         for micro_batch in batches.micro_batches:
@@ -194,7 +190,6 @@ class RewardModelRun(Run):
             fix="start anew in another checkpointing.checkpoint_dir with a lower policy.optimizer.kwargs.lr, or in "
             "policy.precision=float32",
         )
-        self._changed = True  # of a skipped step the schedule and the count
         if math.isfinite(norm):
             self.optimizer.step()
         advance(self.scheduler)
@@ -202,7 +197,6 @@ class RewardModelRun(Run):
         return norm
 
     def validate(self, step: int, should_stop: Callable[[], str | None]) -> Validation | None:
-        self._changed = False
         sets: dict[str, SetValidation] = {}
         seconds: dict[str, float] = {}
         for name in self.setup.validation_sets:
