@@ -15,7 +15,8 @@ import torch
 from killed_run import assert_same_run, dying, killed_before_step
 
 from treeward.errors import CheckpointError
-from treeward.training import export, state
+from treeward.training import state
+from treeward.training import train as train_module
 from treeward.training.checkpoints import CheckpointStore
 from treeward.training.state import read_state, stored_metric
 from treeward.training.tracking import read_metrics
@@ -50,7 +51,7 @@ MOMENTS: list[tuple[Any, ...]] = [
     (os, "rename", lambda source, target: str(target).endswith("step_4")),
     (CheckpointStore, "prune", lambda store: len(store.all()) > 1),
     (RewardModelRun, "step", lambda run, number: number == 6),
-    (export, "model_card"),
+    (train_module, "model_card"),
 ]
 
 

@@ -11,12 +11,10 @@ policy. Prompts and samples follow from the step and the seed; everything else i
 from __future__ import annotations
 
 import logging
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,6 @@ from treeward.rl.rollouts import collect, validate
 from treeward.rl.setup import GRPOSetup, set_up
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
 from treeward.scoring.judge_contract import write_judge_contract
-from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.models import save_adapted
 from treeward.training.optimisation import SkippedSteps
@@ -246,16 +243,10 @@ class GRPORun(Run):
         save_adapted(setup.policy, folder)
         export_model(setup.policy, setup.tokenizer, folder / "model", chat_template=setup.renderer.chat_template)
 
-    def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
-        judged = [self.config.judged_by(dataset) for dataset in self.config.data.train]
-
-        def copy(folder: Path) -> None:
-            processes.on_main(partial(shutil.copytree, best.path / "model", folder, dirs_exist_ok=True))
-            if judged[0] is not None:
-                variables = self.config.policy.tokenizer.chat_template_kwargs
-                processes.on_main(partial(write_judge_contract, folder, judged[0], variables))
-
-        store.write_folder("final", copy)
+    def complete_export(self, folder: Path, state: RunState) -> None:
+        judged = self.config.judged_by(self.config.data.train[0])
+        if judged is not None:
+            write_judge_contract(folder, judged, self.config.policy.tokenizer.chat_template_kwargs)
 
     def finish(self, outcome: Outcome) -> Outcome:
         through = self._is_through(outcome.step, self.prompts_drawn)

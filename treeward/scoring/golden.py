@@ -39,6 +39,7 @@ from treeward.model.contract import (
     ToleranceContract,
     WeightsContract,
     keeps_padding,
+    read_contract,
     text_sha256,
     write_contract,
 )
@@ -180,7 +181,6 @@ def sign_exported(
     def sign() -> ScoringContract:
         backbone, head = stored.split(stored_heads(model.hf))
         dtype, pad = dtype_of(backbone), stored.pad_token_id
-        hashes = {} if is_checkpoint else {tensor.name: sha256_of([tensor]) for tensor in stored.tensors}
         is_read_alike = model.read_position != "last token" or all(row[-1] != pad for row in rows)
         is_plain = pads_alike and is_read_alike and bool(rows) and not getattr(model.hf, "made_by_treeward", False)
         begins_with_bos = bool(rows) and all(row[0] == tokenizer.bos_token_id for row in rows)
@@ -210,9 +210,8 @@ def sign_exported(
                 num_tensors=len(stored.tensors),
                 shapes_sha256=stored.shapes_sha256,
                 head_sha256=sha256_of(head),
-                sha256=text_sha256(json.dumps(sorted(hashes.items()))) if hashes else None,
-                tensors={name: digest[:HASH_DIGITS] for name, digest in hashes.items()},
                 config=architecture_of(stored.config),
+                **({} if is_checkpoint else _hashes(stored)),
             ),
             golden=golden,
             tolerance=_tolerance(golden, scores),
@@ -221,6 +220,23 @@ def sign_exported(
         return contract
 
     return processes.on_main(sign)
+
+
+def hash_all(folder: Path) -> None:
+    """Add the hashes of all tensors to a contract that was signed as a checkpoint's."""
+    contract = read_contract(folder)
+    assert contract is not None
+    weights = contract.weights.model_copy(update=_hashes(StoredModel(folder)))
+    write_contract(contract.model_copy(update={"weights": weights}), folder)
+
+
+def _hashes(stored: StoredModel) -> dict[str, Any]:
+    """The fields of a `WeightsContract` that need the bytes of all tensors."""
+    hashes = {tensor.name: sha256_of([tensor]) for tensor in stored.tensors}
+    return {
+        "sha256": text_sha256(json.dumps(sorted(hashes.items()))),
+        "tensors": {name: digest[:HASH_DIGITS] for name, digest in hashes.items()},
+    }
 
 
 @contextlib.contextmanager

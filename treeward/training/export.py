@@ -1,22 +1,13 @@
-"""The folder of a finished run: the model, its card and its scoring contract.
-
-export_final(setup, model, step, validation, folder)
-"""
+"""The card of an exported model, and the table of its results."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from treeward import processes
 from treeward.config.loss import LOSS_KINDS
 from treeward.config.run import RewardModelRunConfig
-from treeward.model.export import export_model
-from treeward.model.pretrained import DTYPES
-from treeward.model.reward_model import RewardModel
-from treeward.scoring.golden import sign_exported
 from treeward.tables import Column, markdown_table
 from treeward.training.setup import RewardModelSetup
 
@@ -43,23 +34,6 @@ _LENGTH_COLUMNS = [
     Column("accuracy_shorter_right", title="better completion shorter", format=".3f"),
     Column("length_controlled_accuracy", title="mean of both (length-controlled)", format=".3f"),
 ]
-
-
-def export_final(
-    setup: RewardModelSetup, model: RewardModel, step: int, validation: Mapping[str, Mapping[str, float]], folder: Path
-) -> None:
-    """Write `model`, as it was after `step` steps, to `folder`. `validation`: its metrics, by validation set."""
-    config, renderer, positions = setup.config, setup.renderer, model.max_positions
-    saved = DTYPES[config.checkpointing.export_dtype or config.policy.precision]
-    if renderer.max_length and renderer.truncation != "truncate_left" and renderer.max_length < (positions or math.inf):
-        logger.info(
-            "The model has seen conversations of up to %d tokens. Longer ones are scored, with a warning, up to its "
-            "%s positions.", renderer.max_length, positions or "unlimited",
-        )  # fmt: skip
-    export_model(model, setup.tokenizer, folder, chat_template=renderer.chat_template, dtype=saved)
-    card = model_card(setup, step, validation)
-    processes.on_main(lambda: (folder / "README.md").write_text(card, encoding="utf-8"))
-    sign_exported(folder, model=model, renderer=renderer, heads=setup.heads.contract(), mesh=setup.mesh)
 
 
 def result_columns(config: RewardModelRunConfig) -> list[Column]:

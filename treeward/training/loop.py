@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -116,9 +117,9 @@ class Run(ABC):
         """Write the model of a checkpoint, a folder `model` in `folder`."""
 
     @abstractmethod
-    def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
-        """Write the model of a checkpoint with its `state` to the store's folder `final`. `is_current`: the model in
-        memory is the same."""
+    def complete_export(self, folder: Path, state: RunState) -> None:
+        """Write what the exported model in `folder`, a copy of the checkpoint with this `state`, has beside it. Called
+        on the main process."""
 
     @abstractmethod
     def finish(self, outcome: Outcome) -> Outcome:
@@ -350,8 +351,7 @@ class Loop:
         if self.store is None or best is None:
             return outcome
         self.store.prune()  # a session that was killed after its last save has not
-        is_current = best.step == self.state.step
-        state = self.state if is_current else read_state(best.path)
+        state = self.state if best.step == self.state.step else read_state(best.path)
         final = self.store.folder / "final"
         # The run may be longer than before, or rank by another metric.
         mark, name = self.store.folder / _EXPORTED, best.path.name
@@ -361,7 +361,13 @@ class Loop:
 
         if not processes.on_main(is_exported):
             processes.on_main(lambda: mark.unlink(missing_ok=True))
-            self.run.export(best, state, self.store, is_current=is_current)
+
+            def write(folder: Path) -> None:
+                shutil.copytree(best.path / "model", folder, dirs_exist_ok=True)
+                self.run.complete_export(folder, state)
+
+            with processes.patience() as group:
+                self.store.write_folder("final", lambda folder: processes.on_main(partial(write, folder), group))
             processes.on_main(lambda: write_text(mark, name))
             logger.info("Exported the model of step %d to %s.", best.step, final)
         return replace(outcome, validation=state.own_validation, model_folder=final, model_step=best.step)

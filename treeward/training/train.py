@@ -33,13 +33,9 @@ from treeward.evaluation.diagnostics.scores import scored_comparison
 from treeward.evaluation.results import Metric, ScoredExample
 from treeward.losses import METRIC_NAMES, GradeSums, RewardMetrics, RewardSums
 from treeward.model.export import export_model, push_folder
-from treeward.model.loading import load_reward_model
-from treeward.model.lora import has_adapters
-from treeward.model.pretrained import DTYPES
-from treeward.parallel.sharding import shard, sum_over_copies
-from treeward.scoring.golden import sign_exported
-from treeward.training.checkpoints import Checkpoint, CheckpointStore
-from treeward.training.export import export_final
+from treeward.parallel.sharding import sum_over_copies
+from treeward.scoring.golden import hash_all, sign_exported
+from treeward.training.export import model_card
 from treeward.training.features import with_features
 from treeward.training.learning import LearningWatch, learnt
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
@@ -272,37 +268,15 @@ class RewardModelRun(Run):
 
     def save_model(self, folder: Path) -> None:
         setup, model = self.setup, folder / "model"
-        # Adapters are merged in float32, and rounded to the export's dtype.
-        keeps_sum = has_adapters(setup.model) and self.config.checkpointing.export_dtype == "float32"
-        export_model(
-            setup.model,
-            setup.tokenizer,
-            model,
-            chat_template=setup.renderer.chat_template,
-            dtype=torch.float32 if keeps_sum else None,
-        )
+        export_model(setup.model, setup.tokenizer, model, chat_template=setup.renderer.chat_template)
         save_adapted(setup.model, folder)
         heads, mesh = setup.heads.contract(), setup.mesh
         sign_exported(model, model=setup.model, renderer=setup.renderer, heads=heads, mesh=mesh, is_checkpoint=True)
 
-    def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
-        setup, policy = self.setup, self.config.policy
-        model = setup.model
-        if not is_current:
-            dtype = DTYPES["float32" if self.config.checkpointing.export_dtype == "float32" else policy.precision]
-            model = load_reward_model(
-                best.path / "model",
-                tokenizer=setup.tokenizer,
-                labels=policy.reward_model_cfg.head_names,
-                dtype=dtype,
-                attention=policy.attention,
-                trust_remote_code=policy.trust_remote_code,
-                on_meta=setup.mesh.devices is not None,
-            ).model
-            shard(model, setup.mesh, dtype=dtype)
-            model.fill("cpu")
-        validation = self._by_set(state.own_validation)
-        store.write_folder("final", partial(export_final, setup, model, best.step, validation))
+    def complete_export(self, folder: Path, state: RunState) -> None:
+        card = model_card(self.setup, state.step, self._by_set(state.own_validation))
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        hash_all(folder)
 
     def _by_set(self, validation: Mapping[str, float]) -> dict[str, dict[str, float]]:
         """Logged metrics, by validation set; empty without any."""
