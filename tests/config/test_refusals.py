@@ -177,7 +177,7 @@ RUNS = [
             "rm={val_period: null, val_at_start: true, val_at_end: false}"],
      "checkpointing.metric_name"),
     ("rm", ["hub={push_to_hub: true, repo_id: a/b}", "checkpointing.enabled=false"], "hub.push_to_hub"),
-    ("rm", ["evaluation.enabled=true"], "evaluation"),
+    ("rm", ["evaluation.enabled=true"], "evaluation.enabled"),
     ("grpo", ["policy.train_global_batch_size=24"], "policy.train_global_batch_size"),
     ("grpo", ["loss_fn.force_on_policy_ratio=true"], "loss_fn.force_on_policy_ratio"),
     ("grpo", ["loss_fn.use_on_policy_kl_approximation=true"], "loss_fn.use_on_policy_kl_approximation"),

@@ -149,7 +149,7 @@ def test_what_is_exported_is_what_the_outcome_says_also_after_a_longer_run_that_
     tiny_run: Callable[..., Any], tmp_path: Path, read_weights: Callable[[Path], dict[str, Any]]
 ) -> None:
     train(tiny_run("rm.max_num_steps=2", "checkpointing.metric_name=null"), show_progress=False)
-    with dying(RewardModelRun, "export"):
+    with dying(RewardModelRun, "complete_export"):
         train(tiny_run("rm.max_num_steps=4", "checkpointing.metric_name=null"), show_progress=False)
     outcome = train(tiny_run("rm.max_num_steps=4", "checkpointing.metric_name=null"), show_progress=False)
     exported, last = (read_weights(tmp_path / "checkpoints" / name) for name in ("final", "step_4/model"))
