@@ -18,7 +18,6 @@ from treeward import processes
 from treeward.config.load import load_grpo_config
 from treeward.errors import TreewardError
 from treeward.parallel import ray_cluster
-from treeward.parallel.stopping import stop_with
 from treeward.rl import grpo as grpo_module
 from treeward.rl.grpo import GRPOOutcome, grpo
 from treeward.training.tracking import read_metrics
@@ -70,12 +69,11 @@ def run_stopped_and_failing(
 ) -> dict[str, Any]:
     """`run_all`; also what failing runs say, and a run that the last process is asked to stop in its first step."""
     found = run_all(file, folder, cases)
-    collect, stop_file = grpo_module.collect, Path(folder) / f"stop_{processes.rank()}"
-    stop_file.write_text(str(signal.SIGTERM.value), encoding="utf-8")
+    collect = grpo_module.collect
 
     def asked(run: Any, **at: int) -> Any:
         if at["step"] == 0 and processes.rank() == processes.size() - 1:
-            stop_with(stop_file)
+            signal.raise_signal(signal.SIGTERM)
         return collect(run, **at)
 
     for name, overrides in failing.items():
