@@ -9,6 +9,7 @@ PyTorch's `varlen_attn`. On a CPU, where it does not exist, each sequence is a c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,9 +22,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from treeward.model.reward_model import RewardModel
-from treeward.tree.varlen import GROUPED
 
 NAME = "benchmark_packed_rows"  # transformers takes names with "flash" for kernels to load
+
+# Older versions of PyTorch take fewer key heads without a word.
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,6 @@ from treeward.data.tokenizers import train_tokenizer
 from treeward.model.lora import add_adapters
 from treeward.model.reward_model import RewardModel
 from treeward.rl.generation import CompletionGroup, SampledCompletion
-from treeward.tree.attention import VARLEN
 from treeward.tree.batch import TreeBatch
 
 Pair = tuple[list[int], list[int]]
@@ -242,9 +241,8 @@ def training(report: Report) -> None:
     def make(size: str) -> RewardModel:
         return build(size, tokenizer, report.device, torch.bfloat16).train()
 
-    def tree(size: str, attention: str | None = None, *, compiled: bool = False) -> Made:
+    def tree(size: str, *, compiled: bool = False) -> Made:
         model = make(size)
-        model.tree_attention = attention
         if compiled:
             model.compile_layers()
         return model.hf, our_variant(model, partial(_scores, model))[0]
@@ -274,8 +272,6 @@ def training(report: Report) -> None:
         "treeward, packed rows": packed,
         f"{TREE}, in TRL's RewardTrainer, its default": partial(trl, dtype=torch.float32, kind=trees.RewardTrainer),
     }
-    if report.device.type == "cuda":
-        variants[f"{TREE}, FlashAttention over gathered keys"] = partial(tree, attention=VARLEN)
     missing = {"flash-pref itself": _why_no_flash_pref()}
     if "padding_free" in RewardConfig.__dataclass_fields__:
         variants["TRL RewardTrainer, padding-free"] = partial(trl, padding_free=True, **fast)

@@ -112,7 +112,7 @@ def _tau(folder: Path, name: str, form: str, steps: int, seed: int) -> float:
         *(f"rm.seed={seed}", f"rm.max_num_steps={steps}", "rm.max_num_epochs=100", "rm.val_period=null"),
         *(f"policy.train_global_batch_size={size}", f"policy.max_total_sequence_length={_LONGEST}"),
         *(f"checkpointing.checkpoint_dir={own}/checkpoints", "checkpointing.metric_name=null"),
-        *("checkpointing.save_period=null", "evaluation.enabled=false", f"logger.log_dir={own}/logs"),
+        *("checkpointing.save_period=null", f"logger.log_dir={own}/logs"),
     ]
     kind = [_RANKINGS] if name == "Plackett-Luce" else []
     outcome = train(load_config(_QUICKSTART, ["~data", *(f"+{one}" for one in sets), *settings, *kind]))

@@ -36,7 +36,7 @@ from scoring import load_prompts
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import train_tokenizer
 from treeward.model.export import export_model
-from treeward.scoring.golden import sign_later
+from treeward.scoring.golden import sign_exported
 from treeward.scoring.scorer import Scorer
 from treeward.tables import Column, results_table
 
@@ -78,8 +78,8 @@ def _export(folder: Path, size: str, prompts: list[Any]) -> Path:
     texts = (text for prompt, answers in prompts for text in (prompt, *answers))
     tokenizer = train_tokenizer(texts, vocab_size=VOCAB_SIZE)
     model, renderer = build(size, tokenizer).eval(), Renderer(tokenizer, max_length=2048)
-    export_model(model, tokenizer, folder, rendering=renderer.settings)
-    sign_later(folder, model=model, renderer=renderer)()
+    export_model(model, tokenizer, folder, chat_template=renderer.chat_template)
+    sign_exported(folder, model=model, renderer=renderer)
     return folder
 
 

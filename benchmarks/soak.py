@@ -33,7 +33,7 @@ from serving import Chat, started_server
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import train_tokenizer
 from treeward.model.export import export_model
-from treeward.scoring.golden import sign_later
+from treeward.scoring.golden import sign_exported
 from treeward.scoring.scorer import Scorer
 
 CLOSE = 1e-5
@@ -181,8 +181,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "soak"
         model, renderer = build("xs", tokenizer).eval(), Renderer(tokenizer, max_length=2048)
-        export_model(model, tokenizer, folder, rendering=renderer.settings)
-        sign_later(folder, model=model, renderer=renderer)()
+        export_model(model, tokenizer, folder, chat_template=renderer.chat_template)
+        sign_exported(folder, model=model, renderer=renderer)
         scores = [score.score or 0.0 for score in Scorer.load(folder).score(chats)]
         options = [f"max_body_bytes={MAX_BODY}", "max_queued=2000", "prefix_cache_bytes=50000000"]
         with started_server(folder, *options) as (port, pid):

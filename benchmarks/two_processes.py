@@ -53,7 +53,7 @@ def run(folder: Path, name: str, num_processes: int, steps: int, hidden_size: in
     settings = [
         *(f"rm.max_num_steps={steps}", "rm.val_period=null", "rm.val_at_end=false", "rm.max_num_epochs=4"),
         *(f"policy.model_config.hidden_size={hidden_size}", "policy.model_config.num_hidden_layers=6"),
-        *("policy.optimizer.kwargs.lr=1e-5", "checkpointing.enabled=false", "evaluation.enabled=false"),
+        *("policy.optimizer.kwargs.lr=1e-5", "checkpointing.enabled=false"),
         "checkpointing.metric_name=null",
         *(f"data.cache_dir={folder}/cache", f"logger.log_dir={own}/logs"),
     ]

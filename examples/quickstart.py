@@ -13,6 +13,7 @@ from typing import Any
 
 from treeward import gold_quality
 from treeward.cli.main import main
+from treeward.data.synthetic import bundled_path
 from treeward.scoring.scorer import Scorer
 from treeward.tables import Column, results_table
 
@@ -30,7 +31,7 @@ COMPLETIONS = [
 
 LEARNT = """
 The true quality of these completions is known (right or wrong, in the format, courteous): of the {pairs} pairs among
-them the model has {right} in its order. In the validation data it is right this often where the better completion is
+them the model has {right} in its order. In the data of the report it is right this often where the better completion is
 the longer one, and where it is the shorter:
 
 {length}
@@ -49,7 +50,7 @@ RANKED = [
     Column("quality", title="true quality", format=".2f"),
 ]
 LENGTH = [
-    Column("set", title="validation set"),
+    Column("set"),
     Column("accuracy_longer_right", title="the longer", format=".1%"),
     Column("accuracy_shorter_right", title="the shorter", format=".1%"),
     Column("length_controlled_accuracy", title="length-controlled", format=".1%"),
@@ -57,7 +58,11 @@ LENGTH = [
 
 
 def run() -> int:
+    evaluate = ["eval", str(MODEL), "--perturbations", "50", "--output", str(REPORT.parent)]
+    for split in ("validation", "length_controlled"):
+        evaluate += ["--data", str(bundled_path(split))]
     code = main(["train", "--config", str(CONFIG)])
+    code = code or main([*evaluate, "--training-data", str(bundled_path("train"))])
     if code != 0:
         return code
     scores = Scorer.load(MODEL).score_completions(CONTEXT, COMPLETIONS)
@@ -76,7 +81,7 @@ def run() -> int:
 
 
 def length_bias() -> list[dict[str, Any]]:
-    """What the report says of length on each validation set."""
+    """What the report says of length on each set."""
     results = json.loads(REPORT.with_name("results.json").read_text(encoding="utf-8"))["results"]
     numbers = ({metric["name"]: metric["value"] for metric in one["diagnostics"]["length"]} for one in results)
     return [{"set": one["suite"]} | of_set for one, of_set in zip(results, numbers, strict=True)]

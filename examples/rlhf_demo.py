@@ -28,7 +28,7 @@ from treeward.data.datasets import open_dataset
 from treeward.data.rendering import Renderer
 from treeward.data.synthetic import bundled_path
 from treeward.data.tokenizers import texts_of, train_tokenizer
-from treeward.model.export import export_policy
+from treeward.model.export import export_model
 from treeward.model.loading import build_policy
 from treeward.rl.report import RLRun, write_rl_report
 from treeward.storage import atomic_file
@@ -84,7 +84,7 @@ def run() -> int:
 
 def reward_models() -> int:
     """The quickstart's reward model, and three for the ensemble."""
-    train = ["train", "--config", str(CONFIGS / "quickstart.yaml"), "evaluation.enabled=false", *SHORTER_TRAINING]
+    train = ["train", "--config", str(CONFIGS / "quickstart.yaml"), *SHORTER_TRAINING]
     code = 0 if REWARD_MODEL.is_dir() else main(train)
     for seed, member in enumerate(MEMBERS):
         code = code or (0 if member.is_dir() else train_member(train, seed, member))
@@ -145,7 +145,7 @@ def fine_tuned_policy() -> int:
     policy = build_policy(SMALL_POLICY, tokenizer, seed=0).model
     imitate(policy, groups, epochs=SFT_EPOCHS)
     making = SFT.with_name("sft.making")
-    export_policy(policy, tokenizer, making, chat_template=renderer.chat_template)
+    export_model(policy, tokenizer, making, chat_template=renderer.chat_template)
     making.rename(SFT)
     return 0
 

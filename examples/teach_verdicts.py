@@ -19,7 +19,7 @@ from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.load import load_grpo_config
 from treeward.data.rendering import Renderer
 from treeward.environments.preference_verdict import LABEL, open_questions
-from treeward.model.export import export_policy
+from treeward.model.export import export_model
 from treeward.model.loading import Loaded, load_policy
 from treeward.model.policy_model import PolicyModel
 from treeward.scoring.judge_contract import write_judge_contract
@@ -48,7 +48,7 @@ def teach(
             groups.append((prompt, [whole[len(prompt) :]]))
     imitate(loaded.model, groups, **how)
     making = folder.with_name(f"{folder.name}.making")
-    export_policy(loaded.model, loaded.tokenizer, making, chat_template=renderer.chat_template)
+    export_model(loaded.model, loaded.tokenizer, making, chat_template=renderer.chat_template)
     write_judge_contract(making, section, variables)
     making.rename(folder)
 

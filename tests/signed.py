@@ -22,13 +22,13 @@ def write_signed_model(folder: Path, tokenizer: Any, *, seed: int, max_length: i
     from treeward.data.rendering import Renderer
     from treeward.model.export import export_model
     from treeward.model.loading import build_reward_model
-    from treeward.scoring.golden import sign_later
+    from treeward.scoring.golden import sign_exported
 
     fields = {"model_type": "llama", "max_position_embeddings": max_length, **SIZES}
     loaded = build_reward_model(fields, tokenizer, seed=seed)
     renderer = Renderer(tokenizer, max_length=max_length)
-    export_model(loaded.model, tokenizer, folder, rendering=renderer.settings)
-    sign_later(folder, model=loaded.model, renderer=renderer)()
+    export_model(loaded.model, tokenizer, folder, chat_template=renderer.chat_template)
+    sign_exported(folder, model=loaded.model, renderer=renderer)
     return folder
 
 
@@ -43,11 +43,11 @@ def signed(folder: Path, tokenizer: Any, hf: Any, *, dtype: Any = None, heads: A
     from treeward.model.export import export_model
     from treeward.model.loading import ensure_pad_token
     from treeward.model.reward_model import RewardModel
-    from treeward.scoring.golden import sign_later
+    from treeward.scoring.golden import sign_exported
 
     tokenizer = copy.deepcopy(tokenizer)
     ensure_pad_token(hf, tokenizer)
     model = RewardModel(hf, layout="encoder" if hasattr(hf, "classifier") else "tree")
     renderer = Renderer(tokenizer, **rendering)
-    export_model(model, tokenizer, folder, rendering=renderer.settings, dtype=dtype or torch.float32)
-    return model, renderer, sign_later(folder, model=model, renderer=renderer, heads=heads)()
+    export_model(model, tokenizer, folder, chat_template=renderer.chat_template, dtype=dtype or torch.float32)
+    return model, renderer, sign_exported(folder, model=model, renderer=renderer, heads=heads)

@@ -4,7 +4,7 @@ Python blocks run as they are; those of one file share their names. Commands run
 terminal; a server that is started in the background (`treeward serve ... &`) is a process of its own, on a free port in
 the place of 8000, and serves the rest of its file. What needs a hub (`rm.yaml`, a model by its hub name) is checked as
 far as the configuration. A YAML block whose first line is `# NAME.yaml` lies in the folder under that name. The
-quickstart's configuration is the shipped one with fewer steps and no report; a run of GRPO that a guide writes has
+quickstart's configuration is the shipped one with fewer steps; a run of GRPO that a guide writes has
 fewer steps too.
 """
 
@@ -95,7 +95,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for shipped in (REPOSITORY / "examples" / "configs").glob("*.yaml"):
         (configs / shipped.name).write_text(shipped.read_text(encoding="utf-8"), encoding="utf-8")
     (configs / "shipped.yaml").write_text((configs / "quickstart.yaml").read_text(encoding="utf-8"), encoding="utf-8")
-    shorter = "defaults: shipped.yaml\nrm: {max_num_steps: 3, val_batches: 1}\nevaluation: {enabled: false}\n"
+    shorter = "defaults: shipped.yaml\nrm: {max_num_steps: 3, val_batches: 1}\n"
     (configs / "quickstart.yaml").write_text(shorter, encoding="utf-8")
     pairs = [{"chosen": f"It is {n + 1}.", "rejected": "No idea."} for n in range(8)]
     rows = [{"prompt": f"{n} + 1?", "question": f"{n} + 1?", **pair} for n, pair in enumerate(pairs)]

@@ -311,8 +311,8 @@ class Heads:
 
 
 def heads_of(config: RewardModelRunConfig, grades_NH: npt.NDArray[np.floating[Any]], num_heads: int) -> Heads:
-    """The heads of a run, whose model has `num_heads`. Weights that are to be fitted are those of the mean until then.
-    `grades_NH`: those of the training data, for each of the run's labels."""
+    """The heads of a run, whose model has `num_heads`. `grades_NH`: those of the training data, for each of the run's
+    labels."""
     section, loss = config.policy.reward_model_cfg, config.rm.loss
     names, num_estimates, chosen = section.labels, section.num_heads, section.attribute_weights
     if names:

@@ -26,7 +26,6 @@ from torch.distributed import ProcessGroup
 from treeward.errors import LostProcessError
 
 _T = TypeVar("_T")
-_MET_BY_ALL = "met by all processes"
 
 work = "the set-up"
 """The work of this process, as `doing` has it."""
@@ -139,11 +138,6 @@ def together(function: Callable[[], _T], group: ProcessGroup | None = None) -> _
     return cast(_T, result)
 
 
-def raised_on_all_ranks(error: Exception) -> bool:
-    """Whether all processes have this error, from `on_main` or `together`, and so may go on together."""
-    return size() == 1 or _MET_BY_ALL in vars(error)
-
-
 def _outcome(function: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
     """The result or the error; of an error that cannot be pickled the text."""
     try:
@@ -151,17 +145,9 @@ def _outcome(function: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))
-            outcome_error = error
+            return None, error
         except Exception:
-            outcome_error = RuntimeError(f"{type(error).__name__}: {error}")
-        vars(outcome_error)[_MET_BY_ALL] = True
-        return None, outcome_error
-
-
-def side_group(timeout: timedelta | None = None) -> ProcessGroup | None:
-    """All processes in a group of its own, over the host's memory, for a thread beside the main one; every process
-    calls it. None in a run of one process."""
-    return distributed.new_group(timeout=timeout, backend="gloo") if size() > 1 else None
+            return None, RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def summed(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -176,7 +162,7 @@ def summed(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
 @contextmanager
 def patience() -> Iterator[ProcessGroup | None]:
     """A group of all processes for `on_main`, whose others wait as long as it takes: tokenizing may take hours."""
-    group = side_group(timedelta(days=7))
+    group = distributed.new_group(timeout=timedelta(days=7), backend="gloo") if size() > 1 else None
     yield group
     if group is not None:
         distributed.destroy_process_group(group)

@@ -27,7 +27,7 @@ def test_a_run_ends_with_its_results_and_what_to_do_next(
     assert ended.code == 0 and "\nheld_out: accuracy " in ended.out and "chance, 0.5; the loss, " in ended.out
     assert f"The model of step 2 of 2 is in {tmp_path / 'checkpoints' / 'final'}" in ended.out
     rows = write_jsonl(tmp_path / "rows.jsonl", {"prompt": "2 + 2?", "responses": ["4", "5"]})
-    advice = ended.out.partition("Score with it:")[2].split()
+    advice = ended.out.partition("Score with it:")[2].partition("\n")[0].split()
     monkeypatch.chdir(tmp_path)
     assert treeward(*(rows if word == "FILE.jsonl" else word for word in advice[1:])).code == 0
     assert len(json.loads((tmp_path / "scores.jsonl").read_text())["scores"]) == 2

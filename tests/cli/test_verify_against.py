@@ -28,7 +28,7 @@ from treeward.model.contract import CONTRACT_FILE, HeadContract, write_contract
 from treeward.model.export import export_model
 from treeward.model.loading import build_reward_model
 from treeward.model.reward_model import RewardModel
-from treeward.scoring.golden import sign_later
+from treeward.scoring.golden import sign_exported
 
 OTHER_TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
 FIELDS = {"model_type": "llama", **SIZES}
@@ -61,8 +61,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         with torch.no_grad():
             one.hf.get_parameter("score.weight").mul_(5.0)
     folder = tmp_path_factory.mktemp("served") / "rm"
-    export_model(model, tokenizer, folder, rendering=renderer.settings)
-    sign_later(folder, model=model, renderer=renderer)()
+    export_model(model, tokenizer, folder, chat_template=renderer.chat_template)
+    sign_exported(folder, model=model, renderer=renderer)
     return Served(folder, model, other, renderer)
 
 

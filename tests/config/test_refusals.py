@@ -19,7 +19,6 @@ from treeward.config.reward_environments import (
     RewardModelEnvironmentConfig,
     RuleEnvironmentConfig,
 )
-from treeward.config.run import EvaluationConfig
 from treeward.config.scoring import RewardShapingConfig
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
@@ -80,8 +79,6 @@ SECTIONS = [
     *((CheckpointingConfig, f"metric_name: '{name}'", "metric_name") for name in
       ("accuracy", "train:loss", "validation-default_f1", "validation-_loss", "validation-loss", "val_")),
     (GRPOCheckpointingConfig, "metric_name: validation-math/reward", "metric_name"),
-    *((EvaluationConfig, f"suites: [rewardbench, '{suite}']", "suites[1]") for suite in
-      (" ", "=folder", "llmbar=", "llmbar,rmbench")),
     # GRPO
     (GRPOConfig, "reward_scaling: {source_min: 1.0, source_max: 1.0}", "reward_scaling.source_min"),
     (GRPOConfig, "batch_multiplier: 2", "batch_multiplier"),
@@ -178,9 +175,7 @@ RUNS = [
             "rm={val_period: null, val_at_start: true, val_at_end: false}"],
      "checkpointing.metric_name"),
     ("rm", ["hub={push_to_hub: true, repo_id: a/b}", "checkpointing.enabled=false"], "hub.push_to_hub"),
-    ("rm", ["evaluation.enabled=true", "checkpointing.enabled=false"], "evaluation.enabled"),
     ("rm", ["evaluation.enabled=true"], "evaluation.enabled"),
-    ("rm", ["reward_shaping={normalize_rewards: true}"], "reward_shaping"),
     ("grpo", ["policy.train_global_batch_size=24"], "policy.train_global_batch_size"),
     ("grpo", ["loss_fn.force_on_policy_ratio=true"], "loss_fn.force_on_policy_ratio"),
     ("grpo", ["loss_fn.use_on_policy_kl_approximation=true"], "loss_fn.use_on_policy_kl_approximation"),

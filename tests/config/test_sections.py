@@ -16,7 +16,6 @@ from treeward.config.grpo import GRPOConfig
 from treeward.config.load import load_section
 from treeward.config.policy import PolicyConfig, TorchScheduleConfig
 from treeward.config.reward_environments import HybridEnvironmentConfig, RewardModelEnvironmentConfig
-from treeward.config.run import EvaluationConfig
 from treeward.config.server import ServedModelConfig
 
 
@@ -111,13 +110,6 @@ def test_a_run_without_validation_says_so(load, caplog, data, fix):
     assert "nothing is validated, although rm.val_period is 10" in caplog.text
     assert load(text, "rm.val_period=null").remarks == []
     assert load(text, "data.validation={dataset_name: Bundled}").remarks == []
-
-
-def test_suites_are_names_or_names_and_folders():
-    config = EvaluationConfig(suites=["rewardbench", " llmbar = my data/llmbar=2 "])
-    assert config.named_suites == (("rewardbench", None), ("llmbar", "my data/llmbar=2"))
-    one = EvaluationConfig.model_validate({"suites": "llmbar=downloads/llmbar"})  # as evaluation.suites=... gives it
-    assert one.named_suites == (("llmbar", "downloads/llmbar"),)
 
 
 @pytest.mark.parametrize(

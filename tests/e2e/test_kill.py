@@ -17,7 +17,8 @@ from treeward.training.train import train
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TRAIN = """
-from treeward.training import checkpoints, export, state
+from treeward.training import checkpoints, state
+from treeward.training import train as train_module
 from treeward.training.train import RewardModelRun
 
 moments = {
@@ -28,7 +29,7 @@ moments = {
     "before the rename of a save": (os, "rename", lambda source, target: Path(target).name == "step_4"),
     "before old ones are removed": (checkpoints.CheckpointStore, "prune", lambda store: store.latest().step == 6),
     "in the middle of a step": (RewardModelRun, "_update_weights", lambda run, number, total: number == 7),
-    "in the export": (export, "model_card"),
+    "in the export": (train_module, "model_card"),
 }
 """
 GRPO = """
@@ -44,7 +45,7 @@ moments = {
     "validated, not saved": (loop.Loop, "save", lambda session: session.state.step == 6),
     "updating": (PolicyUpdater, "_step", lambda updater, *_: updater.on_step.args[0].last_epoch == 29),
     "saved, not pruned": (CheckpointStore, "prune", lambda store: (store.folder / "step_10").exists()),
-    "export": (grpo.shutil, "copytree"),
+    "export": (loop.shutil, "copytree"),
     "report": (os, "replace", lambda source, target: Path(target).name == "report.html"),
 }
 """

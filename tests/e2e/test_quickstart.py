@@ -46,7 +46,7 @@ def test_it_learns_the_data_and_its_bias_and_may_be_repeated(
     page = (REPOSITORY / "treeward/serving/playground/conversation.js").read_text(encoding="utf-8")
     row = json.loads(command.split("'")[1])
     assert all(json.dumps(text) in page for text in (row["prompt"], *row["responses"])), "the playground has it too"
-    check_report(tmp_path / REPORT, {"plain": plain, "length_controlled": controlled}, first)
+    check_report(tmp_path / REPORT, {"validation": plain, "length_controlled": controlled}, first)
     request = json.loads(re.findall(r"-d '(.*?)'", str(serve.__doc__), re.DOTALL)[0])
     right, wrong = Scorer.load(tmp_path / "results/quickstart/final").score_completions(**request)
     assert right.score > wrong.score + 1, "the example of `treeward serve --help` ranks wrong"
@@ -59,24 +59,25 @@ def test_it_learns_the_data_and_its_bias_and_may_be_repeated(
 def check_report(folder: Path, accuracies: dict[str, float], shown: str) -> None:
     """The report finds the bias that the generator has planted, says how large it is, and agrees with validation."""
     results = {one["suite"]: one for one in json.loads((folder / "results.json").read_text())["results"]}
-    assert list(results) == ["plain", "length_controlled"]
+    assert list(results) == ["validation", "length_controlled"]
     length = {name: {m["name"]: m for m in one["diagnostics"]["length"]} for name, one in results.items()}
     for name, one in results.items():
         assert one["headline"]["value"] == pytest.approx(accuracies[name], abs=1e-6)
         assert one["num_failed"] == 0 and "perturbations" in one["diagnostics"] and "overlap" in one["diagnostics"]
-        # Measured: 0.12 (0.05 to 0.20) on plain, 0.29 (0.22 to 0.36) on length_controlled; points of the score by 100
+        # Measured: 0.12 (0.05 to 0.20) and 0.29 (0.22 to 0.36); points of the score by 100
         # characters at equal rank 3.4 (2.6 to 4.1) and 2.5 (2.2 to 2.8), 0.7 and 0.6 of the scores' own spread.
         assert length[name]["slope_given_rank"]["low"] > 1.0
         assert 0.3 < length[name]["relative_slope"]["value"] < 1.2
-    # The generator draws longer completions as the better ones in training and in plain; elsewhere length says nothing.
-    assert length["plain"]["longer_is_right"]["low"] > 0.6
+    # The generator draws longer completions as the better ones in two of the three sets.
+    assert length["validation"]["longer_is_right"]["low"] > 0.6
     assert length["length_controlled"]["longer_is_right"]["value"] == pytest.approx(0.5, abs=0.02)
     gap = length["length_controlled"]["accuracy_gap"]
     assert gap["low"] > 0.1 and 0.15 < gap["value"] < 0.5 and gap["high"] - gap["low"] < 0.25
     controlled = length["length_controlled"]["length_controlled_accuracy"]
-    assert controlled["high"] < accuracies["plain"]
+    assert controlled["high"] < accuracies["validation"]
     longer, shorter = (length["length_controlled"][f"accuracy_{name}_right"]["value"] for name in ("longer", "shorter"))
-    page, said = (folder / "report.html").read_text(encoding="utf-8"), "It likes longer completions too much"
-    assert said in page and f"On length_controlled: {said}: right in {longer:.1%}" in shown
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert f"It likes longer completions too much: right in {longer:.1%}" in page
+    assert shown.count("but it likes longer completions too much") == 2
     for text in (f"{longer:.1%}", f"{shorter:.1%}", f"{controlled['value']:.1%}"):
-        assert text in page and shown.count(text) >= 2  # in the sentence, and in the table at the end
+        assert text in page and text in shown

@@ -20,7 +20,7 @@ from treeward.environments.interface import DETAILS
 from treeward.environments.replicas import ReplicaPool, plan_chunks
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, ModelError
-from treeward.parallel.ray_cluster import reserve
+from treeward.parallel.ray_cluster import check_room
 from treeward.scoring.scorer import Scorer
 
 CLOSE = 1e-5
@@ -135,17 +135,14 @@ def test_nemo_rls_own_test_of_the_environment(folder: str, scores: list[float], 
 
 @pytest.mark.slow
 def test_places_in_a_cluster(ray: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    need: dict[str, Any] = {"gpus": 2, "what": "the model", "where": "env", "field": "resources", "seconds": 0.1}
+    need: dict[str, Any] = {"gpus": 2, "what": "the model", "where": "env", "field": "resources"}
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 3.0})
     with pytest.raises(ConfigError, match=r"too small(?s:.*)got:   3 GPUs, 2 CPUs(?s:.*)need:  2 x \(2 GPUs"):
-        reserve(count=2, cpus=0.5, **need)
-    with pytest.raises(ConfigError, match=r"no free place(?s:.*)got:   free after 0.1 seconds: 0 GPUs, "):
-        reserve(count=1, cpus=0.5, **need)
+        check_room(ray, count=2, cpus=0.5, **need)
     monkeypatch.undo()
     caplog.set_level("INFO", logger="treeward")
-    places = reserve(count=2, cpus=1.0, **(need | {"seconds": 60.0}))
-    assert not places.on_gpu and "no GPU: the model runs on CPUs" in caplog.text
-    places.free()
+    assert check_room(ray, count=2, cpus=1.0, **need) == {"CPU": 1.0}
+    assert "no GPU: the model runs on CPUs" in caplog.text
 
 
 _CONVERSATIONS = st.lists(

@@ -59,7 +59,7 @@ def test_plain_transformers_gives_the_same_scores(
     renderer = Renderer(tokenizer)
     conversations = conversations_of(real_chats)
     want = our_scores(model, renderer, conversations)
-    export_model(model, tokenizer, tmp_path / "out", rendering=renderer.settings)
+    export_model(model, tokenizer, tmp_path / "out", chat_template=renderer.chat_template)
     assert float(want.std()) > 0.05
     for batch in (False, True):  # padded rows too: transformers looks for the last token that is not padding
         got = plain_code(tmp_path / "out", conversations, batch=batch, attn_implementation="eager")
@@ -83,7 +83,7 @@ def test_the_frame_of_the_tokenizer_is_in_the_exported_template(
     first, last = tokenizer.bos_token_id or tokenizer.cls_token_id, tokenizer.sep_token_id
     assert ids.count(first) == 1 and ids[0] == first and (last is None or ids[-1] == last)
     want = our_scores(model, renderer, conversations)
-    export_model(model, tokenizer, tmp_path / "out", rendering=renderer.settings)
+    export_model(model, tokenizer, tmp_path / "out", chat_template=renderer.chat_template)
     got = plain_code(tmp_path / "out", conversations, batch=False, attn_implementation="eager")
     assert score_error(got, want) <= 1e-5
     scores = torch.tensor([score.score for score in Scorer.load(tmp_path / "out", device="cpu").score(conversations)])
@@ -110,7 +110,7 @@ def test_bfloat16_export(real_chats: list[Any], tiny_tokenizer: Any, tmp_path: P
     model, tokenizer = trained("llama", tiny_tokenizer)
     renderer, conversations = Renderer(tokenizer), conversations_of(real_chats)
     want = our_scores(model, renderer, conversations)
-    export_model(model, tokenizer, tmp_path / "out", rendering=renderer.settings, dtype=torch.bfloat16)
+    export_model(model, tokenizer, tmp_path / "out", chat_template=renderer.chat_template, dtype=torch.bfloat16)
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert {name for name, tensor in stored.items() if tensor.dtype == torch.float32} == {"score.weight"}
     assert torch.equal(stored["score.weight"], model.head.weight)
@@ -129,7 +129,7 @@ def test_pipelines_of_transformers_give_the_raw_score(
     model, tokenizer = trained("llama", tiny_tokenizer)
     renderer, conversations = Renderer(tokenizer), conversations_of(real_chats)[:4]
     want = our_scores(model, renderer, conversations)
-    export_model(model, tokenizer, tmp_path / "out", rendering=renderer.settings)
+    export_model(model, tokenizer, tmp_path / "out", chat_template=renderer.chat_template)
     assert model.hf.config.problem_type is None
     classify = pipeline("text-classification", str(tmp_path / "out"), device="cpu")
     texts = [renderer.render(conversation) for conversation in conversations]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, ModelError
-from treeward.model.export import export_model, export_policy
+from treeward.model.export import export_model
 from treeward.model.loading import build_reward_model, load_policy, load_reward_model
 from treeward.model.policy_model import PolicyModel
 from treeward.model.reward_model import head_name
@@ -108,8 +108,7 @@ def test_the_end_of_turn_is_trained_where_it_was_the_padding_token(
     end = tokenizer.eos_token_id
     fresh = load_reward_model(save(tiny_model("llama", pad_token_id=end, eos_token_id=end), tokenizer))
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    rendering = Renderer(fresh.tokenizer, chat_template=template).settings
-    export_model(fresh.model, fresh.tokenizer, tmp_path / "resumed", rendering=rendering)
+    export_model(fresh.model, fresh.tokenizer, tmp_path / "resumed", chat_template=template)
     resumed = load_reward_model(tmp_path / "resumed")
     for layout in ("tree", "rows"):
         gradients = []
@@ -157,7 +156,7 @@ def test_families_without_a_sequence_classifier(
     model = loaded.model.eval()
     with torch.no_grad():
         want = model(model.make_batch(forest()))
-    export_model(model, loaded.tokenizer, tmp_path / "out", rendering=Renderer(loaded.tokenizer).settings)
+    export_model(model, loaded.tokenizer, tmp_path / "out", chat_template=Renderer(loaded.tokenizer).chat_template)
     reloaded = load_reward_model(tmp_path / "out").model
     with torch.no_grad():
         assert score_error(reloaded(reloaded.make_batch(forest())), want) <= 1e-5
@@ -260,7 +259,7 @@ def test_what_is_no_policy_is_refused(save: Callable[..., Path], tmp_path: Path)
 def test_an_export_is_loaded_by_plain_transformers(family: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
     policy = PolicyModel(causal_model(family))
     own = tiny_tokenizer.chat_template
-    export_policy(policy, tiny_tokenizer, tmp_path / "out", chat_template=TEMPLATE)
+    export_model(policy, tiny_tokenizer, tmp_path / "out", chat_template=TEMPLATE)
     assert tiny_tokenizer.chat_template == own != TEMPLATE
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     assert plain.dtype == torch.float32 and difference(policy, plain) < 1e-5

@@ -27,7 +27,7 @@ from treeward.cli.main import main
 from treeward.config.policy import LoraConfig
 from treeward.errors import CheckpointError, ConfigError, ModelError
 from treeward.model.checks import check_policy
-from treeward.model.export import export_policy, exported_weights
+from treeward.model.export import export_model, exported_weights
 from treeward.model.loading import load_policy, load_reward_model
 from treeward.model.lora import (
     AdapterReference,
@@ -214,7 +214,7 @@ def test_merged_weights_are_a_plain_model(family: str, tmp_path: Path, tiny_toke
     changes = TIED.get(family, {})
     policy = adapted(causal_model(family, **changes))
     before = copy.deepcopy(policy.hf.state_dict())
-    export_policy(policy, tiny_tokenizer, tmp_path, chat_template="x")
+    export_model(policy, tiny_tokenizer, tmp_path, chat_template="x")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     assert_as_rows(policy, plain)
     assert not list(tmp_path.glob("adapter*"))
@@ -259,7 +259,7 @@ def test_a_policy_of_four_bits_is_exported_as_it_computes(family: str, tiny_toke
     assert {weight.dtype for weight in hf.parameters()} == {torch.uint8, torch.float32}
     exclude = ("0.mlp.c_proj",) if family == "gpt2" else ("0.self_attn.o_proj",)
     policy = adapted(hf, CONFIG.model_copy(update={"exclude_modules": exclude})).eval()
-    export_policy(policy, tiny_tokenizer, tmp_path / "merged", chat_template="{{ messages }}")
+    export_model(policy, tiny_tokenizer, tmp_path / "merged", chat_template="{{ messages }}")
     assert_as_rows(policy, AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
     save_adapters(policy, tmp_path / "adapters")
     with pytest.raises(AssertionError):  # beside weights that never had four bits they are another model

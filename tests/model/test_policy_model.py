@@ -43,7 +43,7 @@ def groups_of_completions(seed: int = 0) -> tuple[list[list[list[int]]], list[li
 @pytest.mark.parametrize("family", [*DECODERS, *CAUSAL_ONLY])
 def test_values_and_gradients_are_those_of_plain_rows(family: str) -> None:
     hf = causal_model(family)
-    assert tree_or_rows(hf, "tree") == "tree"  # Gemma 3n and Llama 4 without the shortcut of the last layer
+    assert tree_or_rows(hf, "tree") == "tree"
     policy = PolicyModel(hf, chunk_tokens=5)
     groups, starts = groups_of_completions()
     got = policy.log_probs(groups, starts, entropies=True)

@@ -402,7 +402,7 @@ def test_training_goes_on_and_the_export_scores_the_same(name: str, save: Save, 
     values = model.eval().score_tokens(SEQUENCES)
     after = values.sum(dim=1)
     assert after[0] - after[1] > (before[0] - before[1]).item()
-    export_model(model, tokenizer, exported, rendering=renderer.settings)
+    export_model(model, tokenizer, exported, chat_template=renderer.chat_template)
     contract = sign_folder(exported)
     head = model.hf.score
     assert contract.read.plain_transformers == (isinstance(head, torch.nn.Linear) and head.bias is None)

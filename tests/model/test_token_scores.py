@@ -42,7 +42,8 @@ def test_a_token_of_a_language_model_is_a_score(name: str, tied: bool, tiny_toke
         want.append(float(odds[yes] - odds[no] if name == "verifier" else logits[0]))
     scorer = Scorer.load(folder)
     assert [one.score for one in scorer.score(CHATS)] == pytest.approx(want, abs=1e-5)
-    export_model(scorer.model, scorer.renderer.tokenizer, tmp_path / "plain", rendering=scorer.renderer.settings)
+    renderer = scorer.renderer
+    export_model(scorer.model, renderer.tokenizer, tmp_path / "plain", chat_template=renderer.chat_template)
     assert sign_folder(tmp_path / "plain").read.plain_transformers
     again = Scorer.load(tmp_path / "plain")
     assert [one.score for one in again.score(CHATS)] == pytest.approx(want, abs=1e-5)

@@ -23,7 +23,7 @@ from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError
 from treeward.model import export as of_export
 from treeward.model import shards
-from treeward.model.export import DeferredWrite, export_model, export_policy
+from treeward.model.export import export_model
 from treeward.model.loading import load_reward_model
 from treeward.model.lora import add_adapters
 from treeward.model.policy_model import PolicyModel
@@ -31,7 +31,7 @@ from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.parallel.mesh import make_mesh
 from treeward.parallel.sharding import shard
-from treeward.scoring.golden import sign_later
+from treeward.scoring.golden import sign_exported
 from treeward.scoring.verification import verify
 from treeward.training.checkpoints import open_store
 from treeward.training.masters import MasterWeights
@@ -77,9 +77,8 @@ class Session:
         held = self.optimizer.masters if isinstance(self.optimizer, MasterWeights) else self.model.parameters()
         return [shards.whole(weight.detach()).clone() for weight in held]
 
-    def prepare(self, folder: Path, *, staged: bool) -> DeferredWrite:
-        state = RunState(SAVED, {"what": "x"})
-        return save_state(folder, state, self.optimizer, self.scheduler, with_weights=True, staged=staged)
+    def save(self, folder: Path) -> None:
+        save_state(folder, RunState(SAVED, {"what": "x"}), self.optimizer, self.scheduler, with_weights=True)
 
 
 def reference(kind: str, last: int) -> list[torch.Tensor]:
@@ -101,7 +100,7 @@ def saved(folder: Path, kind: str, *, alone: bool) -> None:
     session = Session(kind, alone=alone)
     session.train(range(SAVED))
     processes.on_main(lambda: folder.mkdir(parents=True))
-    session.prepare(folder, staged=False)(None)
+    session.save(folder)
 
 
 def go_on(folder: str, writers: list[int]) -> dict[str, Any]:
@@ -119,22 +118,18 @@ def go_on(folder: str, writers: list[int]) -> dict[str, Any]:
 
 
 def in_a_store(folder: Path) -> list[Any]:
-    """Of saves beside the steps: which are found; and that a disk that is full for one process fails for all."""
+    """Which saves are found; and that a disk that is full for one process fails for all."""
     session, found = Session("adamw", alone=False), []
-    with open_store(CheckpointingConfig(checkpoint_dir=str(folder), async_save=True)) as store:
+    with open_store(CheckpointingConfig(checkpoint_dir=str(folder))) as store:
         assert store is not None
         for step in (1, 2):
             session.train(range(step - 1, step))
-            assert store.save(step, partial(session.prepare, staged=True), beside=True) is None
-            session.train(range(7, 9))  # while it is written: the copies do not change
-        found.append(processes.gather(getattr(store.wait(), "step", None)))
+            found.append(processes.gather(store.save(step, session.save).step))
         write = shards.save
         if processes.rank() == 1:
             shards.save = full_disk
-        for staged in (True, False):
-            with pytest.raises(CheckpointError, match=r"(?s)step_3: cannot be saved.*rank 1: .*No space left"):
-                store.save(3, partial(session.prepare, staged=staged), beside=staged)
-                store.wait()
+        with pytest.raises(CheckpointError, match=r"(?s)step_3: cannot be saved.*rank 1: .*No space left"):
+            store.save(3, session.save)
         shards.save = write
         latest = store.latest()
         found += [latest and latest.step, sorted(path.name for path in folder.iterdir())]
@@ -179,12 +174,10 @@ def export(folder: Path, tokenizer_folder: Path) -> bool:
         made = make()
         model = made if name == "adapted" else PolicyModel(made) if name == "tied" else RewardModel(made)
         shard(model, mesh, dtype=DTYPE.get(name, torch.bfloat16))
-        if isinstance(model, PolicyModel):
-            export_policy(model, tokenizer, folder / name, chat_template="x")
-        else:
-            renderer = Renderer(tokenizer)
-            export_model(model, tokenizer, folder / name, rendering=renderer.settings)
-            processes.on_main(sign_later(folder / name, model=model, renderer=renderer, mesh=mesh))
+        renderer = Renderer(tokenizer)
+        export_model(model, tokenizer, folder / name, chat_template=renderer.chat_template)
+        if isinstance(model, RewardModel):
+            sign_exported(folder / name, model=model, renderer=renderer, mesh=mesh)
     return True
 
 
@@ -212,7 +205,7 @@ def test_any_number_of_processes_goes_on_from_what_any_other_has_saved(
     for number, writers in {2: [1], 4: [1, 2]}.items():
         for found in run_processes("test_checkpoints:go_on", number, str(tmp_path), writers):
             files = ["step_1", "step_2"]
-            assert found.pop("store") == [[2] * number, 2, files]
+            assert found.pop("store") == [[1] * number, [2] * number, 2, files]
             assert all(found.values()), found
         assert_exported(tmp_path / f"exported_{number}")
         assert all(resumed(tmp_path / f"{kind}_{number}", kind, alone=True) for kind in KINDS)

@@ -20,7 +20,7 @@ def command(folder: Path, *overrides: str) -> list[str]:
     folder.mkdir(exist_ok=True)
     settings = (
         *("rm.max_num_steps=8", "rm.val_period=4", "rm.val_batches=2", "policy.train_global_batch_size=8"),
-        *("checkpointing.metric_name=null", "checkpointing.save_period=2", "evaluation.enabled=false"),
+        *("checkpointing.metric_name=null", "checkpointing.save_period=2"),
         *(f"checkpointing.checkpoint_dir={folder}/checkpoints", f"logger.log_dir={folder}/logs"),
     )
     return ["train", "--config", str(REPOSITORY / "examples/configs/quickstart.yaml"), *settings, *overrides]

@@ -97,14 +97,10 @@ def test_without_validation_prompts_the_completions_of_steps_are_kept(trial: Tri
 
 
 @pytest.mark.slow
-def test_failures_and_signals_leave_a_saved_state(trial: Trial, caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_and_signals_change_nothing(trial: Trial) -> None:
     trial.order(after=60, fail=0.8)  # in the middle of a step's draws
-    for _ in range(2):
-        with pytest.raises(ModelError, match="(?s)too many completions have no reward.*told to fail.*max_failed_share"):
-            trial.start()
-        trial.order(fail=0.8)  # the second time it was not mended
-    step = int(next(said for said in caplog.messages if "is saved: the same command" in said).split()[1])
-    assert 0 < step < 4 and (trial.folder / "checkpoints" / f"step_{step}").is_dir()
+    with pytest.raises(ModelError, match="(?s)too many completions have no reward.*told to fail.*max_failed_share"):
+        trial.start()
     trial.order()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ModelError, match="loss or its gradient is not finite"):
         patch.setattr(grpo_module, "advantages", lambda *a: advantages(*a) * float("nan"))

@@ -18,7 +18,7 @@ from treeward.config.server import ServerConfig
 from treeward.data.rendering import Renderer
 from treeward.errors import TreewardError
 from treeward.http import RewardServerError
-from treeward.model.export import export_policy
+from treeward.model.export import export_model
 from treeward.model.loading import build_policy
 from treeward.rl import setup as rl_setup
 from treeward.rl.grpo import GRPORun
@@ -112,7 +112,7 @@ def test_models_are_known_by_their_weights_wherever_they_lie(
     def write_policy(seed: int) -> None:
         loaded = build_policy({**fields, "num_attention_heads": 4}, tiny_tokenizer, seed=seed)
         template = Renderer(tiny_tokenizer).chat_template
-        export_policy(loaded.model, tiny_tokenizer, Path("model"), chat_template=template)
+        export_model(loaded.model, tiny_tokenizer, Path("model"), chat_template=template)
 
     def write_model(seed: int) -> None:
         write_signed_model(Path("model"), tiny_tokenizer, seed=seed, max_length=256)

@@ -154,7 +154,7 @@ def taught(folder: Path, run: GRPOSetup) -> Path:
         )
         groups.append((list(prompt.token_ids), [[*run.renderer.encode_texts([f"[[{label}]]"])[0], end]]))
     imitate(run.policy, groups, epochs=20, groups_per_step=16)
-    run.save_model(folder / "taught", staged=False)(None)
+    run.save_model(folder / "taught")
     return folder / "taught"
 
 

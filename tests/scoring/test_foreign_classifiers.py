@@ -19,7 +19,7 @@ from treeward.model.contract import read_contract, write_contract
 from treeward.model.export import export_model
 from treeward.model.loading import load_reward_model
 from treeward.scoring.diagnosis import diagnose
-from treeward.scoring.golden import sign_folder, sign_later
+from treeward.scoring.golden import sign_exported, sign_folder
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.verification import verify
 
@@ -126,8 +126,8 @@ def test_training_goes_on_at_the_last_token_and_says_so(
     assert ("before its padding token, '<|eot_id|>'" in caplog.text) == is_end
     assert loaded.model.padding_token is None and loaded.tokenizer.pad_token not in (None, "<|eot_id|>")
     scorer = Scorer(loaded.model, Scorer.load(foreign).renderer)
-    export_model(loaded.model, loaded.tokenizer, tmp_path, rendering=scorer.renderer.settings)
-    contract = sign_later(tmp_path, model=loaded.model, renderer=scorer.renderer)()
+    export_model(loaded.model, loaded.tokenizer, tmp_path, chat_template=scorer.renderer.chat_template)
+    contract = sign_exported(tmp_path, model=loaded.model, renderer=scorer.renderer)
     assert contract.read.position == "last token" and verify(tmp_path).equal
     chats = [example.messages for example in contract.golden]
     assert [example.score for example in contract.golden] == pytest.approx(plain(tmp_path, chats), abs=1e-5)

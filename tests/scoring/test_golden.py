@@ -22,8 +22,8 @@ from treeward.model.reward_model import RewardModel
 from treeward.model.stored import StoredModel, sha256_of
 from treeward.scoring.golden import (
     GOLDEN_CONVERSATIONS,
+    sign_exported,
     sign_folder,
-    sign_later,
     tokenizer_sha256,
 )
 from treeward.scoring.scorer import Scorer
@@ -87,7 +87,7 @@ def test_what_the_contract_says_of_the_folder(tiny_tokenizer: Any, tmp_path: Pat
     hashes = {tensor.name: sha256_of([tensor]) for tensor in StoredModel(tmp_path).tensors}
     assert hashes.keys() == model.hf.state_dict().keys() and len(set(hashes.values())) == len(hashes)
     assert contract.weights.tensors == {name: digest[:12] for name, digest in hashes.items()}
-    of_checkpoint = sign_later(tmp_path, model=model, renderer=renderer, is_checkpoint=True)().weights
+    of_checkpoint = sign_exported(tmp_path, model=model, renderer=renderer, is_checkpoint=True).weights
     assert of_checkpoint.sha256 is None and of_checkpoint.tensors == {}
     assert of_checkpoint.head_sha256 == contract.weights.head_sha256
     # the tokenizer's hash survives saving, loading, and calls that leave padding behind
@@ -195,8 +195,8 @@ def test_weights_that_give_no_score(tiny_tokenizer: Any, tmp_path: Path, caplog:
         model.hf.get_input_embeddings().weight[rare] = torch.inf
     before = (tmp_path / CONTRACT_FILE).read_bytes()
     with pytest.raises(ModelError, match="not finite(?s:.*)golden conversation 'long completion'"):
-        sign_later(tmp_path, model=model, renderer=renderer)()
+        sign_exported(tmp_path, model=model, renderer=renderer)
     assert (tmp_path / CONTRACT_FILE).read_bytes() == before
-    contract = sign_later(tmp_path, model=model, renderer=renderer, is_checkpoint=True)()
+    contract = sign_exported(tmp_path, model=model, renderer=renderer, is_checkpoint=True)
     assert [one.score for one in contract.golden] == pytest.approx([one.score for one in others], abs=1e-5)
     assert "no finite score to 1 of 10" in caplog.text

@@ -69,17 +69,13 @@ def opened(folder: Path, metrics: dict[int, float | None] | None = None, **optio
     return open_store(CheckpointingConfig(checkpoint_dir=str(folder), **options), metric_of)
 
 
-def writer(text: str) -> Callable[[Path], Callable[[Any], None]]:
-    def prepare(folder: Path) -> Callable[[Any], None]:
+def writer(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
         (folder / "model").mkdir()
         (folder / "state.json").write_text(text)
-        return lambda _: (folder / "model" / "weights.safetensors").write_text(text * 100) and None
+        (folder / "model" / "weights.safetensors").write_text(text * 100)
 
-    return prepare
-
-
-def filler(text: str) -> Callable[[Path], None]:
-    return lambda folder: writer(text)(folder)(None)
+    return write
 
 
 def steps(store: CheckpointStore) -> list[int]:
@@ -112,6 +108,16 @@ def test_a_checkpoint_is_found_and_sound(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(CheckpointError, match="another run is using"), opened(tmp_path):
             pass
     assert leftovers(tmp_path) == leftovers(tmp_path / "step_1") == leftovers(tmp_path / "step_2") == []
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with opened(tmp_path) as store:
+        with pytest.raises(CheckpointError, match=r"(?s)step_1: cannot be saved.*No space left"):
+            store.save(1, full)
+        assert steps(store) == leftovers(tmp_path) == []
 
 
 @settings(deadline=None, max_examples=12)
@@ -156,10 +162,10 @@ def test_killed_at_any_operation_of_a_save_a_whole_checkpoint_is_found(tmp_path:
         folder = tmp_path / str(number)
         with opened(folder, keep_top_k=1) as store:
             store.save(1, writer("old"))
-            store.write_folder("final", filler("old"))
+            store.write_folder("final", writer("old"))
         with contextlib.suppress(Killed), opened(folder, keep_top_k=1) as store, KILLER.armed(folder, number):
             if name == "final":
-                store.write_folder("final", filler("new"))
+                store.write_folder("final", writer("new"))
             else:
                 store.save(2, writer("new"))
         killed = KILLER.count > number

@@ -14,12 +14,12 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from treeward.cli.main import main
 from treeward.config.data import DatasetConfig
 from treeward.data.sources import Row
 from treeward.environments.reward_model import RewardModelEnvironment
@@ -28,13 +28,11 @@ from treeward.losses import Heads, Labels, RewardSums, graded, ranked_pairs, squ
 from treeward.model.contract import read_contract
 from treeward.scoring.rows import ChunkScorer, chunks_of
 from treeward.scoring.scorer import Scorer
-from treeward.training.export import weights_of_order
 from treeward.training.prefetch import BatchPreparer
 from treeward.training.setup import set_up
 from treeward.training.train import RewardModelRun, train
 
 GOOD, BAD = ("sun", "moon", "star", "sky"), ("mud", "rust", "dust", "ash")
-ATTRIBUTES = "{reward_model_type: attributes, attributes: [bright, brief], attribute_weights: %s}"
 
 
 def rows(num: int, *, seed: int, shuffled: bool = False, tied: bool = False) -> list[dict[str, Any]]:
@@ -63,9 +61,8 @@ def learnt(tiny_run: Callable[..., Any], write_rows: Callable[..., Path]) -> Cal
         held_out = rows(24, seed=1, tied=tied)
         sets = [f"data.train=[{{data_path: {train_path}}}]"]
         sets.append(f"data.validation=[{{data_path: {write_rows('held_out.jsonl', held_out)}, name: held_out}}]")
-        whole = ["rm.val_batches=null"]  # as the report measures it
         optimiser = [
-            *whole,
+            "rm.val_batches=null",
             "policy.optimizer.kwargs.lr=3.0e-3",
             "policy.train_global_batch_size=16",
             "rm.val_period=0",
@@ -81,14 +78,13 @@ KINDS = {
     "rankings": ["policy.reward_model_cfg.reward_model_type=plackett_luce"],
     "ties": ["data.ties=davidson", "rm.loss.strength=soft_label"],
     "grades": ["policy.reward_model_cfg.reward_model_type=regression"],
-    "attributes": [f"policy.reward_model_cfg={ATTRIBUTES % 'fit'}"],
+    "attributes": ["policy.reward_model_cfg={reward_model_type: attributes, attributes: [bright, brief]}"],
 }
 
 
 @pytest.mark.parametrize("kind", ["pairs", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[1:])])
 def test_a_planted_rule_is_learnt_and_served(kind: str, learnt: Callable[..., Any], tmp_path: Path) -> None:
-    is_graded = kind in ("grades", "attributes")
-    metrics = learnt(kind, f"evaluation.enabled={is_graded}".lower())
+    metrics = learnt(kind)
     assert metrics["kendall_tau"] > (0.8 if kind == "ties" else 0.9)  # tau-b of ties and scores that differ is below 1
     assert metrics["best_of_k"] > 0.9 and metrics["group_accuracy"] > 0.6
     folder = next(tmp_path.rglob("final"))
@@ -99,21 +95,22 @@ def test_a_planted_rule_is_learnt_and_served(kind: str, learnt: Callable[..., An
     [one] = scorer.score(
         [[{"role": "user", "content": "Say 1."}, {"role": "assistant", "content": "sun moon sky mud"}]]
     )
-    if is_graded:  # the report of the run says the same of its grades
-        [report] = json.loads(next(tmp_path.rglob("results.json")).read_text(encoding="utf-8"))["results"]
+    if kind in ("grades", "attributes"):  # an evaluation says the same of its grades
+        words = ["--data", str(tmp_path / "held_out.jsonl"), "--data-option", f"attributes={','.join(names)}"]
+        assert main(["eval", str(folder), *words, "--output", str(tmp_path / "eval")]) == 0
+        [report] = json.loads((tmp_path / "eval" / "results.json").read_text(encoding="utf-8"))["results"]
         told = {one["name"]: one["value"] for one in report["diagnostics"]["statistics"]}
         assert {k: told[k] for k in told if k.startswith(("mse", "pearson"))} == pytest.approx(
             {k: v for k, v in metrics.items() if k.startswith(("mse", "pearson"))}, abs=1e-4
         )
-        if kind == "grades":  # the weights of attributes were fitted since
-            assert (told["group_accuracy"], told["best_of_k"]) == (metrics["group_accuracy"], metrics["best_of_k"])
+        assert (told["group_accuracy"], told["best_of_k"]) == (metrics["group_accuracy"], metrics["best_of_k"])
     if kind == "grades":
         assert metrics["mse"] < 0.2 and one.score == pytest.approx(3, abs=1)
     if kind == "attributes":
         assert metrics["pearson_bright"] > 0.9 > abs(metrics["pearson_brief"]) + 0.5
         assert one.heads is not None and one.heads[0] == pytest.approx(3, abs=1)
         weights = [head.weight for head in contract.heads]
-        assert weights[0] > 0 and weights[0] != 0.5  # fitted to the order, which is that of `bright`
+        assert weights == [0.5, 0.5]
         assert one.score == pytest.approx(sum(w * v for w, v in zip(weights, one.heads, strict=True)))
 
 
@@ -174,18 +171,6 @@ def test_rows_of_one_prompt_are_one_comparison_and_a_missing_grade_is_nan(
     assert DatasetConfig(data_path="a", attributes="helpfulness,verbosity").attributes == ("helpfulness", "verbosity")
     assert dataset.counts.dropped_ungraded == 1 and dataset.counts.read == 3
     assert repr(dataset.grades.tolist()) == "[[3.0, nan], [3.0, nan], [nan, 1.0]]"
-
-
-def test_weights_of_heads_are_fitted_to_an_order() -> None:
-    """Two of three heads decide it, one of them in other units; pairs that can be told apart have finite weights."""
-    generator = np.random.default_rng(0)
-    differences = generator.normal(size=(4000, 3)) * (1.0, 1.0, 50.0)
-    odds = differences @ (1.0, 0.0, 0.04)
-    differences *= np.where(generator.random(4000) < 1 / (1 + np.exp(-odds)), 1, -1)[:, None]
-    assert weights_of_order(differences) == pytest.approx((1.0, 0.0, 0.04), abs=0.1)
-    separable = weights_of_order(np.abs(differences[:, :1]))
-    assert separable is not None and separable[0] < 100
-    assert weights_of_order(np.empty((0, 1))) is None
 
 
 HEADS = "policy.reward_model_cfg.num_heads=4"
@@ -282,8 +267,6 @@ def test_spread_is_a_component_and_in_rows(tiny_run: Callable[..., Any]) -> None
     assert two["spreads"][0] == pytest.approx(score.spread) and len(two["spreads"]) == 2
 
 
-@pytest.mark.parametrize("kind", ["{reward_model_type: attributes, attributes: [a, b], num_heads: 2}",
-                                  "{reward_model_type: regression, attribute_weights: fit, num_heads: 2}"])  # fmt: skip
-def test_several_heads_are_of_one_score(kind: str, tiny_run: Callable[..., Any]) -> None:
+def test_several_heads_are_of_one_score(tiny_run: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="num_heads"):
-        tiny_run(f"policy.reward_model_cfg={kind}")
+        tiny_run("policy.reward_model_cfg={reward_model_type: attributes, attributes: [a, b], num_heads: 2}")

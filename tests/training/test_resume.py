@@ -15,7 +15,8 @@ import torch
 from killed_run import assert_same_run, dying, killed_before_step
 
 from treeward.errors import CheckpointError
-from treeward.training import export, state
+from treeward.training import state
+from treeward.training import train as train_module
 from treeward.training.checkpoints import CheckpointStore
 from treeward.training.state import read_state, stored_metric
 from treeward.training.tracking import read_metrics
@@ -50,7 +51,7 @@ MOMENTS: list[tuple[Any, ...]] = [
     (os, "rename", lambda source, target: str(target).endswith("step_4")),
     (CheckpointStore, "prune", lambda store: len(store.all()) > 1),
     (RewardModelRun, "step", lambda run, number: number == 6),
-    (export, "model_card"),
+    (train_module, "model_card"),
 ]
 
 
@@ -61,28 +62,6 @@ def test_a_run_that_dies_at_each_of_many_moments_goes_on_exactly(
         with dying(*moment):
             train(tiny_run(), show_progress=False)
     train(tiny_run(), show_progress=False)
-    assert_same_run(tmp_path, uninterrupted)
-
-
-def test_checkpoints_that_are_written_beside_the_steps_are_the_same(
-    tiny_run: Callable[..., Any], tmp_path: Path, uninterrupted: Path
-) -> None:
-    """What fails in the thread ends the run at the next step, with the checkpoint before; then it goes on."""
-    write, saved = state.write_tensors, list[Path]()
-
-    def full_disk(folder: Path, *arguments: Any, **options: Any) -> None:
-        saved.append(folder)
-        if len(saved) == 2:
-            raise OSError(28, "No space left on device")
-        write(folder, *arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state, "write_tensors", full_disk)
-        with pytest.raises(CheckpointError, match=r"(?s)cannot be saved.*No space left on device"):
-            train(tiny_run("checkpointing.async_save=true"), show_progress=False)
-    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
-    assert [f".saving_{name}" for name in names] == [saved[0].parent.name]
-    train(tiny_run("checkpointing.async_save=true"), show_progress=False)
     assert_same_run(tmp_path, uninterrupted)
 
 
@@ -170,7 +149,7 @@ def test_what_is_exported_is_what_the_outcome_says_also_after_a_longer_run_that_
     tiny_run: Callable[..., Any], tmp_path: Path, read_weights: Callable[[Path], dict[str, Any]]
 ) -> None:
     train(tiny_run("rm.max_num_steps=2", "checkpointing.metric_name=null"), show_progress=False)
-    with dying(RewardModelRun, "export"):
+    with dying(RewardModelRun, "complete_export"):
         train(tiny_run("rm.max_num_steps=4", "checkpointing.metric_name=null"), show_progress=False)
     outcome = train(tiny_run("rm.max_num_steps=4", "checkpointing.metric_name=null"), show_progress=False)
     exported, last = (read_weights(tmp_path / "checkpoints" / name) for name in ("final", "step_4/model"))

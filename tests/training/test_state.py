@@ -135,7 +135,7 @@ class Session:
             self.optimizer.zero_grad(set_to_none=True)
 
     def save(self, folder: Path, step: int) -> None:
-        save_state(folder, RunState(step, {"what": "x"}), self.optimizer, self.scheduler)(None)
+        save_state(folder, RunState(step, {"what": "x"}), self.optimizer, self.scheduler)
 
     def resume(self, folder: Path, weights: dict[str, Any]) -> RunState:
         self.model.load_state_dict(weights)
@@ -247,7 +247,7 @@ def test_state_and_random_numbers_come_back_exactly(tmp_path: Path) -> None:
         run={"prompts_drawn": 3, "rewards": {"mean": 0.1}},
     )
     torch.manual_seed(3)
-    save_state(tmp_path, state, session.optimizer, session.scheduler)(None)
+    save_state(tmp_path, state, session.optimizer, session.scheduler)
     expected = torch.rand(4)
     torch.manual_seed(99)
     assert load_state(tmp_path, session.optimizer, session.scheduler) == state == read_state(tmp_path)

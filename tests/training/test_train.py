@@ -17,6 +17,8 @@ from treeward.config.loss import LOSS_KINDS, LossKind
 from treeward.errors import ConfigError, ModelError
 from treeward.evaluation.diagnostics.scores import GATE_METRICS
 from treeward.losses import METRIC_NAMES
+from treeward.model.contract import CONTRACT_FILE, read_contract
+from treeward.scoring.verification import verify
 from treeward.training.export import model_card
 from treeward.training.setup import set_up
 from treeward.training.tracking import read_metrics
@@ -160,18 +162,20 @@ def test_the_trajectory_is_that_of_a_plain_loop(plain: tuple[Any, Lines], tiny_r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("export", ["", "float32"])
 def test_bfloat16_stays_near_and_is_exported_as_it_was_validated(
-    trained: Trained, plain: tuple[Any, Lines], read_weights: Callable[..., Any], export: str
+    trained: Trained, plain: tuple[Any, Lines], read_weights: Callable[..., Any]
 ) -> None:
-    words = [f"+checkpointing.export_dtype={export}"] if export else []
-    outcome, lines = trained(*PLAIN, "policy.precision=bfloat16", *words)
+    outcome, lines = trained(*PLAIN, "policy.precision=bfloat16")
     assert losses(lines) == pytest.approx(losses(plain[1]), abs=0.1) and losses(lines) != losses(plain[1])
     weights = read_weights(outcome.model_folder)
-    want = torch.float32 if export else torch.bfloat16
-    assert {weight.dtype for name, weight in weights.items() if name != "score.weight"} == {want}
-    assert all(torch.equal(one, one.bfloat16().to(want)) for name, one in weights.items() if name != "score.weight")
+    assert {weight.dtype for name, weight in weights.items() if name != "score.weight"} == {torch.bfloat16}
     assert weights["score.weight"].dtype == torch.float32
+    checkpoint = outcome.model_folder.parent / f"step_{outcome.model_step}" / "model"
+    for file in checkpoint.iterdir():
+        assert file.name == CONTRACT_FILE or file.read_bytes() == (outcome.model_folder / file.name).read_bytes()
+    exported, saved = read_contract(outcome.model_folder), read_contract(checkpoint)
+    assert exported is not None and saved is not None and exported.golden == saved.golden
+    assert verify(outcome.model_folder, device="cpu").equal
 
 
 def test_the_model_is_pushed_to_the_hub(

@@ -8,7 +8,7 @@ of gradients on a CPU is taken away; its compiled CPU kernel visits our blocks, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,9 +18,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from treeward.errors import ModelError
 from treeward.model.reward_model import RewardModel
-from treeward.tree import attention, choice, flex, varlen
+from treeward.tree import attention, flex
 from treeward.tree.batch import TreeBatch
 from treeward.tree.flex import FlexMask
 from treeward.tree.mask import PositionMask
@@ -127,12 +126,10 @@ def test_prefixes_are_keys_behind_the_row(family: str, eager_flex: None) -> None
     assert score_error(got, plain_scores(model.hf, [*rows, *other])) <= 1e-5
 
 
-@pytest.mark.parametrize("implementation", [attention.FLEX, attention.VARLEN])
-def test_under_autocast(implementation: str, eager_flex: None, cpu_varlen: list[tuple[int, int]]) -> None:
+def test_under_autocast(eager_flex: None) -> None:
     """TRL's default: norms give float32 queries and keys, projections bfloat16 values."""
     model = flex_model("qwen3")
     exact = model(model.make_batch(forest()))
-    model.tree_attention = implementation
     with torch.autocast("cpu", torch.bfloat16):
         assert score_error(model(model.make_batch(forest())), exact) <= 0.05
 
@@ -169,83 +166,26 @@ def test_a_decoder_layer_is_one_graph(family: str, eager_flex: None) -> None:
         assert score_error(scores, plain_scores(plain, sequences)) <= 1e-5
         assert score_error(plain_scores(model.hf, sequences[:1]), plain_scores(plain, sequences[:1])) <= 1e-6
         compiled.append(counter.frame_count)
-    # For the first length; once more, for all lengths; so for each kind of layer, the last layer is one; and so
+    # For the first length; once more, for all lengths; so for each kind of layer; and so
     # for the plain rows, which run without the model's own `attention`.
     assert compiled[0] <= compiled[1] == compiled[2] == compiled[3] <= 8
-
-
-@pytest.fixture
-def cpu_varlen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """PyTorch's varlen_attn has no CPU kernel: its definition, one sequence after another, in its place."""
-    calls: list[tuple[int, int]] = []
-
-    def varlen_attn(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_starts: torch.Tensor,
-        key_starts: torch.Tensor, max_queries: int, max_keys: int, *, scale: float, window_size: tuple[int, int],
-        enable_gqa: bool = True,  # older versions of PyTorch have no such argument
-    ) -> torch.Tensor:  # fmt: skip
-        assert window_size == (-1, 0) and enable_gqa and key.shape == value.shape
-        calls.append((len(query), len(key)))
-        outs = []
-        bounds = [x.tolist() for x in (query_starts, key_starts)]
-        assert bounds[0][-1] == len(query) and bounds[1][-1] == len(key)
-        for q, q_end, k, k_end in zip(*(part for b in bounds for part in (b, b[1:])), strict=False):
-            assert q_end - q <= max_queries and k_end - k <= max_keys
-            seen = torch.ones(q_end - q, k_end - k, dtype=torch.bool).tril(k_end - k - (q_end - q))
-            q1, k1, v1 = (x.transpose(0, 1)[None] for x in (query[q:q_end], key[k:k_end], value[k:k_end]))
-            one = torch.nn.functional.scaled_dot_product_attention(q1, k1, v1, seen, scale=scale, enable_gqa=enable_gqa)
-            outs.append(one[0].transpose(0, 1))
-        return torch.cat(outs)
-
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    yield calls
-
-
-@pytest.mark.parametrize("family", DECODERS)
-def test_gathered_paths_equal_rows(family: str, cpu_varlen: list[tuple[int, int]], eager_flex: None) -> None:
-    model = flex_model(family)
-    model.tree_attention = attention.VARLEN
-    if family in ("gemma2", "gpt_oss", "deepseek_v3"):
-        with pytest.raises(ModelError, match="no soft-caps, sinks and values"):
-            assert_tree_equals_rows(model, forest())
-        return
-    assert_tree_equals_rows(model, forest())
-    only_windows = family in ("mistral", "phi3")
-    assert bool(cpu_varlen) != only_windows, "layers with a window run by FlexAttention"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("eager_flex", "cpu_varlen")
-def test_what_is_faster_is_measured_and_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = TreeBatch.from_groups(forest()).padded().layout
-    shape = {"heads": 4, "key_heads": 2, "head_dim": 16, "dtype": torch.bfloat16}
-    slow = varlen.attend
-    with caplog.at_level("INFO"):
-        monkeypatch.setattr(varlen, "attend", lambda *args, **kwargs: [slow(*args, **kwargs) for _ in range(50)][0])
-        assert choice.fastest(layout, **shape) == attention.FLEX
-        monkeypatch.setattr(varlen, "attend", lambda query, *_, **__: query)
-        assert choice.fastest(layout, **shape) == attention.VARLEN
-    assert "FlexAttention" in caplog.text and caplog.text.count(" ms") == 4
 
 
 GPU_SHAPES = {"head_dim": 64, "hidden_size": 256}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", [attention.FLEX, attention.VARLEN])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_on_a_gpu(family: str, implementation: str, compiled: bool) -> None:
+def test_on_a_gpu(family: str, compiled: bool) -> None:
     """In bfloat16, against float64 on the host: at most a half more than the error of plain rows there."""
-    if implementation == attention.VARLEN and family in ("gemma2", "gpt_oss"):
-        pytest.skip("it has no soft-caps and sinks")
     groups = [[row for row in group] for seed in range(3) for group in random_forest(seed)]
     sequences = [row for group in groups for row in group]
     exact = plain_scores(tiny_model(family, **GPU_SHAPES).double(), sequences)
     hf = tiny_model(family, **GPU_SHAPES).to("cuda", torch.bfloat16)
     hf.score.float()
     model = RewardModel(hf)
-    model.tree_attention = implementation
+    model.tree_attention = attention.FLEX
     if compiled:
         model.compile_layers()
     trees = model(model.make_batch(groups))

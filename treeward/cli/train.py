@@ -36,7 +36,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
     outcome = launch(train, loaded)
     if outcome is None:
         return 0  # of several processes the main one tells
-    if outcome.interrupted_by and outcome.model_folder is None:
+    if outcome.interrupted_by:
         tell_interrupted(outcome, loaded.checkpointing)
         return outcome.exit_code
     if outcome.validation:
@@ -48,17 +48,12 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
         folder = shlex.quote(str(outcome.model_folder))
         lines += [f"\nThe model of step {outcome.model_step} of {outcome.total_steps} is in {folder}", *caveats]
         lines.append(f"Score with it:  treeward score {folder} --data FILE.jsonl --output scores.jsonl")
-    if outcome.report is not None:
-        from treeward.training.reporting import verdicts
-
-        lines += [f"What it has learnt:  {shlex.quote(str(outcome.report))}", *verdicts(outcome.report)]
+        lines.append(f"Report on it:   treeward eval {folder} --data FILE.jsonl --output results/eval")
     if outcome.warning is not None:
         lines.append(f"WARNING: {outcome.warning}")
     if outcome.upload_error is not None:
         lines.append(f"WARNING: the model is not on the hub, and the same command tries again. {outcome.upload_error}")
     sys.stdout.write("".join(f"{line}\n" for line in lines))
-    if outcome.interrupted_by:
-        sys.stderr.write(f"The report was stopped ({outcome.interrupted_by}). The same command goes on with it.\n")
     return outcome.exit_code
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, PositiveFloat, PositiveInt
 
@@ -120,12 +120,6 @@ class CheckpointingConfig(Strict):
     """Direction of the metric. None: decided by the metric, if it has a direction of its own."""
     keep_top_k: PositiveInt | None = 3
     """Number of best checkpoints that stay, beside the latest. None: all."""
-    async_save: bool = False
-    """Copy model and optimiser to the host's memory, and write them while the next steps are taken. The last checkpoint
-    of a run is waited for. Off, because the copies need as much memory again as what is saved."""
-    export_dtype: Literal["float32", "bfloat16"] | None = None
-    """Number format of the exported weights; the score head stays float32. None: as they were trained and validated,
-    `policy.precision`."""
 
     @classmethod
     def _direction(cls, name: str) -> bool | None:

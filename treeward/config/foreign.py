@@ -114,6 +114,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
         "checkpoint_path": "give the folder of the exported model as model_name",
         "megatron_cfg": "set megatron_cfg.enabled=false: the model runs on PyTorch",
     },
+    "RewardModelRunConfig": {"evaluation": "remove the section: `treeward eval MODEL --data FILE` writes the report"},
     "ScoringDTensorConfig": {
         "lora_cfg": "set lora_cfg.enabled=false; merge adapters into their model with peft's merge_and_unload, and "
         "give that folder as model_name"
@@ -178,6 +179,6 @@ VALUES_ELSEWHERE: Mapping[str, str] = {"rloo": "leave_one_out", "low_var_kl": "k
 
 COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(("env", "grpo", "loss_fn", "policy.generation", "policy.logprob_chunk_size"), "treeward grpo"),
-    **dict.fromkeys(("rm", "hub", "evaluation", "reward_shaping"), "treeward train"),
+    **dict.fromkeys(("rm", "hub"), "treeward train"),
 }
 """Keys of a run -> the only command that reads them."""

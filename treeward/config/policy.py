@@ -251,9 +251,8 @@ class RewardModelConfig(Strict):
     rankings (`plackett_luce`); a grade, `score` in the data (`regression`); or several (`attributes`)."""
     attributes: tuple[str, ...] = ()
     """The grades that `attributes` learns, as [helpfulness, correctness]: keys of each completion, a head for each."""
-    attribute_weights: dict[str, float] | Literal["mean", "fit"] = "mean"
-    """How the heads make one score: a weight for each (0 where it has none), their mean, or weights that fit the order
-    of the validation sets (else of the training sets) best, found at the export (`fit`)."""
+    attribute_weights: dict[str, float] | Literal["mean"] = "mean"
+    """How the heads make one score: a weight for each (0 where it has none), or their mean."""
     num_heads: PositiveInt = 1
     """Heads that learn the same score, each from other initial weights: the score is their mean, and their spread says
     where they agree. Not for `attributes`."""
@@ -400,8 +399,8 @@ class PolicyConfig(TrainedModelConfig):
             near, field = nearest_name(name, names), f"{key}.attribute_weights.{name}"
             meant, need = f"did you mean {near}?" if near else None, f"one of {', '.join(names)}"
             raise ConfigError("a weight is of no attribute", field=field, got=name, need=need, fix=meant)
-        if kind.num_heads > 1 and (has_attributes or kind.attribute_weights == "fit"):
-            need = "1 for attributes, which have a head each, and for fitted weights: heads of one score are averaged"
+        if kind.num_heads > 1 and has_attributes:
+            need = "1 for attributes, which have a head each: heads of one score are averaged"
             raise self.error(f"{key}.num_heads {key}.reward_model_type", need)
         if weights and not any(weights.values()):
             raise self.error(f"{key}.attribute_weights", "a weight that is not zero")

@@ -3,30 +3,26 @@
     policy: {model_name: Qwen/Qwen2.5-0.5B-Instruct}
     data: {train_data_path: train.jsonl, val_data_path: val.jsonl}
 
-is a whole configuration: every other key has a default, written once, on its field. The small sections `rm`,
-`evaluation` and `hub` are here too.
+is a whole configuration: every other key has a default, written once, on its field. The small sections `rm`
+and `hub` are here too.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
-from treeward.config.base import Limit, OneIsAList, Period, Strict
+from treeward.config.base import Limit, Period, Strict
 from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKey, parse_metric_name
 from treeward.config.cluster import ClusterConfig
 from treeward.config.data import DataConfig, DatasetConfig
 from treeward.config.logger import LoggerConfig
 from treeward.config.loss import LOSS_KINDS, LossConfig, readers
 from treeward.config.policy import PolicyConfig
-from treeward.config.scoring import RewardShapingConfig
 from treeward.errors import ConfigError, nearest_name
-
-SuiteName = Annotated[str, Field(pattern=r"^\s*[^\s=,][^=,]*(=.*\S.*)?$")]
-"""A name, or a name and a folder, as llmbar=downloads/llmbar."""
 
 
 class ScheduleConfig(Strict):
@@ -65,23 +61,6 @@ class RMConfig(ScheduleConfig):
     loss: LossConfig = LossConfig()
 
 
-class EvaluationConfig(Strict):
-    """The report on the exported model that a run writes when training ends, as `treeward eval` does."""
-
-    enabled: bool = False
-    """Evaluate the exported model on the validation sets and `suites`, and write a report."""
-    suites: Annotated[tuple[SuiteName, ...], OneIsAList] = ()
-    """Suites, as `rewardbench` or `llmbar`, from the hub, or as `llmbar=FOLDER` from a copy; one needs no list."""
-    perturbations: PositiveInt | None = None
-    """Examples of each set and suite whose completions are rewritten, to measure how scores change. None: none."""
-
-    @property
-    def named_suites(self) -> tuple[tuple[str, str | None], ...]:
-        """The name of each suite and the folder of its copy; None for the hub."""
-        parts = (suite.partition("=") for suite in self.suites)
-        return tuple((name.strip(), folder.strip() or None) for name, _, folder in parts)
-
-
 class HubConfig(Strict):
     """The upload of the exported model to the Hugging Face hub."""
 
@@ -101,10 +80,7 @@ class RewardModelRunConfig(Strict):
     policy: PolicyConfig
     """The model, its batches, its numerics and its optimiser."""
     data: DataConfig
-    reward_shaping: RewardShapingConfig | None = None
-    """How scores become rewards, for the scoring contract; missing constants are fitted on the validation sets."""
     checkpointing: CheckpointingConfig = CheckpointingConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
     logger: LoggerConfig = LoggerConfig()
     cluster: ClusterConfig = ClusterConfig()
     hub: HubConfig = HubConfig()
@@ -176,23 +152,14 @@ class RewardModelRunConfig(Strict):
         ]
 
     def check(self) -> None:
-        sets, suites = self.data.validation, self.evaluation.suites
         if (self.data.max_input_seq_length or 0) > self.policy.max_total_sequence_length:
             keys = "data.max_input_seq_length policy.max_total_sequence_length"
             fix = "set data.max_input_seq_length=null"
             raise self.error(keys, "at most policy.max_total_sequence_length", fix)
-        for key, is_on in (("hub.push_to_hub", self.hub.push_to_hub), ("evaluation.enabled", self.evaluation.enabled)):
-            if is_on and not self.checkpointing.enabled:
-                fix = f"set checkpointing.enabled=true, or {key}=false"
-                need = "checkpointing.enabled: true, to export the model"
-                raise self.error(f"{key} checkpointing.enabled", need, fix)
-        if self.evaluation.enabled and not (sets or suites):
-            fix = "give data.val_data_path or evaluation.suites, or set evaluation.enabled=false"
-            need = "a set in data.validation, or evaluation.suites"
-            raise self.error("evaluation.enabled evaluation.suites", need, fix)
-        if self.reward_shaping is not None and self.reward_shaping.uses_calibration and not sets:
-            fix = "give data.val_data_path, or reward_mean and reward_std; or run `treeward calibrate` later"
-            raise self.error("reward_shaping", "a set in data.validation, to fit its constants on", fix)
+        if self.hub.push_to_hub and not self.checkpointing.enabled:
+            fix = "set checkpointing.enabled=true, or hub.push_to_hub=false"
+            need = "checkpointing.enabled: true, to export the model"
+            raise self.error("hub.push_to_hub checkpointing.enabled", need, fix)
         self._check_loss()
         if self.checkpointing.enabled and self.checkpointing.metric_name is not None:
             self._check_ranking_metric(self.checkpointing.metric_name, self.validation_names)

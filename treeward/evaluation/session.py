@@ -1,4 +1,4 @@
-"""`run_evaluation`: models on suites, from loading to the report; what `treeward eval` and the end of training call.
+"""`run_evaluation`: models on suites, from loading to the report; what `treeward eval` calls.
 
     def load() -> tuple[Scorer, dict[str, Any]]:
         scorer = Scorer.load("results/rm/final")
@@ -153,7 +153,7 @@ def _load_suite(suite: Suite, source: str | None, limit: int | None) -> _LoadedS
             where=suite.hub_path,
             got=error.got or error.summary,
             need="the hub, or a copy of the suite",
-            fix=f"check the network; a copy is named as {suite.name}=FOLDER (--suite, or evaluation.suites)",
+            fix=f"check the network; a copy is named as --suite {suite.name}=FOLDER",
         ) from error
     if not examples:
         raise DataError("the suite has no examples", where=source or suite.name, need="at least one")

@@ -69,10 +69,6 @@ def why_not_tree(hf: PreTrainedModel) -> str | None:
         states = [model.backbone(input_ids=ids, use_cache=False).last_hidden_state[:, -1] for ids in rows]
     plain_SD = torch.cat(states).float()
     reason = _why_not_equal(model, sequences, plain_SD)
-    if reason is not None and model.last_layer is not None:
-        model.last_layer.enabled = False
-        logger.debug("%s computes its last layer for all tokens: %s.", type(hf).__name__, reason)
-        reason = _why_not_equal(model, sequences, plain_SD)
     with model.plain_attention():  # the attention that is set last stays
         return reason
 

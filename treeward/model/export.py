@@ -1,7 +1,7 @@
-"""The folder of a reward model: weights, tokenizer, template and card, loadable with plain transformers.
+"""The folder of a model: weights, tokenizer and template, loadable with plain transformers.
 
-export_model(model, tokenizer, Path("results/rm/final"), rendering=renderer.settings, card=text)
-AutoModelForSequenceClassification.from_pretrained("results/rm/final", dtype="float32")    # gives the same scores
+export_model(model, tokenizer, Path("results/model"), chat_template=renderer.chat_template)
+AutoModelForSequenceClassification.from_pretrained("results/model", dtype="float32")    # gives the same scores
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import save_file
-from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -29,73 +27,47 @@ from treeward import processes
 from treeward.errors import ModelError
 from treeward.model.lora import plain_weights
 from treeward.model.policy_model import PolicyModel
-from treeward.model.reward_model import RewardModel, head_name
+from treeward.model.reward_model import head_name
 from treeward.model.shards import whole
 from treeward.model.wrapped import WrappedModel
 
 FILE_BYTES = 5 * 1000**3
 """The size of a file of weights."""
 
-DeferredWrite = Callable[[ProcessGroup | None], None]
-"""Writes staged weights; its argument is a group of processes for its thread alone."""
-
 HTTP_ERROR: type[Exception] = HfHubHTTPError.__mro__[1]
 """Base error of the hub's HTTP client, raised if there is no connection."""
 
 
 def export_model(
-    model: RewardModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    *,
-    rendering: Mapping[str, Any],
-    dtype: torch.dtype | None = None,
-    card: str | None = None,
-) -> None:
-    """Write a model folder, adapters merged into the weights; the caller makes it atomic. Every process of a run calls
-    it.
-
-    `rendering`: the `Renderer`'s settings, whose template becomes the tokenizer's. `dtype`: of the backbone's weights,
-    None keeps theirs; the head's are float32. `card`: the text of README.md.
-    """
-    prepare_export(model, tokenizer, folder, rendering=rendering, dtype=dtype, staged=False)(None)
-    if card is not None:
-        processes.on_main(lambda: (folder / "README.md").write_text(card, encoding="utf-8"))
-
-
-def prepare_export(
     model: WrappedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     *,
-    rendering: Mapping[str, Any],
+    chat_template: str,
     dtype: torch.dtype | None = None,
-    staged: bool,
-) -> DeferredWrite:
-    """Write all of a folder but its weights, and return a function that writes those. `staged`: copy the weights to the
-    host's memory first, so that a thread may write them later. Leaves model and tokenizer unchanged."""
+) -> None:
+    """Write a model folder, adapters merged into the weights; the caller makes it atomic. Every process of a run calls
+    it. Leaves model and tokenizer unchanged.
+
+    `chat_template` becomes the tokenizer's. `dtype`: of the weights, None keeps theirs; a score head's are float32.
+    """
     is_policy = isinstance(model, PolicyModel)
     dtype = dtype or model.compute_dtype or (None if is_policy else model.hf.dtype)
     # Otherwise pipelines of transformers, and servers like them, apply a sigmoid to a single label.
     changes = {"dtype": dtype or model.hf.dtype} | ({} if is_policy else {"problem_type": "regression"})
-    processes.on_main(lambda: _write_settings(model.hf, tokenizer, folder, changes, rendering["chat_template"]))
-    weights: Iterable[tuple[str, torch.Tensor]]
-    weights = exported_weights(model, dtype, float32=None if is_policy else head_name(model.hf))
-    if staged:
-        device = "cpu" if processes.is_main() else "meta"
-        weights = [(name, weight.to(device, copy=True)) for name, weight in weights]
-    return partial(_write_weights, folder, weights)
+    processes.on_main(lambda: write_settings(model.hf, tokenizer, folder, changes, chat_template))
+    _write_weights(folder, exported_weights(model, dtype, float32=None if is_policy else head_name(model.hf)))
 
 
-def _write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], group: ProcessGroup | None) -> None:
+def _write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Write weights as files of `FILE_BYTES`, one of them in memory at a time, with the index of transformers. Every
-    process calls it, with the same names, and the main one writes. `group`: of the processes, for this thread."""
+    process calls it, with the same names, and the main one writes."""
     pending, file_numbers, total_bytes = dict[str, torch.Tensor](), dict[str, int](), 0
     number = 1
 
     def write_file() -> None:
         path = folder / f"model-{number}.safetensors"
-        processes.on_main(lambda: save_file(pending, path, metadata={"format": "pt"}), group)
+        processes.on_main(lambda: save_file(pending, path, metadata={"format": "pt"}))
 
     for name, weight in weights:
         if pending and sum(tensor.nbytes for tensor in pending.values()) + weight.nbytes > FILE_BYTES:
@@ -117,17 +89,17 @@ def _write_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], gr
         if number > 1:
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
-    processes.on_main(name_files, group)
+    processes.on_main(name_files)
 
 
-def _write_settings(
+def write_settings(
     hf: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     changes: Mapping[str, Any],
     chat_template: str,
 ) -> None:
-    """Write all files but the weights."""
+    """Write all files but the weights. `changes`: of the configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     own_dtype, own_template = hf.config.dtype, tokenizer.chat_template
     quantizer = vars(hf).pop("hf_quantizer", None)  # it would write its own weights instead
@@ -145,27 +117,6 @@ def _write_settings(
         hf.config.dtype, tokenizer.chat_template = own_dtype, own_template  # saving sets the dtype of the weights
         if quantizer is not None:
             hf.hf_quantizer = quantizer
-
-
-def export_policy(
-    policy: PolicyModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    *,
-    chat_template: str,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Write a folder that plain transformers loads; the caller makes it atomic. `dtype`: None keeps the weights'."""
-    rendering = {"chat_template": chat_template}
-    prepare_export(policy, tokenizer, folder, rendering=rendering, dtype=dtype, staged=False)(None)
-
-
-def export_configuration(
-    policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, chat_template: str, dtype: torch.dtype
-) -> None:
-    """Write the folder of `export_policy` without weights, for an engine that gets these later."""
-    changes = {"dtype": dtype, "architectures": [type(policy.hf).__name__]}
-    _write_settings(policy.hf, tokenizer, folder, changes, chat_template)
 
 
 @torch.no_grad()

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -33,17 +32,17 @@ _FILE_BYTES = 250 * 1000**2
 """The size of a process's file of tensors, which is in memory while it is written."""
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None) -> None:
-    """Write tensors, each process its parts; tensors that are not sharded are written once. `group`: of the processes,
-    for this thread. An error of one process is raised on all."""
-    rank_sizes = processes.gather({name: tensor.nbytes for name, tensor in tensors.items()}, group)
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors, each process its parts; tensors that are not sharded are written once. An error of one
+    process is raised on all."""
+    rank_sizes = processes.gather({name: tensor.nbytes for name, tensor in tensors.items()})
     sizes = {name: size for rank in rank_sizes for name, size in rank.items()}
     last_bytes = itertools.accumulate(sizes.values())
     file_of = {name: 1 + end // (_FILE_BYTES * processes.size()) for name, end in zip(sizes, last_bytes, strict=True)}
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of, save_distributed=True)
     if sizes:
         with _together():
-            save(dict(tensors), storage_writer=writer, process_group=group)
+            save(dict(tensors), storage_writer=writer)
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -28,95 +27,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from treeward.errors import ConfigError, ModelError
 from treeward.tree import attention
 from treeward.tree.batch import Batch, RowBatch, TreeBatch
-from treeward.tree.choice import fastest
 from treeward.tree.token_tree import TokenIds
 
 Layout = Literal["tree", "rows", "encoder"]
 """How a model is run: decoders on trees; decoders that cannot share a prefix as padded rows; encoders as padded rows
 through their own pooling and head."""
-
-
-class _Now(threading.local):
-    """State of this thread's forward pass, while it is in a last layer."""
-
-    at_N: Tensor | None = None
-    row_1TD: Tensor | None = None
-
-
-_now = _Now()
-
-
-class LastLayer:
-    """Computes the MLP of a decoder's last layer only for the tokens that are read, as no token attends to its output.
-
-    The places are an argument of the layer, `tree_reads` (all without it), so that recomputation in the backward pass
-    has them too; the MLP's output is written into zeros. The layer's class becomes a subclass, which compilers
-    distinguish from the other layers'. `enabled`: False for unsuited models, which is tested when a model is loaded
-    (`checks.why_not_tree`).
-    """
-
-    def __init__(self, layer: nn.Module, mlp: nn.Module) -> None:
-        self.enabled = True
-        layer.__class__ = _class_with_reads(type(layer))
-        layer.__dict__["last_layer"] = self
-        mlp.register_forward_pre_hook(self._select, with_kwargs=True)
-        mlp.register_forward_hook(self._spread, with_kwargs=True)
-
-    @classmethod
-    def of(cls, hf: PreTrainedModel) -> LastLayer | None:
-        """The last layer of this model, the same every time."""
-        num_layers = getattr(hf.config.get_text_config(), "num_hidden_layers", None)
-        lists = (module for module in hf.base_model.modules() if isinstance(module, nn.ModuleList))
-        layers = next((modules for modules in lists if len(modules) and len(modules) == num_layers), None)
-        # norms have no parts, and attention precedes the MLP
-        blocks = [] if layers is None else [block for block in layers[-1].children() if [*block.children()]]
-        if layers is None or not blocks:
-            return None
-        last_layer: LastLayer | None = getattr(layers[-1], "last_layer", None)
-        return last_layer or cls(layers[-1], blocks[-1])
-
-    def call(self, forward: Any, at_N: Tensor | None, row_1TD: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output, with the MLP only at these places; everywhere for None."""
-        _now.at_N, _now.row_1TD = at_N, row_1TD
-        try:
-            return forward(row_1TD, *args, **kwargs)
-        finally:  # recomputation in the backward pass leaves by an exception
-            _now.at_N = _now.row_1TD = None
-
-    def _select(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        if _now.at_N is None or len(args) != 1 or kwargs:
-            return None
-        return (args[0].index_select(1, _now.at_N),), kwargs
-
-    def _spread(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if _now.at_N is None or _now.row_1TD is None or len(args) != 1 or kwargs:
-            return output
-        output_1ND = output[0] if isinstance(output, tuple) else output  # experts may give their routing as well
-        spread_1TD = output_1ND.new_zeros(_now.row_1TD.shape).index_copy(1, _now.at_N, output_1ND)
-        return (spread_1TD, *output[1:]) if isinstance(output, tuple) else spread_1TD
-
-
-class _ReadsOnly(nn.Module):
-    """A base class of a last layer, before its own class."""
-
-    last_layer: LastLayer
-
-    def forward(self, hidden_states: Tensor, *args: Any, tree_reads: Tensor | None = None, **kwargs: Any) -> Any:
-        return self.last_layer.call(super().forward, tree_reads, hidden_states, *args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        """Pickled with the class that it extends, as its own class is not in a module."""
-        return _new_layer, (type(self).__bases__[1],), vars(self)
-
-
-def _class_with_reads(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_ReadsOnly, kind), {"__module__": kind.__module__})
-
-
-def _new_layer(kind: type[nn.Module]) -> nn.Module:
-    """Without its state, which follows."""
-    with_reads = _class_with_reads(kind)
-    return with_reads.__new__(with_reads)
 
 
 class WrappedModel(nn.Module):
@@ -137,7 +52,6 @@ class WrappedModel(nn.Module):
         self.unfilled: list[Callable[[], object]] = []
         """For a model on the meta device: functions that fill its weights, once they have memory."""
         self._is_compiled = False
-        self.last_layer = LastLayer.of(hf) if layout == "tree" else None
         # A reward is deterministic (Ziegler et al. 2019, p. 3), and sampling has the probabilities of training.
         for owner, name in find_noise(hf):
             setattr(owner, name, 0.0)
@@ -237,7 +151,7 @@ class WrappedModel(nn.Module):
                     fix="policy.attention=rows",
                 )
         # Layers are compiled for trees alone: other calls would compile them for each new shape.
-        eager = self._is_compiled and implementation not in attention.COMPILED
+        eager = self._is_compiled and implementation != attention.FLEX
         with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
             yield
 
@@ -258,43 +172,11 @@ class WrappedModel(nn.Module):
         sizes = (getattr(module, "head_dim", None) for module in self.backbone.modules())
         return {size for size in sizes if isinstance(size, int)}
 
-    def choose_attention(self, groups: Sequence[Sequence[TokenIds]]) -> None:
-        """Choose the fastest attention for these trees, and use it from now on. There is a choice only on a GPU in half
-        precision, where FlashAttention has all that the model needs, and not in a deterministic run, as measurements
-        vary."""
-        config, dtype = self.hf.config.get_text_config(), self.compute_dtype or self.hf.dtype
-        heads, key_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-        has_sinks = any(name.endswith("sinks") for name, _ in self.hf.named_parameters())
-        has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
-        is_half = dtype in (torch.bfloat16, torch.float16)
-        if (
-            self.layout != "tree"
-            or self.device.type != "cuda"
-            or not is_half
-            or has_softcap
-            or has_sinks
-            or hasattr(config, "v_head_dim")
-            or len(self.head_sizes) != 1
-            or max(self.head_sizes) > 256
-            or max(self.head_sizes) % 8
-            or torch.are_deterministic_algorithms_enabled()
-        ):
-            return
-        self.tree_attention = fastest(
-            TreeBatch.from_groups(groups).to(self.device).padded().layout,
-            heads=heads // self.tensor_size,
-            key_heads=(key_heads or heads) // self.tensor_size,
-            head_dim=max(self.head_sizes),
-            dtype=dtype,
-        )
-
     def compile_layers(self, **options: Any) -> None:
         """Compile the decoder layers (`torch.compile`, with its `options`) for trees; all of a kind share one graph."""
         self._is_compiled = True
         # The compiler sees all kinds of layers as one function: each has a graph for training and one for evaluation.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
-        # The last layer notes its places while it is traced; the graph that is computed again has them as an input.
-        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         for layer in self.layers:
             layer.compile(**options)
 
@@ -314,10 +196,9 @@ class WrappedModel(nn.Module):
         return [module for module in self.backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def tree_hidden(self, batch: TreeBatch, at_N: Tensor) -> Tensor:
-        """The last hidden states at these places of the row, (N, D). `at_N`: int64, ascending, each place once."""
-        reads = {"tree_reads": at_N} if self.last_layer is not None and self.last_layer.enabled else {}
+        """The last hidden states at these places of the row (int64), (N, D)."""
         implementation = self.tree_attention or attention.default_for(self.device, self.head_sizes)
-        if implementation in attention.COMPILED or self.sequence_parallel:
+        if implementation == attention.FLEX or self.sequence_parallel:
             batch = batch.padded()
         with self.attention(implementation), attention.over(batch.layout):
             hidden: Tensor = self.backbone(
@@ -326,7 +207,6 @@ class WrappedModel(nn.Module):
                 # All ones rather than None: with None transformers takes restarting positions for packed sequences.
                 attention_mask=torch.ones_like(batch.tokens_T)[None],
                 use_cache=False,
-                **reads,
             ).last_hidden_state
         return hidden[0].index_select(0, at_N)
 

@@ -1,6 +1,6 @@
 """`start_ray`: a running Ray, or a new one; and room in its cluster for the actors of a run.
 
-places = reserve(count=2, cpus=1, gpus=1, what="the engines", where="policy", field="generation", seconds=60)
+place = check_room(start_ray(), count=2, cpus=1, gpus=1, what="the engines", where="policy", field="generation")
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import platform
 import socket
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,26 +69,6 @@ def start_ray_of_run(*, spares: bool, everywhere: bool) -> None:
         processes.together(lambda: start_ray(address=address))
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementGroup:
-    """Room for several actors, or groups of actors, in a Ray cluster, each on one node."""
-
-    ray: Any
-    group: Any
-    on_gpu: bool
-
-    def options(self, number: int) -> dict[str, Any]:
-        """Ray's options of an actor in the place `number`."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=number)
-        return {"scheduling_strategy": place}
-
-    def free(self) -> None:
-        """Give the room back."""
-        self.ray.util.remove_placement_group(self.group)
-
-
 def on_this_node(ray: Any) -> dict[str, Any]:
     """Ray's options of an actor on the node of this process."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -116,25 +95,6 @@ def check_room(ray: Any, *, count: int, cpus: float, gpus: int, what: str, where
             fix="ask for less, or start Ray with more",
         )
     return place
-
-
-def reserve(*, count: int, cpus: float, gpus: int, what: str, where: str, field: str, seconds: float) -> PlacementGroup:
-    """`count` places as of `check_room`. Raises `ConfigError` where the cluster is too small, or they are not free in
-    time."""
-    ray = start_ray()
-    place = check_room(ray, count=count, cpus=cpus, gpus=gpus, what=what, where=where, field=field)
-    places = PlacementGroup(ray, ray.util.placement_group([place] * count), "GPU" in place)
-    if places.group.wait(seconds):
-        return places
-    places.free()
-    raise ConfigError(
-        f"{what} finds no free place in the Ray cluster",
-        where=where,
-        field=field,
-        got=f"free after {seconds:g} seconds: {_listed(ray.available_resources())}",
-        need=f"{count} x ({_listed(place)})",
-        fix="ask for less, start Ray with more, or free resources",
-    )
 
 
 def equal_shares(ray: Any, number: int, *, num_gpus: float, required: bool, where: str) -> dict[str, float]:

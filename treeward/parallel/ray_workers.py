@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,9 +31,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from treeward import processes
 from treeward.config.cluster import ClusterConfig
 from treeward.errors import ConfigError, LostProcessError, TreewardError
-from treeward.parallel.stopping import StopRequest, stop_with
 from treeward.progress import logs_shown
-from treeward.storage import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +43,11 @@ _STARTS = 10  # a minute each, in which Ray waits for machines that are not ther
 
 
 def run(work: Callable[[], _T], config: Any) -> _T | None:
-    """`work()` on a worker for each process of the configuration's `training_cluster`; the result of the first. Signals
-    of this process reach the workers as a request to stop. Raises what a worker raises, `ConfigError` where there are
-    too few machines, and `LostProcessError` after too many restarts."""
-    began, cluster, logs = time.time(), config.training_cluster, Path(config.logger.log_dir).resolve()
+    """`work()` on a worker for each process of the configuration's `training_cluster`; the result of the first.
+    Raises what a worker raises, `ConfigError` where there are too few machines, and `LostProcessError` after too many
+    restarts."""
+    cluster, logs = config.training_cluster, Path(config.logger.log_dir).resolve()
     logs.mkdir(parents=True, exist_ok=True)
-    stop = _StopOfWorkers(logs / f".stop_{began}")
     is_ours = not ray.is_initialized()
     if is_ours:
         _start_ray(config.cluster)
@@ -60,7 +56,7 @@ def run(work: Callable[[], _T], config: Any) -> _T | None:
         os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # relative paths stay what they are
         trainer = _Trainer(
             _work,
-            train_loop_config={"work": work, "folder": os.getcwd(), "began": began, "stop": stop.file},
+            train_loop_config={"work": work, "folder": os.getcwd()},
             torch_config=TorchConfig(
                 backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout_s=round(cluster.timeout_minutes * 60)
             ),
@@ -78,25 +74,11 @@ def run(work: Callable[[], _T], config: Any) -> _T | None:
                 logging_config=LoggingConfig(log_level="CRITICAL"),
             ),
         )
-        with stop:  # after Ray has started, which takes SIGTERM for itself
-            result: _T | None = _fit(trainer)
-            return result
+        result: _T | None = _fit(trainer)
+        return result
     finally:
-        stop.file.unlink(missing_ok=True)
         if is_ours:
             ray.shutdown()
-
-
-class _StopOfWorkers(StopRequest):
-    """Passes the signal on, in a file that the workers look for."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__()
-        self.file = file
-
-    def _receive(self, number: int, frame: object) -> None:
-        super()._receive(number, frame)
-        write_text(self.file, str(number))
 
 
 def _start_ray(cluster: ClusterConfig) -> None:
@@ -148,26 +130,21 @@ def _fit(trainer: TorchTrainer) -> Any:
 
 
 class _Trainer(TorchTrainer):  # type: ignore[misc]
-    """Without the callbacks that poll the dashboard and warn if there is none, and with our Ctrl-C: Ray's own would not
-    let the run save."""
+    """Without the callbacks that poll the dashboard and warn if there is none."""
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
         return [callback for callback in callbacks if type(callback).__name__ not in _OF_THE_DASHBOARD]
 
-    def _register_sigint_handler(self, controller: Any) -> None:
-        pass
-
 
 def _work(settings: Mapping[str, Any]) -> Any:
-    """The run, in a worker: in the folder of the command, and stopped when it is."""
+    """The run, in a worker: in the folder of the command."""
     logging.getLogger().handlers.clear()  # Ray's: they show all that any library says
     try:
         os.chdir(settings["folder"])
     except OSError as error:
         need = "a folder that all nodes share: data, checkpoints and logs are files in it"
         raise ConfigError("this node lacks the folder of the command", got=str(error), need=need) from error
-    stop_with(settings["stop"], seconds_ago=time.time() - settings["began"])
     try:
         return settings["work"]()
     except Exception as error:

@@ -93,8 +93,6 @@ def plain_copy(
     config = copy.deepcopy(model.hf.config)
     vars(config).pop("quantization_config", None)
     made = type(model)(without_weights(type(model.hf), config), layout=model.layout)
-    if made.last_layer is not None and model.last_layer is not None:
-        made.last_layer.enabled = model.last_layer.enabled
     if isinstance(model, RewardModel) and isinstance(made, RewardModel):
         made.num_known_tokens, made.padding_token = model.num_known_tokens, model.padding_token
     made.cast(computed if mesh.devices is None else saved)

@@ -14,31 +14,19 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import Any, Self
 
 from treeward import processes
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-_stop_file: Path | None = None
-_earlier_seconds = 0.0
-
-
-def stop_with(file: Path, *, seconds_ago: float = 0.0) -> None:
-    """Let a file with the number of a signal act as that signal, also in a thread that gets none. `seconds_ago`: the
-    beginning of the command, from which the deadline counts."""
-    global _stop_file, _earlier_seconds
-    _stop_file, _earlier_seconds = file, seconds_ago
-
 
 class StopRequest:
-    """Whether the run shall stop, and why. `deadline_seconds` counts from the construction, or from when `stop_with`
-    says; the deadline asks to stop `reserved_seconds` earlier, the time until the run is saved."""
+    """Whether the run shall stop, and why. `deadline_seconds` counts from the construction; the deadline asks to
+    stop `reserved_seconds` earlier, the time until the run is saved."""
 
     def __init__(self, *, deadline_seconds: float | None = None) -> None:
-        begun = time.monotonic() - _earlier_seconds
-        self._deadline = None if deadline_seconds is None else begun + deadline_seconds
+        self._deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
         self.reserved_seconds = 0.0
         self._signal: int | None = None
         self._agreed: tuple[str, int | None] | None = None
@@ -60,32 +48,25 @@ class StopRequest:
         """Why the run shall stop; with several processes only the agreed reason."""
         if processes.size() > 1:
             return None if self._agreed is None else self._agreed[0]
-        return self.own_reason
+        return self._own_reason
 
     @property
     def exit_code(self) -> int:
         """128 + the signal's number, as a shell reports it; 0 where the deadline was reached."""
-        number = self._own_signal if self._agreed is None else self._agreed[1]
+        number = self._signal if self._agreed is None else self._agreed[1]
         return 0 if number is None else 128 + number
 
     def agree(self) -> str | None:
         """The reason of any process, on all of them; all call it at the same points. A small collective call."""
         if processes.size() > 1 and self._agreed is None:
-            reasons = processes.gather((self.own_reason, self._own_signal))
+            reasons = processes.gather((self._own_reason, self._signal))
             self._agreed = next(((reason, number) for reason, number in reasons if reason is not None), None)
         return self.reason
 
     @property
-    def _own_signal(self) -> int | None:
-        if self._signal is None and _stop_file is not None and _stop_file.exists():
-            self._signal = int(_stop_file.read_text(encoding="utf-8"))
-        return self._signal
-
-    @property
-    def own_reason(self) -> str | None:
-        """Why this process shall stop; for work that it does alone."""
-        if self._own_signal is not None:
-            return signal.Signals(self._own_signal).name
+    def _own_reason(self) -> str | None:
+        if self._signal is not None:
+            return signal.Signals(self._signal).name
         if self._deadline is not None and time.monotonic() + self.reserved_seconds >= self._deadline:
             return "checkpoint_must_save_by"
         return None

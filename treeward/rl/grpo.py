@@ -11,12 +11,10 @@ policy. Prompts and samples follow from the step and the seed; everything else i
 from __future__ import annotations
 
 import logging
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,7 @@ from treeward import processes
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.preflight import check_packages
 from treeward.errors import TreewardError
-from treeward.model.export import DeferredWrite
-from treeward.parallel.stopping import StopRequest
+from treeward.model.export import export_model
 from treeward.rl.advantages import advantages
 from treeward.rl.generation import completion_lengths
 from treeward.rl.report import SAMPLES_FILE, RLRun, write_rl_report
@@ -33,7 +30,6 @@ from treeward.rl.rollouts import collect, validate
 from treeward.rl.setup import GRPOSetup, set_up
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
 from treeward.scoring.judge_contract import write_judge_contract
-from treeward.training.checkpoints import Checkpoint, CheckpointStore
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.models import save_adapted
 from treeward.training.optimisation import SkippedSteps
@@ -53,10 +49,12 @@ class GRPOOutcome(Outcome):
     """How a run ended. `total_steps`: of the whole run, or `step` where dynamic sampling drew all prompts earlier.
 
     `validation`: the metrics of the exported policy, by their logged names. `stopped_by`: the alarm that ended the run.
+    `report`: its page, if anything was measured.
     """
 
     alarms: tuple[Alarm, ...]
     stopped_by: str | None
+    report: Path | None = None
 
 
 def grpo(config: GRPORunConfig, *, show_progress: bool = True) -> GRPOOutcome:
@@ -102,7 +100,6 @@ class GRPORun(Run):
         self._log_dir = Path(setup.config.logger.log_dir)
         self._version_given: int | None = None
         self._warned_of_mismatch = False
-        self._steps_begun = setup.updater.steps_begun
 
     def begin(self, state: RunState, trackers: TrackerGroup) -> None:
         """Also opens the file of samples, and stops for an alarm that has ended the run, unless it no longer stops."""
@@ -141,9 +138,6 @@ class GRPORun(Run):
     def _is_through(self, step: int, prompts_drawn: int) -> bool:
         return step >= self.total_steps or prompts_drawn >= self.setup.prompt_limit
 
-    def weights_changed(self) -> bool:
-        return self.setup.updater.steps_begun != self._steps_begun
-
     def close(self) -> None:
         self.setup.close()
         if self._samples is not None:
@@ -151,7 +145,6 @@ class GRPORun(Run):
 
     def step(self, number: int) -> StepMetrics:
         setup, loss_fn = self.setup, self.config.loss_fn
-        self._steps_begun = setup.updater.steps_begun
         started = time.monotonic()
         self._sync_weights()
         synced = time.monotonic()
@@ -216,7 +209,6 @@ class GRPORun(Run):
 
     def validate(self, step: int, should_stop: Callable[[], str | None]) -> Validation | None:
         """Also shows the measurements to the watch, heeds its alarms, and writes samples."""
-        self._steps_begun = self.setup.updater.steps_begun
         self._sync_weights()
         validation = validate(self.setup, should_stop=should_stop)
         if validation is None:
@@ -245,23 +237,18 @@ class GRPORun(Run):
         if processes.is_main():
             write_alarms(self._log_dir / ALARMS_FILE, self.setup.watch.alarms)
 
-    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite:
+    def save_model(self, folder: Path) -> None:
         """A policy with adapters is merged in `model`, and the adapters lie beside it as peft writes them."""
-        save_adapted(self.setup.policy, folder)
-        return self.setup.save_model(folder / "model", staged=staged)
+        setup = self.setup
+        save_adapted(setup.policy, folder)
+        export_model(setup.policy, setup.tokenizer, folder / "model", chat_template=setup.renderer.chat_template)
 
-    def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
-        judged = [self.config.judged_by(dataset) for dataset in self.config.data.train]
+    def complete_export(self, folder: Path, state: RunState) -> None:
+        judged = self.config.judged_by(self.config.data.train[0])
+        if judged is not None:
+            write_judge_contract(folder, judged, self.config.policy.tokenizer.chat_template_kwargs)
 
-        def copy(folder: Path) -> None:
-            processes.on_main(partial(shutil.copytree, best.path / "model", folder, dirs_exist_ok=True))
-            if judged[0] is not None:
-                variables = self.config.policy.tokenizer.chat_template_kwargs
-                processes.on_main(partial(write_judge_contract, folder, judged[0], variables))
-
-        store.write_folder("final", copy)
-
-    def finish(self, outcome: Outcome) -> Callable[[StopRequest, bool], Outcome]:
+    def finish(self, outcome: Outcome) -> Outcome:
         through = self._is_through(outcome.step, self.prompts_drawn)
         if through and outcome.step < self.total_steps:
             epochs = self.config.grpo.max_num_epochs
@@ -271,12 +258,10 @@ class GRPORun(Run):
             alarms=tuple(self.setup.watch.alarms),
             stopped_by=self.stopped_by,
         )
-        if not processes.is_main():
-            return lambda stop, show_progress: ended
-        return partial(_with_report, ended, self.config)
+        return _with_report(ended, self.config) if processes.is_main() else ended
 
 
-def _with_report(outcome: GRPOOutcome, config: GRPORunConfig, stop: StopRequest, show_progress: bool) -> GRPOOutcome:
+def _with_report(outcome: GRPOOutcome, config: GRPORunConfig) -> GRPOOutcome:
     log_dir = Path(config.logger.log_dir)
     if not read_metrics(log_dir / METRICS_FILE):
         return outcome  # stopped before anything was measured

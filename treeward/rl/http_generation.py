@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from treeward import processes
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.http import ServerError, run_async
-from treeward.model.export import export_policy
+from treeward.model.export import export_model
 from treeward.model.policy_model import PolicyModel
 from treeward.openai_client import check_openai, key_from, openai_client, post
 from treeward.rl.generation import GenerationError
@@ -73,7 +73,7 @@ class HttpGenerator(ServedGenerator):
         """Give the server the weights and compare. Raises `GenerationError` where it has others afterwards."""
         self.version, target = version, self._folder / f"version-{version}"
         processes.on_main(lambda: self._clear_weights(keep=self._weights))  # those of a run that was killed
-        export_policy(policy, self.tokenizer, target, chat_template=self.chat_template)
+        export_model(policy, self.tokenizer, target, chat_template=self.chat_template)
         processes.on_main(lambda: run_async(self._announce(target, version)))
         self._weights = target
         processes.on_main(lambda: self._clear_weights(keep=target))

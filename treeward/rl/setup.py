@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from treeward.data.rendering import Renderer
 from treeward.environments.preference_verdict import open_questions
 from treeward.environments.reward_model import RewardServer
 from treeward.model.checks import check_policy, check_positions
-from treeward.model.export import DeferredWrite, prepare_export
 from treeward.model.loading import build_policy, load_policy
 from treeward.model.lora import AdapterReference, has_adapters
 from treeward.model.policy_model import PolicyModel
@@ -59,7 +57,6 @@ from treeward.training.state import check_identity
 
 logger = logging.getLogger(__name__)
 
-_MEASURED_PROMPTS, _MEASURED_TOKENS = 2, 256  # completions of so many tokens
 _CHECKED_PROMPTS = 8
 _NOT_OF_THE_RUN = {
     *("max_num_epochs", "max_num_steps", "val_period", "val_at_start", "val_at_end"),
@@ -99,10 +96,6 @@ class GRPOSetup:
     identity: dict[str, Any]
     total_steps: int
     prompt_limit: int
-
-    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite:
-        """The policy as a Hugging Face folder, as `prepare_export` has it."""
-        return prepare_export(self.policy, self.tokenizer, folder, rendering=self.renderer.settings, staged=staged)
 
     def close(self) -> None:
         """Free what is held outside this object. Safe to repeat."""
@@ -224,7 +217,7 @@ def _make_policy(
     mesh: Mesh,
     prompts: EncodedPrompts,
 ) -> PolicyModel:
-    """The policy to train, checked and measured on the first prompts."""
+    """The policy to train, checked on the first prompts."""
     policy = _load_policy(config, tokenizer, checkpoint, mesh)
     first = [prompts[i].token_ids for i in range(min(len(prompts), _CHECKED_PROMPTS))]
 
@@ -236,9 +229,6 @@ def _make_policy(
 
     adaptation = partial(adapt, policy, config.policy, seed=config.grpo.seed, checkpoint=checkpoint)
     make_ready(policy, config.policy, mesh, role="policy", adaptation=adaptation, check=check)
-    group = range(config.grpo.num_generations_per_prompt)
-    policy.choose_attention([[[*ids, *[g] * _MEASURED_TOKENS] for g in group] for ids in first[:_MEASURED_PROMPTS]])
-    policy.tree_attention = processes.broadcast(policy.tree_attention)
     return policy
 
 

@@ -66,7 +66,6 @@ class PolicyUpdater:
     `max_grad_norm`: None for no clipping. `temperature`: of the sampling. `prompts_per_update`: groups per step of the
     optimiser; None for all. `updates_per_batch`: passes over the batch. `on_step`: called once per update, for
     schedules, even if there was nothing to learn from. `mesh`: how the processes share the work; None for one process.
-    `steps_begun`: steps of the optimiser so far, skipped ones included.
     """
 
     def __init__(
@@ -88,8 +87,7 @@ class PolicyUpdater:
         self.loss = loss or PolicyLossConfig()
         self.micro_batch_tokens, self.max_grad_norm, self.temperature = micro_batch_tokens, max_grad_norm, temperature
         self.prompts_per_update, self.updates_per_batch = prompts_per_update, updates_per_batch
-        self.on_step, self.steps_begun = on_step, 0
-        self.skipped, self.mesh = SkippedSteps(), mesh or Mesh()
+        self.on_step, self.skipped, self.mesh = on_step, SkippedSteps(), mesh or Mesh()
 
     @torch.no_grad()
     def evaluate(self, groups: Sequence[CompletionGroup], *, for_reward: bool = False) -> Evaluated:
@@ -246,7 +244,6 @@ class PolicyUpdater:
             what="the policy's loss",
             fix="lower policy.optimizer.kwargs.lr, or look at the rewards of this step",
         )
-        self.steps_begun += 1
         is_taken = math.isfinite(metrics.grad_norm_sum)
         if is_taken:
             self.optimizer.step()

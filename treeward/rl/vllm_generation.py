@@ -29,10 +29,10 @@ from treeward import processes
 from treeward.config.grpo_policy import GenerationConfig
 from treeward.data.prompt_sets import Prompt
 from treeward.errors import ConfigError
-from treeward.model.export import export_configuration, exported_weights
+from treeward.model.export import exported_weights, write_settings
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import DTYPES
-from treeward.parallel.ray_cluster import PlacementGroup, first_line, free_port, on_this_node, reserve, start_ray
+from treeward.parallel.ray_cluster import check_room, first_line, free_port, on_this_node, start_ray
 from treeward.rl.generation import CompletionGroup, GenerationError
 from treeward.rl.served_generation import Request, Served, ServedGenerator
 from treeward.rl.vllm_engine import VllmEngine, engine_options, sampling_parameters
@@ -79,7 +79,6 @@ class VllmGenerator(ServedGenerator):
         self.num_samplers = world // engine.tensor_parallel_size if self._colocated else self.config.num_engines
         self._weights = _PolicyWeights(self.policy, self.sampler_dtype)
         self._engines: list[Any] = []
-        self._places: PlacementGroup | None = None
         self._asleep: set[str] = set()
         self._weights.metadata()  # on all processes: a sharded policy is gathered for it
         training = processes.gather((on_this_node(self._ray), _own_gpu())) if self._colocated else []
@@ -94,9 +93,10 @@ class VllmGenerator(ServedGenerator):
             raise
 
     def _start(self, training: Sequence[_Place]) -> None:
-        dtype, template = self._weights.dtype, self.chat_template
+        dtype, hf = self._weights.dtype, self.policy.hf
+        changes = {"dtype": dtype, "architectures": [type(hf).__name__]}
         with tempfile.TemporaryDirectory() as folder:
-            export_configuration(self.policy, self.tokenizer, Path(folder), chat_template=template, dtype=dtype)
+            write_settings(hf, self.tokenizer, Path(folder), changes, self.chat_template)
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
         name = str(dtype).removeprefix("torch.")
         options = engine_options(self.config, max_model_len=self.max_total_tokens, dtype=name)
@@ -148,9 +148,7 @@ class VllmGenerator(ServedGenerator):
         if self._ray is not None and self._ray.is_initialized():
             for engine in self._engines:
                 self._ray.kill(engine)
-            if self._places is not None:
-                self._places.free()
-        self._engines, self._places, self._transfer = [], None, None
+        self._engines, self._transfer = [], None
 
     def _all(
         self, method: str, *args: Any, each: Sequence[tuple[Any, ...]] | None = None, seconds: float | None = None
@@ -192,9 +190,9 @@ class VllmGenerator(ServedGenerator):
         size, count = self.config.vllm_cfg.tensor_parallel_size, self.config.num_engines
         if self._colocated:
             return [_beside(training[first : first + size]) for first in range(0, len(training), size)]
-        need: dict[str, Any] = {"count": count, "cpus": 1.0, "gpus": size, "seconds": _START_SECONDS}
-        places = self._places = reserve(**need, what="vLLM", where=_WHERE, field="colocated.resources")
-        return [{"num_cpus": 1, "num_gpus": size * places.on_gpu, **places.options(number)} for number in range(count)]
+        need: dict[str, Any] = {"count": count, "cpus": 1.0, "gpus": size}
+        place = check_room(self._ray, **need, what="vLLM", where=_WHERE, field="colocated.resources")
+        return [{"num_cpus": 1, "num_gpus": place.get("GPU", 0.0)}] * count
 
     def _transfer_info(self) -> Any:
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo

@@ -1,7 +1,7 @@
 """`sign_folder`: score the golden conversations and write the scoring contract into a model folder.
 
     sign_folder(Path("results/rm/final"))                                     # load, score, write the contract
-    sign_later(folder, model=run.model, renderer=run.renderer)()              # a model that was just exported there
+    sign_exported(folder, model=run.model, renderer=run.renderer)             # a model that was just exported there
 
 Each golden conversation holds something that goes wrong somewhere. Their scores are computed in float32 from the
 weights as they are saved, along with the scores that known mistakes would give.
@@ -16,7 +16,7 @@ import gc
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from treeward.model.contract import (
     ToleranceContract,
     WeightsContract,
     keeps_padding,
+    read_contract,
     text_sha256,
     write_contract,
 )
@@ -129,7 +130,7 @@ def sign_folder(
         heads = like.heads
     else:
         heads = _default_heads(model)
-    sign = sign_later(
+    contract = sign_exported(
         folder,
         model=model,
         renderer=renderer,
@@ -139,14 +140,13 @@ def sign_folder(
         has_template=has_template,
         trained_length=like.rendering.trained_length if like else None,
     )
-    contract = sign()
     if like is not None and like.reward_shaping is not None:
         contract = contract.model_copy(update={"reward_shaping": like.reward_shaping})
         write_contract(contract, folder)
     return contract
 
 
-def sign_later(
+def sign_exported(
     folder: Path,
     *,
     model: RewardModel,
@@ -158,9 +158,8 @@ def sign_later(
     pads_alike: bool | None = None,
     has_template: bool = True,
     trained_length: int | None = None,
-) -> Callable[[], ScoringContract]:
-    """`sign_folder` of a model that was exported with `renderer`, in two: it is run now, by every process of `mesh`;
-    what is returned reads the files when they are written, in any thread of one process.
+) -> ScoringContract:
+    """`sign_folder` of a model that was exported with `renderer`; every process of `mesh` calls it.
 
     The golden scores are of the weights in memory. Of a checkpoint only the head is hashed, as all tensors take about a
     second per GB, and weights that give no finite score are signed with a warning. `heads`: None for a model whose
@@ -172,7 +171,7 @@ def sign_later(
     heads, tokenizer = list(heads or _default_heads(model)), renderer.tokenizer
     if pads_alike is None:
         pads_alike = stored.pad_token_id == tokenizer.pad_token_id
-    saved = partial(as_saved, model, None if is_loaded else DTYPES[stored.config_dtype or "float32"], mesh)
+    saved = partial(_as_saved, model, None if is_loaded else DTYPES[stored.config_dtype or "float32"], mesh)
     with saved(computed=torch.float32) as exact:
         golden = _golden(exact, renderer, heads, may_be_broken=is_checkpoint)
     rows = [example.token_ids for example in golden]
@@ -182,7 +181,6 @@ def sign_later(
     def sign() -> ScoringContract:
         backbone, head = stored.split(stored_heads(model.hf))
         dtype, pad = dtype_of(backbone), stored.pad_token_id
-        hashes = {} if is_checkpoint else {tensor.name: sha256_of([tensor]) for tensor in stored.tensors}
         is_read_alike = model.read_position != "last token" or all(row[-1] != pad for row in rows)
         is_plain = pads_alike and is_read_alike and bool(rows) and not getattr(model.hf, "made_by_treeward", False)
         begins_with_bos = bool(rows) and all(row[0] == tokenizer.bos_token_id for row in rows)
@@ -212,9 +210,8 @@ def sign_later(
                 num_tensors=len(stored.tensors),
                 shapes_sha256=stored.shapes_sha256,
                 head_sha256=sha256_of(head),
-                sha256=text_sha256(json.dumps(sorted(hashes.items()))) if hashes else None,
-                tensors={name: digest[:HASH_DIGITS] for name, digest in hashes.items()},
                 config=architecture_of(stored.config),
+                **({} if is_checkpoint else _hashes(stored)),
             ),
             golden=golden,
             tolerance=_tolerance(golden, scores),
@@ -222,11 +219,28 @@ def sign_later(
         write_contract(contract, folder)
         return contract
 
-    return sign
+    return processes.on_main(sign)
+
+
+def hash_all(folder: Path) -> None:
+    """Add the hashes of all tensors to a contract that was signed as a checkpoint's."""
+    contract = read_contract(folder)
+    assert contract is not None
+    weights = contract.weights.model_copy(update=_hashes(StoredModel(folder)))
+    write_contract(contract.model_copy(update={"weights": weights}), folder)
+
+
+def _hashes(stored: StoredModel) -> dict[str, Any]:
+    """The fields of a `WeightsContract` that need the bytes of all tensors."""
+    hashes = {tensor.name: sha256_of([tensor]) for tensor in stored.tensors}
+    return {
+        "sha256": text_sha256(json.dumps(sorted(hashes.items()))),
+        "tensors": {name: digest[:HASH_DIGITS] for name, digest in hashes.items()},
+    }
 
 
 @contextlib.contextmanager
-def as_saved(
+def _as_saved(
     model: RewardModel, saved: torch.dtype | None, mesh: Mesh = _ALONE, computed: torch.dtype = torch.float32
 ) -> Iterator[RewardModel]:
     """The model that a folder with the weights of `model` in the dtype `saved` holds, to be scored with exactly.

@@ -18,18 +18,13 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
-
-from torch.distributed import ProcessGroup
 
 from treeward import processes
 from treeward.config.checkpointing import CheckpointingConfig
 from treeward.errors import CheckpointError
-from treeward.model.export import DeferredWrite
 from treeward.storage import folder_lock, remove_leftovers, sync_folder
 
 logger = logging.getLogger(__name__)
@@ -80,9 +75,7 @@ def open_store(
         except OSError as error:
             summary, fix = "the checkpoint folder cannot be used", "set checkpointing.checkpoint_dir"
             raise CheckpointError(summary, where=str(folder), got=str(error), fix=fix) from error
-        store = CheckpointStore(folder, config, metric_of)
-        opened.callback(store.close)
-        yield store
+        yield CheckpointStore(folder, config, metric_of)
 
 
 class CheckpointStore:
@@ -92,57 +85,22 @@ class CheckpointStore:
         self, folder: Path, config: CheckpointingConfig, metric_of: Callable[[Path], float | None] | None
     ) -> None:
         self.folder, self.config, self._metric_of = folder, config, metric_of
-        self._group = processes.side_group() if config.async_save else None
-        self._writing: tuple[int, Future[None]] | None = None
 
-    def save(self, step: int, prepare: Callable[[Path], DeferredWrite], *, beside: bool = False) -> Checkpoint | None:
-        """Have `prepare` and the write that it returns fill a folder, and make it the checkpoint of `step`; then prune.
-        `beside`: a thread writes, and `wait` returns the checkpoint. Raises `CheckpointError` if it cannot be written;
-        earlier ones stay."""
-        self.wait()
-        assert not (self.folder / f"step_{step}").exists()
-        with self._whole_or_absent(f"step_{step}"):
-            write = prepare(self._begin(f"step_{step}"))
-        future: Future[None] = Future()
-        self._writing = step, future
-
-        def complete(group: ProcessGroup | None) -> None:
-            try:
-                with self._whole_or_absent(f"step_{step}"):
-                    write(group)
-                    self._end(f"step_{step}", group)
-                future.set_result(None)
-            except BaseException as error:  # raised by `wait`, where the run looks for it
-                future.set_exception(error)
-
-        if beside:
-            Thread(target=complete, args=[self._group], daemon=True).start()
-            return None
-        complete(None)
-        return self.wait()
-
-    def wait(self, *, only_if_done: bool = False) -> Checkpoint | None:
-        """The checkpoint that a thread has written since the last call, or None; with `only_if_done` also None while it
-        still writes. Raises as `save` does."""
-        if self._writing is None or (only_if_done and not all(processes.gather(self._writing[1].done()))):
-            return None
-        (step, future), self._writing = self._writing, None
-        future.result()
+    def save(self, step: int, write: Callable[[Path], object]) -> Checkpoint:
+        """Have `write` fill a folder, and make it the checkpoint of `step`; then prune. Raises `CheckpointError` if it
+        cannot be written; earlier ones stay."""
+        path = self.folder / f"step_{step}"
+        assert not path.exists()
+        self.write_folder(path.name, write)
         self.prune()
-        return processes.on_main(lambda: self._checkpoint(self.folder / f"step_{step}"))
-
-    def close(self) -> None:
-        """Wait for a thread that is still writing; in several processes with a limit."""
-        if self._writing is not None:
-            wait([self._writing[1]], timeout=None if processes.size() == 1 else _PATIENCE_SECONDS)
+        return processes.on_main(lambda: self._checkpoint(path))
 
     def write_folder(self, name: str, write: Callable[[Path], object]) -> Path:
         """Have `write` fill a folder of any `name` beside the checkpoints, whole or absent; it replaces an older one.
         Raises `CheckpointError` if it cannot be written; the older one stays."""
-        self.wait()
         with self._whole_or_absent(name):
             write(self._begin(name))
-            self._end(name, None)
+            self._end(name)
         return self.folder / name
 
     def _begin(self, name: str) -> Path:
@@ -156,7 +114,7 @@ class CheckpointStore:
             raise CheckpointError(summary, where=f"checkpointing.checkpoint_dir: {self.folder}", need=need)
         return partial
 
-    def _end(self, name: str, group: ProcessGroup | None) -> None:
+    def _end(self, name: str) -> None:
         """Flush the partial folder, and give it its final name."""
         final, partial = self.folder / name, self.folder / f"{_PARTIAL}{name}"
 
@@ -171,7 +129,7 @@ class CheckpointStore:
             os.rename(partial, final)
             sync_folder(self.folder)
 
-        processes.on_main(end, group)
+        processes.on_main(end)
 
     @contextmanager
     def _whole_or_absent(self, name: str) -> Iterator[None]:

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.optim.lr_scheduler import LRScheduler
 
 from treeward import processes
@@ -31,8 +31,7 @@ from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.load import save_config
 from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig, RMConfig
-from treeward.errors import ConfigError, ModelError, TreewardError
-from treeward.model.export import DeferredWrite
+from treeward.errors import ConfigError, ModelError
 from treeward.model.pretrained import quiet_transformers
 from treeward.parallel.stopping import StopRequest
 from treeward.progress import ShownProgress, logs_shown
@@ -71,8 +70,7 @@ class Outcome:
     """How a run ended.
 
     `validation`: the metrics of the exported model (or of the last step). `model_folder`: the exported model, of step
-    `model_step`; None if the run was interrupted. `interrupted_by`: a signal or the deadline. `report`: its page, if
-    any.
+    `model_step`; None if the run was interrupted. `interrupted_by`: a signal or the deadline.
     """
 
     step: int
@@ -82,7 +80,6 @@ class Outcome:
     model_step: int | None = None
     interrupted_by: str | None = None
     exit_code: int = 0
-    report: Path | None = None
 
 
 class Run(ABC):
@@ -112,25 +109,21 @@ class Run(ABC):
         """Take the step of this number."""
 
     @abstractmethod
-    def weights_changed(self) -> bool:
-        """Whether the failed step has changed weights; if not, it takes its other changes back."""
-
-    @abstractmethod
     def validate(self, step: int, should_stop: Callable[[], str | None]) -> Validation | None:
         """Measure the model after so many steps; None if `should_stop` gave a reason on the way."""
 
     @abstractmethod
-    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite:
-        """Prepare the model of a checkpoint, a folder `model` in `folder`; `staged` as `prepare_export` has it."""
+    def save_model(self, folder: Path) -> None:
+        """Write the model of a checkpoint, a folder `model` in `folder`."""
 
     @abstractmethod
-    def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
-        """Write the model of a checkpoint with its `state` to the store's folder `final`. `is_current`: the model in
-        memory is the same."""
+    def complete_export(self, folder: Path, state: RunState) -> None:
+        """Write what the exported model in `folder`, a copy of the checkpoint with this `state`, has beside it. Called
+        on the main process."""
 
     @abstractmethod
-    def finish(self, outcome: Outcome) -> Callable[[StopRequest, bool], Outcome]:
-        """The work after the loop (a report), as a function of `stop` and `show_progress` that holds no weights."""
+    def finish(self, outcome: Outcome) -> Outcome:
+        """The work after the loop."""
 
     def is_done(self, step: int) -> bool:
         """Whether the run ends after so many steps."""
@@ -176,21 +169,18 @@ def start(
             torch.manual_seed(schedule.seed)
             run = set_up(checkpoint, show_progress)
             # Signals are heeded from here on: before, there is nothing to save, and they may end the process at once.
-            with stop:
-                with contextlib.ExitStack() as opened:
-                    opened.callback(run.close)
-                    state = _resumed(run, checkpoint)
-                    resume_step = None if checkpoint is None else state.step
-                    settings = config.model_dump(mode="json", by_alias=True)
-                    trackers = opened.enter_context(open_trackers(config.logger, settings, resume_step))
-                    processes.on_main(lambda: save_config(config, Path(config.logger.log_dir) / "config.yaml"))
-                    run.begin(state, trackers)
-                    progress = opened.enter_context(ShownProgress(unit="steps", enabled=show_progress))
-                    outcome = Loop(run, state, schedule, store, trackers, progress, stop).run_to_end()
-                    trackers.status = "interrupted" if outcome.interrupted_by else "finished"
-                    finish = run.finish(outcome)
-                del run  # the report loads the exported model: two in memory at once may be one too many
-                return finish(stop, show_progress)
+            with stop, contextlib.ExitStack() as opened:
+                opened.callback(run.close)
+                state = _resumed(run, checkpoint)
+                resume_step = None if checkpoint is None else state.step
+                settings = config.model_dump(mode="json", by_alias=True)
+                trackers = opened.enter_context(open_trackers(config.logger, settings, resume_step))
+                processes.on_main(lambda: save_config(config, Path(config.logger.log_dir) / "config.yaml"))
+                run.begin(state, trackers)
+                progress = opened.enter_context(ShownProgress(unit="steps", enabled=show_progress))
+                outcome = Loop(run, state, schedule, store, trackers, progress, stop).run_to_end()
+                trackers.status = "interrupted" if outcome.interrupted_by else "finished"
+                return run.finish(outcome)
 
 
 @contextlib.contextmanager
@@ -248,7 +238,6 @@ class Loop:
     stop: StopRequest
     longest_step: float = 0.0
     longest_save: float = 0.0
-    save_started: float = 0.0
 
     def __post_init__(self) -> None:
         self.first_step = self.state.step
@@ -275,14 +264,12 @@ class Loop:
             self.take_step()
             if self._validation_is_due():
                 self.validate()
-            self._look_for_a_save()
             if self._save_is_due():
-                self.save(beside=not run.is_done(state.step))
+                self.save()
             self.longest_step = max(self.longest_step, time.monotonic() - started)
             self.stop.reserved_seconds = self.longest_step + self.longest_save
         if self.stop.reason:
             self.save()
-        self._look_for_a_save(wait=True)
         outcome = Outcome(state.step, run.total_steps, state.own_validation)
         is_unvalidated = self._validation_is_due() and state.validation_step != state.step
         if not run.is_done(state.step) or (self.stop.reason and is_unvalidated):
@@ -306,8 +293,7 @@ class Loop:
         processes.doing(f"step {state.step + 1}")
         if state.step == self.first_step:
             self.progress.message(f"Step {state.step + 1} of {run.total_steps} begins; the first one is the slowest.")
-        with self._saved_if_it_fails(f"step {state.step + 1} cannot be taken"):
-            metrics = run.step(state.step + 1)
+        metrics = run.step(state.step + 1)
         state.step += 1
         self.progress.show("training", state.step, run.total_steps, metrics.shown, tokens=metrics.row_tokens)
         if state.step % self.schedule.log_period == 0 or run.is_done(state.step):
@@ -321,10 +307,7 @@ class Loop:
             return
         started = time.monotonic()
         processes.doing(f"the validation after step {state.step}")
-        with (
-            self.progress.paused("validating"),
-            self._saved_if_it_fails(f"the model of step {state.step} cannot be validated"),
-        ):
+        with self.progress.paused("validating"):
             validation = self.run.validate(state.step, self.stop.agree)
         if validation is None:
             return  # a resumed run repeats it
@@ -339,62 +322,25 @@ class Loop:
         for line in validation.lines:
             self.progress.message(line)
 
-    @contextlib.contextmanager
-    def _saved_if_it_fails(self, what: str) -> Iterator[None]:
-        """After a failure, save the state before it, if no weight has changed since."""
-        try:
-            yield
-        except Exception as error:
-            reason = error.summary if isinstance(error, TreewardError) else f"{type(error).__name__}: {error}"
-            logger.error("%s%s: %s", what[0].upper(), what[1:], reason)
-            if not processes.raised_on_all_ranks(error):  # all are needed to save
-                logger.error("The last checkpoint stands.")
-                raise
-            if self.run.weights_changed():
-                logger.error("The weights have changed in this step: the last checkpoint stands.")
-                raise
-            self.save()
-            if self.saved_step == self.state.step:
-                logger.error("Step %d is saved: the same command goes on from there.", self.state.step)
-            raise
-
-    def save(self, *, beside: bool = False) -> None:
-        """Save a checkpoint, unless this step has one. `beside`: with `async_save` while the next steps are taken."""
+    def save(self) -> None:
+        """Save a checkpoint, unless this step has one."""
         if self.store is None or self.saved_step == self.state.step or self.state.step == 0:
             return
         processes.doing(f"the save after step {self.state.step}")
-        self._look_for_a_save(wait=True)
-        self.save_started = time.monotonic()
-        staged = beside and self.run.run_config.checkpointing.async_save
+        started = time.monotonic()
         with self.progress.paused("saving"):
-            checkpoint = self.store.save(self.state.step, partial(self._prepare, staged=staged), beside=staged)
+            checkpoint = self.store.save(self.state.step, self._write)
         self.saved_step = self.state.step
-        self._has_saved(checkpoint)
+        self.longest_save = max(self.longest_save, time.monotonic() - started)
+        logger.info("Saved %s.", checkpoint.path)
 
-    def _look_for_a_save(self, *, wait: bool = False) -> None:
-        """Log a finished background save. Raises its error."""
-        if self.store is not None:
-            self._has_saved(self.store.wait(only_if_done=not wait))
-
-    def _has_saved(self, checkpoint: Checkpoint | None) -> None:
-        if checkpoint is not None:
-            self.longest_save = max(self.longest_save, time.monotonic() - self.save_started)
-            logger.info("Saved %s.", checkpoint.path)
-
-    def _prepare(self, folder: Path, *, staged: bool) -> DeferredWrite:
+    def _write(self, folder: Path) -> None:
         run, config = self.run, self.run.run_config
-        write_model = run.save_model(folder, staged=staged)
+        run.save_model(folder)
         self._complete_state()
         is_rounded = config.policy.precision != "float32"
-        optimizer, scheduler = run.optimizer, run.scheduler
-        write_rest = save_state(folder, self.state, optimizer, scheduler, with_weights=is_rounded, staged=staged)
+        save_state(folder, self.state, run.optimizer, run.scheduler, with_weights=is_rounded)
         processes.on_main(lambda: save_config(config, folder / "config.yaml"))
-
-        def write_both(group: ProcessGroup | None) -> None:
-            write_model(group)
-            write_rest(group)
-
-        return write_both
 
     def _complete_state(self) -> None:
         self.state.run, self.state.ranked = self.run.state(), self._save_is_due()
@@ -405,8 +351,7 @@ class Loop:
         if self.store is None or best is None:
             return outcome
         self.store.prune()  # a session that was killed after its last save has not
-        is_current = best.step == self.state.step
-        state = self.state if is_current else read_state(best.path)
+        state = self.state if best.step == self.state.step else read_state(best.path)
         final = self.store.folder / "final"
         # The run may be longer than before, or rank by another metric.
         mark, name = self.store.folder / _EXPORTED, best.path.name
@@ -416,7 +361,13 @@ class Loop:
 
         if not processes.on_main(is_exported):
             processes.on_main(lambda: mark.unlink(missing_ok=True))
-            self.run.export(best, state, self.store, is_current=is_current)
+
+            def write(folder: Path) -> None:
+                shutil.copytree(best.path / "model", folder, dirs_exist_ok=True)
+                self.run.complete_export(folder, state)
+
+            with processes.patience() as group:
+                self.store.write_folder("final", lambda folder: processes.on_main(partial(write, folder), group))
             processes.on_main(lambda: write_text(mark, name))
             logger.info("Exported the model of step %d to %s.", best.step, final)
         return replace(outcome, validation=state.own_validation, model_folder=final, model_step=best.step)

@@ -50,7 +50,6 @@ from treeward.training.state import check_identity
 
 logger = logging.getLogger(__name__)
 
-_MEASURED_COMPARISONS = 16
 _CHECKED_COMPARISONS = 64
 
 
@@ -137,9 +136,6 @@ def set_up(
     check = partial(_check_model, config, model, tokenizer, datasets, highest_token)
     adaptation = partial(adapt, model, config.policy, seed=config.rm.seed, checkpoint=checkpoint)
     make_ready(model, config.policy, mesh, role="reward model", adaptation=adaptation, check=check)
-    first = next(iter(training_sets.values()))[:_MEASURED_COMPARISONS]
-    model.choose_attention([comparison.token_ids for comparison in first])
-    model.tree_attention = processes.broadcast(model.tree_attention)
     steps_in_data = order.steps_per_epoch(config.policy.train_global_batch_size) * config.rm.max_num_epochs
     total_steps = planned_steps(config.rm, steps_in_data, "rm")
     optimizer = build_optimizer(model, config.policy.optimizer, cpu_offload=steps_on_host(config.policy, mesh))

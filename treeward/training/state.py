@@ -1,6 +1,6 @@
 """Saving and loading a checkpoint's state beside the model: optimiser, schedule, random numbers, `RunState`.
 
-    save_state(folder, RunState(step, ...), optimizer, scheduler)(None)
+    save_state(folder, RunState(step, ...), optimizer, scheduler)
     state = load_state(folder, optimizer, scheduler)
 
 The state is JSON. The optimiser's tensors are safetensors in parts, by the names of the parameters
@@ -23,14 +23,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from treeward import processes
 from treeward.errors import CheckpointError, shown
-from treeward.model.export import DeferredWrite
 from treeward.model.shards import read_tensors, stored_tensors, whole, write_tensors
 from treeward.storage import write_text
 from treeward.training.masters import MasterWeights
@@ -46,8 +43,8 @@ _FLOAT32_WEIGHT = "float32_weight"
 class RunState:
     """The state of a run after `step` steps. `identity`: values that must not change when a run resumes, by readable
     names. `validation`: the logged metrics of the latest validation, after `validation_step` steps. `run`:
-    `Run.state()`. `ranked`: whether the uninterrupted run saves this step too; checkpoints of a failure or a signal are
-    never the best."""
+    `Run.state()`. `ranked`: whether the uninterrupted run saves this step too; checkpoints of a signal are never the
+    best."""
 
     step: int
     identity: dict[str, Any]
@@ -69,25 +66,16 @@ def save_state(
     scheduler: LRScheduler,
     *,
     with_weights: bool = False,
-    staged: bool = False,
-) -> DeferredWrite:
-    """A function that writes the state into a folder; every process calls both. `with_weights`: the float32 weights
-    too. `staged`: copy the tensors to the host first, so that a thread may write them later."""
+) -> None:
+    """Write the state into a folder; every process calls it. `with_weights`: the float32 weights too."""
     tensors, settings = _pack(optimizer, with_weights=with_weights)
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
     contents = _dumped({"optimizer": settings, "scheduler": scheduler.state_dict(), "rng": rng})
-    text = _as_json(state)
-    if staged:
-        tensors = BlockingAsyncStager().stage(tensors)
-
-    def write(group: ProcessGroup | None) -> None:
-        write_tensors(folder / _TENSORS, tensors, group=group)
-        processes.on_main(lambda: (folder / _OPTIMIZER).write_bytes(contents), group)
-        processes.on_main(lambda: write_text(folder / _STATE, text), group)
-
-    return write
+    write_tensors(folder / _TENSORS, tensors)
+    processes.on_main(lambda: (folder / _OPTIMIZER).write_bytes(contents))
+    processes.on_main(lambda: write_state(folder, state))
 
 
 def _dumped(held: dict[str, Any]) -> memoryview:

@@ -8,7 +8,6 @@ Shapes: S completions of a micro-batch, H heads; 6 sums of `GradeSums`.
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import time
@@ -23,7 +22,6 @@ from huggingface_hub import get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from treeward import processes
 from treeward.config.checkpointing import MetricKey
@@ -34,22 +32,16 @@ from treeward.errors import ConfigError, TreewardError
 from treeward.evaluation.diagnostics.scores import scored_comparison
 from treeward.evaluation.results import Metric, ScoredExample
 from treeward.losses import METRIC_NAMES, GradeSums, RewardMetrics, RewardSums
-from treeward.model.export import DeferredWrite, prepare_export, push_folder
-from treeward.model.loading import load_reward_model
-from treeward.model.lora import has_adapters
-from treeward.model.pretrained import DTYPES
-from treeward.parallel.sharding import shard, sum_over_copies
-from treeward.parallel.stopping import StopRequest
-from treeward.scoring.golden import sign_later
-from treeward.training.checkpoints import Checkpoint, CheckpointStore
-from treeward.training.export import export_final
+from treeward.model.export import export_model, push_folder
+from treeward.parallel.sharding import sum_over_copies
+from treeward.scoring.golden import hash_all, sign_exported
+from treeward.training.export import model_card
 from treeward.training.features import with_features
 from treeward.training.learning import LearningWatch, learnt
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.models import save_adapted
 from treeward.training.optimisation import SkippedSteps, advance
 from treeward.training.prefetch import BatchPreparer, MicroBatch, Prefetcher
-from treeward.training.reporting import check_report, write_report
 from treeward.training.setup import RewardModelSetup, set_up
 from treeward.training.state import RunState
 from treeward.training.tracking import METRICS_FILE, TrackerGroup, read_metrics
@@ -64,12 +56,11 @@ _COMPARISONS_AT_ONCE = 1024  # planned together: as good a plan as for the whole
 @dataclass(frozen=True)
 class TrainingOutcome(Outcome):
     """How a run ended. By validation set: `validation`, its metrics; `validation_sizes`, its comparisons; `caveats`,
-    what was left out of much data; `learnt`, whether it is better than chance. `report_error`, `upload_error`: the
-    exit code is then 1. `warning`: a remedy for a model that has not learnt."""
+    what was left out of much data; `learnt`, whether it is better than chance. `upload_error`: the exit code is then
+    1. `warning`: a remedy for a model that has not learnt."""
 
     validation_sizes: Mapping[str, int] = field(default_factory=dict)
     caveats: Mapping[str, str] = field(default_factory=dict)
-    report_error: str | None = None
     upload_error: str | None = None
     warning: str | None = None
     learnt: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +70,6 @@ def train(config: RewardModelRunConfig, *, show_progress: bool = True) -> Traini
     """Train a reward model as configured, resuming where an earlier run of the same configuration stopped. Raises a
     `TreewardError` for what the user can mend; the last checkpoint stands."""
     check_packages(config)
-    check_report(config)
     if config.hub.push_to_hub:
         _check_hub(config.hub_repo_id)
     key, ranked_by = config.ranking_metric, None
@@ -122,7 +112,7 @@ class RewardModelRun(Run):
             validates=bool(setup.validation_sets),
         )
         self.setup, self.config, self.model, self.heads = setup, setup.config, setup.model, setup.heads
-        self._changed = self._warned_of_ranking = False
+        self._warned_of_ranking = False
         self.skipped = SkippedSteps()
         self._preparer = BatchPreparer(setup)
         self._prefetcher = Prefetcher(self._preparer.step, num_steps=setup.total_steps)
@@ -141,12 +131,8 @@ class RewardModelRun(Run):
     def state(self) -> dict[str, Any]:
         return {"skipped_steps": asdict(self.skipped)}
 
-    def weights_changed(self) -> bool:
-        return self._changed
-
     def step(self, number: int) -> StepMetrics:
-        setup, self._changed = self.setup, False
-        started = time.monotonic()
+        setup, started = self.setup, time.monotonic()
         batches = self._prefetcher.get(number)
         sums = RewardSums()
         for micro_batch in batches.micro_batches:
@@ -200,7 +186,6 @@ class RewardModelRun(Run):
             fix="start anew in another checkpointing.checkpoint_dir with a lower policy.optimizer.kwargs.lr, or in "
             "policy.precision=float32",
         )
-        self._changed = True  # of a skipped step the schedule and the count
         if math.isfinite(norm):
             self.optimizer.step()
         advance(self.scheduler)
@@ -208,7 +193,6 @@ class RewardModelRun(Run):
         return norm
 
     def validate(self, step: int, should_stop: Callable[[], str | None]) -> Validation | None:
-        self._changed = False
         sets: dict[str, SetValidation] = {}
         seconds: dict[str, float] = {}
         for name in self.setup.validation_sets:
@@ -282,46 +266,17 @@ class RewardModelRun(Run):
     def close(self) -> None:
         self._prefetcher.close()
 
-    def save_model(self, folder: Path, *, staged: bool) -> DeferredWrite:
+    def save_model(self, folder: Path) -> None:
         setup, model = self.setup, folder / "model"
-        # Adapters are merged in float32, and rounded to the export's dtype.
-        keeps_sum = has_adapters(setup.model) and self.config.checkpointing.export_dtype == "float32"
-        write = prepare_export(
-            setup.model,
-            setup.tokenizer,
-            model,
-            rendering=setup.renderer.settings,
-            dtype=torch.float32 if keeps_sum else None,
-            staged=staged,
-        )
+        export_model(setup.model, setup.tokenizer, model, chat_template=setup.renderer.chat_template)
         save_adapted(setup.model, folder)
         heads, mesh = setup.heads.contract(), setup.mesh
-        sign = sign_later(model, model=setup.model, renderer=setup.renderer, heads=heads, mesh=mesh, is_checkpoint=True)
+        sign_exported(model, model=setup.model, renderer=setup.renderer, heads=heads, mesh=mesh, is_checkpoint=True)
 
-        def write_both(group: ProcessGroup | None) -> None:
-            write(group)
-            processes.on_main(sign, group)
-
-        return write_both
-
-    def export(self, best: Checkpoint, state: RunState, store: CheckpointStore, *, is_current: bool) -> None:
-        setup, policy = self.setup, self.config.policy
-        model = setup.model
-        if not is_current:
-            dtype = DTYPES["float32" if self.config.checkpointing.export_dtype == "float32" else policy.precision]
-            model = load_reward_model(
-                best.path / "model",
-                tokenizer=setup.tokenizer,
-                labels=policy.reward_model_cfg.head_names,
-                dtype=dtype,
-                attention=policy.attention,
-                trust_remote_code=policy.trust_remote_code,
-                on_meta=setup.mesh.devices is not None,
-            ).model
-            shard(model, setup.mesh, dtype=dtype)
-            model.fill("cpu")
-        validation = self._by_set(state.own_validation)
-        store.write_folder("final", partial(export_final, setup, model, best.step, validation))
+    def complete_export(self, folder: Path, state: RunState) -> None:
+        card = model_card(self.setup, state.step, self._by_set(state.own_validation))
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        hash_all(folder)
 
     def _by_set(self, validation: Mapping[str, float]) -> dict[str, dict[str, float]]:
         """Logged metrics, by validation set; empty without any."""
@@ -335,7 +290,7 @@ class RewardModelRun(Run):
             for name, head in heads.items()
         }
 
-    def finish(self, outcome: Outcome) -> Callable[[StopRequest, bool], Outcome]:
+    def finish(self, outcome: Outcome) -> Outcome:
         setup, validation = self.setup, self._by_set(outcome.validation)
         caveats = {name: dataset.counts.much_dropped for name, dataset in setup.validation_sets.items()}
         for name, dataset in setup.training_sets.items():
@@ -352,13 +307,9 @@ class RewardModelRun(Run):
             caveats={name: caveat for name, caveat in caveats.items() if caveat is not None},
             warning=self._watch.verdict(),
         )
-        if outcome.model_folder is None or not processes.is_main():
-            return lambda stop, show_progress: ended
-        if self.config.hub.push_to_hub:
-            ended = _uploaded(ended, self.config, outcome.model_folder)
-        if not self.config.evaluation.enabled:
-            return lambda stop, show_progress: ended
-        return partial(_with_report, ended, self.config, outcome.model_folder)
+        if outcome.model_folder is not None and processes.is_main() and self.config.hub.push_to_hub:
+            return _uploaded(ended, self.config, outcome.model_folder)
+        return ended
 
 
 def _scored(comparisons: Mapping[int, Comparison], scores: Sequence[float]) -> dict[int, ScoredExample]:
@@ -380,19 +331,6 @@ def _uploaded(outcome: TrainingOutcome, config: RewardModelRunConfig, model: Pat
         return replace(outcome, upload_error=str(error), exit_code=1)
     logger.info("Uploaded %s to %s.", model, page)
     return outcome
-
-
-def _with_report(
-    outcome: TrainingOutcome, config: RewardModelRunConfig, model: Path, stop: StopRequest, show_progress: bool
-) -> TrainingOutcome:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    report = write_report(config, model, should_stop=lambda: stop.own_reason, show_progress=show_progress)
-    if report.stopped_by is not None:
-        return replace(outcome, interrupted_by=report.stopped_by, exit_code=stop.exit_code)
-    exit_code = outcome.exit_code if report.error is None else 1
-    return replace(outcome, report=report.path, report_error=report.error, exit_code=exit_code)
 
 
 def _line(name: str, step: int, means: Mapping[str, float], key: MetricKey | None) -> str:

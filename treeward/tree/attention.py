@@ -6,7 +6,7 @@
 
 - `TREE`: anywhere. On a CPU flash attention over slices, merged by their log-sum-exp, or one small mask where that is
   quicker; elsewhere one masked SDPA call per tree.
-- `FLEX` (`treeward.tree.flex`) and `VARLEN` (`treeward.tree.varlen`, else `FLEX`): for GPUs.
+- `FLEX` (`treeward.tree.flex`): for GPUs, where compiled layers need it, in rows of few lengths.
 - `DENSE`: the reference, one mask over the whole row and plain arithmetic.
 
 Shapes: B batch (1: a row), H heads, J key/value heads, R = H / J, T tokens of the row, N of a tree, Q queries, K keys,
@@ -26,23 +26,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._triton import has_triton
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function
 
 from treeward.errors import ModelError
-from treeward.tree import flex, varlen
+from treeward.tree import flex
 from treeward.tree.batch import TreeLayout, TreeSpan
 from treeward.tree.flex import FlexMask
 from treeward.tree.mask import MaskFunction, Part, PositionMask
 from treeward.tree.prefix import Prefixes
-from treeward.tree.varlen import PathPlan
 
 TREE = "treeward_tree"
 FLEX = "treeward_flex"
-VARLEN = "treeward_varlen"
 DENSE = "treeward_dense"
-
-COMPILED = (FLEX, VARLEN)
-"""The implementations for compiled layers, in rows of few lengths."""
 
 _row: ContextVar[TreeLayout | None] = ContextVar("_row", default=None)
 
@@ -52,7 +46,6 @@ def register() -> None:
     for name, attend, mask in (
         (TREE, _tree_attention, PositionMask),
         (FLEX, flex.attend, FlexMask),
-        (VARLEN, _varlen_attention, _path_plan),
         (DENSE, _dense_attention, PositionMask),
     ):
         AttentionInterface.register(name, _layer_attention(attend))
@@ -61,7 +54,7 @@ def register() -> None:
 
 
 def default_for(device: torch.device, head_sizes: Collection[int]) -> str:
-    """The implementation for a device, unless `fastest` measures it. FlexAttention has no smaller heads than 16."""
+    """The implementation for a device. FlexAttention has no smaller heads than 16."""
     return FLEX if device.type == "cuda" and has_triton() and all(size >= 16 for size in head_sizes) else TREE
 
 
@@ -85,11 +78,6 @@ def _mask_maker(make: Callable[[MaskFunction, TreeLayout], object]) -> Callable[
         return make(mask_function, layout)
 
     return make_mask
-
-
-def _path_plan(mask_function: MaskFunction, layout: TreeLayout) -> PathPlan | FlexMask:
-    is_plain = mask_function is causal_mask_function and layout.exchange is None
-    return PathPlan(layout) if is_plain else FlexMask(mask_function, layout)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any, float, float | None, Tensor | None], Tensor]
@@ -121,7 +109,7 @@ def _layer_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
 
 def _check(module: torch.nn.Module, query_BHTD: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
     """Raise `ModelError` for a call that tree attention cannot compute exactly."""
-    if not isinstance(mask, PositionMask | FlexMask | PathPlan):
+    if not isinstance(mask, PositionMask | FlexMask):
         raise ModelError(
             "this model builds its attention mask by itself",
             where=type(module).__name__,
@@ -173,23 +161,6 @@ def _tree_attention(
         out, _ = _sliced(query_BHTD, key_BJTD, value_BJTD, mask.parts, scale, prefixes)
         out = out.view(query_BHTD.shape)
     return out.to(dtype)
-
-
-def _varlen_attention(
-    query_BHTD: Tensor,
-    key_BJTD: Tensor,
-    value_BJTD: Tensor,
-    mask: PathPlan | FlexMask,
-    scale: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    if isinstance(mask, FlexMask):
-        return flex.attend(query_BHTD, key_BJTD, value_BJTD, mask, scale, softcap, sinks_H)
-    if softcap is not None or sinks_H is not None or query_BHTD.shape[-1] != value_BJTD.shape[-1]:
-        summary = "FlashAttention has no soft-caps, sinks and values of another dimension than the keys here"
-        raise ModelError(summary, where="attention over trees", got=VARLEN, need=FLEX)
-    return varlen.attend(query_BHTD, key_BJTD, value_BJTD, mask, scale=scale)
 
 
 def _dense_attention(
