@@ -62,7 +62,7 @@ def run() -> int:
     for split in ("validation", "length_controlled"):
         evaluate += ["--data", str(bundled_path(split))]
     code = main(["train", "--config", str(CONFIG)])
-    code = code or main([*evaluate, "--training-data", str(bundled_path("train"))])
+    code = code or main(evaluate)
     if code != 0:
         return code
     scores = Scorer.load(MODEL).score_completions(CONTEXT, COMPLETIONS)
