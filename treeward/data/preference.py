@@ -67,8 +67,8 @@ class Completion:
 class Preference:
     """A comparison group: the `context` (messages, may be empty) and at least two `completions` of it.
 
-    `strength`: by how much a better completion is better; see `rm.loss.strength`. `id`: the name
-    in an evaluation. `where`: file and row.
+    `strength`: by how much a better completion is better; see `rm.loss.strength`. `id`: the name in an
+    evaluation. `where`: file and row.
     """
 
     context: Messages
