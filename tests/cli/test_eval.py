@@ -94,9 +94,10 @@ def test_the_checkpoints_of_a_run_in_the_order_of_their_steps(
         (["MODEL", "/nowhere/model"], "there is no such folder"),
         (["MODEL", "--suite", "rewardbnch"], "did you mean rewardbench"),
         (["MODEL", "MODEL", "--ensemble", "mean"], "a model is named twice"),
-        (["{model: x}"], "this is no model"),
+        (["{modle: x}"], "did you mean model"),
         (["{type: judge, model: x, mode: best}"], "mode"),
-        (["{type: judge, model: x}", "--perturbations", "3"], "taken as they are"),
+        (["{type: judge, model: x}", "--perturbations", "3"], "is not asked about rewritten completions"),
+        (["{model: x}", "--ensemble", "mean"], "a section is taken as it is"),
     ],
 )
 def test_what_cannot_be_is_told_before_a_suite_is_read(

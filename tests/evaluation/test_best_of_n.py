@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeward.data.sources import Row
-from treeward.data.synthetic import bundled_path
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.best_of_n.analysis import (
     BestOfN,
@@ -27,7 +26,7 @@ from treeward.evaluation.best_of_n.analysis import (
     table,
     to_json,
 )
-from treeward.evaluation.best_of_n.samples import SampledRow, by_field, by_gold_quality, sampled_rows
+from treeward.evaluation.best_of_n.samples import Samples, sampled_rows
 from treeward.evaluation.report.build import build_report
 from treeward.evaluation.results import Metric
 
@@ -228,7 +227,7 @@ def test_the_report() -> None:
     assert content["verdict"]["peak"] == 5
 
 
-def read(*values: dict[str, Any]) -> list[SampledRow]:
+def read(*values: dict[str, Any]) -> list[Samples]:
     return list(sampled_rows(Row(one, f"in.jsonl:{i}") for i, one in enumerate(values, 1)))
 
 
@@ -246,10 +245,10 @@ COMPLETIONS = [[{"role": "assistant", "content": text}] for text in ("4.", "Five
     ],
 )
 def test_samples_and_the_columns_beside_them(row: dict[str, Any]) -> None:
-    (metrics,) = read({**row, "ground_truth": "4"})
-    samples, columns = metrics
+    (found,) = read({**row, "ground_truth": "4"})
+    samples = found.example
     assert samples.conversations == [[USER, *completion] for completion in COMPLETIONS]
-    assert samples.context == (USER,) and columns == {"ground_truth": "4"}
+    assert samples.context == (USER,) and samples.info == {"ground_truth": "4"}
 
 
 @pytest.mark.parametrize(
@@ -263,11 +262,3 @@ def test_samples_and_the_columns_beside_them(row: dict[str, Any]) -> None:
 def test_rows_without_samples_are_refused(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=f"in.jsonl:1: .*{message}"):
         read(row)
-
-
-def test_gold_quality_is_that_of_the_bundled_data() -> None:
-    lines = bundled_path("validation").read_text(encoding="utf-8").splitlines()[:20]
-    rows = read(*map(json.loads, lines))
-    assert by_gold_quality(rows) == by_field("score")(rows)
-    with pytest.raises(DataError, match="in.jsonl:1: the last user turn asks nothing"):
-        by_gold_quality(read({"prompt": "Why?", "responses": ["So.", "No."]}))

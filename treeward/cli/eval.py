@@ -29,6 +29,7 @@ from treeward.cli.options import (
     Ensemble,
     ModelOptions,
     Shaping,
+    candidate,
     checked_models,
     load_rewards,
     parse_yaml,
@@ -52,7 +53,7 @@ _COLUMNS = [
 def run(
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="MODEL", help="Folders, hub names, or an environment as {type: judge, ...}."),
+        typer.Argument(metavar="MODEL", help="Folders, hub names, or sections as {type: judge, ...}."),
     ] = None,
     checkpoints: Annotated[str | None, typer.Option(metavar="RUN_DIR", help="The checkpoints of a run.")] = None,
     suite: Annotated[list[str] | None, typer.Option(metavar="NAME[=FOLDER],...", help="Suites to run.")] = None,
@@ -78,9 +79,15 @@ def run(
         raise ConfigError("there are no comparisons for the option", where="--data-option", got=data_option, need=need)
     suites = _suites(suite or [], data or [], dataset_name, split, data_option, tie_policy)
     training = [dataset_config(path, None, None, data_option) for path in training_data or []]
-    sections = [text for text in models or [] if text.lstrip().startswith("{")]
-    named = [text for text in models or [] if text not in sections]
-    candidates = _judges(sections, bool(perturbations), ensemble, shaping)  # errors before suites are read
+    named = [text for text in models or [] if not text.lstrip().startswith("{")]
+    sections = [parse_yaml(text, "MODEL", names=False) for text in models or [] if text not in named]
+    if sections and (ensemble is not None or shaping is not None):
+        need = "keys of the section"
+        raise ConfigError("a section is taken as it is", where="--ensemble, --shaping", got=sections[0], need=need)
+    if perturbations and any("type" in section for section in sections):
+        problem = "an environment may reward by comparing, and is not asked about rewritten completions"
+        raise ConfigError(problem, where="--perturbations", need="reward models alone")
+    candidates = [candidate(section, "MODEL", options) for section in sections]  # errors before suites are read
     if named or checkpoints is not None or not candidates:
         candidates = _candidates(named, checkpoints, ensemble, shaping, options) + candidates
 
@@ -175,36 +182,6 @@ def _candidates(
         load = partial(load_rewards, section, options.batch_tokens)
         candidates.append(Candidate(name, load, note="; ".join(notes) or None))
     return candidates
-
-
-def _judges(texts: list[str], perturbs: bool, ensemble: str | None, shaping: str | None) -> list[Candidate]:
-    """Environments in the place of models."""
-    from treeward.config.reward_environments import check_environments
-    from treeward.evaluation.session import Candidate
-
-    candidates = []
-    for text in texts:
-        section = parse_yaml(text, "MODEL")
-        if "type" not in section:
-            need = "a folder or hub name, or an environment as {type: judge, ...}"
-            raise ConfigError("this is no model", where="MODEL", got=text, need=need)
-        if perturbs or ensemble is not None or shaping is not None:
-            need = "reward models"
-            raise ConfigError("an environment's rewards are taken as they are", got=text, need=need,
-                              where="--perturbations, --ensemble, --shaping")  # fmt: skip
-        own_name = section.pop("name", None)
-        check_environments({"MODEL": section})
-        parts = [section["type"], section.get("mode"), Path(str(section.get("model", ""))).name]
-        name = own_name or "-".join(re.sub(r"[^\w.]+", "-", str(part)) for part in parts if part)
-        candidates.append(Candidate(name, partial(_environment, section), note=f"rewards of {text.strip()}"))
-    return candidates
-
-
-def _environment(section: dict[str, Any]) -> Any:
-    from treeward.environments.registry import make_environment
-    from treeward.environments.scorer import EnvironmentScorer
-
-    return EnvironmentScorer(make_environment("judge", section, where="MODEL")), {"section": section}
 
 
 def _checkpoints(folder: Path) -> dict[str, str]:

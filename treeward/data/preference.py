@@ -68,7 +68,8 @@ class Preference:
     """A comparison group: the `context` (messages, may be empty) and at least two `completions` of it.
 
     `strength`: by how much a better completion is better; see `rm.loss.strength`. `non_contextual`: a completion of
-    another prompt, ranked last; see `data.datasets`. `id`: the name in an evaluation. `where`: file and row.
+    another prompt, ranked last; see `data.datasets`. `id`: the name in an evaluation. `info`: further columns of the
+    row, which rules read. `where`: file and row.
     """
 
     context: Messages
@@ -77,6 +78,7 @@ class Preference:
     strength: float | None = None
     non_contextual: Messages | None = None
     id: str = ""
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     where: str | None = None
 
     @property

@@ -183,7 +183,7 @@ def _evaluate(
         full_identity = {**identity, "examples": loaded.digest}
         folder = None if output is None else output / candidate.name / suite.name
         path = None if folder is None else folder / "examples.jsonl"
-        scored = _score(scorer, loaded.examples, what, path, full_identity, on_progress, _EXAMPLES_AT_ONCE)
+        scored = score_rows(scorer, loaded.examples, what, path, full_identity, on_progress)
         errors = Counter(next(filter(None, row.errors), "no reason is known") for row in scored if row.failed)
         if errors:
             reasons = "; ".join(reason for reason, _ in common_reasons(errors)[:3])
@@ -196,7 +196,7 @@ def _evaluate(
             rewritten = [perturbed(example) for example in sampled]
             path = None if folder is None else folder / "perturbations.jsonl"
             row_identity = {"rewrites": ", ".join(REWRITES), **full_identity}
-            rows = _score(scorer, rewritten, task, path, row_identity, on_progress, _REWRITTEN_AT_ONCE)
+            rows = score_rows(scorer, rewritten, task, path, row_identity, on_progress, _REWRITTEN_AT_ONCE)
             perturbations = diagnose_perturbations(sampled, rows)
         elif num_perturbations is not None:  # an evaluation of hours goes on
             logger.warning(
@@ -212,16 +212,17 @@ def _evaluate(
     return summaries
 
 
-def _score(
+def score_rows(
     scorer: ConversationScorer,
     examples: Sequence[Preference],
     what: str,
     path: Path | None,
     identity: Identity,
     on_progress: Progress,
-    at_once: int,
+    at_once: int = _EXAMPLES_AT_ONCE,
 ) -> tuple[ScoredExample, ...]:
-    """The examples as a model scores them, in order; those that the file keeps are not scored again."""
+    """The examples as a model scores them, in order; those that the file at `path` keeps are not scored again. `what`:
+    the task of `on_progress`."""
     total, ids = len(examples), {example.id for example in examples}
     with resumable_rows(path, identity, scored_from_row) as rows:
         # A larger limit may have kept more.
