@@ -68,17 +68,15 @@ def run(
         Literal["fail", "allow"], typer.Option(help="An example without a score: exit 1, or 0.")
     ] = "fail",
     perturbations: Annotated[int | None, typer.Option(min=1, help="Rewrite so many examples of each suite.")] = None,
-    training_data: Annotated[list[str] | None, typer.Option(metavar="FILE", help="To look for in the suites.")] = None,
     shaping: Shaping = None,
     ensemble: Ensemble = None,
     *,
     options: ModelOptions,
 ) -> int:
-    if data_option and not (data or dataset_name or training_data):
-        need = "--data, --dataset-name or --training-data"
+    if data_option and not (data or dataset_name):
+        need = "--data or --dataset-name"
         raise ConfigError("there are no comparisons for the option", where="--data-option", got=data_option, need=need)
     suites = _suites(suite or [], data or [], dataset_name, split, data_option, tie_policy)
-    training = [dataset_config(path, None, None, data_option) for path in training_data or []]
     named = [text for text in models or [] if not text.lstrip().startswith("{")]
     sections = [parse_yaml(text, "MODEL", names=False) for text in models or [] if text not in named]
     if sections and (ensemble is not None or shaping is not None):
@@ -101,7 +99,6 @@ def run(
             None if output is None else Path(output),
             limit=limit,
             num_perturbations=perturbations,
-            training_data=training,
             on_progress=progress.show,
         )
     rows: list[dict[str, Any]] = []

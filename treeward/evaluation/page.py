@@ -33,7 +33,6 @@ from treeward.evaluation.suites.benchmarks import STYLES
 from treeward.version import VERSION
 
 _MOST_CARDS = 6  # more than these are a table
-_MOST_LISTED = 200
 
 _GLANCE = (
     "Ranges are 95 % intervals. No score: examples that the model could not score; they count as wrong. "
@@ -95,11 +94,6 @@ LABELS: Mapping[str, tuple[str, str, str]] = {
     # rewrites
     "accuracy": ("Rewritten pairs, before", "percent", "pairs in the right order; ties count as wrong"),
     "robust_accuracy": ("Robust accuracy", "percent", "right before and after every rewrite of style"),
-    # overlap
-    "flagged": ("Examples with a duplicate in training", "percent", "exact or near"),
-    "flagged_exact": ("The same, word for word", "percent", "a prompt, a conversation or a long completion"),
-    "accuracy_clean": ("Accuracy without a duplicate", "percent", "what is left of the headline on new examples"),
-    "accuracy_flagged": ("Accuracy with a duplicate", "percent", "of the others"),
 }
 """By the name in `results.json`: the name in a report, the format, and how to read it."""
 
@@ -306,8 +300,6 @@ def _figures(summaries: Sequence[Summary]) -> Iterator[Block]:
             format="percent",
             is_square=True,
         )
-    if any(summary.overlap is not None for summary in summaries):
-        yield from _overlaps(summaries)
 
 
 def _series(diagnostics: Mapping[str, Diagnostic]) -> list[Block]:
@@ -321,31 +313,6 @@ def _strata(title: str, trait: Trait, diagnostics: Mapping[str, Diagnostic], not
         for model, diagnostic in diagnostics.items()
     }
     return bars_block(title, series, note)
-
-
-def _overlaps(summaries: Sequence[Summary]) -> Iterator[Block]:
-    series = {
-        summary.model: [
-            bar_item(LABELS[name][0], summary.overlap.numbers[name]) for name in ("accuracy_clean", "accuracy_flagged")
-        ]
-        for summary in summaries
-        if summary.overlap is not None
-    }
-    first = summaries[0]
-    assert first.training_overlap is not None  # it is looked for in the examples of a suite, once for all models
-    unit = "pairs of completions" if first.result.unit == "pairs" else "whole examples"
-    note = f"{first.training_overlap.sentences()} Each n counts {unit}."
-    yield bars_block("Overlap with the training data", series, note, reference=first.suite.chance())
-    columns = {"id": ("Example", "text"), "subset": ("Subset", "text"), "prompt": ("Of the prompt", "percent")}
-    columns["completion"] = ("Of a completion", "percent")
-    rows = sorted(
-        map(dataclasses.asdict, first.training_overlap.flagged),
-        key=lambda row: (-max(row["prompt"], row["completion"]), row["id"]),
-    )
-    if rows:
-        title = "Examples with a duplicate in the training data"
-        note = "The share of words that the training data has in the same runs."
-        yield table_block(title, columns, rows[:_MOST_LISTED], note, most=10)
 
 
 def _style_matrices(summaries: Sequence[Summary]) -> Iterator[Block]:

@@ -20,15 +20,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treeward.config.data import DatasetConfig
-from treeward.data.datasets import open_dataset
 from treeward.data.preference import Preference
 from treeward.errors import ConfigError, DataError
-from treeward.evaluation.diagnostics.overlap import Overlap, find_overlap
 from treeward.evaluation.diagnostics.perturbations import (
     REWRITES,
     diagnose_perturbations,
@@ -80,14 +76,13 @@ def run_evaluation(
     *,
     limit: int | None = None,
     num_perturbations: int | None = None,
-    training_data: Sequence[DatasetConfig] = (),
     on_progress: Progress = lambda what, done, total: None,
 ) -> Evaluated:
     """Score every suite (with its source, None for the hub) with every model, and write the results.
 
     `output`: the folder of rows, results.json and the report; None writes nothing. `limit`: most examples of each
     suite, the first. `num_perturbations`: most examples of each suite whose completions are rewritten; None rewrites
-    none. `training_data`: data to look for in the suites.
+    none.
 
     Raises `ConfigError` for two candidates or suites of one name, `DataError` for a suite that cannot be read or is
     empty and for files that cannot be written, and `CheckpointError` for rows of another model or of other data. An
@@ -99,13 +94,6 @@ def run_evaluation(
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"there are no {what}, or two of one name", got=names, need="different names: of folders")
     loaded = [_load_suite(suite, source, limit) for suite, source in suites]
-    # Before any model is loaded: training data that cannot be read is an error at once.
-    overlaps = {}
-    for loaded_suite in loaded if training_data else ():
-        name = loaded_suite.suite.name
-        training = (preference for config in training_data for preference, _ in open_dataset(config))
-        show = partial(on_progress, f"training data, for {name}")
-        overlaps[name] = find_overlap(loaded_suite.examples, training, on_progress=show)
     notes = [f"{candidate.name}: {candidate.note}" for candidate in candidates if candidate.note]
     summaries: list[Summary] = []
 
@@ -117,7 +105,7 @@ def run_evaluation(
 
     for number, candidate in enumerate(candidates):
         try:
-            summaries += _evaluate(candidate, loaded, output, num_perturbations, overlaps, on_progress)
+            summaries += _evaluate(candidate, loaded, output, num_perturbations, on_progress)
         except Exception:
             missing = ", ".join(models[number:])
             if summaries and (path := write([*notes, f"missing, after an error: {missing}"])):
@@ -171,7 +159,6 @@ def _evaluate(
     suites: Sequence[_LoadedSuite],
     output: Path | None,
     num_perturbations: int | None,
-    overlaps: Mapping[str, Overlap],
     on_progress: Progress,
 ) -> list[Summary]:
     """One model on all suites. The model is gone when this returns."""
@@ -203,8 +190,7 @@ def _evaluate(
                 "%s: no example has a better and a worse completion of text, so none is rewritten.", suite.name
             )
         logger.info("Computing the numbers of %s.", what)
-        overlap = overlaps.get(suite.name)
-        summary = summarize(suite, scored, candidate.name, perturbations=perturbations, overlap=overlap)
+        summary = summarize(suite, scored, candidate.name, perturbations=perturbations)
         if usage:
             details = {**summary.result.details, "usage": usage}
             summary = replace(summary, result=replace(summary.result, details=details))

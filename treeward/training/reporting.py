@@ -114,7 +114,6 @@ def _evaluate(
             suites,
             folder,
             num_perturbations=config.evaluation.perturbations,
-            training_data=config.training_sets,
             on_progress=on_progress,
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from treeward.evaluation.data_check.findings import (
     read_data,
     rows_of,
 )
-from treeward.evaluation.diagnostics.overlap import Overlap, find_overlap
+from treeward.evaluation.data_check.overlap import Overlap, find_overlap
 from treeward.evaluation.report.blocks import bar_item, bars_block, table_block, text_block
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Block
@@ -91,14 +92,13 @@ def check_data(
         for stream in validation
     ]
     sets += [(name, list(examples)) for name, examples in benchmarks.items()]
-    overlaps = []
+    overlaps: list[Overlap] = []
     if sets:
         examples = [example for _, of_set in sets for example in of_set]
         training = (preference for preference, _ in rows_of(streams))
-        overlap = find_overlap(examples, training, on_progress=lambda done, _: on_progress("looking for overlap", done))
-        flags = iter(overlap.flags)
-        for name, of_set in sets:
-            overlaps.append(Overlap(tuple(islice(flags, len(of_set))), overlap.num_training, name))
+        progress = partial(on_progress, "looking for overlap")
+        flags = iter(find_overlap(examples, training, on_progress=progress))
+        overlaps = [Overlap(name, tuple(islice(flags, len(of_set)))) for name, of_set in sets]
     numbers = numbers_of(data)
     return DataCheck(
         files=tuple(stream.name for stream in streams),

@@ -30,8 +30,8 @@ from treeward.data.encoding import Rules, Ties, encode_rows, portions
 from treeward.data.preference import Message, Messages, Preference, last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
+from treeward.evaluation.data_check.overlap import NUM_WORDS, Overlap
 from treeward.evaluation.diagnostics.biases import markdown_density
-from treeward.evaluation.diagnostics.overlap import NUM_WORDS, Overlap
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import wilson
 
@@ -216,10 +216,7 @@ _ADVICE = {
         "Keep the label of the majority, or give both completions one rank and set data.ties=half.",
     ),
     "validation_overlap": (_REMEMBERED, "Split by prompt, not by row; remove them on one side."),
-    "benchmark_overlap": (
-        _REMEMBERED,
-        "Remove these prompts from the data, or quote the accuracy without them (treeward eval --training-data).",
-    ),
+    "benchmark_overlap": (_REMEMBERED, "Remove these prompts from the data."),
     "duplicates": (
         "Each is learnt as often as it is there, and a random split puts copies on both sides.",
         "Remove the copies.",
