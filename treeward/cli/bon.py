@@ -69,7 +69,7 @@ def run(
     prompts = [example.context_key for example in examples]
     result = analyse(scores["proxy"], scores["gold"], prompts, max_n=max_n)
     sys.stdout.write(results_table(*table(result)) + "\n")
-    sys.stdout.write("\n".join(["", legend(names["gold"]), "", result.verdict.sentence]) + "\n")
+    sys.stdout.write("\n".join(["", legend(names["gold"]), "", result.sentence]) + "\n")
     missing = {role: count for role in raters if (count := result.counts[f"num_without_{role}"])}
     for role, count in missing.items():
         logger.warning("%d samples have no score of %s, left out.", count, names[role])
