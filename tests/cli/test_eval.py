@@ -76,7 +76,7 @@ def test_the_checkpoints_of_a_run_in_the_order_of_their_steps(
     words = ("eval", model_folder, "--checkpoints", run, "--data", write_rows("held_out.jsonl", ROWS[:12]))
     assert treeward(*words, "--output", output).code == 0
     *checkpoints, _ = [one["model"] for one in results_of(output)]  # the last is none of the checkpoints
-    assert checkpoints == ["step_9", "step_10", "final"]
+    assert checkpoints == ["step_9", "step_10", "run"]
     (run / "step_9" / "model").unlink()
     ended = treeward(*words)
     assert ended.code == 2 and "there is no such folder" in ended.err
@@ -92,7 +92,7 @@ def test_the_checkpoints_of_a_run_in_the_order_of_their_steps(
         ([], "there is no model to evaluate"),
         (["MODEL", "/nowhere/model"], "there is no such folder"),
         (["MODEL", "--suite", "rewardbnch"], "did you mean rewardbench"),
-        (["MODEL", "MODEL", "--ensemble", "mean"], "a model is named twice"),
+        (["MODEL", "MODEL"], "two of one name"),
         (["{modle: x}"], "did you mean model"),
         (["{type: judge, model: x, mode: best}"], "mode"),
         (["{type: judge, model: x}", "--perturbations", "3"], "is not asked about rewritten completions"),

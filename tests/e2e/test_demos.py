@@ -45,7 +45,7 @@ def test_a_judge_is_taught_optimised_and_compared(
     assert demo("judge_demo", **quick)["run"]() == 0
     rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     for split in ("validation", "length_controlled"):
-        assert all([split, name] in rows for name in ("quickstart-final", "taught", "learnt"))
+        assert all([split, name] in rows for name in ("quickstart", "taught", "learnt"))
     assert (tmp_path / "results/judge_demo/judge/final/judge_contract.json").is_file()
 
 

@@ -98,14 +98,14 @@ def _score(
     """The scores of all samples; those that `folder` keeps are not asked for again."""
     from treeward.data.sources import fingerprint
     from treeward.evaluation.findings import usage_finding
-    from treeward.evaluation.session import common_reasons, score_rows
+    from treeward.evaluation.session import score_rows
     from treeward.scoring.score import GroupScorer
 
     scorer, identity = model.load()
     path = folder and folder / model.name / "examples.jsonl"
     scored = score_rows(scorer, examples, model.name, path, {**identity, "data": fingerprint(data)}, progress.show)
     errors = Counter(error for row in scored for error in row.errors if error is not None)
-    for reason, count in common_reasons(errors)[:_MOST_REASONS]:
+    for reason, count in errors.most_common(_MOST_REASONS):
         logger.warning("%s: %d samples have no score: %s", model.name, count, reason)
     if isinstance(scorer, GroupScorer) and (usage := usage_finding(scorer.usage())):
         logger.info("%s: %s", model.name, usage)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,7 +30,7 @@ from treeward.cli.options import (
     Shaping,
     candidate,
     checked_models,
-    load_rewards,
+    model_candidate,
     parse_yaml,
     with_model_options,
 )
@@ -149,9 +148,7 @@ def _candidates(
     models: list[str], run_dir: str | None, ensemble: str | None, shaping: str | None, options: ModelOptions
 ) -> list[Candidate]:
     """The checkpoints in order, then the models; with an ensemble of models they are one."""
-    from treeward.evaluation.session import Candidate, folder_names
-
-    checkpoints = {} if run_dir is None else _checkpoints(Path(run_dir))
+    checkpoints = [] if run_dir is None else _checkpoints(Path(run_dir))
     if run_dir is not None and not checkpoints:
         need, near = "a run's checkpoint_dir, with folders step_N", nearest_path(run_dir)
         fix = f"did you mean {near}?" if near else None
@@ -159,32 +156,16 @@ def _candidates(
     if not models and not checkpoints:
         need = "a model, or --checkpoints RUN_DIR"
         raise ConfigError("there is no model to evaluate", where="MODEL", got="none", need=need)
-    names = folder_names(models) | checkpoints
     ordered = [*checkpoints, *(model for model in models if model not in checkpoints)]
-    candidates = []
-    for section in checked_models(ordered, ensemble, shaping, options, alone=True):
-        if len(section.models) > 1 and checkpoints:
-            need = "one of them, or the checkpoints as models: RUN_DIR/step_100/model ..."
-            raise ConfigError("checkpoints are compared with each other", where="--ensemble, --checkpoints", need=need)
-        name, notes = "-".join(names[member] for member in section.models), []
-        if section.ensemble is not None:
-            heads = section.ensemble.over == "heads"
-            name = name if len(name) <= 100 else f"{len(section.models)}-models"
-            name = f"{section.ensemble.method}-of-{'heads-of-' if heads else ''}{name}"
-            notes.append(f"{section.ensemble.method} of {'its heads' if heads else ', '.join(section.models)}")
-        if section.head_weights is not None:
-            notes.append(f"heads weighted {options.head_weights}")
-        if section.shaping is not None:
-            name, notes = f"{name}-shaped", [*notes, f"rewards, shaped by {shaping}, in the place of scores"]
-        load = partial(load_rewards, section, options.batch_tokens)
-        candidates.append(Candidate(name, load, note="; ".join(notes) or None))
-    return candidates
+    sections = checked_models(ordered, ensemble, shaping, options, alone=True)
+    if checkpoints and any(len(section.models) > 1 for section in sections):
+        need = "one of them, or the checkpoints as models: RUN_DIR/step_100/model ..."
+        raise ConfigError("checkpoints are compared with each other", where="--ensemble, --checkpoints", need=need)
+    return [model_candidate(section, options.batch_tokens) for section in sections]
 
 
-def _checkpoints(folder: Path) -> dict[str, str]:
-    """The names of a run's checkpoints by their models, in the order of their steps, and `final` last."""
+def _checkpoints(folder: Path) -> list[str]:
+    """The models of a run's checkpoints in the order of their steps, and `final` last."""
     steps = {int(path.name[5:]): path for path in folder.glob("step_*") if path.name[5:].isdecimal()}
-    names = {str(path / "model"): path.name for _, path in sorted(steps.items())}
-    if (folder / "final").is_dir():
-        names[str(folder / "final")] = "final"
-    return names
+    models = [str(path / "model") for _, path in sorted(steps.items())]
+    return [*models, str(folder / "final")] if (folder / "final").is_dir() else models

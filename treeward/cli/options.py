@@ -153,19 +153,27 @@ def candidate(section: dict[str, Any], where: str, options: ModelOptions) -> Can
     from treeward.evaluation.session import Candidate
     from treeward.model.pretrained import check_device
 
-    note = f"rewards of {section}"
     if "type" in section:
         name = section.pop("name", None)
         check_environments({where: section})
         parts = [section["type"], section.get("mode"), Path(str(section.get("model", ""))).name]
         name = name or "-".join(re.sub(r"[^\w.]+", "-", str(part)) for part in parts if part)
-        return Candidate(name, partial(_environment, section, where), note)
+        return Candidate(name, partial(_environment, section, where), note=f"rewards of {section}")
     if isinstance(section.get("ensemble"), str):
         section["ensemble"] = {"method": section["ensemble"]}
     model = load_section(ServedModelConfig, options.keys | section, where=where)
     check_device(model.device, where=where, field="device")
     check_shaping(model, alone=True)
-    return Candidate(model.served_name.replace("/", "-"), partial(load_rewards, model, options.batch_tokens), note)
+    return model_candidate(model, options.batch_tokens)
+
+
+def model_candidate(section: ServedModelConfig, batch_tokens: int | None) -> Candidate:
+    """A reward model that takes part in an evaluation, under its name; the note has what is not by default."""
+    from treeward.evaluation.session import Candidate
+
+    keys = section.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
+    note = None if keys.keys() == {"models"} else f"scores of {keys}"
+    return Candidate(section.served_name.replace("/", "-"), partial(load_rewards, section, batch_tokens), note)
 
 
 def _environment(section: dict[str, Any], where: str) -> tuple[ConversationScorer, dict[str, Any]]:

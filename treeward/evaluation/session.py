@@ -15,8 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,33 +83,23 @@ def run_evaluation(
     none.
 
     Raises `ConfigError` for two candidates or suites of one name, `DataError` for a suite that cannot be read or is
-    empty and for files that cannot be written, and `CheckpointError` for rows of another model or of other data. An
-    error of a later candidate is raised after the results of those before it are written.
+    empty and for files that cannot be written, and `CheckpointError` for rows of another model or of other data.
     """
     models = [candidate.name for candidate in candidates]
     suite_names = [suite.name for suite, _ in suites]
     for what, names in (("models", models), ("suites", suite_names)):
         if not names or len(set(names)) < len(names):
-            raise ConfigError(f"there are no {what}, or two of one name", got=names, need="different names: of folders")
+            fix = "{name: ..., model: ...} gives a model a name of its own"
+            raise ConfigError(f"there are no {what}, or two of one name", got=names, need="different names", fix=fix)
     loaded = [_load_suite(suite, source, limit) for suite, source in suites]
     notes = [f"{candidate.name}: {candidate.note}" for candidate in candidates if candidate.note]
     summaries: list[Summary] = []
-
-    def write(notes: list[str]) -> Path | None:
-        if output is None:
-            return None
-        logger.info("Writing the report.")
-        return write_results(output, summaries, subtitle="; ".join(notes))
-
-    for number, candidate in enumerate(candidates):
-        try:
-            summaries += _evaluate(candidate, loaded, output, num_perturbations, on_progress)
-        except Exception:
-            missing = ", ".join(models[number:])
-            if summaries and (path := write([*notes, f"missing, after an error: {missing}"])):
-                logger.warning("%s holds the complete results; it lacks %s.", path, missing)
-            raise
-    return Evaluated(summaries, write(notes))
+    for candidate in candidates:
+        summaries += _evaluate(candidate, loaded, output, num_perturbations, on_progress)
+    if output is None:
+        return Evaluated(summaries)
+    logger.info("Writing the report.")
+    return Evaluated(summaries, write_results(output, summaries, subtitle="; ".join(notes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,21 +116,10 @@ def _load_suite(suite: Suite, source: str | None, limit: int | None) -> _LoadedS
     logger.info("Reading %s.", suite.name if source is None else f"{suite.name} from {source}")
     counts: Counter[str] = Counter()
     examples = []
-    try:
-        for example in suite.load(source):
-            counts[example.id] += 1  # the second example of an id becomes `id#2`, and so on
-            number = counts[example.id]
-            examples.append(example if number == 1 else replace(example, id=f"{example.id}#{number}"))
-    except DataError as error:
-        if source is not None or suite.hub_path is None or not str(error.where).startswith(suite.hub_path):
-            raise
-        raise DataError(
-            f"the suite {suite.name} cannot be read from the hub",
-            where=suite.hub_path,
-            got=error.got or error.summary,
-            need="the hub, or a copy of the suite",
-            fix=f"check the network; a copy is named as {suite.name}=FOLDER (--suite, or evaluation.suites)",
-        ) from error
+    for example in suite.load(source):
+        counts[example.id] += 1  # the second example of an id becomes `id#2`, and so on
+        number = counts[example.id]
+        examples.append(example if number == 1 else replace(example, id=f"{example.id}#{number}"))
     if not examples:
         raise DataError("the suite has no examples", where=source or suite.name, need="at least one")
     # The digest is of all examples: the rows of one limit are of use to another.
@@ -173,7 +150,7 @@ def _evaluate(
         scored = score_rows(scorer, loaded.examples, what, path, full_identity, on_progress)
         errors = Counter(next(filter(None, row.errors), "no reason is known") for row in scored if row.failed)
         if errors:
-            reasons = "; ".join(reason for reason, _ in common_reasons(errors)[:3])
+            reasons = "; ".join(reason for reason, _ in errors.most_common(3))
             logger.warning("%s: %d of %d examples have no score (%s).", what, errors.total(), len(scored), reasons)
         usage = scorer.usage() if isinstance(scorer, GroupScorer) else {}  # of the rows that were scored now
         perturbations = None
@@ -223,31 +200,3 @@ def score_rows(
                 scored_by_id[scored.example.id] = scored
             on_progress(what, len(scored_by_id), total)  # it may stop the evaluation: all that is scored is kept
     return tuple(scored_by_id[example.id] for example in examples)
-
-
-def common_reasons(errors: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Reasons with how often each occurs, the most frequent first; reasons that differ only in numbers count as one,
-    under the first of them."""
-    counts: Counter[str] = Counter()
-    firsts: dict[str, str] = {}
-    for reason, count in errors.items():
-        kind = re.sub(r"(?<!\w)\d[\d,.]*", "0", reason)
-        counts[firsts.setdefault(kind, reason)] += count
-    return counts.most_common()
-
-
-def folder_names(models: Sequence[str]) -> dict[str, str]:
-    """A folder name for each model: as many of the last parts of its path as make it unlike the others.
-
-    Raises `ConfigError` for a model that is named twice.
-    """
-    paths = [os.path.normpath(model) for model in models]
-    if len(set(paths)) < len(paths):
-        raise ConfigError("a model is named twice", where="MODEL", got=", ".join(models), need="every model once")
-    parts = {model: [part for part in re.split(r"[\\/]+", model) if part not in ("", ".", "..")] for model in models}
-    for count in range(1, 1 + max(map(len, parts.values()), default=0)):
-        names = {model: "-".join(of_model[-count:]) or "model" for model, of_model in parts.items()}
-        # `final` says nothing of a model: the run's folder is part of its name.
-        if len(set(names.values())) == len(models) and not {"final", "model"} & set(names.values()):
-            return names
-    return {model: f"{i}-{'-'.join(of_model) or 'model'}" for i, (model, of_model) in enumerate(parts.items())}

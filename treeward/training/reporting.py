@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from treeward.config.run import RewardModelRunConfig
+from treeward.config.server import model_name
 from treeward.errors import CheckpointError, ConfigError, TreewardError
 from treeward.evaluation.findings import length_finding
 from treeward.evaluation.results import Metric
-from treeward.evaluation.session import Candidate, Evaluated, folder_names, run_evaluation
+from treeward.evaluation.session import Candidate, Evaluated, run_evaluation
 from treeward.evaluation.suites import PreferenceSuite, Suite, get_suite
 from treeward.progress import ShownProgress
 from treeward.scoring.identity import scorer_identity
@@ -101,8 +101,7 @@ def _evaluate(
     on_progress: Callable[[str, int, int], None],
 ) -> Evaluated:
     """Rows of an earlier model of the run, or of other examples, are scored again."""
-    path = str(model.resolve())
-    name = re.sub(r"[^\w.-]+", "-", folder_names([path])[path])
+    name = model_name(str(model))
 
     def load() -> tuple[Scorer, Mapping[str, Any]]:
         scorer = Scorer.load(model, trust_remote_code=config.policy.trust_remote_code)
