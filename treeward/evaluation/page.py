@@ -75,7 +75,6 @@ LABELS: Mapping[str, tuple[str, str, str]] = {
     "score_std": ("Standard deviation of the scores", "number", "of all completions"),
     # length
     "slope_given_rank": ("Length: score per 100 characters", "signed", "the bias itself, at equal rank: 0 is fair"),
-    "relative_slope": ("Length bias in standard deviations", "signed", "of the scores of one prompt's completions"),
     "longer_is_right": ("Better completion is the longer", "percent", "of the data alone"),
     "accuracy_longer_right": ("Longer completion is right", "percent", "accuracy: high if it likes length"),
     "accuracy_shorter_right": ("Shorter completion is right", "percent", "accuracy: low if it likes length"),
@@ -83,8 +82,6 @@ LABELS: Mapping[str, tuple[str, str, str]] = {
     "accuracy_gap": ("Length gap in accuracy", "points", "longer right less shorter right: 0 is fair"),
     "length_controlled_accuracy": ("Length-controlled accuracy", "percent", "mean of both: 50 % for this liking alone"),
     # style
-    "density_effect": ("Score per markdown mark in 100 words", "signed", "at equal rank and length; 0 is fair"),
-    "relative_density_effect": ("Markdown bias in standard deviations", "signed", "of scores of the same prompt"),
     "more_markdown_is_right": ("Better completion has more markdown", "percent", "of the data alone"),
     "accuracy_more_markdown_right": ("More markdown is right", "percent", "accuracy: high if it likes markdown"),
     "accuracy_less_markdown_right": ("Less markdown is right", "percent", "accuracy: low if it likes markdown"),
