@@ -23,7 +23,6 @@ from treeward.data.rendering import Renderer
 from treeward.errors import CheckpointError, ConfigError, DataError
 from treeward.evaluation.results import SuiteResult
 from treeward.evaluation.session import Candidate, run_evaluation
-from treeward.evaluation.statistics import accuracy_metric
 from treeward.evaluation.suites import get_suite
 from treeward.evaluation.suites.interface import Suite
 from treeward.model.contract import (
@@ -63,7 +62,7 @@ class Questions(Suite):
         ]
 
     def _compute(self, scored: Any) -> SuiteResult:
-        return SuiteResult(self.name, accuracy_metric([self.outcome_value(one) for one in scored], "accuracy"))
+        return SuiteResult(self.name, self.part("accuracy", scored))
 
 
 def candidate(name: str, model: RuleScorer | None = None, **fields: Any) -> Candidate:

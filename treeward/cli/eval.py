@@ -62,7 +62,6 @@ def run(
     data_option: DataOptions = None,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="Where rows, results and the report go.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N examples of each suite.")] = None,
-    tie_policy: Annotated[Literal["strict", "half"], typer.Option(help="A tie counts nothing, or half.")] = "strict",
     unscored: Annotated[
         Literal["fail", "allow"], typer.Option(help="An example without a score: exit 1, or 0.")
     ] = "fail",
@@ -75,7 +74,7 @@ def run(
     if data_option and not (data or dataset_name):
         need = "--data or --dataset-name"
         raise ConfigError("there are no comparisons for the option", where="--data-option", got=data_option, need=need)
-    suites = _suites(suite or [], data or [], dataset_name, split, data_option, tie_policy)
+    suites = _suites(suite or [], data or [], dataset_name, split, data_option)
     named = [text for text in models or [] if not text.lstrip().startswith("{")]
     sections = [parse_yaml(text, "MODEL", names=False) for text in models or [] if text not in named]
     if sections and (ensemble is not None or shaping is not None):
@@ -123,7 +122,7 @@ def run(
 
 
 def _suites(
-    named: list[str], data: list[str], name: str | None, split: str | None, options: list[str] | None, tie_policy: Any
+    named: list[str], data: list[str], name: str | None, split: str | None, options: list[str] | None
 ) -> list[tuple[Any, str | None]]:
     """The suites with their folders, and the files of comparisons, or the dataset called `name`, as suites."""
     from treeward.evaluation.suites import PreferenceSuite, get_suite
@@ -131,13 +130,12 @@ def _suites(
     suites: list[tuple[Any, str | None]] = []
     for text in filter(None, ",".join(named).split(",")):
         suite, _, source = text.strip().partition("=")
-        suites.append((get_suite(suite, tie_policy=tie_policy), source or None))
+        suites.append((get_suite(suite), source or None))
     paths: list[str | None] = [*data] or ([None] if name is not None else [])
     for path in paths:
         plain = re.sub(r"(\.(jsonl|json|csv|parquet|arrow|gz))+$", "", Path(path or str(name)).name) or "data"
         called = re.sub(r"[^\w.-]+", "-", plain if split is None else f"{plain}-{split}")
-        config = dataset_config(path, name, split, options)
-        suites.append((PreferenceSuite(called, config, tie_policy=tie_policy), None))
+        suites.append((PreferenceSuite(called, dataset_config(path, name, split, options)), None))
     if not suites:
         need = "suites, as --suite rewardbench, or comparisons, as --data FILE"
         raise ConfigError("there is nothing to evaluate on", where="--suite, --data", got="neither", need=need)

@@ -111,8 +111,7 @@ class RMBench(Suite):
         if scored.failed:
             return np.zeros((3, 3))
         chosen, rejected = np.array(scored.scores, dtype=np.float64).reshape(2, 3)
-        beyond = chosen[:, None] - rejected[None, :]
-        return np.where(beyond > 0, 1.0, np.where((beyond == 0) & (self.tie_policy == "half"), 0.5, 0.0))
+        return (chosen[:, None] > rejected[None, :]).astype(np.float64)
 
 
 # --- JudgeBench ------------------------------------------------------------------------------------------------------
