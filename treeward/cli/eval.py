@@ -9,8 +9,7 @@ examples:
 
 Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or a copy.
 A judge is an environment (docs/environments.md); what it used is told below the table.
-An example without a score counts as wrong, and the exit code is 1, unless --unscored
-allow is given; it is 1 in any case where nothing was scored, which is no result.
+An example without a score counts as wrong, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -62,9 +61,6 @@ def run(
     data_option: DataOptions = None,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="Where rows, results and the report go.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N examples of each suite.")] = None,
-    unscored: Annotated[
-        Literal["fail", "allow"], typer.Option(help="An example without a score: exit 1, or 0.")
-    ] = "fail",
     perturbations: Annotated[int | None, typer.Option(min=1, help="Rewrite so many examples of each suite.")] = None,
     shaping: Shaping = None,
     ensemble: Ensemble = None,
@@ -117,8 +113,7 @@ def run(
         sys.stdout.write(f"\nThe report is {evaluated.path}\n")
     results = [summary.result for summary in evaluated.summaries]
     has_result = all(result.headline.value is not None for result in results)
-    has_failed = unscored == "fail" and any(result.num_failed for result in results)
-    return 0 if has_result and not has_failed else 1
+    return 0 if has_result and not any(result.num_failed for result in results) else 1
 
 
 def _suites(

@@ -88,7 +88,7 @@ def test_loads_the_download_of_the_hub(tmp_path: Path, write_parquet: Any) -> No
     ("change", "field", "text"),
     [
         ({"subset": "hep-c++"}, "subset", "hep-cpp"),
-        ({"chosen": None}, "chosen", "chosen does not fit"),
+        ({"chosen": None}, "chosen", "does not fit"),
         ({"prompt": [{"content": "no role"}]}, "prompt", "no role"),
     ],
 )

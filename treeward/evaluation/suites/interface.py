@@ -158,16 +158,8 @@ def read_as(schema: type[Schema], row: Row) -> Schema:
         return schema.model_validate(row.values)
     except ValidationError as error:
         first = error.errors()[0]
-    field = ".".join(map(str, first["loc"]))
-    is_there = row.values.get(str(first["loc"][0])) is not None
-    raise DataError(
-        f"the row's {field} does not fit the suite",
-        where=row.where,
-        field=field,
-        got=first["input"] if is_there else f"keys {sorted(map(str, row.values))}",
-        need=first["msg"],
-        fix="is this the data of another suite?",
-    )
+        field, summary = ".".join(map(str, first["loc"])), "the row does not fit the suite"
+        raise DataError(summary, where=row.where, field=field, got=first["input"], need=first["msg"]) from error
 
 
 def one_of(*names: str) -> AfterValidator:
