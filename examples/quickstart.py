@@ -11,7 +11,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from treeward import gold_quality
+from gold import gold_quality
+
 from treeward.cli.main import main
 from treeward.scoring.scorer import Scorer
 from treeward.tables import Column, results_table

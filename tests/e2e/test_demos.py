@@ -26,6 +26,7 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[
     """A function: the names of a demo, some with other values; `["run"]()` runs it in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLES))
+    (tmp_path / "examples").symlink_to(EXAMPLES)
 
     def load(name: str, **quick: Any) -> dict[str, Any]:
         run = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="demo")["run"]

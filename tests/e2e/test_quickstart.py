@@ -51,6 +51,7 @@ def test_it_learns_the_data_and_its_bias_and_may_be_repeated(
     right, wrong = Scorer.load(tmp_path / "results/quickstart/final").score_completions(**request)
     assert right.score > wrong.score + 1, "the example of `treeward serve --help` ranks wrong"
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(Path(file).parent))
     assert runpy.run_path(file, run_name="again")["run"]() == 0
     assert capsys.readouterr().out == first  # nothing is trained again, and the exported model scores as before
     assert sum("400 of 400 examples were scored before" in message for message in caplog.messages) == 2

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import REPOSITORY
 from evaluated import preference
 from scipy import stats
 
-from treeward.data.synthetic import gold_quality
 from treeward.evaluation.diagnostics.biases import (
     diagnose_length,
     diagnose_style,
@@ -20,6 +20,9 @@ from treeward.evaluation.diagnostics.biases import (
     slope_within_prompts,
 )
 from treeward.evaluation.results import ScoredExample
+from treeward.user_code import import_object
+
+gold_quality = import_object(f"{REPOSITORY}/examples/gold.py:gold_quality", field="gold")
 
 
 @pytest.fixture(scope="module")
