@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 
 from treeward.config.data import DatasetConfig
+from treeward.data.bundled import bundled_path
 from treeward.data.datasets import open_dataset
-from treeward.data.synthetic import bundled_path
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.tables import Column, results_table
 

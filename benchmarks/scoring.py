@@ -36,9 +36,9 @@ from common import (
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from treeward.data.bundled import bundled_path
 from treeward.data.preference import Message
 from treeward.data.rendering import Renderer
-from treeward.data.synthetic import bundled_path
 from treeward.model.reward_model import RewardModel
 from treeward.tables import Column, results_table
 from treeward.tree.batch import TreeBatch

@@ -16,13 +16,12 @@ from treeward.planning.plan import Plan, plan
 from treeward.tables import Column, markdown_table
 
 PAGE = Path(__file__).parent / "scaling.md"
-_SIZES = ("weights", "gradients", "optimizer", "activations", "peak", "sent in the node", "sent to others")
+_SIZES = ("weights", "gradients", "optimizer", "activations", "peak")
 _COLUMNS = [
     Column("layout"),
     Column("change", "added to the command"),
     *(Column(name, f"{name}, GB", format=",.1f") for name in _SIZES),
     Column("fits"),
-    Column("tokens/s"),
 ]
 _CHECKPOINTING = "policy.dtensor_cfg.activation_checkpointing=true"
 _LORA = "policy.dtensor_cfg.lora_cfg.enabled=true"
@@ -51,11 +50,9 @@ def planned(page: str) -> str:
 
 
 def _row(found: Plan, overrides: Sequence[str]) -> dict[str, Any]:
-    sizes = found.memory | {f"sent {where}": size for where, size in found.sent.items()}
     change = " ".join(f"`{one}`" for one in overrides if "cluster" not in one)
-    speed = round(found.tokens_per_second or 0)
-    row = {"layout": found.layout, "change": change, "fits": found.fits, "tokens/s": speed}
-    return row | {name: size / 1e9 for name, size in sizes.items()}
+    row = {"layout": found.layout, "change": change, "fits": found.fits}
+    return row | {name: size / 1e9 for name, size in found.memory.items()}
 
 
 if __name__ == "__main__":

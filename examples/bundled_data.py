@@ -27,8 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from treeward.data.preference import Message
-from treeward.data.synthetic.gold import (
+from gold import (
     FILLERS,
     FORMATS,
     KINDS,
@@ -42,6 +41,8 @@ from treeward.data.synthetic.gold import (
     grade,
     parse_question,
 )
+
+from treeward.data.preference import Message
 
 Row = dict[str, Any]
 _SEED = 17

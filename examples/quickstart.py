@@ -11,9 +11,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from treeward import gold_quality
+from gold import gold_quality
+
 from treeward.cli.main import main
-from treeward.data.synthetic import bundled_path
+from treeward.data.bundled import bundled_path
 from treeward.scoring.scorer import Scorer
 from treeward.tables import Column, results_table
 

@@ -52,7 +52,7 @@ HEAD_ONLY = [
     f"checkpointing.checkpoint_dir={FROZEN}",
     f"logger.log_dir={LOGS}/frozen",
 ]
-MODELS = {"model-final": "SmolLM2, all weights", "frozen-final": "SmolLM2, head on the frozen model"}
+MODELS = {"real_demo": "SmolLM2, all weights", "frozen": "SmolLM2, head on the frozen model"}
 COLUMNS = [
     Column("set"),
     Column("judge"),
@@ -125,7 +125,7 @@ def rows() -> Iterator[dict[str, Any]]:
     """The table: on each set both models, and the rule of length that the training data teaches."""
     likes_shorter = shorter_is_better()
     evaluations = {name: read_evaluation(EVALUATION / name) for name in MODELS}
-    for suite, examples in evaluations["model-final"].suites.items():
+    for suite, examples in evaluations["real_demo"].suites.items():
         for name, evaluation in evaluations.items():
             right = [example.outcome == "right" for example in evaluation.suites[suite]]
             yield row(suite, MODELS[name], right)

@@ -24,9 +24,9 @@ from imitation import SMALL_POLICY, Group, imitate
 
 from treeward.cli.main import main
 from treeward.config.data import DatasetConfig
+from treeward.data.bundled import bundled_path
 from treeward.data.datasets import open_dataset
 from treeward.data.rendering import Renderer
-from treeward.data.synthetic import bundled_path
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.model.export import export_model
 from treeward.model.loading import build_policy

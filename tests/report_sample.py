@@ -62,7 +62,7 @@ def sample_report() -> dict[str, Any]:
             "kind": "text",
             "title": "What it gets right",
             "markdown": "Both models are **near chance** on the adversarial subsets.\n\n"
-            "Ties count as wrong (`tie_policy: strict`); an interval that covers the dashed line is no evidence.",
+            "Ties count as wrong; an interval that covers the dashed line is no evidence.",
         },
         {
             "kind": "bars",

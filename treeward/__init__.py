@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from treeward.data.prompt_sets import open_prompts as open_prompts
     from treeward.data.prompt_sets import register_prompt_dataset as register_prompt_dataset
     from treeward.data.rendering import Renderer as Renderer
-    from treeward.data.synthetic import gold_quality as gold_quality
     from treeward.environments.interface import Environment as Environment
     from treeward.environments.registry import make_environment as make_environment
     from treeward.environments.registry import register_environment as register_environment
@@ -67,7 +66,6 @@ _HOMES = {
     "data.preference": ("Completion", "Preference"),
     "data.prompt_sets": ("open_prompts", "register_prompt_dataset"),
     "data.rendering": ("Renderer",),
-    "data.synthetic": ("gold_quality",),
     "environments.interface": ("Environment",),
     "environments.registry": ("make_environment", "register_environment"),
     "environments.reward_model": ("RewardModelEnvironment",),

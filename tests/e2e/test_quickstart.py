@@ -51,6 +51,7 @@ def test_it_learns_the_data_and_its_bias_and_may_be_repeated(
     right, wrong = Scorer.load(tmp_path / "results/quickstart/final").score_completions(**request)
     assert right.score > wrong.score + 1, "the example of `treeward serve --help` ranks wrong"
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(Path(file).parent))
     assert runpy.run_path(file, run_name="again")["run"]() == 0
     assert capsys.readouterr().out == first  # nothing is trained again, and the exported model scores as before
     assert sum("400 of 400 examples were scored before" in message for message in caplog.messages) == 2
@@ -63,11 +64,10 @@ def check_report(folder: Path, accuracies: dict[str, float], shown: str) -> None
     length = {name: {m["name"]: m for m in one["diagnostics"]["length"]} for name, one in results.items()}
     for name, one in results.items():
         assert one["headline"]["value"] == pytest.approx(accuracies[name], abs=1e-6)
-        assert one["num_failed"] == 0 and "perturbations" in one["diagnostics"] and "overlap" in one["diagnostics"]
+        assert one["num_failed"] == 0 and "perturbations" in one["diagnostics"]
         # Measured: 0.12 (0.05 to 0.20) and 0.29 (0.22 to 0.36); points of the score by 100
-        # characters at equal rank 3.4 (2.6 to 4.1) and 2.5 (2.2 to 2.8), 0.7 and 0.6 of the scores' own spread.
+        # characters at equal rank 3.4 (2.6 to 4.1) and 2.5 (2.2 to 2.8).
         assert length[name]["slope_given_rank"]["low"] > 1.0
-        assert 0.3 < length[name]["relative_slope"]["value"] < 1.2
     # The generator draws longer completions as the better ones in two of the three sets.
     assert length["validation"]["longer_is_right"]["low"] > 0.6
     assert length["length_controlled"]["longer_is_right"]["value"] == pytest.approx(0.5, abs=0.02)

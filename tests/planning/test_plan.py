@@ -1,4 +1,4 @@
-"""A plan against what a run takes: arithmetic, the memory of a process, the guide. (Calls: tests/parallel.)"""
+"""A plan against what a run takes: arithmetic, the memory of a process, the guide."""
 
 from __future__ import annotations
 
@@ -106,14 +106,11 @@ def test_the_plan_of_a_small_run(planned: Any, capsys: pytest.CaptureFixture[str
     words = ["plan", "--config", str(planned.file), "--gpu", "a100", BFLOAT16]
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "1 x a100: fits" in text and "tokens a second" in text
+    assert "1 x a100: fits" in text
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    # six operations a weight and token, but for the embedding; half of a quarter of a kind for attention
-    layers, tokens = found["parameters"] - 6000 * 384, 16 * 1.5 * 256
-    assert found["operations"] == pytest.approx(6 * layers * tokens, rel=0.2)
     again = planned(BFLOAT16, "policy.dtensor_cfg.activation_checkpointing=true")
-    assert again.memory["peak"] < found["memory"]["peak"] and again.operations > found["operations"]
+    assert again.memory["peak"] < found["memory"]["peak"]
 
 
 @pytest.mark.slow
@@ -132,14 +129,10 @@ def test_what_is_held_by_every_kind_of_training(planned: Any, tmp_path: Path) ->
     plain, offloaded = plans[()], plans[OFFLOAD,]
     assert offloaded.memory["host"] == pytest.approx(plain.memory["optimizer"], rel=0.01)
     assert offloaded.memory["activations"] == pytest.approx(plain.memory["activations"], rel=0.05)
-    lora, packed = planned(BFLOAT16, *LORA), planned(BFLOAT16, *LORA, "policy.load_in_4bit=true")
+    lora = planned(BFLOAT16, *LORA)
     assert lora.memory["gradients"] == pytest.approx(4 * lora.trained, rel=0.01)
-    in_layers = lora.parameters - lora.trained - 6000 * 384
-    saved = lora.memory["weights"] - packed.memory["weights"]
-    assert saved == pytest.approx((2 - 0.516) * in_layers, rel=0.01)
-    assert lora.memory["peak"] - packed.memory["peak"] == saved
     with pytest.raises(ConfigError, match="four bits"):
-        planned(BFLOAT16, *LORA, "policy.load_in_4bit=true", "cluster.gpus_per_node=2")
+        planned(BFLOAT16, *LORA, "policy.load_in_4bit=true")
 
 
 @pytest.mark.slow
@@ -165,8 +158,8 @@ def test_a_run_of_grpo_has_a_reference_keys_and_values_and_reward_models(planned
 
 
 @pytest.mark.slow
-def test_several_devices_share_the_weights_the_work_and_what_is_sent(planned: Any) -> None:
-    """DTensor asks operations for the shapes of whole tensors: that is neither memory nor work."""
+def test_several_devices_share_the_weights(planned: Any) -> None:
+    """DTensor asks operations for the shapes of whole tensors: that is no memory."""
     planned.write(SMALL | {"num_hidden_layers": 8, "vocab_size": 200}, tokens=16)
     sharded = planned(*EIGHT, BFLOAT16, gpu="cpu")
     cut = planned("cluster.gpus_per_node=2", BFLOAT16, "policy.dtensor_cfg.tensor_parallel_size=2", gpu="cpu")
@@ -176,16 +169,8 @@ def test_several_devices_share_the_weights_the_work_and_what_is_sent(planned: An
         for name, size in {"weights": 4, "gradients": 4, "optimizer": 8}.items():
             assert found.memory[name] == pytest.approx(size * each, rel=0.02)
         assert found.memory["activations"] < 2 * found.parameters
-        assert found.operations * devices == pytest.approx(6 * found.parameters * 16 * 1.5 * 4, rel=0.1)
-    # a micro-batch gathers weights twice in bfloat16 and sums float32 gradients; of four links in a ring one goes out
-    num_sent = 8 * sharded.parameters * 7 / 8 * sharded.micro_batches
-    assert sum(sharded.sent.values()) == pytest.approx(num_sent, rel=0.02)
-    assert sharded.sent["to others"] == pytest.approx(num_sent / 4, rel=0.02)
     hybrid = planned(*EIGHT, BFLOAT16, "policy.dtensor_cfg.dp_replicate_size=2", gpu="cpu")
     assert hybrid.memory["weights"] == pytest.approx(2 * sharded.memory["weights"], rel=0.02)
-    # copies of four shards: the float32 gradients of a shard are summed over two nodes, once in a step
-    assert hybrid.sent["in the node"] > 0
-    assert hybrid.sent["to others"] == pytest.approx(hybrid.memory["gradients"], rel=0.02)
 
 
 @pytest.mark.slow

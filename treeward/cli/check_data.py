@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from treeward.data.rendering import Renderer
     from treeward.evaluation.data_check.check import DataCheck
 
-_MOST_ERRORS, _MOST_NAMED = 10, 3
+_MOST_ERRORS = 10
 _Files = list[str] | None
 
 
 def run(
     files: Annotated[_Files, typer.Argument(metavar="FILES", help="Comparisons, as training reads them.")] = None,
-    config: Annotated[str | None, typer.Option(metavar="FILE", help="A run: its data, tokenizer and limits.")] = None,
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="A run: its data and tokenizer.")] = None,
     dataset_name: DatasetName = None,
     split: Split = None,
     data_option: DataOptions = None,
@@ -69,8 +69,6 @@ def run(
             validation=open_sets(held_out),
             benchmarks={name.partition("=")[0]: _benchmark(name) for name in benchmark or ()},
             ties=loaded.known_ties if loaded else "drop",
-            max_length=loaded.max_sequence_length if loaded else None,
-            truncation=loaded.data.truncation if loaded else "drop",
             on_progress=lambda what, done: progress.show(what, done, 0),
         )
     if checked.errors and not checked.numbers["rows"]:
@@ -120,8 +118,6 @@ def _tell(checked: DataCheck) -> None:
         lines.append(f"... and {more:,} more broken rows")
     lines.append("" if checked.errors else "Nothing was found." if not checked.findings else "Findings:")
     for finding in checked.findings:
-        named = ", ".join(where.rpartition("/")[2] for where in finding.rows[:_MOST_NAMED])
-        named = f" ({named}{', ...' if len(finding.rows) > _MOST_NAMED else ''})" if named else ""
-        sentence = f"{finding.severity}: {finding.text}{named} {finding.why} {finding.fix}"
+        sentence = f"{finding.severity}: {finding.text}{finding.places} {finding.why} {finding.fix}"
         lines += textwrap.wrap(sentence, 118, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
     sys.stdout.write("\n".join(lines) + "\n")

@@ -2,7 +2,7 @@
 
 examples:
   treeward compare results/eval/mine results/eval/other
-  treeward compare results/eval/mine/llmbar results/eval/other/llmbar --disagreements 30
+  treeward compare results/eval/mine/llmbar/examples.jsonl results/eval/other/llmbar/examples.jsonl --disagreements 30
 
 A and B are folders that `treeward eval` wrote for one model each, or one
 examples.jsonl of them. Examples are matched by suite and id; the difference is

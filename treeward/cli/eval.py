@@ -9,8 +9,7 @@ examples:
 
 Suites: rewardbench, rewardbench2, rmbench, judgebench, llmbar, from the hub or a copy.
 A judge is an environment (docs/environments.md); what it used is told below the table.
-An example without a score counts as wrong, and the exit code is 1, unless --unscored
-allow is given; it is 1 in any case where nothing was scored, which is no result.
+An example without a score counts as wrong, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,8 +27,9 @@ from treeward.cli.options import (
     Ensemble,
     ModelOptions,
     Shaping,
+    candidate,
     checked_models,
-    load_rewards,
+    model_candidate,
     parse_yaml,
     with_model_options,
 )
@@ -52,7 +51,7 @@ _COLUMNS = [
 def run(
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="MODEL", help="Folders, hub names, or an environment as {type: judge, ...}."),
+        typer.Argument(metavar="MODEL", help="Folders, hub names, or sections as {type: judge, ...}."),
     ] = None,
     checkpoints: Annotated[str | None, typer.Option(metavar="RUN_DIR", help="The checkpoints of a run.")] = None,
     suite: Annotated[list[str] | None, typer.Option(metavar="NAME[=FOLDER],...", help="Suites to run.")] = None,
@@ -62,25 +61,25 @@ def run(
     data_option: DataOptions = None,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="Where rows, results and the report go.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N examples of each suite.")] = None,
-    tie_policy: Annotated[Literal["strict", "half"], typer.Option(help="A tie counts nothing, or half.")] = "strict",
-    unscored: Annotated[
-        Literal["fail", "allow"], typer.Option(help="An example without a score: exit 1, or 0.")
-    ] = "fail",
     perturbations: Annotated[int | None, typer.Option(min=1, help="Rewrite so many examples of each suite.")] = None,
-    training_data: Annotated[list[str] | None, typer.Option(metavar="FILE", help="To look for in the suites.")] = None,
     shaping: Shaping = None,
     ensemble: Ensemble = None,
     *,
     options: ModelOptions,
 ) -> int:
-    if data_option and not (data or dataset_name or training_data):
-        need = "--data, --dataset-name or --training-data"
+    if data_option and not (data or dataset_name):
+        need = "--data or --dataset-name"
         raise ConfigError("there are no comparisons for the option", where="--data-option", got=data_option, need=need)
-    suites = _suites(suite or [], data or [], dataset_name, split, data_option, tie_policy)
-    training = [dataset_config(path, None, None, data_option) for path in training_data or []]
-    sections = [text for text in models or [] if text.lstrip().startswith("{")]
-    named = [text for text in models or [] if text not in sections]
-    candidates = _judges(sections, bool(perturbations), ensemble, shaping)  # errors before suites are read
+    suites = _suites(suite or [], data or [], dataset_name, split, data_option)
+    named = [text for text in models or [] if not text.lstrip().startswith("{")]
+    sections = [parse_yaml(text, "MODEL", names=False) for text in models or [] if text not in named]
+    if sections and (ensemble is not None or shaping is not None):
+        need = "keys of the section"
+        raise ConfigError("a section is taken as it is", where="--ensemble, --shaping", got=sections[0], need=need)
+    if perturbations and any("type" in section for section in sections):
+        problem = "an environment may reward by comparing, and is not asked about rewritten completions"
+        raise ConfigError(problem, where="--perturbations", need="reward models alone")
+    candidates = [candidate(section, "MODEL", options) for section in sections]  # errors before suites are read
     if named or checkpoints is not None or not candidates:
         candidates = _candidates(named, checkpoints, ensemble, shaping, options) + candidates
 
@@ -94,7 +93,6 @@ def run(
             None if output is None else Path(output),
             limit=limit,
             num_perturbations=perturbations,
-            training_data=training,
             on_progress=progress.show,
         )
     rows: list[dict[str, Any]] = []
@@ -115,12 +113,11 @@ def run(
         sys.stdout.write(f"\nThe report is {evaluated.path}\n")
     results = [summary.result for summary in evaluated.summaries]
     has_result = all(result.headline.value is not None for result in results)
-    has_failed = unscored == "fail" and any(result.num_failed for result in results)
-    return 0 if has_result and not has_failed else 1
+    return 0 if has_result and not any(result.num_failed for result in results) else 1
 
 
 def _suites(
-    named: list[str], data: list[str], name: str | None, split: str | None, options: list[str] | None, tie_policy: Any
+    named: list[str], data: list[str], name: str | None, split: str | None, options: list[str] | None
 ) -> list[tuple[Any, str | None]]:
     """The suites with their folders, and the files of comparisons, or the dataset called `name`, as suites."""
     from treeward.evaluation.suites import PreferenceSuite, get_suite
@@ -128,13 +125,12 @@ def _suites(
     suites: list[tuple[Any, str | None]] = []
     for text in filter(None, ",".join(named).split(",")):
         suite, _, source = text.strip().partition("=")
-        suites.append((get_suite(suite, tie_policy=tie_policy), source or None))
+        suites.append((get_suite(suite), source or None))
     paths: list[str | None] = [*data] or ([None] if name is not None else [])
     for path in paths:
         plain = re.sub(r"(\.(jsonl|json|csv|parquet|arrow|gz))+$", "", Path(path or str(name)).name) or "data"
         called = re.sub(r"[^\w.-]+", "-", plain if split is None else f"{plain}-{split}")
-        config = dataset_config(path, name, split, options)
-        suites.append((PreferenceSuite(called, config, tie_policy=tie_policy), None))
+        suites.append((PreferenceSuite(called, dataset_config(path, name, split, options)), None))
     if not suites:
         need = "suites, as --suite rewardbench, or comparisons, as --data FILE"
         raise ConfigError("there is nothing to evaluate on", where="--suite, --data", got="neither", need=need)
@@ -145,9 +141,7 @@ def _candidates(
     models: list[str], run_dir: str | None, ensemble: str | None, shaping: str | None, options: ModelOptions
 ) -> list[Candidate]:
     """The checkpoints in order, then the models; with an ensemble of models they are one."""
-    from treeward.evaluation.session import Candidate, folder_names
-
-    checkpoints = {} if run_dir is None else _checkpoints(Path(run_dir))
+    checkpoints = [] if run_dir is None else _checkpoints(Path(run_dir))
     if run_dir is not None and not checkpoints:
         need, near = "a run's checkpoint_dir, with folders step_N", nearest_path(run_dir)
         fix = f"did you mean {near}?" if near else None
@@ -155,61 +149,16 @@ def _candidates(
     if not models and not checkpoints:
         need = "a model, or --checkpoints RUN_DIR"
         raise ConfigError("there is no model to evaluate", where="MODEL", got="none", need=need)
-    names = folder_names(models) | checkpoints
     ordered = [*checkpoints, *(model for model in models if model not in checkpoints)]
-    candidates = []
-    for section in checked_models(ordered, ensemble, shaping, options):
-        if len(section.models) > 1 and checkpoints:
-            need = "one of them, or the checkpoints as models: RUN_DIR/step_100/model ..."
-            raise ConfigError("checkpoints are compared with each other", where="--ensemble, --checkpoints", need=need)
-        name, notes = "-".join(names[member] for member in section.models), []
-        if section.ensemble is not None:
-            name = name if len(name) <= 100 else f"{len(section.models)}-models"
-            name = f"{section.ensemble.method}-of-{name}"
-            notes.append(f"{section.ensemble.method} of {', '.join(section.models)}")
-        if section.head_weights is not None:
-            notes.append(f"heads weighted {options.head_weights}")
-        if section.shaping is not None:
-            name, notes = f"{name}-shaped", [*notes, f"rewards, shaped by {shaping}, in the place of scores"]
-        load = partial(load_rewards, section, options.batch_tokens)
-        candidates.append(Candidate(name, load, note="; ".join(notes) or None))
-    return candidates
+    sections = checked_models(ordered, ensemble, shaping, options)
+    if checkpoints and any(len(section.models) > 1 for section in sections):
+        need = "one of them, or the checkpoints as models: RUN_DIR/step_100/model ..."
+        raise ConfigError("checkpoints are compared with each other", where="--ensemble, --checkpoints", need=need)
+    return [model_candidate(section, options.batch_tokens) for section in sections]
 
 
-def _judges(texts: list[str], perturbs: bool, ensemble: str | None, shaping: str | None) -> list[Candidate]:
-    """Environments in the place of models."""
-    from treeward.config.reward_environments import check_environments
-    from treeward.evaluation.session import Candidate
-
-    candidates = []
-    for text in texts:
-        section = parse_yaml(text, "MODEL")
-        if "type" not in section:
-            need = "a folder or hub name, or an environment as {type: judge, ...}"
-            raise ConfigError("this is no model", where="MODEL", got=text, need=need)
-        if perturbs or ensemble is not None or shaping is not None:
-            need = "reward models"
-            raise ConfigError("an environment's rewards are taken as they are", got=text, need=need,
-                              where="--perturbations, --ensemble, --shaping")  # fmt: skip
-        own_name = section.pop("name", None)
-        check_environments({"MODEL": section})
-        parts = [section["type"], section.get("mode"), Path(str(section.get("model", ""))).name]
-        name = own_name or "-".join(re.sub(r"[^\w.]+", "-", str(part)) for part in parts if part)
-        candidates.append(Candidate(name, partial(_environment, section), note=f"rewards of {text.strip()}"))
-    return candidates
-
-
-def _environment(section: dict[str, Any]) -> Any:
-    from treeward.environments.registry import make_environment
-    from treeward.environments.scorer import EnvironmentScorer
-
-    return EnvironmentScorer(make_environment("judge", section, where="MODEL")), {"section": section}
-
-
-def _checkpoints(folder: Path) -> dict[str, str]:
-    """The names of a run's checkpoints by their models, in the order of their steps, and `final` last."""
+def _checkpoints(folder: Path) -> list[str]:
+    """The models of a run's checkpoints in the order of their steps, and `final` last."""
     steps = {int(path.name[5:]): path for path in folder.glob("step_*") if path.name[5:].isdecimal()}
-    names = {str(path / "model"): path.name for _, path in sorted(steps.items())}
-    if (folder / "final").is_dir():
-        names[str(folder / "final")] = "final"
-    return names
+    models = [str(path / "model") for _, path in sorted(steps.items())]
+    return [*models, str(folder / "final")] if (folder / "final").is_dir() else models

@@ -12,13 +12,12 @@ import ctypes
 import functools
 import gc
 import importlib
-import inspect
 import io
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -31,7 +30,7 @@ from treeward.version import VERSION
 VERBS = {
     "train": "Train a reward model from a configuration.",
     "check-data": "Say what is wrong with preference data, before training on it.",
-    "plan": "Plan the memory, the communication and the speed of a run, without a GPU.",
+    "plan": "Plan the memory of a run, without a GPU.",
     "score": "Score conversations with a reward model.",
     "eval": "Evaluate reward models on suites or comparisons, and write a report.",
     "compare": "Say whether one evaluated model is better than another.",
@@ -152,8 +151,6 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
                 raise typer.Exit(2) from None  # of the processes of torchrun and srun the first on each node tells
             if logging.getLogger("treeward").isEnabledFor(logging.DEBUG):
                 traceback.print_exc()
-            if isinstance(error, TreewardError) and error.field is None and "\n" not in error.summary:
-                error = error.but(field=_option_of(error.where, run, options))
             code, text = 2, f"treeward {verb}: {error}\n"
             if isinstance(error, KeyboardInterrupt):
                 code, text = 130, f"\ntreeward {verb}: interrupted\n"
@@ -163,16 +160,6 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
         raise typer.Exit(code)
 
     return reporting
-
-
-def _option_of(where: str | None, run: Callable[..., int], options: Mapping[str, Any]) -> str | None:
-    """The option or argument by which the path was given that an error is about; None if it was given by none."""
-    for name, parameter in inspect.signature(run, eval_str=True).parameters.items():
-        info, value = parameter.annotation.__metadata__[0], options[name]
-        if where in [str(word).rpartition("=")[2] for word in (value if isinstance(value, list) else [value])]:
-            is_argument = isinstance(info, typer.models.ArgumentInfo)
-            return info.metavar if is_argument else next(iter(info.param_decls or ()), f"--{name.replace('_', '-')}")
-    return None
 
 
 def _stdout_closed() -> bool:

@@ -11,8 +11,11 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -23,6 +26,7 @@ from treeward.config.server import ServedModelConfig
 from treeward.errors import ConfigError
 
 if TYPE_CHECKING:
+    from treeward.evaluation.session import Candidate
     from treeward.scoring.score import ConversationScorer
     from treeward.scoring.scorer import PreparedScorer
     from treeward.scoring.shaping import Shaper
@@ -137,6 +141,45 @@ def load(section: ServedModelConfig, batch_tokens: int | None) -> tuple[Prepared
     capacity = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
     scorer = load_scorer(section, device=section.device, **capacity)
     return scorer, load_shaper(section, tokenizer=scorer.renderer.tokenizer)
+
+
+def candidate(section: dict[str, Any], where: str, options: ModelOptions) -> Candidate:
+    """What takes part in an evaluation, by its section: an environment, which has a `type`, or a reward model.
+
+    Raises `ConfigError` for a faulty section.
+    """
+    from treeward.config.reward_environments import check_environments
+    from treeward.evaluation.session import Candidate
+    from treeward.model.pretrained import check_device
+
+    if "type" in section:
+        name = section.pop("name", None)
+        check_environments({where: section})
+        parts = [section["type"], section.get("mode"), Path(str(section.get("model", ""))).name]
+        name = name or "-".join(re.sub(r"[^\w.]+", "-", str(part)) for part in parts if part)
+        return Candidate(name, partial(_environment, section, where), note=f"rewards of {section}")
+    if isinstance(section.get("ensemble"), str):
+        section["ensemble"] = {"method": section["ensemble"]}
+    model = load_section(ServedModelConfig, options.keys | section, where=where)
+    check_device(model.device, where=where, field="device")
+    check_shaping(model)
+    return model_candidate(model, options.batch_tokens)
+
+
+def model_candidate(section: ServedModelConfig, batch_tokens: int | None) -> Candidate:
+    """A reward model that takes part in an evaluation, under its name; the note has what is not by default."""
+    from treeward.evaluation.session import Candidate
+
+    keys = section.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
+    note = None if keys.keys() == {"models"} else f"scores of {keys}"
+    return Candidate(section.served_name.replace("/", "-"), partial(load_rewards, section, batch_tokens), note)
+
+
+def _environment(section: dict[str, Any], where: str) -> tuple[ConversationScorer, dict[str, Any]]:
+    from treeward.environments.registry import make_environment
+    from treeward.environments.scorer import EnvironmentScorer
+
+    return EnvironmentScorer(make_environment("judge", section, where=where)), {"section": section}
 
 
 def load_rewards(section: ServedModelConfig, batch_tokens: int | None) -> tuple[ConversationScorer, dict[str, Any]]:

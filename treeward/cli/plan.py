@@ -1,4 +1,4 @@
-"""`treeward plan`: parse, import, call, and print what a run would take of its devices.
+"""`treeward plan`: parse, import, call, and print the memory that a run would take of its devices.
 
 examples:
   treeward plan --config examples/configs/rm.yaml cluster.gpus_per_node=8
@@ -48,9 +48,8 @@ def run(
 
 
 def plan_text(planned: Plan) -> str:
-    """What one device holds and sends, and how long a step takes."""
-    sent = {f"sent {where}": size for where, size in planned.sent.items() if size}
-    table = [{"of a device": name, "GB": size / 1e9} for name, size in (planned.memory | sent).items()]
+    """What one device holds."""
+    table = [{"of a device": name, "GB": size / 1e9} for name, size in planned.memory.items()]
     lines = [
         f"{planned.model}: {planned.parameters / 1e9:,.2f} billion parameters, "
         f"{planned.trained / 1e6:,.0f} million trained",
@@ -58,9 +57,6 @@ def plan_text(planned: Plan) -> str:
         "",
         results_table(table, ["of a device", Column("GB", format=",.1f")]),
         "",
-        f"A step of a device: {planned.micro_batches:,} x {planned.micro_batch_tokens:,} tokens at most, "
-        f"{planned.operations / 1e12:,.0f} TFLOP",
+        f"A micro-batch has {planned.micro_batch_tokens:,} tokens.",
     ]
-    if planned.tokens_per_second is not None:
-        lines.append(f"About {planned.tokens_per_second:,.0f} tokens a second (an estimate)")
     return "\n".join(lines)

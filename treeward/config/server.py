@@ -8,6 +8,7 @@ port: 8000
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +35,7 @@ class ServedModelConfig(ScoringConfig):
         """Name of the model in requests."""
         if self.name is not None:
             return self.name
-        names = [_name_of(model) for model in self.models]
+        names = [model_name(model) for model in self.models]
         return names[0] if self.ensemble is None else f"{self.ensemble.method}-of-{'-'.join(names)}"
 
     def check(self) -> None:
@@ -80,11 +81,11 @@ class ServerConfig(Strict):
             raise ConfigError("two served models have one name", field="models", got=", ".join(twice), need=need)
 
 
-def _name_of(model: str) -> str:
-    """`results/rm/final` is rm; `org/model` is org/model."""
+def model_name(model: str) -> str:
+    """The name of a model by its folder or hub name: `results/rm/final` is rm; `org/model` is org/model."""
     if not Path(model).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return model
-    parts = [part for part in Path(model).resolve().parts if part != "/"]
+    parts = [part for part in Path(os.path.abspath(model)).parts if part != "/"]
     while len(parts) > 1 and parts[-1] in ("final", "model"):
         parts.pop()
     return parts[-1] if parts else "model"

@@ -21,6 +21,7 @@ from itertools import groupby
 from typing import Any, ClassVar, TypeVar
 
 from treeward.config.data import DatasetConfig
+from treeward.data.bundled import bundled_path
 from treeward.data.formats import recognise
 from treeward.data.preference import (
     Preference,
@@ -37,7 +38,6 @@ from treeward.data.preference import (
 )
 from treeward.data.registry import ObjectRows, Registry
 from treeward.data.sources import Row, RowSource, raised, read_rows
-from treeward.data.synthetic import bundled_path
 from treeward.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -274,7 +274,7 @@ class HHTranscripts(RowDataset):
 @register_dataset("Bundled")
 class Bundled(PreferenceDataset):
     """The generated data that comes with treeward: splits `train`, `validation` and `length_controlled`. The true
-    quality of its completions is known: `treeward.data.synthetic.gold_quality`."""
+    quality of its completions is known: examples/gold.py."""
 
     hub_path = "Bundled"
 

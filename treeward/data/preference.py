@@ -68,7 +68,7 @@ class Preference:
     """A comparison group: the `context` (messages, may be empty) and at least two `completions` of it.
 
     `strength`: by how much a better completion is better; see `rm.loss.strength`. `id`: the name in an
-    evaluation. `where`: file and row.
+    evaluation. `info`: further columns of the row, which rules read. `where`: file and row.
     """
 
     context: Messages
@@ -76,6 +76,7 @@ class Preference:
     task_name: str = "preference"
     strength: float | None = None
     id: str = ""
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     where: str | None = None
 
     @property

@@ -19,12 +19,12 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import Field
 
 from treeward.config.data import PromptSetConfig
+from treeward.data.bundled import best_completions
+from treeward.data.bundled import prompts as bundled_prompts
 from treeward.data.preference import Message, as_messages, last_text, required
 from treeward.data.registry import ObjectRows, Registry
 from treeward.data.responses_items import messages_of_input
 from treeward.data.sources import Row, RowSource
-from treeward.data.synthetic import best_completions
-from treeward.data.synthetic import prompts as bundled_prompts
 from treeward.errors import ConfigError, DataError, nearest_name
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ import numpy as np
 from statsmodels.stats.multitest import multipletests
 
 from treeward.data.preference import Preference
-from treeward.data.sources import KINDS, file_suffix, read_file
+from treeward.data.sources import read_file
 from treeward.errors import DataError, nearest_path
 from treeward.evaluation.results import Metric, ScoredExample, scored_from_row
 from treeward.evaluation.statistics import accuracy_metric, paired_bootstrap, paired_test
@@ -28,10 +28,7 @@ from treeward.evaluation.statistics import accuracy_metric, paired_bootstrap, pa
 _ROWS = "examples.jsonl"
 
 _NOTES = {
-    "only_in_first": "Left out: {} that only the first has.",
-    "only_in_second": "Left out: {} that only the second has.",
-    "changed": "Left out: {} whose content differs under the same id.",
-    "unordered": "Left out: {} without a better and a worse completion.",
+    "left_out": "Left out: {} that one of them lacks, of other content, or without a better and a worse completion.",
     "several": "{} with more than two completions: right is to have the best-ranked all ahead of the others, which is "
     "stricter than the accuracy over pairs that `treeward eval` shows.",
     "ties": "Not right for a model: {} on which it ties.",
@@ -111,24 +108,17 @@ class Comparison:
 
 
 def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
-    """The examples of one model: a file `examples.jsonl`, or a folder that `treeward eval` wrote for one model.
+    """The examples of one model: its folder OUTPUT/<model>, as `treeward eval` wrote it, or an `examples.jsonl` of it.
 
-    A folder is OUTPUT/<model>, OUTPUT/<model>/<suite>, or OUTPUT itself if it has one model. Raises `DataError` for a
-    path without examples or with those of several models, for rows that are none, and for an id that comes twice.
+    Raises `DataError` for a path without examples, for rows that are none, and for an id that comes twice.
     """
-    place = Path(path)
-    is_file = place.is_file() and file_suffix(str(place)) in KINDS
-    files = [place] if is_file else sorted(place.rglob(_ROWS)) if place.is_dir() else []
-    models = sorted({file.resolve().parent.parent.name for file in files})
+    place = Path(path).resolve()
+    files = [place] if place.is_file() else sorted(place.glob(f"*/{_ROWS}"))
     if not files:
-        need = f"a folder that `treeward eval` wrote, or its {_ROWS}"
+        need = f"the folder of a model that `treeward eval` wrote, or an {_ROWS} of it"
         near = nearest_path(place)
         fix = f"did you mean {near}?" if near else "treeward eval MODEL --suite llmbar --output DIR"
         raise DataError("there is no evaluation here", where=str(path), need=need, fix=fix)
-    if len(models) > 1:
-        got, fix = ", ".join(models), str(place / models[0])
-        summary = "the folder holds the evaluations of several models"
-        raise DataError(summary, where=str(path), got=got, need="the folder of one model", fix=fix)
     suites: dict[str, list[ScoredExample]] = {}
     for file in files:
         rows: dict[str, ScoredExample] = {}
@@ -138,8 +128,8 @@ def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
                 need = "an id for each example of a suite"
                 raise DataError("two examples have one id", where=row.where, field="id", got=key, need=need)
             rows[key] = scored
-        suites[file.resolve().parent.name] = list(rows.values())
-    return Evaluation(models[0], str(path), suites)
+        suites[file.parent.name] = list(rows.values())
+    return Evaluation(files[0].parent.parent.name, str(path), suites)
 
 
 def compare(first: Evaluation, second: Evaluation, *, num_disagreements: int = 10) -> Comparison:
@@ -177,10 +167,7 @@ def _match(first: Evaluation, second: Evaluation) -> tuple[list[_Pair], dict[str
     same = [pair for pair in matched if _content(pair.first.example) == _content(pair.second.example)]
     pairs = [pair for pair in same if len(set(pair.first.example.ranks)) > 1]
     counts = {
-        "only_in_first": len(first_rows) - len(matched),
-        "only_in_second": len(second_rows) - len(matched),
-        "changed": len(matched) - len(same),
-        "unordered": len(same) - len(pairs),
+        "left_out": len(first_rows.keys() | second_rows.keys()) - len(pairs),
         "several": sum(len(pair.first.example.ranks) > 2 for pair in pairs),
         "ties": sum("tie" in (pair.first.outcome, pair.second.outcome) for pair in pairs),
         "failed": sum(pair.first.failed or pair.second.failed for pair in pairs),
@@ -189,8 +176,8 @@ def _match(first: Evaluation, second: Evaluation) -> tuple[list[_Pair], dict[str
         raise DataError(
             "the two evaluations have no example in common that says which model is better",
             where=f"{first.path}, {second.path}",
-            got=f"{len(matched)} examples with an id in common, of them {counts['changed']} with another content and "
-            f"{counts['unordered']} without a better and a worse completion",
+            got=f"{len(matched)} examples with an id in common, of them {len(matched) - len(same)} with other content "
+            f"and {len(same) - len(pairs)} without a better and a worse completion",
             need="examples that both models were given",
             fix="evaluate both models on the same suites",
         )

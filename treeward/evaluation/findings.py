@@ -3,7 +3,7 @@
     summary = summarize(suite, scored, "my-model")
     summary.result.headline, summary.length.accuracy_gap, summary.statistics.ece
     verdict(summary)        # "**my-model** on LLMBar: 71.0% (61.5% to 79.0%); better than chance, but it likes ..."
-    findings(summary)       # that, and a list: chance, length, worst subset, calibration, rewrites, overlap
+    findings(summary)       # that, and a list: chance, length, worst subset, calibration, rewrites
 
 A finding is reported only where its interval supports it.
 """
@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style
-from treeward.evaluation.diagnostics.overlap import Overlap, diagnose_overlap
 from treeward.evaluation.diagnostics.perturbations import REWRITES
 from treeward.evaluation.diagnostics.scores import statistics_of
 from treeward.evaluation.report.blocks import format_interval
@@ -24,7 +23,7 @@ from treeward.evaluation.suites.interface import Suite
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Every number of one model in one suite. `training_overlap`: the examples that the training data has."""
+    """Every number of one model in one suite."""
 
     model: str
     suite: Suite
@@ -34,8 +33,6 @@ class Summary:
     style: Diagnostic
     examples: tuple[ScoredExample, ...]
     perturbations: Diagnostic | None = None
-    overlap: Diagnostic | None = None
-    training_overlap: Overlap | None = None
 
     @property
     def title(self) -> str:
@@ -50,7 +47,6 @@ class Summary:
             "style": self.style,
             "perturbations": self.perturbations,
             "statistics": self.statistics,
-            "overlap": self.overlap,
         }
         return {name: diagnostic for name, diagnostic in named.items() if diagnostic is not None}
 
@@ -61,7 +57,6 @@ def summarize(
     model: str,
     *,
     perturbations: Diagnostic | None = None,
-    overlap: Overlap | None = None,
 ) -> Summary:
     """The numbers of one model in one suite."""
     result = suite.summarize(examples)
@@ -74,8 +69,6 @@ def summarize(
         style=diagnose_style(examples),
         examples=examples,
         perturbations=perturbations,
-        overlap=None if overlap is None else diagnose_overlap(suite, examples, overlap),
-        training_overlap=overlap,
     )
 
 
@@ -193,13 +186,6 @@ def _reasons(summary: Summary) -> Iterator[str | None]:
             f"Of the rewritten pairs {percent(numbers['accuracy'])} are right as they are, "
             f"{percent(numbers['robust_accuracy'])} under every change of style"
             f"{turns if (flips[worst].low or 0.0) >= _FOOLED else ''}."
-        )
-    if summary.overlap is not None and summary.overlap.accuracy_flagged.count:
-        overlap = summary.overlap
-        yield (
-            f"{percent(overlap.flagged)} of the examples have an exact or near duplicate in the training data, "
-            f"{percent(overlap.flagged_exact)} word for word: accuracy {percent(overlap.accuracy_flagged)} on these "
-            f"and {percent(overlap.accuracy_clean)} on the others."
         )
     if usage := usage_finding(result.details.get("usage", {})):
         yield f"As a judge it took {usage}"

@@ -33,7 +33,6 @@ from treeward.evaluation.suites.benchmarks import STYLES
 from treeward.version import VERSION
 
 _MOST_CARDS = 6  # more than these are a table
-_MOST_LISTED = 200
 
 _GLANCE = (
     "Ranges are 95 % intervals. No score: examples that the model could not score; they count as wrong. "
@@ -76,7 +75,6 @@ LABELS: Mapping[str, tuple[str, str, str]] = {
     "score_std": ("Standard deviation of the scores", "number", "of all completions"),
     # length
     "slope_given_rank": ("Length: score per 100 characters", "signed", "the bias itself, at equal rank: 0 is fair"),
-    "relative_slope": ("Length bias in standard deviations", "signed", "of the scores of one prompt's completions"),
     "longer_is_right": ("Better completion is the longer", "percent", "of the data alone"),
     "accuracy_longer_right": ("Longer completion is right", "percent", "accuracy: high if it likes length"),
     "accuracy_shorter_right": ("Shorter completion is right", "percent", "accuracy: low if it likes length"),
@@ -84,8 +82,6 @@ LABELS: Mapping[str, tuple[str, str, str]] = {
     "accuracy_gap": ("Length gap in accuracy", "points", "longer right less shorter right: 0 is fair"),
     "length_controlled_accuracy": ("Length-controlled accuracy", "percent", "mean of both: 50 % for this liking alone"),
     # style
-    "density_effect": ("Score per markdown mark in 100 words", "signed", "at equal rank and length; 0 is fair"),
-    "relative_density_effect": ("Markdown bias in standard deviations", "signed", "of scores of the same prompt"),
     "more_markdown_is_right": ("Better completion has more markdown", "percent", "of the data alone"),
     "accuracy_more_markdown_right": ("More markdown is right", "percent", "accuracy: high if it likes markdown"),
     "accuracy_less_markdown_right": ("Less markdown is right", "percent", "accuracy: low if it likes markdown"),
@@ -95,11 +91,6 @@ LABELS: Mapping[str, tuple[str, str, str]] = {
     # rewrites
     "accuracy": ("Rewritten pairs, before", "percent", "pairs in the right order; ties count as wrong"),
     "robust_accuracy": ("Robust accuracy", "percent", "right before and after every rewrite of style"),
-    # overlap
-    "flagged": ("Examples with a duplicate in training", "percent", "exact or near"),
-    "flagged_exact": ("The same, word for word", "percent", "a prompt, a conversation or a long completion"),
-    "accuracy_clean": ("Accuracy without a duplicate", "percent", "what is left of the headline on new examples"),
-    "accuracy_flagged": ("Accuracy with a duplicate", "percent", "of the others"),
 }
 """By the name in `results.json`: the name in a report, the format, and how to read it."""
 
@@ -306,8 +297,6 @@ def _figures(summaries: Sequence[Summary]) -> Iterator[Block]:
             format="percent",
             is_square=True,
         )
-    if any(summary.overlap is not None for summary in summaries):
-        yield from _overlaps(summaries)
 
 
 def _series(diagnostics: Mapping[str, Diagnostic]) -> list[Block]:
@@ -321,31 +310,6 @@ def _strata(title: str, trait: Trait, diagnostics: Mapping[str, Diagnostic], not
         for model, diagnostic in diagnostics.items()
     }
     return bars_block(title, series, note)
-
-
-def _overlaps(summaries: Sequence[Summary]) -> Iterator[Block]:
-    series = {
-        summary.model: [
-            bar_item(LABELS[name][0], summary.overlap.numbers[name]) for name in ("accuracy_clean", "accuracy_flagged")
-        ]
-        for summary in summaries
-        if summary.overlap is not None
-    }
-    first = summaries[0]
-    assert first.training_overlap is not None  # it is looked for in the examples of a suite, once for all models
-    unit = "pairs of completions" if first.result.unit == "pairs" else "whole examples"
-    note = f"{first.training_overlap.sentences()} Each n counts {unit}."
-    yield bars_block("Overlap with the training data", series, note, reference=first.suite.chance())
-    columns = {"id": ("Example", "text"), "subset": ("Subset", "text"), "prompt": ("Of the prompt", "percent")}
-    columns["completion"] = ("Of a completion", "percent")
-    rows = sorted(
-        map(dataclasses.asdict, first.training_overlap.flagged),
-        key=lambda row: (-max(row["prompt"], row["completion"]), row["id"]),
-    )
-    if rows:
-        title = "Examples with a duplicate in the training data"
-        note = "The share of words that the training data has in the same runs."
-        yield table_block(title, columns, rows[:_MOST_LISTED], note, most=10)
 
 
 def _style_matrices(summaries: Sequence[Summary]) -> Iterator[Block]:

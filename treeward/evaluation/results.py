@@ -142,7 +142,8 @@ def score_examples(scorer: ConversationScorer, examples: Iterable[Preference], a
     """The examples as a model scores them, in order; `at_once`: how many the scorer gets in one call."""
     remaining = iter(examples)
     while chunk := list(islice(remaining, at_once)):
-        groups = score_groups(scorer, [example.conversations for example in chunk], on_error="mask")
+        conversations, infos = [example.conversations for example in chunk], [example.info for example in chunk]
+        groups = score_groups(scorer, conversations, infos=infos, on_error="mask")
         for example, scores in zip(chunk, groups, strict=True):
             grades = {name for completion in example.completions for name in completion.all_grades}
             named = [dict(zip(score.head_names, score.heads, strict=False)) for score in scores]

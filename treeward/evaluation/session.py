@@ -15,20 +15,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treeward.config.data import DatasetConfig
-from treeward.data.datasets import open_dataset
 from treeward.data.preference import Preference
 from treeward.errors import ConfigError, DataError
-from treeward.evaluation.diagnostics.overlap import Overlap, find_overlap
 from treeward.evaluation.diagnostics.perturbations import (
     REWRITES,
     diagnose_perturbations,
@@ -80,50 +74,32 @@ def run_evaluation(
     *,
     limit: int | None = None,
     num_perturbations: int | None = None,
-    training_data: Sequence[DatasetConfig] = (),
     on_progress: Progress = lambda what, done, total: None,
 ) -> Evaluated:
     """Score every suite (with its source, None for the hub) with every model, and write the results.
 
     `output`: the folder of rows, results.json and the report; None writes nothing. `limit`: most examples of each
     suite, the first. `num_perturbations`: most examples of each suite whose completions are rewritten; None rewrites
-    none. `training_data`: data to look for in the suites.
+    none.
 
     Raises `ConfigError` for two candidates or suites of one name, `DataError` for a suite that cannot be read or is
-    empty and for files that cannot be written, and `CheckpointError` for rows of another model or of other data. An
-    error of a later candidate is raised after the results of those before it are written.
+    empty and for files that cannot be written, and `CheckpointError` for rows of another model or of other data.
     """
     models = [candidate.name for candidate in candidates]
     suite_names = [suite.name for suite, _ in suites]
     for what, names in (("models", models), ("suites", suite_names)):
         if not names or len(set(names)) < len(names):
-            raise ConfigError(f"there are no {what}, or two of one name", got=names, need="different names: of folders")
+            fix = "{name: ..., model: ...} gives a model a name of its own"
+            raise ConfigError(f"there are no {what}, or two of one name", got=names, need="different names", fix=fix)
     loaded = [_load_suite(suite, source, limit) for suite, source in suites]
-    # Before any model is loaded: training data that cannot be read is an error at once.
-    overlaps = {}
-    for loaded_suite in loaded if training_data else ():
-        name = loaded_suite.suite.name
-        training = (preference for config in training_data for preference, _ in open_dataset(config))
-        show = partial(on_progress, f"training data, for {name}")
-        overlaps[name] = find_overlap(loaded_suite.examples, training, on_progress=show)
     notes = [f"{candidate.name}: {candidate.note}" for candidate in candidates if candidate.note]
     summaries: list[Summary] = []
-
-    def write(notes: list[str]) -> Path | None:
-        if output is None:
-            return None
-        logger.info("Writing the report.")
-        return write_results(output, summaries, subtitle="; ".join(notes))
-
-    for number, candidate in enumerate(candidates):
-        try:
-            summaries += _evaluate(candidate, loaded, output, num_perturbations, overlaps, on_progress)
-        except Exception:
-            missing = ", ".join(models[number:])
-            if summaries and (path := write([*notes, f"missing, after an error: {missing}"])):
-                logger.warning("%s holds the complete results; it lacks %s.", path, missing)
-            raise
-    return Evaluated(summaries, write(notes))
+    for candidate in candidates:
+        summaries += _evaluate(candidate, loaded, output, num_perturbations, on_progress)
+    if output is None:
+        return Evaluated(summaries)
+    logger.info("Writing the report.")
+    return Evaluated(summaries, write_results(output, summaries, subtitle="; ".join(notes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +116,10 @@ def _load_suite(suite: Suite, source: str | None, limit: int | None) -> _LoadedS
     logger.info("Reading %s.", suite.name if source is None else f"{suite.name} from {source}")
     counts: Counter[str] = Counter()
     examples = []
-    try:
-        for example in suite.load(source):
-            counts[example.id] += 1  # the second example of an id becomes `id#2`, and so on
-            number = counts[example.id]
-            examples.append(example if number == 1 else replace(example, id=f"{example.id}#{number}"))
-    except DataError as error:
-        if source is not None or suite.hub_path is None or not str(error.where).startswith(suite.hub_path):
-            raise
-        raise DataError(
-            f"the suite {suite.name} cannot be read from the hub",
-            where=suite.hub_path,
-            got=error.got or error.summary,
-            need="the hub, or a copy of the suite",
-            fix=f"check the network; a copy is named as --suite {suite.name}=FOLDER",
-        ) from error
+    for example in suite.load(source):
+        counts[example.id] += 1  # the second example of an id becomes `id#2`, and so on
+        number = counts[example.id]
+        examples.append(example if number == 1 else replace(example, id=f"{example.id}#{number}"))
     if not examples:
         raise DataError("the suite has no examples", where=source or suite.name, need="at least one")
     # The digest is of all examples: the rows of one limit are of use to another.
@@ -171,7 +136,6 @@ def _evaluate(
     suites: Sequence[_LoadedSuite],
     output: Path | None,
     num_perturbations: int | None,
-    overlaps: Mapping[str, Overlap],
     on_progress: Progress,
 ) -> list[Summary]:
     """One model on all suites. The model is gone when this returns."""
@@ -183,10 +147,10 @@ def _evaluate(
         full_identity = {**identity, "examples": loaded.digest}
         folder = None if output is None else output / candidate.name / suite.name
         path = None if folder is None else folder / "examples.jsonl"
-        scored = _score(scorer, loaded.examples, what, path, full_identity, on_progress, _EXAMPLES_AT_ONCE)
+        scored = score_rows(scorer, loaded.examples, what, path, full_identity, on_progress)
         errors = Counter(next(filter(None, row.errors), "no reason is known") for row in scored if row.failed)
         if errors:
-            reasons = "; ".join(reason for reason, _ in common_reasons(errors)[:3])
+            reasons = "; ".join(reason for reason, _ in errors.most_common(3))
             logger.warning("%s: %d of %d examples have no score (%s).", what, errors.total(), len(scored), reasons)
         usage = scorer.usage() if isinstance(scorer, GroupScorer) else {}  # of the rows that were scored now
         perturbations = None
@@ -196,15 +160,14 @@ def _evaluate(
             rewritten = [perturbed(example) for example in sampled]
             path = None if folder is None else folder / "perturbations.jsonl"
             row_identity = {"rewrites": ", ".join(REWRITES), **full_identity}
-            rows = _score(scorer, rewritten, task, path, row_identity, on_progress, _REWRITTEN_AT_ONCE)
+            rows = score_rows(scorer, rewritten, task, path, row_identity, on_progress, _REWRITTEN_AT_ONCE)
             perturbations = diagnose_perturbations(sampled, rows)
         elif num_perturbations is not None:  # an evaluation of hours goes on
             logger.warning(
                 "%s: no example has a better and a worse completion of text, so none is rewritten.", suite.name
             )
         logger.info("Computing the numbers of %s.", what)
-        overlap = overlaps.get(suite.name)
-        summary = summarize(suite, scored, candidate.name, perturbations=perturbations, overlap=overlap)
+        summary = summarize(suite, scored, candidate.name, perturbations=perturbations)
         if usage:
             details = {**summary.result.details, "usage": usage}
             summary = replace(summary, result=replace(summary.result, details=details))
@@ -212,16 +175,17 @@ def _evaluate(
     return summaries
 
 
-def _score(
+def score_rows(
     scorer: ConversationScorer,
     examples: Sequence[Preference],
     what: str,
     path: Path | None,
     identity: Identity,
     on_progress: Progress,
-    at_once: int,
+    at_once: int = _EXAMPLES_AT_ONCE,
 ) -> tuple[ScoredExample, ...]:
-    """The examples as a model scores them, in order; those that the file keeps are not scored again."""
+    """The examples as a model scores them, in order; those that the file at `path` keeps are not scored again. `what`:
+    the task of `on_progress`."""
     total, ids = len(examples), {example.id for example in examples}
     with resumable_rows(path, identity, scored_from_row) as rows:
         # A larger limit may have kept more.
@@ -236,31 +200,3 @@ def _score(
                 scored_by_id[scored.example.id] = scored
             on_progress(what, len(scored_by_id), total)  # it may stop the evaluation: all that is scored is kept
     return tuple(scored_by_id[example.id] for example in examples)
-
-
-def common_reasons(errors: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Reasons with how often each occurs, the most frequent first; reasons that differ only in numbers count as one,
-    under the first of them."""
-    counts: Counter[str] = Counter()
-    firsts: dict[str, str] = {}
-    for reason, count in errors.items():
-        kind = re.sub(r"(?<!\w)\d[\d,.]*", "0", reason)
-        counts[firsts.setdefault(kind, reason)] += count
-    return counts.most_common()
-
-
-def folder_names(models: Sequence[str]) -> dict[str, str]:
-    """A folder name for each model: as many of the last parts of its path as make it unlike the others.
-
-    Raises `ConfigError` for a model that is named twice.
-    """
-    paths = [os.path.normpath(model) for model in models]
-    if len(set(paths)) < len(paths):
-        raise ConfigError("a model is named twice", where="MODEL", got=", ".join(models), need="every model once")
-    parts = {model: [part for part in re.split(r"[\\/]+", model) if part not in ("", ".", "..")] for model in models}
-    for count in range(1, 1 + max(map(len, parts.values()), default=0)):
-        names = {model: "-".join(of_model[-count:]) or "model" for model, of_model in parts.items()}
-        # `final` says nothing of a model: the run's folder is part of its name.
-        if len(set(names.values())) == len(models) and not {"final", "model"} & set(names.values()):
-            return names
-    return {model: f"{i}-{'-'.join(of_model) or 'model'}" for i, (model, of_model) in enumerate(parts.items())}

@@ -1,1 +1,1 @@
-"""What a run takes of its devices, before it is started: memory, communication, speed."""
+"""The memory that a run takes of its devices, before it is started."""

@@ -1,23 +1,20 @@
-"""`plan`: what a run takes of each device, how much it communicates, and about how fast it is.
+"""`plan`: the memory that a run takes of each device.
 
     planned = plan(load_run("rm.yaml", ["cluster.gpus_per_node=8"]), "h100")
-    planned.memory["peak"], planned.fits, planned.tokens_per_second
+    planned.memory["peak"], planned.fits
 
 A step of the run itself is taken on fake tensors and a fake process group, with two micro-batches a device that are as
-full as they get; a whole step communicates and computes so many times as much. Operations are taken one by one:
-compiled layers keep less, so the memory is an upper estimate.
+full as they get. Operations are taken one by one: compiled layers keep less, so the memory is an upper estimate.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import ceil
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -27,14 +24,12 @@ from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.policy import ShardingConfig, TrainedModelConfig
 from treeward.errors import ConfigError
 from treeward.parallel.mesh import Mesh, make_mesh
-from treeward.planning.gpus import BANDWIDTH_EFFICIENCY, EFFICIENCY, GPUS
-from treeward.planning.runs import MICRO_BATCHES, Filling, PlannedRun, RunConfig, planned_run
-from treeward.planning.tracker import UNCOUNTED, Link, Tracker, no_storage
+from treeward.planning.gpus import GPUS, RESERVED
+from treeward.planning.runs import Filling, PlannedRun, RunConfig, planned_run
+from treeward.planning.tracker import UNCOUNTED, Tracker, no_storage
 from treeward.tree import attention
 
 _MEAN_SHARE = 4  # a conversation has a quarter of the longest's tokens, where nobody says
-_FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a weight in nf4: a scale of one byte for 64 of them, and of four bytes for 256 scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +38,7 @@ class Plan:
 
     `memory`: bytes of one device, by what holds them: first what is there for the whole step; `activations`, and all
     else that comes and goes; in sampling, when there are no gradients, `KV cache` and `whole policy`; `peak`, the most
-    at a time, of what is `usable`; `host`, in the memory of the host. `sent`: bytes that one device sends in a step,
-    `in the node` and `to others`. A step is `micro_batches` on a device, of `micro_batch_tokens` at most, which take
-    `operations`. `tokens_per_second`: of all devices, each shared token once, without sampling and rewards; None on a
-    CPU.
+    at a time, of what is `usable`; `host`, in the memory of the host. A micro-batch has `micro_batch_tokens`.
     """
 
     model: str
@@ -54,12 +46,8 @@ class Plan:
     parameters: int
     trained: int
     memory: dict[str, int]
-    sent: dict[str, int]
     fits: bool
     micro_batch_tokens: int
-    micro_batches: int
-    operations: float
-    tokens_per_second: float | None
 
 
 def plan(config: RunConfig, gpu: str, *, mean_tokens: int | None = None) -> Plan:
@@ -71,53 +59,36 @@ def plan(config: RunConfig, gpu: str, *, mean_tokens: int | None = None) -> Plan
     nodes, devices = cluster.num_nodes, cluster.num_processes
     if isinstance(config, GRPORunConfig):
         longest, group = policy.max_total_sequence_length, config.grpo.num_generations_per_prompt
-        groups = config.prompts_per_update
     else:
-        longest, group, groups = config.max_sequence_length, 2, config.policy.train_global_batch_size
-    if policy.load_in_4bit and devices > 1:
-        raise ConfigError("weights of four bits are planned on one device alone", field="policy.load_in_4bit")
+        longest, group = config.max_sequence_length, 2
+    if policy.load_in_4bit:
+        raise ConfigError("weights of four bits are not planned: try the run itself", field="policy.load_in_4bit")
     mean = mean_tokens or max(longest // _MEAN_SHARE, 2)
     budget = max(policy.micro_batch_tokens or 3 * (policy.train_micro_batch_size or 1) * longest // 2, longest)
-    filling, tokens = Filling.of(budget, group, mean), groups * (mean // 2 + group * (mean - mean // 2))
-    tracker = Tracker(devices_per_node=devices // nodes, density=filling.density)
+    filling = Filling.of(budget, group, mean)
     with _mesh_of(devices, policy.dtensor_cfg) as mesh, no_storage():
         run = planned_run(config, mesh, filling)
         for model in filter(None, (run.model, run.frozen)):
             model.tree_attention = None if gpu == "cpu" else attention.FLEX
-        memory, host = _measure(run, tracker, policy)
-        share = tokens / mesh.data_size
+        memory, host = _measure(run, policy)
     sampling = sum(memory.values()) - memory["activations"] - memory["gradients"] + sum(run.sampled.values())
     peak = run.rewards + max(sum(memory.values()), sampling)
-    usable = 0 if gpu == "cpu" else GPUS[gpu].usable
+    usable = 0 if gpu == "cpu" else int(GPUS[gpu] * (1 - RESERVED))
     others = {"reward models": run.rewards, **run.sampled, "peak": peak, "usable": usable, "host": host}
     others |= run.other_devices
-    micro_batches = ceil(share / budget)
-    sent = Counter[Link]()
-    for link, size in tracker.sent.items():  # tensor parallelism sends tokens, FSDP weights in every micro-batch
-        times = (micro_batches if link.overlaps else share / filling.tokens) / MICRO_BATCHES
-        sent[link] = int(size if link.is_once else size * times)
-    operations = tracker.flops * share / filling.tokens / MICRO_BATCHES
-    seconds = None if gpu == "cpu" else _seconds(gpu, policy.precision, operations, sent)
     return Plan(
         model=type(run.model.hf).__name__,
         layout=f"{nodes} nodes of " * (nodes > 1) + f"{devices // nodes} x {gpu}",
         parameters=sum(weight.numel() for weight in run.model.parameters()),
         trained=sum(weight.numel() for weight in run.model.parameters() if weight.requires_grad),
         memory=memory | {name: size for name, size in others.items() if size},
-        sent={
-            name: sum(size for link, size in sent.items() if link.leaves_node is leaves)
-            for name, leaves in (("in the node", False), ("to others", True))
-        },
         fits=gpu == "cpu" or peak <= usable,
         micro_batch_tokens=filling.tokens,
-        micro_batches=micro_batches,
-        operations=operations,
-        tokens_per_second=seconds and tokens / seconds,
     )
 
 
-def _measure(run: PlannedRun, tracker: Tracker, policy: TrainedModelConfig) -> tuple[dict[str, int], int]:
-    """What a device holds at the peak of a step, which the tracker counts; and what the host holds."""
+def _measure(run: PlannedRun, policy: TrainedModelConfig) -> tuple[dict[str, int], int]:
+    """What a device holds at the peak of a step, and what the host holds."""
     offloads, alone = policy.dtensor_cfg.cpu_offload, processes.size() == 1
     on_host = offloads and alone  # the host steps tensors of its own; else FSDP keeps the shards there
     parameters, masters = [*run.model.parameters()], getattr(run.optimizer, "masters", [])
@@ -129,6 +100,7 @@ def _measure(run: PlannedRun, tracker: Tracker, policy: TrainedModelConfig) -> t
     states = [value for state in run.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     weights, optimizer = [*parameters, *run.model.buffers()], [*masters, *states]
     frozen = [] if run.frozen is None else [*run.frozen.parameters()]
+    tracker = Tracker()
     tracker.track_external(*weights, *frozen, *(() if on_host else optimizer))
     if on_host or policy.optimizer.name.startswith("torchao."):
         # torchao compiles its step to a few kernels: what is between two operations is never held
@@ -142,30 +114,12 @@ def _measure(run: PlannedRun, tracker: Tracker, policy: TrainedModelConfig) -> t
     moved = () if not offloads else ("optimizer",) if alone else tuple(memory)
     host = sum(memory[name] for name in moved)
     memory |= dict.fromkeys(moved, 0) | {"activations": activations}
-    if policy.load_in_4bit:  # planned in `precision`, which they have while they compute
-        head, modules = getattr(run.model, "head", None), run.model.modules()
-        linear = [module.weight for module in modules if isinstance(module, nn.Linear) and module is not head]
-        packed = [weight for weight in linear if not weight.requires_grad]
-        memory["weights"] -= sum(int(weight.numel() * (weight.itemsize - _FOUR_BITS)) for weight in packed)
     return memory, host
 
 
 def _num_bytes(tensors: Iterable[Tensor | None]) -> int:
     storages = {storage for tensor in tensors if tensor is not None for storage in get_untyped_storages(tensor)}
     return sum(storage.nbytes() for storage in storages)
-
-
-def _seconds(gpu: str, precision: str, operations: float, sent: Mapping[Link, int]) -> float:
-    """Of computing and communicating, within nodes and between them at once. FSDP gathers the next layer while one
-    computes; tensor parallelism waits."""
-    of = GPUS[gpu]
-    seconds = {True: 0.0, False: 0.0}
-    for overlaps in seconds:
-        for leaves, bandwidth in ((False, of.link), (True, of.network)):
-            size = sum(n for link, n in sent.items() if (link.leaves_node, link.overlaps) == (leaves, overlaps))
-            seconds[overlaps] = max(seconds[overlaps], size / bandwidth / BANDWIDTH_EFFICIENCY)
-    peak = of.bfloat16 if precision == "bfloat16" else of.float32
-    return max(operations / (peak * EFFICIENCY), seconds[True]) + seconds[False]
 
 
 @contextlib.contextmanager

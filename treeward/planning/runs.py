@@ -42,7 +42,7 @@ from treeward.training.train import RewardModelRun
 
 RunConfig = RewardModelRunConfig | GRPORunConfig
 
-MICRO_BATCHES = 2
+_MICRO_BATCHES = 2
 """Micro-batches of a step on each device: the second adds to gradients that are there."""
 
 _Model = TypeVar("_Model", RewardModel, PolicyModel)
@@ -78,13 +78,6 @@ class Filling:
     def tokens(self) -> int:
         return self.number * self.tokens_of_group
 
-    @property
-    def density(self) -> float:
-        """The share of a micro-batch's pairs of tokens of which one attends to the other."""
-        prompt_pairs = self.prompt * (self.prompt + 1) / 2
-        completion_pairs = self.completion * (self.prompt + (self.completion + 1) / 2)
-        return self.number * (prompt_pairs + self.group * completion_pairs) / self.tokens**2
-
     def sequences(self, number: int) -> list[list[int]]:
         """The conversations of one group; groups share no prefix."""
         prompt = [number % 97, number // 97 % 97, *[0] * self.prompt][: self.prompt]
@@ -93,7 +86,7 @@ class Filling:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """`step`: takes a step of `MICRO_BATCHES` on each device. `frozen`: the reference. Bytes: what is `sampled` with
+    """`step`: takes a step of `_MICRO_BATCHES` on each device. `frozen`: the reference. Bytes: what is `sampled` with
     besides, the reward models beside the policy (`rewards`), and by environment on `other_devices`."""
 
     model: WrappedModel
@@ -111,7 +104,7 @@ def planned_run(config: RunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
 
 
 def _reward_model(config: RewardModelRunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
-    size = filling.number * MICRO_BATCHES * mesh.data_size
+    size = filling.number * _MICRO_BATCHES * mesh.data_size
     sizes = {"train_global_batch_size": size, "train_micro_batch_tokens": filling.tokens}
     policy = config.policy.model_copy(update=sizes)
     section, shapes = policy.reward_model_cfg, _config_of(policy)
@@ -158,7 +151,7 @@ def _grpo(config: GRPORunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
         temperature=section.generation.temperature,
         mesh=mesh,
     )
-    groups = [_completion_group(filling, i) for i in range(filling.number * MICRO_BATCHES * mesh.data_size)]
+    groups = [_completion_group(filling, i) for i in range(filling.number * _MICRO_BATCHES * mesh.data_size)]
     used_PG = torch.tensor([[True] * filling.group] * len(groups))  # a real tensor, as this constructor makes them
     rewards, other_devices = _reward_model_bytes(config)
     return PlannedRun(

@@ -1,48 +1,34 @@
-"""`Tracker`: what a step takes of one device, counted operation by operation, on fake tensors or real ones.
+"""`Tracker`: the memory that a step takes of one device, counted operation by operation, on fake tensors or real ones.
 
     with no_storage():                              # tensors have shapes and no storage from here on
         model = ...
-        (tracker := Tracker(devices_per_node=8)).track_external(model)
+        (tracker := Tracker()).track_external(model)
         with tracker:
             step()
-    tracker.peak_bytes, tracker.flops, tracker.sent
+    tracker.peak_bytes
 
-Memory is counted by PyTorch's own `MemTracker`, operations by the formulas of its `flop_counter`, communication by its
-`CollectiveOp`. Tensors that meet no fake tensor stay real, so that a batch is planned and packed as in a run; a number
-that the host reads of a fake tensor is 0, and a truth value True.
+Tensors that meet no fake tensor stay real, so that a batch is planned and packed as in a run; a number that the host
+reads of a fake tensor is 0, and a truth value True.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
-from torch._ops import HigherOrderOperator
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from treeward.tree import flex
 
 _DEVICE = torch.ops.prim.device.default  # asked for at every other operation on fake tensors
-
-
-class Link(NamedTuple):
-    """Where bytes go, and when: while the device computes, as FSDP's do; once in a step, as copies of the model add up
-    their gradients."""
-
-    leaves_node: bool
-    overlaps: bool
-    is_once: bool
 
 
 class _Uncounted:
@@ -61,15 +47,9 @@ UNCOUNTED = _Uncounted()
 
 
 class Tracker(MemTracker):
-    """`flops`: floating-point operations. `sent`: bytes that one device sends, by the usual rings. `density`: the share
-    of pairs that a FlexAttention computes, whose formula counts all."""
+    """PyTorch's, for models that are called twice, on fake tensors and real ones."""
 
     supports_higher_order_operators = True
-
-    def __init__(self, *, devices_per_node: int = 1, density: float = 1.0) -> None:
-        super().__init__()
-        self.devices_per_node, self.density = devices_per_node, density
-        self.flops, self.sent = 0.0, Counter[Link]()
 
     @property
     def peak_bytes(self) -> int:
@@ -85,25 +65,7 @@ class Tracker(MemTracker):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if UNCOUNTED.depth or func is _DEVICE:
             return func(*args, **(kwargs or {}))
-        result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        if result is NotImplemented or torch._guards.active_fake_mode() is not self._fake_mode_on_entry:
-            return result
-        if formula := flop_registry.get(getattr(func, "overloadpacket", func)):
-            share = self.density if isinstance(func, HigherOrderOperator) else 1.0
-            self.flops += share * formula(*args, **(kwargs or {}), out_val=result)
-        if func in collective_ops and func not in sync_ops:
-            self._count(func, result, args, kwargs)
-        return result
-
-    def _count(self, func: Any, result: Any, args: Any, kwargs: Any) -> None:
-        ranks = distributed.get_process_group_ranks(CollectiveOp.get_process_group(func, args))
-        nodes = len({rank // self.devices_per_node for rank in ranks})
-        sums, overlaps = "reduce" in func.name() and "scatter" not in func.name(), func.namespace == "c10d"
-        size = CollectiveOp.get_comm_tensor_size(func, result, args, kwargs) * (len(ranks) - 1) // len(ranks)
-        size *= 2 if sums else 1  # a scatter and a gather
-        leaving = size * nodes // len(ranks) if nodes > 1 else 0  # a ring leaves each node once
-        self.sent[Link(True, overlaps, sums and overlaps)] += leaving
-        self.sent[Link(False, overlaps, sums and overlaps)] += size - leaving
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 class _RealOrNothing(TorchDispatchMode):

@@ -89,7 +89,11 @@ class GroupScorer(ConversationScorer, Protocol):
     """A scorer whose scores may depend on the other completions of a prompt, as a judge's that compares them."""
 
     def score_groups(
-        self, groups: Sequence[Sequence[Conversation]], *, on_error: OnError = "raise"
+        self,
+        groups: Sequence[Sequence[Conversation]],
+        *,
+        infos: Sequence[Mapping[str, Any]] | None = None,
+        on_error: OnError = "raise",
     ) -> list[list[Score]]: ...
 
     def usage(self) -> dict[str, float]:
@@ -97,11 +101,15 @@ class GroupScorer(ConversationScorer, Protocol):
 
 
 def score_groups(
-    scorer: ConversationScorer, groups: Sequence[Sequence[Conversation]], *, on_error: OnError = "raise"
+    scorer: ConversationScorer,
+    groups: Sequence[Sequence[Conversation]],
+    *,
+    infos: Sequence[Mapping[str, Any]] | None = None,
+    on_error: OnError = "raise",
 ) -> list[list[Score]]:
-    """A list of scores for each group, the completions of one prompt."""
+    """A list of scores for each group, the completions of one prompt. `infos`: the data's columns for each group."""
     if isinstance(scorer, GroupScorer):
-        return scorer.score_groups(groups, on_error=on_error)
+        return scorer.score_groups(groups, infos=infos, on_error=on_error)
     scores = iter(scorer.score([conversation for group in groups for conversation in group], on_error=on_error))
     return [[next(scores) for _ in group] for group in groups]
 

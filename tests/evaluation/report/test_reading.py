@@ -13,7 +13,6 @@ from evaluated import RuleScorer, preference, rated
 from report_sample import EMPTY, BestOf, by_length, perfect, scored, summary, three_in_eight
 
 from treeward.config.data import DatasetConfig
-from treeward.evaluation.diagnostics.overlap import Overlap, OverlapFlag
 from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations, perturbed
 from treeward.evaluation.findings import Summary, findings, length_finding, standing, summarize, verdict
 from treeward.evaluation.page import LABELS, metrics_table, report_blocks, write_results
@@ -103,7 +102,6 @@ def test_every_number_has_a_name_in_words() -> None:
             [one.example for one in examples],
             list(score_examples(RuleScorer(), [perturbed(one.example) for one in examples], at_once=16)),
         ),
-        overlap=overlap(near=3, exact=1),
     )
     blocks = report_blocks([made])
     rows = [row for one in blocks if one["kind"] == "table" for row in one["rows"] if "metric" in row]
@@ -114,30 +112,6 @@ def test_every_number_has_a_name_in_words() -> None:
         assert form in ("percent", "points", "number", "signed")
     items = [item["label"] for one in blocks if one["kind"] == "bars" for own in one["series"] for item in own["items"]]
     assert "_" not in "".join(items)
-    assert block(blocks, "Overlap with the training data")["reference"] == 0.25  # chance of the suite
-
-
-def overlap(near: int, exact: int, count: int = 80) -> Overlap:
-    flags = [OverlapFlag(str(n), "s", 0.0, float(n < exact + near), n < exact) for n in range(count)]
-    return Overlap(tuple(flags), 3500)
-
-
-@pytest.mark.parametrize(
-    ("near", "exact", "words", "others"),
-    [
-        (60, 2, "77.5% of 80 examples have a duplicate among 3,500", "expected of templated data"),
-        (0, 70, "87.5% word for word", "quote none of the numbers as held out"),
-        (4, 0, "5.0% of 80 examples", "0.0% word for word"),
-        (0, 0, "None of 80 examples has a duplicate", "3,500 training comparisons"),
-    ],
-)
-def test_overlap_is_said_in_words(near: int, exact: int, words: str, others: str) -> None:
-    made = summarize(BestOf(), tuple(scored(perfect)), "m", overlap=overlap(near, exact))
-    figures = [one for one in report_blocks([made]) if "training data" in one.get("title", "")]
-    said = figures[0]["note"]
-    assert words in said and others in said and len(figures) == (2 if near + exact else 1)
-    assert ("templated" in said) == (near == 60) and ("held out" in said) == (exact == 70)
-    assert ("word for word: accuracy" in findings(made)) == bool(near + exact)
 
 
 @pytest.mark.parametrize("what", EMPTY)
@@ -186,16 +160,12 @@ def many(scores: list[tuple[float | None, ...]]) -> Summary:
     examples = []
     for n, own in enumerate(scores):
         examples.append(rated(preference(str(n), "s", f"{n}?", texts), own))
-    flags = tuple(OverlapFlag(str(n), "s", float(n < 2), 0.0, n < 2) for n in range(len(scores)))
     suite = PreferenceSuite("mine", DatasetConfig(data_path="x"))
-    return summarize(suite, tuple(examples), "m", overlap=Overlap(flags, 5))
+    return summarize(suite, tuple(examples), "m")
 
 
 def test_pairs_and_examples_are_told_apart_where_both_are_counted() -> None:
     made = many([(2.0, 1.0, 0.0)] * 6 + [(2.0, 0.0, 1.0)] * 2 + [(1.0, 2.0, 0.0)] * 2)
     assert made.result.unit == "pairs" and made.result.headline.value == 26 / 30
-    split = made.overlap
-    assert split is not None and split.accuracy_flagged.count == 6 and split.accuracy_clean.value == 20 / 24
-    assert "of 30 pairs" in verdict(made) and "accuracy 100.0% (34.2% to 100.0%) on these and 83.3%" in findings(made)
+    assert "of 30 pairs" in verdict(made)
     assert cards(made)["Accuracy"]["note"] == "30 pairs of 10 examples"
-    assert "counts pairs" in block(report_blocks([made]), "Overlap with the training data")["note"]

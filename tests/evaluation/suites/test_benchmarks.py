@@ -102,15 +102,14 @@ def test_the_total_of_a_folder_counts_and_not_its_parts(tmp_path: Path) -> None:
 SOURCES = ("mmlu-pro-computer science", "livebench-reasoning", "livebench-math", "livecodebench")
 
 
-def judged_rows(writer: str, count: int) -> list[dict[str, Any]]:
-    model = {"gpt": "gpt-4o-2024-05-13", "claude": "claude-3-5-sonnet-20240620"}[writer]
+def judged_rows(count: int) -> list[dict[str, Any]]:
     return [
         {
-            "pair_id": f"{writer}-{i}",
+            "pair_id": str(i),
             "original_id": str(i),
             "source": SOURCES[i % 4],
             "question": f"question {i}",
-            "response_model": model,
+            "response_model": "gpt-4o-2024-05-13",
             "response_A": f"a {i}",
             "response_B": f"b {i}",
             "label": "A>B" if i % 3 else "B>A",
@@ -122,25 +121,20 @@ def judged_rows(writer: str, count: int) -> list[dict[str, Any]]:
 @pytest.fixture
 def judged(tmp_path: Path) -> list[Preference]:
     (tmp_path / "data").mkdir()
-    write_jsonl(tmp_path / "data" / "gpt-00000-of-00001.jsonl", *judged_rows("gpt", 8))
-    write_jsonl(tmp_path / "data" / "claude-00000-of-00001.jsonl", *judged_rows("claude", 6))
+    write_jsonl(tmp_path / "data" / "gpt-00000-of-00001.jsonl", *judged_rows(8))
+    write_jsonl(tmp_path / "data" / "claude-00000-of-00001.jsonl", *judged_rows(6))
     return JudgeBench().load(str(tmp_path))
 
 
-def test_both_splits_of_the_download(judged: list[Preference]) -> None:
-    assert len(judged) == 14 and judged[0].id == "Knowledge (gpt)/gpt-0"
-    assert [e.task_name for e in judged[6:10]] == [
-        "Math (gpt)",
-        "Coding (gpt)",
-        "Knowledge (claude)",
-        "Reasoning (claude)",
-    ]
+def test_the_split_of_the_download(judged: list[Preference]) -> None:
+    assert len(judged) == 8 and judged[0].id == "Knowledge/0"
+    assert [e.task_name for e in judged[2:5]] == ["Math", "Coding", "Knowledge"]
     assert [e.ranks for e in judged[:3]] == [(1, 0), (0, 1), (0, 1)]
     assert judged[1].context == ({"role": "user", "content": "question 1"},)
     assert [c.messages[0]["content"] for c in judged[1].completions] == ["a 1", "b 1"]
 
 
-def test_the_headline_is_of_the_pairs_of_gpt(judged: list[Preference]) -> None:
+def test_the_headline_and_the_categories(judged: list[Preference]) -> None:
     rows = [rated(e, (1.0, 0.0)) for e in judged]  # the first completion always: right where the label is A>B
     result = JudgeBench().summarize(rows)
     assert result.headline.value == 5 / 8 and result.headline.count == 8
@@ -150,16 +144,7 @@ def test_the_headline_is_of_the_pairs_of_gpt(judged: list[Preference]) -> None:
         "Math": 0.5,
         "Coding": 0.5,
     }
-    assert len(result.subsets) == 8 and result.num_examples == 14
     assert "8 of 350" in str(result.headline.note)
-    claude = JudgeBench().summarize([one for one in rows if "claude" in one.example.task_name])
-    assert claude.headline.value == 4 / 6 and claude.headline.count == 6
-
-
-def test_a_folder_of_one_writer(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "claude.jsonl", *judged_rows("claude", 2))
-    write_jsonl(tmp_path / "other.jsonl", *judged_rows("gpt", 1))
-    assert len(JudgeBench().load(str(tmp_path))) == 2
 
 
 # --- LLMBar -----------------------------------------------------------------------------------------------------------

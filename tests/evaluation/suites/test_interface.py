@@ -1,4 +1,4 @@
-"""What holds for every suite and for preference data as one: names, policies, rows, intervals of sections."""
+"""What holds for every suite and for preference data as one: names, rows, intervals of sections."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def test_names() -> None:
     assert list(SUITES) == ["rewardbench", "rewardbench2", "rmbench", "judgebench", "llmbar"]
     for name, cls in SUITES.items():
         suite = get_suite(name)
-        assert type(suite) is cls and suite.name == name and suite.title and suite.tie_policy == "strict"
+        assert type(suite) is cls and suite.name == name and suite.title
         assert suite.chance() == (None if name == "rewardbench2" else 0.5)
-    assert get_suite("RM-Bench", tie_policy="half").tie_policy == "half"
+    assert get_suite("RM-Bench").name == "rmbench"
     assert (get_suite("rewardbench2").chance("Ties"), get_suite("rewardbench2").chance("Math")) == (None, 0.25)
     with pytest.raises(ConfigError, match="did you mean judgebench"):
         get_suite("jugdebench")
@@ -106,24 +106,20 @@ def test_rows_become_examples(tmp_path: Path) -> None:
     assert second.conversations[3] == chat("b", "answer 3")
 
 
-TIES = [((0, 1, 2), (1.0, 1.0, 0.0)), ((0, 1, 2), (1.0, 1.0, 2.0))]
-
-
 @pytest.mark.parametrize(
-    ("policy", "rows", "right", "pairs"),
+    ("rows", "right", "pairs"),
     [
         # 0 of 1; 0>1, 0>2 and not 1>2; 0>2 and not 1>2
-        ("strict", [((0, 1), (0.0, 1.0)), ((0, 1, 2), (3.0, 1.0, 2.0)), ((0, 0, 1), (2.0, 0.0, 1.0))], 3, 6),
+        ([((0, 1), (0.0, 1.0)), ((0, 1, 2), (3.0, 1.0, 2.0)), ((0, 0, 1), (2.0, 0.0, 1.0))], 3, 6),
         # a tie, right, right; a tie, wrong, wrong
-        ("strict", TIES, 2, 6),
-        ("half", TIES, 3, 6),
+        ([((0, 1, 2), (1.0, 1.0, 0.0)), ((0, 1, 2), (1.0, 1.0, 2.0))], 2, 6),
         # what needs a missing score is wrong
-        ("strict", [((0, 1, 2), (2.0, 1.0, None)), ((0, 1), (1.0, 0.0))], 2, 4),
+        ([((0, 1, 2), (2.0, 1.0, None)), ((0, 1), (1.0, 0.0))], 2, 4),
     ],
-    ids=["ranks", "ties are wrong", "ties are half right", "a missing score"],
+    ids=["ranks", "ties are wrong", "a missing score"],
 )
-def test_pairs_are_pooled_as_in_the_trainers_validation(policy: Any, rows: Any, right: int, pairs: int) -> None:
-    suite = PreferenceSuite("mine", DatasetConfig(data_path="mine.jsonl"), tie_policy=policy)
+def test_pairs_are_pooled_as_in_the_trainers_validation(rows: Any, right: int, pairs: int) -> None:
+    suite = PreferenceSuite("mine", DatasetConfig(data_path="mine.jsonl"))
     scored = [
         rated(preference(str(i), "s", str(i), ["a"] * len(ranks), ranks), scores)
         for i, (ranks, scores) in enumerate(rows)

@@ -12,16 +12,14 @@ Shapes: N samples, C prompts, R resamples, G values of n, K statistics.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
 
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.report.blocks import bar_item, curves_block, headline_block, table_block, text_block
@@ -51,37 +49,23 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether choosing by the proxy makes gold worse again within the sampled n.
-
-    The highest point of a measured curve is partly luck, so gold at n = 1, 2, 4, ... is compared with gold at the
-    largest n, by paired t-tests over prompts. `p_value`: the smallest of them, corrected for their number (Bonferroni);
-    None with fewer than 10 prompts. `state`: `seen` is p below 0.05, `unclear` gold that is highest before the largest
-    n, perhaps by chance. `peak`: the n of the highest gold; `drop`: how much less it is at the largest n.
-    """
-
-    state: Literal["seen", "unclear", "not seen"]
-    peak: int
-    drop: float
-    p_value: float | None
-    sentence: str
-
-
-@dataclass(frozen=True, slots=True)
 class BestOfN:
     """The result of a proxy. `sizes` (G,): the n; `kl` (G,): KL(n) in nats; `curves`, each of G values:
 
     `gold`, `proxy`: of what the proxy chooses. `best`: gold of the best by gold. `regret` = best - gold.
     `normalised_regret` = regret(n) / (best(n) - gold(1)): 0 is choosing by gold, 1 choosing at random. `gold_gain`,
     `proxy_gain`, `best_gain`: over n = 1, in standard deviations within a prompt. `correlation`: of proxy and gold
-    within prompts. `counts`: rows (`num_prompts`), prompts (`num_clusters`), samples, and what is left out.
+    within prompts. `peak`: the first n of the highest gold; `lead`: how much higher it is than at the largest n, or
+    than at n = 1 where the largest n has as much. `counts`: rows (`num_prompts`), prompts (`num_clusters`), samples,
+    and what is left out.
     """
 
     sizes: tuple[int, ...]
     kl: tuple[float, ...]
     curves: Mapping[str, Curve]
     correlation: Metric
-    verdict: Verdict
+    peak: int
+    lead: Metric
     counts: Mapping[str, int]
 
     @property
@@ -93,6 +77,15 @@ class BestOfN:
         """A curve's value at one of `sizes`."""
         curve, i = self.curves[name], self.sizes.index(size)
         return Metric(f"{name}@{size}", curve.mean[i], curve.low[i], curve.high[i], self.counts["num_prompts"])
+
+    @property
+    def sentence(self) -> str:
+        """Where gold is highest, and by how much."""
+        lead = self.lead
+        if not lead.value:
+            return "No n has more gold than n = 1."
+        span = "" if lead.low is None or lead.high is None else f" ({lead.low:.3g} to {lead.high:.3g})"
+        return f"Gold is highest at n = {self.peak}, {lead.value:.3g}{span} {lead.note}."
 
 
 def analyse(
@@ -127,6 +120,11 @@ def analyse(
     table_CK = np.stack([np.mean(of_rows, axis=0) for of_rows in by_prompt.values()])
     point = _derive(table_CK.mean(axis=0), len(sizes))
     drawn = _derive(resampled(table_CK, num_resamples, seed), len(sizes))
+    gold_G = point["gold"]
+    highest_G = gold_G >= gold_G.max() - _ROUNDING * np.abs(gold_G).max()
+    peak, other = int(np.argmax(highest_G)), 0 if highest_G[-1] else len(sizes) - 1
+    for means in (point, drawn):
+        means["lead"] = means["gold"][..., [peak]] - means["gold"][..., [other]]
 
     def curve(name: str, fewest: int = 2) -> Curve:
         """No interval for fewer prompts than `fewest`, nor where a resample has no number."""
@@ -146,7 +144,8 @@ def analyse(
         kl=tuple((np.log(n) - (n - 1.0) / n).tolist()),
         curves={name: curve(name) for name in _CURVES},
         correlation=metric("correlation", _FEWEST_PROMPTS),
-        verdict=judge(sizes, table_CK[:, : len(sizes)], metric("rise")),
+        peak=sizes[peak],
+        lead=replace(metric("lead"), note=f"above n = {sizes[other]}"),
         counts={
             "num_prompts": len(kept),
             "num_clusters": len(by_prompt),
@@ -248,49 +247,12 @@ def _derive(means: Floats, num: int) -> dict[str, Floats]:
         "proxy_gain": (proxy - proxy[..., :1]) / sd_proxy,
         "best_gain": (best - start) / sd_gold,
         "correlation": covariance / (sd_proxy * sd_gold),
-        "rise": (gold - start)[..., -1:],
     }
 
 
 def _divisor(values: Floats, beside: Floats) -> Floats:
     """The values, with NaN for those that are 0 but for the rounding of what they were computed from."""
     return np.where(values > _ROUNDING * np.abs(beside).max(axis=-1, keepdims=True), values, np.nan)
-
-
-# --- the verdict -----------------------------------------------------------------------------------------------------
-
-
-def judge(sizes: Sequence[int], gold_CG: Floats, rise: Metric) -> Verdict:
-    """The verdict on the gold curves (C, G) of prompts; `rise`: gold at the largest n less that at n = 1."""
-    gold_G, end = gold_CG.mean(axis=0), sizes[-1]
-    rounding = _ROUNDING * float(np.abs(gold_G).max())
-    at = int(np.argmax(gold_G >= gold_G.max() - rounding))  # the first of equal ones
-    peak, drop, p_value = sizes[at], float(gold_G[at] - gold_G[-1]), None
-    if len(gold_CG) >= _FEWEST_PROMPTS:
-        tested = [i for i, n in enumerate(sizes[:-1]) if n & (n - 1) == 0]
-        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of differences that do not vary
-            tests = stats.ttest_1samp(gold_CG[:, tested] - gold_CG[:, -1:], 0.0, axis=0, alternative="greater")
-        p_value = min(1.0, len(tested) * float(np.nan_to_num(tests.pvalue, nan=1.0).min()))
-    if drop <= rounding:
-        return Verdict("not seen", peak, 0.0, p_value, _not_seen(end, rise, rounding))
-    highest = f"gold is highest at n = {peak} ({gold_G[at]:.3g}) and lower by {drop:.3g} at n = {end}"
-    if p_value is not None and p_value < 0.05:
-        sentence = f"Over-optimisation is seen: {highest}, while the proxy keeps rising; p = {p_value:.2g}."
-        return Verdict("seen", peak, drop, p_value, sentence)
-    few = f"{len(gold_CG)} {'prompt is' if len(gold_CG) == 1 else 'prompts are'} too few to say more"
-    doubt = few if p_value is None else f"this may be chance (p = {p_value:.2g})"
-    sentence = f"Over-optimisation is neither shown nor excluded: {highest}, but {doubt}."
-    return Verdict("unclear", peak, drop, p_value, sentence)
-
-
-def _not_seen(end: int, rise: Metric, rounding: float) -> str:
-    start = f"No over-optimisation is seen up to n = {end}"
-    assert rise.value is not None
-    if rise.value <= rounding:
-        return f"{start}, and no gain either: gold is the same at every n."
-    span = "" if rise.low is None or rise.high is None else f" ({rise.low:.3g} to {rise.high:.3g})"
-    doubt = "" if rise.low is not None and rise.low > 0.0 else ", which may be chance"
-    return f"{start}: gold is highest there, {rise.value:.3g}{span} above n = 1{doubt}."
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -330,7 +292,7 @@ def write(folder: Path, result: BestOfN, proxy: str, gold: str, data: str) -> Pa
 def to_json(result: BestOfN) -> dict[str, Any]:
     """Every number, as JSON has them."""
     content = asdict(result)
-    return {"n": content.pop("sizes"), **content}
+    return {"n": content.pop("sizes"), "sentence": result.sentence, **content}
 
 
 def table(result: BestOfN) -> tuple[list[dict[str, Any]], list[Column]]:
@@ -364,7 +326,7 @@ def report_blocks(result: BestOfN, proxy: str, gold: str) -> Iterator[Block]:
     num_samples, num_prompts = result.counts["num_samples"], result.counts["num_prompts"]
     samples = f"Samples: {num_samples:,}, of {num_prompts:,} prompts; gold is `{gold}`."
     samples += f" Left out: {missing}." if missing else ""
-    yield text_block("\n\n".join([result.verdict.sentence, samples]), title="Best of n")
+    yield text_block("\n\n".join([result.sentence, samples]), title="Best of n")
     n = result.max_n
     lost, of_lost = result.at("normalised_regret", n), "0 % by gold, 100 % at random"
     yield headline_block(

@@ -3,8 +3,8 @@
     checked = check_data(open_sets([DatasetConfig(data_path="train.jsonl")]), Renderer(tokenizer), tokenizer="my-model")
     write_check(Path("results/data"), checked)      # results.json, report.json, report.html: the path of the page
 
-The data are read once in flat memory, once more where overlap is looked for and once for the page. What they are
-compared with, validation sets and benchmarks, is held in memory.
+The data are read once in flat memory, and once more where overlap is looked for. What they are compared with,
+validation sets and benchmarks, is held in memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from treeward.config.data import DatasetConfig
 from treeward.data.datasets import RowDataset, open_dataset, recognised
 from treeward.data.encoding import Ties
-from treeward.data.preference import Preference, last_text
+from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.errors import DataError
@@ -31,7 +32,7 @@ from treeward.evaluation.data_check.findings import (
     read_data,
     rows_of,
 )
-from treeward.evaluation.diagnostics.overlap import Overlap, find_overlap
+from treeward.evaluation.data_check.overlap import Overlap, find_overlap
 from treeward.evaluation.report.blocks import bar_item, bars_block, table_block, text_block
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Block
@@ -42,8 +43,7 @@ _TEXTS_TO_TRAIN, _CHARACTERS_TO_TRAIN, _VOCABULARY = 6000, 10_000, 8192
 
 @dataclass(frozen=True)
 class DataCheck:
-    """The results of a check. `numbers`: see `findings.numbers_of`. `tokenizer`: whose tokens are counted. `streams`:
-    the data, to show rows of it."""
+    """The results of a check. `numbers`: see `findings.numbers_of`. `tokenizer`: whose tokens are counted."""
 
     files: tuple[str, ...]
     tokenizer: str
@@ -51,7 +51,6 @@ class DataCheck:
     findings: list[Finding]
     errors: list[DataError]
     overlaps: list[Overlap]
-    streams: tuple[RowDataset, ...]
 
 
 def open_sets(configs: Sequence[DatasetConfig]) -> tuple[RowDataset, ...]:
@@ -75,14 +74,11 @@ def check_data(
     validation: Sequence[RowDataset] = (),
     benchmarks: Mapping[str, Sequence[Preference]] | None = None,
     ties: Ties = "drop",
-    max_length: int | None = None,
-    truncation: str = "drop",
     on_progress: Callable[[str, int], None] = lambda what, done: None,
 ) -> DataCheck:
     """Check training data, alone and against validation sets and benchmarks.
 
-    `renderer`: without a limit of the length. `tokenizer`: its name, for the reader. `max_length`, `truncation`: of the
-    run that is to train on the data.
+    `renderer`: without a limit of the length. `tokenizer`: its name, for the reader.
     """
     data = read_data(streams, renderer, ties=ties, on_progress=lambda done: on_progress("reading", done))
     benchmarks = benchmarks or {}
@@ -91,29 +87,25 @@ def check_data(
         for stream in validation
     ]
     sets += [(name, list(examples)) for name, examples in benchmarks.items()]
-    overlaps = []
+    overlaps: list[Overlap] = []
     if sets:
         examples = [example for _, of_set in sets for example in of_set]
         training = (preference for preference, _ in rows_of(streams))
-        overlap = find_overlap(examples, training, on_progress=lambda done, _: on_progress("looking for overlap", done))
-        flags = iter(overlap.flags)
-        for name, of_set in sets:
-            overlaps.append(Overlap(tuple(islice(flags, len(of_set))), overlap.num_training, name))
+        progress = partial(on_progress, "looking for overlap")
+        flags = iter(find_overlap(examples, training, on_progress=progress))
+        overlaps = [Overlap(name, tuple(islice(flags, len(of_set)))) for name, of_set in sets]
     numbers = numbers_of(data)
     return DataCheck(
         files=tuple(stream.name for stream in streams),
         tokenizer=tokenizer,
         numbers=numbers,
-        findings=findings_of(
-            data, numbers, max_length=max_length, truncation=truncation, overlaps=overlaps, benchmarks=benchmarks
-        ),
+        findings=findings_of(data, numbers, overlaps=overlaps, benchmarks=benchmarks),
         errors=data.errors,
         overlaps=overlaps,
-        streams=tuple(streams),
     )
 
 
-_MOST_SHOWN = 50  # rows of one finding, with their texts
+_MOST_SHOWN = 50  # examples of one set
 _EXCERPT = 400
 
 
@@ -165,7 +157,7 @@ def write_check(folder: Path, checked: DataCheck) -> Path:
 
 
 def _blocks(checked: DataCheck) -> Iterator[Block]:
-    findings = [f"- **{finding.text}** {finding.why} {finding.fix}" for finding in checked.findings]
+    findings = [f"- **{finding.text}**{finding.places} {finding.why} {finding.fix}" for finding in checked.findings]
     yield text_block("\n".join(findings) or "Nothing was found.")
     columns = {"what": ("What", "text"), "number": ("Number", "integer"), "share": ("Share", "percent")}
     yield table_block("Numbers", columns, summary_rows(checked))
@@ -182,32 +174,6 @@ def _blocks(checked: DataCheck) -> Iterator[Block]:
         note = "The share of words that the data has in the same runs."
         if rows:
             yield table_block(f"Examples of {overlap.name} in the data", columns, rows, note, most=10)
-    yield from _row_tables(checked)
-
-
-def _row_tables(checked: DataCheck) -> Iterator[Block]:
-    """The first rows of each finding that names rows of the data, with their texts."""
-    findings = [
-        finding
-        for finding in checked.findings
-        if finding.rows and finding.name != "broken" and "overlap" not in finding.name
-    ]
-    missing = {where for finding in findings for where in finding.rows[:_MOST_SHOWN]}
-    excerpts: dict[str, dict[str, str]] = {}
-    for preference, where in rows_of(checked.streams) if missing else ():
-        if where in missing:
-            by_rank = sorted(preference.completions, key=lambda completion: completion.rank)
-            sides = {"prompt": preference.context, "better": by_rank[0].messages, "worse": by_rank[-1].messages}
-            excerpts[where] = {name: last_text(messages)[:_EXCERPT] for name, messages in sides.items()}
-            missing.remove(where)
-            if not missing:
-                break
-    columns = {"where": ("Row", "text"), "prompt": ("Prompt", "text"), "better": ("Better", "text")}
-    columns["worse"] = ("Worse", "text")
-    for finding in findings:
-        shown = finding.rows[:_MOST_SHOWN]
-        rows = [{"where": where.rpartition("/")[2], **excerpts.get(where, {})} for where in shown]
-        yield table_block(finding.name.replace("_", " ").capitalize(), columns, rows, finding.text, most=10)
 
 
 def _error_row(error: DataError) -> dict[str, Any]:

@@ -4,7 +4,7 @@
     for finding in findings_of(data, numbers_of(data)):          # the gravest first
         finding.text, finding.why, finding.fix, finding.rows
 
-No text is kept: a row leaves 34 bytes and a pair of different ranks 13. Texts are compared by hashes of 64 bits: among
+No text is kept: a row leaves 26 bytes and a pair of different ranks 13. Texts are compared by hashes of 64 bits: among
 a million rows the chance of a single false match is one in 30 million.
 
 Shapes: N rows (comparisons), P pairs of a better and a worse completion of one row.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import re
 from array import array
 from collections import Counter
@@ -30,8 +29,8 @@ from treeward.data.encoding import Rules, Ties, encode_rows, portions
 from treeward.data.preference import Message, Messages, Preference, last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
+from treeward.evaluation.data_check.overlap import NUM_WORDS, Overlap
 from treeward.evaluation.diagnostics.biases import markdown_density
-from treeward.evaluation.diagnostics.overlap import NUM_WORDS, Overlap
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import wilson
 
@@ -53,7 +52,7 @@ TRAITS: Mapping[str, tuple[str, Callable[[str], float]]] = {
 }
 """What may tell the better completion from the worse one without being quality: by name, in words, and of a text."""
 
-_ROW_COLUMNS = {"source": "H", "place": "I", "digest": "q", "prompt": "q", "longest": "i", "needed": "i", "shared": "i"}
+_ROW_COLUMNS = {"source": "H", "place": "I", "digest": "q", "prompt": "q", "longest": "i"}
 _PAIR_COLUMNS = {"pair": "q", "first_is_better": "b", "row": "I"}
 
 
@@ -62,11 +61,10 @@ class DataRead:
     """What a pass over preference data leaves.
 
     `sums`: by name. Columns (N,): where a row stands (`where`); `digest`, equal for rows with the same prompt,
-    completions and ranks; `prompt`; tokens of the `longest` conversation; the longest that must fit, so that two
-    completions of different rank do (`needed`); tokens that all conversations share (`shared`); these three are 0 in
-    rows that say nothing. Columns (P,): `pair`, equal for the same two completions of the same prompt;
-    `first_is_better`, 0 or 1; `row`. `errors`: the first ones of broken rows. `noted`: the first rows of findings, by
-    name. `stopped`: sets that could not be read to their end.
+    completions and ranks; `prompt`; tokens of the `longest` conversation, 0 in rows that say nothing. Columns (P,):
+    `pair`, equal for the same two completions of the same prompt; `first_is_better`, 0 or 1; `row`. `errors`: the first
+    ones of broken rows. `noted`: the first rows of findings, by name. `stopped`: sets that could not be read to their
+    end.
     """
 
     sums: Counter[str] = field(default_factory=Counter)
@@ -161,8 +159,6 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
         turns=len(preference.context),
         **{name: record[name] for name in ("tokens", "tree_tokens", "tied_pairs")},
     )
-    ids, sizes = record["token_ids"], list(map(len, record["token_ids"]))
-    in_order = sorted(zip(sizes, record["ranks"], strict=True))
     digest = hash((prompt, frozenset(zip(keys, ranks, strict=True))))
     source = where.rstrip("0123456789")
     row = {
@@ -170,10 +166,7 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
         "place": int(where[len(source) :] or 0),
         "digest": digest,
         "prompt": prompt if preference.context else digest,
-        "longest": max(sizes, default=0),
-        # The least limit in tokens at which `data.truncation: drop` keeps two completions of different rank.
-        "needed": next((size for size, rank in in_order if rank != in_order[0][1]), 0),
-        "shared": len(os.path.commonprefix([row.tolist() for row in ids])) if len(ids) > 1 else 0,
+        "longest": max(map(len, record["token_ids"]), default=0),
     }
     for name, value in row.items():
         data.columns[name].append(value)
@@ -204,6 +197,7 @@ def key_of(messages: Sequence[Message]) -> int:
 Severity = Literal["error", "warning", "note"]
 
 _SEVERITIES = ("error", "warning", "note")
+_MOST_NAMED = 3
 _SOME, _MUCH, _TEMPLATED = 0.01, 0.1, 0.25  # shares
 _IMBALANCED, _VERY_IMBALANCED = 0.55, 0.6
 
@@ -216,10 +210,7 @@ _ADVICE = {
         "Keep the label of the majority, or give both completions one rank and set data.ties=half.",
     ),
     "validation_overlap": (_REMEMBERED, "Split by prompt, not by row; remove them on one side."),
-    "benchmark_overlap": (
-        _REMEMBERED,
-        "Remove these prompts from the data, or quote the accuracy without them (treeward eval --training-data).",
-    ),
+    "benchmark_overlap": (_REMEMBERED, "Remove these prompts from the data."),
     "duplicates": (
         "Each is learnt as often as it is there, and a random split puts copies on both sides.",
         "Remove the copies.",
@@ -233,14 +224,6 @@ _ADVICE = {
         "Remove them, unless silence is meant as a completion.",
     ),
     "ties": ("By default they are left out.", "data.ties=half trains on them, half a win for each side."),
-    "too_long": (
-        "data.truncation leaves them out or cuts them, and long conversations are rarely like the others.",
-        "Raise policy.max_total_sequence_length; data.truncation=truncate_left cuts prompts and leaves little out.",
-    ),
-    "shared_prompts": (
-        "A split by rows would put one prompt on both sides, and a row for each prompt computes it once.",
-        "Split by prompt. Where ranks are comparable, merge them into rows of many completions (PreferenceDataset).",
-    ),
     "longer": (
         _LEARNT,
         "checkpointing.metric_name=validation-NAME/length_controlled_accuracy chooses checkpoints without it; "
@@ -267,6 +250,12 @@ class Finding:
     rows: tuple[str, ...] = ()
 
     @property
+    def places(self) -> str:
+        """The first rows, by file and line, in brackets; empty without rows."""
+        named = ", ".join(where.rpartition("/")[2] for where in self.rows[:_MOST_NAMED])
+        return f" ({named}{', ...' if len(self.rows) > _MOST_NAMED else ''})" if named else ""
+
+    @property
     def why(self) -> str:
         """Why it matters."""
         return _ADVICE[self.name][0]
@@ -282,21 +271,18 @@ def numbers_of(data: DataRead) -> dict[str, Any]:
     sums, longest = data.sums, data.column("longest")
     longest = longest[longest > 0]
     median, most, maximum = np.quantile(longest, [0.5, 0.99, 1], method="lower").tolist() if len(longest) else [0] * 3
-    prompts, rows_of_prompt = np.unique(data.column("prompt"), return_counts=True)
-    repeated_tokens = data.column("shared").astype(np.int64)[_repeated(data.column("prompt"))].sum()
+    num_prompts = len(np.unique(data.column("prompt")))
     names = ("rows", "broken", "turns", "completions", "tokens", "tree_tokens", "ties", "tied_pairs", "identical")
     return {name: sums[name] for name in (*names, "empty")} | {
         "pairs": len(data.columns["pair"]),
-        "prompts": len(prompts),
-        "rows_of_shared_prompts": int(rows_of_prompt[rows_of_prompt > 1].sum()),
+        "prompts": num_prompts,
         "saved_by_tree": _share(sums["tokens"] - sums["tree_tokens"], sums["tokens"]),
-        "saved_by_grouping": _share(int(repeated_tokens), sums["tree_tokens"]),
         "duplicates": len(_repeated(data.column("digest"))),
         "contradictions": len(np.unique(data.column("row")[_contradicting(data)])),
         "tokens_median": median,
         "tokens_99_percent": most,
         "tokens_longest": maximum,
-        "style": {name: _trait(data, name, len(prompts)) for name in TRAITS},
+        "style": {name: _trait(data, name, num_prompts) for name in TRAITS},
     }
 
 
@@ -304,23 +290,16 @@ def findings_of(
     data: DataRead,
     numbers: dict[str, Any],
     *,
-    max_length: int | None = None,
-    truncation: str = "drop",
     overlaps: Sequence[Overlap] = (),
     benchmarks: Collection[str] = (),
 ) -> list[Finding]:
-    """The findings, the gravest first. `max_length`, `truncation`: of the run that is to train on the data."""
+    """The findings, the gravest first."""
     findings = [
         *_of_labels(data, numbers),
         *(_of_overlap(overlap, is_benchmark=overlap.name in benchmarks) for overlap in overlaps),
         *_of_rows(data, numbers),
         *_of_style(numbers),
     ]
-    if max_length is not None:
-        tokens = data.column("needed" if truncation == "drop" else "longest")
-        verb = f"do not fit in {max_length:,} tokens; {int(tokens.max(initial=0)):,} would keep all."
-        count = int((tokens > max_length).sum())
-        findings.append(_finding("too_long", count, len(tokens), "comparisons", verb))
     findings = [
         replace(finding, rows=finding.rows or tuple(data.noted.get(finding.name, ())))
         for finding in findings
@@ -374,10 +353,6 @@ def _of_rows(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
     many: Severity = "warning" if numbers["ties"] > _MUCH * rows else "note"
     verb = "have one rank for all completions."
     yield _finding("ties", numbers["ties"], rows, "comparisons", verb, severity=many)
-    if (saved := numbers["saved_by_grouping"]) > _SOME:
-        verb = f"share a prompt with another; as one row for each prompt they take about {saved:.0%} fewer tokens."
-        count = numbers["rows_of_shared_prompts"]
-        yield _finding("shared_prompts", count, rows, "comparisons", verb, severity="note")
 
 
 def _of_style(numbers: dict[str, Any]) -> Iterator[Finding]:

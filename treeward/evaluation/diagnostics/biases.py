@@ -78,14 +78,11 @@ def prompt_numbers(scored: Sequence[ScoredExample]) -> list[int]:
     return [numbers.setdefault(example.example.context_key, len(numbers)) for example in scored]
 
 
-def residuals_within_prompts(
-    scores: Floats, features_NF: Floats, prompts: Integers
-) -> tuple[Floats, Floats, Floats, Integers]:
+def residuals_within_prompts(scores: Floats, features_NF: Floats, prompts: Integers) -> tuple[Floats, Floats, Integers]:
     """What prompts and the other features leave of the first feature and of the scores (Frisch and Waugh 1933).
 
-    Four arrays of the completions that have another of the same prompt: the first feature and the scores, both less the
-    mean of their prompt and what the other features say of them; the scores less the mean of their prompt alone; and
-    their prompts, numbered from 0.
+    Three arrays of the completions that have another of the same prompt: the first feature and the scores, both less
+    the mean of their prompt and what the other features say of them; and their prompts, numbered from 0.
     """
     kept = np.bincount(prompts, minlength=1)[prompts] > 1
     groups = np.unique(prompts[kept], return_inverse=True)[1]
@@ -94,30 +91,27 @@ def residuals_within_prompts(
     def unexplained(column: Floats) -> Floats:
         return column - x[:, 1:] @ np.linalg.lstsq(x[:, 1:], column, rcond=None)[0]
 
-    return unexplained(x[:, 0]), unexplained(y), y, groups
+    return unexplained(x[:, 0]), unexplained(y), groups
 
 
-def slopes_within_prompts(
-    names: tuple[str, str], scores: Floats, features_NF: Floats, prompts: Integers
-) -> dict[str, Metric]:
+def slope_within_prompts(name: str, scores: Floats, features_NF: Floats, prompts: Integers) -> Metric:
     """The coefficient b_1 of the first feature in s_ij = a_i + x_ij b + e_ij, with an intercept a_i for each prompt i.
 
-    By the first of `names`; by the second the same in standard deviations of scores within prompts, pooled:
-    sqrt(sum (s_ij - mean_i)^2 / (N - G)). `count`: completions that have another of the same prompt. No value where the
-    feature does not vary within prompts, or only together with the others.
+    `count`: completions that have another of the same prompt. No value where the feature does not vary within prompts,
+    or only together with the others.
 
     The interval is 95 %, of Student's t with G - 1 degrees of freedom, by the jackknife over prompts (CV3: MacKinnon,
     Nielsen and Webb 2023, Journal of Applied Econometrics 38, page 671; the usual CR1 is too narrow for skewed
     lengths). There is none for fewer than `FEWEST_PROMPTS`, or where one prompt alone decides.
     """
-    feature, residuals, y, groups = residuals_within_prompts(scores, features_NF, prompts)
-    count, num_prompts = len(y), len(np.unique(groups))
+    feature, residuals, groups = residuals_within_prompts(scores, features_NF, prompts)
+    count, num_prompts = len(groups), len(np.unique(groups))
     xy_G, xx_G = (np.bincount(groups, weights=feature * column, minlength=1) for column in (residuals, feature))
     xy, xx = float(xy_G.sum()), float(xx_G.sum())
     note = f"{num_prompts} prompts"
     if xx <= 1e-12 * float(np.abs(features_NF[:, 0]).max(initial=1.0)) ** 2:
         note += ": it does not vary within them, or only with the others"
-        return {name: Metric(name, None, count=count, note=note) for name in names}
+        return Metric(name, None, count=count, note=note)
     value, low, high = xy / xx, None, None
     if num_prompts < FEWEST_PROMPTS:
         note += ": too few for an interval"
@@ -126,10 +120,7 @@ def slopes_within_prompts(
         error = math.sqrt((num_prompts - 1) / num_prompts * float(changes_G @ changes_G))
         half = float(special.stdtrit(num_prompts - 1, 0.975)) * error
         low, high = value - half, value + half
-    spread = math.sqrt(float(y @ y) / (count - num_prompts))
-    slope = Metric(names[0], value, low, high, count, note)
-    low, high, relative = (None if not spread or end is None else end / spread for end in (low, high, value))
-    return {slope.name: slope, names[1]: Metric(names[1], relative, low, high, count, note)}
+    return Metric(name, value, low, high, count, note)
 
 
 def _demeaned(values_NF: Floats, groups: Integers) -> Floats:
@@ -154,11 +145,10 @@ _MARKS = (
 class Trait(NamedTuple):
     """What a model may like beyond quality, by the names of its numbers.
 
-    `slopes`: in units of the score and in standard deviations. `share`: of pairs whose better completion has more.
-    `more`, `less`, `similar`: the accuracies of the strata; `gap`: `more` less `less`; `controlled`: their mean.
+    `share`: of pairs whose better completion has more. `more`, `less`, `similar`: the accuracies of the strata; `gap`:
+    `more` less `less`; `controlled`: their mean.
     """
 
-    slopes: tuple[str, str]
     share: str
     more: str
     less: str
@@ -173,7 +163,6 @@ class Trait(NamedTuple):
 
 
 LENGTH = Trait(
-    slopes=("slope_given_rank", "relative_slope"),
     share="longer_is_right",
     more="accuracy_longer_right",
     less="accuracy_shorter_right",
@@ -182,7 +171,6 @@ LENGTH = Trait(
     controlled="length_controlled_accuracy",
 )
 STYLE = Trait(
-    slopes=("density_effect", "relative_density_effect"),
     share="more_markdown_is_right",
     more="accuracy_more_markdown_right",
     less="accuracy_less_markdown_right",
@@ -194,21 +182,18 @@ STYLE = Trait(
 
 def diagnose_length(scored: Sequence[ScoredExample]) -> Diagnostic:
     """The length bias of scored examples."""
-    scores, features, prompts = _regression(scored, [example.lengths for example in scored])
-    lengths_and_places = features[:, [2, 1]]
-    numbers = slopes_within_prompts(LENGTH.slopes, scores, lengths_and_places, prompts) | length_strata(scored)
-    points = _score_against_length(scores, lengths_and_places, prompts)
-    return Diagnostic(numbers, points)
+    regression = _regression(scored)
+    slope = slope_within_prompts("slope_given_rank", *regression)
+    return Diagnostic({slope.name: slope} | length_strata(scored), _score_against_length(*regression))
 
 
 def diagnose_style(scored: Sequence[ScoredExample]) -> Diagnostic:
-    """The markdown bias of scored examples; lengths are held fixed too."""
+    """The markdown bias of scored examples."""
     densities = [
         [markdown_density(last_text(completion.messages)) for completion in example.example.completions]
         for example in scored
     ]
-    numbers = slopes_within_prompts(STYLE.slopes, *_regression(scored, densities)) | stratify(scored, densities, STYLE)
-    return Diagnostic(numbers)
+    return Diagnostic(stratify(scored, densities, STYLE))
 
 
 def length_strata(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
@@ -216,22 +201,22 @@ def length_strata(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     return stratify(scored, [example.lengths for example in scored], LENGTH)
 
 
-def _regression(scored: Sequence[ScoredExample], amounts: Sequence[Sequence[float]]) -> tuple[Floats, Floats, Integers]:
-    """The scores (N,), the features (N, 3) and the prompts (N,) of all completions with a score.
+def _regression(scored: Sequence[ScoredExample]) -> tuple[Floats, Floats, Integers]:
+    """The scores (N,), the features (N, 2) and the prompts (N,) of all completions with a score.
 
-    The features: the amount, the place among the ranks of the example (0 for the best, 1 for the worst), and the length
-    in hundreds of characters.
+    The features: the length in hundreds of characters, and the place among the ranks of the example (0 for the best, 1
+    for the worst).
     """
     rows = []
-    for example, of_example, prompt in zip(scored, amounts, prompt_numbers(scored), strict=True):
+    for example, prompt in zip(scored, prompt_numbers(scored), strict=True):
         ranks = example.example.ranks
         distinct = sorted(set(ranks))
-        for score, amount, length, rank in zip(example.scores, of_example, example.lengths, ranks, strict=True):
+        for score, length, rank in zip(example.scores, example.lengths, ranks, strict=True):
             place = distinct.index(rank) / (len(distinct) - 1) if len(distinct) > 1 else 0.5
             if score is not None:
-                rows.append((score, amount, place, length / 100, prompt))
-    table = np.array(rows, dtype=np.float64).reshape(-1, 5)
-    return table[:, 0], table[:, 1:4], table[:, 4].astype(np.int64)
+                rows.append((score, length / 100, place, prompt))
+    table = np.array(rows, dtype=np.float64).reshape(-1, 4)
+    return table[:, 0], table[:, 1:3], table[:, 3].astype(np.int64)
 
 
 def _score_against_length(scores: Floats, features: Floats, prompts: Integers) -> Block | None:
@@ -239,7 +224,7 @@ def _score_against_length(scores: Floats, features: Floats, prompts: Integers) -
 
     Each point is the mean of as many completions. None where there are not enough for three points.
     """
-    lengths, residuals, _, prompts = residuals_within_prompts(scores, features, prompts)
+    lengths, residuals, prompts = residuals_within_prompts(scores, features, prompts)
     num_points = min(_MOST_POINTS, len(lengths) // _FEWEST_FOR_A_POINT)
     if num_points < 3 or not np.ptp(lengths):
         return None

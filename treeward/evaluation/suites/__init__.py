@@ -1,4 +1,4 @@
-"""The suites by name: `get_suite("llmbar", tie_policy="half").load("llmbar/")`."""
+"""The suites by name: `get_suite("llmbar").load("llmbar/")`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from types import MappingProxyType
 
 from treeward.errors import ConfigError, nearest_name
 from treeward.evaluation.suites.benchmarks import JudgeBench, LLMBar, RMBench
-from treeward.evaluation.suites.interface import PreferenceSuite, Suite, TiePolicy
+from treeward.evaluation.suites.interface import PreferenceSuite, Suite
 from treeward.evaluation.suites.rewardbench import RewardBench, RewardBench2
 
-__all__ = ["SUITES", "PreferenceSuite", "Suite", "TiePolicy", "get_suite"]
+__all__ = ["SUITES", "PreferenceSuite", "Suite", "get_suite"]
 
 SUITES: Mapping[str, type[Suite]] = MappingProxyType(
     {suite.name: suite for suite in (RewardBench, RewardBench2, RMBench, JudgeBench, LLMBar)}
 )
 
 
-def get_suite(name: str, *, tie_policy: TiePolicy = "strict") -> Suite:
+def get_suite(name: str) -> Suite:
     """The suite of that name; raises `ConfigError` with the nearest one."""
     key = name.lower().replace("-", "").replace("_", "").replace(" ", "")
     if key not in SUITES:
         near, need = nearest_name(key, SUITES), f"one of {', '.join(SUITES)}"
         fix = f"did you mean {near}?" if near else "for data of your own give the file instead"
         raise ConfigError("there is no such suite", field="suite", got=name, need=need, fix=fix)
-    return SUITES[key](tie_policy=tie_policy)
+    return SUITES[key]()

@@ -8,8 +8,8 @@ three, overall the mean of the four domains, where the two halves of safety are 
 
 JudgeBench: pairs of which one is objectively right (Tan et al. 2024, arXiv 2410.12784). A judge sees each pair in both
 orders; a reward model's two votes are the same unless its scores tie, so a pair is right where the better completion
-scores higher. The headline is of the 350 pairs that GPT-4o wrote (ScalerLab/JudgeBench at d8740a8;
-`compute_final_metrics`), or of all without any of these; the 270 pairs of Claude 3.5 Sonnet have subsets of their own.
+scores higher. The pairs are the 350 that GPT-4o wrote, of which the headline is (ScalerLab/JudgeBench at d8740a8;
+`compute_final_metrics`).
 
 LLMBar: 419 expert comparisons of who follows the instruction (Zeng et al. 2023, arXiv 2310.07641). The headline is the
 plain mean of the sets in the data, the section Adversarial that of its four (princeton-nlp/LLMBar at caa7bee,
@@ -18,10 +18,8 @@ plain mean of the sets in the data, the section Adversarial that of its four (pr
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -35,7 +33,7 @@ from treeward.data.sources import read_rows
 from treeward.errors import DataError
 from treeward.evaluation.results import Metric, ScoredExample, SuiteResult, by_subset
 from treeward.evaluation.statistics import combined
-from treeward.evaluation.suites.interface import Prompt, Suite, one_of, published_example, read_as, suite_rows
+from treeward.evaluation.suites.interface import Prompt, Suite, one_of, published_example, read_as
 from treeward.evaluation.suites.rewardbench import RewardBench
 
 # --- RM-Bench --------------------------------------------------------------------------------------------------------
@@ -111,8 +109,7 @@ class RMBench(Suite):
         if scored.failed:
             return np.zeros((3, 3))
         chosen, rejected = np.array(scored.scores, dtype=np.float64).reshape(2, 3)
-        beyond = chosen[:, None] - rejected[None, :]
-        return np.where(beyond > 0, 1.0, np.where((beyond == 0) & (self.tie_policy == "half"), 0.5, 0.0))
+        return (chosen[:, None] > rejected[None, :]).astype(np.float64)
 
 
 # --- JudgeBench ------------------------------------------------------------------------------------------------------
@@ -127,38 +124,26 @@ CATEGORIES: Mapping[str, str] = MappingProxyType(
 )
 """The first letters of the sources of each category."""
 
-# Who wrote the pairs: the beginning of `response_model`, which is also the name of the split on the hub.
-_WRITERS = ("gpt", "claude")
-
 
 class JudgedRow(BaseModel):
-    """A row of the splits `gpt` and `claude`."""
+    """A row of the split `gpt`."""
 
     pair_id: str | int
     source: str
     question: Prompt
-    response_model: str
     response_A: str
     response_B: str
     label: Annotated[str, one_of("A>B", "B>A")]
 
 
 class JudgeBench(Suite):
-    """Four categories; the headline is the accuracy over the pairs of GPT-4o."""
+    """Four categories; the headline is the accuracy over all pairs."""
 
     name = "judgebench"
     title = "JudgeBench"
     hub_path = "ScalerLab/JudgeBench"
-    schema = JudgedRow
+    split, schema = "gpt", JudgedRow
     num_published = 350
-
-    def load(self, source: str | None = None) -> list[Preference]:
-        """The splits `gpt` and `claude` of the hub or of a copy, or one file; see `Suite.load`."""
-        if source is not None and os.path.isfile(source):
-            return super().load(source)
-        there = [writer for writer in _WRITERS if source is not None and any(Path(source).rglob(f"{writer}*"))]
-        rows = chain.from_iterable(suite_rows(source, self.hub_path, split=split) for split in there or _WRITERS)
-        return [self._example(read_as(self.schema, row), row.where) for row in rows]
 
     def _example(self, row: JudgedRow, where: str) -> Preference:
         category = next((name for name, start in CATEGORIES.items() if row.source.startswith(start)), None)
@@ -168,22 +153,13 @@ class JudgeBench(Suite):
                 f"one that begins with {', '.join(CATEGORIES.values())}",
             )
             raise DataError(summary, where=where, field="source", got=row.source, need=need)
-        model = row.response_model
-        writer = next((name for name in _WRITERS if model.lower().startswith(name)), model)
         texts, ranks = (row.response_A, row.response_B), (0, 1) if row.label == "A>B" else (1, 0)
-        return published_example(where, f"{category} ({writer})", row.pair_id, row.question, texts, ranks)
+        return published_example(where, category, row.pair_id, row.question, texts, ranks)
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
-        main = [example for example in scored if example.example.task_name.endswith("(gpt)")] or scored
-        categories = {
-            name: [example for example in main if example.example.task_name.startswith(name)] for name in CATEGORIES
-        }
-        return SuiteResult(
-            self.name,
-            self.part("accuracy", main),
-            sections=tuple(self.part(name, examples) for name, examples in categories.items() if examples),
-            subsets=tuple(self.part(name, examples) for name, examples in by_subset(scored).items()),
-        )
+        groups = by_subset(scored)
+        categories = tuple(self.part(name, groups[name]) for name in CATEGORIES if name in groups)
+        return SuiteResult(self.name, self.part("accuracy", scored), sections=categories, subsets=categories)
 
 
 # --- LLMBar ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 
 - An example that could not be scored counts as **wrong**: left out, a model would be the better the more it cannot
   read. The result says how many were scored, and has no numbers where nothing was.
-- A tie of chosen and rejected counts 0, as in the published code (`tie_policy="strict"`), or half (`"half"`).
+- A tie of chosen and rejected counts 0, as in the published code.
 - A subset or section that the data lacks is left out, not zero, and the headline's note says that examples are missing.
 """
 
@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError
 
@@ -28,8 +28,6 @@ from treeward.evaluation.results import Metric, ScoredExample, SuiteResult, by_s
 from treeward.evaluation.statistics import accuracy_metric
 
 Schema = TypeVar("Schema", bound=BaseModel)
-TiePolicy = Literal["strict", "half"]
-"""The value of a tie of chosen and rejected: `strict` 0, `half` 0.5."""
 
 
 class Suite(ABC):
@@ -47,9 +45,6 @@ class Suite(ABC):
     """Of its rows."""
     num_published: ClassVar[int | None] = None
     """Of how many examples the published headline is."""
-
-    def __init__(self, *, tie_policy: TiePolicy = "strict") -> None:
-        self.tie_policy: TiePolicy = tie_policy
 
     def load(self, source: str | None = None) -> list[Preference]:
         """The examples in the order of the data; `run_evaluation` makes ids that come twice distinct.
@@ -85,7 +80,6 @@ class Suite(ABC):
             num_examples=len(scored),
             num_failed=sum(example.failed for example in scored),
             num_ties=sum(example.outcome == "tie" for example in scored),
-            details={"tie_policy": self.tie_policy, **result.details},
         )
 
     @abstractmethod
@@ -103,15 +97,10 @@ class Suite(ABC):
     def part(
         self, name: str, scored: Sequence[ScoredExample], value: Callable[[ScoredExample], float] | None = None
     ) -> Metric:
-        """A subset by the `outcome_value` of its examples, or another value of each; those of one prompt depend."""
+        """A subset by how many of its examples are right, or by another value of each; those of one prompt depend."""
         prompts = [example.example.context_key for example in scored]
-        return accuracy_metric(list(map(value or self.outcome_value, scored)), name, prompts)
-
-    def outcome_value(self, scored: ScoredExample) -> float:
-        """1 for right, 0 for wrong or failed, for a tie the value of the policy."""
-        if scored.outcome == "tie":
-            return 0.5 if self.tie_policy == "half" else 0.0
-        return float(scored.outcome == "right")
+        values = [value(example) if value else float(example.outcome == "right") for example in scored]
+        return accuracy_metric(values, name, prompts)
 
 
 class PreferenceSuite(Suite):
@@ -124,8 +113,7 @@ class PreferenceSuite(Suite):
     equal) count in no accuracy.
     """
 
-    def __init__(self, name: str, config: DatasetConfig, *, tie_policy: TiePolicy = "strict") -> None:
-        super().__init__(tie_policy=tie_policy)
+    def __init__(self, name: str, config: DatasetConfig) -> None:
         self.name, self.config = name, config
 
     def load(self, source: str | None = None) -> list[Preference]:
@@ -142,13 +130,9 @@ class PreferenceSuite(Suite):
 
     def _pairwise(self, name: str, scored: Sequence[ScoredExample]) -> Metric:
         values, prompts = [], []
-        tie = 0.5 if self.tie_policy == "half" else 0.0
         for example in scored:
             for better, worse in ((example.scores[i], example.scores[j]) for i, j in example.pairs()):
-                value = 0.0
-                if better is not None and worse is not None:
-                    value = tie if better == worse else float(better > worse)
-                values.append(value)
+                values.append(float(better is not None and worse is not None and better > worse))
                 prompts.append(example.example.context_key)
         return accuracy_metric(values, name, prompts)
 
@@ -174,16 +158,8 @@ def read_as(schema: type[Schema], row: Row) -> Schema:
         return schema.model_validate(row.values)
     except ValidationError as error:
         first = error.errors()[0]
-    field = ".".join(map(str, first["loc"]))
-    is_there = row.values.get(str(first["loc"][0])) is not None
-    raise DataError(
-        f"the row's {field} does not fit the suite",
-        where=row.where,
-        field=field,
-        got=first["input"] if is_there else f"keys {sorted(map(str, row.values))}",
-        need=first["msg"],
-        fix="is this the data of another suite?",
-    )
+        field, summary = ".".join(map(str, first["loc"])), "the row does not fit the suite"
+        raise DataError(summary, where=row.where, field=field, got=first["input"], need=first["msg"]) from error
 
 
 def one_of(*names: str) -> AfterValidator:

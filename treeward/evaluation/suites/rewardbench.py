@@ -14,7 +14,7 @@ correct less the highest wrong score of the tied and of the reference prompt. Th
     + 0.01 mean(tanh(min(M_r, M_t) / D - 1)),
 
 where 0 / 0 counts 0 and the last three means are over the pairs (the authors' code at a009692). The overall score is
-the plain mean of the six subsets; `tie_policy` changes nothing. A prompt with a missing score scores 0; in Ties it is
+the plain mean of the six subsets. A prompt with a missing score scores 0; in Ties it is
 not accurate and its pair's tanh is -1, the lowest.
 """
 

@@ -1,9 +1,8 @@
-"""The bundled data: questions of a small closed world, whose completions code can grade.
+"""The bundled data: questions of a small closed world, and ranked completions.
 
     prompts("validation")[0]                         # a context to complete, as RL needs it
-    gold_quality(prompts("validation")[0], "...")    # how good that completion is, in [0, 1]
 
-examples/bundled_data.py writes the committed files, byte for byte.
+examples/bundled_data.py writes the committed files, byte for byte; examples/gold.py grades any completion.
 """
 
 from __future__ import annotations
@@ -12,10 +11,7 @@ import json
 from pathlib import Path
 
 from treeward.data.preference import Message
-from treeward.data.synthetic.gold import Question, gold_quality, parse_question
 from treeward.errors import ConfigError, nearest_name
-
-__all__ = ["SPLITS", "Question", "best_completions", "bundled_path", "gold_quality", "parse_question", "prompts"]
 
 SPLITS = ("train", "validation", "length_controlled")
 
@@ -26,11 +22,11 @@ def bundled_path(split: str) -> Path:
         near, need = nearest_name(split, SPLITS), f"one of {', '.join(SPLITS)}"
         fix = f"did you mean {near}?" if near else None
         raise ConfigError("the bundled data has no such split", field="split", got=split, need=need, fix=fix)
-    return Path(__file__).parents[1] / "bundled" / f"{split}.jsonl"
+    return Path(__file__).with_name("bundled") / f"{split}.jsonl"
 
 
 def prompts(split: str) -> list[list[Message]]:
-    """The different contexts of a split, in file order; each ends in a user turn that `gold_quality` can grade."""
+    """The different contexts of a split, in file order; each ends in a user turn."""
     return [context for context, _ in _by_context(split)]
 
 

@@ -1,8 +1,7 @@
-"""`find_overlap`: the examples of an evaluation that were in the training data, and the accuracy without them.
+"""`find_overlap`: the examples of an evaluation that are in the training data.
 
-    overlap = find_overlap(examples, (preference for preference, _ in open_dataset(config)))
-    overlap.flags[0].completion                              # the share of its words that the training data has
-    diagnose_overlap(suite, scored, overlap).accuracy_clean  # the headline without the flagged examples
+    flags = find_overlap(examples, (preference for preference, _ in open_dataset(config)))
+    flags[0].completion                             # the share of its words that the training data has
 
 Texts are compared as words, letters and digits in lower case; a paraphrase or a translation is not found. Exact
 duplicates are a whole context, and a whole completion of N words or more. Near duplicates are texts with 70 % of their
@@ -15,15 +14,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treeward.data.preference import Preference, last_text
-from treeward.evaluation.results import Diagnostic, ScoredExample
-from treeward.evaluation.statistics import accuracy_metric
-from treeward.evaluation.suites.interface import Suite
 
 NUM_WORDS = 13
 _NEAR = 0.7
@@ -34,7 +30,6 @@ Hashes = NDArray[np.uint64]
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]+")
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that no word of a run loses its weight modulo 2^64
 _PROGRESS_EVERY = 256
-_LARGE_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +41,6 @@ class OverlapFlag:
     """
 
     id: str
-    subset: str
     prompt: float
     completion: float
     is_exact: bool
@@ -59,35 +53,15 @@ class OverlapFlag:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A flag for each example, in order. `num_training`: preferences that were read. `name`: of the set of examples."""
+    """A flag for each example, in order. `name`: of the set of examples."""
 
+    name: str
     flags: tuple[OverlapFlag, ...]
-    num_training: int
-    name: str = ""
 
     @property
     def flagged(self) -> list[OverlapFlag]:
         """The flags of the examples with an exact or near duplicate, the exact ones first."""
         return sorted((flag for flag in self.flags if flag.is_flagged), key=lambda flag: not flag.is_exact)
-
-    def sentences(self) -> str:
-        """How many examples have a duplicate, and what to think of many."""
-        count, training = f"{len(self.flags):,} examples", f"{self.num_training:,} training comparisons"
-        if not self.flagged:
-            return f"None of {count} has a duplicate among {training}."
-        near = len(self.flagged) / len(self.flags)
-        exact = sum(flag.is_exact for flag in self.flags) / len(self.flags)
-        text = (
-            f"{near:.1%} of {count} have a duplicate among {training}: {exact:.1%} word for word, the others share "
-            f"most of their words in runs of {NUM_WORDS} or more."
-        )
-        if near < _LARGE_SHARE:
-            return text
-        if exact < near / 2:
-            advice = "So many near duplicates with so few exact ones are expected of templated data: no sign of memory."
-        else:
-            advice = "The model was trained on these examples: quote none of the numbers as held out."
-        return f"{text} {advice}"
 
 
 def find_overlap(
@@ -95,10 +69,10 @@ def find_overlap(
     training: Iterable[Preference],
     *,
     num_words: int = NUM_WORDS,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Overlap:
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> list[OverlapFlag]:
     """Read the training data once and flag the examples that it has. `num_words`: of a run. `on_progress` receives how
-    many preferences were read, and 0, for the total is not known."""
+    many preferences were read."""
     texts = [_texts(example) for example in examples]
     all_runs = [_runs(words, num_words) for of_example in texts for words in of_example[1:]]
     runs = np.unique(np.concatenate([np.zeros(1, np.uint64), *all_runs]))
@@ -113,8 +87,8 @@ def find_overlap(
         places = np.minimum(np.searchsorted(runs, training_runs), len(runs) - 1)
         is_in_training[places[runs[places] == training_runs]] = True
         if count % _PROGRESS_EVERY == 0:
-            on_progress(count, 0)
-    on_progress(count, 0)
+            on_progress(count)
+    on_progress(count)
 
     def share(words: Hashes, whole: int | None) -> float:
         if whole in training_wholes:
@@ -131,21 +105,8 @@ def find_overlap(
         keys = _wholes(of_example, num_words)
         prompt, *completions = map(share, of_example[1:], keys[1:])
         is_exact = not training_wholes.isdisjoint([keys[0], *keys[2:]])
-        flags.append(OverlapFlag(example.id, example.task_name, prompt, max(completions, default=0.0), is_exact))
-    return Overlap(tuple(flags), count)
-
-
-def diagnose_overlap(suite: Suite, scored: Sequence[ScoredExample], overlap: Overlap) -> Diagnostic:
-    """The shares of examples with a duplicate, and the headline with and without these; `overlap` has their flags."""
-    flagged = {flag.id for flag in overlap.flagged}
-    numbers = {
-        "flagged": accuracy_metric([float(flag.is_flagged) for flag in overlap.flags], "flagged"),
-        "flagged_exact": accuracy_metric([float(flag.is_exact) for flag in overlap.flags], "flagged_exact"),
-    }
-    for name, is_flagged in (("accuracy_clean", False), ("accuracy_flagged", True)):
-        examples = [example for example in scored if (example.example.id in flagged) == is_flagged]
-        numbers[name] = replace(suite.summarize(examples).headline, name=name)
-    return Diagnostic(numbers)
+        flags.append(OverlapFlag(example.id, prompt, max(completions, default=0.0), is_exact))
+    return flags
 
 
 def _texts(preference: Preference) -> list[Hashes]:

@@ -10,11 +10,8 @@ from evaluated import preference
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeward.config.data import DatasetConfig
 from treeward.data.preference import Preference
-from treeward.evaluation.diagnostics.overlap import diagnose_overlap, find_overlap
-from treeward.evaluation.results import ScoredExample
-from treeward.evaluation.suites import PreferenceSuite
+from treeward.evaluation.data_check.overlap import find_overlap
 
 LONG = "the quick brown fox jumps over the lazy dog while seven wizards brew a potion of purple ink near the old mill"
 OTHER = (
@@ -28,7 +25,7 @@ def trained(prompt: str, *texts: str, system: str | None = None) -> Preference:
 
 
 def flag_of(example: Preference, *training: Preference, **settings: Any) -> Any:
-    return find_overlap([example], training, **settings).flags[0]
+    return find_overlap([example], training, **settings)[0]
 
 
 def shares(example: Preference, *training: Preference, **settings: Any) -> tuple[float, float, bool, bool]:
@@ -80,22 +77,6 @@ def test_shares_are_those_of_a_plain_count(text: list[str], training: list[list[
     whole = len(text) >= n and text in training
     assert got.completion == pytest.approx(1.0 if whole else brute_force(text, training, n))
     assert got.is_exact == whole
-
-
-def test_accuracy_with_and_without_the_flagged(score_with: Any) -> None:
-    examples = [preference(str(i), "s", f"Question number {i}?", [f"right {i}", f"wrong {i}"]) for i in range(40)]
-    overlap = find_overlap(examples, [trained(f"Question number {i}?", "u", "v") for i in range(10)])
-    known = {f"right {i}" for i in range(10)} | {f"right {i}" for i in range(10, 40, 2)}  # learnt by heart, and luck
-    scored = score_with(examples, lambda context, text: float(text in known))
-    suite = PreferenceSuite("mine", DatasetConfig(data_path="mine.jsonl"))
-    result = diagnose_overlap(suite, scored, overlap)
-    values = {name: (metric.value, metric.count) for name, metric in result.numbers.items()}
-    assert values == {"flagged": (0.25, 40), "flagged_exact": (0.25, 40), "accuracy_clean": (0.5, 30),
-                      "accuracy_flagged": (1, 10)}  # fmt: skip
-    assert "quote none of the numbers" in overlap.sentences() and len(overlap.flagged) == 10
-    failed = [ScoredExample(one.example, (None, 0.0), (1, 1), (1, 1)) for one in scored]
-    assert diagnose_overlap(suite, failed, overlap).accuracy_flagged.value is None
-    assert "None of 40 examples has a duplicate" in find_overlap(examples, []).sentences()
 
 
 def test_words_are_without_case_and_punctuation_and_chinese_without_spaces() -> None:

@@ -1,4 +1,4 @@
-"""Gold quality: how good a completion is, computed from the raw text alone, in [0, 1].
+"""Gold quality: how good a completion of the bundled data is, computed from the raw text alone, in [0, 1].
 
     gold_quality("What is the capital of France? Answer in one word.", "Paris.")                      # 1.0
     gold_quality("What is the capital of France? Answer in one word.", "Sure! It is Paris.")          # 0.75
@@ -10,7 +10,9 @@ quality = readable * (0.6 * correct + 0.25 * format_kept + 0.15 * courteous)
 - `courteous`: a polite phrase and no rude one; a one-word answer needs none.
 - `readable`: the share of words that do not repeat three words in a row; less if most words are unknown.
 
-The closed world (facts, phrasings, polite and rude phrases) is in `bundled/world.json`.
+The closed world (facts, phrasings, polite and rude phrases) is in `world.json`. As an environment:
+
+    {type: custom, function: examples/gold.py:gold_reward}
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class Kind:
         return frozenset(word.lower() for word in (*answers, *self.decoys))
 
 
-_WORLD = json.loads((Path(__file__).parents[1] / "bundled" / "world.json").read_text("utf-8"))
+_WORLD = json.loads(Path(__file__).with_name("world.json").read_text("utf-8"))
 FORMATS: dict[str, tuple[str, ...]] = {name: tuple(requests) for name, requests in _WORLD["formats"].items()}
 """Checkable requests about the shape of a completion: name -> the ways to make it."""
 KINDS = tuple(

@@ -11,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import assistant, read_jsonl, user
 
+from treeward.data.bundled import SPLITS, bundled_path, prompts
 from treeward.data.preference import preference_from_dict
-from treeward.data.synthetic import SPLITS, bundled_path, gold_quality, parse_question, prompts
-from treeward.data.synthetic.gold import known_words, words_of
 from treeward.user_code import import_object
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "bundled_data.py"
+gold_quality, parse_question, known_words, words_of = (
+    import_object(f"{SCRIPT.with_name('gold.py')}:{name}", field="gold")
+    for name in ("gold_quality", "parse_question", "known_words", "words_of")
+)
 
 FRANCE = "What is the capital of France?"
 ONE_WORD = f"{FRANCE} Answer in one word."
@@ -31,7 +34,8 @@ def answers(row: dict[str, Any]) -> list[str]:
     return [completion["completion"][0]["content"] for completion in row["completions"]]
 
 
-def test_command_writes_the_committed_files(tmp_path: Any) -> None:
+def test_command_writes_the_committed_files(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import_object(f"{SCRIPT}:main", field="script")(str(tmp_path))
     written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert written == {f"{split}.jsonl": bundled_path(split).read_bytes() for split in SPLITS}
