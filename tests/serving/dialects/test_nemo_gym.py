@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from messages import chat
 
 from treeward.config.nemo_gym import NemoGymConfig
 from treeward.data.responses_items import conversation_of
 from treeward.errors import ConfigError
-from treeward.serving.dialects.nemo_gym import with_verdict
 from treeward.serving.models import LoadedModel
 
 APP = runpy.run_path(str(Path(__file__).parents[3] / "resources_servers" / "reward_model" / "app.py"))
@@ -76,27 +73,6 @@ def test_the_reward_is_the_score_and_the_rest_comes_back(client: Any, loaded_mod
     assert got.pop("reward_num_tokens") == loaded_model.scorer.score([messages()])[0].num_tokens
     assert got.pop("reward_truncated") is False
     assert got == rollout(extra={"deep": [None, 1]})
-
-
-def test_the_echo_is_the_bytes_themselves(client: Any) -> None:
-    body = orjson.dumps(rollout())
-    odd = body[:-1] + b' , "number": 1.10e+2, "big": 123456789012345678901234567890, "text": "\\u0041\\/" } \r\n'
-    assert client.post("/verify", content=odd).content.startswith(odd.rstrip()[:-1])
-
-
-@pytest.mark.parametrize(
-    ("content", "kept"),
-    [
-        (b"{}", {}),
-        (b'{"a":"}\\",\\"reward\\":1"}\t', {"a": '}","reward":1'}),
-        (b'{"reward":1,"a":[{"reward":2}],"reward" : {"x":[3,"}"]} , "b":2}', {"a": [{"reward": 2}], "b": 2}),
-        (b'{"rew\\u0061rd": 1, "n": 100000000000000000000000001}', {"n": 100000000000000000000000001}),
-    ],
-)
-def test_splicing(content: bytes, kept: dict[str, Any]) -> None:
-    result = with_verdict(content, orjson.loads(content), {"reward": 1.5, "x": [1]})
-    assert json.loads(result) == {**kept, "reward": 1.5, "x": [1]}
-    assert list(json.loads(result)) == [*kept, "reward", "x"]  # an old verdict would be before what is kept
 
 
 def test_a_rollout_that_is_verified_again_has_one_verdict(client: Any, loaded_model: LoadedModel) -> None:

@@ -1,7 +1,7 @@
 """NeMo Gym's dialect for resources servers: `POST /verify` and its companions.
 
 {"responses_create_params": {"input": "2 + 2?"}, "response": {"output": [{"type": "message", ...}]}, "any": "thing"}
--> the same body, byte for byte, with "reward": 1.5, "reward_num_tokens": 21, "reward_truncated": false at its end
+-> the same body, with "reward": 1.5, "reward_num_tokens": 21, "reward_truncated": false at its end
 
 Further keys: with shaping `reward_score` (the model's score); `reward_components` (that score, and the values of
 members and heads, each at the top level too); for a row with a `reward_threshold` `reward_passed`.
@@ -14,17 +14,14 @@ collection. A body that is not a rollout gets 422.
 from __future__ import annotations
 
 import hashlib
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
-import orjson
 from fastapi import APIRouter
 from fastapi import Body as FromBody
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
 
 from treeward.data.responses_items import conversation_of
 from treeward.errors import DataError
@@ -78,22 +75,21 @@ class VerifyBody(Body):
 
 
 @_verify.post("/verify", summary="The reward of a rollout", response_model=dict[str, Any])
-async def verify(body: VerifyBody, request: Request, server: Server) -> Response:
+async def verify(body: VerifyBody, request: Request, server: Server) -> JSON:
     model = server.model(None)
-    content, values = await request.body(), await request.json()
+    rollout = await request.json()
     try:
-        conversation = parse(values, model)
+        conversation = parse(rollout, model)
         [reward] = await server.rewards(model, [conversation], on_error="mask")
         if (running := server.service.running) is not None:
-            key = hashlib.sha256(json.dumps(conversation).encode()).hexdigest()
-            reward = running.normalized(reward, key)
+            reward = running.normalized(reward)
         added = verdict(reward, body.reward_threshold)
     except DataError as error:
         added = failure(in_words(error))
     except APIError as error:
         server.service.metrics.errors.labels(error.code).inc()
         added = failure(error.message)
-    return Response(with_verdict(content, values, added), media_type="application/json")
+    return JSON({key: value for key, value in rollout.items() if key not in VERDICT_KEYS} | added)
 
 
 @sessions.post("/seed_session", summary="Begin a session", response_model=dict[str, str])
@@ -151,22 +147,6 @@ def verdict(reward: Reward, threshold: float | None = None) -> dict[str, Any]:
     passed = {} if threshold is None else {"reward_passed": reward.value >= threshold}
     counts = {"reward_num_tokens": score.num_tokens, "reward_truncated": score.truncated}
     return {"reward": reward.value, **({"reward_components": parts, **parts} if parts else {}), **counts, **passed}
-
-
-def with_verdict(content: bytes, values: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:
-    """The JSON object `content`, parsed as `values`, with the keys of `added` at its end.
-
-    The client's bytes are echoed unchanged, unless the body holds an earlier verdict.
-    """
-    stale = (VERDICT_KEYS | added.keys()) & values.keys()
-    if stale:
-        try:
-            kept = {key: value for key, value in json.loads(content).items() if key not in stale}
-        except RecursionError as error:
-            raise APIError(422, "invalid_request", "the body is nested too deep to be written anew") from error
-        content = json.dumps(kept, ensure_ascii=False, separators=(",", ":")).encode()
-    comma = b"" if values.keys() <= stale else b","
-    return content.rstrip(b" \t\r\n")[:-1] + comma + orjson.dumps(added)[1:]
 
 
 def failure(reason: str) -> dict[str, Any]:
