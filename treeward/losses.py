@@ -350,7 +350,7 @@ class RewardMetrics:
 
     `num_units`: what the loss is a mean over, comparisons (or pairs, or choices). `num_pairs` counts ordered pairs (no
     ties), over which everything else is summed. `num_correct`: the better one scored strictly higher; equal is not
-    correct. `gap_sum`: of the absolute differences of the two scores.
+    correct.
     """
 
     loss_sum: float = 0.0
@@ -359,7 +359,6 @@ class RewardMetrics:
     num_correct: int = 0
     chosen_sum: float = 0.0
     rejected_sum: float = 0.0
-    gap_sum: float = 0.0
 
     def __add__(self, other: RewardMetrics) -> RewardMetrics:
         return RewardMetrics(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -381,32 +380,32 @@ class RewardSums:
 
     def __init__(self) -> None:
         self._num_units = self._num_pairs = 0
-        self._sums_5: Tensor | None = None  # loss, correct, chosen, rejected, gap; float64
+        self._sums_4: Tensor | None = None  # loss, correct, chosen, rejected; float64
 
     @torch.no_grad()
     def add(self, scores_S: Tensor, pairs: Pairs, loss_sum: Tensor, num_units: int | None = None) -> None:
         """Add one batch. `pairs`: on the device of the scores. `loss_sum`: as a loss gives it, over `num_units` (None:
         those of the pairs)."""
         better_P, worse_P = scores_S.double()[pairs.better_P], scores_S.double()[pairs.worse_P]
-        gap_P = better_P - worse_P
+        correct_P = (better_P > worse_P).double()
         # Not `better_P[~tied_P]`: the host would wait to know how many there are.
-        ordered_4P = torch.stack([(gap_P > 0).double(), better_P, worse_P, gap_P.abs()]).masked_fill(pairs.tied_P, 0.0)
-        sums_5 = torch.cat([loss_sum.double()[None], ordered_4P.sum(dim=1)])
-        self._sums_5 = sums_5 if self._sums_5 is None else self._sums_5 + sums_5
+        ordered_3P = torch.stack([correct_P, better_P, worse_P]).masked_fill(pairs.tied_P, 0.0)
+        sums_4 = torch.cat([loss_sum.double()[None], ordered_3P.sum(dim=1)])
+        self._sums_4 = sums_4 if self._sums_4 is None else self._sums_4 + sums_4
         self._num_units += pairs.num_units if num_units is None else num_units
         self._num_pairs += pairs.num_ordered
 
     def read(self, group: ProcessGroup | None = None) -> RewardMetrics:
         """The sums as numbers, over the processes of `group` (None: all). The host waits here for the device, once."""
-        if self._sums_5 is None:
+        if self._sums_4 is None:
             return RewardMetrics()
-        num_units, num_pairs, sums = self._num_units, self._num_pairs, self._sums_5
+        num_units, num_pairs, sums = self._num_units, self._num_pairs, self._sums_4
         if processes.size() > 1:
             counts_2 = sums.new_tensor([num_units, num_pairs])
-            sums, counts_2 = processes.summed(torch.cat([sums, counts_2]), group).split([5, 2])
+            sums, counts_2 = processes.summed(torch.cat([sums, counts_2]), group).split([4, 2])
             num_units, num_pairs = map(int, counts_2.tolist())
-        loss, correct, chosen, rejected, gap = sums.tolist()
-        return RewardMetrics(loss, num_units, num_pairs, int(correct), chosen, rejected, gap)
+        loss, correct, chosen, rejected = sums.tolist()
+        return RewardMetrics(loss, num_units, num_pairs, int(correct), chosen, rejected)
 
 
 class GradeSums:
