@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from treeward.model.reward_model import RewardModel
+from treeward.tree import attention
+from treeward.tree.mask import PositionMask
 
 VOCABULARY = 600
 WINDOW = 6
@@ -255,3 +257,20 @@ def forest(seed: int = 0, *, vocabulary: int = VOCABULARY) -> list[list[list[int
         [draw(1)],
         [draw(17)],
     ]
+
+
+DENSE = "treeward_dense"
+"""The reference of attention over trees: one mask over the whole row, and plain arithmetic."""
+
+
+def dense_mask(mask: PositionMask) -> Tensor:
+    """The mask of a whole row, bool (T, T)."""
+    return torch.block_diag(*(mask.tree_mask(tree, torch.device("cpu")) for tree in mask.layout.trees)).bool()
+
+
+def _dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: PositionMask, *options: Any) -> Tensor:
+    return attention._arithmetic(query, key, value, dense_mask(mask).to(query.device), *options)
+
+
+attention.AttentionInterface.register(DENSE, attention._layer_attention(_dense_attention))
+attention.AttentionMaskInterface.register(DENSE, attention._mask_maker(PositionMask))

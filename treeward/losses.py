@@ -40,8 +40,6 @@ from treeward.tree.batch import Movable
 
 Strength = Literal["margin", "soft_label", "weight"]
 """What the strength of a pair becomes; see `ranked_pairs`."""
-TieModel = Literal["half", "davidson", "rao_kupper"]
-"""What the loss makes of a tied pair; see `bradley_terry`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +129,6 @@ def bradley_terry(
     *,
     label_smoothing: float = 0.0,
     center_rewards_coefficient: float = 0.0,
-    ties: TieModel = "half",
-    tie_probability: float = 1 / 3,
 ) -> Tensor:
     """The Bradley-Terry loss, the *sum* over pairs of weight times loss; a float32 scalar.
 
@@ -142,27 +138,12 @@ def bradley_terry(
         p softplus(-d) + (1 - p) softplus(d)   [+ c (score(better) + score(worse))^2]
 
     (Bradley and Terry 1952; margin: Touvron et al. 2023, arXiv 2307.09288, eq. 2; smoothing: Wang et al. 2024, arXiv
-    2401.06080; c: Eisenstein et al. 2023, arXiv 2312.09244). A tied pair has p = 1/2 and no margin. `ties` may give a
-    tie a probability of its own, `tie_probability` r where the scores are equal, with n = 2 r / (1 - r) and t = log((1
-    + r) / (1 - r)):
-
-        davidson:     P(win) = 1 / (1 + exp(-d) + n exp(-d/2)),  P(tie) = n exp(-d/2) P(win)      (Davidson 1970, eq. 2)
-        rao_kupper:   P(win) = sigmoid(d - t),  P(tie) = (exp(2 t) - 1) sigmoid(d - t) sigmoid(-d - t)
-                      (Rao and Kupper 1967, eq. 2.5 and 2.6)
+    2401.06080; c: Eisenstein et al. 2023, arXiv 2312.09244). A tied pair has p = 1/2 and no margin.
     """
     better_P, worse_P = scores_S.float()[pairs.better_P], scores_S.float()[pairs.worse_P]
     excess_P = better_P - worse_P - pairs.margin_P
     wrong_P = (1 - pairs.target_P) * (1 - 2 * label_smoothing) + label_smoothing
-    if ties == "davidson":
-        log_n = math.log(2 * tie_probability / (1 - tie_probability))
-        terms_3P = torch.stack([torch.zeros_like(excess_P), -excess_P, log_n - excess_P / 2])
-        won_P = terms_3P.logsumexp(dim=0)
-        lost_P, even_P = won_P + excess_P, won_P + excess_P / 2 - log_n
-    else:
-        shift = math.log1p(tie_probability) - math.log1p(-tie_probability) if ties == "rao_kupper" else 0.0
-        won_P, lost_P = F.softplus(shift - excess_P), F.softplus(shift + excess_P)
-        even_P = won_P + lost_P - math.log(math.expm1(2 * shift)) if shift else (won_P + lost_P) / 2
-    loss_P = torch.where(pairs.tied_P, even_P, (1 - wrong_P) * won_P + wrong_P * lost_P)
+    loss_P = (1 - wrong_P) * F.softplus(-excess_P) + wrong_P * F.softplus(excess_P)
     if center_rewards_coefficient:
         loss_P = loss_P + center_rewards_coefficient * (better_P + worse_P).square()
     return (pairs.weight_P * loss_P).sum()
@@ -324,7 +305,7 @@ def heads_of(config: RewardModelRunConfig, grades_NH: npt.NDArray[np.floating[An
     else:
         weights, means, stds = (1 / num_estimates,) * num_heads, (0.0,) * num_heads, (1.0,) * num_heads
     pair_options: dict[str, Any] = {
-        "ties": "half" if config.known_ties == "half" else "drop",
+        "ties": "half" if config.data.ties == "half" else "drop",
         "weight": loss.weight,
         "unit": LOSS_KINDS[section.reward_model_type].unit,
     }
@@ -336,7 +317,7 @@ def heads_of(config: RewardModelRunConfig, grades_NH: npt.NDArray[np.floating[An
         means=means,
         stds=stds,
         are_estimates=num_estimates > 1,
-        function=partial(LOSSES[section.reward_model_type], **config.loss_options),
+        function=partial(LOSSES[section.reward_model_type], **loss.arguments(section.reward_model_type)),
         pair_options=pair_options,
     )
 
@@ -350,7 +331,7 @@ class RewardMetrics:
 
     `num_units`: what the loss is a mean over, comparisons (or pairs, or choices). `num_pairs` counts ordered pairs (no
     ties), over which everything else is summed. `num_correct`: the better one scored strictly higher; equal is not
-    correct. `gap_sum`: of the absolute differences of the two scores.
+    correct.
     """
 
     loss_sum: float = 0.0
@@ -359,7 +340,6 @@ class RewardMetrics:
     num_correct: int = 0
     chosen_sum: float = 0.0
     rejected_sum: float = 0.0
-    gap_sum: float = 0.0
 
     def __add__(self, other: RewardMetrics) -> RewardMetrics:
         return RewardMetrics(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -381,32 +361,32 @@ class RewardSums:
 
     def __init__(self) -> None:
         self._num_units = self._num_pairs = 0
-        self._sums_5: Tensor | None = None  # loss, correct, chosen, rejected, gap; float64
+        self._sums_4: Tensor | None = None  # loss, correct, chosen, rejected; float64
 
     @torch.no_grad()
     def add(self, scores_S: Tensor, pairs: Pairs, loss_sum: Tensor, num_units: int | None = None) -> None:
         """Add one batch. `pairs`: on the device of the scores. `loss_sum`: as a loss gives it, over `num_units` (None:
         those of the pairs)."""
         better_P, worse_P = scores_S.double()[pairs.better_P], scores_S.double()[pairs.worse_P]
-        gap_P = better_P - worse_P
+        correct_P = (better_P > worse_P).double()
         # Not `better_P[~tied_P]`: the host would wait to know how many there are.
-        ordered_4P = torch.stack([(gap_P > 0).double(), better_P, worse_P, gap_P.abs()]).masked_fill(pairs.tied_P, 0.0)
-        sums_5 = torch.cat([loss_sum.double()[None], ordered_4P.sum(dim=1)])
-        self._sums_5 = sums_5 if self._sums_5 is None else self._sums_5 + sums_5
+        ordered_3P = torch.stack([correct_P, better_P, worse_P]).masked_fill(pairs.tied_P, 0.0)
+        sums_4 = torch.cat([loss_sum.double()[None], ordered_3P.sum(dim=1)])
+        self._sums_4 = sums_4 if self._sums_4 is None else self._sums_4 + sums_4
         self._num_units += pairs.num_units if num_units is None else num_units
         self._num_pairs += pairs.num_ordered
 
     def read(self, group: ProcessGroup | None = None) -> RewardMetrics:
         """The sums as numbers, over the processes of `group` (None: all). The host waits here for the device, once."""
-        if self._sums_5 is None:
+        if self._sums_4 is None:
             return RewardMetrics()
-        num_units, num_pairs, sums = self._num_units, self._num_pairs, self._sums_5
+        num_units, num_pairs, sums = self._num_units, self._num_pairs, self._sums_4
         if processes.size() > 1:
             counts_2 = sums.new_tensor([num_units, num_pairs])
-            sums, counts_2 = processes.summed(torch.cat([sums, counts_2]), group).split([5, 2])
+            sums, counts_2 = processes.summed(torch.cat([sums, counts_2]), group).split([4, 2])
             num_units, num_pairs = map(int, counts_2.tolist())
-        loss, correct, chosen, rejected, gap = sums.tolist()
-        return RewardMetrics(loss, num_units, num_pairs, int(correct), chosen, rejected, gap)
+        loss, correct, chosen, rejected = sums.tolist()
+        return RewardMetrics(loss, num_units, num_pairs, int(correct), chosen, rejected)
 
 
 class GradeSums:

@@ -50,7 +50,7 @@ def device() -> torch.device:
     """This process's GPU, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    # Slurm may show each process only its own GPU.
+    # A launcher may show each process only its own GPU.
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 

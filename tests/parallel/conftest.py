@@ -86,17 +86,17 @@ def run_processes(tmp_path_factory: pytest.TempPathFactory, forking: Any) -> Cal
 
 
 @pytest.fixture(scope="session")
-def as_srun() -> Iterator[Callable[[list[str]], list[subprocess.Popen[str]]]]:
-    """Starts Python with these arguments in two processes that see what srun would say on one node; pipes are text."""
+def as_torchrun() -> Iterator[Callable[[list[str]], list[subprocess.Popen[str]]]]:
+    """Starts Python with these arguments in two processes that see what torchrun would say; pipes are text."""
     running: list[subprocess.Popen[str]] = []
 
     def start(arguments: list[str]) -> list[subprocess.Popen[str]]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1", "MASTER_PORT": port}
+        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for rank in ("0", "1"):
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", **slurm, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **group, "RANK": rank, "LOCAL_RANK": rank}
             words, pipe = [sys.executable, *arguments], subprocess.PIPE
             running.append(subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment))
         return running[-2:]

@@ -1,4 +1,4 @@
-"""A run on several processes: by hand as `srun` starts them and by torchrun, with losses and stops."""
+"""A run on several processes: started as torchrun does, with losses and stops."""
 
 from __future__ import annotations
 
@@ -14,36 +14,10 @@ from typing import Any
 import pytest
 
 from treeward.errors import ConfigError
-from treeward.parallel.launch import first_host, heed_slurm, launch
+from treeward.parallel.launch import launch
 
 LAUNCHED = Path(__file__).parent / "launched.py"
 PATIENCE_SECONDS = 120
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("node07", "node07"),
-        ("node[01-04,07],gpu3", "node01"),
-        ("a,b[1-2]", "a"),
-        ("rack[2-3]-node[11,12].cluster,x", "rack2-node11.cluster"),
-    ],
-)
-def test_the_first_host_of_a_list_of_nodes(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
-
-
-def test_what_srun_says_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm = {"PROCID": "9", "LOCALID": "1", "STEP_NUM_TASKS": "16", "STEP_NODELIST": "n[3-4]", "JOB_ID": "5"}
-    for key, value in slurm.items():
-        monkeypatch.setenv(f"SLURM_{key}", value)
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RAY_ADDRESS")
-    for name in names:  # set, so that what is set below is undone
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("MASTER_PORT", "1234")
-    heed_slurm()
-    assert [os.environ.get(name) for name in names] == ["9", "1", "16", "n3", "1234", None]
 
 
 def test_a_layout_that_does_not_divide_the_processes_is_told_before_they_start(tiny_run: Callable[..., Any]) -> None:
@@ -54,12 +28,12 @@ def test_a_layout_that_does_not_divide_the_processes_is_told_before_they_start(t
 
 @pytest.fixture
 def started(
-    tmp_path: Path, tiny_run: Callable[..., Any], as_srun: Callable[..., list[subprocess.Popen[str]]]
+    tmp_path: Path, tiny_run: Callable[..., Any], as_torchrun: Callable[..., list[subprocess.Popen[str]]]
 ) -> Callable[..., list[subprocess.Popen[str]]]:
-    """Starts a function of `launched.py` in two processes, as srun would on one node."""
+    """Starts a function of `launched.py` in two processes, as torchrun would."""
 
     def start(function: str, **cluster: object) -> list[subprocess.Popen[str]]:
-        return as_srun([str(LAUNCHED), function, written(tmp_path, tiny_run, **cluster)])
+        return as_torchrun([str(LAUNCHED), function, written(tmp_path, tiny_run, **cluster)])
 
     return start
 

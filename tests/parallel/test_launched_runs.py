@@ -1,4 +1,4 @@
-"""Runs in two processes: by srun, by torchrun and stopped, by Ray Train and a worker killed."""
+"""Runs in two processes: by torchrun, also stopped, and by Ray Train and a worker killed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ def command(folder: Path, *overrides: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, as_srun: Callable[..., list[subprocess.Popen[str]]]) -> Path:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, as_torchrun: Callable[..., list[subprocess.Popen[str]]]
+) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    running = as_srun(["-m", "treeward", *command(folder)])
+    running = as_torchrun(["-m", "treeward", *command(folder)])
     said = [process.communicate(timeout=PATIENCE_SECONDS) for process in running]
     assert [process.returncode for process in running] == [0, 0], said
     (out, log), (other_out, other_log) = said

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import plain_scores, tiny_model
+from families import DENSE, plain_scores, tiny_model
 from messages import edit_json
 from signed import signed
 from transformers import AutoTokenizer
@@ -121,7 +121,7 @@ def test_the_tolerances_hold_for_every_way_to_compute(family: str, tiny_tokenize
     rows = [example.token_ids for example in contract.golden]
     golden = torch.tensor([example.score for example in contract.golden])
     alone = torch.cat([model.score_tokens([row])[:, 0] for row in rows])
-    model.tree_attention = attention.DENSE
+    model.tree_attention = DENSE
     dense = model.score_tokens(rows)[:, 0]
     model.tree_attention = attention.TREE
     for scores in (alone, dense):

@@ -76,7 +76,7 @@ def learnt(tiny_run: Callable[..., Any], write_rows: Callable[..., Path]) -> Cal
 KINDS = {
     "pairs": ["rm.loss.weight=pair"],
     "rankings": ["policy.reward_model_cfg.reward_model_type=plackett_luce"],
-    "ties": ["data.ties=davidson", "rm.loss.strength=soft_label"],
+    "ties": ["data.ties=half", "rm.loss.strength=soft_label"],
     "grades": ["policy.reward_model_cfg.reward_model_type=regression"],
     "attributes": ["policy.reward_model_cfg={reward_model_type: attributes, attributes: [bright, brief]}"],
 }
@@ -117,7 +117,7 @@ def test_a_planted_rule_is_learnt_and_served(kind: str, learnt: Callable[..., An
 CHANCE = {
     "pairs": math.log(2),
     "rankings": (math.log(4) + math.log(3) + math.log(2)) / 3,
-    "ties": math.log(3),  # a win, a defeat and a tie are as likely
+    "ties": math.log(2),
     "grades": 1.0,
     "attributes": (2 + 0.5) / 3,  # a third of the prompts lacks one of both
 }

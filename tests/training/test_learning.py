@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +25,7 @@ STEPS = ["rm.max_num_steps=50", "rm.max_num_epochs=9", "rm.val_period=null", "rm
         (["policy.optimizer.kwargs.lr=30"], ["The loss is worse than chance: ", "Try a tenth of "]),
         (
             ["policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 10, weight_decay: 0.1}}"],
-            ["The scores have collapsed"],
+            ["The loss is at chance: 0.", "Try a tenth of "],
         ),
         (["policy.optimizer.kwargs.lr=3.0e-3"], None),
     ],
@@ -93,7 +92,7 @@ def test_chance_is_the_loss_of_equal_scores_and_a_short_run_is_told_so(
 def metrics(gaps: Any) -> RewardMetrics:
     """Of a step whose pairs' scores differ by `gaps`."""
     loss, size = float(np.logaddexp(0, -gaps).sum()), len(gaps)
-    return RewardMetrics(loss, size, size, int((gaps > 0).sum()), 0.0, 0.0, float(np.abs(gaps).sum()))
+    return RewardMetrics(loss, size, size, int((gaps > 0).sum()), 0.0, 0.0)
 
 
 def test_small_steps_that_scatter_are_no_false_alarm() -> None:
@@ -120,15 +119,6 @@ def test_a_high_rate_at_chance_is_to_be_lowered() -> None:
     for step in range(1, 51):
         watch.see(step, metrics(np.tile([0.01, -0.01], 4)), 8 * math.log(2))
     assert "at chance" in str(watch.verdict()) and "Try a tenth of " in str(watch.verdict())
-
-
-def test_a_collapse_late_in_a_long_run_is_seen_within_ten_steps(caplog: pytest.LogCaptureFixture) -> None:
-    watch = LearningWatch(1000, learning_rate=1e-5)
-    with caplog.at_level(logging.WARNING):
-        for step in range(1, 411):
-            assert caplog.messages == []
-            watch.see(step, metrics(np.full(8, 1.0 if step <= 400 else 1e-6)), 8 * math.log(2))
-    assert "have collapsed" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(

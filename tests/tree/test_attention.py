@@ -16,8 +16,10 @@ import pytest
 import torch
 from families import (
     DECODERS,
+    DENSE,
     WINDOW,
     assert_tree_equals_rows,
+    dense_mask,
     forest,
     gradient_error,
     gradients,
@@ -41,7 +43,7 @@ PATHS = ("slices", "small_masks", "dense")
 def computed_by(path: str, model: RewardModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Slices alone; one small mask per tree; or the dense reference."""
     monkeypatch.setattr(mask, "CALL_COST", 0 if path == "slices" else 10**12)
-    model.tree_attention = attention.DENSE if path == "dense" else attention.TREE
+    model.tree_attention = DENSE if path == "dense" else attention.TREE
     yield
     model.tree_attention = attention.TREE
 
@@ -201,7 +203,7 @@ def test_the_mask_is_that_of_the_paths(function: Callable[..., Any]) -> None:
             for position in range(segment.depth, segment.depth + len(segment)):
                 for key, place in enumerate(path):
                     want[path[position], place] = bool(function(0, 0, torch.tensor(position), torch.tensor(key)))
-    assert torch.equal(PositionMask(function, layout).dense(), want)
+    assert torch.equal(dense_mask(PositionMask(function, layout)), want)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 2)])
@@ -223,7 +225,7 @@ def test_slices_equal_masked_attention(
     outs = [
         attention._SlicedAttention.apply(*inputs, positions.parts, 0.3),
         attention._masked_attention(*inputs, positions, 0.3),
-        attention._arithmetic(*inputs, positions.dense(), 0.3, None, None),
+        attention._arithmetic(*inputs, dense_mask(positions), 0.3, None, None),
     ]
     fast, per_tree, dense = [(out, *torch.autograd.grad(out, inputs, grad)) for out in outs]
     for tensors in (fast, per_tree):
@@ -279,7 +281,7 @@ def test_what_cannot_be_served_exactly_is_refused() -> None:
     with model.attention(attention.TREE), pytest.raises(ModelError, match="without a tree"):
         model.hf(torch.tensor([[1, 2, 3]]))
     with pytest.raises(ModelError, match="attention mask by itself"):
-        attention._layer_attention(attention._dense_attention)(module, x, x, x, torch.zeros(1, 1, 4, 4))
+        attention._layer_attention(attention._tree_attention)(module, x, x, x, torch.zeros(1, 1, 4, 4))
     for name in ("position_bias", "indices"):
         with pytest.raises(ModelError, match=name):
             of_layers = attention._layer_attention(attention._tree_attention)

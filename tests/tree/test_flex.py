@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import DECODERS, assert_tree_equals_rows, forest, plain_scores, score_error, tiny_model
+from families import DECODERS, assert_tree_equals_rows, dense_mask, forest, plain_scores, score_error, tiny_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
@@ -87,7 +87,7 @@ def test_blocks_and_rule_are_the_mask(seed: int, function: Callable[..., Any]) -
                 assert not computed[block].any()  # visited once
                 computed[block] = rule[block] if kind == "partial" else True
     want = torch.eye(length, dtype=torch.bool)  # a token that pads the row sees itself
-    want[: layout.num_tokens, : layout.num_tokens] = PositionMask(function, layout).dense()
+    want[: layout.num_tokens, : layout.num_tokens] = dense_mask(PositionMask(function, layout))
     assert torch.equal(computed, want)
     visited = sum(int(counts.sum()) for counts, _ in blocks.values())
     assert visited <= 1.3 * len(_touched(want)) + 2

@@ -68,7 +68,7 @@ def run(
             tokenizer=name,
             validation=open_sets(held_out),
             benchmarks={name.partition("=")[0]: _benchmark(name) for name in benchmark or ()},
-            ties=loaded.known_ties if loaded else "drop",
+            ties=loaded.data.ties if loaded else "drop",
             on_progress=lambda what, done: progress.show(what, done, 0),
         )
     if checked.errors and not checked.numbers["rows"]:

@@ -103,14 +103,14 @@ def configure_logging(*, debug: bool = False) -> None:
     """Send log records and Python warnings to standard error, above a progress bar if there is one.
 
     treeward's messages show from INFO on, other libraries' from WARNING on; with `debug` from DEBUG and INFO on. A
-    second call replaces the first; handlers that others have installed stay. Of the processes of torchrun or srun only
+    second call replaces the first; handlers that others have installed stay. Of the processes of torchrun only
     the first one shows what all would say.
     """
     root, ours = logging.getLogger(), logging.getLogger("treeward")
     root.handlers = [handler for handler in root.handlers if not isinstance(handler, StandardErrorHandler)]
     handler = StandardErrorHandler()
     handler.setFormatter(_Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
+    if os.environ.get("RANK", "0") != "0":
         handler.setLevel(logging.CRITICAL)
     root.addHandler(handler)
     root.setLevel(logging.INFO if debug else logging.WARNING)
@@ -147,8 +147,8 @@ def _reporting(verb: str, run: Callable[..., int]) -> Callable[..., None]:
         except (TreewardError, OSError, KeyboardInterrupt) as error:
             if isinstance(error, BrokenPipeError) and _stdout_closed():
                 raise typer.Exit(0) from None
-            if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
-                raise typer.Exit(2) from None  # of the processes of torchrun and srun the first on each node tells
+            if os.environ.get("LOCAL_RANK", "0") != "0":
+                raise typer.Exit(2) from None  # of the processes of torchrun the first on each node tells
             if logging.getLogger("treeward").isEnabledFor(logging.DEBUG):
                 traceback.print_exc()
             code, text = 2, f"treeward {verb}: {error}\n"

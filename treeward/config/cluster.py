@@ -20,7 +20,7 @@ class ClusterConfig(Strict):
     """Processes on each node, each with its GPU where the machines have any; 0: one process, on the CPU. Where it
     is more than one, the GPUs that reward models and engines have of their own are among them."""
     num_nodes: PositiveInt = 1
-    """Nodes; more than one need a Ray cluster (`RAY_ADDRESS`). torchrun and srun decide both numbers themselves."""
+    """Nodes; more than one need a Ray cluster (`RAY_ADDRESS`). torchrun decides both numbers itself."""
     max_restarts: NonNegativeInt = 3
     """Restarts from the last checkpoint when a process or a node is lost. torchrun has `--max-restarts` instead."""
     timeout_minutes: PositiveFloat = 30.0

@@ -190,7 +190,7 @@ _OPEN_MATH_VALIDATION = 0.05
 
 _COMMAS = BeforeValidator(lambda text: tuple(text.split(",")) if isinstance(text, str) else text)
 
-Ties = Literal["drop", "half", "davidson", "rao_kupper", "error"]
+Ties = Literal["drop", "half", "error"]
 
 
 class SetConfig(Strict):
@@ -286,8 +286,7 @@ class DataConfig(_Sets[DatasetConfig]):
     truncation: Literal["drop", "truncate_left", "error"] = "drop"
     """Too long completions are left out and counted (`drop`), cut from the left (`truncate_left`), or an `error`."""
     ties: Ties = "drop"
-    """Pairs of equal rank: left out and counted (`drop`), half a win for each side (`half`), given a probability by the
-    model of Davidson (1970, `davidson`) or Rao and Kupper (1967, `rao_kupper`), or an error (`error`)."""
+    """Pairs of equal rank: left out and counted (`drop`), half a win for each side (`half`), or an error (`error`)."""
     cache_dir: str | None = None
     """Where tokenized data is kept. None: `.treeward_cache` in the working folder."""
 

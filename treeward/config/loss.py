@@ -70,8 +70,6 @@ class LossConfig(LabelConfig):
     """The assumed probability that a label is wrong."""
     center_rewards_coefficient: Annotated[NonNegativeFloat, ReadBy("bradley_terry")] = 0.0
     """Weight of the mean square of score(chosen) + score(rejected), which keeps scores near zero. 0: off."""
-    tie_probability: Annotated[float, Field(gt=0.0, lt=1.0), ReadBy("bradley_terry")] = 1 / 3
-    """The probability of a tie of two completions with equal scores, where `data.ties` is a model of ties."""
 
     def arguments(self, loss: RewardModelType) -> dict[str, Any]:
         """The options that the function of this loss gets, by name."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
@@ -98,18 +97,6 @@ class RewardModelRunConfig(Strict):
     def _graded(self, sets: tuple[DatasetConfig, ...]) -> tuple[DatasetConfig, ...]:
         update = {"attributes": self.policy.reward_model_cfg.labels}
         return tuple(dataset.model_copy(update=update) for dataset in sets) if update["attributes"] else sets
-
-    @property
-    def known_ties(self) -> Literal["drop", "half", "error"]:
-        """What becomes of ties in the data; a model of ties has those that count half."""
-        ties = self.data.ties
-        return "half" if ties == "davidson" or ties == "rao_kupper" else ties
-
-    @property
-    def loss_options(self) -> dict[str, Any]:
-        """The arguments of the loss beside what it compares."""
-        options = self.rm.loss.arguments(self.policy.reward_model_cfg.reward_model_type)
-        return options | ({"ties": self.data.ties} if self.data.ties != self.known_ties else {})
 
     @property
     def training_cluster(self) -> ClusterConfig:

@@ -37,7 +37,6 @@ from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import bare_model, load_tokenizer, load_weights, override_fields, read_config
 from treeward.model.published import Adapter, find, refuse, set_template
 from treeward.model.reward_model import RewardModel, head_name
-from treeward.model.shards import put
 from treeward.model.wrapped import WrappedModel
 
 logger = logging.getLogger(__name__)
@@ -104,7 +103,7 @@ def load_reward_model(
         hf = without_weights(model_class, config)
     else:
         hf = _with_weights(str(name), config, model_class, published, tokenizer, head_seed, **settings)
-    if published is not None and not on_meta:
+    if published is not None:
         published.settle(hf)
     num_known_tokens, pad = RewardModel(hf).num_embeddings, config.get_text_config().pad_token_id
     keep_padding = keep_padding and published is None
@@ -113,11 +112,8 @@ def load_reward_model(
     if on_meta:
         same: dict[str, Any] = {"head_seed": head_seed, "labels": labels}
         same |= {"several_heads": several_heads, "tokenizer": tokenizer, "attention": "rows"}
-        draw_head = None if head_seed is None else lambda: initialise_head(model.hf, seed=head_seed)
         load_whole = partial(load_reward_model, name, **same, **settings)
-        model.unfilled.append(partial(fill, model, str(name), lambda: load_whole().model.hf, draw_head))
-        if published is not None:  # until then the names of its tensors are the authors'
-            model.unfilled.append(partial(published.settle, hf))
+        model.unfilled.append(partial(fill, model, lambda: load_whole().model.hf))
     elif is_classifier and pad not in (None, tokenizer.pad_token_id) and not keep_padding:
         logger.warning("Plain transformers reads this classifier before its padding token, %r. Here it is read at the "
                        "last token of conversations, and so will be its export.", tokenizer.decode([pad]))  # fmt: skip
@@ -237,7 +233,7 @@ def load_policy(
         hf.generation_config = GenerationConfig.from_pretrained(str(name))
     loaded = _policy(hf, tokenizer, str(name), attention, "meta")
     load_whole = partial(load_weights, AutoModelForCausalLM, str(name), **settings)
-    loaded.model.unfilled.append(partial(fill, loaded.model, str(name), lambda: load_whole()[0], None))
+    loaded.model.unfilled.append(partial(fill, loaded.model, lambda: load_whole()[0]))
     return loaded
 
 
@@ -285,7 +281,7 @@ def initialise_head(hf: PreTrainedModel, *, seed: int) -> None:
             with torch.no_grad():
                 if module.weight.dtype != torch.float32:
                     module.float()
-                put(module.weight, weight)
+                module.weight.copy_(weight)
                 if module.bias is not None:
                     module.bias.zero_()
 

@@ -14,7 +14,6 @@ import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,14 +88,7 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
 
 @torch.no_grad()
-def put(tensor: Tensor, values: Any) -> None:
-    """Fill this process's part of a tensor from the whole `values`: a tensor, or a slice of safetensors, of which only
-    the part is read. It may have fewer rows."""
+def put(tensor: Tensor, values: Tensor) -> None:
+    """Fill this process's part of a tensor from the whole `values`."""
     part, place = own_part(tensor)
-    if not place:
-        part.copy_(values)
-        return
-    num_rows = values.shape[0] if isinstance(values, Tensor) else values.get_shape()[0]
-    rows = slice(place[0].start, min(place[0].stop, num_rows))
-    if part.numel() and rows.start < rows.stop:
-        part[: rows.stop - rows.start].copy_(values[(rows, *place[1:])])
+    part.copy_(values[place])

@@ -2,8 +2,8 @@
 
     outcome = launch(train, config)     # what train(config) returns; on processes that are not the main one, None
 
-Under `torchrun`, `srun` (its variables are read here) and Ray Train this process is one of them; else Ray Train starts
-them where `cluster` asks for several. An error comes to the user once, from the process that met it.
+Under `torchrun` and Ray Train this process is one of them; else Ray Train starts them where `cluster` asks for several.
+An error comes to the user once, from the process that met it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
     """`function(config, show_progress=...)` on each process of the run; its result on the main one, None elsewhere.
     Raises what it raises, `ConfigError` where the processes cannot be had, and `LostProcessError` where one of them is
     lost."""
-    heed_slurm()
     if "WORLD_SIZE" in os.environ:
         with processes.joined(timeout=timedelta(minutes=config.cluster.timeout_minutes)):
             return _tell_once(lambda: run_here(function, config))
@@ -45,33 +44,9 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
     try:
         from treeward.parallel import ray_workers
     except ImportError as error:
-        fix = "pip install 'treeward[ray]', or start the command by torchrun or srun"
+        fix = "pip install 'treeward[ray]', or start the command by torchrun"
         raise ConfigError("several processes need Ray", field="cluster", got=str(error), fix=fix) from error
     return ray_workers.run(partial(run_here, function, config), config)
-
-
-def heed_slurm() -> None:
-    """In a process of `srun`, set torchrun's variables unless they are set; with RAY_ADDRESS Ray starts the processes.
-    Slurm's: https://slurm.schedmd.com/srun.html (output environment)."""
-    slurm = {key.removeprefix("SLURM_"): value for key, value in os.environ.items() if key.startswith("SLURM_")}
-    if not {"RANK", "RAY_ADDRESS"}.isdisjoint(os.environ) or int(slurm.get("STEP_NUM_TASKS", "1")) == 1:
-        return
-    job_number = int(slurm.get("JOB_ID", "0")) * 7 + int(slurm.get("STEP_ID", "0"))  # two runs may share a node
-    variables = {
-        "RANK": slurm["PROCID"],
-        "WORLD_SIZE": slurm["STEP_NUM_TASKS"],
-        "LOCAL_RANK": slurm["LOCALID"],
-        "MASTER_ADDR": first_host(slurm.get("STEP_NODELIST") or slurm["JOB_NODELIST"]),
-        "MASTER_PORT": str(20000 + job_number % 12000),
-    }
-    for key, value in variables.items():
-        os.environ.setdefault(key, value)
-
-
-def first_host(nodes: str) -> str:
-    """The first of Slurm's list of nodes: node01 of `node[01-04,07],gpu3`."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else nodes)
 
 
 def run_here(function: Callable[..., _T], config: Any) -> _T | None:

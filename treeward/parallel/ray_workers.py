@@ -85,7 +85,7 @@ def _start_ray(cluster: ClusterConfig) -> None:
     """Join the cluster of RAY_ADDRESS, or start Ray here, with as many processors as there are processes."""
     address = os.environ.get("RAY_ADDRESS")
     if address is None and cluster.num_nodes > 1:
-        need, fix = "RAY_ADDRESS of a Ray cluster", "examples/slurm.sub starts one; or start this by torchrun or srun"
+        need, fix = "RAY_ADDRESS of a Ray cluster", "examples/slurm.sub starts one; or start this by torchrun"
         got = f"{cluster.num_nodes} and no RAY_ADDRESS"
         raise ConfigError("several nodes need a cluster", field="cluster.num_nodes", got=got, need=need, fix=fix)
     if address is None:

@@ -1,6 +1,6 @@
-"""`LearningWatch`: detects a reward model that does not learn, by the loss and the scores of its latest steps.
+"""`LearningWatch`: detects a reward model that does not learn, by the loss of its latest steps.
 
-watch.see(step, metrics, chance)     # warns once in the log, at half of the run; of a collapse at once
+watch.see(step, metrics, chance)     # warns in the log, at half of the run
 watch.verdict()                      # of the latest steps; None if nothing is wrong, or for too few steps
 """
 
@@ -21,32 +21,25 @@ _MIN_STEPS, _FEW_STEPS = 10, 50
 _AT_CHANCE, _WORSE = 0.98, 1.1  # shares of chance
 _HIGH_RATE = 1e-3  # ten times this is no rate for a pretrained model
 _PARTED = 0.1  # between the loss of held-out data and that of training, in nats
-_COLLAPSED = 1e-4  # mean difference within a pair, relative to the scores; a fresh head has 1e-2
 
 
 class LearningWatch:
-    """Observes the loss of the latest quarter of the steps, at least ten, and the scores of ten."""
+    """Observes the loss of the latest quarter of the steps, at least ten."""
 
     def __init__(self, total_steps: int, *, learning_rate: float) -> None:
         self.total_steps, self.learning_rate = total_steps, learning_rate
         self._losses: deque[tuple[float, float]] = deque(maxlen=max(total_steps // 4, _MIN_STEPS))
-        self._sums: deque[RewardMetrics] = deque(maxlen=_MIN_STEPS)
-        self._warned = False
 
     def see(self, step: int, metrics: RewardMetrics, chance: float) -> None:
-        """Observe the sums of a step, and the loss of equal scores (`chance`); warns once."""
+        """Observe the sums of a step, and the loss of equal scores (`chance`); warns at half of the run."""
         if metrics.num_units and chance > 0:  # a custom loss may have no chance level
             self._losses.append((metrics.loss_sum / metrics.num_units, chance / metrics.num_units))
-            self._sums.append(metrics)
         is_half = step == self.total_steps // 2 and self.total_steps >= _FEW_STEPS  # in a shorter one it may warm up
-        if not self._warned and (verdict := self.verdict() if is_half else self._collapse()) is not None:
-            self._warned = True
+        if is_half and (verdict := self.verdict()) is not None:
             logger.warning("%s", verdict)
 
     def verdict(self) -> str | None:
         """The problem and a remedy, in sentences; None if the model learns."""
-        if (collapse := self._collapse()) is not None:
-            return collapse
         steps = len(self._losses)
         if steps < max(min(_MIN_STEPS, self.total_steps), 1):
             return None
@@ -56,8 +49,9 @@ class LearningWatch:
             return None
         rate = f"policy.optimizer.kwargs.lr, which is {self.learning_rate:g}"
         is_worse = loss > _WORSE * chance
-        change = "a tenth of" if is_worse or self.learning_rate >= _HIGH_RATE else "ten times"
-        advice = f"Try {change} {rate}, in another checkpointing.checkpoint_dir."
+        is_high = is_worse or self.learning_rate >= _HIGH_RATE
+        change = f"a tenth of {rate}" if is_high else f"ten times {rate}, or a tenth if the loss was lower before"
+        advice = f"Try {change}, in another checkpointing.checkpoint_dir."
         if self.total_steps < _FEW_STEPS:
             longer = "a smaller policy.train_global_batch_size, or a larger rm.max_num_epochs"
             advice = f"So few steps ({self.total_steps}) teach little: try more ({longer}). {advice}"
@@ -65,19 +59,6 @@ class LearningWatch:
             f"The loss is {'worse than' if is_worse else 'at'} chance: {loss:.4f} on average (latest steps: {steps}); "
             f"equal scores give {chance:.4f}. {advice} If that does not help, look at a few rows: is the chosen "
             "completion the better one?"
-        )
-
-    def _collapse(self) -> str | None:
-        total = sum(self._sums, RewardMetrics())
-        if len(self._sums) < _MIN_STEPS or not total.num_pairs:
-            return None
-        score, gap = total.chosen_sum / total.num_pairs, total.gap_sum / total.num_pairs
-        if gap > _COLLAPSED * max(1.0, abs(score)):
-            return None
-        return (
-            f"The scores have collapsed: those of a pair differ by {gap:.1g} and all are about {score:.4g}, over the "
-            f"last {_MIN_STEPS} steps. Start anew in another checkpointing.checkpoint_dir with a warm-up and a "
-            f"tenth of policy.optimizer.kwargs.lr, which is {self.learning_rate:g}."
         )
 
 

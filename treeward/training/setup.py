@@ -98,7 +98,7 @@ def set_up(
     encode = partial(
         encode_dataset,
         renderer=renderer,
-        ties=config.known_ties,
+        ties=config.data.ties,
         attributes=config.policy.reward_model_cfg.labels,
         cache_dir=Path(config.data.cache_dir or ".treeward_cache"),
         progress=show_progress,
@@ -212,8 +212,7 @@ def _identity(
         "the validation data": short_hash(json.dumps(validation, sort_keys=True)),
         "rm": {"seed": config.rm.seed, "loss": config.rm.loss.model_dump(mode="json", exclude_defaults=True)},
         "the reward model": policy.reward_model_cfg.model_dump(mode="json", exclude_defaults=True),
-        "data": {"shuffle": config.data.shuffle}
-        | ({"ties": config.data.ties} if config.data.ties != config.known_ties else {}),
+        "data": {"shuffle": config.data.shuffle},
         # Optimiser and schedule are restored from the saved run: a new rate would be ignored silently.
         "policy": policy.model_dump(
             mode="json", include={"train_global_batch_size", "optimizer", "scheduler", "precision", "max_grad_norm"}

@@ -7,7 +7,6 @@
 - `TREE`: anywhere. On a CPU flash attention over slices, merged by their log-sum-exp, or one small mask where that is
   quicker; elsewhere one masked SDPA call per tree.
 - `FLEX` (`treeward.tree.flex`): for GPUs, where compiled layers need it, in rows of few lengths.
-- `DENSE`: the reference, one mask over the whole row and plain arithmetic.
 
 Shapes: B batch (1: a row), H heads, J key/value heads, R = H / J, T tokens of the row, N of a tree, Q queries, K keys,
 D head dimension.
@@ -36,7 +35,6 @@ from treeward.tree.prefix import Prefixes
 
 TREE = "treeward_tree"
 FLEX = "treeward_flex"
-DENSE = "treeward_dense"
 
 _row: ContextVar[TreeLayout | None] = ContextVar("_row", default=None)
 
@@ -46,7 +44,6 @@ def register() -> None:
     for name, attend, mask in (
         (TREE, _tree_attention, PositionMask),
         (FLEX, flex.attend, FlexMask),
-        (DENSE, _dense_attention, PositionMask),
     ):
         AttentionInterface.register(name, _layer_attention(attend))
         # Without a mask function of its own an implementation gets no mask, and never learns of a sliding window.
@@ -161,20 +158,6 @@ def _tree_attention(
         out, _ = _sliced(query_BHTD, key_BJTD, value_BJTD, mask.parts, scale, prefixes)
         out = out.view(query_BHTD.shape)
     return out.to(dtype)
-
-
-def _dense_attention(
-    query_BHTD: Tensor,
-    key_BJTD: Tensor,
-    value_BJTD: Tensor,
-    mask: PositionMask,
-    scale: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    assert mask.layout.exchange is None, "the reference computes every token"
-    mask_TT = mask.dense().to(query_BHTD.device)
-    return _arithmetic(query_BHTD, key_BJTD, value_BJTD, mask_TT, scale, softcap, sinks_H)
 
 
 def _by_tree(

@@ -248,42 +248,25 @@ def on_device(array: np.ndarray, device: torch.device) -> Tensor:
 def plan_micro_batches(
     sizes: Sequence[int], *, max_tokens: int | None = None, max_groups: int | None = None, num_ranks: int = 1
 ) -> list[list[int]]:
-    """Put groups together so that no micro-batch exceeds a budget; return the indices of each. Best-fit decreasing,
-    within 11/9 of the best.
+    """Put groups together so that no micro-batch exceeds a budget; return the indices of each. Largest first, each into
+    the emptiest of as few micro-batches as hold all.
 
     `sizes`: the tokens of each group. `max_tokens`: of a micro-batch; a larger group has its own. `max_groups`: of a
     micro-batch. `num_ranks`: processes that share the plan: rank r computes `plan[r::num_ranks]`, as many micro-batches
     as the others, of like size at the same time, some perhaps empty.
     """
     most_tokens, most_groups = max_tokens or sys.maxsize, max_groups or sys.maxsize
-    if num_ranks > 1:
-        return _plan_shares(sizes, most_tokens, most_groups, num_ranks)
-    plan: list[list[int]] = []
-    used: list[int] = []
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        fitting = [b for b in range(len(plan)) if used[b] + sizes[i] <= most_tokens and len(plan[b]) < most_groups]
-        if not fitting:
-            plan.append([])
-            used.append(0)
-        fullest = max(fitting, key=used.__getitem__, default=len(plan) - 1)
-        plan[fullest].append(i)
-        used[fullest] += sizes[i]
-    return [sorted(members) for members in plan]
-
-
-def _plan_shares(sizes: Sequence[int], max_tokens: int, max_groups: int, num_ranks: int) -> list[list[int]]:
-    """Largest first, each into the emptiest of as few micro-batches as hold all."""
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
-    fewest = max(-(-sum(sizes) // max_tokens), -(-len(sizes) // max_groups), 1)
-    for count in itertools.count(-(-fewest // num_ranks) * num_ranks, num_ranks):
+    fewest = min(max(-(-sum(sizes) // most_tokens), -(-len(sizes) // most_groups)), len(sizes))
+    for count in itertools.count(-(-max(fewest, num_ranks > 1) // num_ranks) * num_ranks, num_ranks):
         plan: list[list[int]] = [[] for _ in range(count)]
         emptiest = [(0, b) for b in range(count)]  # a heap
         for i in order:
-            if not emptiest or (emptiest[0][0] and emptiest[0][0] + sizes[i] > max_tokens):
+            if not emptiest or (emptiest[0][0] and emptiest[0][0] + sizes[i] > most_tokens):
                 break
             used, b = heapq.heappop(emptiest)
             plan[b].append(i)
-            if len(plan[b]) < max_groups:
+            if len(plan[b]) < most_groups:
                 heapq.heappush(emptiest, (used + sizes[i], b))
         else:
             return [sorted(members) for members in sorted(plan, key=lambda members: -sum(sizes[i] for i in members))]

@@ -139,12 +139,6 @@ class PositionMask:
             self._masks[key] = self._visible(tree).to(device)
         return self._masks[key]
 
-    def dense(self) -> Tensor:
-        """The mask of the whole row, bool (T, T)."""
-        cpu = torch.device("cpu")
-        visible: Tensor = torch.block_diag(*(self.tree_mask(tree, cpu) for tree in self.layout.trees))
-        return visible.bool()
-
     def _visible(self, tree: TreeSpan) -> Tensor:
         """The rule `k <= q < subtree_end[k]` and the mask function, written out: bool (N, P + N)."""
         prefix = torch.arange(tree.num_prefix_tokens)
