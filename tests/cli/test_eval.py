@@ -91,6 +91,7 @@ def test_the_checkpoints_of_a_run_in_the_order_of_their_steps(
         (["MODEL", "--suite", "rewardbnch"], "did you mean rewardbench"),
         (["MODEL", "MODEL"], "two of one name"),
         (["{modle: x}"], "did you mean model"),
+        (["MODEL", "{model: /nowhere/model}"], "there is no such folder"),
         (["{type: judge, model: x, mode: best}"], "mode"),
         (["{type: judge, model: x}", "--perturbations", "3"], "is not asked about rewritten completions"),
         (["{model: x}", "--ensemble", "mean"], "a section is taken as it is"),

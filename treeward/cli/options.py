@@ -150,7 +150,7 @@ def candidate(section: dict[str, Any], where: str, options: ModelOptions) -> Can
     """
     from treeward.config.reward_environments import check_environments
     from treeward.evaluation.session import Candidate
-    from treeward.model.pretrained import check_device
+    from treeward.model.pretrained import check_device, check_local
 
     if "type" in section:
         name = section.pop("name", None)
@@ -162,6 +162,8 @@ def candidate(section: dict[str, Any], where: str, options: ModelOptions) -> Can
         section["ensemble"] = {"method": section["ensemble"]}
     model = load_section(ServedModelConfig, options.keys | section, where=where)
     check_device(model.device, where=where, field="device")
+    for name in model.models:
+        check_local(name)
     check_shaping(model)
     return model_candidate(model, options.batch_tokens)
 
