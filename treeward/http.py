@@ -100,7 +100,10 @@ class Connection:
         self._client = httpx.Client(headers=headers, verify=ssl.create_default_context())
 
     def request(self, path: str, content: bytes | None = None, *, until: float) -> Reply:
-        """Post JSON, or get it without `content`. `until`: of `time.monotonic`. Raises `RewardServerError`."""
+        """Post JSON, or get it without `content`. Raises `RewardServerError`.
+
+        `until`: of `time.monotonic`; no attempt begins after it, and none waits longer for the server.
+        """
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda error: getattr(error, "is_temporary", False)),
             stop=tenacity.stop_after_attempt(1 + self.max_retries)

@@ -212,7 +212,7 @@ class Batcher:
                     self._queue.append(_Pending(model, item, future))
                 elif future.set_running_or_notify_cancel():
                     refused = Score(None, item.num_tokens, error=item.error)
-                    future.set_result(refused if isinstance(item, Prepared) else item)
+                    future.set_result(item if isinstance(item, FailedScore) else refused)
             self._lock.notify_all()
 
     def _run(self) -> None:
