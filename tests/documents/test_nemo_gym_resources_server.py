@@ -427,7 +427,10 @@ def test_rewards_are_normalised_by_the_pages_defaults_and_by_the_contract(
 RESPONSES = ["Four.", "It is five, I think.", "No idea at all, sorry.", "Waves.", "Ask me later about it."]
 
 
-def test_running_statistics_are_the_pages_formula(model_path: str, make_client: Any) -> None:
+def test_running_statistics_are_the_pages_formula_and_fixed_for_who_asks_again(
+    model_path: str, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treeward.serving.running.SIZE", 3)
     client = make_client(model_path=model_path, running=True)
 
     def ask(response: str) -> dict[str, Any]:
@@ -436,13 +439,17 @@ def test_running_statistics_are_the_pages_formula(model_path: str, make_client: 
     first = [ask(response) for response in RESPONSES]
     scores = [got["reward_score"] for got in first]
     for i, got in enumerate(first):
-        seen = scores[: i + 1]
+        seen = scores[: min(i + 1, 3)]
         mean, std = statistics.fmean(seen), statistics.pstdev(seen)
         expected = max(-5.0, min(5.0, (scores[i] - mean) / (std + 1e-8)))
         assert got["reward"] == pytest.approx(expected, abs=1e-6)
         assert got["reward_components"] == {key: got[key] for key in got["reward_components"]}
         found = (got["reward_running_mean"], got["reward_running_std"], got["reward_running_count"])
         assert found == pytest.approx((mean, std, len(seen)))
+    for response, got in zip(RESPONSES[::-1], first[::-1], strict=True):
+        repeated = ask(response)
+        assert repeated["reward"] == pytest.approx(got["reward"], abs=1e-5)
+        assert repeated["reward_running_count"] == got["reward_running_count"]
     body = {"context": [{"role": "user", "content": PROMPT}], "completions": RESPONSES[:1]}
     [row] = client.post("/v1/rewards", json=body).json()["data"]
     assert row["reward"] == row["score"] == pytest.approx(scores[0], abs=1e-5)  # there, nothing runs

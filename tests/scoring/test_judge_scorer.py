@@ -72,7 +72,7 @@ def test_environment_and_server_give_the_same_scores(judge: Path) -> None:
         answer = client.post("/v1/rewards", json=request).json()
         assert [item["reward"] for item in answer["data"]] == pytest.approx(expected, abs=1e-6)
         refused = client.post("/classify", json={"input": ["user: Hi"]})
-        assert refused.status_code == 400 and "reads messages" in refused.json()["error"]["message"]
+        assert refused.status_code == 422 and "reads messages" in refused.json()["error"]["message"]
 
 
 def test_what_has_no_score_says_why(judge: Path) -> None:

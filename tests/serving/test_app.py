@@ -89,7 +89,7 @@ def nested(depth: int) -> bytes:
 @pytest.mark.parametrize("depth", [300, 990, 1010])
 def test_what_is_nested_deep_is_no_failure_of_the_server(client: Any, depth: int) -> None:
     """orjson reads 1024 levels; what walks them in Python may fail before."""
-    chat = json.dumps(CHAT).encode()
+    chat, verdict = json.dumps(CHAT).encode(), b'{"responses_create_params":{"input":"a"},"response":{"output":%s}%s}'
     deep = chat.replace(b'"content": "4"', b'"content": "4", "metadata": ' + nested(depth))
     bodies = [
         ("/v1/rewards", b'{"conversations": [%s, %s]}' % (chat, deep)),
@@ -98,6 +98,7 @@ def test_what_is_nested_deep_is_no_failure_of_the_server(client: Any, depth: int
         ("/classify", b'{"messages": %s}' % deep),
         ("/classify", b'{"input": %s}' % nested(depth)),
         ("/slime", b'{"prompt": %s, "response": "b"}' % deep),
+        ("/verify", verdict % (b"[]", b', "metadata": %s, "reward": 1.0' % nested(depth))),
         ("/seed_session", b'{"resources_session_id": %s}' % nested(depth)),
     ]
     for route, content in bodies:

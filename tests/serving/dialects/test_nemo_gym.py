@@ -12,7 +12,6 @@ from messages import chat
 
 from treeward.config.nemo_gym import NemoGymConfig
 from treeward.data.responses_items import conversation_of
-from treeward.errors import ConfigError
 from treeward.serving.models import LoadedModel
 
 APP = runpy.run_path(str(Path(__file__).parents[3] / "resources_servers" / "reward_model" / "app.py"))
@@ -242,8 +241,3 @@ def test_members_of_an_ensemble(verified: Callable[..., Any], served_folder: Pat
     assert got["reward"] == pytest.approx(score_of(loaded_model), abs=1e-5)
     assert got["reward_components"].keys() == {"reward_member_0", "reward_member_1"}
     assert all(got[name] == value for name, value in got["reward_components"].items())
-
-
-def test_shaping_with_reference_completions_is_refused(verified: Callable[..., Any], served_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)there are none.*by the reward_shaping of an environment"):
-        verified(model_path=str(served_folder), shaping={"reference": "par"})

@@ -14,10 +14,12 @@ collection. A body that is not a rollout gets 422.
 from __future__ import annotations
 
 import hashlib
+import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
+import orjson
 from fastapi import APIRouter
 from fastapi import Body as FromBody
 from pydantic import Field
@@ -82,14 +84,18 @@ async def verify(body: VerifyBody, request: Request, server: Server) -> JSON:
         conversation = parse(rollout, model)
         [reward] = await server.rewards(model, [conversation], on_error="mask")
         if (running := server.service.running) is not None:
-            reward = running.normalized(reward)
+            key = hashlib.sha256(json.dumps(conversation).encode()).hexdigest()
+            reward = running.normalized(reward, key)
         added = verdict(reward, body.reward_threshold)
     except DataError as error:
         added = failure(in_words(error))
     except APIError as error:
         server.service.metrics.errors.labels(error.code).inc()
         added = failure(error.message)
-    return JSON({key: value for key, value in rollout.items() if key not in VERDICT_KEYS} | added)
+    try:
+        return JSON({key: value for key, value in rollout.items() if key not in VERDICT_KEYS} | added)
+    except orjson.JSONEncodeError as error:
+        raise APIError(422, "invalid_request", f"the body cannot be written again: {error}") from error
 
 
 @sessions.post("/seed_session", summary="Begin a session", response_model=dict[str, str])
