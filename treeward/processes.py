@@ -127,12 +127,12 @@ def on_main(function: Callable[[], _T], group: ProcessGroup | None = None) -> _T
     return cast(_T, result)
 
 
-def together(function: Callable[[], _T], group: ProcessGroup | None = None) -> _T:
+def together(function: Callable[[], _T]) -> _T:
     """What `function` returns here; where it fails on one process, all raise the error of the first such."""
     if size() == 1:
         return function()
     result, failed = _outcome(function)
-    for error in gather(failed, group):
+    for error in gather(failed):
         if error is not None:
             raise error
     return cast(_T, result)

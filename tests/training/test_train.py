@@ -231,16 +231,6 @@ def test_a_loss_that_stops_being_finite_keeps_the_last_checkpoint(trained: Train
     assert len(list((tmp_path / "run_0" / "checkpoints").glob("step_*"))) >= 1
 
 
-@pytest.mark.parametrize("key", ["dtensor_cfg.cpu_offload", "torch_compile"])
-def test_what_needs_a_gpu_is_refused_before_anything_is_read(
-    tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="no GPU for this") as caught:
-        train(tiny_run(f"policy.{key}=true", "data.train_data_path=/nowhere"))
-    assert caught.value.field == f"policy.{key}"
-
-
 def test_a_file_alone_is_trained_on_and_what_is_left_out_is_said_at_the_end(
     tiny_run: Callable[..., Any], write_rows: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:

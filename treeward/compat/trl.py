@@ -33,7 +33,6 @@ from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOut
 from trl.trainer.utils import FusedCausalLMOutput
 
 from treeward.model.checks import why_not_tree
-from treeward.model.policy_model import tree_places
 from treeward.model.wrapped import WrappedModel, find_noise
 from treeward.tree.batch import TreeBatch, plan_sequences
 
@@ -179,7 +178,7 @@ class LogProbsForward(TreeForward):
         if not predicted_BL.any() or (predicted_BL & ~(kept_BL & (before_BL > 0))).any():
             return None
         batch, ends_B = self._pack(ids_BL, kept_BL)
-        paths = tree_places(batch.layout, ends_B.tolist())
+        paths = batch.layout.places(ends_B.tolist())
         at_rows = [before[predicted] for before, predicted in zip(before_BL, predicted_BL, strict=True)]
         # a token of a tree has one predecessor, so that its own place names the pair
         places = np.concatenate([path[at] for path, at in zip(paths, at_rows, strict=True)])

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from treeward.errors import ModelError
 from treeward.model.wrapped import Layout, WrappedModel
-from treeward.tree.batch import TreeBatch, TreeLayout, on_device
+from treeward.tree.batch import TreeBatch, on_device
 from treeward.tree.token_tree import TokenIds
 
 _T = TypeVar("_T")
@@ -97,7 +97,7 @@ class PolicyModel(WrappedModel):
             raise ModelError("a completion needs a prompt of at least one token", need="1 <= prompt length <= length")
         packed = self.pack(groups)
         if isinstance(packed, TreeBatch):
-            places = tree_places(packed.layout, packed.read_places())
+            places = packed.layout.places(packed.read_places())
         else:
             width = packed.tokens_SL.shape[1]
             places = [np.arange(s * width, s * width + len(sequence)) for s, sequence in enumerate(sequences)]
@@ -161,22 +161,6 @@ class PolicyModel(WrappedModel):
     @property
     def _softcap(self) -> float | None:
         return getattr(self.hf.config.get_text_config(), "final_logit_softcapping", None)
-
-
-def tree_places(layout: TreeLayout, reads: Sequence[int]) -> list[np.ndarray]:
-    """The places of each sequence's tokens in the row."""
-    places = []
-    for read in reads:
-        tree = next(tree for tree in layout.trees if tree.start <= read < tree.end)
-        at: int | None = next(i for i, segment in enumerate(tree.segments) if segment.start <= read < segment.end)
-        parts: list[np.ndarray] = []
-        end = read + 1  # a sequence may end within a segment that another continues
-        while at is not None:
-            segment = tree.segments[at]
-            parts.append(np.arange(segment.start, min(end, segment.end)))
-            at, end = segment.parent, tree.end
-        places.append(np.concatenate(parts[::-1]))
-    return places
 
 
 class _Completions(NamedTuple):

@@ -335,7 +335,6 @@ def bare_config(fields: Mapping[str, Any], **settings: Any) -> PreTrainedConfig:
     check_fields(AutoConfig.for_model(model_type), fields, "policy.model_config")
     with _config_errors("policy.model_config"):
         config: PreTrainedConfig = AutoConfig.for_model(**fields, **settings)
-        _check_layers(config)
     return config
 
 
@@ -345,12 +344,6 @@ def override_fields(config: PreTrainedConfig, fields: Mapping[str, Any], where: 
     with _config_errors(where):
         for field, value in fields.items():
             setattr(config, field, value)
-        _check_layers(config)
-
-
-def _check_layers(config: PreTrainedConfig) -> None:
-    if (number := getattr(config, "num_hidden_layers", 1)) < 1:  # which transformers builds
-        raise ValueError(f"{number} layers (num_hidden_layers)")
 
 
 @contextlib.contextmanager

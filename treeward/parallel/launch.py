@@ -9,7 +9,6 @@ An error comes to the user once, from the process that met it.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import os
 import re
@@ -85,7 +84,7 @@ def _tell_once(run: Callable[[], _T]) -> _T:
 
 @contextlib.contextmanager
 def _own_log(folder: Path) -> Iterator[None]:
-    """Keep this process's log in `rank_N.log` of a folder, with the error or the fault that ends it. Standard error
+    """Keep this process's log in `rank_N.log` of a folder, with the error that ends it. Standard error
     shows the main process's."""
     root, ours = logging.getLogger(), logging.getLogger("treeward")
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,13 +96,11 @@ def _own_log(folder: Path) -> Iterator[None]:
         kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root.addHandler(kept)
         ours.setLevel(min(ours.level or logging.INFO, logging.INFO))
-        faulthandler.enable(file)  # NCCL aborts a process that has waited too long
         try:
             yield
         except BaseException:
             file.write(traceback.format_exc())
             raise
         finally:
-            faulthandler.disable()
             root.removeHandler(kept)
             file.close()

@@ -36,12 +36,6 @@ from treeward.rl.served_generation import Request, Served, ServedGenerator
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-_FIXES: dict[int | None, str] = {
-    None: "start the server again, and resume the run",
-    400: "see the server's message; prompt and completion must fit into the server's longest sequence",
-    404: "check policy.generation.url, model and backend",
-}
-
 
 class HttpGenerator(ServedGenerator):
     """See `Generator`.
@@ -95,7 +89,7 @@ class HttpGenerator(ServedGenerator):
             f"the server does not see the folder, or its log says what else is wrong: let it see {folder} under this "
             "path (policy.generation.weight_folder), then give the same command again"
         )
-        fixes = {**_FIXES, 400: unseen, 500: unseen}
+        fixes: dict[int | None, str] = {400: unseen, 500: unseen}
         if self.config.backend == "sglang":
             body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
             requests: dict[str, dict[str, Any]] = {"/update_weights_from_disk": body}
@@ -127,7 +121,7 @@ class HttpGenerator(ServedGenerator):
                 async with slots:
                     path, body = _request_of(request, sampling, self.reader.end_ids, log_probs=log_probs)
                     return self._read(
-                        await self._post(client, path, body, request.description), path, request, log_probs
+                        await self._post(client, path, body, request.description, {}), path, request, log_probs
                     )
 
             try:
@@ -143,7 +137,7 @@ class HttpGenerator(ServedGenerator):
         path: str,
         body: Mapping[str, Any],
         description: str,
-        fixes: Mapping[int | None, str] = _FIXES,
+        fixes: Mapping[int | None, str],
     ) -> Any:
         seconds = self.config.timeout_seconds
         try:
@@ -155,7 +149,7 @@ class HttpGenerator(ServedGenerator):
                 where=error.where,
                 got=f"{error.got}; asked for {description}",
                 need=error.need or (need if error.status is None else None),
-                fix=fixes.get(error.status, "look at the server's log"),
+                fix=fixes.get(error.status, "check policy.generation.url, model and backend, and the server's log"),
             ) from error
 
     def _read(self, reply: Any, path: str, request: Request, log_probs: bool) -> list[Served]:

@@ -215,16 +215,9 @@ _FIGURES: tuple[tuple[str, str, str, str, str], ...] = (
     ("Groups without signal", "groups_without_signal", "share", "All completions of a group have one reward: nothing "
      "is learnt from it.", "percent"),
     ("Rewards that failed", "num_failed", "completions", "Masked, and in no mean.", "number"),
-    ("Loss", "loss", "loss", "", "number"),
-    ("Gradient norm", "grad_norm", "norm", "", "number"),
-    ("Learning rate", "lr", "learning rate", "", "number"),
-    ("Clipped ratios", "clip_fraction", "share", "", "percent"),
-    ("Generator against trainer", "token_mult_prob_error", "factor", "How far the generator's probabilities are from "
-     "the trainer's; 1 is none.", "number"),
 )  # fmt: skip
 """Metrics over the steps: title, name after `train/` and `validation/`, unit, how to read it, format."""
 
-_FOLDED = ("loss", "grad_norm", "lr", "clip_fraction", "token_mult_prob_error")
 _WITH_ALARM = ("gold_reward", "reward", "kl", "mean_gen_tokens_per_sample")
 _ERRORS = {"gold_reward": "watch/gold_error", "reward": "watch/proxy_error"}
 _OVER_STEPS = (
@@ -351,7 +344,7 @@ def _over_steps(runs: Sequence[RLRun], title: str, key: str, y_label: str, note:
             y_scale="symlog" if is_far else "linear",
             format=format,
             lines=lines,
-            folded=key in _FOLDED or not any(any(points["y"]) for points in series),
+            folded=not any(any(points["y"]) for points in series),
         )
 
 

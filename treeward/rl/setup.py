@@ -42,10 +42,9 @@ from treeward.rl.watch import OverOptimisationWatch
 from treeward.training.checkpoints import Checkpoint
 from treeward.training.models import (
     adapt,
-    device_of,
     find_tokenizer,
-    how_to_load,
     identity_of_adapters,
+    load_model,
     make_ready,
     short_hash,
     steps_on_host,
@@ -199,15 +198,9 @@ def _open_set(config: GRPORunConfig, dataset: PromptSetConfig) -> PromptSet:
 def _load_policy(
     config: GRPORunConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None, mesh: Mesh
 ) -> PolicyModel:
-    policy, lora = config.policy, config.policy.dtensor_cfg.lora_cfg
-    common: dict[str, Any] = {"attention": policy.attention, "device": device_of(policy, mesh)}
-    saved = None if checkpoint is None or lora.enabled else checkpoint.path / "model"  # adapters are merged there
-    if saved is None and policy.architecture is not None:
-        fields = {key: value for key, value in policy.architecture.items() if key != "vocab_size"}
-        return build_policy(fields, tokenizer, seed=config.grpo.seed, **common).model
-    common |= {"config_overrides": policy.hf_config_overrides} | how_to_load(policy, mesh)
-    name = saved or str(policy.model_name)  # the schema requires one
-    return load_policy(name, tokenizer=tokenizer, **common).model
+    build = partial(build_policy, seed=config.grpo.seed)
+    load = partial(load_policy, config_overrides=config.policy.hf_config_overrides)
+    return load_model(config.policy, tokenizer, checkpoint, mesh, build=build, load=load)
 
 
 def _make_policy(

@@ -29,7 +29,6 @@ from treeward import processes
 from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.load import save_config
-from treeward.config.policy import TrainedModelConfig
 from treeward.config.run import RewardModelRunConfig, RMConfig
 from treeward.errors import ConfigError, ModelError
 from treeward.model.pretrained import quiet_transformers
@@ -159,7 +158,6 @@ def start(
                 "call launch(train, config) of treeward.parallel.launch",
             )
             raise ConfigError(summary, field="cluster", got=f"{num_processes} processes", fix=fix)
-        _check_gpu(config.policy)
         processes.on_main(lambda: check_log_folder(config.logger))
         with open_store(config.checkpointing, metric_of) as store, quiet_transformers():
             checkpoint = None if store is None else store.latest()
@@ -194,19 +192,6 @@ def _memory_suffices() -> Iterator[None]:
         fix = "lower policy.train_micro_batch_tokens, or set policy.dtensor_cfg.activation_checkpointing=true; "
         fix += "`treeward plan --config FILE` says what takes it"
         raise ModelError("the GPU's memory is too small", where=where, got=got, fix=fix) from error
-
-
-def _check_gpu(policy: TrainedModelConfig) -> None:
-    """Raise `ConfigError`, before anything is read, for a key that needs a GPU if there is none."""
-    wanted = {
-        "dtensor_cfg.cpu_offload": policy.dtensor_cfg.cpu_offload,
-        "use_liger_kernel": policy.use_liger_kernel,
-        "torch_compile": policy.torch_compile,
-    }
-    for key, value in wanted.items():
-        if value and not torch.cuda.is_available():
-            need, fix = "a GPU that torch sees", f"set policy.{key}=false"
-            raise ConfigError("there is no GPU for this", field=f"policy.{key}", got=value, need=need, fix=fix)
 
 
 def _resumed(run: Run, checkpoint: Checkpoint | None) -> RunState:

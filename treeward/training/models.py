@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +18,7 @@ from treeward.data.tokenizers import train_tokenizer
 from treeward.errors import ConfigError
 from treeward.model.contract import CONTRACT_FILE
 from treeward.model.liger import use_liger_kernel
+from treeward.model.loading import Loaded
 from treeward.model.lora import add_adapters, has_adapters, load_adapters, save_adapters
 from treeward.model.policy_model import PolicyModel
 from treeward.model.pretrained import DTYPES, base_of_adapters, load_tokenizer, quiet_transformers
@@ -30,6 +31,7 @@ from treeward.training.checkpoints import Checkpoint
 logger = logging.getLogger(__name__)
 
 _ADAPTER_FOLDER = "adapter"
+_Model = TypeVar("_Model", RewardModel, PolicyModel)
 
 
 def find_tokenizer(
@@ -45,22 +47,37 @@ def find_tokenizer(
     return processes.on_main(partial(train_tokenizer, texts, vocab_size=policy.trained_vocab_size))
 
 
-def how_to_load(policy: TrainedModelConfig, mesh: Mesh) -> dict[str, Any]:
-    """Arguments of `load_reward_model` and `load_policy`: on several processes without weights until it is sharded, if
-    nothing needs them before."""
+def load_model(
+    policy: TrainedModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: Checkpoint | None,
+    mesh: Mesh,
+    *,
+    build: Callable[..., Loaded[_Model]],
+    load: Callable[..., Loaded[_Model]],
+) -> _Model:
+    """The model of a checkpoint, or the one that the configuration names (`load`) or describes (`build`). On several
+    processes it is without weights until it is sharded, if nothing needs them before."""
     is_sharded = mesh.devices is not None
-    return {
-        "dtype": DTYPES["float32" if is_sharded and policy.trains_backbone else policy.precision],
-        "trust_remote_code": policy.trust_remote_code,
-        "load_in_4bit": policy.load_in_4bit,
-        "on_meta": is_sharded and not policy.load_in_4bit,
+    is_whole_here = not is_sharded or policy.load_in_4bit
+    common: dict[str, Any] = {
+        "attention": policy.attention,
+        "device": torch.device("cuda" if is_whole_here and torch.cuda.is_available() else "cpu"),
     }
-
-
-def device_of(policy: TrainedModelConfig, mesh: Mesh) -> torch.device:
-    """The device to load a model on: the GPU, if there is one; the CPU if it is sharded later."""
-    is_whole_here = mesh.devices is None or policy.load_in_4bit
-    return torch.device("cuda" if is_whole_here and torch.cuda.is_available() else "cpu")
+    has_adapters = policy.dtensor_cfg.lora_cfg.enabled
+    saved = None if checkpoint is None or has_adapters else checkpoint.path / "model"  # adapters are merged there
+    if saved is None and policy.architecture is not None:
+        fields = {key: value for key, value in policy.architecture.items() if key != "vocab_size"}
+        return build(fields, tokenizer, **common).model
+    return load(
+        saved or str(policy.model_name),  # the schema requires one
+        tokenizer=tokenizer,
+        dtype=DTYPES["float32" if is_sharded and policy.trains_backbone else policy.precision],
+        trust_remote_code=policy.trust_remote_code,
+        load_in_4bit=policy.load_in_4bit,
+        on_meta=not is_whole_here,
+        **common,
+    ).model
 
 
 def make_ready(

@@ -35,10 +35,9 @@ from treeward.parallel.mesh import Mesh, make_mesh
 from treeward.training.checkpoints import Checkpoint
 from treeward.training.models import (
     adapt,
-    device_of,
     find_tokenizer,
-    how_to_load,
     identity_of_adapters,
+    load_model,
     make_ready,
     short_hash,
     steps_on_host,
@@ -161,19 +160,10 @@ def set_up(
 def _load_model(
     config: RewardModelRunConfig, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | None, mesh: Mesh
 ) -> RewardModel:
-    policy = config.policy
-    common: dict[str, Any] = {"attention": policy.attention, "device": device_of(policy, mesh)}
-    common["labels"] = policy.reward_model_cfg.head_names
-    has_lora = policy.dtensor_cfg.lora_cfg.enabled
-    saved = None if checkpoint is None or has_lora else checkpoint.path / "model"  # adapters are merged there
-    if saved is None and policy.architecture is not None:
-        fields = {key: value for key, value in policy.architecture.items() if key != "vocab_size"}
-        model = build_reward_model(fields, tokenizer, seed=config.rm.seed, **common).model
-    else:
-        common |= {"head_seed": config.rm.seed} | how_to_load(policy, mesh)
-        name = saved or str(policy.model_name)  # the schema sees to it that there is one
-        model = load_reward_model(name, tokenizer=tokenizer, **common).model
-    return model
+    seed, labels = config.rm.seed, config.policy.reward_model_cfg.head_names
+    build = partial(build_reward_model, seed=seed, labels=labels)
+    load = partial(load_reward_model, head_seed=seed, labels=labels)
+    return load_model(config.policy, tokenizer, checkpoint, mesh, build=build, load=load)
 
 
 def _check_model(

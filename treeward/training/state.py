@@ -99,16 +99,7 @@ def _dumped(held: dict[str, Any]) -> memoryview:
 
 def write_state(folder: Path, state: RunState) -> None:
     """Write the state alone, also into a finished checkpoint: a kill leaves the old one or the new one."""
-    write_text(folder / _STATE, _as_json(state))
-
-
-def _as_json(state: RunState) -> str:
-    try:
-        return json.dumps(asdict(state), indent=2) + "\n"
-    except (TypeError, ValueError) as error:
-        summary, where = "the state of the run cannot be saved", "env: the state_dict() of an environment"
-        need = "numbers, texts, and lists and mappings of these"
-        raise CheckpointError(summary, where=where, got=str(error), need=need) from error
+    write_text(folder / _STATE, json.dumps(asdict(state), indent=2) + "\n")
 
 
 def load_state(folder: Path, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> RunState:

@@ -73,6 +73,17 @@ class TreeSpan:
     def __len__(self) -> int:
         return self.end - self.start
 
+    def path(self, read: int) -> list[tuple[int, int]]:
+        """The ranges in the row of the tokens of the sequence that ends at `read`."""
+        at: int | None = next(i for i, segment in enumerate(self.segments) if segment.start <= read < segment.end)
+        ranges: list[tuple[int, int]] = []
+        end = read + 1  # a sequence may end within a segment that another continues
+        while at is not None:
+            segment = self.segments[at]
+            ranges.insert(0, (segment.start, min(end, segment.end)))
+            at, end = segment.parent, self.end
+        return ranges
+
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout(Movable):
@@ -91,6 +102,11 @@ class TreeLayout(Movable):
     @property
     def num_tokens(self) -> int:
         return self.trees[-1].end
+
+    def places(self, reads: Sequence[int]) -> list[np.ndarray]:
+        """The places in the row of the tokens of each sequence, by where it ends."""
+        paths = [next(tree for tree in self.trees if tree.start <= read < tree.end).path(read) for read in reads]
+        return [np.concatenate([np.arange(start, end) for start, end in path]) for path in paths]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +180,8 @@ class TreeBatch(Movable):
         exchange = None
         if separate:
             kept = [
-                Kept(group_prefixes[g], _path(spans[g], int(reads[starts[g] + k]), length)) for g, k, length in keep
+                Kept(group_prefixes[g], _first_of_path(spans[g], int(reads[starts[g] + k]), length))
+                for g, k, length in keep
             ]
             exchange = Exchange(group_prefixes, kept)
         all_segments = [segment for span in spans for segment in span.segments]
@@ -178,10 +195,8 @@ class TreeBatch(Movable):
 
     def also_reading(self, positions: Sequence[int]) -> TreeBatch:
         """The batch, on the host, with one more read position for each sequence."""
-        places = []
-        for read, position in zip(self.read_places(), positions, strict=True):
-            tree = next(tree for tree in self.layout.trees if tree.start <= read < tree.end)
-            places.append(_path(tree, read, position + 1)[-1][1] - 1)
+        paths = self.layout.places(self.read_places())
+        places = [path[position] for path, position in zip(paths, positions, strict=True)]
         reads = np.concatenate([self.reads_S.numpy(), np.array(places)])
         reads_N, read_index = map(torch.from_numpy, np.unique(reads, return_inverse=True))
         return replace(self, reads_N=reads_N, read_of_S=read_index[: len(places)], also_S=read_index[len(places) :])
@@ -363,19 +378,13 @@ def plan_sequences(
     return plan
 
 
-def _path(tree: TreeSpan, read: int, num_tokens: int) -> tuple[tuple[int, int], ...]:
+def _first_of_path(tree: TreeSpan, read: int, num_tokens: int) -> tuple[tuple[int, int], ...]:
     """The ranges in the row of the first `num_tokens` tokens of the sequence that ends at `read`."""
-    at: int | None = next(i for i, segment in enumerate(tree.segments) if segment.start <= read < segment.end)
-    path: list[Segment] = []
-    while at is not None:
-        path.append(tree.segments[at])
-        at = path[-1].parent
     ranges: list[tuple[int, int]] = []
-    for segment in reversed(path):
+    for start, end in tree.path(read):
         if num_tokens > 0:
-            taken = min(num_tokens, len(segment))
-            ranges.append((segment.start, segment.start + taken))
-            num_tokens -= taken
+            ranges.append((start, min(end, start + num_tokens)))
+            num_tokens -= end - start
     return tuple(ranges)
 
 
