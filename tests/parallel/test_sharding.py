@@ -37,7 +37,6 @@ class Case(NamedTuple):
     family: str
     changes: dict[str, Any] = {}
     layout: Any = "tree"
-    sequence_parallel: bool = False
     recomputed: bool = False
     adapted: bool = False
     cpu_offload: bool = False
@@ -70,14 +69,9 @@ CUT = [
     Case("reward", "gemma3"),
     Case("reward", "phi3"),
     Case("reward", "gpt_neox", recomputed=True),
-    Case("reward", "llama", THREE | BIASED, sequence_parallel=True, recomputed=True),
-    Case("reward", "qwen3", THREE, sequence_parallel=True, recomputed=True),
-    Case("reward", "qwen3", THREE, layout="rows", sequence_parallel=True),
-    Case("reward", "gemma3", THREE | {"layer_types": ["sliding_attention"] * 3}, sequence_parallel=True),
-    Case("reward", "gpt_neox", THREE, sequence_parallel=True, recomputed=True),
     Case("policy", "llama"),
     Case("policy", "qwen2", TIED, recomputed=True),
-    Case("policy", "qwen3", TIED | THREE, sequence_parallel=True, recomputed=True),
+    Case("policy", "qwen3", TIED, recomputed=True),
     Case("policy", "mistral", TIED, layout="rows"),
     Case("policy", "gemma2", TIED),
 ]
@@ -135,7 +129,7 @@ def compare(num_tensor: int, cases: str, num_copies: int = 1) -> dict[str, list[
     own, errors = slice(mesh.data_rank, None, mesh.data_size), {}
     for case in globals()[cases]:
         full, part = case.build(), case.build()
-        cut(part, mesh, sequence_parallel=case.sequence_parallel)
+        cut(part, mesh)
         if mesh.data_size > 1:
             shard(part, mesh, dtype=torch.float32, cpu_offload=case.cpu_offload)
         for parameter in part.parameters():  # what a checkpoint takes for this process's part
@@ -230,13 +224,12 @@ def read_in_parts(folder: str) -> list[list[float]]:
     whole = load_reward_model(folder, tokenizer=tokenizer).model
     found = [whole.score_tokens(sequences)]
     mesh = make_mesh(ShardingConfig(tensor_parallel_size=2))
-    for sequence_parallel in (False, True):
-        part = load_reward_model(folder, tokenizer=tokenizer, on_meta=True).model
-        cut(part, mesh, sequence_parallel=sequence_parallel)
-        shard(part, mesh, dtype=torch.float32)
-        part.fill("cpu")
-        check_before_training(part, sequences, tokenizer)
-        found.append(part.score_tokens(sequences))
+    part = load_reward_model(folder, tokenizer=tokenizer, on_meta=True).model
+    cut(part, mesh)
+    shard(part, mesh, dtype=torch.float32)
+    part.fill("cpu")
+    check_before_training(part, sequences, tokenizer)
+    found.append(part.score_tokens(sequences))
     return [values.flatten().tolist() for values in found]
 
 

@@ -120,7 +120,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
         "give that folder as model_name"
     },
     "ShardingConfig": _unread(
-        "_v2 automodel_kwargs clear_cache_every_n_steps enabled env_vars expert_parallel_size moe_*"
+        "_v2 automodel_kwargs clear_cache_every_n_steps enabled env_vars expert_parallel_size moe_* sequence_parallel"
     )
     | {
         "context_parallel_size": Only((1,), f"set it to 1; {_SHARDS}"),

@@ -135,9 +135,6 @@ class ShardingConfig(Strict):
     keeps the gathering of weights within a node."""
     tensor_parallel_size: PositiveInt = 1
     """Processes that compute each layer together, each some heads and columns; they must divide the heads."""
-    sequence_parallel: bool = False
-    """With `tensor_parallel_size`: each process keeps some tokens of what lies between attention and MLP; less memory
-    for the same communication."""
 
 
 class ResourcesConfig(Strict):

@@ -160,10 +160,9 @@ def _plain_log_probs(policy: PolicyModel, groups: Sequence[tuple[int, list[list[
     log_probs = []
     for start, rows in groups:
         for row in rows:
-            num_padding = -len(row) % policy.tensor_size if policy.sequence_parallel else 0
-            ids = torch.tensor([[*row, *[0] * num_padding]], device=policy.device)
-            logits_TV = policy.plain_logits(input_ids=ids, use_cache=False)[0, start - 1 : len(row) - 1]
-            log_probs.append(logits_TV.float().log_softmax(-1).gather(-1, ids[0, start : len(row), None])[:, 0])
+            ids = torch.tensor([row], device=policy.device)
+            logits_TV = policy.plain_logits(input_ids=ids, use_cache=False)[0, start - 1 : -1]
+            log_probs.append(logits_TV.float().log_softmax(-1).gather(-1, ids[0, start:, None])[:, 0])
     return torch.cat(log_probs)
 
 
@@ -212,8 +211,6 @@ def _check_last_tokens(model: RewardModel, sequences: Sequence[TokenIds], tokeni
 
 @torch.no_grad()
 def _check_scores(model: RewardModel, sequences: Sequence[TokenIds]) -> None:
-    if model.sequence_parallel:  # each process has an equal part of plain rows
-        sequences = [ids[: len(ids) // model.tensor_size * model.tensor_size] for ids in sequences]
     ours_SH, plain_SH = model.heads(model.make_batch([sequences])).cpu(), _plain_values(model, sequences)
     # Not relative to the scores, which may be close to zero.
     dtype = model.compute_dtype or model.hf.dtype

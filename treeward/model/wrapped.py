@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -44,7 +43,6 @@ class WrappedModel(nn.Module):
         self.layout: Layout = layout
         self.tree_attention: str | None = None
         """The implementation of `treeward.tree.attention` for trees; None: the device's default."""
-        self.tensor_size, self.sequence_parallel = 1, False
         """The number of processes that compute each layer together, and whether they share the tokens out as well."""
         self.compute_device: torch.device | None = None
         self.compute_dtype: torch.dtype | None = None
@@ -198,7 +196,7 @@ class WrappedModel(nn.Module):
     def tree_hidden(self, batch: TreeBatch, at_N: Tensor) -> Tensor:
         """The last hidden states at these places of the row (int64), (N, D)."""
         implementation = self.tree_attention or attention.default_for(self.device, self.head_sizes)
-        if implementation == attention.FLEX or self.sequence_parallel:
+        if implementation == attention.FLEX:
             batch = batch.padded()
         with self.attention(implementation), attention.over(batch.layout):
             hidden: Tensor = self.backbone(
@@ -212,14 +210,11 @@ class WrappedModel(nn.Module):
 
     def row_hidden(self, batch: RowBatch) -> Tensor:
         """The last hidden state of every token of the padded rows, (S, L, D)."""
-        length = batch.tokens_SL.shape[1]
-        padding = -length % self.tensor_size if self.sequence_parallel else 0
-        tokens_SL, mask_SL = (F.pad(rows_SL, (0, padding)) for rows_SL in (batch.tokens_SL, batch.mask_SL))
         with self.plain_attention():
             hidden: Tensor = self.backbone(
-                input_ids=tokens_SL, attention_mask=mask_SL, use_cache=False
+                input_ids=batch.tokens_SL, attention_mask=batch.mask_SL, use_cache=False
             ).last_hidden_state
-        return hidden[:, :length]
+        return hidden
 
 
 _NOISE = re.compile("drop|jitter")

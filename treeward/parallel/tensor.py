@@ -1,12 +1,11 @@
 """Tensor parallelism: the processes of the mesh's dimension `tensor` compute each layer together.
 
-    cut(model, mesh, sequence_parallel=True)        # in every process, before FSDP shards the model
+    cut(model, mesh)        # in every process, before FSDP shards the model
 
 Each process has some heads of every attention and some columns of every MLP (Shoeybi et al. 2019, arXiv 1909.08053,
 section 3), by PyTorch's DTensor and transformers' own plan of the model (`base_model_tp_plan`). A policy's head and
-embedding are cut by the vocabulary; a reward model's head is whole. With `sequence_parallel` (Korthikanti et al. 2022,
-arXiv 2205.05198, section 4.2.2) each process has some tokens between attention and MLP, in all layers but the last.
-Whole parameters that see only a process's heads or tokens are DTensors with partial gradients.
+embedding are cut by the vocabulary; a reward model's head is whole. Whole parameters that see only a process's heads
+are DTensors with partial gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -33,19 +32,18 @@ from treeward.model.policy_model import PolicyModel, VocabularyShard
 from treeward.model.wrapped import WrappedModel
 from treeward.parallel.mesh import TENSOR, Mesh
 
-_STYLES: dict[str, Callable[[Placement], ParallelStyle]] = {
-    "colwise": lambda _: ColwiseParallel(),
-    "colwise_gather_output": lambda _: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise": lambda tokens: RowwiseParallel(output_layouts=tokens),
-    "rowwise_split_input": lambda tokens: RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
-    # the norm of a head: each process has some heads, as a norm between the blocks may have some tokens
-    "replicated_with_grad_allreduce": lambda _: SequenceParallel(sequence_dim=2, use_local_output=True),
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel,
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    # the norm of a head: each process has some heads, where PyTorch's style expects some tokens
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
-"""PyTorch's styles by transformers' names (`transformers.distributed.tensor_parallel`), for a layout of the tokens
-between attention and MLP: each process has all of them (`Replicate`) or some (`Shard(1)`)."""
+"""PyTorch's styles by transformers' names (`transformers.distributed.tensor_parallel`)."""
 
 
-def cut(model: WrappedModel, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
+def cut(model: WrappedModel, mesh: Mesh) -> None:
     """Keep this process's part of the model, whose weights must be the same in all processes; sends nothing. Raises
     `ConfigError` for a model without a plan, with adapters or four-bit layers, or with sizes that cannot be divided."""
     size = mesh.tensor_size
@@ -61,20 +59,12 @@ def cut(model: WrappedModel, mesh: Mesh, *, sequence_parallel: bool = False) -> 
     styles = [_styles(model, name, layer, size) for name, layer in layers.items()]
     if not styles:
         raise _refused("this model's layers are not known", type(model.hf).__name__, "a decoder of transformers")
-    num_sharded = len(layers) - 1 if sequence_parallel else 0
-    if num_sharded and 128 % size:
-        raise _refused("sequence_parallel divides rows of multiples of 128 tokens", size, "a power of two")
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    first, *_, last = list(layers.values()) * 2
-    for at, (layer, styles_of_layer) in enumerate(zip(layers.values(), styles, strict=True)):
-        _cut_layer(layer, styles_of_layer, devices, Shard(1) if at < num_sharded else Replicate())
-    if num_sharded:
-        _lay_out(first, devices, Replicate(), Shard(1))
-        _lay_out(last, devices, Shard(1), Replicate())
+    for layer, styles_of_layer in zip(layers.values(), styles, strict=True):
+        _cut_layer(layer, styles_of_layer, devices)
     _cut_vocabulary(model, devices)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)  # SequenceParallel has set it
-    model.tensor_size, model.sequence_parallel = size, num_sharded > 0
 
 
 def _refused(summary: str, got: object, need: str) -> ConfigError:
@@ -122,31 +112,20 @@ def _styles(model: WrappedModel, name: str, layer: nn.Module, size: int) -> dict
     return styles
 
 
-def _cut_layer(layer: nn.Module, styles: dict[str, str], devices: DeviceMesh, tokens: Placement) -> None:
+def _cut_layer(layer: nn.Module, styles: dict[str, str], devices: DeviceMesh) -> None:
     for part, style in styles.items():
-        parallelize_module(layer.get_submodule(part), devices, _STYLES[style](tokens), src_data_rank=None)
-    for name, child in layer.named_children():
-        if any(part.startswith(f"{name}.") for part in styles):
-            # a DTensor: the gradients of its projections are added up before they are summed over the processes
-            _lay_out(child, devices, tokens, Replicate(), as_local=False)
-        elif tokens.is_shard() and any(True for _ in child.parameters()):
-            if isinstance(child, nn.Linear) or any(True for _ in child.children()):
-                raise _refused("sequence_parallel does not know this layer", name, "sequence_parallel: false")
-            parallelize_module(child, devices, SequenceParallel(use_local_output=True))
+        parallelize_module(layer.get_submodule(part), devices, _STYLES[style](), src_data_rank=None)
 
-
-def _lay_out(
-    module: nn.Module, devices: DeviceMesh, before: Placement, after: Placement, *, as_local: bool = True
-) -> None:
-    """Change how the hidden states that a module gets are laid out; they are its first argument, or have their name."""
-
-    def lay_out(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def as_dtensor(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The hidden states, the first argument or that name, as a DTensor: the gradients of the projections are added
+        up before they are summed over the processes."""
         hidden = args[0] if args else kwargs["hidden_states"]
-        whole: Any = DTensor.from_local(hidden, devices, [before], run_check=False).redistribute(placements=[after])
-        whole = whole.to_local() if as_local else whole
+        whole = DTensor.from_local(hidden, devices, [Replicate()], run_check=False)
         return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": whole})
 
-    module.register_forward_pre_hook(lay_out, with_kwargs=True)
+    for name, child in layer.named_children():
+        if any(part.startswith(f"{name}.") for part in styles):
+            child.register_forward_pre_hook(as_dtensor, with_kwargs=True)
 
 
 def _cut_vocabulary(model: WrappedModel, devices: DeviceMesh) -> None:

@@ -182,17 +182,6 @@ class LocalGenerator(Generator):
     holds the whole policy in memory while it samples.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.policy.sequence_parallel and self.policy.layout != "tree":
-            raise ConfigError(
-                "a model that runs as rows does not sample with sequence_parallel",
-                field="policy.dtensor_cfg.sequence_parallel policy.attention",
-                got=f"true, {self.policy.layout}",
-                need="a model that runs on trees, or each token whole on each process of a tensor group",
-                fix="set policy.dtensor_cfg.sequence_parallel=false, or sample by vLLM or SGLang",
-            )
-
     def generate(
         self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], *, num_completions: int, seed: int
     ) -> list[CompletionGroup]:

@@ -94,10 +94,7 @@ def sample(
     """
     most = max(row.most for row in rows)
     settings = DECODE_SETTINGS.get(policy.device.type, DECODE_SETTINGS["cpu"])
-    multiple = policy.tensor_size if policy.sequence_parallel else 1
-    padding = -len(rows) % multiple  # so that the processes of a tensor group have as many rows each
-    going: list[Row | None] = [*rows, *[None] * padding]  # None: ended, still computed until enough have ended
-    rows = [*rows, *[rows[0]] * padding]
+    going: list[Row | None] = [*rows]  # None: ended, still computed until enough have ended
     numbers = np.stack([np.pad(row.uniforms[: row.most], (0, most - row.most)) for row in rows])
     numbers_ST = torch.from_numpy(numbers).to(policy.device)
     tokens_S: Tensor | None = None
@@ -116,7 +113,6 @@ def sample(
             if row is not None and _extend(row, tokens[s], log_probs[s], ended):
                 going[s] = None
         kept = [s for s, row in enumerate(going) if row is not None]
-        kept += [s for s, row in enumerate(going) if row is None][: -len(kept) % multiple]
         if 0 < len(kept) < len(going) and len(kept) <= decoder.kept_at_most * len(going):
             decoder.choose(kept)
             tokens_S, numbers_ST, going = tokens_S[kept], numbers_ST[kept], [going[s] for s in kept]

@@ -97,7 +97,7 @@ def make_ready(
     if adaptation is not None:
         adaptation()
     if is_sharded:
-        cut(model, mesh, sequence_parallel=section.sequence_parallel)
+        cut(model, mesh)
         shard(model, mesh, dtype=dtype, cpu_offload=section.cpu_offload)
     if policy.use_liger_kernel:
         use_liger_kernel(model)
