@@ -19,7 +19,7 @@ from treeward.evaluation.diagnostics.scores import GATE_METRICS
 from treeward.losses import METRIC_NAMES
 from treeward.model.contract import CONTRACT_FILE, read_contract
 from treeward.scoring.verification import verify
-from treeward.training.export import model_card
+from treeward.training.card import model_card
 from treeward.training.setup import set_up
 from treeward.training.tracking import read_metrics
 from treeward.training.train import train

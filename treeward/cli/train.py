@@ -30,7 +30,7 @@ def run(config: ConfigFile, overrides: Overrides = None) -> int:
     check_inputs(loaded)
 
     from treeward.parallel.launch import launch  # torch: seconds, once the config is sound
-    from treeward.training.export import result_columns, result_rows
+    from treeward.training.card import result_columns, result_rows
     from treeward.training.train import train
 
     outcome = launch(train, loaded)

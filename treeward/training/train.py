@@ -35,7 +35,7 @@ from treeward.losses import METRIC_NAMES, GradeSums, RewardMetrics, RewardSums
 from treeward.model.export import export_model, push_folder
 from treeward.parallel.sharding import sum_over_copies
 from treeward.scoring.golden import hash_all, sign_exported
-from treeward.training.export import model_card
+from treeward.training.card import model_card
 from treeward.training.features import with_features
 from treeward.training.learning import LearningWatch, learnt
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,8 +9,6 @@ from treeward.config.loss import LOSS_KINDS
 from treeward.config.run import RewardModelRunConfig
 from treeward.tables import Column, markdown_table
 from treeward.training.setup import RewardModelSetup
-
-logger = logging.getLogger(__name__)
 
 _COLUMNS = [
     Column("set", title="validation set"),
