@@ -17,6 +17,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +123,15 @@ def train_member(train: list[str], seed: int, member: Path) -> int:
 
 
 def with_other_answers() -> Iterator[dict[str, Any]]:
-    """The training data, each row with a good completion of another prompt as its worst (Liu et al. 2024)."""
+    """The training data, each row with the best completion of another question as its worst (Liu et al. 2024)."""
     rows = [json.loads(line) for line in bundled_path("train").read_text(encoding="utf-8").splitlines()]
     generator = random.Random(0)
     for row in rows:
-        other = generator.choice([one for one in generator.sample(rows, 8) if one["context"] != row["context"]])
-        yield row | {"completions": [*row["completions"], other["completions"][0] | {"rank": len(row["completions"])}]}
+        question, own = row["context"][-1], [one["completion"] for one in row["completions"]]
+        drawn = iter(lambda: generator.choice(rows), None)
+        best = (min(one["completions"], key=itemgetter("rank")) for one in drawn if one["context"][-1] != question)
+        other = next(one for one in best if one["completion"] not in own)
+        yield row | {"completions": [*row["completions"], other | {"rank": len(own)}]}
 
 
 def fine_tuned_policy() -> int:
