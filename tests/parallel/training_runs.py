@@ -30,7 +30,7 @@ def run_all(file: str, folder: str, cases: dict[str, list[str]], begun: dict[str
             checkpoint = Path(folder) / begun[name]
             processes.on_main(partial(shutil.copytree, checkpoint, own / "checkpoints" / checkpoint.name))
         config = load_config(file, [*overrides, *places, f"data.cache_dir={own}/cache"])
-        with patch.object(RowDataset, "_completed", autospec=True, side_effect=RowDataset._completed) as reads:
+        with patch.object(RowDataset, "__iter__", autospec=True, side_effect=RowDataset.__iter__) as reads:
             outcome = train(config, show_progress=False)
         found[name] = {"validation": outcome.validation, "step": outcome.model_step, "reads": reads.call_count}
     return found
