@@ -40,7 +40,11 @@ class VllmEngine:
             transfer = WeightTransferConfig(backend=backend)
             self._llm = LLM(model=self._folder.name, weight_transfer_config=transfer, **options)
         except ValidationError as error:  # Ray cannot pickle it
-            raise ValueError(str(error)) from error
+            messages = (
+                f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ")
+                for problem in error.errors()
+            )
+            raise ValueError("; ".join(messages)) from error
 
     def call(self, method: str, *args: Any) -> None:
         """Call a method of the engine. Raises `RuntimeError` if it returns False, as resetting a used cache does."""
