@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from treeward.model.reward_model import RewardModel
 from treeward.tree import attention
-from treeward.tree.mask import PositionMask
+from treeward.tree.attention import PositionMask
 
 VOCABULARY = 600
 WINDOW = 6

@@ -12,7 +12,7 @@ On CUDA `torch.cuda.set_sync_debug_mode("error")` does the same; without it, thi
   our own files, `x.to(device)` without `non_blocking=True`.
 
 `excused`: files whose calls are not looked at. Attention on a CPU reads its plan, which a GPU has as block masks: so
-`attention.py` and `mask.py` of `treeward/tree` are excused, unless FlexAttention computes the trees.
+`treeward/tree/attention.py` is excused, unless FlexAttention computes the trees.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import treeward
 
 OURS = f"{Path(treeward.__file__).parent}/"  # not any path with our name in it: a clone has it, and its .venv too
-ATTENTION = ("treeward/tree/attention.py", "treeward/tree/mask.py")
+ATTENTION = ("treeward/tree/attention.py",)
 
 _READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__"}
 _OPERATIONS = {

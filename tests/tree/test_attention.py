@@ -32,9 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from treeward.data.rendering import Renderer
 from treeward.errors import ModelError
 from treeward.model.reward_model import RewardModel
-from treeward.tree import attention, mask
+from treeward.tree import attention
+from treeward.tree.attention import PositionMask
 from treeward.tree.batch import TreeBatch, TreeLayout
-from treeward.tree.mask import PositionMask
 
 PATHS = ("slices", "small_masks", "dense")
 
@@ -42,7 +42,7 @@ PATHS = ("slices", "small_masks", "dense")
 @contextlib.contextmanager
 def computed_by(path: str, model: RewardModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Slices alone; one small mask per tree; or the dense reference."""
-    monkeypatch.setattr(mask, "CALL_COST", 0 if path == "slices" else 10**12)
+    monkeypatch.setattr(attention, "CALL_COST", 0 if path == "slices" else 10**12)
     model.tree_attention = DENSE if path == "dense" else attention.TREE
     yield
     model.tree_attention = attention.TREE
@@ -213,7 +213,7 @@ def test_slices_equal_masked_attention(
     heads: tuple[int, int], function: Callable[..., Any], call_cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward and backward of the fast path, of one masked call per tree (what a GPU runs) and of the dense one."""
-    monkeypatch.setattr(mask, "CALL_COST", call_cost)
+    monkeypatch.setattr(attention, "CALL_COST", call_cost)
     layout = layout_of(forest())
     positions = PositionMask(function, layout)
     generator = torch.Generator().manual_seed(0)
@@ -262,7 +262,7 @@ def test_memory_follows_the_window(family: str) -> None:
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "gemma3"])
 @pytest.mark.parametrize("block", [1, 2, 5, 16])
 def test_windows_in_blocks_of_any_size(family: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask, "BLOCK", block)
+    monkeypatch.setattr(attention, "BLOCK", block)
     model = RewardModel(tiny_model(family))
     with computed_by("slices", model, monkeypatch):
         assert_tree_equals_rows(model, forest())

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from treeward.errors import ModelError
-from treeward.tree.mask import MaskFunction
+from treeward.tree.flex import MaskFunction
 from treeward.tree.prefix import Prefix
 
 _NAME = "treeward_decoding"

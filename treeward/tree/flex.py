@@ -24,10 +24,12 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from transformers.masking_utils import causal_mask_function
 
 from treeward.tree.batch import TreeLayout, on_device
-from treeward.tree.mask import MaskFunction
 from treeward.tree.prefix import Exchange
 
 BLOCK = 128
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+"""Of transformers: whether a query position sees a key position, of (batch, head, query, key)."""
 
 _MOST_CASES = 64
 
