@@ -53,7 +53,7 @@ def test_two_workers_go_on_where_one_process_stopped(
 
     monkeypatch.setattr(Scorer, "score", interrupted)
     assert score(model, data, *options)[0] == 130
-    assert (tmp_path / "scores.partial.jsonl").read_bytes().count(b"\n") == 258  # 86 prompts of three rows each
+    assert (tmp_path / "scores.partial.jsonl").read_bytes().count(b"\n") == 256
     assert score(model, data, *options, "--workers", "2") == (code, want)
     assert not (tmp_path / "scores.partial.jsonl").exists()
 
