@@ -99,6 +99,7 @@ def train_member(train: list[str], seed: int, member: Path) -> int:
     """
     folder, others = RESULTS / f"training_{seed}", RESULTS / "others.jsonl"
     if not others.exists():
+        RESULTS.mkdir(parents=True, exist_ok=True)
         with atomic_file(others) as file:
             file.writelines(json.dumps(row) + "\n" for row in with_other_answers())
     code = main(
