@@ -11,7 +11,7 @@ from messages import assistant, user, write_jsonl
 from treeward.config.data import PromptSetConfig
 from treeward.data.bundled import best_completions
 from treeward.data.bundled import prompts as bundled_prompts
-from treeward.data.prompt_sets import PromptSet, open_prompts
+from treeward.data.prompt_sets import PromptSet, open_prompts, prompts_summary
 from treeward.errors import ConfigError, DataError
 
 
@@ -139,8 +139,8 @@ def test_rows_are_held_out_for_validation(tmp_path: Path) -> None:
     asked = [{prompt.messages[0]["content"] for prompt in part} for part in (train, validation)]
     assert not asked[0] & asked[1]
     assert 4 <= len(asked[1]) <= 16
-    assert (train.counts.read, train.counts.kept, train.counts.held_out) == (100, len(train), len(validation))
-    assert f"left out: {len(validation)} of the other part" in train.counts.summary()
+    assert (train.counts["read"], train.counts["kept"], train.counts["held_out"]) == (100, len(train), len(validation))
+    assert f"left out: {len(validation)} of the other part" in prompts_summary(train.counts)
     other = opened(tmp_path, "PromptDataset", *rows, part="validation", split_validation_size=0.25, seed=4)
     assert [p.where for p in other] != [p.where for p in validation]
     with pytest.raises(ConfigError, match="leaves this part without a prompt"):

@@ -12,11 +12,10 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, ClassVar, TypeVar
-
-from pydantic import Field
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
 
 from treeward.config.data import PromptSetConfig
 from treeward.data.bundled import best_completions
@@ -31,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 _PROMPT_DATASETS = Registry("datasets of prompts", example="my_module.MyPrompts")
 _Class = TypeVar("_Class", bound="type[RowPrompts]")
-_Name = Annotated[str, Field(min_length=1)]
 _REQUEST = "responses_create_params"
 FAMILY = "prompt_family"
 """The key of `info` whose value prompts have in common that are computed as one tree, as both orders of a pair."""
@@ -48,25 +46,12 @@ class Prompt:
     where: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PromptCounts:
-    """The outcomes of the rows: `read` = `kept` + `held_out` (rows of the other part of a split set) + `too_long` +
-    `tied` (questions about completions of equal rank)."""
-
-    read: int = 0
-    kept: int = 0
-    held_out: int = 0
-    too_long: int = 0
-    tied: int = 0
-
-    def __add__(self, other: PromptCounts) -> PromptCounts:
-        return PromptCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def summary(self) -> str:
-        """One line for a person."""
-        counts = {"of the other part": self.held_out, "too long": self.too_long, "of equal ranks": self.tied}
-        reasons = ", ".join(f"{number:,} {reason}" for reason, number in counts.items() if number)
-        return f"{self.kept:,} of {self.read:,} prompts kept" + (f" (left out: {reasons})" if reasons else "")
+def prompts_summary(counts: Counter[str]) -> str:
+    """One line for a person: the rows `read` and `kept`, and those left out: `held_out` (of the other part of a split
+    set), `too_long`, and `tied` (questions about completions of equal rank)."""
+    reasons = {"of the other part": "held_out", "too long": "too_long", "of equal ranks": "tied"}
+    left_out = ", ".join(f"{counts[key]:,} {reason}" for reason, key in reasons.items() if counts[key])
+    return f"{counts['kept']:,} of {counts['read']:,} prompts kept" + (f" (left out: {left_out})" if left_out else "")
 
 
 class PromptSet(list[Prompt]):
@@ -74,7 +59,7 @@ class PromptSet(list[Prompt]):
     `together`: so many neighbours are always drawn together, and left out together."""
 
     def __init__(
-        self, name: str, prompts: Iterable[Prompt], counts: PromptCounts, weight: float = 1.0, together: int = 1
+        self, name: str, prompts: Iterable[Prompt], counts: Counter[str], weight: float = 1.0, together: int = 1
     ) -> None:
         super().__init__(prompts)
         self.name, self.counts, self.weight, self.together = name, counts, weight, together
@@ -106,7 +91,7 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
     if not kept:
         summary, need = "split_validation_size leaves this part without a prompt", "a larger set, or another share"
         raise ConfigError(summary, where=source.name, field="split_validation_size", need=need)
-    counts = PromptCounts(read=len(prompts), kept=len(kept), held_out=len(prompts) - len(kept))
+    counts = Counter(read=len(prompts), kept=len(kept), held_out=len(prompts) - len(kept))
     return PromptSet(source.name, kept, counts, config.weight)
 
 
