@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from treeward.config.base import Strict
+from treeward.config.scoring import Truncation
 from treeward.errors import ConfigError, nearest_name
 
 Block = dict[str, Any]
@@ -190,7 +191,7 @@ _OPEN_MATH_VALIDATION = 0.05
 
 _COMMAS = BeforeValidator(lambda text: tuple(text.split(",")) if isinstance(text, str) else text)
 
-Ties = Literal["drop", "half", "error"]
+Ties = Literal["drop", "half"]
 
 
 class SetConfig(Strict):
@@ -283,10 +284,10 @@ class DataConfig(_Sets[DatasetConfig]):
 
     other_forms: ClassVar[tuple[str, ...]] = keys_of_forms([*DatasetConfig.model_fields])
 
-    truncation: Literal["drop", "truncate_left", "error"] = "drop"
+    truncation: Truncation = "drop"
     """Too long completions are left out and counted (`drop`), cut from the left (`truncate_left`), or an `error`."""
     ties: Ties = "drop"
-    """Pairs of equal rank: left out and counted (`drop`), half a win for each side (`half`), or an error (`error`)."""
+    """Pairs of equal rank: left out and counted (`drop`), or half a win for each side (`half`)."""
     cache_dir: str | None = None
     """Where tokenized data is kept. None: `.treeward_cache` in the working folder."""
 

@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from treeward.config.base import Strict
-from treeward.config.loss import LOSS_KINDS, RewardModelType
+from treeward.config.loss import LEARNS, RewardModelType
 from treeward.errors import ConfigError, nearest_name
 
 logger = logging.getLogger(__name__)
@@ -260,7 +260,7 @@ class RewardModelConfig(Strict):
     @property
     def labels(self) -> tuple[str, ...]:
         """The grades that are learnt, one by each head; none where the data's order is."""
-        return (self.attributes or ("score",)) if LOSS_KINDS[self.reward_model_type].learns == "grades" else ()
+        return (self.attributes or ("score",)) if LEARNS[self.reward_model_type] == "grades" else ()
 
     @property
     def head_names(self) -> tuple[str, ...]:

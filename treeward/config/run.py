@@ -19,7 +19,7 @@ from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKe
 from treeward.config.cluster import ClusterConfig
 from treeward.config.data import DataConfig, DatasetConfig
 from treeward.config.logger import LoggerConfig
-from treeward.config.loss import LOSS_KINDS, LossConfig, readers
+from treeward.config.loss import LEARNS, LossConfig, readers
 from treeward.config.policy import PolicyConfig
 from treeward.errors import ConfigError, nearest_name
 
@@ -158,10 +158,9 @@ class RewardModelRunConfig(Strict):
             if kind not in readers(option) and getattr(self.rm.loss, name) != option.default:
                 need = f"no such key, or the type {' or '.join(readers(option))}"
                 raise self.error(f"rm.loss.{name} {key}", need)
-        if self.data.ties not in (allowed := LOSS_KINDS[kind].ties):
-            types = [name for name, other in LOSS_KINDS.items() if self.data.ties in other.ties]
-            need = f"{' or '.join(allowed)}, or the type {' or '.join(types)}"
-            raise self.error(f"data.ties {key}", need)
+        if self.data.ties == "half" and LEARNS[kind] != "pairs":
+            types = [name for name, learns in LEARNS.items() if learns == "pairs"]
+            raise self.error(f"data.ties {key}", f"drop, or the type {' or '.join(types)}")
 
     def _check_ranking_metric(self, given: str, names: list[str]) -> None:
         field, fix = "checkpointing.metric_name", "set checkpointing.metric_name=null to keep the latest checkpoints"

@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 
+from treeward.config.data import Ties
 from treeward.data.preference import Completion, Preference, last_text
 from treeward.errors import ConfigError, DataError, nearest_name
 from treeward.progress import ShownProgress
@@ -38,10 +39,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-Ties = Literal["drop", "half", "error"]
-"""A comparison without an order is dropped, kept (the loss counts half a win for either side), or an error, as any two
-equal ranks are under "error"."""
 
 _FORMAT_VERSION = 11  # raise it with the file's layout, the rules for keeping a comparison or the parsing of rows
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 128, 4_000_000  # enough for a fast tokenizer to use all cores
@@ -400,7 +397,7 @@ def portions(stream: Iterable[tuple[Preference, str]]) -> Iterator[list[tuple[Pr
 
 def encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, rules: Rules) -> Iterator[dict[str, Any]]:
     """The rows of the file, from one call of the tokenizer."""
-    ordered = [_is_trainable(preference, where, rules) for preference, where in rows]
+    ordered = [_is_trainable(preference, rules) for preference, _ in rows]
     wanted = [row for row, has_order in zip(rows, ordered, strict=True) if has_order]
     fitted = iter(
         renderer.fit_many(
@@ -453,14 +450,8 @@ def _encode_row(preference: Preference, fitted: Sequence[tuple[Fitted | None, in
     }
 
 
-def _is_trainable(preference: Preference, where: str, rules: Rules) -> bool:
-    """Whether the comparison has an order or grades to learn from. Raises `DataError` for ties under "error"."""
+def _is_trainable(preference: Preference, rules: Rules) -> bool:
+    """Whether the comparison has an order or grades to learn from."""
     if rules.attributes:
         return any(item.grade(name) is not None for item in preference.completions for name in rules.attributes)
-    if rules.ties == "half":
-        return True
-    ranks = [completion.rank for completion in preference.completions]
-    if rules.ties == "drop" or len(set(ranks)) == len(ranks):
-        return len(set(ranks)) > 1
-    field, need = "completions[*].rank", "different ranks, or data.ties: drop or half"
-    raise DataError("completions have equal ranks", where=where, field=field, got=f"ranks {ranks}", need=need)
+    return rules.ties == "half" or len({completion.rank for completion in preference.completions}) > 1

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 
+from treeward.config.scoring import Truncation
 from treeward.data.preference import Message
 from treeward.errors import ConfigError, DataError, ModelError
 
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-Truncation = Literal["drop", "truncate_left", "error"]
 
 _FORMAT_VERSION = 2  # raise it when the same messages would give other ids: token caches are keyed by it
 _MIN_CHARACTERS_PER_TOKEN = 128
