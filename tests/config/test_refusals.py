@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 from omegaconf import OmegaConf
 
-from treeward.config.checkpointing import CheckpointingConfig, GRPOCheckpointingConfig
+from treeward.config.checkpointing import CheckpointingConfig
 from treeward.config.data import DataConfig, PromptDataConfig
 from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig
@@ -76,9 +76,6 @@ SECTIONS = [
     (CheckpointingConfig, "metric_name: val_accuracy, higher_is_better: false", "higher_is_better"),
     (CheckpointingConfig, "metric_name: val_loss, higher_is_better: true", "higher_is_better"),
     (CheckpointingConfig, "metric_name: val_chosen_rewards", "higher_is_better"),
-    *((CheckpointingConfig, f"metric_name: '{name}'", "metric_name") for name in
-      ("accuracy", "train:loss", "validation-default_f1", "validation-_loss", "validation-loss", "val_")),
-    (GRPOCheckpointingConfig, "metric_name: validation-math/reward", "metric_name"),
     # GRPO
     (GRPOConfig, "reward_scaling: {source_min: 1.0, source_max: 1.0}", "reward_scaling.source_min"),
     (GRPOConfig, "batch_multiplier: 2", "batch_multiplier"),
@@ -168,7 +165,9 @@ NO_PENALTY = "loss_fn.reference_policy_kl_penalty=0"
 RUNS = [
     ("rm", ["data.max_input_seq_length=9000"], "data.max_input_seq_length"),
     ("rm", ["checkpointing.metric_name=val_loss"], "checkpointing.metric_name"),
-    ("rm", [VALIDATION, "checkpointing.metric_name=validation-hard_loss"], "checkpointing.metric_name"),
+    *(("rm", [VALIDATION, f"checkpointing.metric_name='{name}'"], "checkpointing.metric_name") for name in
+      ("accuracy", "train:loss", "validation-default_f1", "validation-_loss", "validation-loss", "val_",
+       "validation-hard_loss")),
     ("rm", [VALIDATION, "checkpointing.metric_name=val_loss", "rm.val_period=0", "rm.val_at_end=false"],
      "checkpointing.metric_name"),
     ("rm", [VALIDATION, "checkpointing.metric_name=val_loss",
@@ -194,6 +193,7 @@ RUNS = [
     ("grpo", ["checkpointing.metric_name=val:reward", "grpo.val_period=0", "grpo.val_at_end=false"],
      "checkpointing.metric_name"),
     ("grpo", ["checkpointing.metric_name=val_gold_reward"], "checkpointing.metric_name"),
+    ("grpo", ["checkpointing.metric_name=validation-math/reward"], "checkpointing.metric_name"),
     ("grpo", ["checkpointing.metric_name=val:kl", NO_REFERENCE, NO_PENALTY], "checkpointing.metric_name"),
 ]  # fmt: skip
 

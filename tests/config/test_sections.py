@@ -10,7 +10,6 @@ from treeward.config.checkpointing import (
     CheckpointingConfig,
     GRPOCheckpointingConfig,
     parse_grpo_metric_name,
-    parse_metric_name,
 )
 from treeward.config.grpo import GRPOConfig
 from treeward.config.load import load_section
@@ -71,11 +70,6 @@ def test_lists_of_torch_schedulers():
 def test_which_underscore_parts_set_and_metric_is_known_from_the_sets(load, sets, name, key):
     data = f"data.val_data_paths={{{', '.join(f'{one}: {one}.jsonl' for one in sets.split())}}}"
     assert load("rm", data, f"checkpointing.metric_name={name}").ranking_metric == key
-
-
-def test_a_metric_of_one_set_is_read_without_the_names_of_the_sets():
-    assert parse_metric_name("val:validation-a.b/loss") == ("a.b", "loss")
-    assert parse_metric_name("validation-a_length_controlled_accuracy") == ("a", "length_controlled_accuracy")
 
 
 def test_whether_a_metric_is_better_when_it_is_higher():
