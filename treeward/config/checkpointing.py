@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import BeforeValidator, PositiveFloat, PositiveInt
 
 from treeward.config.base import Strict
-from treeward.errors import ConfigError, nearest_name
+from treeward.errors import ConfigError
 
 METRICS: Mapping[str, bool | None] = {
     **dict.fromkeys(("loss", "ece", "brier", "mse"), False),
@@ -56,17 +56,15 @@ def parse_metric_name(name: str, sets: Sequence[str] = (), metrics: Collection[s
     `group_accuracy` of the set `a` or `accuracy` of `a_group`: the first such set of `sets` decides. Raises
     `ConfigError` for any other name.
     """
-    forms = {form: None for form in ("val:", "val_", "eval/rm/", "validation/")}
+    forms: dict[str, str | None] = {form: None for form in ("val:", "val_", "eval/rm/", "validation/")}
     for validation in reversed(sets):
         forms |= {f"validation-{validation}{separator}": validation for separator in "_/"}
     names = {f"{form}{metric}": MetricKey(forms[form], metric) for form in forms for metric in metrics}
     key = names.get(name) or names.get(name.removeprefix("val:"))
     if key is None:
-        near, field = nearest_name(name, names), "checkpointing.metric_name"
         need = f"{_SPELLINGS}; <metric> is one of {', '.join(metrics)}"
         need += f"; <name> is one of {', '.join(sets)}" if sets else ""
-        fix = f"did you mean {near}?" if near else None
-        raise ConfigError("a metric is not known", field=field, got=name, need=need, fix=fix)
+        raise ConfigError.unknown("a metric is not known", name, names, field="checkpointing.metric_name", need=need)
     return key
 
 

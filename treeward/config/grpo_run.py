@@ -27,7 +27,7 @@ from treeward.config.reward_environments import (
     environment_sections,
     is_enabled,
 )
-from treeward.errors import ConfigError, nearest_name
+from treeward.errors import ConfigError
 
 
 class GRPORunConfig(Strict):
@@ -214,11 +214,9 @@ class GRPORunConfig(Strict):
         for field, name in named.items():
             if name is None or name in self.environments:
                 continue
-            near, need = nearest_name(name, self.environments), f"one of {', '.join(self.environments)}"
-            is_off, fix = name in self.env, f"add or enable the section env.{name}"
-            summary = f"env.{name} is switched off" if is_off else f"there is no environment {name} in env"
-            fix = f"did you mean {near}?" if near and not is_off else fix
-            raise ConfigError(summary, field=field, got=name, need=need, fix=fix)
+            fix = f"add or enable the section env.{name}"
+            summary = f"env.{name} is switched off" if name in self.env else f"there is no environment {name} in env"
+            raise ConfigError.unknown(summary, name, self.environments, field=field, fix=fix)
 
     def _check_watch_and_metric(self) -> None:
         gold, watch, metric = self.grpo.gold_environment, self.grpo.watch, self.ranking_metric

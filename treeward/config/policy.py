@@ -393,9 +393,8 @@ class PolicyConfig(TrainedModelConfig):
             raise self.error(f"{key}.attributes {key}.reward_model_type", need)
         weights = kind.attribute_weights if isinstance(kind.attribute_weights, dict) else {}
         for name in weights.keys() - set(names):
-            near, field = nearest_name(name, names), f"{key}.attribute_weights.{name}"
-            meant, need = f"did you mean {near}?" if near else None, f"one of {', '.join(names)}"
-            raise ConfigError("a weight is of no attribute", field=field, got=name, need=need, fix=meant)
+            field = f"{key}.attribute_weights.{name}"
+            raise ConfigError.unknown("a weight is of no attribute", name, names, field=field)
         if kind.num_heads > 1 and has_attributes:
             need = "1 for attributes, which have a head each: heads of one score are averaged"
             raise self.error(f"{key}.num_heads {key}.reward_model_type", need)

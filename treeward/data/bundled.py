@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from treeward.data.preference import Message
-from treeward.errors import ConfigError, nearest_name
+from treeward.errors import ConfigError
 
 SPLITS = ("train", "validation", "length_controlled")
 
@@ -19,9 +19,7 @@ SPLITS = ("train", "validation", "length_controlled")
 def bundled_path(split: str) -> Path:
     """The file of a split of the bundled data. Raises `ConfigError` for another name, with the nearest one."""
     if split not in SPLITS:
-        near, need = nearest_name(split, SPLITS), f"one of {', '.join(SPLITS)}"
-        fix = f"did you mean {near}?" if near else None
-        raise ConfigError("the bundled data has no such split", field="split", got=split, need=need, fix=fix)
+        raise ConfigError.unknown("the bundled data has no such split", split, SPLITS, field="split")
     return Path(__file__).with_name("bundled") / f"{split}.jsonl"
 
 

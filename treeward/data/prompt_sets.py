@@ -24,7 +24,7 @@ from treeward.data.preference import Message, as_messages, last_text, required
 from treeward.data.registry import ObjectRows, Registry
 from treeward.data.responses_items import messages_of_input
 from treeward.data.sources import Row, RowSource
-from treeward.errors import ConfigError, DataError, nearest_name
+from treeward.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -201,10 +201,8 @@ def _with_environment(prompt: Prompt, default: str | None, environments: Collect
         raise DataError("environment is not a name", where=prompt.where, field="environment", got=name, need=need)
     if environments is None or name in environments:
         return replace(prompt, info={**prompt.info, "environment": name})
-    near, need = nearest_name(name, environments), f"one of {', '.join(sorted(environments))}"
-    fix = f"did you mean {near}?" if near else "add it to env, or change the row or env_name"
-    summary = "there is no such environment"
-    raise DataError(summary, where=prompt.where, field="environment", got=name, need=need, fix=fix)
+    place: Any = {"where": prompt.where, "field": "environment", "fix": "add it to env, or change the row or env_name"}
+    raise DataError.unknown("there is no such environment", name, sorted(environments), **place)
 
 
 def from_prompt_row(
