@@ -15,11 +15,9 @@ from pydantic import Field, field_validator
 
 from treeward.config.base import Strict
 from treeward.config.checkpointing import GRPOCheckpointingConfig, parse_grpo_metric_name
-from treeward.config.cluster import ClusterConfig
 from treeward.config.data import PromptDataConfig, PromptSetConfig
 from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig
-from treeward.config.logger import GRPOLoggerConfig
 from treeward.config.reward_environments import (
     PreferenceVerdictConfig,
     RewardModelEnvironmentConfig,
@@ -27,6 +25,7 @@ from treeward.config.reward_environments import (
     environment_sections,
     is_enabled,
 )
+from treeward.config.run import ClusterConfig, GRPOLoggerConfig
 from treeward.errors import ConfigError
 
 
