@@ -353,11 +353,6 @@ class TrainedModelConfig(Strict):
         if self.load_in_4bit and not self.dtensor_cfg.lora_cfg.enabled:
             fix = "set policy.dtensor_cfg.lora_cfg.enabled=true"
             raise self.error("load_in_4bit", "adapters to train: 4-bit weights cannot be trained", fix)
-        if self.load_in_4bit and self.architecture is not None:
-            raise self.error("load_in_4bit", "a model_name: random weights would stay random")
-        if self.train_global_batch_size and (self.train_micro_batch_size or 0) > self.train_global_batch_size:
-            need = "at most as many in a forward pass as in an optimiser step"
-            raise self.error("train_micro_batch_size train_global_batch_size", need)
         if trained is None and self.tokenizer.vocab_size is not None:
             need = "no vocab_size, or policy.model_config with no policy.tokenizer.name"
             raise self.error("tokenizer.vocab_size tokenizer.name", need)
@@ -398,5 +393,3 @@ class PolicyConfig(TrainedModelConfig):
         if kind.num_heads > 1 and has_attributes:
             need = "1 for attributes, which have a head each: heads of one score are averaged"
             raise self.error(f"{key}.num_heads {key}.reward_model_type", need)
-        if weights and not any(weights.values()):
-            raise self.error(f"{key}.attribute_weights", "a weight that is not zero")

@@ -10,7 +10,6 @@ Prompts are messages, held in memory; a row's other columns are the prompt's `in
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,8 +24,6 @@ from treeward.data.registry import ObjectRows, Registry
 from treeward.data.responses_items import messages_of_input
 from treeward.data.sources import Row, RowSource
 from treeward.errors import ConfigError, DataError
-
-logger = logging.getLogger(__name__)
 
 _PROMPT_DATASETS = Registry("datasets of prompts", example="my_module.MyPrompts")
 _Class = TypeVar("_Class", bound="type[RowPrompts]")
@@ -84,9 +81,6 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
         prompts.append(_with_environment(replace(prompt, messages=messages), config.env_name, environments))
     if not prompts:
         raise DataError("there are no prompts", where=source.name, got="an empty dataset", need="at least one")
-    requests = [prompt.info.get(_REQUEST) or {} for prompt in prompts]
-    if number := sum(bool(p.info.get("tools") or r.get("tools")) for p, r in zip(prompts, requests, strict=True)):
-        logger.warning("%s: %d rows have tools; the policy does not see them", source.name, number)
     kept = [prompt for prompt in prompts if source.is_of_part(prompt.messages)]
     if not kept:
         summary, need = "split_validation_size leaves this part without a prompt", "a larger set, or another share"
