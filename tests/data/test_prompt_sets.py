@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from messages import assistant, user, write_jsonl
+from messages import assistant, read_jsonl, user, write_jsonl
 
 from treeward.config.data import PromptSetConfig
-from treeward.data.bundled import best_completions
-from treeward.data.bundled import prompts as bundled_prompts
+from treeward.data.bundled import bundled_path
 from treeward.data.prompt_sets import PromptSet, open_prompts, prompts_summary
 from treeward.errors import ConfigError, DataError
 
@@ -91,9 +90,12 @@ def test_named_keys(tmp_path: Path) -> None:
 
 def test_bundled() -> None:
     prompts = open_prompts(PromptSetConfig(dataset_name="Bundled", split="length_controlled", env_name="rm"))
-    assert [list(prompt.messages) for prompt in prompts] == bundled_prompts("length_controlled")
-    answers = best_completions("length_controlled")[3]
-    assert prompts[3].info == {"reference_answers": answers, "environment": "rm"}
+    rows = read_jsonl(bundled_path("length_controlled"))
+    contexts = [row["context"] for row in rows]
+    assert [list(p.messages) for p in prompts] == [c for i, c in enumerate(contexts) if c not in contexts[:i]]
+    completions = [c for row in rows if row["context"] == list(prompts[3].messages) for c in row["completions"]]
+    best = [c["completion"][0]["content"] for c in completions if c["rank"] == 0]
+    assert prompts[3].info == {"reference_answers": list(dict.fromkeys(best)), "environment": "rm"}
     assert prompts[3].where == "Bundled[length_controlled]:prompt 4"
     for wrong, words in (
         ({"split": "validatio"}, "did you mean validation"),

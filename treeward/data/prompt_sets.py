@@ -10,6 +10,7 @@ Prompts are messages, held in memory; a row's other columns are the prompt's `in
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,8 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 from treeward.config.data import PromptSetConfig
-from treeward.data.bundled import best_completions
-from treeward.data.bundled import prompts as bundled_prompts
+from treeward.data.bundled import bundled_path
 from treeward.data.preference import Message, as_messages, last_text, required
 from treeward.data.registry import ObjectRows, Registry
 from treeward.data.responses_items import messages_of_input
@@ -165,9 +165,14 @@ class BundledPrompts(RowPrompts):
     hub_path = "Bundled"
 
     def __iter__(self) -> Iterator[Prompt]:
-        split = self.split or "train"
-        pairs = zip(bundled_prompts(split), best_completions(split), strict=True)
-        for number, (messages, answers) in enumerate(pairs, 1):
+        answers_by_context: dict[str, tuple[list[Message], list[str]]] = {}
+        for line in bundled_path(self.split or "train").read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            _, answers = answers_by_context.setdefault(json.dumps(row["context"]), (row["context"], []))
+            best = min(completion["rank"] for completion in row["completions"])
+            texts = [item["completion"][-1]["content"] for item in row["completions"] if item["rank"] == best]
+            answers += [text for text in texts if text not in answers]
+        for number, (messages, answers) in enumerate(answers_by_context.values(), 1):
             yield Prompt(tuple(messages), {"reference_answers": answers}, f"{self.name}:prompt {number}")
 
 
