@@ -95,7 +95,7 @@ def main() -> None:
         tokenizer.save_pretrained(folder)
         _write_prompts(folder, [prompt for prompt, _ in found], tokenizer, arguments)
         runs = {TREE: _ours(folder, arguments, "float32")}
-        prompts = [list(one.token_ids) for one in runs[TREE].setup.prompts]
+        prompts = [ids.tolist() for ids in runs[TREE].setup.prompts.token_ids]
         trainers = {TRL: _trl(folder, tokenizer, prompts, arguments, default=False)}
         calls: dict[str, Callable[[int], object]] = {
             TREE: lambda n: runs[TREE].step(n + 1),

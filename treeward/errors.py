@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,6 +49,13 @@ class TreewardError(ValueError):
             lines.append(f"  fix:   {fix}")
         self._lines = lines
         super().__init__("\n".join(lines))
+
+    @classmethod
+    def unknown(cls, summary: str, name: str, names: Collection[str], *, fix: str | None = None, **place: Any) -> Self:
+        """The error of a name that is none of `names`, with the nearest of them; `fix`: where none is near."""
+        near = nearest_name(name, names)
+        arguments = {"got": name, "need": f"one of {', '.join(names)}"} | place
+        return cls(summary, fix=f"did you mean {near}?" if near else fix, **arguments)
 
     def but(self, **changes: Any) -> Self:
         """The same error with other arguments, as `where`."""

@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from treeward import processes
-from treeward.config.loss import LOSS_KINDS
+from treeward.config.loss import LEARNS
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.encoding import Comparison
 from treeward.model.contract import ESTIMATE_MEANING, HeadContract
@@ -202,7 +202,7 @@ LOSSES: Mapping[str, Callable[..., Tensor]] = {
     "regression": squared_error,
     "attributes": squared_error,
 }
-"""By `policy.reward_model_cfg.reward_model_type`, as in `LOSS_KINDS` of `config/loss.py`. Each
+"""By `policy.reward_model_cfg.reward_model_type`, as in `LEARNS` of `config/loss.py`. Each
 takes scores (S,) with `Pairs`, or values (S, H) with `Targets`, and its options, keys of `LossConfig` of the same names
 and defaults; and gives a sum."""
 
@@ -305,9 +305,9 @@ def heads_of(config: RewardModelRunConfig, grades_NH: npt.NDArray[np.floating[An
     else:
         weights, means, stds = (1 / num_estimates,) * num_heads, (0.0,) * num_heads, (1.0,) * num_heads
     pair_options: dict[str, Any] = {
-        "ties": "half" if config.data.ties == "half" else "drop",
+        "ties": config.data.ties,
         "weight": loss.weight,
-        "unit": LOSS_KINDS[section.reward_model_type].unit,
+        "unit": "choice" if LEARNS[section.reward_model_type] == "choices" else "pair",
     }
     if loss.strength is not None:
         pair_options |= {"strength": loss.strength, "strength_scale": loss.strength_scale}

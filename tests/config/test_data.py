@@ -16,10 +16,6 @@ PAIRS = DataConfig.model_validate(
     [
         BINARY | {"train_data_path": "t", "train_split": "s", "val_data_paths": {"A": "a", "B": "b"}, "val_split": "v"},
         {
-            "dataset_type": "binary", "prompt_key": "q", "train_data_path": "t", "train_split": "s",
-            "val_data_path": None, "val_data_paths": {"A": "a", "B": "b"}, "val_split": "v",
-        },
-        {
             "train": [{"data_path": "t", "split": "s"}],
             "validation": [{"data_path": "a", "name": "A"}, {"data_path": "b", "name": "B"}],
             "default": BINARY | {"split": "v", "prompt_file": None, "processor": "preference_preprocessor"},

@@ -136,7 +136,6 @@ def test_the_reward_model_replaces_the_rule():
     assert config.environments == ("math", "reward_model")
     assert config.used_environments == ("reward_model",)
     assert [one.env_name for one in config.data.validation] == ["reward_model"]
-    assert any("env.math" in remark for remark in config.remarks)
     assert load_grpo_config(FILES / "grpo_rm_1B.yaml").used_environments == ("math",), "as data.default.env_name says"
 
 

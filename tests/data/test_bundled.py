@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import assistant, read_jsonl, user
 
-from treeward.data.bundled import SPLITS, bundled_path, prompts
+from treeward.data.bundled import SPLITS, bundled_path
 from treeward.data.preference import preference_from_dict
 from treeward.user_code import import_object
 
@@ -67,7 +67,7 @@ def test_formats_come_from_the_turn_then_earlier_turns_then_the_system_prompt() 
     assert gold_quality([user([{"type": "text", "text": ONE_WORD}])], "Paris") == 1.0
 
 
-CONTEXTS = st.sampled_from([context for split in SPLITS for context in prompts(split)[:150]])
+CONTEXTS = st.sampled_from([row["context"] for split in SPLITS for row in rows(split)[:150]])
 WORDS = sorted(known_words())
 BABBLE = st.lists(
     st.sampled_from([*WORDS, "Paris", "-", "\n", ".", "[", "]", "Answer:", "Over.", "Sure!"]), max_size=40

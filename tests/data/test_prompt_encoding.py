@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from messages import assistant, user
 from templates import CASES, CHATML, byte_bpe, family_renderer
 
 from treeward.data.prompt_encoding import encode_prompts
-from treeward.data.prompt_sets import Prompt, PromptCounts, PromptSet
+from treeward.data.prompt_sets import Prompt, PromptSet, prompts_summary
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
 
@@ -20,7 +21,8 @@ WITH_GENERATION_PROMPT = CHATML + "{% if add_generation_prompt %}{{ '<|im_start|
 
 def prompts_of(*texts: str, name: str = "set", weight: float = 1.0, held_out: int = 0) -> PromptSet:
     prompts = tuple(Prompt((user(text),), {"n": n}, f"{name}:{n}") for n, text in enumerate(texts, 1))
-    return PromptSet(name, prompts, PromptCounts(len(texts) + held_out, len(texts), held_out), weight)
+    counts = Counter(read=len(texts) + held_out, kept=len(texts), held_out=held_out)
+    return PromptSet(name, prompts, counts, weight)
 
 
 CHATS = [
@@ -50,23 +52,23 @@ def renderer() -> Renderer:
 def test_prompts_of_several_sets_in_their_order(renderer: Renderer) -> None:
     sets = [prompts_of("one", "two, longer", weight=0.5), prompts_of(*"abc", name="other", held_out=2)]
     encoded = encode_prompts(sets, renderer)
-    assert [one.prompt for one in encoded] == [*sets[0], *sets[1]]
-    ids = [renderer.encode_prompt(one.prompt.messages) for one in encoded]
-    assert [list(one.token_ids) for one in encoded] == ids and encoded.longest == max(map(len, ids))
+    assert list(encoded.prompts) == [*sets[0], *sets[1]]
+    ids = [renderer.encode_prompt(prompt.messages) for prompt in encoded.prompts]
+    assert [ids.tolist() for ids in encoded.token_ids] == ids
     assert (encoded.sizes, encoded.weights) == ((2, 3), (0.5, 1.0))
-    assert encoded.counts == PromptCounts(read=7, kept=5, held_out=2, too_long=0)
+    assert encoded.counts == Counter(read=7, kept=5, held_out=2)
 
 
 def test_prompts_that_are_too_long_are_left_out_counted_and_named(
     renderer: Renderer, caplog: pytest.LogCaptureFixture
 ) -> None:
     sets = [prompts_of("a", "b" * 40, "c" * 3, "d" * 50), prompts_of("e", name="other")]
-    limit, longest = (len(renderer.encode_prompt([user(text)])) for text in ("c" * 3, "d" * 50))
+    limit = len(renderer.encode_prompt([user("c" * 3)]))
     encoded = encode_prompts(sets, renderer, max_length=limit)
-    assert [one.prompt.messages[0]["content"] for one in encoded] == ["a", "ccc", "e"]
-    assert encoded.sizes == (2, 1) and encoded.longest == longest
-    assert encoded.counts == PromptCounts(read=5, kept=3, too_long=2)
-    assert encoded.counts.summary() == "3 of 5 prompts kept (left out: 2 too long)"
+    assert [prompt.messages[0]["content"] for prompt in encoded.prompts] == ["a", "ccc", "e"]
+    assert encoded.sizes == (2, 1)
+    assert encoded.counts == Counter(read=5, kept=3, too_long=2)
+    assert prompts_summary(encoded.counts) == "3 of 5 prompts kept (left out: 2 too long)"
     (record,) = caplog.records
     assert f"2 of 4 prompts have more than {limit} tokens" in record.message and "the first: set:2" in record.message
     with pytest.raises(DataError, match="set: no prompt is short enough"):

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from messages import assistant, user, write_jsonl
+from messages import assistant, read_jsonl, user, write_jsonl
 
 from treeward.config.data import PromptSetConfig
-from treeward.data.bundled import best_completions
-from treeward.data.bundled import prompts as bundled_prompts
-from treeward.data.prompt_sets import PromptSet, open_prompts
+from treeward.data.bundled import bundled_path
+from treeward.data.prompt_sets import PromptSet, open_prompts, prompts_summary
 from treeward.errors import ConfigError, DataError
 
 
@@ -91,9 +90,12 @@ def test_named_keys(tmp_path: Path) -> None:
 
 def test_bundled() -> None:
     prompts = open_prompts(PromptSetConfig(dataset_name="Bundled", split="length_controlled", env_name="rm"))
-    assert [list(prompt.messages) for prompt in prompts] == bundled_prompts("length_controlled")
-    answers = best_completions("length_controlled")[3]
-    assert prompts[3].info == {"reference_answers": answers, "environment": "rm"}
+    rows = read_jsonl(bundled_path("length_controlled"))
+    contexts = [row["context"] for row in rows]
+    assert [list(p.messages) for p in prompts] == [c for i, c in enumerate(contexts) if c not in contexts[:i]]
+    completions = [c for row in rows if row["context"] == list(prompts[3].messages) for c in row["completions"]]
+    best = [c["completion"][0]["content"] for c in completions if c["rank"] == 0]
+    assert prompts[3].info == {"reference_answers": list(dict.fromkeys(best)), "environment": "rm"}
     assert prompts[3].where == "Bundled[length_controlled]:prompt 4"
     for wrong, words in (
         ({"split": "validatio"}, "did you mean validation"),
@@ -139,8 +141,8 @@ def test_rows_are_held_out_for_validation(tmp_path: Path) -> None:
     asked = [{prompt.messages[0]["content"] for prompt in part} for part in (train, validation)]
     assert not asked[0] & asked[1]
     assert 4 <= len(asked[1]) <= 16
-    assert (train.counts.read, train.counts.kept, train.counts.held_out) == (100, len(train), len(validation))
-    assert f"left out: {len(validation)} of the other part" in train.counts.summary()
+    assert (train.counts["read"], train.counts["kept"], train.counts["held_out"]) == (100, len(train), len(validation))
+    assert f"left out: {len(validation)} of the other part" in prompts_summary(train.counts)
     other = opened(tmp_path, "PromptDataset", *rows, part="validation", split_validation_size=0.25, seed=4)
     assert [p.where for p in other] != [p.where for p in validation]
     with pytest.raises(ConfigError, match="leaves this part without a prompt"):

@@ -68,7 +68,7 @@ def test_real_templates(name: str) -> None:
             assert row.count(bos) == int(row[0] == bos)
         text = tokenizer.decode(row)
         assert answer in text and all(message["content"] in text for message in context)
-        assert renderer.end_of_turn(row) == kind
+    assert renderer.read_token == kind
     shared = len(os.path.commonprefix(rows))
     assert tokenizer.decode(rows[0][shared:]).lstrip().startswith("Paris it")  # they part where the answers do
     assert context[-1]["content"] in tokenizer.decode(rows[0][:shared])
@@ -103,7 +103,7 @@ def test_default_template_ends_at_eos(caplog: pytest.LogCaptureFixture) -> None:
     assert sum("no chat template" in record.message for record in caplog.records) == 1
     text = renderer.render([{"role": "system", "content": "Be brief."}, *CHAT[:2]])
     assert text == ("<|system|>\nBe brief.\n<|user|>\nWhat is the capital of France?\n<|assistant|>\nParis.</s>")
-    assert renderer.end_of_turn(renderer.encode(CHAT)) == "eos"
+    assert renderer.read_token == "eos"
     without_eos = Renderer(byte_bpe((), None, None, False))
     assert without_eos.render(CHAT[:2]).endswith("<|assistant|>\nParis.")
 

@@ -11,7 +11,7 @@ from messages import chat, write_jsonl
 
 from treeward.config.data import PromptSetConfig
 from treeward.config.reward_environments import PreferenceVerdictConfig
-from treeward.data.prompt_sets import FAMILY, PromptSet
+from treeward.data.prompt_sets import FAMILY, PromptSet, prompts_summary
 from treeward.environments.interface import Reward
 from treeward.environments.preference_verdict import LABEL, PreferenceVerdictEnvironment, open_questions
 from treeward.errors import ConfigError, DataError
@@ -59,7 +59,7 @@ def test_every_pair_with_an_order_is_asked_about_and_the_others_are_counted(aske
     questions = asked(PAIR, RANKED, GRADED)
     assert len(questions) == 2 * (1 + 5) and questions.together == 2
     assert len({question.info[FAMILY] for question in questions}) == 6
-    assert questions.counts.summary() == "12 of 16 prompts kept (left out: 4 of equal ranks)"
+    assert prompts_summary(questions.counts) == "12 of 16 prompts kept (left out: 4 of equal ranks)"
     assert questions[-1].where is not None and questions[-1].where.endswith("rows.jsonl:2")
     with pytest.raises(DataError, match="no comparison has a better completion"):
         asked(GRADED)

@@ -34,7 +34,7 @@ def test_a_step_that_is_taken_again_is_the_same(opened: Callable[..., GRPOSetup]
     run = opened()
     first, again = collect(run, step=3, drawn=12), collect(run, step=3, drawn=12)
     assert texts(first) == texts(again) and torch.equal(first.rewards_PG, again.rewards_PG)
-    assert [g.prompt for g in first.groups] == [run.prompts[i].prompt for i in run.order.take(12, 4)]
+    assert [g.prompt for g in first.groups] == [run.prompts.prompts[i] for i in run.order.take(12, 4)]
     other = collect(run, step=4, drawn=12)  # the same prompts, other completions
     assert [g.prompt for g in other.groups] == [g.prompt for g in first.groups] and texts(other) != texts(first)
     seeds = [sampling_seed(a, b, c, validation=d) for a in (0, 1) for b in range(9) for c in range(5) for d in (0, 1)]
@@ -52,9 +52,9 @@ def test_dynamic_sampling_draws_until_there_is_enough(
     run = opened("grpo.use_dynamic_sampling=true", "env.planted.function=planted.vowels")
     found = collect(run, step=0, drawn=0)
     drawn = run.order.take(0, found.prompts_drawn)
-    informative = [i for i in drawn if "moon" not in str(run.prompts[i].prompt.messages)]
+    informative = [i for i in drawn if "moon" not in str(run.prompts.prompts[i].messages)]
     assert found.prompts_drawn % 4 == 0 and found.prompts_drawn > 4
-    assert [g.prompt for g in found.groups] == [run.prompts[i].prompt for i in informative][:4]
+    assert [g.prompt for g in found.groups] == [run.prompts.prompts[i] for i in informative][:4]
     assert found.metrics["train/num_groups_sampled"] == found.prompts_drawn
     assert found.metrics["planted_env/num_samples"] == 4 * found.prompts_drawn
     assert found.metrics["train/groups_without_signal"] == 1 - len(informative) / len(drawn)

@@ -36,7 +36,7 @@ def test_validation_prompts_are_spread_over_the_sets(tiny_grpo: Make, write_prom
     sets = f"data.validation=[{form.format(first, 'to')}, {form.format(second, 'from')}]"
     with contextlib.closing(set_up(tiny_grpo(sets, "grpo.max_val_samples=12"))) as run:
         assert len(run.validation) == 12 and list(run.validation_sets) == ["to"] * 9 + ["from"] * 3
-        asked = [one.prompt.messages[-1]["content"] for one in run.validation]
+        asked = [prompt.messages[-1]["content"] for prompt, _ in run.validation]
         assert len(set(asked)) == 12 and asked[0] == "Count to 0." and asked[-1] == "Count from 9."
     with contextlib.closing(set_up(tiny_grpo(sets, "grpo.max_val_samples=null"))) as run:
         assert len(run.validation) == 40

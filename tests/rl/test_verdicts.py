@@ -73,15 +73,15 @@ def tiny_grpo(tiny_grpo: Make, tmp_path: Path) -> Make:
 def test_both_orders_of_a_comparison_are_drawn_together_and_left_out_together(opened: Make) -> None:
     run = opened("grpo.max_val_samples=10")
     for step in range(120):  # beyond an epoch of 100 steps
-        drawn = [run.prompts[i].prompt.info for i in run.order.take(4 * step, 4)]
+        drawn = [run.prompts.prompts[i].info for i in run.order.take(4 * step, 4)]
         for one, other in zip(drawn[::2], drawn[1::2], strict=True):
             assert one[FAMILY] == other[FAMILY] and {one[LABEL], other[LABEL]} == {"A", "B"}
     assert run.order.rows_per_epoch == 400 and len(run.validation) == 10
     groups = collect(run, step=0, drawn=0).groups
     assert [group.prompt.info[FAMILY] for group in groups][::2] == [g.prompt.info[FAMILY] for g in groups][1::2]
-    longest = run.prompts.longest
+    longest = max(map(len, run.prompts.token_ids))
     fewer = opened(f"data.max_input_seq_length={longest - 1}")
-    assert len(fewer.prompts) % 2 == 0 and fewer.prompts.counts.too_long == 400 - len(fewer.prompts) > 0
+    assert len(fewer.prompts) % 2 == 0 and fewer.prompts.counts["too_long"] == 400 - len(fewer.prompts) > 0
     assert len({prompt.info[FAMILY] for prompt in fewer.prompts.prompts}) == len(fewer.prompts) / 2
 
 
@@ -149,11 +149,9 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(tiny_grpo: Make, tmp
 def taught(folder: Path, run: GRPOSetup) -> Path:
     """The run's policy, after it has learnt to write verdicts, of which seven of ten are right."""
     draw, end, groups = random.Random(0), run.tokenizer.eos_token_id, []
-    for prompt in run.prompts:
-        label = (
-            str(prompt.prompt.info[LABEL]) if draw.random() < 0.7 else "AB".replace(str(prompt.prompt.info[LABEL]), "")
-        )
-        groups.append((list(prompt.token_ids), [[*run.renderer.encode_texts([f"[[{label}]]"])[0], end]]))
+    for prompt, token_ids in zip(run.prompts.prompts, run.prompts.token_ids, strict=True):
+        label = str(prompt.info[LABEL]) if draw.random() < 0.7 else "AB".replace(str(prompt.info[LABEL]), "")
+        groups.append((token_ids.tolist(), [[*run.renderer.encode_texts([f"[[{label}]]"])[0], end]]))
     imitate(run.policy, groups, epochs=20, groups_per_step=16)
     export_model(run.policy, run.tokenizer, folder / "taught", chat_template=run.renderer.chat_template)
     return folder / "taught"

@@ -136,7 +136,7 @@ def test_shuffled_labels_are_not_learnt(kind: str, learnt: Callable[..., Any]) -
         ({"chosen": "a", "rejected": "b", "probability": 1.5}, "", "probability", "from 0 to 1"),
         ({"completion": "a", "bright": "very", "score": 1}, "bright", "bright", "very"),
         ({"completion": "a", "bright": math.inf, "score": 1}, "bright", "bright", "finite number"),
-        ({"completion": "a", "bright": 1, "score": 1}, "brigth", "brigth", "is it bright?"),
+        ({"completion": "a", "bright": 1, "score": 1}, "brigth", "", "completion: brigth"),
         ({"completion": "a", "bright": 1, "brief": None, "score": 1}, "bright, brief", "brief", "no completion has"),
     ],
 )
@@ -151,7 +151,8 @@ def test_bad_labels_are_refused_where_they_are(
     with pytest.raises(DataError) as caught:
         train(tiny_run(*sets, *filter(None, [kind])), show_progress=False)
     error = caught.value
-    assert str(error.where).endswith("bad.jsonl:1") and str(error.field).endswith(field) and said in str(error)
+    place = "bad.jsonl" if error.summary.startswith("no com") else "bad.jsonl:1"
+    assert str(error.where).endswith(place) and str(error.field).endswith(field) and said in str(error)
     assert error.got is not None and error.need is not None
 
 

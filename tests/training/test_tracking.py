@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from treeward.config.logger import LoggerConfig
+from treeward.config.run import LoggerConfig
 from treeward.errors import ConfigError, DataError
 from treeward.training.step_file import StepFile, read_steps
 from treeward.training.tracking import TrackerGroup, open_trackers, read_metrics

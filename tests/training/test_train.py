@@ -3,7 +3,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +12,11 @@ from torch.nn import functional as F
 
 from treeward.cli.main import main
 from treeward.config.checkpointing import METRICS
-from treeward.config.data import Ties
-from treeward.config.loss import LOSS_KINDS, LossKind
 from treeward.errors import ConfigError, ModelError
 from treeward.evaluation.diagnostics.scores import GATE_METRICS
 from treeward.losses import METRIC_NAMES
 from treeward.model.contract import CONTRACT_FILE, read_contract
 from treeward.scoring.verification import verify
-from treeward.training.card import model_card
 from treeward.training.setup import set_up
 from treeward.training.tracking import read_metrics
 from treeward.training.train import train
@@ -76,14 +73,6 @@ def test_metrics_have_the_names_that_are_promised_and_come_when_they_should(plai
     assert outcome.validation_sizes == {"held_out": 16}
     card = (outcome.model_folder / "README.md").read_text()
     assert "| held_out | 16 |" in card and "a meaning: P(a is preferred to b) = sigmoid(" in card
-
-
-def test_a_model_card_claims_log_odds_only_for_a_loss_that_gives_them(
-    tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(LOSS_KINDS, "bradley_terry", LossKind("pairs", get_args(Ties)))  # type: ignore[arg-type]
-    card = model_card(set_up(tiny_run()), 1, {})
-    assert "have a meaning." in card and "sigmoid" not in card
 
 
 def test_a_run_may_be_logged_and_validated_less_and_keep_nothing(trained: Trained, tmp_path: Path) -> None:

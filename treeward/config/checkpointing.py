@@ -10,13 +10,13 @@ GRPO has one validation: `val:<metric>`, `val_<metric>` or `validation/<metric>`
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import BeforeValidator, PositiveFloat, PositiveInt
 
 from treeward.config.base import Strict
-from treeward.errors import ConfigError, nearest_name
+from treeward.errors import ConfigError
 
 METRICS: Mapping[str, bool | None] = {
     **dict.fromkeys(("loss", "ece", "brier", "mse"), False),
@@ -49,37 +49,23 @@ class MetricKey(NamedTuple):
     metric: str
 
 
-def parse_metric_name(name: str, sets: Sequence[str] = (), metrics: Mapping[str, Any] = METRICS) -> MetricKey:
-    """Read a metric's name in any accepted spelling.
+def parse_metric_name(name: str, sets: Sequence[str] = (), metrics: Collection[str] = METRICS) -> MetricKey:
+    """The metric that a name means, in any accepted spelling.
 
     `sets`: the names of the validation sets. With underscores `validation-a_group_accuracy` is the metric
-    `group_accuracy` of the set `a` or `accuracy` of `a_group`: the first such set of `sets` decides, and without one
-    the longer metric. Raises `ConfigError` for any other name.
+    `group_accuracy` of the set `a` or `accuracy` of `a_group`: the first such set of `sets` decides. Raises
+    `ConfigError` for any other name.
     """
-    spelling = name.removeprefix("val:")
-    if spelling.startswith("validation-"):
-        key = _key_of_one_set(spelling.removeprefix("validation-"), sets)
-    else:
-        metric = re.sub("^(val_|eval/rm/|validation/)", "", spelling)
-        key = MetricKey(None, metric if metric != name else "")
-    if key.metric not in metrics or key.validation == "":
-        near, need = nearest_name(key.metric or name, metrics), f"{_SPELLINGS}; <metric> is one of {', '.join(metrics)}"
-        prefix = name.removesuffix(key.metric) if key.metric else "val_"
-        fix = f"did you mean {prefix}{near}?" if near else None
-        raise ConfigError("a metric is not known", got=name, need=need, fix=fix)
+    forms: dict[str, str | None] = {form: None for form in ("val:", "val_", "eval/rm/", "validation/")}
+    for validation in reversed(sets):
+        forms |= {f"validation-{validation}{separator}": validation for separator in "_/"}
+    names = {f"{form}{metric}": MetricKey(forms[form], metric) for form in forms for metric in metrics}
+    key = names.get(name) or names.get(name.removeprefix("val:"))
+    if key is None:
+        need = f"{_SPELLINGS}; <metric> is one of {', '.join(metrics)}"
+        need += f"; <name> is one of {', '.join(sets)}" if sets else ""
+        raise ConfigError.unknown("a metric is not known", name, names, field="checkpointing.metric_name", need=need)
     return key
-
-
-def _key_of_one_set(spelling: str, sets: Sequence[str]) -> MetricKey:
-    """The set and the metric of `set/metric` or `set_metric`; the longest metric unless `sets` says otherwise."""
-    if "/" in spelling:
-        validation, _, metric = spelling.rpartition("/")
-        return MetricKey(validation, metric)
-    named = [MetricKey(name, spelling.removeprefix(f"{name}_")) for name in sets if spelling.startswith(f"{name}_")]
-    meant = [key for key in named if key.metric in METRICS]
-    suffixes = [metric for metric in METRICS if spelling.endswith(f"_{metric}")]
-    metric = max(suffixes, key=len, default=spelling.rpartition("_")[2])
-    return (meant or sorted(named)[-1:] or [MetricKey(spelling.removesuffix(metric)[:-1], metric)])[0]
 
 
 def parse_grpo_metric_name(name: str) -> str:
@@ -87,11 +73,8 @@ def parse_grpo_metric_name(name: str) -> str:
 
     Raises `ConfigError` for any other name.
     """
-    key = parse_metric_name(name, metrics={**GRPO_METRICS, "accuracy": True})
-    if key.validation is not None:
-        need = "val:<metric>: there is one validation, of all sets"
-        raise ConfigError("a run of GRPO has no metrics of one set", got=name, need=need, fix=f"write val:{key.metric}")
-    return "reward" if key.metric == "accuracy" else key.metric
+    metric = parse_metric_name(name, metrics=GRPOCheckpointingConfig.metrics).metric
+    return "reward" if metric == "accuracy" else metric
 
 
 def _seconds(value: Any) -> Any:
@@ -121,18 +104,19 @@ class CheckpointingConfig(Strict):
     keep_top_k: PositiveInt | None = 3
     """Number of best checkpoints that stay, beside the latest. None: all."""
 
-    @classmethod
-    def _direction(cls, name: str) -> bool | None:
-        """Whether the metric that a name means is better when it is higher. Raises `ConfigError`."""
-        return METRICS[parse_metric_name(name).metric]
+    metrics: ClassVar[Mapping[str, bool | None]] = METRICS
+    """The metrics by name -> whether higher is better."""
+
+    @property
+    def _metric(self) -> str | None:
+        """The metric of `metric_name`: the longest that it ends with."""
+        name = self.metric_name or ""
+        return max((metric for metric in self.metrics if name.endswith(metric)), key=len, default=None)
 
     def check(self) -> None:
-        if self.metric_name is None:
-            return
-        try:
-            direction = self._direction(self.metric_name)
-        except ConfigError as error:
-            raise error.but(field="metric_name") from None
+        if self._metric is None:
+            return  # an unknown name is an error of the run, which knows the sets
+        direction = self.metrics[self._metric]
         if direction is None and self.higher_is_better is None:
             need = "true or false: the metric has no direction of its own; length_controlled_accuracy has one"
             raise self.error("higher_is_better metric_name", need)
@@ -143,13 +127,15 @@ class CheckpointingConfig(Strict):
     @property
     def metric_is_better_when_higher(self) -> bool:
         """The direction of `metric_name`; true if there is none (a later step is better)."""
-        if self.higher_is_better is not None or self.metric_name is None:
+        if self.higher_is_better is not None or self._metric is None:
             return self.higher_is_better is not False
-        return bool(self._direction(self.metric_name))
+        return bool(self.metrics[self._metric])
 
 
 class GRPOCheckpointingConfig(CheckpointingConfig):
     """When the run is saved, and which checkpoints stay."""
+
+    metrics: ClassVar[Mapping[str, bool | None]] = {**GRPO_METRICS, "accuracy": True}
 
     checkpoint_dir: str = "results/grpo"
     """Folder of this run's checkpoints and of its export."""
@@ -158,7 +144,3 @@ class GRPOCheckpointingConfig(CheckpointingConfig):
     metric_name: str | None = None
     """The validation metric that ranks checkpoints: `reward` (also `accuracy`), `raw_reward`, `gold_reward`, `kl`,
     `truncation_rate`, `entropy` or `mean_gen_tokens_per_sample`. None: the latest stay."""
-
-    @classmethod
-    def _direction(cls, name: str) -> bool | None:
-        return GRPO_METRICS[parse_grpo_metric_name(name)]

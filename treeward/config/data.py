@@ -4,8 +4,8 @@
       train: [{data_path: train.jsonl, prompt_key: question}]
       validation: [{data_path: plain.jsonl, name: plain}, {data_path: hard.jsonl, name: hard}]
 
-Two more forms are turned into that one: NeMo RL's flat keys (with `dataset_type: rank | binary` in older files), and
-the blocks with shared values of its newer guides. A set that brings its own data needs no paths.
+Two more forms are turned into that one: NeMo RL's flat keys, and the blocks with shared values of its newer guides. A
+set that brings its own data needs no paths.
 
     {dataset_name: PreferenceDataset, train_data_path: train.jsonl, val_data_paths: {plain: plain.jsonl}}
     {train: {data_path: train.jsonl}, validation: {plain: {data_path: plain.jsonl}}, default: {prompt_key: context}}
@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from treeward.config.base import Strict
+from treeward.config.scoring import Truncation
 from treeward.errors import ConfigError, nearest_name
 
 Block = dict[str, Any]
@@ -41,7 +42,6 @@ _FLAT_KEYS = (
 """Keys of a block that may stand beside the blocks, for all of them."""
 _TRAINING_KEYS = ("split_validation_size",)  # flat keys for the training sets alone
 _PATH_KEYS = ("train_data_path", "train_split", "val_data_path", "val_data_paths", "val_split", "default")
-_DATASET_TYPES = {"rank": "PreferenceDataset", "binary": "BinaryPreferenceDataset"}
 
 # The names of the sets in `treeward.data`, which this layer cannot import. Those that bring their own data have the
 # name of each validation set with its split, and under None the training split; {} needs a `data_path`.
@@ -69,8 +69,8 @@ PROMPT_SETS: Mapping[str, Splits] = {
 
 def keys_of_forms(block_keys: Sequence[str]) -> tuple[str, ...]:
     """The keys of `data` that only these forms have, for sets whose blocks have `block_keys`."""
-    older = ("dataset_type", *_TRAINING_KEYS) if "chosen_key" in block_keys else ()
-    return (*(key for key in _FLAT_KEYS if key in block_keys), *older, *_PATH_KEYS)
+    for_training = _TRAINING_KEYS if "chosen_key" in block_keys else ()
+    return (*(key for key in _FLAT_KEYS if key in block_keys), *for_training, *_PATH_KEYS)
 
 
 def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[str, Any]:
@@ -111,10 +111,6 @@ def normalise_data(raw: Mapping[str, Any], block_keys: Sequence[str]) -> dict[st
 def _shared_values(given: Block, block_keys: Sequence[str]) -> Block:
     """The flat keys and those of the `default` block: the values of every block that does not give its own."""
     shared = {key: given[key] for key in _FLAT_KEYS if key in given}
-    if (kind := given.get("dataset_type")) is not None:
-        if str(kind) not in _DATASET_TYPES:
-            raise ConfigError("dataset_type is not known", field="dataset_type", got=kind, need="rank or binary")
-        shared = _joined(shared, {"dataset_name": _DATASET_TYPES[str(kind)]}, "")
     default = _mapping(given.get("default", {}), "default", "{dataset_name: ...}")
     for key in default.keys() - set(block_keys):
         near, need = nearest_name(key, block_keys), f"one of {', '.join(block_keys)}"
@@ -190,7 +186,7 @@ _OPEN_MATH_VALIDATION = 0.05
 
 _COMMAS = BeforeValidator(lambda text: tuple(text.split(",")) if isinstance(text, str) else text)
 
-Ties = Literal["drop", "half", "error"]
+Ties = Literal["drop", "half"]
 
 
 class SetConfig(Strict):
@@ -269,13 +265,9 @@ class _Sets(Strict, Generic[_Set]):
             raise self.error("train", "at least one set of data", "give data.train_data_path")
         names = [dataset.name for dataset in self.validation]
         for i, dataset in enumerate(self.validation):
-            field = f"validation[{i}]"
             if dataset.name in names[:i]:
                 need, summary = "a name for each: it names their metrics", "two validation sets have the same name"
-                raise ConfigError(summary, field=f"{field}.name", got=dataset.name, need=need)
-            if dataset.weight != 1.0:
-                summary, need = "a validation set has a weight", "no such key: each of its rows counts once"
-                raise ConfigError(summary, field=f"{field}.weight", got=dataset.weight, need=need)
+                raise ConfigError(summary, field=f"validation[{i}].name", got=dataset.name, need=need)
 
 
 class DataConfig(_Sets[DatasetConfig]):
@@ -283,10 +275,10 @@ class DataConfig(_Sets[DatasetConfig]):
 
     other_forms: ClassVar[tuple[str, ...]] = keys_of_forms([*DatasetConfig.model_fields])
 
-    truncation: Literal["drop", "truncate_left", "error"] = "drop"
+    truncation: Truncation = "drop"
     """Too long completions are left out and counted (`drop`), cut from the left (`truncate_left`), or an `error`."""
     ties: Ties = "drop"
-    """Pairs of equal rank: left out and counted (`drop`), half a win for each side (`half`), or an error (`error`)."""
+    """Pairs of equal rank: left out and counted (`drop`), or half a win for each side (`half`)."""
     cache_dir: str | None = None
     """Where tokenized data is kept. None: `.treeward_cache` in the working folder."""
 

@@ -15,7 +15,6 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 
 from treeward.config.base import Limit, Period, Strict
 from treeward.config.run import ScheduleConfig
-from treeward.errors import ConfigError
 
 Estimator = Literal["grpo", "leave_one_out", "reinforce_plus_plus"]
 AlarmKind = Literal["gold_falls", "kl_budget", "length_growth", "entropy_collapse", "truncation", "no_signal"]
@@ -183,11 +182,6 @@ class GRPOConfig(ScheduleConfig):
         keys = {key: section[key] for key in AdvantageEstimatorConfig.other_forms if section.get(key) is not None}
         if section.get("name") == "leave_one_out":
             keys = {"normalize_rewards": False} | keys
-        always = {"leave_one_out": "use_leave_one_out_baseline", "reinforce_plus_plus": "normalize_rewards"}
-        key = always.get(str(section.get("name")))
-        if key is not None and section.get(key) is False:
-            field, need = f"adv_estimator.{key}", "true or no such key: it is always so with this name; or name: grpo"
-            raise ConfigError(f"{section['name']} cannot be without {key}", field=field, got="false", need=need)
         kept = {key: value for key, value in section.items() if key not in AdvantageEstimatorConfig.other_forms}
         return {**raw, **keys, "adv_estimator": kept}
 

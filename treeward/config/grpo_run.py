@@ -15,11 +15,9 @@ from pydantic import Field, field_validator
 
 from treeward.config.base import Strict
 from treeward.config.checkpointing import GRPOCheckpointingConfig, parse_grpo_metric_name
-from treeward.config.cluster import ClusterConfig
 from treeward.config.data import PromptDataConfig, PromptSetConfig
 from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig
-from treeward.config.logger import GRPOLoggerConfig
 from treeward.config.reward_environments import (
     PreferenceVerdictConfig,
     RewardModelEnvironmentConfig,
@@ -27,7 +25,8 @@ from treeward.config.reward_environments import (
     environment_sections,
     is_enabled,
 )
-from treeward.errors import ConfigError, nearest_name
+from treeward.config.run import ClusterConfig, GRPOLoggerConfig
+from treeward.errors import ConfigError
 
 
 class GRPORunConfig(Strict):
@@ -144,12 +143,10 @@ class GRPORunConfig(Strict):
     @property
     def remarks(self) -> list[str]:
         """Warnings about settings that are valid and may surprise."""
-        generation, others = self.policy.generation, (*self.used_environments, self.grpo.gold_environment)
-        unused = [f"env.{name}" for name in self.environments if name not in others]
+        generation = self.policy.generation
         remarks = {
             f"policy.generation.backend is {generation.backend} and no url is given: the policy itself samples, in "
             "this process": generation.backend != "hf" and not (generation.url or generation.starts_engines),
-            f"no set of data uses {', '.join(unused)}; its rows may name them": unused,
             "grpo.watch has nothing to watch: data has no validation set": not self.data.validation,
         }
         return [remark for remark, applies in remarks.items() if applies]
@@ -167,14 +164,10 @@ class GRPORunConfig(Strict):
         if self.policy.trust_remote_code and any(map(self.judged_by, self.data.train)):
             need = "false with preference_verdict: whoever loads the judge could not ask its golden questions"
             raise self.error("policy.trust_remote_code", need)
-        skip, watch, shaping = (
-            "grpo.skip_reference_policy_logprobs_calculation",
-            self.grpo.watch,
-            self.grpo.reward_shaping,
-        )
+        skip = "grpo.skip_reference_policy_logprobs_calculation"
         needs_reference = {
             "loss_fn.reference_policy_kl_penalty": self.loss_fn.reference_policy_kl_penalty > 0,
-            "grpo.watch.max_kl": watch.max_kl is not None,
+            "grpo.watch.max_kl": self.grpo.watch.max_kl is not None,
         }
         for key, needs in needs_reference.items():
             if needs and not self.needs_reference:
@@ -183,10 +176,6 @@ class GRPORunConfig(Strict):
             keys = "data.max_input_seq_length policy.max_total_sequence_length"
             fix = "set data.max_input_seq_length=null"
             raise self.error(keys, "at most policy.max_total_sequence_length", fix)
-        if shaping.enabled and shaping.overlong_buffer_length > self.max_response_length:
-            key = "grpo.reward_shaping.overlong_buffer_length"
-            fix = f"set {key}={max(self.max_response_length // 4, 1)}"
-            raise self.error(f"{key} max_response_length", "at most the longest completion", fix)
 
     def _check_update(self) -> None:
         size, whole = self.policy.train_global_batch_size, self.grpo.completions_per_step
@@ -214,11 +203,9 @@ class GRPORunConfig(Strict):
         for field, name in named.items():
             if name is None or name in self.environments:
                 continue
-            near, need = nearest_name(name, self.environments), f"one of {', '.join(self.environments)}"
-            is_off, fix = name in self.env, f"add or enable the section env.{name}"
-            summary = f"env.{name} is switched off" if is_off else f"there is no environment {name} in env"
-            fix = f"did you mean {near}?" if near and not is_off else fix
-            raise ConfigError(summary, field=field, got=name, need=need, fix=fix)
+            fix = f"add or enable the section env.{name}"
+            summary = f"env.{name} is switched off" if name in self.env else f"there is no environment {name} in env"
+            raise ConfigError.unknown(summary, name, self.environments, field=field, fix=fix)
 
     def _check_watch_and_metric(self) -> None:
         gold, watch, metric = self.grpo.gold_environment, self.grpo.watch, self.ranking_metric

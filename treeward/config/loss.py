@@ -1,6 +1,6 @@
 """`rm.loss`: the options of a reward model's loss, each with the losses that read it.
 
-    "hinge": LossKind("pairs"),                                   # in LOSS_KINDS, and its name in RewardModelType
+    "hinge": "pairs",                                             # in LEARNS, and its name in RewardModelType
     margin: Annotated[NonNegativeFloat, ReadBy("hinge")] = 1.0    # in LossConfig, with a docstring that documents it
 
 makes `rm.loss.margin` an argument of `hinge` in `losses.py`, and an error with every other loss.
@@ -10,38 +10,24 @@ makes `rm.loss.margin` an argument of `hinge` in `losses.py`, and an error with 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.fields import FieldInfo
 
 from treeward.config.base import Strict
-from treeward.config.data import Ties
 
 RewardModelType = Literal["bradley_terry", "plackett_luce", "regression", "attributes"]
 
 
-class LossKind(NamedTuple):
-    """What a loss learns: pairs of completions, choices of the best one, or grades; which `data.ties` it allows; and
-    whether the difference of two scores is the log-odds of the better completion, which the model card then says."""
-
-    learns: Literal["pairs", "choices", "grades"]
-    ties: tuple[Ties, ...] = ("drop", "error")
-    gives_log_odds: bool = False
-
-    @property
-    def unit(self) -> Literal["pair", "choice"]:
-        """What shares the weight of a comparison."""
-        return "choice" if self.learns == "choices" else "pair"
-
-
-LOSS_KINDS: Mapping[RewardModelType, LossKind] = {
-    "bradley_terry": LossKind("pairs", get_args(Ties), gives_log_odds=True),
-    "plackett_luce": LossKind("choices", gives_log_odds=True),
-    "regression": LossKind("grades", ("drop",)),
-    "attributes": LossKind("grades", ("drop",)),
+LEARNS: Mapping[RewardModelType, Literal["pairs", "choices", "grades"]] = {
+    "bradley_terry": "pairs",
+    "plackett_luce": "choices",
+    "regression": "grades",
+    "attributes": "grades",
 }
-"""The functions are in `LOSSES` of `losses.py`, by the same names."""
+"""What a loss learns: pairs of completions, choices of the best one, or grades. The functions are in `LOSSES` of
+`losses.py`, by the same names."""
 
 
 class ReadBy:

@@ -116,9 +116,6 @@ class NemoGymConfig(ServedModelConfig):
         values: dict[str, Any] = {"models": [section], "host": self.host, "port": self.port}
         if "batch_size" in self.model_fields_set or "batch_tokens" not in self.server:
             values["batch_tokens"] = self.batch_size * (self.max_length or longest)
-        need = "no such key: model_path, host, port and batch_size of the section itself set it"
-        for key in sorted(values.keys() & self.server.keys()):
-            raise ConfigError("a key is set twice", field=f"server.{key}", got=self.server[key], need=need)
         values["running"] = self.running
         values = {"deadline_seconds": _DEADLINE_SECONDS} | values | self.server
         return load_section(ServerConfig, values, where="server")

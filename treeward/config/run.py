@@ -3,25 +3,24 @@
     policy: {model_name: Qwen/Qwen2.5-0.5B-Instruct}
     data: {train_data_path: train.jsonl, val_data_path: val.jsonl}
 
-is a whole configuration: every other key has a default, written once, on its field. The small sections `rm`
-and `hub` are here too.
+is a whole configuration: every other key has a default, written once, on its field. The small sections `rm`,
+`logger`, `cluster` and `hub` are here too.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any, Self
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from treeward.config.base import Limit, Period, Strict
-from treeward.config.checkpointing import METRICS, CheckpointingConfig, MetricKey, parse_metric_name
-from treeward.config.cluster import ClusterConfig
+from treeward.config.checkpointing import CheckpointingConfig, MetricKey, parse_metric_name
 from treeward.config.data import DataConfig, DatasetConfig
-from treeward.config.logger import LoggerConfig
-from treeward.config.loss import LOSS_KINDS, LossConfig, readers
+from treeward.config.loss import LEARNS, LossConfig, readers
 from treeward.config.policy import PolicyConfig
-from treeward.errors import ConfigError, nearest_name
+from treeward.errors import ConfigError
 
 
 class ScheduleConfig(Strict):
@@ -58,6 +57,81 @@ class RMConfig(ScheduleConfig):
     val_micro_batch_size: PositiveInt | None = None
     """Most comparisons in one forward pass of validation. None: as many as in training."""
     loss: LossConfig = LossConfig()
+
+
+class TensorboardConfig(Strict):
+    """TensorBoard."""
+
+    log_dir: str | None = None
+    """Folder of the event files, inside `logger.log_dir` if it is relative. None: `tensorboard`."""
+
+
+class MlflowConfig(Strict):
+    """MLflow."""
+
+    experiment_name: str | None = None
+    """Experiment of the run."""
+    run_name: str | None = None
+    """Name of the run."""
+    tracking_uri: str | None = None
+    """Server or folder. None: a folder `mlflow` inside `logger.log_dir`."""
+
+
+class LoggerConfig(Strict):
+    """Where the metrics go."""
+
+    log_dir: str = "logs/rm"
+    """Folder of `metrics.jsonl` and of the trackers' files."""
+    tensorboard_enabled: bool = False
+    """Write TensorBoard event files."""
+    tensorboard: TensorboardConfig = TensorboardConfig()
+    wandb_enabled: bool = False
+    """Log to Weights & Biases."""
+    wandb: dict[str, Any] = {}
+    """Arguments of `wandb.init`, as `{project: reward-models, name: first}`."""
+    mlflow_enabled: bool = False
+    """Log to MLflow."""
+    mlflow: MlflowConfig = MlflowConfig()
+
+
+class GRPOLoggerConfig(LoggerConfig):
+    """Where the metrics go."""
+
+    log_dir: str = "logs/grpo"
+    """Folder of `metrics.jsonl`, `samples.jsonl` and of the trackers' files."""
+
+
+class ClusterConfig(Strict):
+    """The processes of the run, which share the model and the data of each step."""
+
+    gpus_per_node: NonNegativeInt = 1
+    """Processes on each node, each with its GPU where the machines have any; 0: one process, on the CPU. Where it
+    is more than one, the GPUs that reward models and engines have of their own are among them."""
+    num_nodes: PositiveInt = 1
+    """Nodes; more than one need a Ray cluster (`RAY_ADDRESS`). torchrun decides both numbers itself."""
+    max_restarts: NonNegativeInt = 3
+    """Restarts from the last checkpoint when a process or a node is lost. torchrun has `--max-restarts` instead."""
+    timeout_minutes: PositiveFloat = 30.0
+    """Longest that a process waits for the others, before the run ends with an error."""
+
+    @property
+    def num_processes(self) -> int:
+        return self.num_nodes * max(self.gpus_per_node, 1)
+
+    def without(self, num_gpus: int) -> Self:
+        """The processes that train where other models have `num_gpus`; one process stays one.
+
+        Raises `ConfigError` where none is left.
+        """
+        if num_gpus == 0 or self.num_processes == 1:
+            return self
+        per_node, num_left = max(self.gpus_per_node, 1), self.num_processes - num_gpus
+        if num_left < 1:
+            got = f"{self.num_processes}, of which reward models and engines have {num_gpus}"
+            fix = f"set cluster.num_nodes={num_gpus // per_node + 1}, or fewer resources of those"
+            raise ConfigError("no GPU is left to train on", field="cluster", got=got, need="one or more", fix=fix)
+        num_nodes = next(n for n in range(-(-num_left // per_node), num_left + 1) if num_left % n == 0)
+        return self.model_copy(update={"num_nodes": num_nodes, "gpus_per_node": num_left // num_nodes})
 
 
 class HubConfig(Strict):
@@ -158,10 +232,9 @@ class RewardModelRunConfig(Strict):
             if kind not in readers(option) and getattr(self.rm.loss, name) != option.default:
                 need = f"no such key, or the type {' or '.join(readers(option))}"
                 raise self.error(f"rm.loss.{name} {key}", need)
-        if self.data.ties not in (allowed := LOSS_KINDS[kind].ties):
-            types = [name for name, other in LOSS_KINDS.items() if self.data.ties in other.ties]
-            need = f"{' or '.join(allowed)}, or the type {' or '.join(types)}"
-            raise self.error(f"data.ties {key}", need)
+        if self.data.ties == "half" and LEARNS[kind] != "pairs":
+            types = [name for name, learns in LEARNS.items() if learns == "pairs"]
+            raise self.error(f"data.ties {key}", f"drop, or the type {' or '.join(types)}")
 
     def _check_ranking_metric(self, given: str, names: list[str]) -> None:
         field, fix = "checkpointing.metric_name", "set checkpointing.metric_name=null to keep the latest checkpoints"
@@ -171,14 +244,4 @@ class RewardModelRunConfig(Strict):
         if not self.rm.validates:
             keys = f"{field} rm.val_period rm.val_at_end"
             raise self.error(keys, "a validation, to measure it", f"set rm.val_at_end=true, or {fix}")
-        try:
-            validation, metric = parse_metric_name(given, names)
-        except ConfigError as error:
-            raise error.but(field=field) from None
-        if validation is not None and validation not in names:
-            near = nearest_name(validation, names) or names[0]
-            if f"{validation}_{metric}" in METRICS:  # validation-length_controlled_accuracy: the set is missing
-                metric = f"{validation}_{metric}"
-            need, fix = f"one of the sets {', '.join(names)}", f"set {field}=validation-{near}/{metric}"
-            summary = f"{field} names a validation set that is not in data: {validation}"
-            raise ConfigError(summary, field=field, got=given, need=need, fix=fix)
+        parse_metric_name(given, names)

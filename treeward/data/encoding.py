@@ -16,19 +16,20 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 
+from treeward.config.data import Ties
 from treeward.data.preference import Completion, Preference, last_text
-from treeward.errors import ConfigError, DataError, nearest_name
+from treeward.errors import ConfigError, DataError
 from treeward.progress import ShownProgress
 from treeward.storage import atomic_file
 
@@ -38,10 +39,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-Ties = Literal["drop", "half", "error"]
-"""A comparison without an order is dropped, kept (the loss counts half a win for either side), or an error, as any two
-equal ranks are under "error"."""
 
 _FORMAT_VERSION = 11  # raise it with the file's layout, the rules for keeping a comparison or the parsing of rows
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 128, 4_000_000  # enough for a fast tokenizer to use all cores
@@ -138,13 +135,10 @@ class EncodingCounts:
         return "; ".join(parts)
 
     @property
-    def much_dropped(self) -> str | None:
-        """`summary` and a remedy, if over a tenth of the comparisons, or of the others' completions, is dropped."""
+    def is_much_dropped(self) -> bool:
+        """Whether over a tenth of the comparisons, or of the completions of the others, is dropped."""
         num_completions = self.completions + self.completions_too_long
-        if self.read - self.kept <= _MUCH * self.read and self.completions_too_long <= _MUCH * num_completions:
-            return None
-        fix = "; a higher policy.max_total_sequence_length keeps more, data.truncation=truncate_left cuts prompts"
-        return self.summary() + (fix if self.dropped_too_long or self.completions_too_long else "")
+        return self.read - self.kept > _MUCH * self.read or self.completions_too_long > _MUCH * num_completions
 
     @property
     def _reasons(self) -> str:
@@ -303,37 +297,18 @@ def encode_dataset(
         except DataError as error:
             logger.warning("%s; tokenizing again", error.summary)
     if dataset is None:
-        _write(
-            path,
-            stream,
-            partial(encode_rows, renderer=renderer, rules=Rules(ties, tuple(attributes))),
-            progress,
-        )
+        _write(path, stream, renderer, Rules(ties, tuple(attributes)), progress)
         dataset = EncodedDataset(path, stream.name)
-    summary, much_dropped = dataset.counts.summary(), dataset.counts.much_dropped
-    logger.log(logging.WARNING if much_dropped else logging.INFO, "%s: %s", stream.name, much_dropped or summary)
-    if not dataset and attributes and dataset.counts.dropped_ungraded:
-        raise missing_grade(stream, attributes[0])
+    counts, summary, remedy = dataset.counts, dataset.counts.summary(), ""
+    if counts.is_much_dropped and (counts.dropped_too_long or counts.completions_too_long):
+        remedy = "; a higher policy.max_total_sequence_length keeps more, data.truncation=truncate_left cuts prompts"
+    level = logging.WARNING if counts.is_much_dropped else logging.INFO
+    logger.log(level, "%s: %s%s", stream.name, summary, remedy)
     if not dataset:
+        need = f"a grade of a completion: {', '.join(attributes)}" if attributes else "completions of different ranks"
         fix = "check the file; see data.max_input_seq_length, truncation, ties and split_validation_size"
-        raise DataError("no comparison is left to learn from", where=stream.name, got=summary, fix=fix)
+        raise DataError("no comparison is left to learn from", where=stream.name, got=summary, need=need, fix=fix)
     return dataset
-
-
-def missing_grade(stream: RowDataset, name: str) -> DataError:
-    """The error of an attribute that no completion has, with the nearest key of the first row."""
-    row = next(iter(stream.rows()))
-    completions = row.values.get("completions") or row.values.get("responses")
-    grades = completions[0] if isinstance(completions, list) and isinstance(completions[0], dict) else row.values
-    near, keys = nearest_name(name, list(map(str, grades))), sorted(map(str, grades))
-    return DataError(
-        "no completion has this grade",
-        where=row.where,
-        field=name,
-        got=f"keys {keys}",
-        need="a number, for some completions at least",
-        fix=f"is it {near}? Name it in policy.reward_model_cfg.attributes" if near else None,
-    )
 
 
 class Rules(NamedTuple):
@@ -353,12 +328,7 @@ class Rules(NamedTuple):
         return 1 if self.attributes else 2
 
 
-def _write(
-    path: Path,
-    stream: RowDataset,
-    encode: Callable[[Sequence[tuple[Preference, str]]], Iterator[dict[str, Any]]],
-    progress: bool,
-) -> None:
+def _write(path: Path, stream: RowDataset, renderer: Renderer, rules: Rules, progress: bool) -> None:
     done = tokens = 0
     records: list[dict[str, Any]] = []
     try:
@@ -369,7 +339,7 @@ def _write(
             pa.ipc.new_file(file, _SCHEMA) as writer,
         ):
             for rows in portions(stream):
-                for record in encode(rows):
+                for record in encode_rows(rows, renderer, rules):
                     records.append(record)
                     tokens += record["tokens"]
                     if len(records) == _ROWS_IN_BATCH or tokens > _TOKENS_IN_BATCH:
@@ -400,7 +370,7 @@ def portions(stream: Iterable[tuple[Preference, str]]) -> Iterator[list[tuple[Pr
 
 def encode_rows(rows: Sequence[tuple[Preference, str]], renderer: Renderer, rules: Rules) -> Iterator[dict[str, Any]]:
     """The rows of the file, from one call of the tokenizer."""
-    ordered = [_is_trainable(preference, where, rules) for preference, where in rows]
+    ordered = [_is_trainable(preference, rules) for preference, _ in rows]
     wanted = [row for row, has_order in zip(rows, ordered, strict=True) if has_order]
     fitted = iter(
         renderer.fit_many(
@@ -453,14 +423,8 @@ def _encode_row(preference: Preference, fitted: Sequence[tuple[Fitted | None, in
     }
 
 
-def _is_trainable(preference: Preference, where: str, rules: Rules) -> bool:
-    """Whether the comparison has an order or grades to learn from. Raises `DataError` for ties under "error"."""
+def _is_trainable(preference: Preference, rules: Rules) -> bool:
+    """Whether the comparison has an order or grades to learn from."""
     if rules.attributes:
         return any(item.grade(name) is not None for item in preference.completions for name in rules.attributes)
-    if rules.ties == "half":
-        return True
-    ranks = [completion.rank for completion in preference.completions]
-    if rules.ties == "drop" or len(set(ranks)) == len(ranks):
-        return len(set(ranks)) > 1
-    field, need = "completions[*].rank", "different ranks, or data.ties: drop or half"
-    raise DataError("completions have equal ranks", where=where, field=field, got=f"ranks {ranks}", need=need)
+    return rules.ties == "half" or len({completion.rank for completion in preference.completions}) > 1

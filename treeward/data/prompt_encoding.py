@@ -1,7 +1,7 @@
 """`EncodedPrompts`: prompts as token ids for a policy.
 
     encoded = encode_prompts([open_prompts(config)], renderer, max_length=1024)
-    encoded[0].prompt, encoded[0].token_ids
+    encoded.prompts[0], encoded.token_ids[0]
 
 The policy's template renders them, with its generation prompt. A prompt is never cut: too long ones are left out and
 counted.
@@ -12,15 +12,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from treeward.data.prompt_sets import Prompt, PromptCounts, PromptSet
+from treeward.data.prompt_sets import Prompt, PromptSet
 from treeward.errors import ConfigError, DataError
 from treeward.progress import ShownProgress
 
@@ -33,35 +34,20 @@ logger = logging.getLogger(__name__)
 _PROMPTS_AT_ONCE = 512
 
 
-class EncodedPrompt(NamedTuple):
-    """A prompt, and its token ids up to the beginning of the completion."""
-
-    prompt: Prompt
-    token_ids: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class EncodedPrompts:
     """The prompts of several sets that are short enough, N in all, and their token ids, int32. `sizes`, `weights`:
-    prompts of each set, and passes over it per epoch. `longest`: tokens of the longest prompt, kept or not. `together`:
-    see `PromptSet`."""
+    prompts of each set, and passes over it per epoch. `counts`: see `prompts_summary`. `together`: see `PromptSet`."""
 
     prompts: tuple[Prompt, ...]
     token_ids: tuple[npt.NDArray[np.int32], ...]
     sizes: tuple[int, ...]
     weights: tuple[float, ...]
-    counts: PromptCounts
-    longest: int
+    counts: Counter[str]
     together: int = 1
 
     def __len__(self) -> int:
         return len(self.prompts)
-
-    def __iter__(self) -> Iterator[EncodedPrompt]:
-        return (self[i] for i in range(len(self)))
-
-    def __getitem__(self, index: int) -> EncodedPrompt:
-        return EncodedPrompt(self.prompts[index], tuple(self.token_ids[index].tolist()))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -81,12 +67,11 @@ def encode_prompts(
     an encoder."""
     prompts: list[Prompt] = []
     token_ids: list[npt.NDArray[np.int32]] = []
-    sizes, counts, longest = [], PromptCounts(), 0
+    sizes, counts = [], Counter[str]()
     for prompt_set in sets:
         kept, first = 0, None
         encoded = _encoded(prompt_set, renderer, max_length, progress)
         for family in zip(*[encoded] * prompt_set.together, strict=True):
-            longest = max(longest, *(num_tokens for _, _, num_tokens in family))
             too_long = [item for item in family if item[1] is None or item[2] > (max_length or item[2])]
             if not too_long:
                 kept += len(family)
@@ -104,12 +89,14 @@ def encode_prompts(
             text = f"{num_too_long} of {len(prompt_set)} prompts have more than {max_length} tokens and are left out"
             logger.warning("%s: %s (the first: %s)", prompt_set.name, text, first)
         sizes.append(kept)
-        counts += replace(prompt_set.counts, kept=kept, too_long=num_too_long)
+        counts += prompt_set.counts
+        counts["kept"] -= num_too_long
+        counts["too_long"] += num_too_long
     weights, together = tuple(prompt_set.weight for prompt_set in sets), {prompt_set.together for prompt_set in sets}
     if len(together) > 1:
         need = "sets of comparisons, or sets of prompts: not both in a run"
         raise ConfigError("questions about comparisons and other prompts cannot be mixed", where="data", need=need)
-    return EncodedPrompts(tuple(prompts), tuple(token_ids), tuple(sizes), weights, counts, longest, *together)
+    return EncodedPrompts(tuple(prompts), tuple(token_ids), tuple(sizes), weights, counts, *together)
 
 
 def _encoded(

@@ -10,28 +10,23 @@ Prompts are messages, held in memory; a row's other columns are the prompt's `in
 from __future__ import annotations
 
 import itertools
-import logging
+import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, ClassVar, TypeVar
-
-from pydantic import Field
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
 
 from treeward.config.data import PromptSetConfig
-from treeward.data.bundled import best_completions
-from treeward.data.bundled import prompts as bundled_prompts
+from treeward.data.bundled import bundled_path
 from treeward.data.preference import Message, as_messages, last_text, required
 from treeward.data.registry import ObjectRows, Registry
 from treeward.data.responses_items import messages_of_input
 from treeward.data.sources import Row, RowSource
-from treeward.errors import ConfigError, DataError, nearest_name
-
-logger = logging.getLogger(__name__)
+from treeward.errors import ConfigError, DataError
 
 _PROMPT_DATASETS = Registry("datasets of prompts", example="my_module.MyPrompts")
 _Class = TypeVar("_Class", bound="type[RowPrompts]")
-_Name = Annotated[str, Field(min_length=1)]
 _REQUEST = "responses_create_params"
 FAMILY = "prompt_family"
 """The key of `info` whose value prompts have in common that are computed as one tree, as both orders of a pair."""
@@ -48,25 +43,12 @@ class Prompt:
     where: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PromptCounts:
-    """The outcomes of the rows: `read` = `kept` + `held_out` (rows of the other part of a split set) + `too_long` +
-    `tied` (questions about completions of equal rank)."""
-
-    read: int = 0
-    kept: int = 0
-    held_out: int = 0
-    too_long: int = 0
-    tied: int = 0
-
-    def __add__(self, other: PromptCounts) -> PromptCounts:
-        return PromptCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def summary(self) -> str:
-        """One line for a person."""
-        counts = {"of the other part": self.held_out, "too long": self.too_long, "of equal ranks": self.tied}
-        reasons = ", ".join(f"{number:,} {reason}" for reason, number in counts.items() if number)
-        return f"{self.kept:,} of {self.read:,} prompts kept" + (f" (left out: {reasons})" if reasons else "")
+def prompts_summary(counts: Counter[str]) -> str:
+    """One line for a person: the rows `read` and `kept`, and those left out: `held_out` (of the other part of a split
+    set), `too_long`, and `tied` (questions about completions of equal rank)."""
+    reasons = {"of the other part": "held_out", "too long": "too_long", "of equal ranks": "tied"}
+    left_out = ", ".join(f"{counts[key]:,} {reason}" for reason, key in reasons.items() if counts[key])
+    return f"{counts['kept']:,} of {counts['read']:,} prompts kept" + (f" (left out: {left_out})" if left_out else "")
 
 
 class PromptSet(list[Prompt]):
@@ -74,7 +56,7 @@ class PromptSet(list[Prompt]):
     `together`: so many neighbours are always drawn together, and left out together."""
 
     def __init__(
-        self, name: str, prompts: Iterable[Prompt], counts: PromptCounts, weight: float = 1.0, together: int = 1
+        self, name: str, prompts: Iterable[Prompt], counts: Counter[str], weight: float = 1.0, together: int = 1
     ) -> None:
         super().__init__(prompts)
         self.name, self.counts, self.weight, self.together = name, counts, weight, together
@@ -99,14 +81,11 @@ def open_prompts(config: PromptSetConfig, *, environments: Collection[str] | Non
         prompts.append(_with_environment(replace(prompt, messages=messages), config.env_name, environments))
     if not prompts:
         raise DataError("there are no prompts", where=source.name, got="an empty dataset", need="at least one")
-    requests = [prompt.info.get(_REQUEST) or {} for prompt in prompts]
-    if number := sum(bool(p.info.get("tools") or r.get("tools")) for p, r in zip(prompts, requests, strict=True)):
-        logger.warning("%s: %d rows have tools; the policy does not see them", source.name, number)
     kept = [prompt for prompt in prompts if source.is_of_part(prompt.messages)]
     if not kept:
         summary, need = "split_validation_size leaves this part without a prompt", "a larger set, or another share"
         raise ConfigError(summary, where=source.name, field="split_validation_size", need=need)
-    counts = PromptCounts(read=len(prompts), kept=len(kept), held_out=len(prompts) - len(kept))
+    counts = Counter(read=len(prompts), kept=len(kept), held_out=len(prompts) - len(kept))
     return PromptSet(source.name, kept, counts, config.weight)
 
 
@@ -186,9 +165,14 @@ class BundledPrompts(RowPrompts):
     hub_path = "Bundled"
 
     def __iter__(self) -> Iterator[Prompt]:
-        split = self.split or "train"
-        pairs = zip(bundled_prompts(split), best_completions(split), strict=True)
-        for number, (messages, answers) in enumerate(pairs, 1):
+        answers_by_context: dict[str, tuple[list[Message], list[str]]] = {}
+        for line in bundled_path(self.split or "train").read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            _, answers = answers_by_context.setdefault(json.dumps(row["context"]), (row["context"], []))
+            best = min(completion["rank"] for completion in row["completions"])
+            texts = [item["completion"][-1]["content"] for item in row["completions"] if item["rank"] == best]
+            answers += [text for text in texts if text not in answers]
+        for number, (messages, answers) in enumerate(answers_by_context.values(), 1):
             yield Prompt(tuple(messages), {"reference_answers": answers}, f"{self.name}:prompt {number}")
 
 
@@ -216,10 +200,8 @@ def _with_environment(prompt: Prompt, default: str | None, environments: Collect
         raise DataError("environment is not a name", where=prompt.where, field="environment", got=name, need=need)
     if environments is None or name in environments:
         return replace(prompt, info={**prompt.info, "environment": name})
-    near, need = nearest_name(name, environments), f"one of {', '.join(sorted(environments))}"
-    fix = f"did you mean {near}?" if near else "add it to env, or change the row or env_name"
-    summary = "there is no such environment"
-    raise DataError(summary, where=prompt.where, field="environment", got=name, need=need, fix=fix)
+    place: Any = {"where": prompt.where, "field": "environment", "fix": "add it to env, or change the row or env_name"}
+    raise DataError.unknown("there is no such environment", name, sorted(environments), **place)
 
 
 def from_prompt_row(

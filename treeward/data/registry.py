@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from treeward.config.data import SetConfig
 from treeward.data.sources import PROMPT_FILES, PromptFiles, Row, RowSource
-from treeward.errors import ConfigError, DataError, nearest_name
+from treeward.errors import ConfigError, DataError
 from treeward.user_code import import_object
 
 _PLACES = ("data_path", "subset", "split")
@@ -50,10 +50,9 @@ class Registry:
             if not isinstance(cls, type):
                 raise ConfigError("this is not a class", field="dataset_name", got=name, need="the path of a class")
             return cls
-        near = nearest_name(name, self.classes)
         need = f"one of {', '.join(self.classes)}, or the dotted path of a class, as {self._example}"
-        summary, fix = f"there is no such name among the {self._what}", f"did you mean {near}?" if near else None
-        raise ConfigError(summary, field="dataset_name", got=name, need=need, fix=fix)
+        summary = f"there is no such name among the {self._what}"
+        raise ConfigError.unknown(summary, name, self.classes, field="dataset_name", need=need)
 
 
 class ObjectRows(RowSource):

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 
+from treeward.config.scoring import Truncation
 from treeward.data.preference import Message
 from treeward.errors import ConfigError, DataError, ModelError
 
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-Truncation = Literal["drop", "truncate_left", "error"]
 
 _FORMAT_VERSION = 2  # raise it when the same messages would give other ids: token caches are keyed by it
 _MIN_CHARACTERS_PER_TOKEN = 128
@@ -165,20 +164,15 @@ class Renderer:
                 raise DataError("the tokenizer has no token for any of the text", where=place, got=text)
         return [self._frame(row) for row in rows]
 
-    def fit(
-        self, conversation: Sequence[Message], *, encoded: list[int] | None = None, where: str | None = None
-    ) -> Fitted | None:
+    def fit(self, conversation: Sequence[Message], *, where: str | None = None) -> Fitted | None:
         """Encode a conversation within `max_length`.
 
         If it is too long, "error" raises `DataError` and "drop" returns None. "truncate_left" removes the oldest
         messages, keeping a leading system message and the last two; if that does not suffice, it cuts tokens after BOS
         from the context of the last message, in steps of an eighth of `max_length`, so that completions of similar
-        length share their context; None if that is too short. The cut depends on the conversation alone. `encoded`: the
-        ids of the uncut conversation, if known.
+        length share their context; None if that is too short. The cut depends on the conversation alone.
         """
-        if encoded is None:
-            return self.fit_many([conversation], where=[where])[0][0]
-        return self._fitted(conversation, encoded, len(encoded), where)
+        return self.fit_many([conversation], where=[where])[0][0]
 
     def fit_many(
         self, conversations: Sequence[Sequence[Message]], *, where: Sequence[str | None] | None = None
@@ -207,21 +201,16 @@ class Renderer:
             encoded_texts[i] = ids, len(ids)
         return encoded_texts
 
-    def end_of_turn(self, token_ids: Sequence[int]) -> Literal["eos", "newline", "other"]:
-        """The kind of a conversation's last token, where its score is read."""
-        last = int(token_ids[-1])
-        if last == self.tokenizer.eos_token_id:
-            return "eos"
-        text = str(self.tokenizer.decode([last]))
-        return "newline" if "\n" in text and not text.strip() else "other"
-
     @functools.cached_property
     def read_token(self) -> Literal["eos", "newline", "other"] | None:
-        """The kind of the last token of a probe conversation; None if the template refuses it."""
+        """The kind of the last token of a conversation, where its score is read; None if the template refuses it."""
         try:
-            return self.end_of_turn(self.encode(_PROBE_MESSAGES))
+            last = self.encode(_PROBE_MESSAGES)[-1]
         except DataError:
             return None
+        text = str(self.tokenizer.decode([last]))
+        is_newline = "\n" in text and not text.strip()
+        return "eos" if last == self.tokenizer.eos_token_id else "newline" if is_newline else "other"
 
     @property
     def developer_role(self) -> str:

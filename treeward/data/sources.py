@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 from treeward.config.data import SetConfig
 from treeward.data.preference import Message, last_text
-from treeward.errors import ConfigError, DataError, nearest_name, nearest_path
+from treeward.errors import ConfigError, DataError, nearest_path
 
 PROMPT_FILES = ("prompt_file", "system_prompt_file")
 KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
@@ -197,9 +197,7 @@ def _chosen_split(splits: Mapping[str, Any], path: str, split: str | None) -> tu
         raise DataError(summary, where=path, field="split", got=got, need="one of them", fix=fix)
     chosen = names[0] if split is None else split
     if chosen not in names:
-        near, need = nearest_name(chosen, names), f"one of {', '.join(names)}"
-        hint = f"did you mean {near}?" if near else None
-        raise DataError(f"there is no split {split!r}", where=path, field="split", got=split, need=need, fix=hint)
+        raise DataError.unknown(f"there is no split {split!r}", chosen, names, where=path, field="split")
     return splits[chosen], chosen
 
 

@@ -36,6 +36,7 @@ from treeward.data.preference import Message
 from treeward.environments.actors import RayActor
 from treeward.errors import DataError
 from treeward.scoring.score import Reward as Reward
+from treeward.scoring.score import reward_metrics
 
 DETAILS = "reward_details"
 """The key of `EnvironmentReturn.metadata[i]` with the details of reward i."""
@@ -173,22 +174,6 @@ class ConfiguredEnvironment(Environment, Generic[_Section]):
         self.config = cast(_Section, section)
 
 
-def reward_metrics(name: str, rewards: Tensor) -> dict[str, float]:
-    """Metrics of rewards (B,), NaN for none: `<name>/num_samples` and `num_failed`; over the others `mean_reward`,
-    `std_reward` (of the population), `min_reward`, `max_reward`.
-    """
-    valid = rewards[torch.isfinite(rewards)]
-    metrics = {"num_samples": float(len(rewards)), "num_failed": float(len(rewards) - len(valid))}
-    if len(valid):
-        metrics |= {
-            "mean_reward": float(valid.mean()),
-            "std_reward": float(valid.std(unbiased=False)),
-            "min_reward": float(valid.min()),
-            "max_reward": float(valid.max()),
-        }
-    return {f"{name}/{key}": value for key, value in metrics.items()}
-
-
 def conversation_of(log: Any, where: str | None = None) -> list[Message]:
     """The messages of a log, without the loop's own keys. Raises `DataError` unless it is a list of messages."""
     if isinstance(log, np.ndarray):
@@ -220,8 +205,3 @@ def _text(log: Any) -> str | None:
     last = log[-1] if isinstance(log, Sequence) and log else None
     content = last.get("content") if isinstance(last, Mapping) else None
     return content if isinstance(content, str) else None
-
-
-def plain(value: Any) -> Any:
-    """A value of an `env_info` with arrays and tensors as lists and numbers."""
-    return value.tolist() if hasattr(value, "tolist") else value

@@ -31,11 +31,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
-from treeward.environments.interface import GROUP, ConfiguredEnvironment, Conversations, Infos, Reward, plain
+from treeward.environments.interface import GROUP, ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.environments.judge_endpoint import EndpointJudge
 from treeward.errors import ModelError
 from treeward.scoring.judge_local import LocalJudge
-from treeward.scoring.score import NO_COMPLETION, Cost, Score, completion_text, message_text, transcript
+from treeward.scoring.score import NO_COMPLETION, Cost, Score, completion_text, message_text, plain, transcript
 from treeward.scoring.verdicts import NoVerdict, Question, Verdict, make_question, share_of_scale
 
 _FIRST_QUESTIONS = 4

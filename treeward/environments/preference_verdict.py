@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -28,7 +28,7 @@ from treeward.config.data import PromptSetConfig
 from treeward.config.reward_environments import JudgePromptConfig, PreferenceVerdictConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.preference import Completion, Preference, last_text
-from treeward.data.prompt_sets import FAMILY, Prompt, PromptCounts, PromptSet
+from treeward.data.prompt_sets import FAMILY, Prompt, PromptSet
 from treeward.environments.interface import ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.errors import DataError
 from treeward.scoring.score import completion_text, transcript
@@ -66,7 +66,7 @@ def open_questions(config: PromptSetConfig, section: JudgePromptConfig) -> Promp
         raise DataError("no comparison has a better completion", where=dataset.name, got=got, need=need)
     if num_strong:
         logger.info("%s: the strength of %d comparisons is not used by verdicts.", dataset.name, num_strong)
-    counts = PromptCounts(read=len(questions) + num_tied, kept=len(questions), tied=num_tied)
+    counts = Counter(read=len(questions) + num_tied, kept=len(questions), tied=num_tied)
     return PromptSet(dataset.name, questions, counts, config.weight, together=2)
 
 

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from treeward.config.reward_environments import is_enabled
 from treeward.environments.interface import WHERE, Environment
-from treeward.errors import ConfigError, nearest_name
+from treeward.errors import ConfigError
 from treeward.user_code import import_object
 
 _CLASSES: dict[str, type[Environment] | str] = {
@@ -54,9 +54,8 @@ def environment_class(kind: str) -> type[Environment]:
         return registered
     path = registered or kind
     if "." not in path:
-        near = nearest_name(kind, _CLASSES)
-        fix = f"did you mean {near}?" if near else f"type: one of {', '.join(_CLASSES)}, or the dotted path of a class"
-        raise ConfigError("there is no such kind of environment", field="type", got=kind, fix=fix)
+        need = f"one of {', '.join(_CLASSES)}, or the dotted path of a class"
+        raise ConfigError.unknown("there is no such kind of environment", kind, _CLASSES, field="type", need=need)
     cls = import_object(path, field="type")
     if not (isinstance(cls, type) and issubclass(cls, Environment)) or inspect.isabstract(cls):
         need = "a subclass of treeward.environments.interface.Environment that implements rewards"

@@ -19,10 +19,10 @@ import regex
 
 from treeward.config.reward_environments import MathEnvironmentConfig, RuleEnvironmentConfig
 from treeward.data.preference import Message
-from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward, plain
+from treeward.environments.interface import WHERE, ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.environments.math_answers import MathChecker, MathVerdict, marked, number_text
 from treeward.errors import ConfigError
-from treeward.scoring.score import NO_COMPLETION, completion_text
+from treeward.scoring.score import NO_COMPLETION, completion_text, plain
 
 
 class RuleEnvironment(ConfiguredEnvironment[RuleEnvironmentConfig]):

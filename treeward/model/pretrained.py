@@ -33,7 +33,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_files
 
-from treeward.errors import ConfigError, ModelError, nearest_name, nearest_path
+from treeward.errors import ConfigError, ModelError, nearest_path
 from treeward.model.lora import ADAPTER_CONFIG, is_quantized, merge_adapters, merging_line
 from treeward.model.published import find, set_template
 from treeward.model.reward_model import HEAD_NAMES, head_name, is_of_head
@@ -266,13 +266,8 @@ def check_fields(config: PreTrainedConfig, fields: Iterable[str], where: str) ->
     silently."""
     for name in fields:
         if not hasattr(config, name):
-            near = nearest_name(name, config.to_dict())
-            raise ConfigError(
-                f"{config.model_type} has no such field",
-                where=where,
-                field=name,
-                fix=f"did you mean {near}?" if near else None,
-            )
+            summary = f"{config.model_type} has no such field"
+            raise ConfigError.unknown(summary, name, config.to_dict(), where=where, field=name, need=None)
 
 
 def _look_for(name: str, what: str) -> None:
@@ -323,15 +318,8 @@ def bare_config(fields: Mapping[str, Any], **settings: Any) -> PreTrainedConfig:
     """The configuration of `bare_model`; `settings` are further fields. Raises `ConfigError`."""
     model_type = str(fields.get("model_type"))
     if model_type not in CONFIG_MAPPING:
-        near = nearest_name(model_type, CONFIG_MAPPING.keys())
-        raise ConfigError(
-            "there is no such model type",
-            where="policy.model_config",
-            field="model_type",
-            got=model_type,
-            need="a model type of transformers",
-            fix=f"did you mean {near}?" if near else None,
-        )
+        place: Any = {"where": "policy.model_config", "field": "model_type", "need": "a model type of transformers"}
+        raise ConfigError.unknown("there is no such model type", model_type, CONFIG_MAPPING.keys(), **place)
     check_fields(AutoConfig.for_model(model_type), fields, "policy.model_config")
     with _config_errors("policy.model_config"):
         config: PreTrainedConfig = AutoConfig.for_model(**fields, **settings)

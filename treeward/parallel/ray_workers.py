@@ -29,7 +29,7 @@ from ray.train import (
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from treeward import processes
-from treeward.config.cluster import ClusterConfig
+from treeward.config.run import ClusterConfig
 from treeward.errors import ConfigError, LostProcessError, TreewardError
 from treeward.progress import logs_shown
 

@@ -32,10 +32,11 @@ from treeward import processes
 from treeward.config.grpo import GRPOConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.data.prompt_sets import Prompt
-from treeward.environments.interface import Environment, Reward, reward_metrics
+from treeward.environments.interface import Environment
 from treeward.environments.registry import make_environments
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.rl.generation import CompletionGroup, batch_shape
+from treeward.scoring.score import Reward, reward_metrics
 
 logger = logging.getLogger(__name__)
 

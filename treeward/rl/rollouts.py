@@ -91,10 +91,10 @@ def collect(run: GRPOSetup, *, step: int, drawn: int) -> Rollouts:
     rewards_PG = torch.empty(0, grpo.num_generations_per_prompt)
     while len(draws) < most_draws and int(informative_groups(rewards_PG).sum()) < wanted:
         started = time.monotonic()
-        prompts = [run.prompts[i] for i in run.order.take(drawn + len(draws) * count, count)]
+        indices = run.order.take(drawn + len(draws) * count, count)
         batch = run.generator.generate(
-            [prompt.prompt for prompt in prompts],
-            [prompt.token_ids for prompt in prompts],
+            [run.prompts.prompts[i] for i in indices],
+            [run.prompts.token_ids[i].tolist() for i in indices],
             num_completions=grpo.num_generations_per_prompt,
             seed=sampling_seed(grpo.seed, step, len(draws)),
         )
@@ -188,8 +188,8 @@ def validate(run: GRPOSetup, *, should_stop: Callable[[], str | None] = lambda: 
             return None
         chosen = run.validation[start : start + _VALIDATION_BATCH]
         batch = run.generator.generate(
-            [prompt.prompt for prompt in chosen],
-            [prompt.token_ids for prompt in chosen],
+            [prompt for prompt, _ in chosen],
+            [token_ids for _, token_ids in chosen],
             num_completions=grpo.num_val_generations,
             seed=sampling_seed(grpo.seed, 0, number, validation=True),
         )

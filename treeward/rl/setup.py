@@ -21,8 +21,8 @@ from treeward import processes
 from treeward.config.data import PromptSetConfig
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.reward_environments import RewardModelEnvironmentConfig, is_enabled
-from treeward.data.prompt_encoding import EncodedPrompt, EncodedPrompts, encode_prompts
-from treeward.data.prompt_sets import PromptSet, open_prompts
+from treeward.data.prompt_encoding import EncodedPrompts, encode_prompts
+from treeward.data.prompt_sets import Prompt, PromptSet, open_prompts, prompts_summary
 from treeward.data.rendering import Renderer
 from treeward.environments.preference_verdict import open_questions
 from treeward.environments.reward_model import RewardServer
@@ -85,7 +85,7 @@ class GRPOSetup:
     renderer: Renderer
     prompts: EncodedPrompts
     order: EpochOrder
-    validation: Sequence[EncodedPrompt]
+    validation: Sequence[tuple[Prompt, list[int]]]
     validation_sets: Sequence[str]
     generator: Generator
     rewards: EnvironmentRunner
@@ -212,7 +212,7 @@ def _make_policy(
 ) -> PolicyModel:
     """The policy to train, checked on the first prompts."""
     policy = _load_policy(config, tokenizer, checkpoint, mesh)
-    first = [prompts[i].token_ids for i in range(min(len(prompts), _CHECKED_PROMPTS))]
+    first = [ids.tolist() for ids in prompts.token_ids[:_CHECKED_PROMPTS]]
 
     def check() -> None:
         check_positions(policy, config.policy.max_total_sequence_length)
@@ -262,7 +262,7 @@ def _make_generator(
 
 def _chosen_for_validation(
     config: GRPORunConfig, held_out: EncodedPrompts | None
-) -> tuple[list[EncodedPrompt], list[str]]:
+) -> tuple[list[tuple[Prompt, list[int]]], list[str]]:
     """The validation prompts, spread evenly over all sets, and the set of each."""
     if held_out is None:
         return [], []
@@ -271,14 +271,15 @@ def _chosen_for_validation(
     firsts = np.linspace(0, len(held_out) // size - 1, max(number, 1)).round().astype(int) * size
     indices = (firsts[:, None] + np.arange(size)).flatten().tolist()
     names = np.repeat([dataset.name or "default" for dataset in config.data.validation], held_out.sizes).tolist()
-    return [held_out[i] for i in indices], [names[i] for i in indices]
+    chosen = [(held_out.prompts[i], held_out.token_ids[i].tolist()) for i in indices]
+    return chosen, [names[i] for i in indices]
 
 
 def _log_prompts(prompts: EncodedPrompts, held_out: EncodedPrompts | None) -> None:
-    logger.info("Prompts to train on: %s.", prompts.counts.summary())
+    logger.info("Prompts to train on: %s.", prompts_summary(prompts.counts))
     if held_out is None:
         return
-    logger.info("Prompts to validate on: %s.", held_out.counts.summary())
+    logger.info("Prompts to validate on: %s.", prompts_summary(held_out.counts))
     training_ids = {ids.tobytes() for ids in prompts.token_ids}
     if shared := sum(ids.tobytes() in training_ids for ids in held_out.token_ids):
         logger.warning(

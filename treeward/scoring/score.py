@@ -10,9 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from treeward.data.preference import Message
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Conversation = Sequence[Message]
 
@@ -74,6 +77,27 @@ class Reward:
     def raw(self) -> float | None:
         """The reward before shaping: the score, or the value itself where there is no score."""
         return self.value if self.score.score is None else self.score.score
+
+
+def reward_metrics(name: str, rewards: Tensor) -> dict[str, float]:
+    """Metrics of rewards (B,), NaN for none: `<name>/num_samples` and `num_failed`; over the others `mean_reward`,
+    `std_reward` (of the population), `min_reward`, `max_reward`.
+    """
+    valid = rewards[rewards.isfinite()]
+    metrics = {"num_samples": float(len(rewards)), "num_failed": float(len(rewards) - len(valid))}
+    if len(valid):
+        metrics |= {
+            "mean_reward": float(valid.mean()),
+            "std_reward": float(valid.std(unbiased=False)),
+            "min_reward": float(valid.min()),
+            "max_reward": float(valid.max()),
+        }
+    return {f"{name}/{key}": value for key, value in metrics.items()}
+
+
+def plain(value: Any) -> Any:
+    """A value of an `env_info` with arrays and tensors as lists and numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 class ConversationScorer(Protocol):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from treeward.config.loss import LOSS_KINDS
 from treeward.config.run import RewardModelRunConfig
 from treeward.tables import Column, markdown_table
 from treeward.training.setup import RewardModelSetup
@@ -55,12 +54,11 @@ def model_card(setup: RewardModelSetup, step: int, validation: Mapping[str, Mapp
     data = "\n".join(f"- {name}: {dataset.counts.summary()}" for name, dataset in setup.training_sets.items())
     results = _results(setup, validation) if validation else ["This checkpoint was not validated."]
     loss = policy.reward_model_cfg.reward_model_type
-    order = f"{_ORDER}{_LOG_ODDS if LOSS_KINDS[loss].gives_log_odds else ''}."
     return _CARD.format(
         base_line=f"base_model: {base}\n" if on_hub else "",
         base=base or "a model trained from scratch",
         loss=loss,
-        meaning=(_GRADES.format(", ".join(setup.heads.attributes)) if setup.heads.attributes else order)
+        meaning=(_GRADES.format(", ".join(setup.heads.attributes)) if setup.heads.attributes else _ORDER)
         + (_ESTIMATES.format(len(setup.heads.weights)) if setup.heads.are_estimates else ""),
         step=step,
         batch_size=policy.train_global_batch_size,
@@ -70,8 +68,10 @@ def model_card(setup: RewardModelSetup, step: int, validation: Mapping[str, Mapp
     )
 
 
-_ORDER = "Only differences of scores of completions of the same prompt have a meaning"
-_LOG_ODDS = ": P(a is preferred to b) = sigmoid(score(a) - score(b))"
+_ORDER = (
+    "Only differences of scores of completions of the same prompt have a meaning: "
+    "P(a is preferred to b) = sigmoid(score(a) - score(b))."
+)
 _GRADES = "It is a weighted sum of predicted grades, as reward_contract.json says: {}."
 _ESTIMATES = " It is the mean of {} heads, trained on different weights of the data; their spread is its uncertainty."
 _CARD = """---

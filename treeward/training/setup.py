@@ -24,9 +24,10 @@ from treeward import processes
 from treeward.config.data import DatasetConfig
 from treeward.config.run import RewardModelRunConfig
 from treeward.data.datasets import RowDataset, open_dataset
-from treeward.data.encoding import EncodedDataset, encode_dataset, missing_grade
+from treeward.data.encoding import EncodedDataset, encode_dataset
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of
+from treeward.errors import DataError
 from treeward.losses import Heads, heads_of
 from treeward.model.checks import check_before_training, check_positions
 from treeward.model.loading import build_reward_model, load_reward_model
@@ -109,7 +110,8 @@ def set_up(
         training_sets = {name: encode(stream) for name, stream in zip(names, streams, strict=True)}
         for i, label in enumerate(config.policy.reward_model_cfg.labels):
             if not any(np.isfinite(dataset.grades[:, i]).any() for dataset in training_sets.values()):
-                raise missing_grade(streams[0], label)
+                got, need = "none in any training set", "a number, for some completions at least"
+                raise DataError("no completion has this grade", where=streams[0].name, field=label, got=got, need=need)
         return training_sets, encoded_sets
 
     with processes.patience() as group:  # the others open the files that the main process has made

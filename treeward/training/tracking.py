@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 from treeward import processes
-from treeward.config.logger import LoggerConfig
+from treeward.config.run import LoggerConfig
 from treeward.errors import ConfigError
 from treeward.storage import remove_leftovers, write_text
 from treeward.training.step_file import StepFile, flattened, read_steps

@@ -292,9 +292,8 @@ class RewardModelRun(Run):
 
     def finish(self, outcome: Outcome) -> Outcome:
         setup, validation = self.setup, self._by_set(outcome.validation)
-        caveats = {name: dataset.counts.much_dropped for name, dataset in setup.validation_sets.items()}
-        for name, dataset in setup.training_sets.items():
-            caveats[f"training data, {name}"] = dataset.counts.much_dropped
+        datasets = {f"training data, {name}": dataset for name, dataset in setup.training_sets.items()}
+        counts = {name: dataset.counts for name, dataset in (setup.validation_sets | datasets).items()}
         sizes = {name: len(dataset) for name, dataset in setup.validation_sets.items()}
         file = Path(self.config.logger.log_dir) / METRICS_FILE
         lines = read_metrics(file) if processes.is_main() and file.exists() else []
@@ -304,7 +303,7 @@ class RewardModelRun(Run):
             **{**vars(outcome), "validation": validation},
             validation_sizes=sizes,
             learnt={name: sentence for name, sentence in sentences.items() if sentence is not None},
-            caveats={name: caveat for name, caveat in caveats.items() if caveat is not None},
+            caveats={name: count.summary() for name, count in counts.items() if count.is_much_dropped},
             warning=self._watch.verdict(),
         )
         if outcome.model_folder is not None and processes.is_main() and self.config.hub.push_to_hub:

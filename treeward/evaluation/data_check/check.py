@@ -17,9 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from treeward.config.data import DatasetConfig
+from treeward.config.data import DatasetConfig, Ties
 from treeward.data.datasets import RowDataset, open_dataset, recognised
-from treeward.data.encoding import Ties
 from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer

@@ -24,8 +24,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from treeward.config.data import Ties
 from treeward.data.datasets import RowDataset
-from treeward.data.encoding import Rules, Ties, encode_rows, portions
+from treeward.data.encoding import Rules, encode_rows, portions
 from treeward.data.preference import Message, Messages, Preference, last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError

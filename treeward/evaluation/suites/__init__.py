@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from treeward.errors import ConfigError, nearest_name
+from treeward.errors import ConfigError
 from treeward.evaluation.suites.benchmarks import JudgeBench, LLMBar, RMBench
 from treeward.evaluation.suites.interface import PreferenceSuite, Suite
 from treeward.evaluation.suites.rewardbench import RewardBench, RewardBench2
@@ -21,7 +21,6 @@ def get_suite(name: str) -> Suite:
     """The suite of that name; raises `ConfigError` with the nearest one."""
     key = name.lower().replace("-", "").replace("_", "").replace(" ", "")
     if key not in SUITES:
-        near, need = nearest_name(key, SUITES), f"one of {', '.join(SUITES)}"
-        fix = f"did you mean {near}?" if near else "for data of your own give the file instead"
-        raise ConfigError("there is no such suite", field="suite", got=name, need=need, fix=fix)
+        fix = "for data of your own give the file instead"
+        raise ConfigError.unknown("there is no such suite", key, SUITES, field="suite", got=name, fix=fix)
     return SUITES[key]()
