@@ -139,7 +139,6 @@ def _evaluate(
     on_progress: Progress,
 ) -> list[Summary]:
     """One model on all suites. The model is gone when this returns."""
-    logger.info("Loading %s.", candidate.name)
     scorer, identity = candidate.load()
     summaries = []
     for loaded in suites:
