@@ -84,7 +84,7 @@ def run(
     from treeward.evaluation.session import run_evaluation
 
     with ShownProgress() as progress:
-        evaluated = run_evaluation(
+        summaries, report = run_evaluation(
             candidates,
             suites,
             None if output is None else Path(output),
@@ -93,7 +93,7 @@ def run(
             on_progress=progress.show,
         )
     rows: list[dict[str, Any]] = []
-    for summary in evaluated.summaries:
+    for summary in summaries:
         parts = {"": summary.result.headline, **{section.name: section for section in summary.result.sections}}
         parts["length-controlled"] = summary.length.length_controlled_accuracy
         rows += (
@@ -101,14 +101,14 @@ def run(
             for name, part in parts.items()
         )
     sys.stdout.write(results_table(rows, _COLUMNS) + "\n")
-    for summary in evaluated.summaries:
+    for summary in summaries:
         sys.stdout.write("\n" + verdict(summary).replace("**", "", 2) + "\n")
-    for summary in evaluated.summaries:
+    for summary in summaries:
         if usage := usage_finding(summary.result.details.get("usage", {})):
             sys.stdout.write(f"\n{summary.model} on {summary.suite.name}: {usage}\n")
-    if evaluated.path is not None:
-        sys.stdout.write(f"\nThe report is {evaluated.path}\n")
-    results = [summary.result for summary in evaluated.summaries]
+    if report is not None:
+        sys.stdout.write(f"\nThe report is {report}\n")
+    results = [summary.result for summary in summaries]
     has_result = all(result.headline.value is not None for result in results)
     return 0 if has_result and not any(result.num_failed for result in results) else 1
 
