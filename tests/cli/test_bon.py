@@ -66,7 +66,7 @@ def test_what_has_no_score_is_counted_and_never_a_number(
     counts = json.loads((tmp_path / "bon.json").read_text(encoding="utf-8"))["counts"]
     assert counts["num_without_proxy"] == 3 and counts["num_without_gold"] == 4
     assert counts["num_prompts"] == 3 and counts["num_prompts_with_fewer_samples"] == 1
-    assert "3 samples have no score: too long to score" in ended.err
+    assert "3 of 4 examples have no score (too long to score" in ended.err
     assert "4 samples have no score of gold_scores, left out" in ended.err
     assert "1 prompts have fewer than 2 scored samples" in ended.err
 

@@ -16,7 +16,7 @@ KEYS = ["prompt_key=question", "chosen_key=yes", "rejected_key=no"]
 
 def test_options_are_keys_of_a_dataset() -> None:
     config = dataset_config("d.jsonl", None, None, [*KEYS, "subset=none-such", "subset=preference"])
-    assert config.dataset_name == "BinaryPreferenceDataset" and config.subset == "preference"
+    assert config.prompt_key == "question" and config.subset == "preference"
     own = dataset_config("d.jsonl", "my.Set", None, ["kwargs.depth=3", "kwargs.name=a"])
     assert own.kwargs == {"depth": 3, "name": "a"}
     with pytest.raises(ConfigError, match="did you mean prompt_key"):

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from messages import assistant, chat, read_jsonl, user
+from signed import contract_of
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from verbs import Command, Ended
 
 from treeward.cli.main import main
+from treeward.model.contract import NormalizationConstants, RewardCalibration, write_contract
 from treeward.scoring.scorer import Scorer
 
 Write = Callable[..., Path]
@@ -171,3 +173,16 @@ def test_rewards_beside_the_scores_and_reasons_where_there_are_none(
     assert ended.code == 1 and long["score"] is None and long["reward"] is None and "too long" in long["error"]
     assert one["reward"] == one["score"]  # "4." is short enough
     assert both["rewards"] == pytest.approx([both["scores"][0], both["scores"][1] - 0.001 * (19 - 3)])
+
+
+def test_rewards_of_other_constants_are_not_mixed(
+    treeward: Command, own_model: Path, write_rows: Write, tmp_path: Path
+) -> None:
+    data = write_rows("in.jsonl", [SHAPES["messages"], "{not json"])
+    words = ("--data", data, "--output", tmp_path / "out.jsonl", "--shaping", "{normalize_rewards: true}")
+    for mean, said in ((0.0, "in.jsonl:2"), (0.0, "in.jsonl:2"), (1.0, "constants")):
+        calibration = RewardCalibration(normalization=NormalizationConstants(mean=mean, std=1.0))
+        write_contract(contract_of(own_model).model_copy(update={"calibration": calibration}), own_model)
+        ended = treeward("score", own_model, *words)
+        assert ended.code == 2 and said in ended.err
+    assert len(read_jsonl(tmp_path / "out.partial.jsonl")) == 1

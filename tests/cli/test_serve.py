@@ -57,7 +57,7 @@ def test_a_file_and_the_command_line(treeward: Command, config_of: Callable[...,
     [
         ([], "there is nothing to serve"),
         (["a", "prot=1"], "prot"),
-        (["a", "--ensemble", "[1]"], "the option is no section"),
+        (["a", "b", "--ensemble", "[1]"], "the option is no section"),
         (["a", "--shaping", "{nonsense: 1}"], "nonsense"),
         (["a", "--device", "cuda:0,cuda:1"], "with `replicas` each GPU has a copy"),
         (["/nowhere", "--port", "0", "token_env=NO_SUCH_TOKEN"], "the server's key is not in the environment"),

@@ -132,6 +132,7 @@ def test_real_data(shared_data: Path, tiny_tokenizer: Any) -> None:
     path = shared_data / "hh_harmless" / "train.jsonl.gz"
     result = check_data(open_sets([DatasetConfig(data_path=str(path))]), Renderer(tiny_tokenizer), tokenizer="tiny")
     style = {name: one.value for name, one in result.numbers["style"].items()}
-    assert result.numbers["rows"] == 1700 and not result.errors and 0.3 < result.numbers["saved_by_tree"] < 0.5
+    assert result.numbers["rows"] == 1700 and not result.errors
+    assert 0.5 < result.numbers["tree_tokens"] / result.numbers["tokens"] < 0.7
     assert style["more_refusals"] > 0.6 and style["longer"] < 0.5  # the harmless completion declines, briefly
     assert {"style", "empty"} == {finding.name for finding in result.findings}

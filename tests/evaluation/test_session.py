@@ -81,20 +81,21 @@ def test_the_suites_are_read_once_and_one_model_is_in_memory_at_a_time(tmp_path:
         living.append(weakref.ref(model))
         return model, {"model": "m"}
 
-    done = run_evaluation([Candidate(name, load) for name in "xy"], [(one, "8") for one in suites], tmp_path)
+    summaries, path = run_evaluation([Candidate(name, load) for name in "xy"], [(one, "8") for one in suites], tmp_path)
     assert [suite.num_loads for suite in suites] == [1, 1] and len(living) == 2
-    assert [(one.model, one.suite.name) for one in done.summaries] == [(m, s) for m in "xy" for s in "ab"]
-    assert done.path == tmp_path / "report.html" and done.path.is_file()
+    assert [(one.model, one.suite.name) for one in summaries] == [(m, s) for m in "xy" for s in "ab"]
+    assert path == tmp_path / "report.html" and path.is_file()
     assert len(json.loads((tmp_path / "results.json").read_text())["results"]) == 4
-    limited = run_evaluation([candidate("x")], [(Questions(), None)], limit=7)
-    assert limited.path is None and limited.summaries[0].result.num_examples == 7
+    [limited], path = run_evaluation([candidate("x")], [(Questions(), None)], limit=7)
+    assert path is None and limited.result.num_examples == 7
 
 
 @pytest.mark.slow
 def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(tmp_path: Path) -> None:
     def run(model: RuleScorer, output: Path, perturbations: int = 60) -> Any:
         suites = [(Questions(), None)]
-        return run_evaluation([candidate("m", model)], suites, output, num_perturbations=perturbations)
+        [summary], _ = run_evaluation([candidate("m", model)], suites, output, num_perturbations=perturbations)
+        return summary
 
     whole = RuleScorer()
     want = run(whole, tmp_path / "whole")
@@ -109,15 +110,15 @@ def test_an_interrupted_evaluation_scores_the_rest_and_its_numbers_are_the_same(
     remaining = RuleScorer()
     got = run(remaining, tmp_path / "cut")
     assert remaining.num_scored == num_rewritten - sum(len(row["scores"]) for row in kept)
-    assert got.summaries[0].perturbations == want.summaries[0].perturbations
+    assert got.perturbations == want.perturbations
     read = [json.loads((tmp_path / name / "results.json").read_text())["results"] for name in ("whole", "cut")]
     assert read[0] == read[1]
     again = RuleScorer()
-    assert run(again, tmp_path / "cut").summaries[0].perturbations == want.summaries[0].perturbations
+    assert run(again, tmp_path / "cut").perturbations == want.perturbations
     assert again.num_scored == 0
     more = RuleScorer()
     grown = run(more, tmp_path / "cut", 80)
-    assert grown.summaries[0].perturbations.accuracy.count == 80
+    assert grown.perturbations.accuracy.count == 80
     assert 0 < more.num_scored < num_rewritten  # what the smaller sample has is not scored again
 
 
@@ -195,7 +196,7 @@ class Named(Questions):
 
 
 def test_ids_that_come_twice_become_distinct() -> None:
-    (summary,) = run_evaluation([candidate("m")], [(Named(id=["a", "a", "b", "a"]), None)]).summaries
+    [summary], _ = run_evaluation([candidate("m")], [(Named(id=["a", "a", "b", "a"]), None)])
     assert [one.example.id for one in summary.examples] == ["a", "a#2", "b", "a#3"]
 
 

@@ -67,7 +67,7 @@ MEASURED = """
 import gc, sys
 from treeward.config.load import load_run
 from treeward.parallel.mesh import Mesh
-from treeward.planning.runs import Filling, planned_run
+from treeward.planning.runs import Filling, reward_model_run
 
 def resident(key):
     with open("/proc/self/status") as file:
@@ -75,10 +75,10 @@ def resident(key):
 
 config = load_run(sys.argv[1], sys.argv[2:])
 longest = config.max_sequence_length
-planned_run(config, Mesh(), Filling.of(64, 2, 32)).step()  # what is loaded when it is first used
+reward_model_run(config, Mesh(), Filling.of(64, 2, 32)).step()  # what is loaded when it is first used
 gc.collect()
 before = resident("VmRSS")
-run = planned_run(config, Mesh(), Filling.of(longest, 2, longest // 4))
+run = reward_model_run(config, Mesh(), Filling.of(longest, 2, longest // 4))
 run.step()
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # the highest from now on

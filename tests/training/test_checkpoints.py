@@ -189,7 +189,7 @@ def evaluated(outcome: TrainingOutcome, config: DatasetConfig) -> dict[str, floa
     scorer = Scorer.load(str(outcome.model_folder), device="cpu")
     suite = PreferenceSuite("held_out", config)
     candidate = Candidate("model", lambda: (scorer, {"model": "model"}))
-    (summary,) = run_evaluation([candidate], [(suite, None)]).summaries
+    [summary], _ = run_evaluation([candidate], [(suite, None)])
     metrics = [*summary.statistics.numbers.values(), *summary.length.numbers.values()]
     found = {metric.name: metric.value for metric in metrics if metric.value is not None}
     return found | {"accuracy": found["pair_accuracy"]}

@@ -97,6 +97,8 @@ def test_pooled_metrics_count_every_comparison_once(trained: Trained, write_rows
     for metric in METRIC_NAMES:
         expected = sum(line[f"validation-{name}/{metric}"] * size for name, size in sizes.items()) / 16
         assert line[f"eval/rm/{metric}"] == pytest.approx(expected)
+    worst = min(line[f"validation-{name}/worst_subset"] for name in sizes)
+    assert line["eval/rm/worst_subset"] == worst, "subsets of one name in two sets stay two"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from treeward.evaluation.session import Candidate
 
 logger = logging.getLogger(__name__)
-
-_MOST_REASONS = 5
 
 
 @with_model_options
@@ -104,9 +101,6 @@ def _score(
     scorer, identity = model.load()
     path = folder and folder / model.name / "examples.jsonl"
     scored = score_rows(scorer, examples, model.name, path, {**identity, "data": fingerprint(data)}, progress.show)
-    errors = Counter(error for row in scored for error in row.errors if error is not None)
-    for reason, count in errors.most_common(_MOST_REASONS):
-        logger.warning("%s: %d samples have no score: %s", model.name, count, reason)
     if isinstance(scorer, GroupScorer) and (usage := usage_finding(scorer.usage())):
         logger.info("%s: %s", model.name, usage)
     return [row.scores for row in scored]

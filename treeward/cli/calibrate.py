@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from treeward.cli.comparisons import DataOptions, DatasetName, Split, dataset_config
-from treeward.cli.options import Model, ModelOptions, load, one_model, parse_yaml, with_model_options
+from treeward.cli.options import Model, ModelOptions, checked_model, load, parse_yaml, with_model_options
 from treeward.config.load import load_section
 from treeward.config.scoring import RewardShapingConfig
 from treeward.errors import ConfigError
@@ -72,8 +72,7 @@ def run(
         fix = f"treeward verify {model} --write --force --head-weights {options.head_weights} first"
         raise ConfigError(summary, where="--head-weights", got=options.head_weights, need=need, fix=fix)
     stream = open_dataset(config)
-    logger.info("Loading %s.", model)
-    scorer, _ = load(one_model([model], None, None, options), options.batch_tokens)
+    scorer, _, _ = load(checked_model({"models": [model]}, "MODEL", options), options.batch_tokens)
     name = f"{config.data_path or config.dataset_name}{f'[{config.split}]' if config.split else ''}"
     with ShownProgress(unit="comparisons") as progress:
 

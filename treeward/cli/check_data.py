@@ -55,7 +55,7 @@ def run(
     from treeward.evaluation.data_check.check import check_data, open_sets, write_check
 
     def configured(path: str | None) -> DatasetConfig:
-        return dataset_config(path, dataset_name, split, data_option, skip_broken=True)
+        return dataset_config(path, dataset_name, split, data_option)
 
     named = [configured(path) for path in (*(files or ()), *([None] if dataset_name and not files else ()))]
     streams = open_sets(named or (loaded.training_sets if loaded else ()))

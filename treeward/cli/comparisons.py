@@ -30,18 +30,12 @@ def data_options(options: Sequence[str] | None) -> dict[str, str]:
 
 
 def dataset_config(
-    data: str | None,
-    dataset_name: str | None,
-    split: str | None,
-    options: Sequence[str] | None = None,
-    *,
-    skip_broken: bool = False,
+    data: str | None, dataset_name: str | None, split: str | None, options: Sequence[str] | None = None
 ) -> DatasetConfig:
     """The configuration of a file, folder or hub name `data`, or of a dataset that brings its own.
 
-    `options`: further keys as KEY=VALUE. `skip_broken`: rows that are wrong do not tell the format, unless all are.
-    Raises `ConfigError` where neither is given and for options that are not those of a dataset, and `DataError` for
-    rows of no known format.
+    `options`: further keys as KEY=VALUE. Raises `ConfigError` where neither is given and for options that are not those
+    of a dataset.
     """
     pairs = data_options(options)
     keys: Any = {key: pairs[key] for key in pairs if "." not in key}  # text as it is: a column may be called yes
@@ -49,8 +43,4 @@ def dataset_config(
     if dataset_name is None and data is None:
         raise ConfigError("there are no comparisons", where="--data", need="--data FILE, or --dataset-name NAME")
     values = {"dataset_name": dataset_name or "auto", "data_path": data, "split": split, **keys}
-    config = load_section(DatasetConfig, values, where="--data, --data-option")
-
-    from treeward.data.datasets import recognised
-
-    return recognised(config, skip_broken=skip_broken)
+    return load_section(DatasetConfig, values, where="--data, --data-option")

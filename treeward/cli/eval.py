@@ -18,7 +18,7 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -28,17 +28,13 @@ from treeward.cli.options import (
     ModelOptions,
     Shaping,
     candidate,
-    checked_models,
-    model_candidate,
+    named_models,
     parse_yaml,
     with_model_options,
 )
 from treeward.errors import ConfigError, nearest_path
 from treeward.progress import ShownProgress
 from treeward.tables import Column, results_table
-
-if TYPE_CHECKING:
-    from treeward.evaluation.session import Candidate
 
 _COLUMNS = [
     *(Column(key) for key in ("model", "suite", "part")),
@@ -79,15 +75,16 @@ def run(
     if perturbations and any("type" in section for section in sections):
         problem = "an environment may reward by comparing, and is not asked about rewritten completions"
         raise ConfigError(problem, where="--perturbations", need="reward models alone")
+    checkpoint_models = [] if checkpoints is None else _checkpoints(Path(checkpoints))
+    named = [*checkpoint_models, *(model for model in named if model not in checkpoint_models)]
+    sections = [*named_models(named, ensemble, shaping), *sections]
     candidates = [candidate(section, "MODEL", options) for section in sections]  # errors before suites are read
-    if named or checkpoints is not None or not candidates:
-        candidates = _candidates(named, checkpoints, ensemble, shaping, options) + candidates
 
     from treeward.evaluation.findings import usage_finding, verdict
     from treeward.evaluation.session import run_evaluation
 
     with ShownProgress() as progress:
-        evaluated = run_evaluation(
+        summaries, report = run_evaluation(
             candidates,
             suites,
             None if output is None else Path(output),
@@ -96,7 +93,7 @@ def run(
             on_progress=progress.show,
         )
     rows: list[dict[str, Any]] = []
-    for summary in evaluated.summaries:
+    for summary in summaries:
         parts = {"": summary.result.headline, **{section.name: section for section in summary.result.sections}}
         parts["length-controlled"] = summary.length.length_controlled_accuracy
         rows += (
@@ -104,14 +101,14 @@ def run(
             for name, part in parts.items()
         )
     sys.stdout.write(results_table(rows, _COLUMNS) + "\n")
-    for summary in evaluated.summaries:
+    for summary in summaries:
         sys.stdout.write("\n" + verdict(summary).replace("**", "", 2) + "\n")
-    for summary in evaluated.summaries:
+    for summary in summaries:
         if usage := usage_finding(summary.result.details.get("usage", {})):
             sys.stdout.write(f"\n{summary.model} on {summary.suite.name}: {usage}\n")
-    if evaluated.path is not None:
-        sys.stdout.write(f"\nThe report is {evaluated.path}\n")
-    results = [summary.result for summary in evaluated.summaries]
+    if report is not None:
+        sys.stdout.write(f"\nThe report is {report}\n")
+    results = [summary.result for summary in summaries]
     has_result = all(result.headline.value is not None for result in results)
     return 0 if has_result and not any(result.num_failed for result in results) else 1
 
@@ -137,28 +134,13 @@ def _suites(
     return suites
 
 
-def _candidates(
-    models: list[str], run_dir: str | None, ensemble: str | None, shaping: str | None, options: ModelOptions
-) -> list[Candidate]:
-    """The checkpoints in order, then the models; with an ensemble of models they are one."""
-    checkpoints = [] if run_dir is None else _checkpoints(Path(run_dir))
-    if run_dir is not None and not checkpoints:
-        need, near = "a run's checkpoint_dir, with folders step_N", nearest_path(run_dir)
-        fix = f"did you mean {near}?" if near else None
-        raise ConfigError("the folder has no checkpoints", where="--checkpoints", got=run_dir, need=need, fix=fix)
-    if not models and not checkpoints:
-        need = "a model, or --checkpoints RUN_DIR"
-        raise ConfigError("there is no model to evaluate", where="MODEL", got="none", need=need)
-    ordered = [*checkpoints, *(model for model in models if model not in checkpoints)]
-    sections = checked_models(ordered, ensemble, shaping, options)
-    if checkpoints and any(len(section.models) > 1 for section in sections):
-        need = "one of them, or the checkpoints as models: RUN_DIR/step_100/model ..."
-        raise ConfigError("checkpoints are compared with each other", where="--ensemble, --checkpoints", need=need)
-    return [model_candidate(section, options.batch_tokens) for section in sections]
-
-
 def _checkpoints(folder: Path) -> list[str]:
-    """The models of a run's checkpoints in the order of their steps, and `final` last."""
+    """The models of a run's checkpoints in the order of their steps, and `final` last. Raises `ConfigError`."""
     steps = {int(path.name[5:]): path for path in folder.glob("step_*") if path.name[5:].isdecimal()}
     models = [str(path / "model") for _, path in sorted(steps.items())]
-    return [*models, str(folder / "final")] if (folder / "final").is_dir() else models
+    models += [str(folder / "final")] if (folder / "final").is_dir() else []
+    if not models:
+        need, near = "a run's checkpoint_dir, with folders step_N", nearest_path(folder)
+        fix = f"did you mean {near}?" if near else None
+        raise ConfigError("the folder has no checkpoints", where="--checkpoints", got=str(folder), need=need, fix=fix)
+    return models

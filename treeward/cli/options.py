@@ -2,14 +2,15 @@
 
 @with_model_options                                   # adds --device, --dtype, --max-length, ...
 def run(models: Models, ensemble: Ensemble = None, shaping: Shaping = None, *, options: ModelOptions) -> int:
-    for section in checked_models(models, ensemble, shaping, options):
-        scorer, shaper = load(section, options.batch_tokens)
+    for section in named_models(models, ensemble, shaping):
+        scorer, shaper, identity = load(checked_model(section, "MODEL", options), options.batch_tokens)
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from treeward.scoring.score import ConversationScorer
     from treeward.scoring.scorer import PreparedScorer
     from treeward.scoring.shaping import Shaper
+
+logger = logging.getLogger(__name__)
 
 ConfigFile = Annotated[str, typer.Option("--config", metavar="FILE", help="The YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="+key adds one, ~key removes one.")]
@@ -88,69 +91,61 @@ def with_model_options(run: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
-def reward_models(
-    models: Sequence[str], ensemble: str | None, shaping: str | None, options: Mapping[str, Any]
-) -> list[ServedModelConfig]:
-    """The sections of models that are named on the command line: one for each, or one for an ensemble of models.
+def named_models(models: Sequence[str], ensemble: str | None, shaping: str | None) -> list[dict[str, Any]]:
+    """The sections of models that are named on the command line: one for each, or one for an ensemble of them.
 
-    `options`: further keys of each. Raises `ConfigError` for an ensemble or a shaping that is none.
+    Raises `ConfigError` for an ensemble of one, and for an option that is no section.
     """
-    section = None if ensemble is None else parse_yaml(ensemble, "--ensemble")
-    section = {"method": section} if isinstance(section, str) else section
-    keys = {**options, "ensemble": section, "shaping": None if shaping is None else parse_yaml(shaping, "--shaping")}
-    keys = {key: value for key, value in keys.items() if value is not None}
-    named: list[dict[str, Any]] = [{"models": [model]} for model in models]
-    if section is not None:
-        if len(models) == 1:
-            raise ConfigError("one model is no ensemble", where="--ensemble", got=models[0], need="two models or more")
-        named = [{"models": list(models)}]
-    return [load_section(ServedModelConfig, names | keys, where="MODEL, --shaping, --ensemble") for names in named]
+    keys = {} if shaping is None else {"shaping": parse_yaml(shaping, "--shaping")}
+    if ensemble is None:
+        return [{"models": [model]} | keys for model in models]
+    if len(models) == 1:
+        raise ConfigError("one model is no ensemble", where="--ensemble", got=models[0], need="two models or more")
+    return [{"models": list(models), "ensemble": parse_yaml(ensemble, "--ensemble")} | keys]
 
 
-def checked_models(
-    models: Sequence[str], ensemble: str | None, shaping: str | None, options: ModelOptions
-) -> list[ServedModelConfig]:
-    """As `reward_models`; a folder, a device or a shaping that cannot be is an error before any weights are loaded."""
-    sections = reward_models(models, ensemble, shaping, options.keys)
+def checked_model(section: dict[str, Any], where: str, options: ModelOptions) -> ServedModelConfig:
+    """A model by its section, with the options of the command as further keys.
+
+    Raises `ConfigError` for a faulty section, and for a folder, a device or a shaping that cannot be.
+    """
+    model = load_section(ServedModelConfig, options.keys | section, where=where)
     from treeward.model.pretrained import check_device, check_local  # it imports torch: seconds
-
-    check_device(options.device, where="--device")
-    for section in sections:
-        for name in section.models:
-            check_local(name)  # the last one too, before hours of the first
-        check_shaping(section)
-    return sections
-
-
-def one_model(
-    models: Sequence[str], ensemble: str | None, shaping: str | None, options: ModelOptions
-) -> ServedModelConfig:
-    """As `checked_models`, of models that must score as one."""
-    sections = checked_models(models, ensemble, shaping, options)
-    if len(sections) > 1:
-        need = "one model, or several with --ensemble mean, worst or uncertainty"
-        raise ConfigError("nothing says how several models score as one", where="MODEL", got=list(models), need=need)
-    return sections[0]
-
-
-def load(section: ServedModelConfig, batch_tokens: int | None) -> tuple[PreparedScorer, Shaper | None]:
-    """The scorer of a section, and the `Shaper` of its scores; None without shaping."""
-    from treeward.scoring.ensemble import load_scorer
     from treeward.scoring.rewarding import load_shaper
 
+    check_device(model.device, where=where, field="device")
+    for name in model.models:
+        check_local(name)  # the last one too, before hours of the first
+    load_shaper(model)
+    return model
+
+
+def load(
+    section: ServedModelConfig, batch_tokens: int | None
+) -> tuple[PreparedScorer, Shaper | None, Mapping[str, Any]]:
+    """The scorer of a section, the `Shaper` of its scores, None without shaping, and what its rows depend on.
+
+    A function of the module: workers import it.
+    """
+    from treeward.scoring.ensemble import load_scorer
+    from treeward.scoring.identity import scorer_identity
+    from treeward.scoring.rewarding import RewardScorer, load_shaper
+
+    logger.info("Loading %s.", ", ".join(section.models))
     capacity = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
     scorer = load_scorer(section, device=section.device, **capacity)
-    return scorer, load_shaper(section, tokenizer=scorer.renderer.tokenizer)
+    shaper = load_shaper(section, tokenizer=scorer.renderer.tokenizer)
+    rewards = scorer if shaper is None else RewardScorer(scorer, shaper)
+    return scorer, shaper, scorer_identity(rewards, section.models[0])
 
 
 def candidate(section: dict[str, Any], where: str, options: ModelOptions) -> Candidate:
     """What takes part in an evaluation, by its section: an environment, which has a `type`, or a reward model.
 
-    Raises `ConfigError` for a faulty section.
+    The note has what is not by default. Raises `ConfigError` for a faulty section.
     """
     from treeward.config.reward_environments import check_environments
     from treeward.evaluation.session import Candidate
-    from treeward.model.pretrained import check_device, check_local
 
     if "type" in section:
         name = section.pop("name", None)
@@ -158,48 +153,24 @@ def candidate(section: dict[str, Any], where: str, options: ModelOptions) -> Can
         parts = [section["type"], section.get("mode"), Path(str(section.get("model", ""))).name]
         name = name or "-".join(re.sub(r"[^\w.]+", "-", str(part)) for part in parts if part)
         return Candidate(name, partial(_environment, section, where), note=f"rewards of {section}")
-    if isinstance(section.get("ensemble"), str):
-        section["ensemble"] = {"method": section["ensemble"]}
-    model = load_section(ServedModelConfig, options.keys | section, where=where)
-    check_device(model.device, where=where, field="device")
-    for name in model.models:
-        check_local(name)
-    check_shaping(model)
-    return model_candidate(model, options.batch_tokens)
-
-
-def model_candidate(section: ServedModelConfig, batch_tokens: int | None) -> Candidate:
-    """A reward model that takes part in an evaluation, under its name; the note has what is not by default."""
-    from treeward.evaluation.session import Candidate
-
-    keys = section.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
+    model = checked_model(section, where, options)
+    keys = model.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
     note = None if keys.keys() == {"models"} else f"scores of {keys}"
-    return Candidate(section.served_name.replace("/", "-"), partial(load_rewards, section, batch_tokens), note)
+    return Candidate(model.served_name.replace("/", "-"), partial(_rewards, model, options.batch_tokens), note)
 
 
-def _environment(section: dict[str, Any], where: str) -> tuple[ConversationScorer, dict[str, Any]]:
+def _environment(section: dict[str, Any], where: str) -> tuple[ConversationScorer, Mapping[str, Any]]:
     from treeward.environments.registry import make_environment
     from treeward.environments.scorer import EnvironmentScorer
 
     return EnvironmentScorer(make_environment("judge", section, where=where)), {"section": section}
 
 
-def load_rewards(section: ServedModelConfig, batch_tokens: int | None) -> tuple[ConversationScorer, dict[str, Any]]:
-    """The scorer, or, with shaping, one whose scores are the rewards; and what its rows depend on. Raises as `load`."""
-    from treeward.scoring.identity import scorer_identity
+def _rewards(section: ServedModelConfig, batch_tokens: int | None) -> tuple[ConversationScorer, Mapping[str, Any]]:
     from treeward.scoring.rewarding import RewardScorer
 
-    scorer, shaper = load(section, batch_tokens)
-    rewards = scorer if shaper is None else RewardScorer(scorer, shaper)
-    return rewards, scorer_identity(rewards, section.models[0])
-
-
-def check_shaping(section: ServedModelConfig) -> None:
-    """Raise `ConfigError` for constants that are missing."""
-    if section.shaping is not None:
-        from treeward.scoring.rewarding import load_shaper
-
-        load_shaper(section)
+    scorer, shaper, identity = load(section, batch_tokens)
+    return scorer if shaper is None else RewardScorer(scorer, shaper), identity
 
 
 def parse_head_weights(text: str) -> dict[str, float] | list[float]:

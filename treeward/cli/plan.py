@@ -15,17 +15,18 @@ import logging
 import os
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from treeward.cli.options import ConfigFile, Overrides
 from treeward.config.load import load_run
-from treeward.planning.gpus import GpuName
 from treeward.tables import Column, results_table
 
 if TYPE_CHECKING:
     from treeward.planning.plan import Plan
+
+GpuName = Literal["a100", "b200", "h100", "h200", "l40s", "cpu"]
 
 
 def run(

@@ -21,22 +21,19 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from treeward.cli.comparisons import DataOptions, data_options
-from treeward.cli.options import Ensemble, ModelOptions, Shaping, load, one_model, with_model_options
+from treeward.cli.options import Ensemble, ModelOptions, Shaping, checked_model, load, named_models, with_model_options
 from treeward.errors import CheckpointError, ConfigError, DataError, nearest_name
 from treeward.progress import ShownProgress
 from treeward.resumable import ResumableRows, num_rows, resumable_rows
 
 if TYPE_CHECKING:
-    from treeward.config.server import ServedModelConfig
     from treeward.data.sources import Row
     from treeward.scoring.rows import Load, ScoredChunk
-    from treeward.scoring.scorer import PreparedScorer
-    from treeward.scoring.shaping import Shaper
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +50,11 @@ def run(
     *,
     options: ModelOptions,
 ) -> int:
-    section = one_model(models, ensemble, shaping, options)
+    sections = named_models(models, ensemble, shaping)
+    if len(sections) > 1:
+        need = "one model, or several with --ensemble mean, worst or uncertainty"
+        raise ConfigError("nothing says how several models score as one", where="MODEL", got=models, need=need)
+    section = checked_model(sections[0], "MODEL", options)
 
     from treeward.data.formats import SCORED_KEYS
     from treeward.data.sources import fingerprint
@@ -70,7 +71,7 @@ def run(
         near, need = nearest_name(key, SCORED_KEYS), f"KEY_key=COLUMN; KEY is one of {', '.join(sorted(SCORED_KEYS))}"
         fix = f"did you mean {near}_key?" if near else None
         raise ConfigError("no such column is read", where="--data-option", got=f"{key}_key", need=need, fix=fix)
-    load_model = partial(_load, section, options.batch_tokens, models[0])
+    load_model = partial(load, section, options.batch_tokens)
     before = 0 if output == "-" else num_rows(partial_file)
     read = partial(_rows, data, columns)
     with closing(_scored(load_model, read, workers, options.device or "auto", skip=before)) as chunks:
@@ -153,15 +154,3 @@ def _scored(
     required = device.startswith("cuda")
     shares = equal_shares(ray, workers, num_gpus=float(device != "cpu"), required=required, where="--workers")
     yield from scored_on_ray(load_model, read, num_workers=workers, resources=shares, skip=skip)
-
-
-def _load(
-    section: ServedModelConfig, batch_tokens: int | None, name: str
-) -> tuple[PreparedScorer, Shaper | None, Mapping[str, Any]]:
-    """The model of a section, and what its rows depend on. A function of the module: workers import it."""
-    from treeward.scoring.identity import scorer_identity
-
-    logger.info("Loading %s.", ", ".join(section.models))
-    scorer, shaper = load(section, batch_tokens)
-    config = shaper and shaper.config.model_dump(mode="json")
-    return scorer, shaper, {"model": scorer_identity(scorer, name), "shaping": config}

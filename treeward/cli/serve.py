@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from treeward.cli.options import Ensemble, ModelOptions, Shaping, reward_models, with_model_options
+from treeward.cli.options import Ensemble, ModelOptions, Shaping, named_models, with_model_options
 from treeward.config.load import load_file
 from treeward.config.server import ServerConfig
 from treeward.errors import ConfigError
@@ -46,8 +46,7 @@ def run(
     settings = {"host": host, "port": port, "replicas": replicas, "batch_tokens": options.batch_tokens}
     values: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
     if models:
-        sections = reward_models(models, ensemble, shaping, options.keys)
-        values["models"] = [section.model_dump(mode="json", exclude_unset=True) for section in sections]
+        values["models"] = [options.keys | section for section in named_models(models, ensemble, shaping)]
     server = load_file(ServerConfig, config, overrides, values=values)
     # Threads that spin between two batches take the processor from those that read requests. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -17,21 +17,17 @@ from typing import Annotated, Any, ClassVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 from yaml import YAMLError
 
 from treeward.config.load import load_section
-from treeward.config.scoring import EnsembleConfig, RewardShapingConfig
+from treeward.config.scoring import RewardShapingConfig
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.errors import ConfigError
 
 _DEADLINE_SECONDS = 600  # NeMo Gym waits without a limit, and repeats a rollout that is given up
 _MAX_LENGTH = 2048  # of the page, for a model whose scoring contract does not say
 _CONSTANTS = {"reward_mean": 0.0, "reward_std": 1.0}
-
-_Ensemble = Annotated[
-    EnsembleConfig, BeforeValidator(lambda given: {"method": given} if isinstance(given, str) else given)
-]
 
 
 def handed_over() -> tuple[str, DictConfig]:
@@ -67,7 +63,7 @@ def _merged() -> DictConfig:
 
 
 class NemoGymConfig(ServedModelConfig):
-    """The configuration of a reward model resources server. Several models are scored as an ensemble."""
+    """The configuration of a reward model resources server. Several models are an ensemble, by default `mean`."""
 
     other_forms: ClassVar[tuple[str, ...]] = (
         *("normalize_rewards", "reward_mean", "reward_std", "reward_clip", "length_penalty"),
@@ -76,8 +72,6 @@ class NemoGymConfig(ServedModelConfig):
 
     name: str = "reward_model"
     """Name of the model in requests."""
-    ensemble: _Ensemble | None = None
-    """How the scores of several models are combined: mean, worst, uncertainty, or a section. None: mean."""
     batch_size: PositiveInt = 8
     """Conversations of `max_length` tokens (or 2048) in one forward pass."""
     host: str = "127.0.0.1"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, Tag
+from pydantic import BeforeValidator, Discriminator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, Tag
 
 from treeward.config.base import Strict, TextOrTexts
 from treeward.config.policy import ScoringPrecision, ScoringTokenizerConfig
@@ -93,7 +93,7 @@ EnsembleMethod = Literal["mean", "worst", "uncertainty"]
 
 
 class EnsembleConfig(Strict):
-    """How the members of an ensemble are combined (Coste et al. 2023, arXiv 2310.02743)."""
+    """How the members of an ensemble are combined: a section, or its `method` (Coste et al. 2023, arXiv 2310.02743)."""
 
     method: EnsembleMethod = "mean"
     """`mean`, `worst` (the smallest), or `uncertainty` (the mean less `uncertainty_coefficient` times the variance)."""
@@ -101,6 +101,11 @@ class EnsembleConfig(Strict):
     """Deduction for a unit of variance between members, with `method: uncertainty`."""
     standardize: bool = True
     """Bring each member to mean 0 and deviation 1 first, by its calibration (`treeward calibrate`)."""
+
+
+_Ensemble = Annotated[
+    EnsembleConfig, BeforeValidator(lambda given: {"method": given} if isinstance(given, str) else given)
+]
 
 
 class ScoringConfig(Strict):
@@ -115,7 +120,7 @@ class ScoringConfig(Strict):
 
     models: Annotated[TextOrTexts, Field(min_length=1)]
     """Folder or hub name of a reward model; several models need `ensemble`."""
-    ensemble: EnsembleConfig | None = None
+    ensemble: _Ensemble | None = None
     tokenizer: ScoringTokenizerConfig = ScoringTokenizerConfig()
     trust_remote_code: bool = False
     """Run Python code that the model's repository brings."""

@@ -2,7 +2,7 @@
 
 models:
   - model: results/rm/final
-  - {name: careful, models: [results/a/final, results/b/final], ensemble: {method: worst}}
+  - {name: careful, models: [results/a/final, results/b/final], ensemble: worst}
 port: 8000
 """
 

@@ -4,7 +4,7 @@
         scorer = Scorer.load("results/rm/final")
         return scorer, scorer_identity(scorer, "results/rm/final")
 
-    evaluated = run_evaluation([Candidate("rm", load)], [(get_suite("llmbar"), None)], Path("results/eval"))
+    summaries, path = run_evaluation([Candidate("rm", load)], [(get_suite("llmbar"), None)], Path("results/eval"))
 
 The suites are read once, and one model is in memory at a time. Rows are kept as they are scored, so an interrupted
 evaluation goes on where it stopped. The report is of the models and suites of the call.
@@ -59,14 +59,6 @@ class Candidate:
     note: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """The results of an evaluation: for each model in turn a summary of each suite, and the report's path, if any."""
-
-    summaries: list[Summary]
-    path: Path | None = None
-
-
 def run_evaluation(
     candidates: Sequence[Candidate],
     suites: Sequence[tuple[Suite, str | None]],
@@ -75,8 +67,10 @@ def run_evaluation(
     limit: int | None = None,
     num_perturbations: int | None = None,
     on_progress: Progress = lambda what, done, total: None,
-) -> Evaluated:
+) -> tuple[list[Summary], Path | None]:
     """Score every suite (with its source, None for the hub) with every model, and write the results.
+
+    Returns for each model in turn a summary of each suite, and the report's path, if any.
 
     `output`: the folder of rows, results.json and the report; None writes nothing. `limit`: most examples of each
     suite, the first. `num_perturbations`: most examples of each suite whose completions are rewritten; None rewrites
@@ -97,9 +91,9 @@ def run_evaluation(
     for candidate in candidates:
         summaries += _evaluate(candidate, loaded, output, num_perturbations, on_progress)
     if output is None:
-        return Evaluated(summaries)
+        return summaries, None
     logger.info("Writing the report.")
-    return Evaluated(summaries, write_results(output, summaries, subtitle="; ".join(notes)))
+    return summaries, write_results(output, summaries, subtitle="; ".join(notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +133,6 @@ def _evaluate(
     on_progress: Progress,
 ) -> list[Summary]:
     """One model on all suites. The model is gone when this returns."""
-    logger.info("Loading %s.", candidate.name)
     scorer, identity = candidate.load()
     summaries = []
     for loaded in suites:
@@ -148,10 +141,6 @@ def _evaluate(
         folder = None if output is None else output / candidate.name / suite.name
         path = None if folder is None else folder / "examples.jsonl"
         scored = score_rows(scorer, loaded.examples, what, path, full_identity, on_progress)
-        errors = Counter(next(filter(None, row.errors), "no reason is known") for row in scored if row.failed)
-        if errors:
-            reasons = "; ".join(reason for reason, _ in errors.most_common(3))
-            logger.warning("%s: %d of %d examples have no score (%s).", what, errors.total(), len(scored), reasons)
         usage = scorer.usage() if isinstance(scorer, GroupScorer) else {}  # of the rows that were scored now
         perturbations = None
         sampled = sample_examples(loaded.examples, num_perturbations or 0)
@@ -184,8 +173,8 @@ def score_rows(
     on_progress: Progress,
     at_once: int = _EXAMPLES_AT_ONCE,
 ) -> tuple[ScoredExample, ...]:
-    """The examples as a model scores them, in order; those that the file at `path` keeps are not scored again. `what`:
-    the task of `on_progress`."""
+    """The examples as a model scores them, in order; those that the file at `path` keeps are not scored again, and
+    the log tells how many have no score. `what`: the task of `on_progress`."""
     total, ids = len(examples), {example.id for example in examples}
     with resumable_rows(path, identity, scored_from_row) as rows:
         # A larger limit may have kept more.
@@ -199,4 +188,9 @@ def score_rows(
                 rows.add(to_row(scored))
                 scored_by_id[scored.example.id] = scored
             on_progress(what, len(scored_by_id), total)  # it may stop the evaluation: all that is scored is kept
-    return tuple(scored_by_id[example.id] for example in examples)
+    scored_examples = tuple(scored_by_id[example.id] for example in examples)
+    errors = Counter(next(filter(None, row.errors), "no reason is known") for row in scored_examples if row.failed)
+    if errors:
+        reasons = "; ".join(reason for reason, _ in errors.most_common(3))
+        logger.warning("%s: %d of %d examples have no score (%s).", what, errors.total(), total, reasons)
+    return scored_examples

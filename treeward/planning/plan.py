@@ -10,8 +10,9 @@ full as they get. Operations are taken one by one: compiled layers keep less, so
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, distributed
@@ -22,13 +23,17 @@ import treeward.model  # noqa: F401 (it imports transformers quietly, and comes 
 from treeward import processes
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.policy import ShardingConfig, TrainedModelConfig
+from treeward.config.run import RewardModelRunConfig
 from treeward.errors import ConfigError
 from treeward.parallel.mesh import Mesh, make_mesh
-from treeward.planning.gpus import GPUS, RESERVED
-from treeward.planning.runs import Filling, PlannedRun, RunConfig, planned_run
+from treeward.planning.runs import Filling, PlannedRun, grpo_run, reward_model_run
 from treeward.planning.tracker import UNCOUNTED, Tracker, no_storage
 from treeward.tree import attention
 
+GPUS: Mapping[str, float] = {"a100": 80e9, "h100": 80e9, "h200": 141e9, "b200": 180e9, "l40s": 48e9}
+"""Bytes of memory by name, of NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200, HGX B200, L40S."""
+
+_RESERVED = 0.05  # of the memory: for CUDA's context, libraries' workspaces and fragmentation
 _MEAN_SHARE = 4  # a conversation has a quarter of the longest's tokens, where nobody says
 
 
@@ -50,7 +55,7 @@ class Plan:
     micro_batch_tokens: int
 
 
-def plan(config: RunConfig, gpu: str, *, mean_tokens: int | None = None) -> Plan:
+def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str, *, mean_tokens: int | None = None) -> Plan:
     """The plan of a run on `gpu`, a name of `GPUS` or "cpu". `mean_tokens`: of a conversation, on average.
 
     Raises a `TreewardError` for a layout or a model that the run would refuse.
@@ -59,21 +64,23 @@ def plan(config: RunConfig, gpu: str, *, mean_tokens: int | None = None) -> Plan
     nodes, devices = cluster.num_nodes, cluster.num_processes
     if isinstance(config, GRPORunConfig):
         longest, group = policy.max_total_sequence_length, config.grpo.num_generations_per_prompt
+        make_run = partial(grpo_run, config)
     else:
         longest, group = config.max_sequence_length, 2
+        make_run = partial(reward_model_run, config)
     if policy.load_in_4bit:
         raise ConfigError("weights of four bits are not planned: try the run itself", field="policy.load_in_4bit")
     mean = mean_tokens or max(longest // _MEAN_SHARE, 2)
     budget = max(policy.micro_batch_tokens or 3 * (policy.train_micro_batch_size or 1) * longest // 2, longest)
     filling = Filling.of(budget, group, mean)
     with _mesh_of(devices, policy.dtensor_cfg) as mesh, no_storage():
-        run = planned_run(config, mesh, filling)
+        run = make_run(mesh, filling)
         for model in filter(None, (run.model, run.frozen)):
             model.tree_attention = None if gpu == "cpu" else attention.FLEX
         memory, host = _measure(run, policy)
     sampling = sum(memory.values()) - memory["activations"] - memory["gradients"] + sum(run.sampled.values())
     peak = run.rewards + max(sum(memory.values()), sampling)
-    usable = 0 if gpu == "cpu" else int(GPUS[gpu] * (1 - RESERVED))
+    usable = 0 if gpu == "cpu" else int(GPUS[gpu] * (1 - _RESERVED))
     others = {"reward models": run.rewards, **run.sampled, "peak": peak, "usable": usable, "host": host}
     others |= run.other_devices
     return Plan(

@@ -1,6 +1,6 @@
 """Runs on made-up data: the model, the optimiser and the step of a configuration, without weights and files.
 
-    run = planned_run(config, make_mesh(config.policy.dtensor_cfg), Filling.of(8192, 2, 1024))
+    run = reward_model_run(config, make_mesh(config.policy.dtensor_cfg), Filling.of(8192, 2, 1024))
     run.step()
 
 Only what reads files, a tokenizer or weights is left out of what `training.setup` and `rl.setup` do.
@@ -39,8 +39,6 @@ from treeward.training.models import adapt, make_ready, steps_on_host
 from treeward.training.optimisation import build_optimizer, build_scheduler
 from treeward.training.order import EpochOrder
 from treeward.training.train import RewardModelRun
-
-RunConfig = RewardModelRunConfig | GRPORunConfig
 
 _MICRO_BATCHES = 2
 """Micro-batches of a step on each device: the second adds to gradients that are there."""
@@ -98,12 +96,8 @@ class PlannedRun:
     other_devices: dict[str, int] = field(default_factory=dict)
 
 
-def planned_run(config: RunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
-    """The run of `treeward train`, or of `treeward grpo` the update and the log-probabilities of its reference."""
-    return _grpo(config, mesh, filling) if isinstance(config, GRPORunConfig) else _reward_model(config, mesh, filling)
-
-
-def _reward_model(config: RewardModelRunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
+def reward_model_run(config: RewardModelRunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
+    """The run of `treeward train`."""
     size = filling.number * _MICRO_BATCHES * mesh.data_size
     sizes = {"train_global_batch_size": size, "train_micro_batch_tokens": filling.tokens}
     policy = config.policy.model_copy(update=sizes)
@@ -131,7 +125,8 @@ def _reward_model(config: RewardModelRunConfig, mesh: Mesh, filling: Filling) ->
     return PlannedRun(model, optimizer, lambda: run.step(1))
 
 
-def _grpo(config: GRPORunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
+def grpo_run(config: GRPORunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
+    """Of `treeward grpo` the update, and the log-probabilities of its reference."""
     section, reference = config.policy, cast(Reference | None, None)
     policy = _trained(_policy(section), section, mesh)
     if config.needs_reference and has_adapters(policy):

@@ -230,7 +230,7 @@ class RewardModelRun(Run):
                         return None
                     values.append(self.evaluate(share.micro_batch.to(model.device, non_blocking=True), sums, grades))
                     comparisons |= {start + i: comparison for i, comparison in share.comparisons.items()}
-                scored |= _scored(comparisons, torch.cat(values).tolist())
+                scored |= _scored(name, comparisons, torch.cat(values).tolist())
             shares = processes.gather(scored, setup.mesh.data_group)
             scored = {i: example for share in shares for i, example in share.items()}
             examples = tuple(scored[i] for i in range(size))
@@ -311,13 +311,14 @@ class RewardModelRun(Run):
         return ended
 
 
-def _scored(comparisons: Mapping[int, Comparison], scores: Sequence[float]) -> dict[int, ScoredExample]:
-    """Each comparison with its scores, which lie one comparison after another."""
+def _scored(set_name: str, comparisons: Mapping[int, Comparison], scores: Sequence[float]) -> dict[int, ScoredExample]:
+    """Each comparison with its scores, which lie one comparison after another; subsets of two sets stay two."""
     remaining, scored = iter(scores), {}
     for i, comparison in comparisons.items():
         values = [next(remaining) for _ in comparison.ranks]
         ranks, lengths = comparison.ranks, comparison.lengths
-        scored[i] = scored_comparison(comparison.where, comparison.subset, scores=values, ranks=ranks, lengths=lengths)
+        subset = f"{set_name}/{comparison.subset}"
+        scored[i] = scored_comparison(comparison.where, subset, scores=values, ranks=ranks, lengths=lengths)
     return scored
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treeward.evaluation.diagnostics.scores import gate_metrics, pooled_gate_metrics
+from treeward.evaluation.diagnostics.scores import gate_metrics
 from treeward.evaluation.results import Metric, ScoredExample
 from treeward.losses import RewardMetrics, grade_metrics
 
@@ -40,7 +40,7 @@ def pooled(sets: Sequence[SetValidation]) -> dict[str, Metric]:
     if len(sets) == 1:
         return sets[0].metrics()
     sums = sum((result.sums for result in sets), RewardMetrics())
-    return _of_sums(sums) | pooled_gate_metrics([result.scored for result in sets]) | _of_grades(sets)
+    return _of_sums(sums) | gate_metrics([example for result in sets for example in result.scored]) | _of_grades(sets)
 
 
 def values_of(metrics: dict[str, Metric]) -> dict[str, float]:

@@ -17,7 +17,6 @@ from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_sty
 from treeward.evaluation.diagnostics.scores import (
     GATE_METRICS,
     gate_metrics,
-    pooled_gate_metrics,
     scored_comparison,
     statistics_of,
 )
@@ -87,8 +86,8 @@ def test_they_are_the_numbers_of_an_evaluation(count: int, most: int, missing: i
     assert worst.note == expected["worst_subset"].note or (worst.value is None and worst.note)
 
 
-def pair(margin: float, better: int, worse: int, subset: str = "all") -> ScoredExample:
-    return scored_comparison("1", subset, scores=[margin, 0.0], ranks=[0, 1], lengths=[better, worse])
+def pair(margin: float, better: int, worse: int) -> ScoredExample:
+    return scored_comparison("1", "all", scores=[margin, 0.0], ranks=[0, 1], lengths=[better, worse])
 
 
 def test_what_cannot_be_measured_says_why() -> None:
@@ -103,18 +102,6 @@ def test_what_cannot_be_measured_says_why() -> None:
     gates = gate_metrics([broken, pair(1.0, 9, 5)])
     assert broken.scores == (None, None) and gates["worst_subset"].value == 0.5, "it counts as wrong"
     assert gates["accuracy_longer_right"].count == 1, "no judgement"
-
-
-def test_pooled_numbers_are_of_all_comparisons_and_subsets_of_two_sets_stay_two() -> None:
-    first = [pair(1.0, 100, 50, "chat")] * 3 + [pair(1.0, 50, 100, "code")]
-    second = [pair(-1.0, 100, 50, "chat")] * 2 + [pair(1.0, 50, 100, "code")] * 2
-    gates, together = pooled_gate_metrics([first, second]), gate_metrics([*first, *second])
-    for name in GATE_METRICS[:-1]:
-        assert gates[name] == together[name]
-    assert together["worst_subset"].value == 0.6
-    assert (gates["worst_subset"].value, gates["worst_subset"].note) == (0.0, "chat")
-    assert pooled_gate_metrics([first]) == gate_metrics(first)
-    assert pooled_gate_metrics([[], []]) == gate_metrics([])
 
 
 def test_groups_worked_by_hand() -> None:

@@ -4,7 +4,7 @@
     for finding in findings_of(data, numbers_of(data)):          # the gravest first
         finding.text, finding.why, finding.fix, finding.rows
 
-No text is kept: a row leaves 26 bytes and a pair of different ranks 13. Texts are compared by hashes of 64 bits: among
+No text is kept: a row leaves 22 bytes and a pair of different ranks 13. Texts are compared by hashes of 64 bits: among
 a million rows the chance of a single false match is one in 30 million.
 
 Shapes: N rows (comparisons), P pairs of a better and a worse completion of one row.
@@ -53,7 +53,7 @@ TRAITS: Mapping[str, tuple[str, Callable[[str], float]]] = {
 }
 """What may tell the better completion from the worse one without being quality: by name, in words, and of a text."""
 
-_ROW_COLUMNS = {"source": "H", "place": "I", "digest": "q", "prompt": "q", "longest": "i"}
+_ROW_COLUMNS = {"source": "H", "place": "I", "digest": "q", "prompt": "q"}
 _PAIR_COLUMNS = {"pair": "q", "first_is_better": "b", "row": "I"}
 
 
@@ -62,13 +62,13 @@ class DataRead:
     """What a pass over preference data leaves.
 
     `sums`: by name. Columns (N,): where a row stands (`where`); `digest`, equal for rows with the same prompt,
-    completions and ranks; `prompt`; tokens of the `longest` conversation, 0 in rows that say nothing. Columns (P,):
-    `pair`, equal for the same two completions of the same prompt; `first_is_better`, 0 or 1; `row`. `errors`: the first
-    ones of broken rows. `noted`: the first rows of findings, by name. `stopped`: sets that could not be read to their
-    end.
+    completions and ranks; `prompt`. Columns (P,): `pair`, equal for the same two completions of the same prompt;
+    `first_is_better`, 0 or 1; `row`. `longest`: tokens of the longest conversation. `errors`: the first ones of broken
+    rows. `noted`: the first rows of findings, by name. `stopped`: sets that could not be read to their end.
     """
 
     sums: Counter[str] = field(default_factory=Counter)
+    longest: int = 0
     errors: list[DataError] = field(default_factory=list)
     noted: dict[str, list[str]] = field(default_factory=dict)
     stopped: list[str] = field(default_factory=list)
@@ -158,7 +158,7 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
         rows=1,
         completions=len(completions),
         turns=len(preference.context),
-        **{name: record[name] for name in ("tokens", "tree_tokens", "tied_pairs")},
+        **{name: record[name] for name in ("tokens", "tree_tokens")},
     )
     digest = hash((prompt, frozenset(zip(keys, ranks, strict=True))))
     source = where.rstrip("0123456789")
@@ -167,8 +167,8 @@ def _add_row(data: DataRead, preference: Preference, where: str, record: Mapping
         "place": int(where[len(source) :] or 0),
         "digest": digest,
         "prompt": prompt if preference.context else digest,
-        "longest": max(map(len, record["token_ids"]), default=0),
     }
+    data.longest = max([data.longest, *map(len, record["token_ids"])])
     for name, value in row.items():
         data.columns[name].append(value)
     _add_pairs(data, prompt, keys, texts, ranks)
@@ -268,21 +268,14 @@ class Finding:
 
 
 def numbers_of(data: DataRead) -> dict[str, Any]:
-    """Every number of a pass by its name: sums, lengths in tokens, repetitions, and a `Metric` for each trait."""
-    sums, longest = data.sums, data.column("longest")
-    longest = longest[longest > 0]
-    median, most, maximum = np.quantile(longest, [0.5, 0.99, 1], method="lower").tolist() if len(longest) else [0] * 3
+    """Every number of a pass by its name: sums, repetitions, and a `Metric` for each trait."""
     num_prompts = len(np.unique(data.column("prompt")))
-    names = ("rows", "broken", "turns", "completions", "tokens", "tree_tokens", "ties", "tied_pairs", "identical")
-    return {name: sums[name] for name in (*names, "empty")} | {
-        "pairs": len(data.columns["pair"]),
+    names = ("rows", "broken", "turns", "completions", "tokens", "tree_tokens", "ties", "identical", "empty")
+    return {name: data.sums[name] for name in names} | {
         "prompts": num_prompts,
-        "saved_by_tree": _share(sums["tokens"] - sums["tree_tokens"], sums["tokens"]),
         "duplicates": len(_repeated(data.column("digest"))),
         "contradictions": len(np.unique(data.column("row")[_contradicting(data)])),
-        "tokens_median": median,
-        "tokens_99_percent": most,
-        "tokens_longest": maximum,
+        "tokens_longest": data.longest,
         "style": {name: _trait(data, name, num_prompts) for name in TRAITS},
     }
 
@@ -410,7 +403,3 @@ def _repeated(digests: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _wheres(data: DataRead, rows: NDArray[Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(data.where(int(row)) for row in rows[: 2 * MOST_KEPT]))[:MOST_KEPT]
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

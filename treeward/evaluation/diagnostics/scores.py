@@ -179,14 +179,6 @@ def gate_metrics(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     return gates | {"worst_subset": _lowest_subset(scored)}
 
 
-def pooled_gate_metrics(sets: Sequence[Sequence[ScoredExample]]) -> dict[str, Metric]:
-    """`gate_metrics` of several sets together; subsets of one name in two sets stay two for `worst_subset`."""
-    pooled = gate_metrics([example for scored in sets for example in scored])
-    subsets = [worst for worst in map(_lowest_subset, sets) if worst.value is not None]
-    worst = min(subsets, key=lambda subset: subset.value or 0.0, default=pooled["worst_subset"])
-    return pooled | {"worst_subset": worst}
-
-
 def _lowest_subset(scored: Sequence[ScoredExample]) -> Metric:
     outcomes = {name: collect_pairs(examples).outcomes for name, examples in by_subset(scored).items()}
     accuracies = [

@@ -25,6 +25,7 @@ import vl_convert
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
+from treeward.data.preference import Message, last_text
 from treeward.errors import DataError
 from treeward.evaluation.report.blocks import ABSENT, format_interval, format_number, is_number, plain
 from treeward.evaluation.report.charts import THEME, draw
@@ -216,13 +217,9 @@ def example_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return shown_rows
 
 
-def messages(value: Any) -> list[dict[str, str]]:
-    """Messages as role and text, whatever their content is."""
-    return [
-        {"role": "", "text": message} if isinstance(message, str) else
-        {"role": str(message.get("role") or ""), "text": _text(message.get("content"))}
-        for message in ([value] if isinstance(value, str) else value or [])
-    ]  # fmt: skip
+def messages(value: Sequence[Message] | None) -> list[dict[str, str]]:
+    """Messages as role and text."""
+    return [{"role": message.get("role", ""), "text": last_text([message])} for message in value or ()]
 
 
 def prompt_text(context: Any) -> str:
@@ -230,14 +227,6 @@ def prompt_text(context: Any) -> str:
     shown = messages(context)
     last = shown[-1]["text"] if shown else ""
     return next((message["text"] for message in reversed(shown) if message["role"] == "user"), last)
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list):
-        return "\n".join(
-            part if isinstance(part, str) else str(part.get("text") or json.dumps(part)) for part in content
-        )
-    return content if isinstance(content, str) else "" if content is None else json.dumps(content)
 
 
 def _completions(row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from treeward.errors import ConfigError
 from treeward.evaluation.suites.benchmarks import JudgeBench, LLMBar, RMBench
@@ -12,9 +11,9 @@ from treeward.evaluation.suites.rewardbench import RewardBench, RewardBench2
 
 __all__ = ["SUITES", "PreferenceSuite", "Suite", "get_suite"]
 
-SUITES: Mapping[str, type[Suite]] = MappingProxyType(
-    {suite.name: suite for suite in (RewardBench, RewardBench2, RMBench, JudgeBench, LLMBar)}
-)
+SUITES: Mapping[str, type[Suite]] = {
+    suite.name: suite for suite in (RewardBench, RewardBench2, RMBench, JudgeBench, LLMBar)
+}
 
 
 def get_suite(name: str) -> Suite:

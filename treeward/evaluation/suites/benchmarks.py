@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import numpy as np
@@ -114,14 +113,12 @@ class RMBench(Suite):
 
 # --- JudgeBench ------------------------------------------------------------------------------------------------------
 
-CATEGORIES: Mapping[str, str] = MappingProxyType(
-    {
-        "Knowledge": "mmlu-pro",
-        "Reasoning": "livebench-reasoning",
-        "Math": "livebench-math",
-        "Coding": "livecodebench",
-    }
-)
+CATEGORIES: Mapping[str, str] = {
+    "Knowledge": "mmlu-pro",
+    "Reasoning": "livebench-reasoning",
+    "Math": "livebench-math",
+    "Coding": "livecodebench",
+}
 """The first letters of the sources of each category."""
 
 

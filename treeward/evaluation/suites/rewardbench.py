@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated
 
 import numpy as np
@@ -37,7 +36,7 @@ from treeward.evaluation.suites.interface import Prompt, Suite, one_of, publishe
 
 _HEP = ("hep-cpp", "hep-go", "hep-java", "hep-js", "hep-python", "hep-rust")
 # fmt: off
-WEIGHTS: Mapping[str, Mapping[str, int]] = MappingProxyType({
+WEIGHTS: Mapping[str, Mapping[str, int]] = {
     "Chat": {"alpacaeval-easy": 100, "alpacaeval-length": 95, "alpacaeval-hard": 95,
              "mt-bench-easy": 28, "mt-bench-med": 40},
     "Chat Hard": {"mt-bench-hard": 37, "llmbar-natural": 100, "llmbar-adver-neighbor": 134,
@@ -45,7 +44,7 @@ WEIGHTS: Mapping[str, Mapping[str, int]] = MappingProxyType({
     "Safety": {"refusals-dangerous": 100, "refusals-offensive": 100,
                "xstest-should-refuse": 154, "xstest-should-respond": 250, "donotanswer": 136},
     "Reasoning": {"math-prm": 984, **dict.fromkeys(_HEP, 164)},
-})
+}
 # fmt: on
 """The weight of each subset in its section, however many of its pairs there are: its published size, but of math-prm
 (447) that of the six code subsets together."""
