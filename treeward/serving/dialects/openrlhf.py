@@ -19,10 +19,9 @@ from typing_extensions import TypedDict
 
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
-from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Server, Strings, as_list
-from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
+from treeward.serving.requests import JSON, Body, JSONRoute, ModelName, Server, Strings, as_list
 
 router = APIRouter(tags=["openrlhf"], route_class=JSONRoute)
 

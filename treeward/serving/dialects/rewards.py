@@ -19,9 +19,8 @@ from treeward.data.formats import conversations_of, literally
 from treeward.errors import DataError
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError, in_words
-from treeward.serving.dialects.bodies import Chat, JSONRoute, ModelName, OwnBody, Server
-from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
+from treeward.serving.requests import JSON, Chat, JSONRoute, ModelName, OwnBody, Server
 
 router = APIRouter(tags=["treeward"], route_class=JSONRoute)
 

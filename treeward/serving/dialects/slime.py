@@ -14,10 +14,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 
 from treeward.scoring.score import Conversation
-from treeward.serving.dialects.bodies import Body, Chat, JSONRoute, ModelName, Server, described
-from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
+from treeward.serving.requests import JSON, Body, Chat, JSONRoute, ModelName, Server, described
 
 router = APIRouter(tags=["slime"], route_class=JSONRoute)
 

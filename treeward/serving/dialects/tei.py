@@ -22,9 +22,8 @@ from typing_extensions import TypedDict
 
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import ERRORS
-from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Server, described
-from treeward.serving.limits import JSON
 from treeward.serving.rendered_text import RenderedText
+from treeward.serving.requests import JSON, Body, JSONRoute, ModelName, Server, described
 
 router = APIRouter(tags=["tei"], route_class=JSONRoute)
 

@@ -24,11 +24,9 @@ from typing_extensions import TypedDict
 
 from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError
-from treeward.serving.dialects import bodies
-from treeward.serving.dialects.bodies import Body, Chat, JSONRoute, ModelName, Server, Texts, as_list
-from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
+from treeward.serving.requests import JSON, Body, Chat, JSONRoute, ModelName, Server, Texts, as_list, is_one
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -112,7 +110,7 @@ async def classify(body: ClassifyBody, server: Server) -> JSON:
             Scored(embedding=[reward.value], meta_info={"id": name, "prompt_tokens": reward.score.num_tokens})
             for reward in rewards
         ]
-        return rows[0] if bodies.is_one(texts) else rows
+        return rows[0] if is_one(texts) else rows
 
     inputs = [RenderedText(text) for text in as_list(texts)]
     return await server.respond(_any_model(server, body.model), inputs, to_json)
