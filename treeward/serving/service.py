@@ -16,9 +16,10 @@ from typing import Literal, Protocol
 
 from treeward.config.server import ServerConfig
 from treeward.scoring.score import Conversation, Reward, Score
+from treeward.scoring.scorer import PreparedScorer
 from treeward.serving.api_error import APIError
 from treeward.serving.batcher import Batcher, FailedScore, ServerMetrics
-from treeward.serving.models import LoadedModel, ServedModel
+from treeward.serving.models import ServedModel, load_served
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.running import RunningRewards
 
@@ -63,20 +64,22 @@ class Service:
     @classmethod
     def load(cls, config: ServerConfig) -> Service:
         """Load the models. Raises `ModelError` for a model that breaks its contract."""
-        models = []
+        pairs = []
         for section in config.models:
             started = time.monotonic()
-            models.append(model := LoadedModel.load(section, config))
-            checked = "it keeps its contract" if model.served.contract_sha256 else "no contract was checked"
+            model, scorer = load_served(section, config)
+            pairs.append((model, scorer))
+            checked = "it keeps its contract" if model.contract_sha256 else "no contract was checked"
             names, seconds = ", ".join(section.models), time.monotonic() - started
             logger.info("%s: loaded %s in %.1f s; %s.", model.name, names, seconds, checked)
-        return cls.of(models, config)
+        return cls.of(pairs, config)
 
     @classmethod
-    def of(cls, models: Sequence[LoadedModel], config: ServerConfig) -> Service:
+    def of(cls, pairs: Sequence[tuple[ServedModel, PreparedScorer]], config: ServerConfig) -> Service:
         """A service that scores in this process."""
         metrics = ServerMetrics()
-        return cls([model.served for model in models], config, metrics, Batcher(models, config, metrics))
+        batcher = Batcher({model.name: scorer for model, scorer in pairs}, config, metrics)
+        return cls([model for model, _ in pairs], config, metrics, batcher)
 
     def model(self, name: str | None) -> ServedModel:
         """The model of this name, folder or hub name; the first for None. Raises `APIError` 404."""
