@@ -27,7 +27,7 @@ from treeward.errors import ConfigError
 
 if TYPE_CHECKING:
     from treeward.evaluation.session import Candidate
-    from treeward.scoring.score import ConversationScorer
+    from treeward.scoring.score import ConversationScorer, GroupScorer
     from treeward.scoring.scorer import PreparedScorer
     from treeward.scoring.shaping import Shaper
 
@@ -177,7 +177,7 @@ def model_candidate(section: ServedModelConfig, batch_tokens: int | None) -> Can
     return Candidate(section.served_name.replace("/", "-"), partial(load_rewards, section, batch_tokens), note)
 
 
-def _environment(section: dict[str, Any], where: str) -> tuple[ConversationScorer, dict[str, Any]]:
+def _environment(section: dict[str, Any], where: str) -> tuple[GroupScorer, dict[str, Any]]:
     from treeward.environments.registry import make_environment
     from treeward.environments.scorer import EnvironmentScorer
 
