@@ -7,7 +7,7 @@
 
     @router.post("/mine")
     async def mine(body: MyBody, server: Server) -> JSON:
-        return await server.respond(server.model(None), parse(body), to_json)
+        return JSON(to_json(await server.rewards(server.model(None), parse(body))))
 
 The middleware gives a request its id and its deadline, and checks the bearer token and the body's size.
 """
@@ -162,15 +162,6 @@ class _Server:
             raise APIError(499, "client_disconnected", "the client went away") from None
         finally:
             client.cancel()
-
-    async def respond(
-        self,
-        model: ServedModel,
-        inputs: Sequence[Conversation | RenderedText],
-        to_json: Callable[[list[Reward]], Any],
-    ) -> JSON:
-        """The response with the rewards of all inputs, in the form of `to_json`."""
-        return JSON(to_json(await self.rewards(model, inputs)))
 
 
 Server = Annotated[_Server, Depends()]

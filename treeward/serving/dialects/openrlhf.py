@@ -46,7 +46,7 @@ class RewardResponse(TypedDict):
 @router.post("/get_reward", summary="OpenRLHF: rewards of queries", response_model=RewardResponse)
 async def get_reward(body: RewardBody, server: Server, model: ModelName = None) -> JSON:
     served = server.model(model)
-    return await server.respond(served, parse(body, served), lambda rewards: to_json(served, rewards))
+    return JSON(to_json(served, await server.rewards(served, parse(body, served))))
 
 
 def parse(body: RewardBody, model: ServedModel) -> list[RenderedText]:

@@ -33,7 +33,8 @@ class SampleBody(Body):
 @router.post("/slime", summary="slime: the reward of a sample", response_model=float)
 async def slime(body: SampleBody, server: Server, model: ModelName = None) -> JSON:
     served = server.model(model)
-    return await server.respond(served, [parse(body, served)], lambda rewards: rewards[0].value)
+    [reward] = await server.rewards(served, [parse(body, served)])
+    return JSON(reward.value)
 
 
 def parse(body: SampleBody, model: ServedModel) -> Conversation | RenderedText:

@@ -64,7 +64,7 @@ class Prediction(TypedDict):
     responses={status: {"model": dict[str, str | None]} for status in ERRORS},
 )
 async def predict(body: PredictBody, server: Server, model: ModelName = None) -> JSON:
-    return await server.respond(server.model(model), parse(body), lambda rewards: to_json(body, rewards))
+    return JSON(to_json(body, await server.rewards(server.model(model), parse(body))))
 
 
 def parse(body: PredictBody) -> list[RenderedText]:
