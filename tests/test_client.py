@@ -126,11 +126,11 @@ def test_it_asks_again_where_that_may_help(serve: Callable[..., Loopback]) -> No
 
 @pytest.mark.parametrize("status", [401, 413, 422, 500])
 def test_it_does_not_ask_again_for_what_is_wrong(status: int, serve: Callable[..., Loopback]) -> None:
-    server = serve((status, {"error": {"message": "no", "code": "why", "param": "model", "request_id": "r1"}}))
+    server = serve((status, {"error": {"message": "no", "code": "why", "param": "model"}}))
     with pytest.raises(RewardServerError) as caught:
         RewardClient(server.url).score([chat(1)])
     error = caught.value
-    assert (error.status, error.code, error.param, error.request_id) == (status, "why", "model", "r1")
+    assert (error.status, error.code, error.param) == (status, "why", "model")
     assert error.got == "no" and f"HTTP {status}" in str(error) and isinstance(error, TreewardError)
     assert len(server.requests) == 1
 
@@ -155,10 +155,10 @@ def test_a_server_that_does_not_answer_in_time(serve: Callable[..., Loopback]) -
     ],
 )
 def test_a_response_without_scores(answer: Any, serve: Callable[..., Loopback]) -> None:
-    server = serve((200, answer, {"x-request-id": "r7"}))
+    server = serve((200, answer))
     with pytest.raises(RewardServerError, match="response") as caught:
         RewardClient(server.url).score([chat(1)], on_error="mask")
-    assert caught.value.status == 200 and caught.value.request_id == "r7" and len(server.requests) == 1
+    assert caught.value.status == 200 and len(server.requests) == 1
 
 
 def test_a_conversation_without_a_score(serve: Callable[..., Loopback]) -> None:
@@ -205,7 +205,7 @@ def test_models(serve: Callable[..., Loopback]) -> None:
     server = serve((200, {"data": [{"id": "rm"}]}), (200, {"data": [1]}))
     client = RewardClient(server.url)
     assert client.models() == [{"id": "rm"}] and server.requests[0].path == "/v1/models"
-    with pytest.raises(RewardServerError, match="lists no models"):
+    with pytest.raises(RewardServerError, match="cannot be read"):
         client.models()
 
 

@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
@@ -21,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from treeward.data.formats import as_conversations
 from treeward.data.preference import check_messages
 from treeward.errors import DataError
-from treeward.http import Connection, Reply
+from treeward.http import Connection, RewardServerError
 from treeward.scoring.score import Conversation, OnError, Reward, Score
 
 _BODY_BYTES = 2**23
@@ -122,11 +123,11 @@ class RewardClient:
             # Masked, so that the response says which conversation failed.
             body: dict[str, Any] = {"model": self.model, "on_error": "mask", "shaped": shaped}
             body["conversations"] = [sent[i] for i in part]
-            reply = self._connection.request("/v1/rewards", _json(body, "the request"), until=until)
-            part_rewards = _read(reply, len(part))
+            read = partial(_read, number=len(part))
+            part_rewards = self._connection.request("/v1/rewards", _json(body, "the request"), until=until, read=read)
             for i, reward in zip(part, part_rewards, strict=True):
                 if on_error == "raise" and (reward.value if shaped else reward.score.score) is None:
-                    raise reply.error(f"{names[i]} has no score", got=reward.error)
+                    raise RewardServerError(f"{names[i]} has no score", status=200, where=self.url, got=reward.error)
             return part_rewards
 
         with ThreadPoolExecutor(self.max_concurrency) as threads:
@@ -136,12 +137,11 @@ class RewardClient:
 
     def models(self) -> list[dict[str, Any]]:
         """The models of the server (id, contract, ...); the first is the default."""
-        reply = self._connection.request("/v1/models", until=time.monotonic() + self.timeout_seconds)
-        try:
-            models: list[dict[str, Any]] = [dict(model, id=model["id"]) for model in reply.json["data"]]
-        except (LookupError, TypeError, ValueError) as error:
-            raise reply.error("the response lists no models", field="data", got=reply.json) from error
-        return models
+
+        def read(response: Any) -> list[dict[str, Any]]:
+            return [dict(model, id=model["id"]) for model in response["data"]]
+
+        return self._connection.request("/v1/models", until=time.monotonic() + self.timeout_seconds, read=read)
 
     def close(self) -> None:
         """Close the connections."""
@@ -181,17 +181,13 @@ class _Row(BaseModel):
 _ROWS = TypeAdapter(list[_Row])
 
 
-def _read(reply: Reply, number: int) -> list[Reward]:
+def _read(response: Any, number: int) -> list[Reward]:
     """The rows of a response: as many as were sent, each with finite numbers or a reason."""
-    try:
-        rows = _ROWS.validate_python(reply.json["data"])
-        if [row.index for row in rows] != list(range(number)):
-            raise ValueError(f"{len(rows)} rows in this order for {number} conversations")
-        if any(row.error is None for row in rows if row.score is None or row.reward is None):
-            raise ValueError("a row has neither a score nor an error")
-    except (LookupError, TypeError, ValueError) as error:  # pydantic's is a ValueError
-        need = f"a score for each conversation, or why there is none: {error}"
-        raise reply.error("the response cannot be read", field="data", got=reply.json, need=need) from error
+    rows = _ROWS.validate_python(response["data"])
+    if [row.index for row in rows] != list(range(number)):
+        raise ValueError(f"{len(rows)} rows in this order for {number} conversations")
+    if any(row.error is None for row in rows if row.score is None or row.reward is None):
+        raise ValueError("a row has neither a score nor an error")
     rewards = []
     for row in rows:
         why = row.error if row.score is None else None
