@@ -64,7 +64,7 @@ def test_what_is_sent_and_read(serve: Callable[..., Loopback]) -> None:
     want = [Score(1.5, 7, heads=(1.0, 0.5), members=(2.0,)), Score(2.5, 7, truncated=True, steps=(0.5,))]
     with RewardClient(server.url + "/", model="rm", token="secret", timeout_seconds=50) as client:
         assert client.score([chat(1), chat(2)]) == want
-        assert client.rewards([chat(3), chat(4)]) == [6.0, 8.0]
+        assert [reward.value for reward in client.rewards([chat(3), chat(4)])] == [6.0, 8.0]
         assert client.rewards([]) == client.score([]) == []
     first, second = server.requests
     assert first.path == "/v1/rewards" and first.headers["authorization"] == "Bearer secret"
@@ -167,7 +167,7 @@ def test_a_conversation_without_a_score(serve: Callable[..., Loopback]) -> None:
     with pytest.raises(RewardServerError, match="b.jsonl:2 has no score\n  got:   too long"):
         client.score([chat(1), chat(2)], where=["b.jsonl:1", "b.jsonl:2"])
     assert client.score([chat(1), chat(2)], on_error="mask")[1] == Score(None, 7, error="too long")
-    assert client.rewards([chat(1), chat(2)], on_error="mask") == [1.0, None]
+    assert [reward.value for reward in client.rewards([chat(1), chat(2)], on_error="mask")] == [1.0, None]
 
 
 @pytest.mark.parametrize(

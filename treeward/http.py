@@ -88,7 +88,8 @@ class Connection:
     ) -> _Value:
         """Post JSON, or get it without `content`, and `read` the JSON of the response. Raises `RewardServerError`.
 
-        `read`: raises `LookupError`, `TypeError`, `ValueError` or `AttributeError` for what it does not expect. `until`: of `time.monotonic`; no attempt begins after it, and none waits longer for the server.
+        `until`: of `time.monotonic`; no attempt begins after it, and none waits longer for the server. `read`: raises
+        `LookupError`, `TypeError`, `ValueError` or `AttributeError` for a response of another form.
         """
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda error: getattr(error, "is_temporary", False)),

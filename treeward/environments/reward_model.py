@@ -182,7 +182,7 @@ class RewardServer:
     def rewards(self, conversations: Sequence[Conversation]) -> list[Reward]:
         """The server's rewards in order; None with the reason."""
         try:
-            rewards = self.client.detailed_rewards(conversations, shaped=self._is_shaped, on_error="mask")
+            rewards = self.client.rewards(conversations, shaped=self._is_shaped, on_error="mask")
             description = self._described()  # afterwards, to describe the model that has scored
         except RewardServerError as error:
             if error.status in (401, 403, 404):  # it would refuse every later request too
