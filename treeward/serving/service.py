@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from treeward.config.server import ServerConfig
-from treeward.scoring.score import Conversation, Reward, Score
+from treeward.scoring.score import Conversation, Reward
 from treeward.scoring.scorer import PreparedScorer
 from treeward.serving.api_error import APIError
 from treeward.serving.batcher import Batcher, FailedScore, ServerMetrics
@@ -23,35 +23,24 @@ from treeward.serving.models import ServedModel, load_served
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.running import RunningRewards
 
+if TYPE_CHECKING:
+    from treeward.serving.replicas import ReplicaBatcher
+
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 60
 """For accepted requests after a signal, while the server accepts no new ones."""
 
 
-class ConversationBatcher(Protocol):
-    """The source of a service's scores: a `Batcher` in its process, or replicas elsewhere."""
-
-    @property
-    def num_queued(self) -> int: ...
-    @property
-    def seconds_of_queue(self) -> float: ...
-    async def check_alive(self) -> bool: ...
-    async def score(
-        self, model: str, conversations: Sequence[Conversation | RenderedText], *, deadline: float
-    ) -> list[Score]: ...
-    def close(self) -> None: ...
-
-
 class Service:
-    """The models, their batcher, and the server's metrics."""
+    """The models, their batcher (here, or replicas elsewhere), and the server's metrics."""
 
     def __init__(
         self,
         models: Sequence[ServedModel],
         config: ServerConfig,
         metrics: ServerMetrics,
-        batcher: ConversationBatcher,
+        batcher: Batcher | ReplicaBatcher,
     ) -> None:
         self.models = {model.name: model for model in models}
         self.config, self.metrics, self.batcher = config, metrics, batcher
