@@ -127,7 +127,6 @@ class Batcher:
         self._open: set[Future[Score]] = set()
         self._queue: deque[_Pending] = deque()
         self._closed = False
-        self._per_second = 0.0
         self._has_scored: dict[str, Prepared] = {}
         self._failed_in_a_row: dict[str, int] = {}
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="treeward-tokenize")
@@ -143,11 +142,6 @@ class Batcher:
     def is_alive(self) -> bool:
         """Whether the scoring thread runs, and each model still scores what it has scored before."""
         return max([0, *self._failed_in_a_row.values()]) < _MOST_FAILED and self._scoring.is_alive()
-
-    @property
-    def seconds_of_queue(self) -> float:
-        """The estimated time to score the queue, from 1 to 60."""
-        return min(max(math.ceil(self.num_queued / self._per_second), 1), 60) if self._per_second else 1
 
     async def check_alive(self) -> bool:
         """As `is_alive`, which for replicas needs a call."""
@@ -168,7 +162,7 @@ class Batcher:
         with self._lock:
             if self._closed:
                 raise _shut_down()
-            check_room(self.num_queued, number, self.config.max_queued, self.seconds_of_queue)
+            check_room(self.num_queued, number, self.config.max_queued)
             self._open.update(futures)
         for future in futures:
             future.add_done_callback(self._open.discard)
@@ -181,7 +175,7 @@ class Batcher:
                 return await asyncio.gather(*map(asyncio.wrap_future, futures))
         except TimeoutError as error:
             num_missing = number - sum(future.done() and not future.cancelled() for future in futures)
-            raise not_in_time(num_missing, number, self.seconds_of_queue) from error
+            raise not_in_time(num_missing, number) from error
         finally:
             for future in futures:
                 future.cancel()
@@ -237,8 +231,6 @@ class Batcher:
         seconds, computed = time.monotonic() - started, scorer.num_computed_tokens - computed
         for pending, score in zip(batch, scores, strict=True):
             pending.future.set_result(score)
-        rate = len(batch) / max(seconds, 1e-6)
-        self._per_second = rate if not self._per_second else 0.9 * self._per_second + 0.1 * rate
         self.metrics.computed.labels(model).inc(computed)
         self.metrics.seconds.labels(model).observe(seconds)
         self._check_model(model, items, scores)
@@ -278,19 +270,19 @@ class Batcher:
         return [pending for pending in batch if pending.future.set_running_or_notify_cancel()]
 
 
-def check_room(num_queued: int, number: int, limit: int, retry_after: float) -> None:
+def check_room(num_queued: int, number: int, limit: int) -> None:
     """Raise `APIError` for more conversations than may ever wait, 413, and for a queue that is too long, 429."""
     if number > limit:
         raise APIError(413, "too_many_conversations", f"{number} conversations in one request; at most {limit}")
     if num_queued + number > limit:
         message = f"{num_queued} conversations are waiting, and at most {limit} may"
-        raise APIError(429, "queue_full", message, retry_after=retry_after)
+        raise APIError(429, "queue_full", message, retry_after=1)
 
 
-def not_in_time(num_missing: int, number: int, retry_after: float) -> APIError:
+def not_in_time(num_missing: int, number: int) -> APIError:
     """A request that has reached its deadline."""
     message = f"not scored in time: {num_missing} of {number} conversations were not scored yet"
-    return APIError(504, "deadline_exceeded", message, retry_after=retry_after)
+    return APIError(504, "deadline_exceeded", message, retry_after=1)
 
 
 def _shut_down() -> APIError:

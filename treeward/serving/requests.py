@@ -64,7 +64,7 @@ def error_response(error: APIError, scope: Scope, service: Service) -> JSON:
         body = {"error": error.message, "error_type": _TEI_KINDS.get(error.status, "Validation"), **facts}
     headers = {"X-Request-ID": request_id} | ({"WWW-Authenticate": "Bearer"} if error.status == 401 else {})
     if error.retry_after is not None:
-        headers["Retry-After"] = str(max(1, round(error.retry_after)))
+        headers["Retry-After"] = str(error.retry_after)
     return JSON(body, error.status, headers)
 
 
