@@ -71,8 +71,8 @@ class ScoringWorker:
         """The address `host:port` for a group to meet in this process."""
         return f"{start_ray().util.get_node_ip_address()}:{free_port()}"
 
-    def load(self, address: str | None = None) -> int:
-        """Load the model, and return the id of this process. `address`: of the group's first worker."""
+    def load(self, address: str | None = None) -> None:
+        """Load the model. `address`: of the group's first worker."""
         if address is not None:
             size, (host, _, port) = self._config.dtensor_cfg.tensor_parallel_size, address.rpartition(":")
             # each worker sees its own GPU alone
@@ -81,7 +81,6 @@ class ScoringWorker:
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of torchrun, where it has started Ray
             self._group.enter_context(joined())
         _ = self.scorer
-        return os.getpid()
 
     def score(self, conversations: Sequence[Conversation]) -> list[Score]:
         """Scores in order; a failed conversation has None and the reason in `Score.error`."""
