@@ -167,8 +167,4 @@ def test_each_folder_is_standardized_by_its_own_calibration(folders: list[Path])
     raw = [values(Scorer.load(folder, device="cpu").score(CHATS)) for folder in folders]
     want = [((a - 3.0) / 2.0 + (b + 1.0) / 0.25) / 2 for a, b in zip(*raw, strict=True)]
     assert values(ensemble.score(CHATS)) == pytest.approx(want, abs=CLOSE)
-    assert (
-        isinstance(ensemble, EnsembleScorer)
-        and ensemble.contract is None
-        and ensemble.renderer is ensemble.members[0].renderer
-    )
+    assert ensemble.contract is None and ensemble.renderer is ensemble.members[0].renderer

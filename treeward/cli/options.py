@@ -136,7 +136,7 @@ def one_model(
 def load(section: ServedModelConfig, batch_tokens: int | None) -> tuple[PreparedScorer, Shaper | None]:
     """The scorer of a section, and the `Shaper` of its scores; None without shaping."""
     from treeward.scoring.ensemble import load_scorer
-    from treeward.scoring.rewarding import load_shaper
+    from treeward.scoring.shaping import load_shaper
 
     capacity = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
     scorer = load_scorer(section, device=section.device, **capacity)
@@ -187,7 +187,7 @@ def _environment(section: dict[str, Any], where: str) -> tuple[GroupScorer, dict
 def load_rewards(section: ServedModelConfig, batch_tokens: int | None) -> tuple[ConversationScorer, dict[str, Any]]:
     """The scorer, or, with shaping, one whose scores are the rewards; and what its rows depend on. Raises as `load`."""
     from treeward.scoring.identity import scorer_identity
-    from treeward.scoring.rewarding import RewardScorer
+    from treeward.scoring.shaping import RewardScorer
 
     scorer, shaper = load(section, batch_tokens)
     rewards = scorer if shaper is None else RewardScorer(scorer, shaper)
@@ -197,7 +197,7 @@ def load_rewards(section: ServedModelConfig, batch_tokens: int | None) -> tuple[
 def check_shaping(section: ServedModelConfig) -> None:
     """Raise `ConfigError` for constants that are missing."""
     if section.shaping is not None:
-        from treeward.scoring.rewarding import load_shaper
+        from treeward.scoring.shaping import load_shaper
 
         load_shaper(section)
 

@@ -40,10 +40,9 @@ from treeward.http import RewardServerError
 from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.openai_client import key_from
-from treeward.scoring.rewarding import load_shaper, rewards_of
 from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Scorer
-from treeward.scoring.shaping import Shaper
+from treeward.scoring.shaping import Shaper, load_shaper, rewards_of
 
 if TYPE_CHECKING:
     from treeward.environments.replicas import ReplicaPool

@@ -6,9 +6,9 @@ from typing import Any
 
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.judge_scorer import JudgeScorer
-from treeward.scoring.rewarding import RewardScorer
 from treeward.scoring.score import ConversationScorer
 from treeward.scoring.scorer import Scorer
+from treeward.scoring.shaping import RewardScorer
 
 
 def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:

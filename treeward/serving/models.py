@@ -18,9 +18,8 @@ from treeward.model.contract import read_contract
 from treeward.model.pretrained import check_device
 from treeward.scoring.ensemble import load_scorer
 from treeward.scoring.identity import scorer_identity
-from treeward.scoring.rewarding import load_shaper
 from treeward.scoring.scorer import PreparedScorer, Scorer
-from treeward.scoring.shaping import Shaper
+from treeward.scoring.shaping import Shaper, load_shaper
 from treeward.serving.rendered_text import Ending
 
 
