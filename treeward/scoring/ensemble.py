@@ -25,9 +25,9 @@ from treeward.config.reward_environments import JUDGE_FILE
 from treeward.config.scoring import EnsembleConfig, EnsembleMethod, ScoringConfig
 from treeward.errors import ConfigError, TreewardError
 from treeward.model.contract import ScoringContract, read_contract
-from treeward.scoring.judge_scorer import JudgeScorer
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.scorer import Prepared, PreparedScorer, Scorer
+from treeward.scoring.trained_judge import JudgeScorer
 
 
 def combine(
