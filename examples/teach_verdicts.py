@@ -22,7 +22,7 @@ from treeward.environments.preference_verdict import LABEL, open_questions
 from treeward.model.export import export_model
 from treeward.model.loading import Loaded, load_policy
 from treeward.model.policy_model import PolicyModel
-from treeward.scoring.judge_contract import write_judge_contract
+from treeward.scoring.trained_judge import write_judge_contract
 from treeward.scoring.verdicts import verdict_line
 
 RATINGS = {"better": "6789", "worse": "1234"}  # any of them, so that a run of GRPO has something to choose from

@@ -17,7 +17,8 @@ from chromium import Pages
 from loopback import serving_on_loopback
 
 from treeward.config.server import ServerConfig
-from treeward.serving.models import LoadedModel
+from treeward.scoring.scorer import PreparedScorer
+from treeward.serving.models import ServedModel
 from treeward.serving.service import Service
 
 __all__ = ["COMPLETIONS", "PROMPT", "Visits", "answered", "expect", "score", "serving", "settled", "visiting", "write"]
@@ -28,9 +29,9 @@ COMPLETIONS = ["Boil it for six minutes, then cool it.", "I do not know \U0001f6
 
 
 @contextmanager
-def serving(models: list[LoadedModel], *, token: str | None = None) -> Iterator[str]:
-    sections = [{"model": "x", "name": model.name} for model in models]
-    service = Service.of(models, ServerConfig.model_validate({"models": sections}))
+def serving(pairs: list[tuple[ServedModel, PreparedScorer]], *, token: str | None = None) -> Iterator[str]:
+    sections = [{"model": "x", "name": model.name} for model, _ in pairs]
+    service = Service.of(pairs, ServerConfig.model_validate({"models": sections}))
     with serving_on_loopback(service, token=token) as address:
         yield f"{address}/"
 

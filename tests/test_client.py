@@ -64,7 +64,7 @@ def test_what_is_sent_and_read(serve: Callable[..., Loopback]) -> None:
     want = [Score(1.5, 7, heads=(1.0, 0.5), members=(2.0,)), Score(2.5, 7, truncated=True, steps=(0.5,))]
     with RewardClient(server.url + "/", model="rm", token="secret", timeout_seconds=50) as client:
         assert client.score([chat(1), chat(2)]) == want
-        assert client.rewards([chat(3), chat(4)]) == [6.0, 8.0]
+        assert [reward.value for reward in client.rewards([chat(3), chat(4)])] == [6.0, 8.0]
         assert client.rewards([]) == client.score([]) == []
     first, second = server.requests
     assert first.path == "/v1/rewards" and first.headers["authorization"] == "Bearer secret"
@@ -126,11 +126,11 @@ def test_it_asks_again_where_that_may_help(serve: Callable[..., Loopback]) -> No
 
 @pytest.mark.parametrize("status", [401, 413, 422, 500])
 def test_it_does_not_ask_again_for_what_is_wrong(status: int, serve: Callable[..., Loopback]) -> None:
-    server = serve((status, {"error": {"message": "no", "code": "why", "param": "model", "request_id": "r1"}}))
+    server = serve((status, {"error": {"message": "no", "code": "why", "param": "model"}}))
     with pytest.raises(RewardServerError) as caught:
         RewardClient(server.url).score([chat(1)])
     error = caught.value
-    assert (error.status, error.code, error.param, error.request_id) == (status, "why", "model", "r1")
+    assert (error.status, error.code, error.param) == (status, "why", "model")
     assert error.got == "no" and f"HTTP {status}" in str(error) and isinstance(error, TreewardError)
     assert len(server.requests) == 1
 
@@ -155,10 +155,10 @@ def test_a_server_that_does_not_answer_in_time(serve: Callable[..., Loopback]) -
     ],
 )
 def test_a_response_without_scores(answer: Any, serve: Callable[..., Loopback]) -> None:
-    server = serve((200, answer, {"x-request-id": "r7"}))
+    server = serve((200, answer))
     with pytest.raises(RewardServerError, match="response") as caught:
         RewardClient(server.url).score([chat(1)], on_error="mask")
-    assert caught.value.status == 200 and caught.value.request_id == "r7" and len(server.requests) == 1
+    assert caught.value.status == 200 and len(server.requests) == 1
 
 
 def test_a_conversation_without_a_score(serve: Callable[..., Loopback]) -> None:
@@ -167,7 +167,7 @@ def test_a_conversation_without_a_score(serve: Callable[..., Loopback]) -> None:
     with pytest.raises(RewardServerError, match="b.jsonl:2 has no score\n  got:   too long"):
         client.score([chat(1), chat(2)], where=["b.jsonl:1", "b.jsonl:2"])
     assert client.score([chat(1), chat(2)], on_error="mask")[1] == Score(None, 7, error="too long")
-    assert client.rewards([chat(1), chat(2)], on_error="mask") == [1.0, None]
+    assert [reward.value for reward in client.rewards([chat(1), chat(2)], on_error="mask")] == [1.0, None]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_models(serve: Callable[..., Loopback]) -> None:
     server = serve((200, {"data": [{"id": "rm"}]}), (200, {"data": [1]}))
     client = RewardClient(server.url)
     assert client.models() == [{"id": "rm"}] and server.requests[0].path == "/v1/models"
-    with pytest.raises(RewardServerError, match="lists no models"):
+    with pytest.raises(RewardServerError, match="cannot be read"):
         client.models()
 
 

@@ -1,8 +1,7 @@
 """The one HTTP client and the one retry policy; code that speaks OpenAI's API uses the `openai` client instead.
 
     connection = Connection("http://localhost:8000", max_retries=5)
-    reply = connection.request("/v1/rewards", body, until=time.monotonic() + 30)
-    reply.json
+    scores = connection.request("/v1/rewards", body, until=time.monotonic() + 30, read=scores_of)     # of its JSON
     run_async(ask_all())        # a coroutine from synchronous code
 
 A request is repeated after a lost connection and after the statuses 408, 429, 502, 503 and 504: with growing pauses, or
@@ -16,8 +15,7 @@ import logging
 import re
 import ssl
 import time
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import httpx
@@ -45,8 +43,8 @@ class ServerError(TreewardError):
     """A server did not respond, refused a request, or sent something unexpected.
 
     `status`: the HTTP status, None without a response. `code`: the server's word for the error (`queue_full`, ...).
-    `param`: the wrong field of the request. `request_id`: the request's name in the server's log. `is_temporary`: the
-    same request may succeed later, after `retry_after` seconds.
+    `param`: the wrong field of the request. `is_temporary`: the same request may succeed later, after `retry_after`
+    seconds.
     """
 
     def __init__(
@@ -56,31 +54,17 @@ class ServerError(TreewardError):
         status: int | None = None,
         code: str | None = None,
         param: str | None = None,
-        request_id: str | None = None,
         is_temporary: bool = False,
         retry_after: float = 0.0,
         **details: Any,
     ) -> None:
         super().__init__(summary, **details)
-        self.status, self.code, self.param, self.request_id = status, code, param, request_id
+        self.status, self.code, self.param = status, code, param
         self.is_temporary, self.retry_after = is_temporary, retry_after
 
 
 class RewardServerError(ServerError):
     """A `ServerError` of a reward server: what `Connection` raises."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The JSON of a response, and the URL of its request."""
-
-    json: Any
-    url: str
-    request_id: str | None = None
-
-    def error(self, summary: str, **details: Any) -> RewardServerError:
-        """An error about the content of this response."""
-        return RewardServerError(summary, status=200, request_id=self.request_id, where=self.url, **details)
 
 
 class Connection:
@@ -99,10 +83,13 @@ class Connection:
         # The system's certificates, or those of SSL_CERT_FILE.
         self._client = httpx.Client(headers=headers, verify=ssl.create_default_context())
 
-    def request(self, path: str, content: bytes | None = None, *, until: float) -> Reply:
-        """Post JSON, or get it without `content`. Raises `RewardServerError`.
+    def request(
+        self, path: str, content: bytes | None = None, *, until: float, read: Callable[[Any], _Value]
+    ) -> _Value:
+        """Post JSON, or get it without `content`, and `read` the JSON of the response. Raises `RewardServerError`.
 
-        `until`: of `time.monotonic`; no attempt begins after it, and none waits longer for the server.
+        `until`: of `time.monotonic`; no attempt begins after it, and none waits longer for the server. `read`: raises
+        `LookupError`, `TypeError`, `ValueError` or `AttributeError` for a response of another form.
         """
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda error: getattr(error, "is_temporary", False)),
@@ -111,13 +98,13 @@ class Connection:
             wait=_pause,
             reraise=True,
         )
-        return retrying(self._once, path, content, until)
+        return retrying(self._once, path, content, until, read)
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
-    def _once(self, path: str, content: bytes | None, until: float) -> Reply:
+    def _once(self, path: str, content: bytes | None, until: float, read: Callable[[Any], _Value]) -> _Value:
         url, seconds_left = self.url + path, max(0.001, until - time.monotonic())
         try:
             response = self._client.request(
@@ -138,17 +125,22 @@ class Connection:
                 got=str(error) or type(error).__name__,
                 need="a server that listens there; over https, a trusted certificate (SSL_CERT_FILE)",
             ) from error
-        request_id = response.headers.get("x-request-id")
         try:
             body = response.json()
         except ValueError:
             body = response.text[:150]
             if response.is_success:
-                need, got = "the address of a server of this kind", body
-                raise Reply(None, url, request_id).error("the response is not JSON", got=got, need=need) from None
+                need = "the address of a server of this kind"
+                raise RewardServerError(
+                    "the response is not JSON", status=200, where=url, got=body, need=need
+                ) from None
         if not response.is_success:
             raise _refusal(response, body)
-        return Reply(body, url, request_id)
+        try:
+            return read(body)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            summary, need = "the response cannot be read", f"{type(error).__name__}: {error}"
+            raise RewardServerError(summary, status=200, where=url, got=json.dumps(body), need=need) from error
 
 
 def run_async(coroutine: Coroutine[Any, Any, _Value]) -> _Value:
@@ -188,7 +180,6 @@ def _refusal(response: httpx.Response, message: Any) -> RewardServerError:
         status=status,
         code=details.get("code"),
         param=details.get("param"),
-        request_id=details.get("request_id", response.headers.get("x-request-id")),
         is_temporary=status in _TEMPORARY,
         retry_after=float(seconds[0]) if seconds else 0.0,
         where=str(response.url),

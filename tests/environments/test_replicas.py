@@ -12,12 +12,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from messages import chat
 
 from treeward.environments.interface import DETAILS
-from treeward.environments.replicas import ReplicaPool, plan_chunks
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, ModelError
 from treeward.parallel.ray_cluster import check_room
@@ -41,9 +38,11 @@ def make(folder: str, **keys: Any) -> RewardModelEnvironment:
     return RewardModelEnvironment(config | keys)
 
 
-def process_ids(environment: RewardModelEnvironment) -> list[int]:
-    assert isinstance(environment._model, ReplicaPool)
-    return environment._model.process_ids
+def process_ids() -> list[int]:
+    """Of the replicas, then of the other parts of their models."""
+    titles = {process.pid: " ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)}
+    names = ("ServeReplica:reward-model", "ScoringWorker")
+    return [process_id for name in names for process_id, title in titles.items() if name in title]
 
 
 def wait_until_busy(process_id: int) -> None:
@@ -68,7 +67,7 @@ def killed_while_busy(process_id: int) -> threading.Thread:
 def test_replicas_and_the_death_of_one(folder: str, scores: list[float], ray: Any) -> None:
     """Without retries, only the chunk of the replica that dies, or takes too long, is masked; then there is another."""
     environment = make(folder, max_retries=0)
-    before = process_ids(environment)
+    before = process_ids()
     assert len(set(before)) == 2
     for few in ([], LOGS[:1], LOGS[:7]):
         got = environment.step(few, [{}] * len(few)).rewards.tolist()
@@ -90,7 +89,7 @@ def test_replicas_and_the_death_of_one(folder: str, scores: list[float], ray: An
 def test_a_replica_of_two_processes(folder: str, scores: list[float], ray: Any) -> None:
     """Each has a part of the model."""
     environment = make(folder, dtensor_cfg={"tensor_parallel_size": 2}, batch_size=None)
-    assert len(set(process_ids(environment))) == 2
+    assert len(set(process_ids())) == 2
     assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
     environment.shutdown()
 
@@ -101,11 +100,11 @@ def test_the_death_of_one_of_two_processes(make_folder: Any, ray: Any) -> None:
     odd = make_folder(num_attention_heads=3, num_key_value_heads=3)
     environment = make(odd, dtensor_cfg={"tensor_parallel_size": 2})
     want = [score.score for score in Scorer.load(odd, device="cpu").score(LOGS)]
-    before = process_ids(environment)
+    before = process_ids()
     accident = killed_while_busy(before[1])
     assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(want, abs=CLOSE)
     accident.join()
-    assert set(before).isdisjoint(process_ids(environment))
+    assert set(before).isdisjoint(process_ids())
     environment.shutdown()
 
 
@@ -143,20 +142,3 @@ def test_places_in_a_cluster(ray: Any, monkeypatch: pytest.MonkeyPatch, caplog: 
     caplog.set_level("INFO", logger="treeward")
     assert check_room(ray, count=2, cpus=1.0, **need) == {"CPU": 1.0}
     assert "no GPU: the model runs on CPUs" in caplog.text
-
-
-_CONVERSATIONS = st.lists(
-    st.builds(chat, st.sampled_from(["a", "b" * 3000, "c" * 20_000, "d"]), st.text("xyz", max_size=50)), max_size=30
-)
-
-
-@given(_CONVERSATIONS, st.integers(1, 5))
-@settings(deadline=None, max_examples=60)
-def test_chunks(conversations: list[Any], num_workers: int) -> None:
-    chunks = plan_chunks(conversations, num_workers)
-    assert sorted(i for chunk in chunks for i in chunk) == list(range(len(conversations)))
-    assert all(chunks)
-    prompts = [{conversations[i][0]["content"] for i in chunk} for chunk in chunks]
-    number = len(set().union(*prompts))
-    assert sum(map(len, prompts)) == number  # each prompt in one chunk
-    assert len(chunks) == min(num_workers, number)

@@ -31,9 +31,8 @@ from treeward.model.contract import (
 )
 from treeward.scoring.ensemble import EnsembleScorer
 from treeward.scoring.identity import scorer_identity
-from treeward.scoring.rewarding import RewardScorer
 from treeward.scoring.scorer import Scorer
-from treeward.scoring.shaping import Shaper
+from treeward.scoring.shaping import RewardScorer, Shaper
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 

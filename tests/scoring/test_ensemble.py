@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from messages import chat
 from signed import signed
 
-from treeward.config.scoring import EnsembleConfig
+from treeward.config.scoring import EnsembleConfig, ScoringConfig
 from treeward.data.rendering import Renderer
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.model.contract import NormalizationConstants, RewardCalibration, write_contract
 from treeward.model.reward_model import RewardModel
-from treeward.scoring.ensemble import EnsembleScorer, combine
+from treeward.scoring.ensemble import EnsembleScorer, combine, load_scorer
 from treeward.scoring.score import Score
 from treeward.scoring.scorer import Scorer
 
@@ -162,7 +162,8 @@ def test_what_does_not_fit(seeds: list[int], keys: dict[str, Any], message: str,
 
 
 def test_each_folder_is_standardized_by_its_own_calibration(folders: list[Path]) -> None:
-    ensemble = EnsembleScorer.load(folders, device="cpu")
+    section = ScoringConfig(models=tuple(map(str, folders)), ensemble=EnsembleConfig())
+    ensemble = load_scorer(section, device="cpu")
     raw = [values(Scorer.load(folder, device="cpu").score(CHATS)) for folder in folders]
     want = [((a - 3.0) / 2.0 + (b + 1.0) / 0.25) / 2 for a, b in zip(*raw, strict=True)]
     assert values(ensemble.score(CHATS)) == pytest.approx(want, abs=CLOSE)

@@ -12,9 +12,8 @@ import pytest
 from treeward.config.scoring import RewardShapingConfig
 from treeward.errors import ConfigError, ModelError
 from treeward.model.contract import CalibratedTemperature, LengthCurve, NormalizationConstants, RewardCalibration
-from treeward.scoring.rewarding import RewardScorer
 from treeward.scoring.score import Conversation, OnError, Reward, Score
-from treeward.scoring.shaping import Shaper
+from treeward.scoring.shaping import RewardScorer, Shaper
 
 CURVE = LengthCurve(
     unit="characters", lengths=(10, 20, 40), values=(-1.0, 1.0, 2.0), residual_mean=0.25, residual_std=0.5

@@ -19,7 +19,8 @@ from signed import write_signed_model
 
 from treeward.config.server import ServedModelConfig, ServerConfig
 from treeward.scoring.score import Score
-from treeward.serving.models import LoadedModel
+from treeward.scoring.scorer import Scorer
+from treeward.serving.models import ServedModel, load_served
 from treeward.serving.service import Service
 
 
@@ -30,14 +31,22 @@ def served_folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
-def loaded_model(served_folder: Path) -> LoadedModel:
-    """The model of `served_folder`, under the name `tiny`; tests do not change it."""
+def served(served_folder: Path) -> tuple[ServedModel, Scorer]:
+    """The model of `served_folder`, under the name `tiny`, and its scorer; tests do not change them."""
     section = ServedModelConfig(model=str(served_folder), name="tiny", device="cpu")
-    return LoadedModel.load(section, ServerConfig(models=(section,)))
+    model, scorer = load_served(section, ServerConfig(models=(section,)))
+    assert isinstance(scorer, Scorer)
+    return model, scorer
+
+
+@pytest.fixture(scope="session")
+def served_scorer(served: tuple[ServedModel, Scorer]) -> Scorer:
+    """The scorer of `tiny`."""
+    return served[1]
 
 
 @pytest.fixture
-def make_service(served_folder: Path, loaded_model: LoadedModel) -> Iterator[Callable[..., Service]]:
+def make_service(served_folder: Path, served: tuple[ServedModel, Scorer]) -> Iterator[Callable[..., Service]]:
     """A function that makes a service; keywords are keys of `ServerConfig`. Without `models` it serves `tiny`."""
 
     services: list[Service] = []
@@ -46,7 +55,7 @@ def make_service(served_folder: Path, loaded_model: LoadedModel) -> Iterator[Cal
         given = settings.pop("models", None)
         tiny = ServedModelConfig(model=str(served_folder), name="tiny", device="cpu")
         config = ServerConfig.model_validate({"models": given or (tiny,), **settings})
-        services.append(Service.load(config) if given else Service.of([loaded_model], config))
+        services.append(Service.load(config) if given else Service.of([served], config))
         return services[-1]
 
     yield make
@@ -85,13 +94,13 @@ def own_client(service: Service, asgi_client: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture(scope="session")
-def client(loaded_model: LoadedModel) -> Iterator[Any]:
+def client(served: tuple[ServedModel, Scorer]) -> Iterator[Any]:
     """A client of a service of `tiny` that all tests share."""
     from starlette.testclient import TestClient
 
     from treeward.serving.app import create_app
 
-    service = Service.of([loaded_model], ServerConfig(models=(ServedModelConfig(model="tiny"),)))
+    service = Service.of([served], ServerConfig(models=(ServedModelConfig(model="tiny"),)))
     with TestClient(create_app(service), raise_server_exceptions=False) as shared:
         yield shared
     service.close()
@@ -113,15 +122,15 @@ def conversations() -> list[list[dict[str, str]]]:
 
 
 @pytest.fixture
-def held_model(loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def held_model(served_scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The model scores nothing until this is set."""
     gate = threading.Event()
-    score = loaded_model.score
+    score = served_scorer.score_prepared
 
-    def wait_and_score(items: Any) -> list[Score]:
+    def wait_and_score(items: Any, **options: Any) -> list[Score]:
         assert gate.wait(600)
-        return score(items)
+        return score(items, **options)
 
-    monkeypatch.setattr(loaded_model, "score", wait_and_score)
+    monkeypatch.setattr(served_scorer, "score_prepared", wait_and_score)
     yield gate
     gate.set()

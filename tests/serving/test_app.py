@@ -20,7 +20,8 @@ from messages import chat
 from prometheus_client.parser import text_string_to_metric_families
 
 from treeward.data.rendering import Renderer
-from treeward.serving.models import LoadedModel
+from treeward.scoring.scorer import Scorer
+from treeward.serving.models import ServedModel
 from treeward.serving.playground.routes import OPEN_PATHS
 from treeward.serving.service import Service
 
@@ -109,14 +110,14 @@ def test_what_is_nested_deep_is_no_failure_of_the_server(client: Any, depth: int
 
 @pytest.mark.parametrize("part", ["{{ 1 / 0 }}", "{{ range(1000000000000) | list }}"])
 def test_a_template_that_fails_is_a_clear_error(
-    loaded_model: LoadedModel, make_service: Callable[..., Service], asgi_client: Callable[..., Any], part: str
+    served_scorer: Scorer, make_service: Callable[..., Service], asgi_client: Callable[..., Any], part: str
 ) -> None:
-    plain = loaded_model.scorer.renderer
-    scorer = copy.copy(loaded_model.scorer)
+    plain = served_scorer.renderer
+    scorer = copy.copy(served_scorer)
     broken = "{% if messages[0].content == 'break' %}" + part + "{% endif %}" + plain.chat_template
     scorer.renderer = Renderer(plain.tokenizer, chat_template=broken, max_length=160)  # type: ignore[union-attr]
     config = make_service().config
-    client = asgi_client(Service.of([LoadedModel(config.models[0], scorer)], config))
+    client = asgi_client(Service.of([(ServedModel.of(config.models[0], scorer), scorer)], config))
     breaking = [{"role": "user", "content": "break"}, CHAT[1]]
     response = ask(client, conversations=[breaking])
     assert error(response) == (422, "cannot_be_scored") and "chat template" in response.text
@@ -188,28 +189,28 @@ def test_a_client_that_leaves_is_forgotten_and_no_other(
 
 
 def test_an_error_of_memory_forgets_the_prompts(
-    client: Any, loaded_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    client: Any, served_scorer: Scorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = [{"role": "user", "content": "Why is the sky over the sea blue, and red at night? " * 3}]
     assert ask(client, conversations=[[*prompt, CHAT[1]]]).status_code == 200
     assert ask(client, conversations=[[*prompt, CHAT[1]]]).status_code == 200
-    [cache] = loaded_model.caches
-    assert cache.num_bytes > 0
+    cache = served_scorer.prefix_cache
+    assert cache is not None and cache.num_bytes > 0
 
     def out_of_memory(batch: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(loaded_model.scorer.members[0].model, "heads", out_of_memory)
+    monkeypatch.setattr(served_scorer.members[0].model, "heads", out_of_memory)
     [row] = ask(client, on_error="mask").json()["data"]
     assert row["score"] is None and "MemoryError" in row["error"] and cache.num_bytes == 0
 
 
-def test_health_and_the_models(own_client: Any, service: Service, loaded_model: LoadedModel) -> None:
+def test_health_and_the_models(own_client: Any, service: Service, served_scorer: Scorer) -> None:
     assert own_client.get("/health").json() == {"status": "ok"}
     assert own_client.get("/ready").json() == {"status": "ready", "models": ["tiny"]}
     [listed] = own_client.get("/v1/models").json()["data"]
     assert (listed["id"], listed["max_model_len"]) == ("tiny", 160)
-    assert listed["contract"] == loaded_model.served.contract_sha256
+    assert listed["contract"] == served_scorer.contract.scores_sha256
     service.batcher.close()  # its threads have ended
     for path in ("/health", "/ready"):
         got = own_client.get(path)
@@ -223,8 +224,8 @@ def test_a_name_goes_before_the_folder_of_another_model(service: Service) -> Non
     assert [service.model(name) for name in (None, "a", "b", "c")] == [first, first, second, second]
 
 
-def test_metrics(own_client: Any, service: Service, conversations: Any, loaded_model: LoadedModel) -> None:
-    before = loaded_model.num_computed_tokens
+def test_metrics(own_client: Any, service: Service, conversations: Any, served_scorer: Scorer) -> None:
+    before = served_scorer.num_computed_tokens
     body = {"conversations": conversations}
     scores = [row["score"] for row in own_client.post("/v1/rewards", json=body).json()["data"]]
     ask(own_client, conversations=[CHAT[:1]])
@@ -237,8 +238,8 @@ def test_metrics(own_client: Any, service: Service, conversations: Any, loaded_m
     assert samples["treeward_refused_requests_total", (("code", "cannot_be_scored"),)] == 1
     assert samples["treeward_scores_count", tiny] == 8
     assert samples["treeward_failures_total", (("fault", "request"), ("model", "tiny"))] == 1
-    assert samples["treeward_tokens_total", tiny] == sum(i.num_tokens for i in loaded_model.prepare(conversations))
-    assert samples["treeward_computed_tokens_total", tiny] == loaded_model.num_computed_tokens - before
+    assert samples["treeward_tokens_total", tiny] == sum(i.num_tokens for i in served_scorer.prepare(conversations))
+    assert samples["treeward_computed_tokens_total", tiny] == served_scorer.num_computed_tokens - before
     assert samples["treeward_batch_seconds_count", tiny] == 1
     assert samples["treeward_scores_sum", tiny] == pytest.approx(sum(scores), abs=1e-5)
     assert samples["treeward_queued_conversations", ()] == 0

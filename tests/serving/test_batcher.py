@@ -20,13 +20,12 @@ from messages import chat
 from treeward.config.server import ServerConfig
 from treeward.errors import ModelError
 from treeward.scoring.score import Score
-from treeward.scoring.scorer import Prepared
+from treeward.scoring.scorer import Prepared, Scorer
 from treeward.serving.api_error import APIError
 from treeward.serving.batcher import Batcher, FailedScore, ServerMetrics
-from treeward.serving.models import LoadedModel
 from treeward.serving.rendered_text import RenderedText
 
-TOKENS = 10
+TOKENS = 40
 BATCH = 20 * TOKENS
 
 
@@ -37,15 +36,18 @@ class Asked(Prepared):
 
 
 class FakeModel:
-    """Scores `(prompt, number)` with the number. Each has 10 tokens, 8 of them of its prompt.
+    """Scores `(prompt, number)` with the number. Each has 40 tokens, 32 of them of its prompt.
 
-    `gate`: what a batch waits for; `fail`: what raises or changes a score, by number.
+    `num_tokens`: of numbers with another cost. `gate`: what a batch waits for; `fail`: what raises or changes a score,
+    by number.
     """
 
     num_computed_tokens = 0
+    members = ()
 
     def __init__(self, name: str = "fake") -> None:
         self.name = name
+        self.num_tokens: dict[int, int] = {}
         self.gate = threading.Event()
         self.gate.set()
         self.batches: list[list[Any]] = []
@@ -54,18 +56,24 @@ class FakeModel:
         self.fail: dict[Any, BaseException | float | Score] = {}
         self.fail_to_prepare: dict[Any, BaseException | str] = {}
 
-    def prepare(self, asked: Sequence[Any]) -> list[Prepared]:
+    def prepare(self, asked: Sequence[Any], on_error: str) -> list[Prepared]:
         items: list[Prepared] = []
         for prompt, number in asked:
             wrong = self.fail_to_prepare.get(number)
             if isinstance(wrong, BaseException):
                 raise wrong
-            ids = np.array([zlib.crc32(str(prompt).encode()) >> 1], dtype=np.int32)
-            items.append(Asked(f"{number}", ids, TOKENS, error=wrong, prompt=prompt, number=number))
+            ids = np.array([zlib.crc32(str(prompt).encode()) >> 1] * 32 + [number] * 8, dtype=np.int32)
+            items.append(
+                Asked(f"{number}", ids, self.num_tokens.get(number, TOKENS), error=wrong, prompt=prompt, number=number)
+            )
         self.prepared += [number for _, number in asked]
         return items
 
-    def score(self, items: Sequence[Prepared]) -> list[Score]:
+    def prepare_texts(self, texts: Sequence[Any]) -> list[Prepared]:
+        assert not texts
+        return []
+
+    def score_prepared(self, items: Sequence[Prepared], on_error: str) -> list[Score]:
         self.started.release()
         assert self.gate.wait(600)
         values = [item.number for item in items if isinstance(item, Asked)]
@@ -78,13 +86,10 @@ class FakeModel:
             scores.append(given if isinstance(given, Score) else Score(given, TOKENS))
         return scores
 
-    def cost(self, item: Any, like: Any) -> int:
-        return item.num_tokens - (8 if like is not None and like.prompt == item.prompt else 0)
 
-
-def make_batcher(*models: Any, **settings: Any) -> Batcher:
+def make_batcher(scorers: Any, **settings: Any) -> Batcher:
     config = ServerConfig.model_validate({"models": [{"model": "x"}], "batch_tokens": BATCH, **settings})
-    return Batcher(models, config, ServerMetrics())
+    return Batcher(scorers, config, ServerMetrics())
 
 
 @pytest.fixture
@@ -100,7 +105,7 @@ def run(model: FakeModel) -> Callable[..., Any]:
 
     def run(story: Callable[[Batcher], Coroutine[Any, Any, Any]], **settings: Any) -> Any:
         async def whole() -> Any:
-            batcher = make_batcher(model, **settings)
+            batcher = make_batcher({model.name: model}, **settings)
             try:
                 return await asyncio.wait_for(story(batcher), 60)
             finally:
@@ -118,7 +123,7 @@ def score(model: FakeModel) -> Callable[..., Any]:
     """A coroutine function: the scores of conversations."""
 
     async def score(batcher: Batcher, asked: Sequence[Any], *, by: Any = model, **options: Any) -> list[float | None]:
-        batcher.models[by.name] = by
+        batcher.scorers[by.name] = by
         return [one.score for one in await batcher.score(by.name, asked, **options)]
 
     return score
@@ -152,35 +157,35 @@ def test_each_request_gets_its_own_scores_in_order(run: Any, model: FakeModel, s
     rows, scores = run(story)
     assert scores == rows
     assert sum(map(len, model.batches)) == sum(map(len, rows))
-    assert max(len(set(batch)) * TOKENS + (len(batch) - len(set(batch))) * 2 for batch in model.batches) <= BATCH
+    assert max(len(set(batch)) * TOKENS for batch in model.batches) <= BATCH
 
 
 def test_a_stream_of_small_requests_does_not_hold_up_a_large_conversation(
     run: Any, score: Any, model: FakeModel
 ) -> None:
     large = 200
-    model.cost = lambda item, like: BATCH // (1 if item.number == large else 3)  # type: ignore[method-assign]
+    model.num_tokens = {number: BATCH // (1 if number == large else 3) for number in range(2000)}
 
     async def story(batcher: Batcher) -> None:
         first = await blocked(batcher, model, score)
         tasks = [asyncio.create_task(score(batcher, conversations([i]))) for i in (1, 2, large, 3, 4)]
         await until(lambda: 4 in model.prepared)
-        plain = model.score
+        plain = model.score_prepared
 
-        def slow(items: Sequence[Prepared]) -> list[Score]:
+        def slow(items: Sequence[Prepared], on_error: str) -> list[Score]:
             """While a batch is scored, two more come."""
             for _ in range(2):
                 number = 1000 + len(tasks)
                 tasks.append(asyncio.run_coroutine_threadsafe(score(batcher, conversations([number])), loop))  # type: ignore[arg-type]
                 while number not in model.prepared and not tasks[2].done():
                     time.sleep(0.001)
-            return plain(items)
+            return plain(items, on_error)
 
         loop = asyncio.get_running_loop()
-        model.score = slow  # type: ignore[method-assign]
+        model.score_prepared = slow  # type: ignore[method-assign]
         model.gate.set()
         await asyncio.wait_for(tasks[2], 20)
-        model.score = plain  # type: ignore[method-assign]
+        model.score_prepared = plain  # type: ignore[method-assign]
         await first
 
     run(story)
@@ -190,14 +195,14 @@ def test_a_stream_of_small_requests_does_not_hold_up_a_large_conversation(
 def test_one_prompt_of_several_requests_is_in_one_batch(run: Any, model: FakeModel, score: Any) -> None:
     async def story(batcher: Batcher) -> None:
         first = await blocked(batcher, model, score)
-        # 48 tokens hold 4 conversations with prompts of their own, or two times the 8 + 8 * 2 of those with one prompt
+        # 192 tokens hold 4 conversations with prompts of their own, or two times the 32 + 8 * 8 of one prompt
         rows = [conversations([i], prompt=f"prompt {i % 4}") for i in range(1, 33)]
         remaining = [asyncio.create_task(score(batcher, row)) for row in rows]
         await until(lambda: len(model.prepared) == 33)
         model.gate.set()
         await asyncio.gather(first, *remaining)
 
-    run(story, batch_tokens=48)
+    run(story, batch_tokens=192)
     prompts = [{number % 4 for number in batch} for batch in model.batches[1:]]
     assert len(prompts) == 2 and all(len(of_batch) == 2 for of_batch in prompts)
 
@@ -319,34 +324,34 @@ def test_a_closed_batcher_refuses(run: Any, model: FakeModel, score: Any) -> Non
     run(story)
 
 
-def test_scores_are_those_of_the_scorer_in_any_company(loaded_model: LoadedModel, conversations: Any) -> None:
-    scorer = loaded_model.scorer
+def test_scores_are_those_of_the_scorer_in_any_company(served_scorer: Scorer, conversations: Any) -> None:
+    scorer = served_scorer
     want = {i: scorer.score([one])[0].score for i, one in enumerate(conversations)}
     texts = [RenderedText(scorer.renderer.render(one)) for one in conversations]
     rng = random.Random(5)
     chosen = [[rng.randrange(8) for _ in range(rng.randrange(1, 12))] for _ in range(40)]
     asked = [[rng.choice([conversations[i], texts[i]]) for i in row] for row in chosen]
-    batcher = make_batcher(loaded_model, batch_tokens=128)
+    batcher = make_batcher({"tiny": served_scorer}, batch_tokens=128)
 
     async def story() -> list[list[Score]]:
-        return await asyncio.gather(*(batcher.score(loaded_model.name, row) for row in asked))
+        return await asyncio.gather(*(batcher.score("tiny", row) for row in asked))
 
     for row, scores in zip(chosen, asyncio.run(story()), strict=True):
         assert [one.score for one in scores] == pytest.approx([want[i] for i in row], abs=1e-5)
     batcher.close()
 
 
-def test_a_prompt_is_computed_once_for_all_requests(loaded_model: LoadedModel) -> None:
+def test_a_prompt_is_computed_once_for_all_requests(served_scorer: Scorer) -> None:
     prompt = "Tell me, in a few short sentences, why the sky over the sea is blue at noon, and red at night. " * 2
     chats = [chat(prompt, completion) for completion in ("A.", "B.", "C.")]
-    batcher = make_batcher(loaded_model, batch_tokens=4096)
+    batcher = make_batcher({"tiny": served_scorer}, batch_tokens=4096)
     computed = []
     for one in [*chats, chats[0]]:  # one after the other, in requests of their own
-        before = loaded_model.num_computed_tokens
-        asyncio.run(batcher.score(loaded_model.name, [one]))
-        computed.append(loaded_model.num_computed_tokens - before)
+        before = served_scorer.num_computed_tokens
+        asyncio.run(batcher.score("tiny", [one]))
+        computed.append(served_scorer.num_computed_tokens - before)
     batcher.close()
-    rows = [loaded_model.scorer.members[0].renderer.encode(one) for one in chats]
+    rows = [served_scorer.members[0].renderer.encode(one) for one in chats]
     shared = len(os.path.commonprefix(rows))
     assert shared >= 32
     assert computed == [len(rows[0]), len(rows[1]) - shared, len(rows[2]) - shared, 1]

@@ -18,7 +18,8 @@ from treeward.config.scoring import EnsembleConfig
 from treeward.config.server import ServedModelConfig
 from treeward.model.contract import CalibratedTemperature, RewardCalibration
 from treeward.scoring.ensemble import EnsembleScorer
-from treeward.serving.models import LoadedModel
+from treeward.scoring.scorer import Scorer
+from treeward.serving.models import ServedModel
 
 pytestmark = pytest.mark.slow  # a browser
 
@@ -27,18 +28,18 @@ HOSTILE = "<img src=x onerror='window.injected=1'><script>window.injected=1</scr
 
 
 @pytest.fixture(scope="module")
-def url(loaded_model: LoadedModel) -> Iterator[str]:
-    scorer: Any = loaded_model.scorer
+def url(served: tuple[ServedModel, Scorer]) -> Iterator[str]:
+    scorer: Any = served[1]
     contract = scorer.contract
     fitted = CalibratedTemperature(value=2.5, nll_before=0.7, nll_after=0.6, num_pairs=100)
     calibrated = contract.model_copy(update={"calibration": RewardCalibration(temperature=fitted)})
     fitted_scorer = copy.copy(scorer)
     fitted_scorer.contract = calibrated
-    warm = LoadedModel(ServedModelConfig(models=("warm",)), fitted_scorer)
+    warm = ServedModel.of(ServedModelConfig(models=("warm",)), fitted_scorer)
     pair = EnsembleScorer([scorer, scorer], EnsembleConfig(method="mean", standardize=False))
     names = ("results/a/final", "results/b/final")
-    both = LoadedModel(ServedModelConfig(name="both", models=names, ensemble=pair.config), pair)
-    with serving([loaded_model, warm, both]) as address:
+    both = ServedModel.of(ServedModelConfig(name="both", models=names, ensemble=pair.config), pair)
+    with serving([served, (warm, fitted_scorer), (both, pair)]) as address:
         yield address
 
 
@@ -279,8 +280,8 @@ def test_an_error_of_the_server_is_shown(visit: Visits) -> None:
     visit.said.clear()
 
 
-def test_a_token_is_asked_for_and_kept_in_the_tab(browser: Any, loaded_model: LoadedModel) -> None:
-    with serving([loaded_model], token=TOKEN) as guarded:
+def test_a_token_is_asked_for_and_kept_in_the_tab(browser: Any, served: tuple[ServedModel, Scorer]) -> None:
+    with serving([served], token=TOKEN) as guarded:
         visit = Visits(browser, guarded)
         page = visit()
         expect(page.get_by_label("Token", exact=True)).to_be_focused()

@@ -21,16 +21,16 @@ CHAT = chat("2 + 2?", "4")
 HELD = """
 import os, sys, time
 from treeward.cli.main import main
-from treeward.serving.models import LoadedModel
+from treeward.scoring.scorer import Scorer
 
-score = LoadedModel.score
+score = Scorer.score_prepared
 
-def score_later(self, items):
+def score_later(self, items, **options):
     while not os.path.exists({gate!r}):
         time.sleep(0.01)
-    return score(self, items)
+    return score(self, items, **options)
 
-LoadedModel.score = score_later
+Scorer.score_prepared = score_later
 sys.exit(main(sys.argv[1:]))
 """
 

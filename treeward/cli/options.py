@@ -111,7 +111,7 @@ def checked_model(section: dict[str, Any], where: str, options: ModelOptions) ->
     """
     model = load_section(ServedModelConfig, options.keys | section, where=where)
     from treeward.model.pretrained import check_device, check_local  # it imports torch: seconds
-    from treeward.scoring.rewarding import load_shaper
+    from treeward.scoring.shaping import load_shaper
 
     check_device(model.device, where=where, field="device")
     for name in model.models:
@@ -129,7 +129,7 @@ def load(
     """
     from treeward.scoring.ensemble import load_scorer
     from treeward.scoring.identity import scorer_identity
-    from treeward.scoring.rewarding import RewardScorer, load_shaper
+    from treeward.scoring.shaping import RewardScorer, load_shaper
 
     logger.info("Loading %s.", ", ".join(section.models))
     capacity = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
@@ -167,7 +167,7 @@ def _environment(section: dict[str, Any], where: str) -> tuple[ConversationScore
 
 
 def _rewards(section: ServedModelConfig, batch_tokens: int | None) -> tuple[ConversationScorer, Mapping[str, Any]]:
-    from treeward.scoring.rewarding import RewardScorer
+    from treeward.scoring.shaping import RewardScorer
 
     scorer, shaper, identity = load(section, batch_tokens)
     return scorer if shaper is None else RewardScorer(scorer, shaper), identity

@@ -76,7 +76,7 @@ def run(
 
     from treeward.config.reward_environments import JUDGE_FILE
     from treeward.model.pretrained import DTYPES, check_device
-    from treeward.scoring.judge_contract import verify_judge
+    from treeward.scoring.trained_judge import verify_judge
     from treeward.scoring.verification import verify
 
     if not write and (folder := Path(model).expanduser()) and (folder / JUDGE_FILE).is_file():

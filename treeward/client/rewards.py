@@ -14,14 +14,16 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, NotRequired
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
+from typing_extensions import TypedDict
 
 from treeward.data.formats import as_conversations
 from treeward.data.preference import check_messages
 from treeward.errors import DataError
-from treeward.http import Connection, Reply
+from treeward.http import Connection, RewardServerError
 from treeward.scoring.score import Conversation, OnError, Reward, Score
 
 _BODY_BYTES = 2**23
@@ -63,7 +65,7 @@ class RewardClient:
         `where` names the conversations in errors. A conversation that cannot be scored raises `RewardServerError`; with
         `on_error="mask"` its score is None, and `Score.error` says why. Raises `DataError` for a malformed one.
         """
-        rewards = self.detailed_rewards(conversations, shaped=False, where=where, on_error=on_error)
+        rewards = self.rewards(conversations, shaped=False, where=where, on_error=on_error)
         return [reward.score for reward in rewards]
 
     def score_completions(
@@ -75,15 +77,6 @@ class RewardClient:
         return self.score(conversations, where=names, on_error=on_error)
 
     def rewards(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
-    ) -> list[float | None]:
-        """Rewards in order: the scores after the shaping that the model is served with.
-
-        A conversation without a reward raises `RewardServerError`; with `on_error="mask"` its reward is None.
-        """
-        return [reward.value for reward in self.detailed_rewards(conversations, where=where, on_error=on_error)]
-
-    def detailed_rewards(
         self,
         conversations: Sequence[Conversation],
         *,
@@ -91,10 +84,10 @@ class RewardClient:
         where: Sequence[str] | None = None,
         on_error: OnError = "raise",
     ) -> list[Reward]:
-        """`rewards`, each with the score that it was made of, or the reason why there is none.
+        """Rewards in order, each with its score: the scores after the shaping that the model is served with.
 
-        `shaped`: False leaves rewards as scores, also of a model that is served with shaping. A malformed conversation
-        is not sent.
+        `shaped`: False leaves rewards as scores. A conversation without a reward raises `RewardServerError`; with
+        `on_error="mask"` its value is None, and `Reward.error` says why. A malformed one is not sent.
         """
         rewards: dict[int, Reward] = {}
         sent: dict[int, Conversation] = {}
@@ -122,11 +115,11 @@ class RewardClient:
             # Masked, so that the response says which conversation failed.
             body: dict[str, Any] = {"model": self.model, "on_error": "mask", "shaped": shaped}
             body["conversations"] = [sent[i] for i in part]
-            reply = self._connection.request("/v1/rewards", _json(body, "the request"), until=until)
-            part_rewards = _read(reply, len(part))
+            read = partial(_read, number=len(part))
+            part_rewards = self._connection.request("/v1/rewards", _json(body, "the request"), until=until, read=read)
             for i, reward in zip(part, part_rewards, strict=True):
                 if on_error == "raise" and (reward.value if shaped else reward.score.score) is None:
-                    raise reply.error(f"{names[i]} has no score", got=reward.error)
+                    raise RewardServerError(f"{names[i]} has no score", status=200, where=self.url, got=reward.error)
             return part_rewards
 
         with ThreadPoolExecutor(self.max_concurrency) as threads:
@@ -136,12 +129,11 @@ class RewardClient:
 
     def models(self) -> list[dict[str, Any]]:
         """The models of the server (id, contract, ...); the first is the default."""
-        reply = self._connection.request("/v1/models", until=time.monotonic() + self.timeout_seconds)
-        try:
-            models: list[dict[str, Any]] = [dict(model, id=model["id"]) for model in reply.json["data"]]
-        except (LookupError, TypeError, ValueError) as error:
-            raise reply.error("the response lists no models", field="data", got=reply.json) from error
-        return models
+
+        def read(response: Any) -> list[dict[str, Any]]:
+            return [dict(model, id=model["id"]) for model in response["data"]]
+
+        return self._connection.request("/v1/models", until=time.monotonic() + self.timeout_seconds, read=read)
 
     def close(self) -> None:
         """Close the connections."""
@@ -162,42 +154,47 @@ def _json(value: Any, name: str) -> bytes:
         raise DataError("this cannot be written as JSON", where=name, got=str(error), need=need) from error
 
 
-class _Row(BaseModel):
-    """The row of a conversation in a response of `/v1/rewards`."""
+class RewardRow(TypedDict):
+    """A conversation in a response of `/v1/rewards`.
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    `heads`, `members`: the value of each head, of each member of an ensemble. `spread`: of heads that estimate one
+    score. `steps`: of a process reward model, the probability of each step.
+    """
+
+    __pydantic_config__ = ConfigDict(strict=True, allow_inf_nan=False)  # type: ignore[misc]
     index: int
-    score: float | None
     reward: float | None
+    score: float | None
     num_tokens: int
     truncated: bool
     error: str | None
-    heads: list[float] = []
-    spread: float | None = None
-    members: list[float] = []
-    steps: list[float] = []
+    heads: NotRequired[list[float]]
+    spread: NotRequired[float]
+    members: NotRequired[list[float]]
+    steps: NotRequired[list[float]]
 
 
-_ROWS = TypeAdapter(list[_Row])
+_ROWS = TypeAdapter(list[RewardRow])
 
 
-def _read(reply: Reply, number: int) -> list[Reward]:
+def _read(response: Any, number: int) -> list[Reward]:
     """The rows of a response: as many as were sent, each with finite numbers or a reason."""
-    try:
-        rows = _ROWS.validate_python(reply.json["data"])
-        if [row.index for row in rows] != list(range(number)):
-            raise ValueError(f"{len(rows)} rows in this order for {number} conversations")
-        if any(row.error is None for row in rows if row.score is None or row.reward is None):
-            raise ValueError("a row has neither a score nor an error")
-    except (LookupError, TypeError, ValueError) as error:  # pydantic's is a ValueError
-        need = f"a score for each conversation, or why there is none: {error}"
-        raise reply.error("the response cannot be read", field="data", got=reply.json, need=need) from error
+    rows = _ROWS.validate_python(response["data"])
+    if [row["index"] for row in rows] != list(range(number)):
+        raise ValueError(f"{len(rows)} rows in this order for {number} conversations")
+    if any(row["error"] is None for row in rows if row["score"] is None or row["reward"] is None):
+        raise ValueError("a row has neither a score nor an error")
     rewards = []
     for row in rows:
-        why = row.error if row.score is None else None
-        heads, members = tuple(row.heads), tuple(row.members)
         score = Score(
-            row.score, row.num_tokens, row.truncated, heads, members, why, spread=row.spread, steps=tuple(row.steps)
+            row["score"],
+            row["num_tokens"],
+            row["truncated"],
+            heads=tuple(row.get("heads", ())),
+            members=tuple(row.get("members", ())),
+            error=row["error"] if row["score"] is None else None,
+            spread=row.get("spread"),
+            steps=tuple(row.get("steps", ())),
         )
-        rewards.append(Reward(row.reward, score, error=row.error))
+        rewards.append(Reward(row["reward"], score, error=row["error"]))
     return rewards

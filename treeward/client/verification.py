@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from treeward.client.dialects import DIALECTS, Form, RenderedConversation, ServerScore
 from treeward.data.preference import last_text
@@ -155,18 +156,17 @@ class _Replay:
         """The server's numbers for the conversations of one request. Raises `RewardServerError`."""
         dialect, model = DIALECTS[self.dialect], {} if self.model is None else {"model": self.model}
         content = json.dumps({**model, **dialect.body(self.form, conversations)}).encode()
-        reply = self.connection.request(dialect.path, content, until=time.monotonic() + _SECONDS)
-        try:
-            scores = dialect.read(reply.json)
+
+        def read(response: Any) -> list[ServerScore]:
+            scores = dialect.read(response)
             if len(scores) != len(conversations):
                 raise ValueError(f"{len(scores)} scores for {len(conversations)} conversations")
             for value in [value for score in scores for value in score.values or ("no values",)]:
                 if not isinstance(value, int | float | None):
                     raise ValueError(f"{value!r} is no score")
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            need, got = f"scores: {type(error).__name__}: {error}", json.dumps(reply.json)
-            raise reply.error(f"the response is not in the dialect {self.dialect}", got=got, need=need) from error
-        return scores
+            return scores
+
+        return self.connection.request(dialect.path, content, until=time.monotonic() + _SECONDS, read=read)
 
     def _score(self, answer: ServerScore) -> float | None:
         """The score that the server's numbers make. Raises `RewardServerError` for another number of heads."""

@@ -38,8 +38,8 @@ from treeward.errors import ConfigError, DataError, TreewardError
 from treeward.scoring.score import completion_text, prompt_text
 from treeward.scoring.scorer import load_reward_model
 from treeward.serving import logs
-from treeward.serving.dialects.bodies import JSONRoute
 from treeward.serving.dialects.nemo_gym import ROLLOUT_PREFIX, VERDICT_KEYS, failure, sessions
+from treeward.serving.requests import JSONRoute
 
 __all__ = [
     "BaseResourcesServerConfig",

@@ -5,7 +5,7 @@
     pool.shutdown()
 
 A replica is one worker, or `dtensor_cfg.tensor_parallel_size` workers, each with a part of the model and all with the
-same conversations. Free replicas take chunks of a step; conversations with a common prompt stay together, so that it is
+same conversations. Free replicas take chunks of a step; neighbours with a common prompt stay together, so that it is
 computed once. Serve replaces a replica that dies, and its chunk is repeated, at most `max_retries` times; then it has
 no scores.
 """
@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
+import math
 import os
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, groupby
 from typing import Any
 
 import ray
@@ -55,14 +56,11 @@ class _Replica:
         address = self._worker.address() if self._fellows else None
         loading = [fellow.load.remote(address) for fellow in self._fellows]
         self._worker.load(address)
-        self._process_ids = [os.getpid(), *ray.get(loading)]
+        ray.get(loading)
 
     async def score(self, conversations: Sequence[Conversation]) -> list[Score]:
         """As `ScoringWorker.score`, in a thread: Serve's health checks go on."""
         return await asyncio.to_thread(self._score, conversations)
-
-    async def process_ids(self) -> list[int]:
-        return self._process_ids
 
     def _score(self, conversations: Sequence[Conversation]) -> list[Score]:
         scoring = [fellow.score.remote(conversations) for fellow in self._fellows]
@@ -114,25 +112,14 @@ class ReplicaPool:
         )
         logger.info("%d replicas of the reward model, %d processes each.", config.num_workers, size)
 
-    @property
-    def process_ids(self) -> list[int]:
-        """The processes of all replicas, on their nodes."""
-        return [process_id for ids in self._handle.broadcast("process_ids").results() for process_id in ids]
-
     def score(self, conversations: Sequence[Conversation]) -> list[Score]:
         """Scores in order; a failed conversation has None and the reason in `Score.error`.
 
         Raises the errors of the model, and `ModelError` after `shutdown`.
         """
-        chunks = plan_chunks(conversations, _CHUNKS_OF_A_REPLICA * self._config.num_workers)
+        chunks = _chunks(conversations, _CHUNKS_OF_A_REPLICA * self._config.num_workers)
         with ThreadPoolExecutor(max(1, len(chunks))) as threads:
-            scored = threads.map(self._score, [[conversations[i] for i in chunk] for chunk in chunks])
-            scores_by_index = {
-                i: score
-                for chunk, scores in zip(chunks, scored, strict=True)
-                for i, score in zip(chunk, scores, strict=True)
-            }
-        return [scores_by_index[i] for i in range(len(conversations))]
+            return list(chain.from_iterable(threads.map(self._score, chunks)))
 
     def shutdown(self) -> None:
         """End the replicas. Safe to repeat."""
@@ -152,23 +139,8 @@ class ReplicaPool:
         return [Score(None, error=reason)] * len(conversations)
 
 
-def plan_chunks(conversations: Sequence[Conversation], num_workers: int) -> list[list[int]]:
-    """The conversations' indices in one chunk per worker or fewer, balanced by characters.
-
-    Conversations that differ only in their last message stay in one chunk.
-    """
-    prompts: dict[str, list[int]] = {}
-    for i, conversation in enumerate(conversations):
-        prompts.setdefault(json.dumps(list(conversation[:-1]), sort_keys=True, default=str), []).append(i)
-    # Like its tokens, a prompt counts once.
-    sizes = {
-        prompt: 1 + len(prompt) + sum(len(str(conversations[i][-1:])) for i in indices)
-        for prompt, indices in prompts.items()
-    }
-    chunks: list[list[int]] = [[] for _ in range(min(num_workers, len(prompts)))]
-    loads = [0] * len(chunks)
-    for prompt in sorted(prompts, key=lambda prompt: -sizes[prompt]):
-        lightest = loads.index(min(loads))
-        chunks[lightest] += prompts[prompt]
-        loads[lightest] += sizes[prompt]
-    return chunks
+def _chunks(conversations: Sequence[Conversation], most: int) -> list[list[Conversation]]:
+    """At most so many parts, in order, of equal numbers of prompts; neighbours with one prompt stay together."""
+    prompts = [list(group) for _, group in groupby(conversations, key=lambda conversation: list(conversation[:-1]))]
+    size = max(1, math.ceil(len(prompts) / most))
+    return [list(chain(*prompts[start : start + size])) for start in range(0, len(prompts), size)]

@@ -40,10 +40,9 @@ from treeward.http import RewardServerError
 from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.openai_client import key_from
-from treeward.scoring.rewarding import load_shaper, rewards_of
 from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Scorer
-from treeward.scoring.shaping import Shaper
+from treeward.scoring.shaping import Shaper, load_shaper, rewards_of
 
 if TYPE_CHECKING:
     from treeward.environments.replicas import ReplicaPool
@@ -182,7 +181,7 @@ class RewardServer:
     def rewards(self, conversations: Sequence[Conversation]) -> list[Reward]:
         """The server's rewards in order; None with the reason."""
         try:
-            rewards = self.client.detailed_rewards(conversations, shaped=self._is_shaped, on_error="mask")
+            rewards = self.client.rewards(conversations, shaped=self._is_shaped, on_error="mask")
             description = self._described()  # afterwards, to describe the model that has scored
         except RewardServerError as error:
             if error.status in (401, 403, 404):  # it would refuse every later request too

@@ -1,7 +1,7 @@
 """`EnvironmentScorer`: an environment instead of a reward model, for `eval` and `bon`.
 
 scorer = EnvironmentScorer(make_environment("judge", {"base_url": url, "model": "m", "mode": "pairwise"}))
-scorer.score_groups([[conversation, other], ...], on_error="mask")         # its rewards, as scores
+scorer.score_groups([[conversation, other], ...], [info, ...])     # its rewards, as scores
 scorer.usage()                     # of a judge: {"num_requests": 120, ..., "seconds": 31.0, "position_bias": 0.12}
 """
 
@@ -14,8 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from treeward.environments.interface import GROUP, Environment
-from treeward.errors import DataError
-from treeward.scoring.score import Conversation, Cost, OnError, Score
+from treeward.scoring.score import Conversation, Cost, Score
 
 
 class EnvironmentScorer:
@@ -36,30 +35,14 @@ class EnvironmentScorer:
         before, self._cost = self._cost, now
         return asdict(now - before) | means
 
-    def score(
-        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
-    ) -> list[Score]:
-        """Each conversation alone. Raises `DataError` for one without a reward, unless `on_error` is "mask"."""
-        groups = [[conversation] for conversation in conversations]
-        return [score for [score] in self.score_groups(groups, where=where, on_error=on_error)]
-
     def score_groups(
-        self,
-        groups: Sequence[Sequence[Conversation]],
-        *,
-        infos: Sequence[Mapping[str, Any]] | None = None,
-        where: Sequence[str] | None = None,
-        on_error: OnError = "raise",
+        self, groups: Sequence[Sequence[Conversation]], infos: Sequence[Mapping[str, Any]]
     ) -> list[list[Score]]:
         """A list of scores for each group. `infos`: the data's columns for each group, as `ground_truth`."""
-        group_infos: Sequence[Mapping[str, Any]] = infos or [{}] * len(groups)
         flat = [conversation for group in groups for conversation in group]
-        env_infos = [{**info, GROUP: f"group {g}"} for g, info in enumerate(group_infos) for _ in groups[g]]
+        env_infos = [{**info, GROUP: f"group {g}"} for g, info in enumerate(infos) for _ in groups[g]]
         rewards = self.environment.reward(flat, env_infos)
-        names = [name for g, name in enumerate(where or map(str, range(len(groups)))) for _ in groups[g]]
-        for reward, name in zip(rewards, names, strict=True):
-            if reward.value is None and on_error == "raise":
-                raise DataError("the completion has no reward", where=name, got=reward.error)
+        for reward in rewards:
             for part, value in reward.components.items():
                 self._seen[part].append(value)
         scores = iter([Score(r.value, error=r.error, judgement=r.score.judgement) for r in rewards])

@@ -1,6 +1,7 @@
 """`ScoringWorker`: an environment's reward model in one process, or one part of a divided model.
 
 worker = ScoringWorker(config, "cuda")
+worker.load()
 worker.score(conversations)               # one `Score` each; its value is None on failure
 
 Shapes: B conversations, L tokens of the longest.
@@ -34,32 +35,24 @@ logger = logging.getLogger(__name__)
 
 
 class ScoringWorker:
-    """Loads the model of `config` and scores on `device`, "cpu" or "cuda". `rank`: its rank in a group.
+    """Scores with the model of `config` on `device`, "cpu" or "cuda". `rank`: its rank in a group.
 
     With `cpu_offload` the weights are on the GPU only during `score`.
     """
 
+    scorer: PreparedScorer
+    """The model, from `load` on."""
+
     def __init__(self, config: RewardModelEnvironmentConfig, device: str, rank: int = 0) -> None:
         self._config, self._device, self._rank = config, device, rank
         self._offload = config.dtensor_cfg.cpu_offload and device != "cpu"
-        self._scorer: PreparedScorer | None = None
         self._group = contextlib.ExitStack()
 
-    @property
-    def scorer(self) -> PreparedScorer:
-        """The model, loaded at the first call. Raises `ModelError` or `ConfigError` if it cannot be loaded."""
-        if self._scorer is None:
-            is_whole = self._config.dtensor_cfg.tensor_parallel_size == 1
-            self._scorer = _load(self._config, self._device if is_whole and not self._offload else "cpu")
-            if not is_whole:
-                self._divide(self._scorer)
-        return self._scorer
-
-    def _divide(self, scorer: PreparedScorer) -> None:
+    def _divide(self) -> None:
         """Keep this worker's part of each model: heads and columns (tensor parallelism), or, for a model that does not
         allow it, rows of all weights, which are gathered layer by layer."""
         cutting, sharding = make_mesh(self._config.dtensor_cfg), make_mesh(ShardingConfig())
-        for member in scorer.members:
+        for member in self.scorer.members:
             try:
                 cut(member.model, cutting)
                 member.model.to(self._device)
@@ -71,17 +64,25 @@ class ScoringWorker:
         """The address `host:port` for a group to meet in this process."""
         return f"{start_ray().util.get_node_ip_address()}:{free_port()}"
 
-    def load(self, address: str | None = None) -> int:
-        """Load the model, and return the id of this process. `address`: of the group's first worker."""
+    def load(self, address: str | None = None) -> None:
+        """Load the model. `address`: of the group's first worker. Raises `ModelError` or `ConfigError`."""
+        config, size = self._config, self._config.dtensor_cfg.tensor_parallel_size
         if address is not None:
-            size, (host, _, port) = self._config.dtensor_cfg.tensor_parallel_size, address.rpartition(":")
+            host, _, port = address.rpartition(":")
             # each worker sees its own GPU alone
             launched = {"RANK": self._rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "MASTER_ADDR": host}
             os.environ.update({name: str(value) for name, value in launched.items()}, MASTER_PORT=port)
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of torchrun, where it has started Ray
             self._group.enter_context(joined())
-        _ = self.scorer
-        return os.getpid()
+        only_size = config.batch_tokens is None and config.batch_size is not None
+        self.scorer = load_scorer(
+            config,
+            device=self._device if size == 1 and not self._offload else "cpu",
+            batch_tokens=None if only_size else config.batch_tokens or DEFAULT_BATCH_TOKENS,
+            max_sequences=config.batch_size,
+        )
+        if size > 1:
+            self._divide()
 
     def score(self, conversations: Sequence[Conversation]) -> list[Score]:
         """Scores in order; a failed conversation has None and the reason in `Score.error`."""
@@ -116,12 +117,6 @@ class ScoringWorker:
 
     def shutdown(self) -> None:
         """Free the model."""
-        self._scorer = None
+        del self.scorer
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def _load(config: RewardModelEnvironmentConfig, device: str) -> PreparedScorer:
-    only_size = config.batch_tokens is None and config.batch_size is not None
-    batch_tokens = None if only_size else config.batch_tokens or DEFAULT_BATCH_TOKENS
-    return load_scorer(config, device=device, batch_tokens=batch_tokens, max_sequences=config.batch_size)

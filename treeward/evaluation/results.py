@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from treeward.data.preference import Completion, Preference, last_text
 from treeward.errors import DataError
-from treeward.scoring.score import ConversationScorer, score_groups
+from treeward.scoring.score import ConversationScorer, GroupScorer
 
 Unit = Literal["pairs", "examples"]
 """What is counted: pairs of completions, or whole examples."""
@@ -138,12 +138,18 @@ class ScoredExample:
         return "right" if margin > 0 else "tie" if margin == 0 else "wrong"
 
 
-def score_examples(scorer: ConversationScorer, examples: Iterable[Preference], at_once: int) -> Iterator[ScoredExample]:
+def score_examples(
+    scorer: ConversationScorer | GroupScorer, examples: Iterable[Preference], at_once: int
+) -> Iterator[ScoredExample]:
     """The examples as a model scores them, in order; `at_once`: how many the scorer gets in one call."""
     remaining = iter(examples)
     while chunk := list(islice(remaining, at_once)):
         conversations, infos = [example.conversations for example in chunk], [example.info for example in chunk]
-        groups = score_groups(scorer, conversations, infos=infos, on_error="mask")
+        if isinstance(scorer, GroupScorer):
+            groups = scorer.score_groups(conversations, infos)
+        else:
+            flat = iter(scorer.score([chat for group in conversations for chat in group], on_error="mask"))
+            groups = [list(islice(flat, len(group))) for group in conversations]
         for example, scores in zip(chunk, groups, strict=True):
             grades = {name for completion in example.completions for name in completion.all_grades}
             named = [dict(zip(score.head_names, score.heads, strict=False)) for score in scores]

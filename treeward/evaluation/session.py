@@ -55,7 +55,7 @@ class Candidate:
     """
 
     name: str
-    load: Callable[[], tuple[ConversationScorer, Identity]]
+    load: Callable[[], tuple[ConversationScorer | GroupScorer, Identity]]
     note: str | None = None
 
 
@@ -165,7 +165,7 @@ def _evaluate(
 
 
 def score_rows(
-    scorer: ConversationScorer,
+    scorer: ConversationScorer | GroupScorer,
     examples: Sequence[Preference],
     what: str,
     path: Path | None,

@@ -29,7 +29,7 @@ from treeward.rl.report import SAMPLES_FILE, RLRun, write_rl_report
 from treeward.rl.rollouts import collect, validate
 from treeward.rl.setup import GRPOSetup, set_up
 from treeward.rl.watch import ALARMS_FILE, Alarm, write_alarms
-from treeward.scoring.judge_contract import write_judge_contract
+from treeward.scoring.trained_judge import write_judge_contract
 from treeward.training.loop import Outcome, Run, StepMetrics, Validation, start
 from treeward.training.models import save_adapted
 from treeward.training.optimisation import SkippedSteps

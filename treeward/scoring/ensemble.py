@@ -1,7 +1,8 @@
 """`EnsembleScorer`: several reward models that score as one.
 
-    ensemble = EnsembleScorer.load(["results/a/final", "results/b/final"], config=EnsembleConfig(method="worst"))
-    score = ensemble.score([conversation])[0]
+    models, ensemble = ["results/a/final", "results/b/final"], {"method": "worst"}
+    scorer = load_scorer(ScoringConfig(models=models, ensemble=ensemble))
+    score = scorer.score([conversation])[0]
     score.score, score.members        # the combined score, and the score of each member
 
 Each member renders and scores with its own tokenizer, template and weights. Their scores are z-scored first with fixed
@@ -24,9 +25,9 @@ from treeward.config.reward_environments import JUDGE_FILE
 from treeward.config.scoring import EnsembleConfig, EnsembleMethod, ScoringConfig
 from treeward.errors import ConfigError, TreewardError
 from treeward.model.contract import ScoringContract, read_contract
-from treeward.scoring.judge_scorer import JudgeScorer
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.scorer import Prepared, PreparedScorer, Scorer
+from treeward.scoring.trained_judge import JudgeScorer
 
 
 def combine(
@@ -78,21 +79,6 @@ class EnsembleScorer(PreparedScorer):
         assert len(self.names) == len(self.members), f"{len(self.names)} names for {len(self.members)} members"
         self._constants = _constants(self.config, [member.contract for member in self.members], self.names)
         self.renderer = self.members[0].renderer
-
-    @classmethod
-    def load(
-        cls, models: Sequence[str | Path], *, config: EnsembleConfig | None = None, **scorer_options: Any
-    ) -> EnsembleScorer:
-        """Load every model from a folder or the hub; one that is named twice is loaded once.
-
-        `scorer_options`: those of `Scorer.load`, for every member. Raises what that and the class raise.
-        """
-        names = [str(model) for model in models]
-        config = config or EnsembleConfig()
-        if all(Path(name).is_dir() for name in names):  # before any weights are loaded
-            _constants(config, [read_contract(name) for name in names], names)
-        loaded = {name: Scorer.load(name, **scorer_options) for name in dict.fromkeys(names)}
-        return cls([loaded[name] for name in names], config, names=names)
 
     @property
     def contract(self) -> ScoringContract | None:
@@ -180,7 +166,7 @@ def _constants(
 def load_scorer(config: ScoringConfig, **capacity: Any) -> PreparedScorer:
     """The model of a section, a reward model or a judge with its contract, or its ensemble of reward models.
 
-    `capacity`: arguments of `Scorer.load`, whose errors it raises too.
+    A model that is named twice is loaded once. `capacity`: arguments of `Scorer.load`, whose errors it raises too.
     """
     judges = [name for name in config.models if (Path(name) / JUDGE_FILE).is_file()]
     if judges and len(config.models) > 1:
@@ -189,6 +175,9 @@ def load_scorer(config: ScoringConfig, **capacity: Any) -> PreparedScorer:
         return JudgeScorer.load(config, **capacity)
     if config.ensemble is None:
         return Scorer.load(config, **capacity)
-    of_members = ScoringConfig.model_fields.keys() - {"models", "ensemble", "shaping"}
-    settings = {name: getattr(config, name) for name in of_members}
-    return EnsembleScorer.load(config.models, config=config.ensemble, **settings, **capacity)
+    names = config.models
+    if all(Path(name).is_dir() for name in names):  # before any weights are loaded
+        _constants(config.ensemble, [read_contract(name) for name in names], names)
+    sections = {name: config.model_copy(update={"models": (name,)}) for name in names}
+    loaded = {name: Scorer.load(section, **capacity) for name, section in sections.items()}
+    return EnsembleScorer([loaded[name] for name in names], config.ensemble, names=names)

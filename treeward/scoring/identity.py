@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from treeward.scoring.ensemble import EnsembleScorer
-from treeward.scoring.judge_scorer import JudgeScorer
-from treeward.scoring.rewarding import RewardScorer
 from treeward.scoring.score import ConversationScorer
 from treeward.scoring.scorer import Scorer
+from treeward.scoring.shaping import RewardScorer
+from treeward.scoring.trained_judge import JudgeScorer
 
 
 def scorer_identity(scorer: ConversationScorer, name: str) -> dict[str, Any]:

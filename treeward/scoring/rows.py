@@ -88,7 +88,7 @@ class ChunkScorer:
 
     def score(self, chunk: Chunk) -> ScoredChunk:
         """Its scored rows."""
-        from treeward.scoring.rewarding import rewards_of  # noqa: PLC0415 - torch, without which rows are read
+        from treeward.scoring.shaping import rewards_of  # noqa: PLC0415 - torch, without which rows are read
 
         try:
             scorer, shaper, identity = self._loaded

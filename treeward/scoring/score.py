@@ -109,33 +109,19 @@ class ConversationScorer(Protocol):
 
 
 @runtime_checkable
-class GroupScorer(ConversationScorer, Protocol):
-    """A scorer whose scores may depend on the other completions of a prompt, as a judge's that compares them."""
+class GroupScorer(Protocol):
+    """Scores that may depend on the other completions of a prompt, as a judge's that compares them."""
 
     def score_groups(
-        self,
-        groups: Sequence[Sequence[Conversation]],
-        *,
-        infos: Sequence[Mapping[str, Any]] | None = None,
-        on_error: OnError = "raise",
-    ) -> list[list[Score]]: ...
+        self, groups: Sequence[Sequence[Conversation]], infos: Sequence[Mapping[str, Any]]
+    ) -> list[list[Score]]:
+        """A list of scores for each group, the completions of one prompt; a score without a value has its `error`.
+
+        `infos`: the data's columns for each group.
+        """
 
     def usage(self) -> dict[str, float]:
         """What scoring has used since the last call, as `seconds`, and what it saw of itself, as `position_bias`."""
-
-
-def score_groups(
-    scorer: ConversationScorer,
-    groups: Sequence[Sequence[Conversation]],
-    *,
-    infos: Sequence[Mapping[str, Any]] | None = None,
-    on_error: OnError = "raise",
-) -> list[list[Score]]:
-    """A list of scores for each group, the completions of one prompt. `infos`: the data's columns for each group."""
-    if isinstance(scorer, GroupScorer):
-        return scorer.score_groups(groups, infos=infos, on_error=on_error)
-    scores = iter(scorer.score([conversation for group in groups for conversation in group], on_error=on_error))
-    return [[next(scores) for _ in group] for group in groups]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,25 +10,27 @@ Each step is off unless the configuration asks for it. The order is fixed:
 2. temperature, which turns a score into log-odds;
 3. the sigmoid of log-odds (`preference_score`);
 4. normalisation and clipping, last, because they set the scale and the bounds of the policy's reward.
+
+`load_shaper` makes the shaper of a section, with the constants of the model's contract.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 from scipy.special import expit
+from transformers import PreTrainedTokenizerBase
 
-from treeward.config.scoring import LengthUnit, RewardShapingConfig
+from treeward.config.scoring import LengthUnit, RewardShapingConfig, ScoringConfig
 from treeward.data.preference import last_text
-from treeward.errors import ConfigError
-from treeward.model.contract import LengthCurve, RewardCalibration
-from treeward.scoring.score import Conversation, Reward, Score
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from treeward.errors import ConfigError, ModelError
+from treeward.model.contract import CONTRACT_FILE, LengthCurve, RewardCalibration, read_contract
+from treeward.model.pretrained import load_tokenizer
+from treeward.scoring.score import Conversation, ConversationScorer, OnError, Reward, Score
 
 _WHERE = "reward_shaping"
 _T = TypeVar("_T")
@@ -126,6 +128,59 @@ class Shaper:
             length = completion_length(conversation, penalty.unit, self._tokenizer)
             score -= penalty.coefficient * max(0.0, length - penalty.threshold)
         return score / self._temperature
+
+
+def rewards_of(scores: Sequence[Score], conversations: Sequence[Conversation], shaper: Shaper | None) -> list[Reward]:
+    """One reward for each score, in order; without a shaper it is the score."""
+    if shaper is None:
+        return [Reward(score.score, score, error=score.error) for score in scores]
+    return shaper.shape(scores, conversations)
+
+
+class RewardScorer:
+    """Rewards as scores: a `ConversationScorer` whose `Score.score` is the reward of the conversation."""
+
+    def __init__(self, scorer: ConversationScorer, shaper: Shaper) -> None:
+        self.scorer, self.shaper = scorer, shaper
+
+    def score(
+        self, conversations: Sequence[Conversation], *, where: Sequence[str] | None = None, on_error: OnError = "raise"
+    ) -> list[Score]:
+        """Scores whose `score` is the reward, or None with the reason in `error`. Raises what the scorer raises, and
+        `ModelError` for a reward that is not finite; with `on_error="mask"` such a reward is None."""
+        scores = self.scorer.score(conversations, where=where, on_error=on_error)
+        rewards = self.shaper.shape(scores, conversations)
+        for i, reward in enumerate(rewards):
+            if on_error == "raise" and reward.value is None and reward.raw is not None:
+                name = where[i] if where is not None else f"conversation {i}"
+                raise ModelError("the conversation has no reward", where=name, got=reward.error)
+        return [replace(reward.score, score=reward.value, error=reward.error) for reward in rewards]
+
+
+def load_shaper(config: ScoringConfig, *, tokenizer: PreTrainedTokenizerBase | None = None) -> Shaper | None:
+    """The shaper of a section, with the constants of the model's contract; None without shaping.
+
+    `tokenizer`: counts the tokens of completions; None: that of the section, or the model's own. Raises `ConfigError`
+    for constants that are needed and missing.
+    """
+    shaping, model = config.shaping, config.models[0]
+    if shaping is None:
+        return None
+    contract = None if config.has_other_score else read_contract(model)
+    if shaping == "contract":
+        shaping = contract.reward_shaping if contract else None
+    if shaping is None:
+        raise ConfigError(
+            "the model's scoring contract has no reward shaping",
+            where=model,
+            field="reward_shaping",
+            got="an ensemble, or weights of heads" if config.has_other_score else f"none in {CONTRACT_FILE}",
+            fix="give the section itself, as {length_penalty: {coefficient: 0.001}}; or fit one and keep it in the "
+            f'contract: treeward calibrate {model} --data FILE.jsonl --shaping "{{length_calibration: true}}"',
+        )
+    if tokenizer is None:
+        tokenizer = load_tokenizer(config.tokenizer.name or model, trust_remote_code=config.trust_remote_code)
+    return Shaper(shaping, calibration=contract.calibration if contract else None, tokenizer=tokenizer)
 
 
 def _fitted(value: _T | None, field: str, what: str) -> _T:

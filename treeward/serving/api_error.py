@@ -20,7 +20,7 @@ class APIError(Exception):
     """
 
     def __init__(
-        self, status: int, code: str, message: str, *, param: str | None = None, retry_after: float | None = None
+        self, status: int, code: str, message: str, *, param: str | None = None, retry_after: int | None = None
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.message, self.param, self.retry_after = status, code, message, param, retry_after

@@ -19,8 +19,8 @@ from treeward.errors import shown
 from treeward.serving import dialects
 from treeward.serving.api_error import ERRORS, APIError
 from treeward.serving.dialects import nemo_gym
-from treeward.serving.limits import JSON, RequestLimits, error_response
 from treeward.serving.playground import routes as playground
+from treeward.serving.requests import JSON, RequestLimits, error_response
 from treeward.serving.service import Service
 from treeward.version import VERSION
 

@@ -1,6 +1,6 @@
 """`Batcher`: conversations of many requests, scored in common batches by a thread beside the event loop.
 
-    batcher = Batcher([loaded_model], config, ServerMetrics())
+    batcher = Batcher({"rm": scorer}, config, ServerMetrics())
     scores = await batcher.score("rm", conversations, deadline=time.monotonic() + 30)
 
 One thread tokenizes the next conversations of each request in turn. Another scores the oldest tokenized conversation
@@ -16,13 +16,14 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
+import torch
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -36,10 +37,11 @@ from prometheus_client import (
 from treeward.config.server import ServerConfig
 from treeward.errors import TreewardError
 from treeward.scoring.score import Conversation, Score
-from treeward.scoring.scorer import Prepared
+from treeward.scoring.scorer import Prepared, PreparedScorer
 from treeward.serving.api_error import APIError, in_words
-from treeward.serving.models import LoadedModel
 from treeward.serving.rendered_text import RenderedText
+from treeward.tree.prefix import PrefixCache
+from treeward.tree.token_tree import common_prefix_length
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +105,9 @@ class ServerMetrics:
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A tokenized conversation, and the future of its score; its request may cancel it."""
+    """A tokenized conversation for a model, and the future of its score; its request may cancel it."""
 
-    model: LoadedModel
+    model: str
     item: Prepared
     future: Future[Score]
 
@@ -119,14 +121,12 @@ class _Pending:
 class Batcher:
     """Scores for coroutines, within the limits of the server's configuration."""
 
-    def __init__(self, models: Sequence[LoadedModel], config: ServerConfig, metrics: ServerMetrics) -> None:
-        self.models = {model.name: model for model in models}
-        self.config, self.metrics = config, metrics
+    def __init__(self, scorers: Mapping[str, PreparedScorer], config: ServerConfig, metrics: ServerMetrics) -> None:
+        self.scorers, self.config, self.metrics = dict(scorers), config, metrics
         self._lock = threading.Condition()
         self._open: set[Future[Score]] = set()
         self._queue: deque[_Pending] = deque()
         self._closed = False
-        self._per_second = 0.0
         self._has_scored: dict[str, Prepared] = {}
         self._failed_in_a_row: dict[str, int] = {}
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="treeward-tokenize")
@@ -142,11 +142,6 @@ class Batcher:
     def is_alive(self) -> bool:
         """Whether the scoring thread runs, and each model still scores what it has scored before."""
         return max([0, *self._failed_in_a_row.values()]) < _MOST_FAILED and self._scoring.is_alive()
-
-    @property
-    def seconds_of_queue(self) -> float:
-        """The estimated time to score the queue, from 1 to 60."""
-        return min(max(math.ceil(self.num_queued / self._per_second), 1), 60) if self._per_second else 1
 
     async def check_alive(self) -> bool:
         """As `is_alive`, which for replicas needs a call."""
@@ -167,7 +162,7 @@ class Batcher:
         with self._lock:
             if self._closed:
                 raise _shut_down()
-            check_room(self.num_queued, number, self.config.max_queued, self.seconds_of_queue)
+            check_room(self.num_queued, number, self.config.max_queued)
             self._open.update(futures)
         for future in futures:
             future.add_done_callback(self._open.discard)
@@ -175,12 +170,12 @@ class Batcher:
             async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
                 for start in range(0, number, _TOKENIZED_AT_ONCE):
                     part = slice(start, start + _TOKENIZED_AT_ONCE)
-                    tokenize = partial(self._tokenize, self.models[model], conversations[part], futures[part])
+                    tokenize = partial(self._tokenize, model, conversations[part], futures[part])
                     await loop.run_in_executor(self._tokenizing, tokenize)
                 return await asyncio.gather(*map(asyncio.wrap_future, futures))
         except TimeoutError as error:
             num_missing = number - sum(future.done() and not future.cancelled() for future in futures)
-            raise not_in_time(num_missing, number, self.seconds_of_queue) from error
+            raise not_in_time(num_missing, number) from error
         finally:
             for future in futures:
                 future.cancel()
@@ -198,12 +193,12 @@ class Batcher:
         self._scoring.join(20.0)
 
     def _tokenize(
-        self, model: LoadedModel, part: Sequence[Conversation | RenderedText], futures: Sequence[Future[Score]]
+        self, model: str, part: Sequence[Conversation | RenderedText], futures: Sequence[Future[Score]]
     ) -> None:
         """Tokenize the next conversations of a request, in the tokenizing thread."""
         if all(future.done() for future in futures):
             return
-        prepared = _isolated(model.prepare, list(part))
+        prepared = _isolated(partial(_prepared, self.scorers[model]), list(part))
         with self._lock:
             for item, future in zip(prepared, futures, strict=True):
                 if future.done():
@@ -230,27 +225,27 @@ class Batcher:
         if not batch:
             return
         model, items = batch[0].model, [pending.item for pending in batch]
-        started, computed = time.monotonic(), model.num_computed_tokens
-        scores = [_finite(score) for score in _isolated(model.score, items)]
-        seconds, computed = time.monotonic() - started, model.num_computed_tokens - computed
+        scorer = self.scorers[model]
+        started, computed = time.monotonic(), scorer.num_computed_tokens
+        scores = [_finite(score) for score in _isolated(partial(_scored, scorer), items)]
+        seconds, computed = time.monotonic() - started, scorer.num_computed_tokens - computed
         for pending, score in zip(batch, scores, strict=True):
             pending.future.set_result(score)
-        rate = len(batch) / max(seconds, 1e-6)
-        self._per_second = rate if not self._per_second else 0.9 * self._per_second + 0.1 * rate
-        self.metrics.computed.labels(model.name).inc(computed)
-        self.metrics.seconds.labels(model.name).observe(seconds)
+        self.metrics.computed.labels(model).inc(computed)
+        self.metrics.seconds.labels(model).observe(seconds)
         self._check_model(model, items, scores)
 
-    def _check_model(self, model: LoadedModel, items: Sequence[Prepared], scores: Sequence[Score]) -> None:
+    def _check_model(self, model: str, items: Sequence[Prepared], scores: Sequence[Score]) -> None:
         """If a whole batch failed, test the model with a conversation that it has scored before."""
-        name = model.name
         good = [item for item, score in zip(items, scores, strict=True) if not isinstance(score, FailedScore)]
         if good:
-            self._has_scored[name] = good[0]
-        elif name in self._has_scored and isinstance(_isolated(model.score, [self._has_scored[name]])[0], FailedScore):
-            self._failed_in_a_row[name] = self._failed_in_a_row.get(name, 0) + 1
-            return
-        self._failed_in_a_row[name] = 0
+            self._has_scored[model] = good[0]
+        elif model in self._has_scored:
+            [score] = _isolated(partial(_scored, self.scorers[model]), [self._has_scored[model]])
+            if isinstance(score, FailedScore):
+                self._failed_in_a_row[model] = self._failed_in_a_row.get(model, 0) + 1
+                return
+        self._failed_in_a_row[model] = 0
 
     def _take_batch(self) -> list[_Pending]:
         """The oldest conversation, and others of its model that begin alike, then the next ones, up to the budget."""
@@ -258,7 +253,7 @@ class Batcher:
         window = [pending for pending in window if not pending.future.cancelled()]
         groups: dict[bytes, list[_Pending]] = {}
         for pending in window:
-            if pending.model is window[0].model:
+            if pending.model == window[0].model:
                 groups.setdefault(pending.tokens[:_SAME_BYTES], []).append(pending)
         ordered: list[_Pending] = []
         for first, *others in groups.values():
@@ -266,7 +261,7 @@ class Batcher:
         batch: list[_Pending] = []
         used = 0
         for pending in ordered:
-            used += pending.model.cost(pending.item, batch[-1].item if batch else None)
+            used += _cost(self.scorers[pending.model], pending.item, batch[-1].item if batch else None)
             if batch and used > self.config.batch_tokens:
                 break
             batch.append(pending)
@@ -275,23 +270,55 @@ class Batcher:
         return [pending for pending in batch if pending.future.set_running_or_notify_cancel()]
 
 
-def check_room(num_queued: int, number: int, limit: int, retry_after: float) -> None:
+def check_room(num_queued: int, number: int, limit: int) -> None:
     """Raise `APIError` for more conversations than may ever wait, 413, and for a queue that is too long, 429."""
     if number > limit:
         raise APIError(413, "too_many_conversations", f"{number} conversations in one request; at most {limit}")
     if num_queued + number > limit:
         message = f"{num_queued} conversations are waiting, and at most {limit} may"
-        raise APIError(429, "queue_full", message, retry_after=retry_after)
+        raise APIError(429, "queue_full", message, retry_after=1)
 
 
-def not_in_time(num_missing: int, number: int, retry_after: float) -> APIError:
+def not_in_time(num_missing: int, number: int) -> APIError:
     """A request that has reached its deadline."""
     message = f"not scored in time: {num_missing} of {number} conversations were not scored yet"
-    return APIError(504, "deadline_exceeded", message, retry_after=retry_after)
+    return APIError(504, "deadline_exceeded", message, retry_after=1)
 
 
 def _shut_down() -> APIError:
     return APIError(503, "shutting_down", "the server is shutting down", retry_after=5)
+
+
+def _prepared(scorer: PreparedScorer, inputs: Sequence[Conversation | RenderedText]) -> list[Prepared]:
+    """The tokens of conversations, in order; a conversation that cannot be scored has an error."""
+    chats = [item for item in inputs if not isinstance(item, RenderedText)]
+    texts = [item.text for item in inputs if isinstance(item, RenderedText)]
+    prepared_chats, prepared_texts = iter(scorer.prepare(chats, on_error="mask")), iter(scorer.prepare_texts(texts))
+    return [next(prepared_texts if isinstance(item, RenderedText) else prepared_chats) for item in inputs]
+
+
+def _scored(scorer: PreparedScorer, items: Sequence[Prepared]) -> list[Score]:
+    """Scores in order. Passes on the model's errors; if it has run out of memory, cached prompts are dropped first."""
+    try:
+        return scorer.score_prepared(items, on_error="mask")
+    except (torch.OutOfMemoryError, MemoryError):
+        for cache in _caches(scorer):
+            cache.clear()
+        torch.cuda.empty_cache()
+        raise
+
+
+def _cost(scorer: PreparedScorer, item: Prepared, like: Prepared | None) -> int:
+    """About how many tokens a conversation adds to a batch with a conversation `like` it."""
+    assert item.ids is not None, "what has an error is not queued"
+    caches = _caches(scorer)
+    cached = caches[0].match(item.ids) if caches else 0
+    shared = 0 if like is None or like.ids is None else common_prefix_length(item.ids, like.ids)
+    return math.ceil(item.num_tokens * (1 - max(cached, shared) / len(item.ids)))
+
+
+def _caches(scorer: PreparedScorer) -> list[PrefixCache]:
+    return [member.prefix_cache for member in dict.fromkeys(scorer.members) if member.prefix_cache is not None]
 
 
 def _finite(score: Score) -> Score:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -75,13 +74,6 @@ class ReplicaBatcher:
         self.config, self.num_queued = config, 0
         self._endings = {model.name: model.ending for model in models}
         self._handle, self._score = handle, handle.score
-        self._busy_since, self._num_scored = 0.0, 0
-
-    @property
-    def seconds_of_queue(self) -> float:
-        """The estimated time to score the queue, from 1 to 60."""
-        seconds = self.num_queued * (time.monotonic() - self._busy_since) / max(1, self._num_scored)
-        return min(max(math.ceil(seconds), 1), 60)
 
     async def check_alive(self) -> bool:
         """Whether any replica passes Serve's health checks."""
@@ -94,9 +86,7 @@ class ReplicaBatcher:
     ) -> list[Score]:
         """One score for each conversation, in order. `deadline` and errors: as of `Batcher.score`."""
         number = len(conversations)
-        check_room(self.num_queued, number, self.config.max_queued, self.seconds_of_queue)
-        if not self.num_queued:
-            self._busy_since, self._num_scored = time.monotonic(), 0
+        check_room(self.num_queued, number, self.config.max_queued)
         parts: dict[int, list[int]] = {}
         for i, conversation in enumerate(conversations):
             beginning = beginning_of(conversation, self._endings[model]).encode(errors="surrogatepass")
@@ -112,12 +102,11 @@ class ReplicaBatcher:
                 await asyncio.gather(*tasks)
         except TimeoutError as error:
             missing = sum(len(part) for task, part in tasks.items() if task.cancelled())
-            raise not_in_time(missing, number, self.seconds_of_queue) from error
+            raise not_in_time(missing, number) from error
         finally:
             for task in tasks:  # if the request has failed or its client has gone
                 task.cancel()
             self.num_queued -= number
-        self._num_scored += number
         scores = {i: score for task, part in tasks.items() for i, score in zip(part, task.result(), strict=True)}
         return [scores[i] for i in range(number)]
 

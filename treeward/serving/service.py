@@ -12,15 +12,19 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from treeward.config.server import ServerConfig
-from treeward.scoring.score import Conversation, Reward, Score
+from treeward.scoring.score import Conversation, Reward
+from treeward.scoring.scorer import PreparedScorer
 from treeward.serving.api_error import APIError
 from treeward.serving.batcher import Batcher, FailedScore, ServerMetrics
-from treeward.serving.models import LoadedModel, ServedModel
+from treeward.serving.models import ServedModel, load_served
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.running import RunningRewards
+
+if TYPE_CHECKING:
+    from treeward.serving.replicas import ReplicaBatcher
 
 logger = logging.getLogger(__name__)
 
@@ -28,29 +32,15 @@ SHUTDOWN_SECONDS = 60
 """For accepted requests after a signal, while the server accepts no new ones."""
 
 
-class ConversationBatcher(Protocol):
-    """The source of a service's scores: a `Batcher` in its process, or replicas elsewhere."""
-
-    @property
-    def num_queued(self) -> int: ...
-    @property
-    def seconds_of_queue(self) -> float: ...
-    async def check_alive(self) -> bool: ...
-    async def score(
-        self, model: str, conversations: Sequence[Conversation | RenderedText], *, deadline: float
-    ) -> list[Score]: ...
-    def close(self) -> None: ...
-
-
 class Service:
-    """The models, their batcher, and the server's metrics."""
+    """The models, their batcher (here, or replicas elsewhere), and the server's metrics."""
 
     def __init__(
         self,
         models: Sequence[ServedModel],
         config: ServerConfig,
         metrics: ServerMetrics,
-        batcher: ConversationBatcher,
+        batcher: Batcher | ReplicaBatcher,
     ) -> None:
         self.models = {model.name: model for model in models}
         self.config, self.metrics, self.batcher = config, metrics, batcher
@@ -63,20 +53,22 @@ class Service:
     @classmethod
     def load(cls, config: ServerConfig) -> Service:
         """Load the models. Raises `ModelError` for a model that breaks its contract."""
-        models = []
+        pairs = []
         for section in config.models:
             started = time.monotonic()
-            models.append(model := LoadedModel.load(section, config))
-            checked = "it keeps its contract" if model.served.contract_sha256 else "no contract was checked"
+            model, scorer = load_served(section, config)
+            pairs.append((model, scorer))
+            checked = "it keeps its contract" if model.contract_sha256 else "no contract was checked"
             names, seconds = ", ".join(section.models), time.monotonic() - started
             logger.info("%s: loaded %s in %.1f s; %s.", model.name, names, seconds, checked)
-        return cls.of(models, config)
+        return cls.of(pairs, config)
 
     @classmethod
-    def of(cls, models: Sequence[LoadedModel], config: ServerConfig) -> Service:
+    def of(cls, pairs: Sequence[tuple[ServedModel, PreparedScorer]], config: ServerConfig) -> Service:
         """A service that scores in this process."""
         metrics = ServerMetrics()
-        return cls([model.served for model in models], config, metrics, Batcher(models, config, metrics))
+        batcher = Batcher({model.name: scorer for model, scorer in pairs}, config, metrics)
+        return cls([model for model, _ in pairs], config, metrics, batcher)
 
     def model(self, name: str | None) -> ServedModel:
         """The model of this name, folder or hub name; the first for None. Raises `APIError` 404."""

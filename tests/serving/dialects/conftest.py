@@ -23,7 +23,7 @@ from treeward.model.reward_model import RewardModel
 from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper
 from treeward.serving.app import create_app
-from treeward.serving.models import LoadedModel
+from treeward.serving.models import ServedModel
 from treeward.serving.service import Service
 
 CHATML = (
@@ -115,9 +115,9 @@ def make_served(
     sections = [{"model": f"models/{name}", "name": name} for name in ("rm", *(f"other{i}" for i in range(others)))]
     config = ServerConfig.model_validate({"models": sections, **settings})
     of_sections = [scorer, *[scorers["plain"]] * others]
-    models = [LoadedModel(section, one) for section, one in zip(config.models, of_sections, strict=True)]
-    models[0].served = replace(models[0].served, shaper=shaper)
-    service = Service.of(models, config)
+    pairs = [(ServedModel.of(section, one), one) for section, one in zip(config.models, of_sections, strict=True)]
+    service = Service.of(pairs, config)
+    service.models["rm"] = replace(service.models["rm"], shaper=shaper)
     stack.callback(service.close)
     client = stack.enter_context(TestClient(create_app(service), raise_server_exceptions=False))
     want = [score.score for score in scorer.score(CHATS)]

@@ -12,7 +12,7 @@ from messages import chat
 
 from treeward.config.nemo_gym import NemoGymConfig
 from treeward.data.responses_items import conversation_of
-from treeward.serving.models import LoadedModel
+from treeward.scoring.scorer import Scorer
 
 APP = runpy.run_path(str(Path(__file__).parents[3] / "resources_servers" / "reward_model" / "app.py"))
 gym_config, main = APP["gym_config"], APP["main"]
@@ -59,22 +59,22 @@ def messages(completion: str = COMPLETION) -> list[dict[str, str]]:
     return [{"role": "system", "content": "be brief"}, *chat(QUESTION, completion)]
 
 
-def score_of(model: LoadedModel) -> float:
-    value = model.scorer.score([messages()])[0].score
+def score_of(scorer: Scorer) -> float:
+    value = scorer.score([messages()])[0].score
     assert value is not None
     return value
 
 
 @pytest.mark.parametrize("path", ["/verify", "/ng-rollout/0.run_1-b/verify"])
-def test_the_reward_is_the_score_and_the_rest_comes_back(client: Any, loaded_model: LoadedModel, path: str) -> None:
+def test_the_reward_is_the_score_and_the_rest_comes_back(client: Any, served_scorer: Scorer, path: str) -> None:
     got = client.post(path, json=rollout(extra={"deep": [None, 1]})).json()
-    assert got.pop("reward") == pytest.approx(score_of(loaded_model), abs=1e-5)
-    assert got.pop("reward_num_tokens") == loaded_model.scorer.score([messages()])[0].num_tokens
+    assert got.pop("reward") == pytest.approx(score_of(served_scorer), abs=1e-5)
+    assert got.pop("reward_num_tokens") == served_scorer.score([messages()])[0].num_tokens
     assert got.pop("reward_truncated") is False
     assert got == rollout(extra={"deep": [None, 1]})
 
 
-def test_a_rollout_that_is_verified_again_has_one_verdict(client: Any, loaded_model: LoadedModel) -> None:
+def test_a_rollout_that_is_verified_again_has_one_verdict(client: Any, served_scorer: Scorer) -> None:
     failed = client.post("/verify", json=rollout("word " * 400)).json()
     assert failed["mask_sample"] is True
     failed["response"]["output"][1]["content"][0]["text"] = COMPLETION
@@ -82,7 +82,7 @@ def test_a_rollout_that_is_verified_again_has_one_verdict(client: Any, loaded_mo
     assert again.content.count(b'"reward":') == 1
     got = again.json()
     assert not {"mask_sample", "failure_kind", "failure_reason", "_ng_failure_class"} & got.keys()
-    assert got["reward"] == pytest.approx(score_of(loaded_model), abs=1e-5)
+    assert got["reward"] == pytest.approx(score_of(served_scorer), abs=1e-5)
     assert client.post("/verify", json=got).json() == got
 
 
@@ -130,8 +130,8 @@ def test_what_is_no_rollout_is_refused(client: Any, content: bytes) -> None:
     assert reply.json()["error"]["code"] in ("invalid_json", "invalid_request")
 
 
-def test_a_threshold_says_whether_it_is_reached(client: Any, loaded_model: LoadedModel) -> None:
-    score = score_of(loaded_model)
+def test_a_threshold_says_whether_it_is_reached(client: Any, served_scorer: Scorer) -> None:
+    score = score_of(served_scorer)
     assert client.post("/verify", json=rollout(reward_threshold=score - 0.1)).json()["reward_passed"] is True
     assert client.post("/verify", json=rollout(reward_threshold=score + 0.1)).json()["reward_passed"] is False
     assert "reward_passed" not in client.post("/verify", json=rollout(reward_threshold=None)).json()
@@ -236,8 +236,8 @@ def verified(make_service: Callable[..., Any], asgi_client: Callable[..., Any]) 
     return verify
 
 
-def test_members_of_an_ensemble(verified: Callable[..., Any], served_folder: Path, loaded_model: LoadedModel) -> None:
+def test_members_of_an_ensemble(verified: Callable[..., Any], served_folder: Path, served_scorer: Scorer) -> None:
     got = verified(model_path=[str(served_folder)] * 2, ensemble={"method": "worst", "standardize": False})
-    assert got["reward"] == pytest.approx(score_of(loaded_model), abs=1e-5)
+    assert got["reward"] == pytest.approx(score_of(served_scorer), abs=1e-5)
     assert got["reward_components"].keys() == {"reward_member_0", "reward_member_1"}
     assert all(got[name] == value for name, value in got["reward_components"].items())

@@ -98,7 +98,9 @@ def test_what_cannot_be_scored_as_asked_is_refused(route: str, body: Any, what: 
 def test_a_missing_score_is_never_a_number(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     served = shared("chatml")
     none = [Score(None, error="not finite")]
-    monkeypatch.setattr(served.service.batcher.models["rm"], "score", lambda items: none * len(items))
+    monkeypatch.setattr(
+        served.service.batcher.scorers["rm"], "score_prepared", lambda items, on_error: none * len(items)
+    )
     for client in CLIENTS:
         items = {"messages": CHATS, "ids": served.ids}.get(client.form, served.texts)
         got = served.client.post(client.route, json=client.body(items))

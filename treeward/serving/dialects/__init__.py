@@ -1,7 +1,7 @@
 """The dialects that RL frameworks speak to a reward model: one module each.
 
 Each has the bodies that it reads, `parse` (body -> conversations), `to_json` (rewards -> response), and its routes in
-`router`: parse, `await service.rewards(model, conversations, ...)`, to_json. A dialect is added by its name here.
+`router`: parse, `await server.rewards(model, conversations, ...)`, to_json. A dialect is added by its name here.
 """
 
 from __future__ import annotations

@@ -29,9 +29,8 @@ from treeward.data.responses_items import conversation_of
 from treeward.errors import DataError
 from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError, in_words
-from treeward.serving.dialects.bodies import Body, JSONRoute, Server
-from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
+from treeward.serving.requests import JSON, Body, JSONRoute, Server
 
 PATHS = ("/verify", "/seed_session", "/close_session", "/aggregate_metrics")
 """The ends of the paths that take its bodies."""

@@ -19,10 +19,9 @@ from typing_extensions import TypedDict
 
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
-from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Server, Strings, as_list
-from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
+from treeward.serving.requests import JSON, Body, JSONRoute, ModelName, Server, Strings, as_list
 
 router = APIRouter(tags=["openrlhf"], route_class=JSONRoute)
 
@@ -47,7 +46,7 @@ class RewardResponse(TypedDict):
 @router.post("/get_reward", summary="OpenRLHF: rewards of queries", response_model=RewardResponse)
 async def get_reward(body: RewardBody, server: Server, model: ModelName = None) -> JSON:
     served = server.model(model)
-    return await server.respond(served, parse(body, served), lambda rewards: to_json(served, rewards))
+    return JSON(to_json(served, await server.rewards(served, parse(body, served))))
 
 
 def parse(body: RewardBody, model: ServedModel) -> list[RenderedText]:

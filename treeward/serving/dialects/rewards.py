@@ -9,19 +9,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from treeward.client.rewards import RewardRow
 from treeward.data.formats import conversations_of, literally
 from treeward.errors import DataError
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError, in_words
-from treeward.serving.dialects.bodies import Chat, JSONRoute, ModelName, OwnBody, Server
-from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
+from treeward.serving.requests import JSON, Chat, JSONRoute, ModelName, OwnBody, Server
 
 router = APIRouter(tags=["treeward"], route_class=JSONRoute)
 
@@ -41,23 +41,6 @@ class RewardsBody(OwnBody):
     """Whether `reward` is what the model's shaping makes of the score, where it is served with shaping."""
     on_error: Literal["refuse", "mask"] = "refuse"
     """What becomes of a conversation that cannot be scored: 422 for the request, or null with its `error`."""
-
-
-class RewardRow(TypedDict):
-    """`heads`, `members`: the value of each head, of each member of an ensemble. `spread`: of heads that estimate one
-    score. `steps`: of a process reward model, the probability of each step.
-    """
-
-    index: int
-    reward: float | None
-    score: float | None
-    num_tokens: int
-    truncated: bool
-    error: str | None
-    heads: NotRequired[list[float]]
-    spread: NotRequired[float]
-    members: NotRequired[list[float]]
-    steps: NotRequired[list[float]]
 
 
 class RewardsResponse(TypedDict):

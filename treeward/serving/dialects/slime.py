@@ -14,10 +14,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 
 from treeward.scoring.score import Conversation
-from treeward.serving.dialects.bodies import Body, Chat, JSONRoute, ModelName, Server, described
-from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
+from treeward.serving.requests import JSON, Body, Chat, JSONRoute, ModelName, Server, described
 
 router = APIRouter(tags=["slime"], route_class=JSONRoute)
 
@@ -34,7 +33,8 @@ class SampleBody(Body):
 @router.post("/slime", summary="slime: the reward of a sample", response_model=float)
 async def slime(body: SampleBody, server: Server, model: ModelName = None) -> JSON:
     served = server.model(model)
-    return await server.respond(served, [parse(body, served)], lambda rewards: rewards[0].value)
+    [reward] = await server.rewards(served, [parse(body, served)])
+    return JSON(reward.value)
 
 
 def parse(body: SampleBody, model: ServedModel) -> Conversation | RenderedText:

@@ -22,9 +22,8 @@ from typing_extensions import TypedDict
 
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import ERRORS
-from treeward.serving.dialects.bodies import Body, JSONRoute, ModelName, Server, described
-from treeward.serving.limits import JSON
 from treeward.serving.rendered_text import RenderedText
+from treeward.serving.requests import JSON, Body, JSONRoute, ModelName, Server, described
 
 router = APIRouter(tags=["tei"], route_class=JSONRoute)
 
@@ -65,7 +64,7 @@ class Prediction(TypedDict):
     responses={status: {"model": dict[str, str | None]} for status in ERRORS},
 )
 async def predict(body: PredictBody, server: Server, model: ModelName = None) -> JSON:
-    return await server.respond(server.model(model), parse(body), lambda rewards: to_json(body, rewards))
+    return JSON(to_json(body, await server.rewards(server.model(model), parse(body))))
 
 
 def parse(body: PredictBody) -> list[RenderedText]:

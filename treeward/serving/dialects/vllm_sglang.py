@@ -15,7 +15,7 @@ SGLang ignores `model`, as does a server of one model here; a server of several 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -24,11 +24,9 @@ from typing_extensions import TypedDict
 
 from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError
-from treeward.serving.dialects import bodies
-from treeward.serving.dialects.bodies import Body, Chat, JSONRoute, ModelName, Server, Texts, as_list
-from treeward.serving.limits import JSON
 from treeward.serving.models import ServedModel
 from treeward.serving.rendered_text import RenderedText
+from treeward.serving.requests import JSON, Body, Chat, JSONRoute, ModelName, Server, Texts, as_list, is_one
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -87,7 +85,10 @@ class ListResponse(TypedDict):
 
 @router.post("/pooling", summary="vLLM: scores as pooled data", tags=["vllm"], response_model=ListResponse)
 async def pooling(body: VllmBody, server: Server) -> JSON:
-    return await _vllm(body, server, "pooling", lambda value: {"object": "pooling", "data": [value]})
+    model = server.model(body.model)
+    rewards = await server.rewards(model, parse(body, model))
+    rows = [{"object": "pooling", "data": [reward.value]} for reward in rewards]
+    return _list_response(server, "pooling", model, rewards, rows)
 
 
 @router.post(
@@ -102,20 +103,17 @@ async def classify(body: ClassifyBody, server: Server) -> JSON:
         message = "the body must have one of input and messages (vLLM), text and input_ids (SGLang)"
         raise APIError(422, "invalid_request", message)
     if keys[0] in ("input", "messages"):
-        return await _vllm(body, server, "classify", lambda x: {"label": "LABEL_0", "probs": [x], "num_classes": 1})
+        model = server.model(body.model)
+        rewards = await server.rewards(model, parse(body, model))
+        rows = [{"label": "LABEL_0", "probs": [reward.value], "num_classes": 1} for reward in rewards]
+        return _list_response(server, "classify", model, rewards, rows)
     texts: Any = getattr(body, keys[0])
-    name = server.request_id
-
-    def to_json(rewards: Sequence[Reward]) -> Any:
-        """A list for a list of texts, one object for one text."""
-        rows = [
-            Scored(embedding=[reward.value], meta_info={"id": name, "prompt_tokens": reward.score.num_tokens})
-            for reward in rewards
-        ]
-        return rows[0] if bodies.is_one(texts) else rows
-
-    inputs = [RenderedText(text) for text in as_list(texts)]
-    return await server.respond(_any_model(server, body.model), inputs, to_json)
+    rewards = await server.rewards(_any_model(server, body.model), [RenderedText(text) for text in as_list(texts)])
+    scored = [
+        Scored(embedding=[reward.value], meta_info={"id": server.request_id, "prompt_tokens": reward.score.num_tokens})
+        for reward in rewards
+    ]
+    return JSON(scored[0] if is_one(texts) else scored)
 
 
 @router.post(
@@ -123,29 +121,15 @@ async def classify(body: ClassifyBody, server: Server) -> JSON:
 )
 async def embeddings(body: EmbeddingsBody, server: Server) -> JSON:
     model = _any_model(server, body.model)
-
-    def to_json(rewards: Sequence[Reward]) -> ListResponse:
-        rows = [{"object": "embedding", "embedding": [reward.value]} for reward in rewards]
-        return _list_response(server, "embd", model, rewards, rows)
-
-    return await server.respond(model, [RenderedText(text) for text in as_list(body.input)], to_json)
+    rewards = await server.rewards(model, [RenderedText(text) for text in as_list(body.input)])
+    rows = [{"object": "embedding", "embedding": [reward.value]} for reward in rewards]
+    return _list_response(server, "embd", model, rewards, rows)
 
 
 def _any_model(server: Server, name: str | None) -> ServedModel:
     """The model of a name; the first for "default", and the only one for any name."""
     is_any = name == "default" or len(server.service.models) == 1
     return server.service.model(None if is_any else name)
-
-
-async def _vllm(body: VllmBody, server: Server, kind: str, row: Callable[[float | None], dict[str, Any]]) -> JSON:
-    """The response to a request of vLLM; `row`: from a reward to its row."""
-    model = server.model(body.model)
-
-    def to_json(rewards: Sequence[Reward]) -> ListResponse:
-        rows = [row(reward.value) for reward in rewards]
-        return _list_response(server, kind, model, rewards, rows)
-
-    return await server.respond(model, parse(body, model), to_json)
 
 
 def parse(body: VllmBody, model: ServedModel) -> list[Conversation | RenderedText]:
@@ -166,10 +150,10 @@ def parse(body: VllmBody, model: ServedModel) -> list[Conversation | RenderedTex
     return [conversation]
 
 
-def _list_response(server: Server, kind: str, model: ServedModel, rewards: Sequence[Reward], rows: Any) -> ListResponse:
+def _list_response(server: Server, kind: str, model: ServedModel, rewards: Sequence[Reward], rows: Any) -> JSON:
     """The response with these rows."""
     tokens = sum(reward.score.num_tokens for reward in rewards)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
     name, now = f"{kind}-{server.request_id}", int(time.time())
     data = [{"index": i} | row for i, row in enumerate(rows)]
-    return ListResponse(id=name, object="list", created=now, model=model.name, data=data, usage=usage)
+    return JSON(ListResponse(id=name, object="list", created=now, model=model.name, data=data, usage=usage))

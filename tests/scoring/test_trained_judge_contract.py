@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from treeward.cli.main import main
 from treeward.config.reward_environments import JUDGE_FILE, JudgeEnvironmentConfig, PreferenceVerdictConfig
 from treeward.errors import CheckpointError
-from treeward.scoring.judge_contract import (
+from treeward.scoring.trained_judge import (
     read_judge_contract,
     verify_judge,
     write_judge_contract,

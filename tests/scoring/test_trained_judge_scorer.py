@@ -20,7 +20,7 @@ from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, DataError, ModelError
 from treeward.scoring.ensemble import load_scorer
 from treeward.scoring.identity import scorer_identity
-from treeward.scoring.judge_contract import write_judge_contract
+from treeward.scoring.trained_judge import write_judge_contract
 from treeward.scoring.verdicts import make_question
 from treeward.serving.app import create_app
 from treeward.serving.service import Service

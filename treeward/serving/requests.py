@@ -1,0 +1,228 @@
+"""What every request passes: `RequestLimits`, the middleware, then a `JSONRoute`, which reads a typed body.
+
+    class MyBody(Body):
+        texts: Strings
+
+    router = APIRouter(route_class=JSONRoute)
+
+    @router.post("/mine")
+    async def mine(body: MyBody, server: Server) -> JSON:
+        return JSON(to_json(await server.rewards(server.model(None), parse(body))))
+
+The middleware gives a request its id and its deadline, and checks the bearer token and the body's size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Annotated, Any, NotRequired
+
+import orjson
+from fastapi import Depends
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic_core import PydanticCustomError
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import TypedDict
+
+from treeward.scoring.score import Conversation, Reward
+from treeward.serving.api_error import APIError
+from treeward.serving.models import ServedModel
+from treeward.serving.playground import routes as playground
+from treeward.serving.rendered_text import RenderedText
+from treeward.serving.service import Service
+
+_OPEN_PATHS = {"/health", "/ready", "/ping"} | playground.OPEN_PATHS
+"""Paths that need no token."""
+_TEI_KINDS = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Overloaded"}
+
+
+class JSON(JSONResponse):
+    """A response written by orjson; floats keep all their digits."""
+
+    def render(self, content: Any) -> bytes:
+        """The JSON of the content."""
+        return orjson.dumps(content)
+
+
+def error_response(error: APIError, scope: Scope, service: Service) -> JSON:
+    """The response to a failed request, in the form of OpenAI or TEI. Counts the error."""
+    service.metrics.errors.labels(error.code).inc()
+    request_id = scope["state"]["request_id"]
+    kind = "invalid_request_error" if error.status < 500 and error.status != 429 else "server_error"
+    facts = {"code": error.code, "param": error.param, "request_id": request_id}
+    body: dict[str, Any] = {"error": {"message": error.message, "type": kind, **facts}}
+    if scope["path"] == "/predict":
+        body = {"error": error.message, "error_type": _TEI_KINDS.get(error.status, "Validation"), **facts}
+    headers = {"X-Request-ID": request_id} | ({"WWW-Authenticate": "Bearer"} if error.status == 401 else {})
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(error.retry_after)
+    return JSON(body, error.status, headers)
+
+
+class RequestLimits:
+    """ASGI middleware. `token`: the token of `Authorization: Bearer`; None requires none."""
+
+    def __init__(self, app: ASGIApp, service: Service, token: str | None = None) -> None:
+        self.app, self.service, self.config = app, service, service.config
+        self._token = None if token is None else token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        client_id = headers.get("x-request-id", "")
+        request_id = client_id if re.fullmatch(r"[\x21-\x7e]{1,128}", client_id) else secrets.token_hex(8)
+        scope["state"] = {"request_id": request_id, "deadline": time.monotonic() + self.config.deadline_seconds}
+
+        async def respond(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            self._check_headers(scope, headers)
+        except APIError as error:
+            await error_response(error, scope, self.service)(scope, receive, respond)
+            return
+        if scope["method"] == "POST":  # `curl -d` calls everything a form; every body here is JSON
+            MutableHeaders(scope=scope)["content-type"] = "application/json"
+        await self.app(scope, receive, respond)
+
+    def _check_headers(self, scope: Scope, headers: Headers) -> None:
+        if self._token is not None and scope["path"] not in _OPEN_PATHS:
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            # In constant time, so that the time of a wrong token says nothing about the right one.
+            is_right = hmac.compare_digest(token.strip().encode("latin-1"), self._token)
+            if scheme.lower() != "bearer" or not is_right:
+                message = "this server asks for its token: send Authorization: Bearer TOKEN"
+                raise APIError(401, "unauthorized", message)
+        if (seconds := headers.get("x-deadline-seconds")) is not None:
+            if not re.fullmatch(r"\d+(\.\d*)?", seconds, re.ASCII):
+                message = f"X-Deadline-Seconds: got {seconds[:40]!r}, need a number of seconds, as 2.5"
+                raise APIError(400, "invalid_header", message, param="X-Deadline-Seconds")
+            state = scope["state"]
+            state["deadline"] = min(state["deadline"], time.monotonic() + float(seconds))
+        most = self.config.max_body_bytes
+        if int(headers.get("content-length") or 0) > most:
+            raise APIError(413, "body_too_large", f"the body is too large: at most {most} bytes")
+
+
+class JSONRoute(APIRoute):
+    """A route whose bodies are read by orjson: strictly, without NaN or lone surrogates."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, with our request class."""
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(_Request(request.scope, request.receive))
+
+        return handle_json
+
+
+class _Request(Request):
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            self._json = orjson.loads(await self.body())
+        return self._json
+
+
+class _Server:
+    """The application's service, with a request's deadline."""
+
+    def __init__(self, request: Request) -> None:
+        self.service: Service = request.app.state.service
+        self.receive = request.receive
+        self.deadline: float = request.state.deadline
+        self.request_id: str = request.state.request_id
+        self.model = self.service.model
+
+    async def rewards(
+        self, model: ServedModel, inputs: Sequence[Conversation | RenderedText], **options: Any
+    ) -> list[Reward]:
+        """As `Service.rewards`; given up when the client leaves."""
+        work = asyncio.ensure_future(self.service.rewards(model, inputs, deadline=self.deadline, **options))
+        client = asyncio.ensure_future(self.receive())  # after the body only its end is left to receive
+        client.add_done_callback(lambda _: work.cancel())
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not client.done():
+                raise
+            raise APIError(499, "client_disconnected", "the client went away") from None
+        finally:
+            client.cancel()
+
+
+Server = Annotated[_Server, Depends()]
+"""For a route's signature."""
+
+
+class Body(BaseModel):
+    """A client's body, in the documented types; unknown keys are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class OwnBody(Body):
+    """A body of our own dialect. Unknown keys are errors: an ignored one could be a part of the conversation."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class MessageBody(TypedDict):
+    """A message; its other keys (tool calls, names) reach the chat template."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    role: str
+    content: NotRequired[str | list[dict[str, Any]] | None]
+
+
+def described(words: str) -> WrapValidator:
+    """One error message instead of one for each form of the value."""
+
+    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError as error:
+            raise PydanticCustomError("texts", "Input should be {words}", {"words": words}) from error
+
+    return WrapValidator(check)
+
+
+Chat = list[MessageBody]
+"""A conversation, or a part of one."""
+
+Strings = Annotated[str | list[str], described("a text or a list of texts")]
+"""A text, or a list of texts."""
+
+_Ids = Annotated[list[int], Field(min_length=1)]
+
+Texts = Annotated[
+    Annotated[str, Field(min_length=1)] | _Ids | Annotated[list[str | _Ids], Field(min_length=1)],
+    described("a text to score, a list of token ids, or a list of either"),
+]
+"""A text, the token ids of one, or a list of either."""
+
+ModelName = str | None
+"""Which of the served models; the first where none is named."""
+
+
+def is_one(texts: str | Sequence[Any]) -> bool:
+    """Whether a client sent one text, or the token ids of one."""
+    return isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
+
+
+def as_list(texts: str | Sequence[Any]) -> list[Any]:
+    """Each text, or token ids, of what a client sent."""
+    return [texts] if is_one(texts) else list(texts)
