@@ -28,7 +28,7 @@ from treeward.errors import ConfigError
 
 if TYPE_CHECKING:
     from treeward.evaluation.session import Candidate
-    from treeward.scoring.score import ConversationScorer
+    from treeward.scoring.score import ConversationScorer, GroupScorer
     from treeward.scoring.scorer import PreparedScorer
     from treeward.scoring.shaping import Shaper
 
@@ -159,7 +159,7 @@ def candidate(section: dict[str, Any], where: str, options: ModelOptions) -> Can
     return Candidate(model.served_name.replace("/", "-"), partial(_rewards, model, options.batch_tokens), note)
 
 
-def _environment(section: dict[str, Any], where: str) -> tuple[ConversationScorer, Mapping[str, Any]]:
+def _environment(section: dict[str, Any], where: str) -> tuple[GroupScorer, Mapping[str, Any]]:
     from treeward.environments.registry import make_environment
     from treeward.environments.scorer import EnvironmentScorer
 
