@@ -105,7 +105,7 @@ def test_the_metrics_do_not_depend_on_the_batches(tiny_run: Callable[..., Any]) 
     for one, same, comparison in zip(few.scored, other.scored, dataset[:24], strict=True):
         assert one.scores == pytest.approx(same.scores, abs=1e-5)
         assert (one.example.ranks, one.lengths) == (comparison.ranks, comparison.lengths)
-        assert (one.example.id, one.example.task_name) == (comparison.where, comparison.subset)
+        assert (one.example.id, one.example.task_name) == (comparison.where, f"held_out/{comparison.subset}")
 
 
 def test_it_can_be_stopped_on_the_way_and_leaves_no_gradient(tiny_run: Callable[..., Any]) -> None:
