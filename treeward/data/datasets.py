@@ -14,11 +14,11 @@ import hashlib
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import groupby
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from treeward.config.data import DatasetConfig
 from treeward.data.bundled import bundled_path
@@ -43,7 +43,7 @@ from treeward.errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 
 _DATASETS = Registry("datasets", example="my_module.MyDataset")
-_Class = TypeVar("_Class", bound=type[Any])
+register_dataset = _DATASETS.register
 
 _NAMED_KEYS = ("prompt_key", "chosen_key", "rejected_key")
 
@@ -55,11 +55,6 @@ class TaskDataSpec:
     task_name: str
     prompt_file: str | None = None
     system_prompt_file: str | None = None
-
-
-def register_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
-    """Class decorator: `dataset_name: <name>` (or an alias) in a config means this class."""
-    return _DATASETS.register(name, *aliases)
 
 
 def open_dataset(config: DatasetConfig) -> RowDataset:
@@ -88,22 +83,16 @@ def recognised(config: DatasetConfig, *, skip_broken: bool = False) -> DatasetCo
     try:
         for row in read_rows(str(config.data_path), split=config.split, subset=config.subset, broken=broken):
             try:
-                form = recognise(row.values, row.where)
-                key = prompt_key(row.values, row.where) if form.dataset == "BinaryPreferenceDataset" else None
+                name = recognise(row.values, row.where)
+                key = prompt_key(row.values, row.where) if name == "BinaryPreferenceDataset" else None
             except DataError as error:
                 broken(error)
                 continue
-            _tell(str(config.data_path), form.title, form.dataset)
-            return config.model_copy(update={"dataset_name": form.dataset, "prompt_key": key or config.prompt_key})
+            logger.info("%s: read as %s", config.data_path, name)
+            return config.model_copy(update={"dataset_name": name, "prompt_key": key or config.prompt_key})
     except DataError as error:
         raise errors[0] if errors else error from None
     raise errors[0]
-
-
-@cache
-def _tell(path: str, title: str, dataset_name: str) -> None:
-    """Log the format, once per file."""
-    logger.info("%s: taken for %s (dataset_name: %s)", path, title, dataset_name)
 
 
 class RowDataset(RowSource):
