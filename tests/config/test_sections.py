@@ -14,7 +14,7 @@ from treeward.config.checkpointing import (
 from treeward.config.grpo import GRPOConfig
 from treeward.config.load import load_section
 from treeward.config.policy import PolicyConfig, TorchScheduleConfig
-from treeward.config.reward_environments import HybridEnvironmentConfig, RewardModelEnvironmentConfig
+from treeward.config.reward_environments import RewardModelEnvironmentConfig
 from treeward.config.server import ServedModelConfig
 
 
@@ -147,14 +147,6 @@ def test_remarks_are_logged_once_each(load, caplog):
     for words in ("the policy itself samples", "nothing to watch"):
         assert words in caplog.text
     assert load("grpo").remarks == []
-
-
-def test_a_members_keys_stand_beside_its_weight():
-    other = {"type": "rules", "rule": "regex", "pattern": "x"}
-    values = {"rules": {"weight": 2, "rule": "math"}, "other": other}
-    members = load_section(HybridEnvironmentConfig, {"members": values}, where="env_config").members
-    assert members["rules"].section == {"rule": "math"} and members["rules"].weight == 2
-    assert members["other"].section == {"rule": "regex", "pattern": "x"} and members["other"].type == "rules"
 
 
 def test_what_a_served_model_is_called(tmp_path, monkeypatch):

@@ -102,7 +102,7 @@ def test_a_file_is_taken_for_its_format(
     path = str(write_rows("rows.jsonl", rows))
     ((auto, where),) = open_dataset(DatasetConfig(data_path=path))
     ((named, _),) = open_dataset(DatasetConfig(data_path=path, dataset_name=name, prompt_key=key_of(rows[0])))
-    assert f"(dataset_name: {name})" in caplog.text and auto == named
+    assert f"rows.jsonl: read as {name}" in caplog.text and auto == named
     assert auto.task_name == rows[0].get("category_path", name)
     assert list(auto.context) == [ASK] and where.startswith(f"{path}:")
     assert [(c.rank, c.messages[0]["content"]) for c in auto.completions] == want

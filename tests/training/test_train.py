@@ -241,7 +241,7 @@ def test_a_file_alone_is_trained_on_and_what_is_left_out_is_said_at_the_end(
     ]
     caplog.set_level(logging.INFO)
     outcome = train(tiny_run(*sets), show_progress=False)
-    assert "mine.jsonl: taken for completions with ranks or scores (dataset_name: PreferenceDataset)" in caplog.text
+    assert "mine.jsonl: read as PreferenceDataset" in caplog.text
     said = "12 completions of kept comparisons too long"
     assert said in caplog.text and said in outcome.caveats["training data, mine.jsonl"]
     assert outcome.warning is None and "chance" not in caplog.text  # margins make the loss of equal scores larger

@@ -16,6 +16,7 @@ NeMo RL's own loop use `treeward.environments.nemo_rl`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,12 +24,22 @@ from datasets import Dataset
 
 from treeward.config.data import DataConfig
 from treeward.config.load import load_section
-from treeward.data.datasets import RowDataset, TaskDataSpec, open_dataset
+from treeward.data.datasets import RowDataset, open_dataset
+from treeward.data.preference import preference_to_dict
 from treeward.environments.interface import EnvironmentReturn as EnvironmentReturn
 from treeward.environments.reward_model import RewardModelEnvironment as RewardModelEnvironment
 
 LLMMessageLogType = list[dict[str, str | torch.Tensor]]
 """Messages with `role` and `content`, and tensors of the loop, as `token_ids`."""
+
+
+@dataclass(frozen=True)
+class TaskDataSpec:
+    """The name of a task and its prompt files."""
+
+    task_name: str
+    prompt_file: str | None = None
+    system_prompt_file: str | None = None
 
 
 class _PreferenceSets:
@@ -61,8 +72,8 @@ class _PreferenceSets:
         train, *validation = (open_dataset(section) for section in (*data.train, *data.validation))
         held_out = _rows(validation[0]) if validation else None
         self.formatted_ds: dict[str, Dataset] = {"train": _rows(train), "validation": held_out}
-        self.task_spec: TaskDataSpec = train.task_spec
-        self.task_name = self.task_spec.task_name
+        self.task_name = train.task_name
+        self.task_spec = TaskDataSpec(self.task_name, train.config.prompt_file, train.config.system_prompt_file)
         self.dataset = self.formatted_ds["train"].select_columns(["context", "completions", "task_name"])
         self.prompt_key = train.config.prompt_key
         self.chosen_key = train.config.chosen_key
@@ -76,7 +87,8 @@ def load_preference_dataset(data_config: Mapping[str, Any]) -> _PreferenceSets:
 
 
 def _rows(dataset: RowDataset) -> Dataset:
-    (rows,) = dataset.formatted_ds.values()
+    preferences = (dataset.to_preference(row) for row in dataset.rows())
+    rows = [preference_to_dict(preference) for preference in preferences if preference is not None]
     return Dataset.from_list(rows, on_mixed_types="use_json")  # contents are texts or lists of parts
 
 

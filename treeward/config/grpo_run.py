@@ -67,6 +67,12 @@ class GRPORunConfig(Strict):
         default = () if every_set_names or self.default_environment is None else (self.default_environment,)
         return tuple(dict.fromkeys((*self.named_environments, *default)))
 
+    @property
+    def used_sections(self) -> list[tuple[str, str, dict[str, Any]]]:
+        """The name, kind and keys of each environment that the run starts, and of the members of hybrids."""
+        used = {name: self.env[name] for name in (*self.used_environments, self.grpo.gold_environment) if name}
+        return list(environment_sections(used))
+
     def judged_by(self, dataset: PromptSetConfig) -> PreferenceVerdictConfig | None:
         """The section of `preference_verdict` that rewards a set, whose rows are then comparisons; None for prompts."""
         name = dataset.env_name or self.default_environment
@@ -94,9 +100,8 @@ class GRPORunConfig(Strict):
     @property
     def reward_models(self) -> dict[str, RewardModelEnvironmentConfig]:
         """The environments that are reward models, members of hybrids too, by their names."""
-        used = {name: self.env[name] for name in (*self.used_environments, self.grpo.gold_environment) if name}
-        sections = [(name, keys) for name, kind, keys in environment_sections(used) if kind == "reward_model"]
-        return {name: RewardModelEnvironmentConfig.model_validate(keys) for name, keys in sections}
+        sections = {name: keys for name, kind, keys in self.used_sections if kind == "reward_model"}
+        return {name: RewardModelEnvironmentConfig.model_validate(keys) for name, keys in sections.items()}
 
     @property
     def _has_engines_apart(self) -> bool:

@@ -14,10 +14,8 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.config.reward_environments import RewardModelEnvironmentConfig, environment_sections
 from treeward.config.run import RewardModelRunConfig
 from treeward.errors import ConfigError, nearest_path
 
@@ -62,23 +60,18 @@ def _packages(config: RewardModelRunConfig | GRPORunConfig) -> Iterator[tuple[st
         yield "policy.optimizer.name", "torchao", "lowbit", "take an optimiser of torch.optim"
     if isinstance(config, RewardModelRunConfig):
         return
-    for name, kind, keys in _used_environments(config):
+    for name, kind, keys in config.used_sections:
         field = f"env.{name}"
         if kind == "math" or (kind == "rules" and keys.get("rule") == "math"):
             yield field, "math_verify", "math", "use another rule"
         elif kind == "judge" and keys.get("base_url") is not None:
             yield field, "openai", "judge", "use another environment"
-        elif kind == "reward_model" and RewardModelEnvironmentConfig.model_validate(keys).needs_ray:
-            yield field, "ray", "ray", f"set {field}.resources.gpus_per_node=1"
+    for name, model in config.reward_models.items():
+        if model.needs_ray:
+            yield f"env.{name}", "ray", "ray", f"set env.{name}.resources.gpus_per_node=1"
     if config.policy.generation.starts_engines:
         for module in ("vllm", "ray"):
             yield "policy.generation.backend", module, module, "give the url of a server, or sample with backend: hf"
-
-
-def _used_environments(config: GRPORunConfig) -> list[tuple[str, str, dict[str, Any]]]:
-    """The name, kind and keys of each environment that the run starts, and of the members of hybrids."""
-    used = (*config.used_environments, config.grpo.gold_environment)
-    return list(environment_sections({name: section for name, section in config.env.items() if name in used}))
 
 
 def _check_models(config: RewardModelRunConfig | GRPORunConfig) -> None:
@@ -87,9 +80,8 @@ def _check_models(config: RewardModelRunConfig | GRPORunConfig) -> None:
     if not Path(config.checkpointing.checkpoint_dir).exists():
         names += [("policy.model_name", config.policy.model_name)]
         names += [("policy.tokenizer.name", config.policy.tokenizer.name)]
-    for name, kind, keys in _used_environments(config) if isinstance(config, GRPORunConfig) else ():
-        section = RewardModelEnvironmentConfig.model_validate(keys) if kind == "reward_model" else None
-        if section is not None and section.url is None:
+    for name, section in config.reward_models.items() if isinstance(config, GRPORunConfig) else ():
+        if section.url is None:
             names += [(f"env.{name}.model_name", model) for model in section.models]
     for field, model in names:
         if model is not None and (model.startswith((".", "/", "~")) or model.count("/") > 1):

@@ -299,12 +299,10 @@ class HybridMember(Strict):
 
     weight: float | None = None
     """With `weighted`: factor of its reward. None: 1."""
-    type: str | None = None
-    """The kind of environment. None: the name of the member."""
 
     @property
     def section(self) -> dict[str, Any]:
-        """The member's own keys."""
+        """The environment's own section."""
         return dict(self.model_extra or {})
 
 
@@ -363,8 +361,7 @@ def environment_sections(env: Mapping[str, Any], prefix: str = "") -> Iterator[t
         kind = str(section.get("type") or name)
         yield f"{prefix}{name}", kind, keys
         if kind == "hybrid" and isinstance(keys.get("members"), Mapping):
-            members = {key: HybridMember.model_validate(member) for key, member in keys["members"].items()}
-            inner = {key: m.section | ({"type": m.type} if m.type else {}) for key, m in members.items()}
+            inner = {key: HybridMember.model_validate(member).section for key, member in keys["members"].items()}
             yield from environment_sections(inner, f"{prefix}{name}.members.")
 
 

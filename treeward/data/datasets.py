@@ -15,8 +15,8 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any, ClassVar, TypeVar
 
@@ -31,7 +31,6 @@ from treeward.data.preference import (
     from_transcripts,
     grades_of,
     preference_from_dict,
-    preference_to_dict,
     prompt_key,
     required,
     turns_of,
@@ -46,15 +45,6 @@ _DATASETS = Registry("datasets", example="my_module.MyDataset")
 _Class = TypeVar("_Class", bound=type[Any])
 
 _NAMED_KEYS = ("prompt_key", "chosen_key", "rejected_key")
-
-
-@dataclass(frozen=True)
-class TaskDataSpec:
-    """The name of a task and its prompt files."""
-
-    task_name: str
-    prompt_file: str | None = None
-    system_prompt_file: str | None = None
 
 
 def register_dataset(name: str, *aliases: str) -> Callable[[_Class], _Class]:
@@ -88,22 +78,16 @@ def recognised(config: DatasetConfig, *, skip_broken: bool = False) -> DatasetCo
     try:
         for row in read_rows(str(config.data_path), split=config.split, subset=config.subset, broken=broken):
             try:
-                form = recognise(row.values, row.where)
-                key = prompt_key(row.values, row.where) if form.dataset == "BinaryPreferenceDataset" else None
+                name = recognise(row.values, row.where)
+                key = prompt_key(row.values, row.where) if name == "BinaryPreferenceDataset" else None
             except DataError as error:
                 broken(error)
                 continue
-            _tell(str(config.data_path), form.title, form.dataset)
-            return config.model_copy(update={"dataset_name": form.dataset, "prompt_key": key or config.prompt_key})
+            logger.info("%s: read as %s", config.data_path, name)
+            return config.model_copy(update={"dataset_name": name, "prompt_key": key or config.prompt_key})
     except DataError as error:
         raise errors[0] if errors else error from None
     raise errors[0]
-
-
-@cache
-def _tell(path: str, title: str, dataset_name: str) -> None:
-    """Log the format, once per file."""
-    logger.info("%s: taken for %s (dataset_name: %s)", path, title, dataset_name)
 
 
 class RowDataset(RowSource):
@@ -116,16 +100,6 @@ class RowDataset(RowSource):
     @property
     def task_name(self) -> str:
         return type(self).__name__
-
-    @property
-    def task_spec(self) -> TaskDataSpec:
-        return TaskDataSpec(self.task_name, self.config.prompt_file, self.config.system_prompt_file)
-
-    @cached_property
-    def formatted_ds(self) -> dict[str, list[dict[str, Any]]]:
-        """The rows in the rank format, under the split's name."""
-        parsed = (self.to_preference(row) for row in self.rows())
-        return {self.split or "train": [preference_to_dict(item) for item in parsed if item is not None]}
 
     @cached_property
     def fingerprint(self) -> str:

@@ -426,5 +426,5 @@ def _encode_row(preference: Preference, fitted: Sequence[tuple[Fitted | None, in
 def _is_trainable(preference: Preference, rules: Rules) -> bool:
     """Whether the comparison has an order or grades to learn from."""
     if rules.attributes:
-        return any(item.grade(name) is not None for item in preference.completions for name in rules.attributes)
+        return any(name in item.all_grades for item in preference.completions for name in rules.attributes)
     return rules.ties == "half" or len({completion.rank for completion in preference.completions}) > 1

@@ -1,6 +1,6 @@
 """The formats of rows, recognised by their keys: one table for files, the playground and Python.
 
-    recognise({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, "in.jsonl:1").dataset   # "BinaryPreferenceDataset"
+    recognise({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, "in.jsonl:1")  # "BinaryPreferenceDataset"
     conversations_of({"prompt": "...", "completions": ["...", ...]}, ...)          # several: "scores", in this order
 
 A prompt is called `context`, `prompt` or `instruction`. The parsers are in `preference`; docs/data.md has the table.
@@ -9,7 +9,6 @@ A prompt is called `context`, `prompt` or `instruction`. The parsers are in `pre
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from treeward.data.preference import (
@@ -27,29 +26,19 @@ from treeward.data.preference import (
 )
 from treeward.errors import DataError
 
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """Rows of comparisons with `keys`, which the dataset called `dataset` reads. `title`: the format in words."""
-
-    dataset: str
-    keys: tuple[str, ...]
-    title: str
-
-
-FORMATS = (
-    Format("HelpSteer3", ("response1", "response2", "overall_preference"), "HelpSteer3's preferences"),
-    Format("HelpSteer3", ("response_1", "response_2", "preference_strength"), "HelpSteer2's preferences"),
-    Format("HelpSteer2", ("prompt", "response", "helpfulness"), "HelpSteer2's ratings, rows of one prompt together"),
-    Format("GradedDataset", ("prompt", "response", "score"), "graded responses, rows of one prompt together"),
-    Format("GradedDataset", ("prompt", "completion", "score"), "graded completions, rows of one prompt together"),
-    Format("HHTranscripts", ("chosen", "rejected"), "chosen and rejected transcripts of Human and Assistant"),
-    Format("BinaryPreferenceDataset", ("chosen", "rejected"), "chosen and rejected completions"),
-    Format("UltraFeedback", ("instruction", "completions"), "UltraFeedback: completions with scores"),
-    Format("PreferenceDataset", ("completions",), "completions with ranks or scores"),
-    Format("PreferenceDataset", ("responses",), "responses with ranks or scores"),
+FORMATS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("HelpSteer3", ("response1", "response2", "overall_preference")),
+    ("HelpSteer3", ("response_1", "response_2", "preference_strength")),
+    ("HelpSteer2", ("prompt", "response", "helpfulness")),
+    ("GradedDataset", ("prompt", "response", "score")),
+    ("GradedDataset", ("prompt", "completion", "score")),
+    ("HHTranscripts", ("chosen", "rejected")),
+    ("BinaryPreferenceDataset", ("chosen", "rejected")),
+    ("UltraFeedback", ("instruction", "completions")),
+    ("PreferenceDataset", ("completions",)),
+    ("PreferenceDataset", ("responses",)),
 )
-"""The formats of comparisons; the first that fits a row is used."""
+"""The datasets that read comparisons, and the keys of their rows; the first that fits a row is used."""
 
 _ALWAYS_SCORED = ({"messages"}, {"completions"}, {"responses"}, {"chosen", "rejected"})
 _SCORED_ALONE = (
@@ -62,12 +51,12 @@ SCORED_KEYS = frozenset({"context", "prompt", "instruction"}).union(*_OF_CONVERS
 """The keys of rows that are scored."""
 
 
-def recognise(values: Mapping[str, Any], where: str) -> Format:
-    """The format of a comparison. Raises `DataError` for keys of no known format."""
+def recognise(values: Mapping[str, Any], where: str) -> str:
+    """The name of the dataset that reads a comparison. Raises `DataError` for keys of no known format."""
     keys = {key for key, value in values.items() if value is not None}
-    for row_format in FORMATS:
-        if keys.issuperset(row_format.keys) and (row_format.dataset != "HHTranscripts" or _are_transcripts(values)):
-            return row_format
+    for dataset, dataset_keys in FORMATS:
+        if keys.issuperset(dataset_keys) and (dataset != "HHTranscripts" or _are_transcripts(values)):
+            return dataset
     raise DataError(
         "the row is a comparison in no known format",
         where=where,

@@ -53,10 +53,6 @@ class Completion:
     score: float | None = None
     grades: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
-    def grade(self, name: str) -> float | None:
-        """A grade by its name; `score` is one."""
-        return self.all_grades.get(name)
-
     @property
     def all_grades(self) -> dict[str, float]:
         """The grades by name, `score` among them."""

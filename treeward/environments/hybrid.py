@@ -43,7 +43,7 @@ class HybridEnvironment(ConfiguredEnvironment[HybridEnvironmentConfig]):
         try:
             for name, member in self.config.members.items():
                 where = f"{WHERE}.members.{name}"
-                self.members[name] = make_environment(member.type or name, member.section, where=where)
+                self.members[name] = make_environment(name, member.section, where=where)
         except BaseException:
             self.shutdown()
             raise

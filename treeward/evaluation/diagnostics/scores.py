@@ -87,7 +87,7 @@ def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
             if heads
         ]
         if pairs:
-            grades = [[completion.grade(name) for name in names] for _, completion in pairs]
+            grades = [[completion.all_grades.get(name) for name in names] for _, completion in pairs]
             values_SH = torch.tensor([[heads.get(name, 0.0) for name in names] for heads, _ in pairs])
             sums.add(values_SH, graded([np.array(grades, dtype=np.float64).tolist()], (1.0,) * len(names)))
     if sums.sums_6H is None:
