@@ -150,7 +150,6 @@ def test_a_run_of_grpo_has_a_reference_keys_and_values_and_reward_models(planned
     assert "reference" not in lora.memory and lora.trained < found.trained
     apart = planned("env.reward_model.resources.gpus_per_node=2", "env.reward_model.dtensor_cfg.tensor_parallel_size=2")
     assert "reward models" not in apart.memory
-    assert apart.memory["env.reward_model, on its own devices"] == of_rewards // 2
     assert apart.memory["peak"] == found.memory["peak"] - of_rewards
     sharded = planned("cluster.gpus_per_node=2")
     assert sharded.memory["reference"] == pytest.approx(found.memory["reference"] / 2, rel=0.01)

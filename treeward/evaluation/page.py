@@ -241,18 +241,13 @@ def _accuracies(summaries: Sequence[Summary]) -> Iterator[Block]:
     for title, metrics_of_models in parts.items():
         if not any(len(metrics) > 1 for metrics in metrics_of_models):
             continue
-        chances: dict[str, float | None] = {}
-        series = {}
-        for summary, metrics in zip(summaries, metrics_of_models, strict=True):
-            chances |= {metric.name: summary.suite.chance(metric.name) for metric in metrics}
-            series[summary.model] = [bar_item(metric.name, metric) for metric in metrics]
-        values = list(chances.values())
-        common = max(values, key=lambda chance: (chance is not None, values.count(chance)))
-        others = [
-            name if chance is None else f"{name} ({chance:.0%})" for name, chance in chances.items() if chance != common
-        ]
-        note = f"Chance is another, or not known, for {', '.join(others)}." if others else None
-        yield bars_block(title, series, note, reference=common)
+        series = {
+            summary.model: [bar_item(metric.name, metric) for metric in metrics]
+            for summary, metrics in zip(summaries, metrics_of_models, strict=True)
+        }
+        chances = [summaries[0].suite.chance(metric.name) for metric in chain.from_iterable(metrics_of_models)]
+        common = max(chances, key=lambda chance: (chance is not None, chances.count(chance)))
+        yield bars_block(title, series, "The line is chance, that of most bars.", reference=common)
 
 
 def _figures(summaries: Sequence[Summary]) -> Iterator[Block]:

@@ -82,7 +82,6 @@ def plan(config: RewardModelRunConfig | GRPORunConfig, gpu: str, *, mean_tokens:
     peak = run.rewards + max(sum(memory.values()), sampling)
     usable = 0 if gpu == "cpu" else int(GPUS[gpu] * (1 - _RESERVED))
     others = {"reward models": run.rewards, **run.sampled, "peak": peak, "usable": usable, "host": host}
-    others |= run.other_devices
     return Plan(
         model=type(run.model.hf).__name__,
         layout=f"{nodes} nodes of " * (nodes > 1) + f"{devices // nodes} x {gpu}",

@@ -85,7 +85,7 @@ class Filling:
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
     """`step`: takes a step of `_MICRO_BATCHES` on each device. `frozen`: the reference. Bytes: what is `sampled` with
-    besides, the reward models beside the policy (`rewards`), and by environment on `other_devices`."""
+    besides, and the reward models beside the policy (`rewards`)."""
 
     model: WrappedModel
     optimizer: torch.optim.Optimizer
@@ -93,7 +93,6 @@ class PlannedRun:
     frozen: WrappedModel | None = None
     sampled: dict[str, int] = field(default_factory=dict)
     rewards: int = 0
-    other_devices: dict[str, int] = field(default_factory=dict)
 
 
 def reward_model_run(config: RewardModelRunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
@@ -148,15 +147,13 @@ def grpo_run(config: GRPORunConfig, mesh: Mesh, filling: Filling) -> PlannedRun:
     )
     groups = [_completion_group(filling, i) for i in range(filling.number * _MICRO_BATCHES * mesh.data_size)]
     used_PG = torch.tensor([[True] * filling.group] * len(groups))  # a real tensor, as this constructor makes them
-    rewards, other_devices = _reward_model_bytes(config)
     return PlannedRun(
         policy,
         optimizer,
         step=lambda: updater.learn(groups, used_PG.float(), used_PG),
         frozen=reference if isinstance(reference, PolicyModel) else None,
         sampled=_bytes_of_sampling(config, policy, mesh),
-        rewards=rewards,
-        other_devices=other_devices,
+        rewards=_reward_model_bytes(config),
     )
 
 
@@ -176,19 +173,16 @@ def _bytes_of_sampling(config: GRPORunConfig, policy: PolicyModel, mesh: Mesh) -
     return {name: number * itemsize // mesh.tensor_size for name, number in sizes.items()}
 
 
-def _reward_model_bytes(config: GRPORunConfig) -> tuple[int, dict[str, int]]:
-    """Weights of the reward models on the policy's device, and by environment on each of their own devices."""
-    beside_policy, other_devices = 0, {}
-    for name, section in config.reward_models.items():
-        if section.url or not section.resources.gpus_per_node:
+def _reward_model_bytes(config: GRPORunConfig) -> int:
+    """Weights of the reward models on the policy's device."""
+    size = 0
+    for section in config.reward_models.values():
+        offloads = section.dtensor_cfg.cpu_offload  # such weights come for the scoring alone
+        if section.url or section.needs_ray or offloads or not section.resources.gpus_per_node:
             continue
         models = [_classifier(read_config(model, section.trust_remote_code)) for model in section.models]
-        size = sum(model.num_parameters() for model in models) * DTYPES[section.dtype].itemsize
-        if section.needs_ray:
-            other_devices[f"env.{name}, on its own devices"] = size // section.dtensor_cfg.tensor_parallel_size
-        elif not section.dtensor_cfg.cpu_offload:  # such weights come for the scoring alone
-            beside_policy += size
-    return beside_policy, other_devices
+        size += sum(model.num_parameters() for model in models) * DTYPES[section.dtype].itemsize
+    return size
 
 
 def _policy(policy: GRPOPolicyConfig) -> PolicyModel:
