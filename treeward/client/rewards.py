@@ -101,8 +101,7 @@ class RewardClient:
             except DataError as error:
                 if on_error == "raise":
                     raise
-                why = " ".join(str(error).split())
-                rewards[i] = Reward(None, Score(None, error=why), error=why)
+                rewards[i] = Reward(None, Score(None, error=error.in_one_line), error=error.in_one_line)
                 continue
             if not parts or len(parts[-1]) >= self.max_conversations or num_bytes + size > _BODY_BYTES:
                 parts.append([])

@@ -30,7 +30,7 @@ from treeward.data.formats import as_conversations
 from treeward.data.preference import check_messages
 from treeward.data.rendering import Renderer
 from treeward.data.responses_items import as_conversation
-from treeward.errors import DataError, ModelError, TreewardError, shown
+from treeward.errors import DataError, ModelError, TreewardError
 from treeward.model import loading
 from treeward.model.contract import CONTRACT_FILE, ScoringContract, keeps_padding, read_contract
 from treeward.model.pretrained import DTYPES, choose_device, load_tokenizer
@@ -253,7 +253,7 @@ class Scorer(PreparedScorer):
             if on_error == "raise":
                 raise
             if len(conversations) == 1:
-                return [Prepared(names[0], None, error=one_line(error))]
+                return [Prepared(names[0], None, error=error.in_one_line)]
             # One of them is wrong: the others are found one by one.
             pairs = zip(conversations, names, strict=True)
             return [self.prepare([chat], where=[name], on_error=on_error)[0] for chat, name in pairs]
@@ -324,7 +324,7 @@ class Scorer(PreparedScorer):
         except ModelError as error:
             if on_error == "raise":
                 raise
-            return Score(None, item.num_tokens, item.truncated, error=one_line(error))
+            return Score(None, item.num_tokens, item.truncated, error=error.in_one_line)
         if self.steps is not None:
             score, probabilities = self.steps.score(values)
             return Score(score, item.num_tokens, item.truncated, steps=probabilities)
@@ -349,8 +349,10 @@ class Scorer(PreparedScorer):
         if isinstance(text, str):
             try:
                 ids, num_tokens = self.renderer.encode_short([text], limit, where=[name])[0]
-            except (DataError, UnicodeError) as error:
-                return Prepared(name, None, error=one_line(error))
+            except DataError as error:
+                return Prepared(name, None, error=error.in_one_line)
+            except UnicodeError as error:
+                return Prepared(name, None, error=f"the text is not valid Unicode: {error}")
         if ids is None or (limit is not None and num_tokens > limit):
             return self._too_long(name, num_tokens)
         if not ids or min(ids) < 0 or max(ids) >= num_ids:
@@ -384,15 +386,6 @@ class Scorer(PreparedScorer):
     def _too_long(self, name: str, num_tokens: int) -> Prepared:
         error = f"too long to score: {num_tokens} tokens, at most {self.renderer.max_length}"
         return Prepared(name, None, num_tokens, error=error)
-
-
-def one_line(error: TreewardError | UnicodeError) -> str:
-    """An error as the reason of a missing score."""
-    if isinstance(error, UnicodeError):
-        return f"the text is not valid Unicode: {error}"
-    parts = (("got", error.got), ("need", error.need))
-    details = [f"{name}: {shown(value)}" for name, value in parts if value is not None]
-    return f"{error.summary} ({'; '.join(details)})" if details else error.summary
 
 
 def check_conversation(conversation: Conversation, name: str) -> Conversation:
