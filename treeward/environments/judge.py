@@ -53,8 +53,9 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
 
     def __init__(self, env_config: Mapping[str, Any] | JudgeEnvironmentConfig) -> None:
         super().__init__(env_config)
-        config = self.config
-        self._judge: LocalJudge | EndpointJudge = EndpointJudge(config) if config.base_url else LocalJudge(config)
+        self._judge: LocalJudge | EndpointJudge = (
+            LocalJudge(self.config) if self.config.base_url is None else EndpointJudge(self.config)
+        )
         self._has_begun = False
 
     @property
