@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 from rich.console import Console
@@ -30,21 +30,11 @@ logger = logging.getLogger(__name__)
 class ShownProgress:
     """Progress of one task after the other, on standard error or, without a terminal, in the log.
 
-    `check`: called at every `show`; it may raise. `unit`: what is counted. `enabled`: False shows nothing. `leave`:
-    whether a full bar stays on the screen. `line_seconds`: least time between two lines of the log.
+    `unit`: what is counted. `enabled`: False shows nothing. `line_seconds`: least time between two lines of the log.
     """
 
-    def __init__(
-        self,
-        check: Callable[[], object] = lambda: None,
-        *,
-        unit: str = "examples",
-        enabled: bool = True,
-        leave: bool = True,
-        line_seconds: float = 10.0,
-    ) -> None:
-        self._check, self._unit, self._enabled = check, unit, enabled
-        self._leave, self._line_seconds = leave, line_seconds
+    def __init__(self, *, unit: str = "examples", enabled: bool = True, line_seconds: float = 10.0) -> None:
+        self._unit, self._enabled, self._line_seconds = unit, enabled, line_seconds
         self._what: str | None = None
         self._bar: Progress | None = None
         self._started = self._last_line = self._paused_seconds = 0.0
@@ -61,11 +51,7 @@ class ShownProgress:
     def show(
         self, what: str, done: int, total: int, numbers: Mapping[str, float] | None = None, *, tokens: int = 0
     ) -> None:
-        """`done` of `total` (0: unknown) of the task `what`; `tokens` were computed since the last call.
-
-        Raises what `check` raises.
-        """
-        self._check()
+        """`done` of `total` (0: unknown) of the task `what`; `tokens` were computed since the last call."""
         if not self._enabled:
             return
         if what != self._what:
@@ -128,7 +114,6 @@ class ShownProgress:
                 TextColumn("{task.fields[note]}"),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
-                transient=not self._leave,
             )
             self._bar.add_task(what, total=total or None, completed=done, note="")
             self._bar.start()
