@@ -37,7 +37,6 @@ from treeward.model.contract import (
     NormalizationConstants,
     RewardCalibration,
 )
-from treeward.scoring.score import ConversationScorer
 from treeward.scoring.scorer import PreparedScorer
 from treeward.scoring.shaping import completion_length
 from treeward.version import VERSION
@@ -67,15 +66,14 @@ class _Scored:
 
 
 def calibrate(
-    scorer: ConversationScorer, preferences: Iterable[Preference], *, name: str, length_unit: LengthUnit = "tokens"
+    scorer: PreparedScorer, preferences: Iterable[Preference], *, name: str, length_unit: LengthUnit = "tokens"
 ) -> RewardCalibration:
     """Score every completion of every comparison, and fit the constants.
 
     `name`: of the data, kept as the provenance. Completions without a score are counted and left out. Raises
     `DataError` for fewer than two comparisons with two scored completions, or where all scores are the same.
     """
-    tokenizer = scorer.members[0].renderer.tokenizer if isinstance(scorer, PreparedScorer) else None
-    assert tokenizer is not None or length_unit == "characters", "the model's own tokenizer counts"
+    tokenizer = scorer.renderer.tokenizer
     scored: list[_Scored] = []
     errors: list[str] = []
     num_comparisons, digest = 0, hashlib.sha256()
@@ -160,7 +158,7 @@ def fit_length_curve(scores: Floats, lengths: Floats, *, unit: LengthUnit) -> Le
     )
 
 
-def fit_temperature(differences: Floats, *, name: str | None = None) -> CalibratedTemperature | None:
+def fit_temperature(differences: Floats, *, name: str = "calibration") -> CalibratedTemperature | None:
     """The T that minimises `preference_nll` of ordered pairs, from their differences s_better - s_worse (P,).
 
     Temperature scaling: Guo et al. 2017 (arXiv 1706.04599). The loss is convex in b = 1/T, with slope
@@ -168,15 +166,14 @@ def fit_temperature(differences: Floats, *, name: str | None = None) -> Calibrat
     minimises it: None, with a warning. If no pair is in the wrong order, no T above 0 does: the targets are then
     (P + 1)/(P + 2) instead of 1 (Platt 1999), with a warning. `name`: of the data, for the log.
     """
-    num_pairs = len(differences)
-    where, target = name or "calibration", 1.0
+    num_pairs, target = len(differences), 1.0
     if num_pairs == 0 or differences.mean() <= 0:
         reason = "no temperature: the better completion does not score higher on average"
-        logger.warning("%s: %s, over %d ordered pairs.", where, reason, num_pairs)
+        logger.warning("%s: %s, over %d ordered pairs.", name, reason, num_pairs)
         return None
     if differences.min() >= 0:
         reason = "the temperature is a cautious guess: no pair is in the wrong order, so any lower one fits better"
-        logger.warning("%s: %s, over %d ordered pairs.", where, reason, num_pairs)
+        logger.warning("%s: %s, over %d ordered pairs.", name, reason, num_pairs)
         target = (num_pairs + 1) / (num_pairs + 2)
 
     def slope(log_b: float) -> float:

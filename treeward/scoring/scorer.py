@@ -36,7 +36,7 @@ from treeward.model.contract import CONTRACT_FILE, ScoringContract, keeps_paddin
 from treeward.model.pretrained import DTYPES, choose_device, load_tokenizer
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
 from treeward.scoring.diagnosis import Check, diagnose
-from treeward.scoring.golden import weighted_heads
+from treeward.scoring.golden import combined_heads, weighted_heads
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.steps import Steps
 from treeward.tree.prefix import PrefixCache, RecentTokens
@@ -295,7 +295,7 @@ class Scorer(PreparedScorer):
             counts = self.model.num_computed_tokens, self.model.num_row_tokens
             values_SH = self._values([example.token_ids for example in contract.golden]).tolist()
             self.model.num_computed_tokens, self.model.num_row_tokens = counts
-            scores = [sum(h.weight * v for h, v in zip(contract.heads, values, strict=True)) for values in values_SH]
+            scores = [combined_heads(values, contract.heads) for values in values_SH]
             check = diagnose(contract, scores, dtype="float32" if self.model.hf.dtype == torch.float32 else "bfloat16")
         if check.state == "differs":
             raise ModelError(
@@ -328,19 +328,15 @@ class Scorer(PreparedScorer):
         if self.steps is not None:
             score, probabilities = self.steps.score(values)
             return Score(score, item.num_tokens, item.truncated, steps=probabilities)
+        weights = self.head_weights
         return Score(
-            score=self._combined(values),
+            score=values[0] if weights is None else sum(w * x for w, x in zip(weights, values, strict=True)),
             num_tokens=item.num_tokens,
             truncated=item.truncated,
             heads=tuple(values),
             head_names=self.head_names,
             spread=float(np.std(values)) if self._has_estimates else None,
         )
-
-    def _combined(self, values: Sequence[float]) -> float:
-        if self.head_weights is None:
-            return values[0]
-        return sum(weight * value for weight, value in zip(self.head_weights, values, strict=True))
 
     def _prepare_text(self, text: str | Sequence[int], name: str) -> Prepared:
         num_ids, limit = self.model.num_known_tokens, self.renderer.max_length
