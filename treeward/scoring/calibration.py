@@ -158,7 +158,7 @@ def fit_length_curve(scores: Floats, lengths: Floats, *, unit: LengthUnit) -> Le
     )
 
 
-def fit_temperature(differences: Floats, *, name: str = "calibration") -> CalibratedTemperature | None:
+def fit_temperature(differences: Floats, *, name: str | None = None) -> CalibratedTemperature | None:
     """The T that minimises `preference_nll` of ordered pairs, from their differences s_better - s_worse (P,).
 
     Temperature scaling: Guo et al. 2017 (arXiv 1706.04599). The loss is convex in b = 1/T, with slope
@@ -166,14 +166,15 @@ def fit_temperature(differences: Floats, *, name: str = "calibration") -> Calibr
     minimises it: None, with a warning. If no pair is in the wrong order, no T above 0 does: the targets are then
     (P + 1)/(P + 2) instead of 1 (Platt 1999), with a warning. `name`: of the data, for the log.
     """
-    num_pairs, target = len(differences), 1.0
+    num_pairs = len(differences)
+    where, target = name or "calibration", 1.0
     if num_pairs == 0 or differences.mean() <= 0:
         reason = "no temperature: the better completion does not score higher on average"
-        logger.warning("%s: %s, over %d ordered pairs.", name, reason, num_pairs)
+        logger.warning("%s: %s, over %d ordered pairs.", where, reason, num_pairs)
         return None
     if differences.min() >= 0:
         reason = "the temperature is a cautious guess: no pair is in the wrong order, so any lower one fits better"
-        logger.warning("%s: %s, over %d ordered pairs.", name, reason, num_pairs)
+        logger.warning("%s: %s, over %d ordered pairs.", where, reason, num_pairs)
         target = (num_pairs + 1) / (num_pairs + 2)
 
     def slope(log_b: float) -> float:
