@@ -14,7 +14,6 @@ from typing import Any
 
 from imitation import Group, imitate
 
-from treeward.cli.main import configure_logging
 from treeward.config.grpo_run import GRPORunConfig
 from treeward.config.load import load_grpo_config
 from treeward.data.rendering import Renderer
@@ -22,6 +21,7 @@ from treeward.environments.preference_verdict import LABEL, open_questions
 from treeward.model.export import export_model
 from treeward.model.loading import Loaded, load_policy
 from treeward.model.policy_model import PolicyModel
+from treeward.progress import configure_logging
 from treeward.scoring.trained_judge import write_judge_contract
 from treeward.scoring.verdicts import verdict_line
 

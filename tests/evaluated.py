@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from treeward.data.preference import Completion, Message, Preference
@@ -39,6 +40,8 @@ class RuleScorer:
 
     It dies when it has scored `most` conversations.
     """
+
+    renderer = SimpleNamespace(tokenizer=None)
 
     def __init__(
         self,

@@ -47,7 +47,6 @@ class TreewardError(ValueError):
             lines.append(f"  need:  {need}")
         if fix is not None:
             lines.append(f"  fix:   {fix}")
-        self._lines = lines
         super().__init__("\n".join(lines))
 
     @classmethod
@@ -62,6 +61,14 @@ class TreewardError(ValueError):
         names = ("summary", "where", "field", "got", "need", "fix")
         arguments = {name: value for name in names if (value := getattr(self, name)) is not None}
         return type(self)(**(arguments | changes))
+
+    @property
+    def in_one_line(self) -> str:
+        """The error without its place, as the reason of a missing score."""
+        parts = (("got", self.got), ("need", self.need), ("fix", self.fix))
+        details = "; ".join(f"{word}: {shown(part)}" for word, part in parts if part is not None)
+        summary = self.summary if self.field is None else f"{self.field}: {self.summary}"
+        return " ".join(f"{summary} ({details})".split()) if details else summary
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process borders (workers of Ray); the default would call __init__ with the joined text.

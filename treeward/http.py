@@ -98,7 +98,8 @@ class Connection:
             wait=_pause,
             reraise=True,
         )
-        return retrying(self._once, path, content, until, read)
+        result: _Value = retrying(self._once, path, content, until, read)
+        return result
 
     def close(self) -> None:
         """Close the connections."""

@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 from rich.console import Console
@@ -30,21 +30,11 @@ logger = logging.getLogger(__name__)
 class ShownProgress:
     """Progress of one task after the other, on standard error or, without a terminal, in the log.
 
-    `check`: called at every `show`; it may raise. `unit`: what is counted. `enabled`: False shows nothing. `leave`:
-    whether a full bar stays on the screen. `line_seconds`: least time between two lines of the log.
+    `unit`: what is counted. `enabled`: False shows nothing. `line_seconds`: least time between two lines of the log.
     """
 
-    def __init__(
-        self,
-        check: Callable[[], object] = lambda: None,
-        *,
-        unit: str = "examples",
-        enabled: bool = True,
-        leave: bool = True,
-        line_seconds: float = 10.0,
-    ) -> None:
-        self._check, self._unit, self._enabled = check, unit, enabled
-        self._leave, self._line_seconds = leave, line_seconds
+    def __init__(self, *, unit: str = "examples", enabled: bool = True, line_seconds: float = 10.0) -> None:
+        self._unit, self._enabled, self._line_seconds = unit, enabled, line_seconds
         self._what: str | None = None
         self._bar: Progress | None = None
         self._started = self._last_line = self._paused_seconds = 0.0
@@ -61,11 +51,7 @@ class ShownProgress:
     def show(
         self, what: str, done: int, total: int, numbers: Mapping[str, float] | None = None, *, tokens: int = 0
     ) -> None:
-        """`done` of `total` (0: unknown) of the task `what`; `tokens` were computed since the last call.
-
-        Raises what `check` raises.
-        """
-        self._check()
+        """`done` of `total` (0: unknown) of the task `what`; `tokens` were computed since the last call."""
         if not self._enabled:
             return
         if what != self._what:
@@ -128,10 +114,37 @@ class ShownProgress:
                 TextColumn("{task.fields[note]}"),
                 TimeRemainingColumn(),
                 console=Console(stderr=True),
-                transient=not self._leave,
             )
             self._bar.add_task(what, total=total or None, completed=done, note="")
             self._bar.start()
+
+
+def configure_logging(*, debug: bool = False) -> None:
+    """Send log records and Python warnings to standard error, above a progress bar if there is one.
+
+    treeward's messages show from INFO on, other libraries' from WARNING on; with `debug` from DEBUG and INFO on. A
+    second call replaces the first; handlers that others have installed stay. Of the processes of torchrun only
+    the first one shows what all would say.
+    """
+    root, ours = logging.getLogger(), logging.getLogger("treeward")
+    root.handlers = [handler for handler in root.handlers if not isinstance(handler, StandardErrorHandler)]
+    handler = StandardErrorHandler()
+    handler.setFormatter(_Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    if os.environ.get("RANK", "0") != "0":
+        handler.setLevel(logging.CRITICAL)
+    root.addHandler(handler)
+    root.setLevel(logging.INFO if debug else logging.WARNING)
+    ours.setLevel(logging.DEBUG if debug else logging.INFO)
+    logging.captureWarnings(True)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info" if debug else "error")  # also of the run's workers
+
+
+class _Formatter(logging.Formatter):
+    """`HH:MM:SS message`; before the message the level, when it is not INFO."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno == logging.INFO else f"{record.levelname} "
+        return f"{self.formatTime(record, self.datefmt)} {level}{record.message}"
 
 
 @contextlib.contextmanager

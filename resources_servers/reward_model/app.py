@@ -14,14 +14,14 @@ import sys
 from treeward.config.load import load_section
 from treeward.config.nemo_gym import NemoGymConfig, handed_over
 from treeward.errors import TreewardError
-from treeward.serving import logs
+from treeward.progress import configure_logging
 from treeward.serving.run import serve
 
 
 def main() -> int:
     """Serve until a signal; the exit code, 2 for a mistake in the configuration."""
     try:
-        logs.configure()
+        configure_logging()
         return serve(gym_config().server_config)
     except TreewardError as error:
         sys.stderr.write(f"reward_model: {error}\n")

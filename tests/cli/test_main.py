@@ -16,7 +16,8 @@ from verbs import Command
 
 from treeward import __version__
 from treeward.cli import main as entry
-from treeward.cli.main import VERBS, configure_logging
+from treeward.cli.main import VERBS
+from treeward.progress import configure_logging
 
 
 def test_the_help_of_no_verb_imports_anything_heavy() -> None:

@@ -22,7 +22,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from treeward.data.rendering import Renderer
 from treeward.scoring.scorer import Scorer
 from treeward.serving.models import ServedModel
-from treeward.serving.playground.routes import OPEN_PATHS
 from treeward.serving.service import Service
 
 CHAT = chat("2 + 2?", "4")
@@ -149,7 +148,7 @@ def test_the_token(service: Service, asgi_client: Callable[..., Any]) -> None:
     assert client.get("/health").status_code == client.get("/ready").status_code == 200
     for given in (None, "", "Bearer", "Bearer s3cre", "Basic s3cret", "s3cret", b"Bearer \xff\xff"):
         headers = {} if given is None else {"authorization": given}
-        for path in ("/metrics", "/v1/models", "/openapi.json", "/nothing", "/playground/routes.py"):
+        for path in ("/metrics", "/v1/models", "/openapi.json", "/nothing", "/playground"):
             response = client.get(path, headers=headers)
             assert error(response) == (401, "unauthorized") and "s3cre" not in response.text
             assert response.headers["www-authenticate"] == "Bearer"
@@ -162,7 +161,7 @@ def test_the_page_has_a_strict_policy_and_needs_no_token(
     make_service: Callable[..., Any], asgi_client: Callable[..., Any]
 ) -> None:
     client = asgi_client(make_service(), token="open-sesame")
-    for path in OPEN_PATHS:
+    for path in ("/", "/playground/page.css", "/playground/page.js", "/playground/trace.js"):
         got = client.get(path)
         assert got.status_code == 200 and got.content
         policy = got.headers["content-security-policy"]

@@ -24,7 +24,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from treeward.errors import TreewardError
-from treeward.progress import StandardErrorHandler
+from treeward.progress import configure_logging
 from treeward.version import VERSION
 
 VERBS = {
@@ -97,34 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     return 0
-
-
-def configure_logging(*, debug: bool = False) -> None:
-    """Send log records and Python warnings to standard error, above a progress bar if there is one.
-
-    treeward's messages show from INFO on, other libraries' from WARNING on; with `debug` from DEBUG and INFO on. A
-    second call replaces the first; handlers that others have installed stay. Of the processes of torchrun only
-    the first one shows what all would say.
-    """
-    root, ours = logging.getLogger(), logging.getLogger("treeward")
-    root.handlers = [handler for handler in root.handlers if not isinstance(handler, StandardErrorHandler)]
-    handler = StandardErrorHandler()
-    handler.setFormatter(_Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    if os.environ.get("RANK", "0") != "0":
-        handler.setLevel(logging.CRITICAL)
-    root.addHandler(handler)
-    root.setLevel(logging.INFO if debug else logging.WARNING)
-    ours.setLevel(logging.DEBUG if debug else logging.INFO)
-    logging.captureWarnings(True)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info" if debug else "error")  # also of the run's workers
-
-
-class _Formatter(logging.Formatter):
-    """`HH:MM:SS message`; before the message the level, when it is not INFO."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        level = "" if record.levelno == logging.INFO else f"{record.levelname} "
-        return f"{self.formatTime(record, self.datefmt)} {level}{record.message}"
 
 
 def _load(verb: str) -> TyperCommand:

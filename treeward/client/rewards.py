@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NotRequired
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from treeward.data.formats import as_conversations
@@ -101,8 +101,7 @@ class RewardClient:
             except DataError as error:
                 if on_error == "raise":
                     raise
-                why = " ".join(str(error).split())
-                rewards[i] = Reward(None, Score(None, error=why), error=why)
+                rewards[i] = Reward(None, Score(None, error=error.in_one_line), error=error.in_one_line)
                 continue
             if not parts or len(parts[-1]) >= self.max_conversations or num_bytes + size > _BODY_BYTES:
                 parts.append([])
@@ -154,6 +153,7 @@ def _json(value: Any, name: str) -> bytes:
         raise DataError("this cannot be written as JSON", where=name, got=str(error), need=need) from error
 
 
+@with_config(ConfigDict(strict=True, allow_inf_nan=False))
 class RewardRow(TypedDict):
     """A conversation in a response of `/v1/rewards`.
 
@@ -161,7 +161,6 @@ class RewardRow(TypedDict):
     score. `steps`: of a process reward model, the probability of each step.
     """
 
-    __pydantic_config__ = ConfigDict(strict=True, allow_inf_nan=False)  # type: ignore[misc]
     index: int
     reward: float | None
     score: float | None

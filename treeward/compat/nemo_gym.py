@@ -35,9 +35,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from treeward.config.nemo_gym import handed_over
 from treeward.data.responses_items import conversation_of
 from treeward.errors import ConfigError, DataError, TreewardError
+from treeward.progress import configure_logging
 from treeward.scoring.score import completion_text, prompt_text
 from treeward.scoring.scorer import load_reward_model
-from treeward.serving import logs
 from treeward.serving.dialects.nemo_gym import ROLLOUT_PREFIX, VERDICT_KEYS, failure, sessions
 from treeward.serving.requests import JSONRoute
 
@@ -123,7 +123,7 @@ class _Server(_Open):
         """Make the server of the section that NeMo Gym passes, then serve until a signal. Exits with 2 for a mistake in
         the configuration.
         """
-        logs.configure()
+        configure_logging()
         try:
             where, section = handed_over()
             settings: Any = {"name": where.split(".")[0]} | OmegaConf.to_container(section, resolve=True)  # type: ignore

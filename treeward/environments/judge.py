@@ -28,7 +28,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
 from treeward.environments.interface import GROUP, ConfiguredEnvironment, Conversations, Infos, Reward
@@ -39,14 +39,6 @@ from treeward.scoring.score import NO_COMPLETION, Cost, Score, completion_text, 
 from treeward.scoring.verdicts import NoVerdict, Question, Verdict, make_question, share_of_scale
 
 _FIRST_QUESTIONS = 4
-
-
-class Judge(Protocol):
-    """Answers questions; `cost` is their total."""
-
-    cost: Cost
-
-    def ask(self, questions: Sequence[Question]) -> list[Verdict | NoVerdict]: ...
 
 
 class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
@@ -61,7 +53,9 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
 
     def __init__(self, env_config: Mapping[str, Any] | JudgeEnvironmentConfig) -> None:
         super().__init__(env_config)
-        self._judge: Judge = LocalJudge(self.config) if self.config.base_url is None else EndpointJudge(self.config)
+        self._judge: LocalJudge | EndpointJudge = (
+            LocalJudge(self.config) if self.config.base_url is None else EndpointJudge(self.config)
+        )
         self._has_begun = False
 
     @property
@@ -75,7 +69,9 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         errors = {i: NO_COMPLETION for i in range(len(conversations)) if i not in texts}
         matches = list(self._matches(conversations, env_infos, texts))
         compared = {i for match in matches for i in match.samples}
-        errors |= {i: self._nothing_to_compare_with for i in texts if i not in compared}
+        alone = ", and it is the only one of its prompt" if self.config.mode == "pairwise" else ""
+        missing = f"the sample has no reference completion: no text in {self.config.reference_key}{alone}"
+        errors |= {i: missing for i in texts if i not in compared}
         prompts = [(match.samples[0], transcript(conversations[match.samples[0]][:-1])) for match in matches]
         questions = [
             make_question(self.config, prompt, match.texts, sample)
@@ -121,11 +117,6 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         for number, (first, second) in enumerate(pairs):
             for ordered in ((first, second), (second, first)):
                 yield _Match(number, *zip(*ordered, strict=True))
-
-    @property
-    def _nothing_to_compare_with(self) -> str:
-        alone = ", and it is the only one of its prompt" if self.config.mode == "pairwise" else ""
-        return f"the sample has no reference completion: no text in {self.config.reference_key}{alone}"
 
     def _answers(self, questions: Sequence[Question]) -> list[list[Verdict | NoVerdict]]:
         """The answers to each question, which is asked `num_samples` times.

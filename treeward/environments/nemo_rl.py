@@ -59,12 +59,8 @@ class NemoRLEnvironment(Environment):
     """
 
     def __init__(self, env_config: Mapping[str, Any]) -> None:
-        section = dict(env_config)
+        section = {key: value for key, value in env_config.items() if key != "enabled"}
         self.config = load_section(NemoRLConfig, section.pop(_SECTION, None) or {}, where=f"{WHERE}.{_SECTION}")
-        if section.pop("enabled", True) is False:
-            raise ConfigError(
-                "this environment is switched off", where=WHERE, field="enabled", got="false", need="true"
-            )
         self.environment = make_environment("reward_model", section)
         self.name = self.environment.name
 

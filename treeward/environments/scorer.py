@@ -23,7 +23,7 @@ class EnvironmentScorer:
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
         self._seen: dict[str, list[float]] = defaultdict(list)
-        self._cost = Cost()
+        self._cost: dict[str, float] = {}
 
     def usage(self) -> dict[str, float]:
         """A judge's usage since the last call, and the mean of each reward component."""
@@ -32,8 +32,8 @@ class EnvironmentScorer:
         now: Cost | None = getattr(self.environment, "cost", None)
         if now is None:
             return means
-        before, self._cost = self._cost, now
-        return asdict(now - before) | means
+        before, self._cost = self._cost, asdict(now)
+        return {name: value - before.get(name, 0) for name, value in self._cost.items()} | means
 
     def score_groups(
         self, groups: Sequence[Sequence[Conversation]], infos: Sequence[Mapping[str, Any]]

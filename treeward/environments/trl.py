@@ -1,4 +1,4 @@
-"""`as_trl` and `TrlReward`: a reward model, or any environment, as one of the `reward_funcs` of TRL's trainers.
+"""`as_trl`: a reward model, or any environment, as one of the `reward_funcs` of TRL's trainers.
 
     GRPOTrainer(model="Qwen/Qwen3-0.6B", reward_funcs=as_trl("http://host:8000"), train_dataset=prompts)
     reward = as_trl(RewardModelEnvironment({"model_name": "results/rm/final"}))
@@ -9,7 +9,7 @@ missing reward is None, which TRL keeps out of the group's baseline and gives th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from treeward.environments.interface import Environment
@@ -19,48 +19,41 @@ _NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric", "environme
 """TRL's arguments that are not columns of the dataset (`GRPOTrainer._calculate_rewards`)."""
 
 
-def as_trl(reward: Any, *, name: str | None = None, **settings: Any) -> TrlReward:
+def as_trl(reward: Any, *, name: str | None = None, **settings: Any) -> Callable[..., list[float | None]]:
     """A reward as one of TRL's `reward_funcs`.
 
     `reward`: an `Environment`, the address of a `treeward serve` (`http://host:8000`), or the folder or hub name of a
-    model. `settings`: for an address or a model, other keys of the section `env.reward_model`, as
-    `token_env`. `name`: see `TrlReward`. Passes on the environment's errors.
+    model. `settings`: for an address or a model, other keys of the section `env.reward_model`, as `token_env`. `name`:
+    in TRL's log (`rewards/<name>/mean`). The columns of the dataset are the `env_infos`, without empty cells. Passes on
+    the environment's errors.
+
+    It adds to TRL's metrics `<name>/failed`, the share of completions without a reward, and `<name>/raw_mean`, the mean
+    reward before shaping.
     """
+    environment: Environment = reward
     if isinstance(reward, str):
-        reward = RewardModelEnvironment({"model_name": reward, **settings})
-    return TrlReward(reward, name=name)
+        environment = RewardModelEnvironment({"model_name": reward, **settings})
+    name = name or environment.name
 
-
-class TrlReward:
-    """A reward function for TRL; `as_trl` makes it.
-
-    `name`: its name in TRL's log (`rewards/<name>/mean`). The columns of the dataset are the `env_infos`, without empty
-    cells.
-
-    It adds to TRL's metrics
-    `<name>/failed`, the share of completions without a reward, and `<name>/raw_mean`, the mean reward before shaping.
-    """
-
-    def __init__(self, environment: Environment, *, name: str | None = None) -> None:
-        self.environment = environment
-        self.__name__ = name or self.environment.name
-
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+    def rewards_of(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """The rewards of B completions, None for none. `prompts`, `completions`: B lists of messages, or B texts."""
         logs = [
             _messages(prompt, "user") + _messages(completion, "assistant")
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         log_metric = columns.get("log_metric")
-        cells = {name: values for name, values in columns.items() if name not in _NOT_COLUMNS}
+        cells = {column: values for column, values in columns.items() if column not in _NOT_COLUMNS}
         infos = [{k: v[i] for k, v in cells.items() if v[i] is not None} for i in range(len(logs))]
-        rewards = self.environment.reward(logs, infos)
+        rewards = environment.reward(logs, infos)
         if log_metric is not None and rewards:
-            log_metric(f"{self.__name__}/failed", sum(reward.value is None for reward in rewards) / len(rewards))
+            log_metric(f"{name}/failed", sum(reward.value is None for reward in rewards) / len(rewards))
             raw = [reward.raw for reward in rewards if reward.raw is not None]
             if raw:
-                log_metric(f"{self.__name__}/raw_mean", sum(raw) / len(raw))
+                log_metric(f"{name}/raw_mean", sum(raw) / len(raw))
         return [reward.value for reward in rewards]
+
+    rewards_of.__name__ = name
+    return rewards_of
 
 
 def _messages(value: Any, role: str) -> list[dict[str, Any]]:

@@ -37,7 +37,6 @@ from treeward.model.contract import (
     NormalizationConstants,
     RewardCalibration,
 )
-from treeward.scoring.score import ConversationScorer
 from treeward.scoring.scorer import PreparedScorer
 from treeward.scoring.shaping import completion_length
 from treeward.version import VERSION
@@ -67,15 +66,14 @@ class _Scored:
 
 
 def calibrate(
-    scorer: ConversationScorer, preferences: Iterable[Preference], *, name: str, length_unit: LengthUnit = "tokens"
+    scorer: PreparedScorer, preferences: Iterable[Preference], *, name: str, length_unit: LengthUnit = "tokens"
 ) -> RewardCalibration:
     """Score every completion of every comparison, and fit the constants.
 
     `name`: of the data, kept as the provenance. Completions without a score are counted and left out. Raises
     `DataError` for fewer than two comparisons with two scored completions, or where all scores are the same.
     """
-    tokenizer = scorer.members[0].renderer.tokenizer if isinstance(scorer, PreparedScorer) else None
-    assert tokenizer is not None or length_unit == "characters", "the model's own tokenizer counts"
+    tokenizer = scorer.renderer.tokenizer
     scored: list[_Scored] = []
     errors: list[str] = []
     num_comparisons, digest = 0, hashlib.sha256()

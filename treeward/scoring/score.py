@@ -136,9 +136,6 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def __sub__(self, other: Cost) -> Cost:
-        return Cost(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
 
 NO_COMPLETION = "the conversation does not end with a text of the assistant"
 

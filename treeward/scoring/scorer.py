@@ -30,13 +30,13 @@ from treeward.data.formats import as_conversations
 from treeward.data.preference import check_messages
 from treeward.data.rendering import Renderer
 from treeward.data.responses_items import as_conversation
-from treeward.errors import DataError, ModelError, TreewardError, shown
+from treeward.errors import DataError, ModelError, TreewardError
 from treeward.model import loading
 from treeward.model.contract import CONTRACT_FILE, ScoringContract, keeps_padding, read_contract
 from treeward.model.pretrained import DTYPES, choose_device, load_tokenizer
 from treeward.model.reward_model import DEFAULT_BATCH_TOKENS, RewardModel, check_finite
 from treeward.scoring.diagnosis import Check, diagnose
-from treeward.scoring.golden import weighted_heads
+from treeward.scoring.golden import combined_heads, weighted_heads
 from treeward.scoring.score import Conversation, OnError, Score
 from treeward.scoring.steps import Steps
 from treeward.tree.prefix import PrefixCache, RecentTokens
@@ -253,7 +253,7 @@ class Scorer(PreparedScorer):
             if on_error == "raise":
                 raise
             if len(conversations) == 1:
-                return [Prepared(names[0], None, error=one_line(error))]
+                return [Prepared(names[0], None, error=error.in_one_line)]
             # One of them is wrong: the others are found one by one.
             pairs = zip(conversations, names, strict=True)
             return [self.prepare([chat], where=[name], on_error=on_error)[0] for chat, name in pairs]
@@ -295,7 +295,7 @@ class Scorer(PreparedScorer):
             counts = self.model.num_computed_tokens, self.model.num_row_tokens
             values_SH = self._values([example.token_ids for example in contract.golden]).tolist()
             self.model.num_computed_tokens, self.model.num_row_tokens = counts
-            scores = [sum(h.weight * v for h, v in zip(contract.heads, values, strict=True)) for values in values_SH]
+            scores = [combined_heads(values, contract.heads) for values in values_SH]
             check = diagnose(contract, scores, dtype="float32" if self.model.hf.dtype == torch.float32 else "bfloat16")
         if check.state == "differs":
             raise ModelError(
@@ -324,23 +324,19 @@ class Scorer(PreparedScorer):
         except ModelError as error:
             if on_error == "raise":
                 raise
-            return Score(None, item.num_tokens, item.truncated, error=one_line(error))
+            return Score(None, item.num_tokens, item.truncated, error=error.in_one_line)
         if self.steps is not None:
             score, probabilities = self.steps.score(values)
             return Score(score, item.num_tokens, item.truncated, steps=probabilities)
+        weights = self.head_weights
         return Score(
-            score=self._combined(values),
+            score=values[0] if weights is None else sum(w * x for w, x in zip(weights, values, strict=True)),
             num_tokens=item.num_tokens,
             truncated=item.truncated,
             heads=tuple(values),
             head_names=self.head_names,
             spread=float(np.std(values)) if self._has_estimates else None,
         )
-
-    def _combined(self, values: Sequence[float]) -> float:
-        if self.head_weights is None:
-            return values[0]
-        return sum(weight * value for weight, value in zip(self.head_weights, values, strict=True))
 
     def _prepare_text(self, text: str | Sequence[int], name: str) -> Prepared:
         num_ids, limit = self.model.num_known_tokens, self.renderer.max_length
@@ -349,8 +345,10 @@ class Scorer(PreparedScorer):
         if isinstance(text, str):
             try:
                 ids, num_tokens = self.renderer.encode_short([text], limit, where=[name])[0]
-            except (DataError, UnicodeError) as error:
-                return Prepared(name, None, error=one_line(error))
+            except DataError as error:
+                return Prepared(name, None, error=error.in_one_line)
+            except UnicodeError as error:
+                return Prepared(name, None, error=f"the text is not valid Unicode: {error}")
         if ids is None or (limit is not None and num_tokens > limit):
             return self._too_long(name, num_tokens)
         if not ids or min(ids) < 0 or max(ids) >= num_ids:
@@ -384,15 +382,6 @@ class Scorer(PreparedScorer):
     def _too_long(self, name: str, num_tokens: int) -> Prepared:
         error = f"too long to score: {num_tokens} tokens, at most {self.renderer.max_length}"
         return Prepared(name, None, num_tokens, error=error)
-
-
-def one_line(error: TreewardError | UnicodeError) -> str:
-    """An error as the reason of a missing score."""
-    if isinstance(error, UnicodeError):
-        return f"the text is not valid Unicode: {error}"
-    parts = (("got", error.got), ("need", error.need))
-    details = [f"{name}: {shown(value)}" for name, value in parts if value is not None]
-    return f"{error.summary} ({'; '.join(details)})" if details else error.summary
 
 
 def check_conversation(conversation: Conversation, name: str) -> Conversation:

@@ -29,7 +29,7 @@ from treeward.errors import CheckpointError, ConfigError, DataError, ModelError
 from treeward.scoring.diagnosis import Check, Verification
 from treeward.scoring.judge_local import LocalJudge, shared_length
 from treeward.scoring.score import Conversation, Cost, OnError, Score, message_text, transcript
-from treeward.scoring.scorer import Prepared, PreparedScorer, check_conversation, one_line
+from treeward.scoring.scorer import Prepared, PreparedScorer, check_conversation
 from treeward.scoring.verdicts import (
     SYSTEM_PROMPT,
     TEMPLATES,
@@ -231,7 +231,7 @@ class JudgeScorer(PreparedScorer):
             except DataError as error:
                 if on_error == "raise":
                     raise
-                prepared.append(Prepared(name, None, error=one_line(error)))
+                prepared.append(Prepared(name, None, error=error.in_one_line))
         return prepared
 
     def _prepare(self, conversation: Conversation, name: str) -> Prepared:

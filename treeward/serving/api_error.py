@@ -7,8 +7,6 @@ The application writes it as JSON in the form that OpenAI's clients read; `code`
 
 from __future__ import annotations
 
-from treeward.errors import TreewardError, shown
-
 ERRORS = (400, 401, 404, 413, 422, 429, 500, 503, 504)
 """The statuses of errors."""
 
@@ -24,10 +22,3 @@ class APIError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.message, self.param, self.retry_after = status, code, message, param, retry_after
-
-
-def in_words(error: TreewardError) -> str:
-    """The error in one line."""
-    where = ": ".join(str(part) for part in dict.fromkeys((error.where, error.field, error.summary)) if part)
-    details = [f"{word} {shown(part)}" for word, part in (("got", error.got), ("need", error.need)) if part is not None]
-    return " ".join("; ".join([where, *details, *([str(error.fix)] if error.fix else [])]).split())

@@ -5,6 +5,7 @@ Every request passes `RequestLimits`. All errors have one form, also for unknown
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 from fastapi import APIRouter, FastAPI
@@ -12,17 +13,36 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_fastapi_instrumentator import Instrumentator
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.staticfiles import StaticFiles
 from typing_extensions import TypedDict
 
 from treeward.errors import shown
 from treeward.serving import dialects
 from treeward.serving.api_error import ERRORS, APIError
 from treeward.serving.dialects import nemo_gym
-from treeward.serving.playground import routes as playground
 from treeward.serving.requests import JSON, RequestLimits, error_response
 from treeward.serving.service import Service
 from treeward.version import VERSION
+
+_PLAYGROUND = Path(__file__).parent / "playground"
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+"""The playground calls the same routes as any client, and may talk to this server alone."""
+
+
+class _Pages(StaticFiles):
+    def file_response(self, *arguments: Any, **options: Any) -> Response:
+        response = super().file_response(*arguments, **options)
+        response.headers.update(_PAGE_HEADERS)
+        return response
 
 
 class ErrorResponse(TypedDict):
@@ -49,7 +69,7 @@ def create_app(service: Service, *, token: str | None = None) -> FastAPI:
     app.state.service = service
     app.include_router(_operations(service))
     app.include_router(dialects.router)
-    app.include_router(playground.router())
+    app.mount("/playground", _Pages(directory=_PLAYGROUND))
     app.add_middleware(RequestLimits, service=service, token=token)
     counters = Instrumentator(should_group_status_codes=False, registry=service.metrics.registry)
     counters.instrument(app, metric_namespace="treeward")
@@ -58,8 +78,12 @@ def create_app(service: Service, *, token: str | None = None) -> FastAPI:
 
 
 def _operations(service: Service) -> APIRouter:
-    """Routes for the server's operators."""
+    """Routes for the server's operators, and the page for trying the models."""
     router = APIRouter(tags=["operations"])
+
+    @router.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(_PLAYGROUND / "page.html", headers=_PAGE_HEADERS)
 
     @router.post("/ping", include_in_schema=False)
     @router.get("/ping", include_in_schema=False)

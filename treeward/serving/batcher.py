@@ -38,7 +38,7 @@ from treeward.config.server import ServerConfig
 from treeward.errors import TreewardError
 from treeward.scoring.score import Conversation, Score
 from treeward.scoring.scorer import Prepared, PreparedScorer
-from treeward.serving.api_error import APIError, in_words
+from treeward.serving.api_error import APIError
 from treeward.serving.rendered_text import RenderedText
 from treeward.tree.prefix import PrefixCache
 from treeward.tree.token_tree import common_prefix_length
@@ -336,7 +336,7 @@ def _isolated(
         assert len(results) == len(values), f"{len(results)} results for {len(values)} conversations"
         return list(results)
     except TreewardError as problem:
-        error = in_words(problem)
+        error = problem.in_one_line
     except BaseException as problem:  # a panic in a library's native code is not an Exception
         if len(values) == 1:
             logger.exception("A conversation could not be scored.")

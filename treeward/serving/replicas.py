@@ -26,9 +26,9 @@ from ray.exceptions import RayActorError
 from treeward.config.server import ServerConfig
 from treeward.model.pretrained import check_local
 from treeward.parallel.ray_cluster import equal_shares, start_ray
+from treeward.progress import configure_logging
 from treeward.scoring.replicas import running
 from treeward.scoring.score import Conversation, Score
-from treeward.serving import logs
 from treeward.serving.api_error import APIError
 from treeward.serving.batcher import ServerMetrics, check_room, not_in_time
 from treeward.serving.models import ServedModel
@@ -49,7 +49,7 @@ class Replica:
     """The models and the batcher of a server, called by a front."""
 
     def __init__(self, config: ServerConfig) -> None:
-        logs.configure()
+        configure_logging()
         self._service = Service.load(config)
 
     async def score(self, key: int, model: str, inputs: Sequence[Conversation | RenderedText]) -> list[Score]:

@@ -36,12 +36,11 @@ from typing_extensions import TypedDict
 from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError
 from treeward.serving.models import ServedModel
-from treeward.serving.playground import routes as playground
 from treeward.serving.rendered_text import RenderedText
 from treeward.serving.service import Service
 
-_OPEN_PATHS = {"/health", "/ready", "/ping"} | playground.OPEN_PATHS
-"""Paths that need no token."""
+_OPEN_PATHS = {"/", "/health", "/ready", "/ping"}
+"""Paths that need no token, besides the playground's files."""
 _TEI_KINDS = {429: "Overloaded", 500: "Backend", 503: "Unhealthy", 504: "Overloaded"}
 
 
@@ -99,7 +98,8 @@ class RequestLimits:
         await self.app(scope, receive, respond)
 
     def _check_headers(self, scope: Scope, headers: Headers) -> None:
-        if self._token is not None and scope["path"] not in _OPEN_PATHS:
+        path: str = scope["path"]
+        if self._token is not None and path not in _OPEN_PATHS and not path.startswith("/playground/"):
             scheme, _, token = headers.get("authorization", "").partition(" ")
             # In constant time, so that the time of a wrong token says nothing about the right one.
             is_right = hmac.compare_digest(token.strip().encode("latin-1"), self._token)

@@ -28,7 +28,7 @@ from starlette.requests import Request
 from treeward.data.responses_items import conversation_of
 from treeward.errors import DataError
 from treeward.scoring.score import Conversation, Reward
-from treeward.serving.api_error import APIError, in_words
+from treeward.serving.api_error import APIError
 from treeward.serving.models import ServedModel
 from treeward.serving.requests import JSON, Body, JSONRoute, Server
 
@@ -87,7 +87,7 @@ async def verify(body: VerifyBody, request: Request, server: Server) -> JSON:
             reward = running.normalized(reward, key)
         added = verdict(reward, body.reward_threshold)
     except DataError as error:
-        added = failure(in_words(error))
+        added = failure(error.in_one_line)
     except APIError as error:
         server.service.metrics.errors.labels(error.code).inc()
         added = failure(error.message)

@@ -12,10 +12,9 @@ URL's: /get_reward?model=careful.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NotRequired
+from typing import Any
 
 from fastapi import APIRouter
-from typing_extensions import TypedDict
 
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import APIError
@@ -35,15 +34,7 @@ class RewardBody(Body):
     """The prompts, with which the queries begin."""
 
 
-class RewardResponse(TypedDict):
-    """A reward for each query, in order. `extra_logs`: only with shaping."""
-
-    rewards: list[float | None]
-    scores: list[float | None]
-    extra_logs: NotRequired[dict[str, list[float | None]]]
-
-
-@router.post("/get_reward", summary="OpenRLHF: rewards of queries", response_model=RewardResponse)
+@router.post("/get_reward", summary="OpenRLHF: rewards of queries")
 async def get_reward(body: RewardBody, server: Server, model: ModelName = None) -> JSON:
     served = server.model(model)
     return JSON(to_json(served, await server.rewards(served, parse(body, served))))
@@ -62,10 +53,10 @@ def parse(body: RewardBody, model: ServedModel) -> list[RenderedText]:
     return [RenderedText(query, model.ending.completion(query, prompt)) for query, prompt in pairs]
 
 
-def to_json(model: ServedModel, rewards: Sequence[Reward]) -> RewardResponse:
+def to_json(model: ServedModel, rewards: Sequence[Reward]) -> dict[str, Any]:
     """The response: every number twice, as OpenRLHF's clients read either."""
     values = [reward.value for reward in rewards]
-    content = RewardResponse(rewards=values, scores=values)
+    content: dict[str, Any] = {"rewards": values, "scores": values}
     if model.shaper is not None:
         content["extra_logs"] = {"raw_score": [reward.score.score for reward in rewards]}
     return content

@@ -19,7 +19,7 @@ from treeward.client.rewards import RewardRow
 from treeward.data.formats import conversations_of, literally
 from treeward.errors import DataError
 from treeward.scoring.score import Reward
-from treeward.serving.api_error import APIError, in_words
+from treeward.serving.api_error import APIError
 from treeward.serving.models import ServedModel
 from treeward.serving.requests import JSON, Chat, JSONRoute, ModelName, OwnBody, Server
 
@@ -75,7 +75,7 @@ def parse(body: RewardsBody) -> list[Any]:
         return conversations_of({"context": literally(body.context, "user"), "completions": completions}, "the request")
     except DataError as error:
         param = (error.field or "context").split("[")[0]
-        raise APIError(422, "invalid_request", in_words(error), param=param) from error
+        raise APIError(422, "invalid_request", error.in_one_line, param=param) from error
 
 
 def to_json(model: ServedModel, rewarded: Sequence[Reward]) -> RewardsResponse:

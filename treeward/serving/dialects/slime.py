@@ -30,7 +30,7 @@ class SampleBody(Body):
     """What the policy wrote, with its end of turn."""
 
 
-@router.post("/slime", summary="slime: the reward of a sample", response_model=float)
+@router.post("/slime", summary="slime: the reward of a sample")
 async def slime(body: SampleBody, server: Server, model: ModelName = None) -> JSON:
     served = server.model(model)
     [reward] = await server.rewards(served, [parse(body, served)])

@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import Field
 from scipy.special import expit
-from typing_extensions import TypedDict
 
 from treeward.scoring.score import Reward
 from treeward.serving.api_error import ERRORS
@@ -50,17 +49,9 @@ class PredictBody(Body):
     """Its `function_to_apply` goes before `raw_scores`."""
 
 
-class Prediction(TypedDict):
-    """The score of a text."""
-
-    score: float
-    label: str
-
-
 @router.post(
     "/predict",
     summary="Text Embeddings Inference: scores as predictions",
-    response_model=list[Prediction] | list[list[Prediction]],
     responses={status: {"model": dict[str, str | None]} for status in ERRORS},
 )
 async def predict(body: PredictBody, server: Server, model: ModelName = None) -> JSON:

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import APIRouter
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from treeward.scoring.score import Conversation, Reward
 from treeward.serving.api_error import APIError
@@ -65,25 +64,7 @@ class EmbeddingsBody(Body):
     """Which of the served models."""
 
 
-class Scored(TypedDict):
-    """`meta_info`: `id`, `prompt_tokens`."""
-
-    embedding: list[float | None]
-    meta_info: dict[str, str | int]
-
-
-class ListResponse(TypedDict):
-    """A row for each conversation, in order."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[dict[str, Any]]
-    usage: dict[str, int]
-
-
-@router.post("/pooling", summary="vLLM: scores as pooled data", tags=["vllm"], response_model=ListResponse)
+@router.post("/pooling", summary="vLLM: scores as pooled data", tags=["vllm"])
 async def pooling(body: VllmBody, server: Server) -> JSON:
     model = server.model(body.model)
     rewards = await server.rewards(model, parse(body, model))
@@ -91,12 +72,7 @@ async def pooling(body: VllmBody, server: Server) -> JSON:
     return _list_response(server, "pooling", model, rewards, rows)
 
 
-@router.post(
-    "/classify",
-    summary="vLLM and SGLang: scores as classes",
-    tags=["vllm", "sglang"],
-    response_model=ListResponse | Scored | list[Scored],
-)
+@router.post("/classify", summary="vLLM and SGLang: scores as classes", tags=["vllm", "sglang"])
 async def classify(body: ClassifyBody, server: Server) -> JSON:
     keys = [key for key in ("input", "messages", "text", "input_ids") if getattr(body, key) is not None]
     if len(keys) != 1:
@@ -110,15 +86,13 @@ async def classify(body: ClassifyBody, server: Server) -> JSON:
     texts: Any = getattr(body, keys[0])
     rewards = await server.rewards(_any_model(server, body.model), [RenderedText(text) for text in as_list(texts)])
     scored = [
-        Scored(embedding=[reward.value], meta_info={"id": server.request_id, "prompt_tokens": reward.score.num_tokens})
+        {"embedding": [reward.value], "meta_info": {"id": server.request_id, "prompt_tokens": reward.score.num_tokens}}
         for reward in rewards
     ]
     return JSON(scored[0] if is_one(texts) else scored)
 
 
-@router.post(
-    "/v1/embeddings", summary="SGLang: scores as embeddings of one number", tags=["sglang"], response_model=ListResponse
-)
+@router.post("/v1/embeddings", summary="SGLang: scores as embeddings of one number", tags=["sglang"])
 async def embeddings(body: EmbeddingsBody, server: Server) -> JSON:
     model = _any_model(server, body.model)
     rewards = await server.rewards(model, [RenderedText(text) for text in as_list(body.input)])
@@ -156,4 +130,4 @@ def _list_response(server: Server, kind: str, model: ServedModel, rewards: Seque
     usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
     name, now = f"{kind}-{server.request_id}", int(time.time())
     data = [{"index": i} | row for i, row in enumerate(rows)]
-    return JSON(ListResponse(id=name, object="list", created=now, model=model.name, data=data, usage=usage))
+    return JSON({"id": name, "object": "list", "created": now, "model": model.name, "data": data, "usage": usage})

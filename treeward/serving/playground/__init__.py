@@ -1,1 +1,0 @@
-"""The page at `/` for trying the models: its files and their routes."""
