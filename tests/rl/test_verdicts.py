@@ -19,6 +19,7 @@ from killed_run import assert_same_run
 from treeward.data.prompt_sets import FAMILY
 from treeward.environments.preference_verdict import LABEL
 from treeward.errors import ConfigError, DataError
+from treeward.model.export import export_model
 from treeward.model.policy_model import PolicyModel
 from treeward.rl.generation import CompletionGroup, Prompt, SampledCompletion
 from treeward.rl.grpo import grpo
@@ -152,7 +153,7 @@ def taught(folder: Path, run: GRPOSetup) -> Path:
         label = str(prompt.info[LABEL]) if draw.random() < 0.7 else "AB".replace(str(prompt.info[LABEL]), "")
         groups.append((token_ids.tolist(), [[*run.renderer.encode_texts([f"[[{label}]]"])[0], end]]))
     imitate(run.policy, groups, epochs=20, groups_per_step=16)
-    run.save_model(folder / "taught")
+    export_model(run.policy, run.tokenizer, folder / "taught", chat_template=run.renderer.chat_template)
     return folder / "taught"
 
 
