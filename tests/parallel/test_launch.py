@@ -26,6 +26,12 @@ def test_a_layout_that_does_not_divide_the_processes_is_told_before_they_start(t
         launch(print, config)
 
 
+def test_several_tasks_of_slurm_need_torchrun(tiny_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(ConfigError, match="srun starts torchrun"):
+        launch(print, tiny_run())
+
+
 @pytest.fixture
 def started(
     tmp_path: Path, tiny_run: Callable[..., Any], as_torchrun: Callable[..., list[subprocess.Popen[str]]]

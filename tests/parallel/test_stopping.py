@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from treeward.parallel import stopping
 from treeward.parallel.stopping import StopRequest
 
 
@@ -21,10 +22,14 @@ def test_a_signal_is_a_request(number: signal.Signals, code: int, capfd: pytest.
     assert f"{number.name}: finishing this step" in capfd.readouterr().err
 
 
-def test_the_deadline_counts_from_the_construction() -> None:
+def test_the_deadline_counts_from_the_construction_or_from_the_command_that_started_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert StopRequest(deadline_seconds=0.0).reason == "checkpoint_must_save_by"
     assert StopRequest(deadline_seconds=0.0).exit_code == 0
     assert StopRequest(deadline_seconds=1e6).reason is None
+    monkeypatch.setattr(stopping, "seconds_before", 1e6)
+    assert StopRequest(deadline_seconds=1e6).reason == "checkpoint_must_save_by"
 
 
 def test_a_signal_that_was_ignored_stays_ignored() -> None:

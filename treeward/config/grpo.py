@@ -145,7 +145,7 @@ class GRPOConfig(ScheduleConfig):
     gold_environment: str | None = None
     """An environment whose reward is watched and never trained on: a stronger judge, or known truth."""
     max_failed_share: float = Field(default=0.5, ge=0.0, le=1.0)
-    """The run stops at a saved state if a larger share of the completions of a batch has no reward."""
+    """The run ends if a larger share of the completions of a batch has no reward."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     reward_shaping: OverlongShapingConfig = OverlongShapingConfig()
 

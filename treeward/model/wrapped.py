@@ -43,7 +43,6 @@ class WrappedModel(nn.Module):
         self.layout: Layout = layout
         self.tree_attention: str | None = None
         """The implementation of `treeward.tree.attention` for trees; None: the device's default."""
-        """The number of processes that compute each layer together, and whether they share the tokens out as well."""
         self.compute_device: torch.device | None = None
         self.compute_dtype: torch.dtype | None = None
         """Of a sharded model, whose weights may have another dtype; None: the weights' dtype."""

@@ -37,6 +37,9 @@ def launch(function: Callable[..., _T], config: Any) -> _T | None:
         with processes.joined(timeout=timedelta(minutes=config.cluster.timeout_minutes)):
             return _tell_once(lambda: run_here(function, config))
     num_processes = config.training_cluster.num_processes
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and num_processes == 1:
+        got, fix = "several tasks of srun", "srun starts torchrun on each node: examples/slurm.sub"
+        raise ConfigError("each of these processes would be a run of its own", got=got, need="a launcher", fix=fix)
     if num_processes == 1:
         return function(config, show_progress=True)
     mesh_shape(config.policy.dtensor_cfg, num_processes)  # raises before Ray starts

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from treeward import processes
 from treeward.config.run import ClusterConfig
 from treeward.errors import ConfigError, LostProcessError, TreewardError
+from treeward.parallel import stopping
 from treeward.progress import logs_shown
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ def run(work: Callable[[], _T], config: Any) -> _T | None:
         os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # relative paths stay what they are
         trainer = _Trainer(
             _work,
-            train_loop_config={"work": work, "folder": os.getcwd()},
+            train_loop_config={"work": work, "folder": os.getcwd(), "began": time.time()},
             torch_config=TorchConfig(
                 backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout_s=round(cluster.timeout_minutes * 60)
             ),
@@ -136,10 +138,14 @@ class _Trainer(TorchTrainer):  # type: ignore[misc]
         callbacks = super()._create_default_callbacks()
         return [callback for callback in callbacks if type(callback).__name__ not in _OF_THE_DASHBOARD]
 
+    def _register_sigint_handler(self, controller: Any) -> None:
+        """None: Ray's would leave with the exit code 0."""
+
 
 def _work(settings: Mapping[str, Any]) -> Any:
     """The run, in a worker: in the folder of the command."""
     logging.getLogger().handlers.clear()  # Ray's: they show all that any library says
+    stopping.seconds_before = time.time() - settings["began"]
     try:
         os.chdir(settings["folder"])
     except OSError as error:

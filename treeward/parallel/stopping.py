@@ -20,13 +20,16 @@ from treeward import processes
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
+seconds_before = 0.0
+"""How long the command ran before this process, one of its workers."""
+
 
 class StopRequest:
-    """Whether the run shall stop, and why. `deadline_seconds` counts from the construction; the deadline asks to
-    stop `reserved_seconds` earlier, the time until the run is saved."""
+    """Whether the run shall stop, and why. `deadline_seconds` counts from the construction, less `seconds_before`; the
+    deadline asks to stop `reserved_seconds` earlier, the time until the run is saved."""
 
     def __init__(self, *, deadline_seconds: float | None = None) -> None:
-        self._deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
+        self._deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds - seconds_before
         self.reserved_seconds = 0.0
         self._signal: int | None = None
         self._agreed: tuple[str, int | None] | None = None
