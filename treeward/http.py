@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import ssl
 import time
@@ -80,8 +81,13 @@ class Connection:
                 raise ConfigError("the token cannot be sent in a header", field="token", need="visible ASCII")
             headers["Authorization"] = f"Bearer {token}"
         self.url, self.max_retries = checked_url(url), max_retries
+        self._headers = headers
+        self._connect()
+
+    def _connect(self) -> None:
         # The system's certificates, or those of SSL_CERT_FILE.
-        self._client = httpx.Client(headers=headers, verify=ssl.create_default_context())
+        self._client = httpx.Client(headers=self._headers, verify=ssl.create_default_context())
+        self._process_id = os.getpid()
 
     def request(
         self, path: str, content: bytes | None = None, *, until: float, read: Callable[[Any], _Value]
@@ -107,6 +113,8 @@ class Connection:
 
     def _once(self, path: str, content: bytes | None, until: float, read: Callable[[Any], _Value]) -> _Value:
         url, seconds_left = self.url + path, max(0.001, until - time.monotonic())
+        if self._process_id != os.getpid():  # on a connection shared with the parent responses could be swapped
+            self._connect()
         try:
             response = self._client.request(
                 "GET" if content is None else "POST",
@@ -155,7 +163,11 @@ def run_async(coroutine: Coroutine[Any, Any, _Value]) -> _Value:
 
 def checked_url(url: str) -> str:
     """The address without a slash at its end. Raises `ConfigError` for anything else."""
-    if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", url):
+    try:
+        is_address = bool(re.fullmatch(r"https?://[^\s?#]+", url) and httpx.URL(url).host)
+    except httpx.InvalidURL:
+        is_address = False
+    if not is_address:
         raise ConfigError("this is no address of a server", field="url", got=url, need="http://host:port, or https://")
     return url.rstrip("/")
 

@@ -4,8 +4,8 @@
     client.score([[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]])[0].score
     client.score_completions([{"role": "user", "content": "2 + 2?"}], ["4", "5"])
 
-A call ends within `timeout_seconds`, with a score for each conversation or with an error. Needs neither torch nor the
-server's packages.
+A call waits for the server no longer than `timeout_seconds`, and ends with a score for each conversation or with an
+error. Needs neither torch nor the server's packages.
 """
 
 from __future__ import annotations

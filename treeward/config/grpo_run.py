@@ -209,7 +209,10 @@ class GRPORunConfig(Strict):
             if name is None or name in self.environments:
                 continue
             fix = f"add or enable the section env.{name}"
-            summary = f"env.{name} is switched off" if name in self.env else f"there is no environment {name} in env"
+            if name in self.env:
+                need = f"one of {', '.join(self.environments)}"
+                raise ConfigError(f"env.{name} is switched off", field=field, got=name, need=need, fix=fix)
+            summary = f"there is no environment {name} in env"
             raise ConfigError.unknown(summary, name, self.environments, field=field, fix=fix)
 
     def _check_watch_and_metric(self) -> None:

@@ -185,7 +185,7 @@ class Batcher:
         with self._lock:
             self._closed = True
             for future in list(self._open):
-                if not future.running() and future.set_running_or_notify_cancel():
+                if not (future.running() or future.done()) and future.set_running_or_notify_cancel():
                     future.set_exception(_shut_down())
             self._queue.clear()
             self._lock.notify_all()

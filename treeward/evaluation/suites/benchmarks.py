@@ -134,7 +134,7 @@ class JudgedRow(BaseModel):
 
 
 class JudgeBench(Suite):
-    """Four categories; the headline is the accuracy over all pairs."""
+    """Four categories; the headline is the accuracy over all pairs: those of GPT-4o, the split `gpt` of the hub."""
 
     name = "judgebench"
     title = "JudgeBench"
