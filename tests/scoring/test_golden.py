@@ -22,6 +22,7 @@ from treeward.model.reward_model import RewardModel
 from treeward.model.stored import StoredModel, sha256_of
 from treeward.scoring.golden import (
     GOLDEN_CONVERSATIONS,
+    hash_all,
     sign_exported,
     sign_folder,
     tokenizer_sha256,
@@ -200,3 +201,5 @@ def test_weights_that_give_no_score(tiny_tokenizer: Any, tmp_path: Path, caplog:
     contract = sign_exported(tmp_path, model=model, renderer=renderer, is_checkpoint=True)
     assert [one.score for one in contract.golden] == pytest.approx([one.score for one in others], abs=1e-5)
     assert "no finite score to 1 of 10" in caplog.text
+    with pytest.raises(ModelError, match="no finite score(?s:.*)long completion"):
+        hash_all(tmp_path, renderer, None)

@@ -222,10 +222,15 @@ def sign_exported(
     return processes.on_main(sign)
 
 
-def hash_all(folder: Path) -> None:
-    """Add the hashes of all tensors to a contract that was signed as a checkpoint's."""
+def hash_all(folder: Path, renderer: Renderer, max_positions: int | None) -> None:
+    """Add the hashes of all tensors to a contract that was signed as a checkpoint's. Raises `ModelError` where that
+    left out golden conversations without a finite score."""
     contract = read_contract(folder)
     assert contract is not None
+    broken = _rendered(renderer, max_positions).keys() - {example.name for example in contract.golden}
+    if broken:
+        summary, fix = "the model gives no finite score to golden conversations", "export an earlier checkpoint"
+        raise ModelError(summary, where=str(folder), got=", ".join(sorted(broken)), fix=fix)
     weights = contract.weights.model_copy(update=_hashes(StoredModel(folder)))
     write_contract(contract.model_copy(update={"weights": weights}), folder)
 
@@ -363,12 +368,7 @@ def _golden(
     model: RewardModel, renderer: Renderer, heads: Sequence[HeadContract], may_be_broken: bool
 ) -> list[GoldenExample]:
     """The golden conversations that the template and the limits allow, with their scores."""
-    rendered: dict[str, list[int]] = {}
-    for name, messages in GOLDEN_CONVERSATIONS.items():
-        with contextlib.suppress(DataError):  # the template refuses it
-            fitted = renderer.fit(messages)
-            if fitted is not None and (model.max_positions is None or len(fitted.token_ids) <= model.max_positions):
-                rendered[name] = [int(token) for token in fitted.token_ids]
+    rendered = _rendered(renderer, model.max_positions)
     if not rendered:
         logger.warning("The chat template or the limit of %s tokens refuses every golden conversation: the scoring "
                        "contract has none, so scores cannot be replayed.", renderer.max_length)  # fmt: skip
@@ -398,6 +398,17 @@ def _golden(
         logger.warning("The model gives no finite score to %d of %d golden conversations: its weights are broken.",
                        len(rendered) - len(examples), len(rendered))  # fmt: skip
     return examples
+
+
+def _rendered(renderer: Renderer, max_positions: int | None) -> dict[str, list[int]]:
+    """The tokens of the golden conversations that the template and the limits allow."""
+    rendered: dict[str, list[int]] = {}
+    for name, messages in GOLDEN_CONVERSATIONS.items():
+        with contextlib.suppress(DataError):  # the template refuses it
+            fitted = renderer.fit(messages)
+            if fitted is not None and (max_positions is None or len(fitted.token_ids) <= max_positions):
+                rendered[name] = [int(token) for token in fitted.token_ids]
+    return rendered
 
 
 def _mistaken(ids: list[int], bos: int | None, model: RewardModel) -> Iterator[tuple[Mistake, list[int]]]:

@@ -276,7 +276,7 @@ class RewardModelRun(Run):
     def complete_export(self, folder: Path, state: RunState) -> None:
         card = model_card(self.setup, state.step, self._by_set(state.own_validation))
         (folder / "README.md").write_text(card, encoding="utf-8")
-        hash_all(folder)
+        hash_all(folder, self.setup.renderer, self.model.max_positions)
 
     def _by_set(self, validation: Mapping[str, float]) -> dict[str, dict[str, float]]:
         """Logged metrics, by validation set; empty without any."""
