@@ -127,12 +127,7 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
     if checkpoint is not None:
         check_identity(checkpoint.path, identity)
     with contextlib.ExitStack() as opened:
-        generation = config.policy.generation
-        if generation.starts_engines:
-            check_gpus()
-        if generation.starts_engines or config.has_other_gpus:
-            is_colocated = generation.starts_engines and generation.colocated.enabled
-            start_ray_of_run(spares=config.has_other_gpus, everywhere=is_colocated)
+        _start_ray(config)
         every_prompt = [*prompts.prompts, *(() if held_out is None else held_out.prompts)]
         rewards = processes.together(lambda: make_environment_runner(config, every_prompt))
         opened.callback(rewards.shutdown)
@@ -185,6 +180,16 @@ def set_up(config: GRPORunConfig, checkpoint: Checkpoint | None = None, show_pro
         )
         opened.pop_all()
     return run
+
+
+def _start_ray(config: GRPORunConfig) -> None:
+    """Ray, where engines or reward models have GPUs by it. Raises `ConfigError` for engines without a GPU."""
+    generation = config.policy.generation
+    if generation.starts_engines:
+        check_gpus()
+    if generation.starts_engines or config.has_other_gpus:
+        is_colocated = generation.starts_engines and generation.colocated.enabled
+        start_ray_of_run(spares=config.has_other_gpus, everywhere=is_colocated)
 
 
 def _open_set(config: GRPORunConfig, dataset: PromptSetConfig) -> PromptSet:
