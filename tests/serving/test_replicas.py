@@ -1,4 +1,4 @@
-"""Several replicas behind one front: the scores of one server, prompts that stay where they are cached, and deaths."""
+"""Several replicas behind one front: the scores of one server, and deaths."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ from serving.dialects.test_scores import CLOSE
 from treeward.scoring.scorer import Scorer
 
 pytest.importorskip("ray.serve")  # it needs grpcio-reflection
-
-from treeward.serving.prompt_router import ranked
 
 pytestmark = pytest.mark.slow  # Ray, Serve and two replicas take half a minute on two cores
 SECONDS = 240.0
@@ -147,17 +145,3 @@ def test_a_signal_lets_the_replicas_finish(server: Server) -> None:
         assert [one.result().status_code for one in accepted] == [200] * 8
     assert server.process.wait(60) == 0
     assert not psutil.wait_procs(below, timeout=30)[1]
-
-
-def test_the_order_of_replicas() -> None:
-    names = ["a", "b", "c", "d"]
-    keys = [str(key) for key in range(400)]
-    orders = {key: ranked(key, dict.fromkeys(names, 0)) for key in keys}
-    firsts = [sum(order[0] == name for order in orders.values()) for name in names]
-    assert min(firsts) > 60
-    for key, order in orders.items():  # a replica that goes moves only its own keys
-        assert ranked(key, dict.fromkeys("abd", 0)) == [name for name in order if name != "c"]
-    busy = ranked("7", dict.fromkeys(names, 30) | {orders["7"][0]: 31})
-    assert busy == orders["7"]  # a few calls are no overload
-    overloaded = ranked("7", dict.fromkeys(names, 30) | {orders["7"][0]: 60})
-    assert overloaded == [*orders["7"][1:], orders["7"][0]]

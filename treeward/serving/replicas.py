@@ -37,10 +37,11 @@ from treeward.serving.service import SHUTDOWN_SECONDS, Service
 
 logger = logging.getLogger(__name__)
 
+_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _BUCKETS = 512
 """Keys of prompts, and so the largest number of calls for a request."""
-_MANY = 2**16
-"""Concurrent calls of a process: the front's queue limits them first."""
+_MOST_CALLS = 1024
+"""Calls in progress at a replica: it passes on what is above them, to the next ones in the order of a prompt."""
 _MOST_DEATHS = 3
 """Replicas that may die during a call before it fails: its conversations may be the cause."""
 
@@ -52,8 +53,8 @@ class Replica:
         configure_logging()
         self._service = Service.load(config)
 
-    async def score(self, key: int, model: str, inputs: Sequence[Conversation | RenderedText]) -> list[Score]:
-        """The scores in order. `key`: for the router. The front cancels the call at its earlier deadline."""
+    async def score(self, model: str, inputs: Sequence[Conversation | RenderedText]) -> list[Score]:
+        """The scores in order. The front cancels the call at its earlier deadline."""
         deadline = time.monotonic() + self._service.config.deadline_seconds
         return await self._service.batcher.score(model, inputs, deadline=deadline)
 
@@ -73,7 +74,7 @@ class ReplicaBatcher:
     def __init__(self, handle: Any, config: ServerConfig, models: Sequence[ServedModel]) -> None:
         self.config, self.num_queued = config, 0
         self._endings = {model.name: model.ending for model in models}
-        self._handle, self._score = handle, handle.score
+        self._handle = handle
 
     async def check_alive(self) -> bool:
         """Whether any replica passes Serve's health checks."""
@@ -116,7 +117,7 @@ class ReplicaBatcher:
     async def _ask(self, key: int, model: str, part: Sequence[Any]) -> list[Score]:
         """The scores by this key's replica, or by the next one if it dies."""
         for _ in range(_MOST_DEATHS):
-            response = self._score.remote(key, model, part)
+            response = self._handle.options(method_name="score", session_id=str(key)).remote(model, part)
             try:
                 return await response  # type: ignore[no-any-return]
             except asyncio.CancelledError:
@@ -154,9 +155,9 @@ def started(config: ServerConfig, name: str) -> Iterator[Service]:
         name=name,
         num_replicas=config.replicas,
         ray_actor_options={**resources, **options},
-        max_ongoing_requests=_MANY,
+        max_ongoing_requests=_MOST_CALLS,
         graceful_shutdown_timeout_s=SHUTDOWN_SECONDS,
-        request_router_config={"request_router_class": "treeward.serving.prompt_router.PromptRouter"},
+        request_router_config={"request_router_class": _ROUTER},
     ) as handle:
         served = zip(handle.models.remote().result(), config.models, strict=True)
         front_models = [replace(model, members=section.models) for model, section in served]  # as they were named
