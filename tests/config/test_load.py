@@ -239,3 +239,13 @@ def test_every_mistake_is_listed_with_its_place(mistake, tmp_path):
         assert f"field: {key}" in text
     assert f"{tmp_path / 'run.yaml'}: the value is not valid" in text
     assert "the configuration has 5 mistakes" in text
+
+
+def test_an_unknown_key_names_the_file_that_has_it(write, tmp_path):
+    write("policy: {model_name: m, zigzag: 1, nought: 2}\ncluster: {fabric: 1}\ndata: {train: t.jsonl}\n", "base.yaml")
+    with pytest.raises(ConfigError) as caught:
+        load_config(write("defaults: base.yaml\nrm: {seed: 1}\nlogger: {monitor_gpus: true, fabric: 1}\n"))
+    text = str(caught.value)
+    for key, file in {"policy.zigzag": "base", "cluster.fabric": "base", "logger.fabric": "run"}.items():
+        assert f"{tmp_path}/{file}.yaml: there is no such key\n    field: {key}\n" in text
+    assert text.count("one of model_name, ") == 1, "the names of a section's keys once"
