@@ -18,7 +18,7 @@ from typing import Any
 
 from treeward.evaluation.diagnostics.biases import LENGTH, STYLE, Trait
 from treeward.evaluation.diagnostics.perturbations import REWRITES
-from treeward.evaluation.findings import Summary, findings, has_worst_subset, standing, verdict
+from treeward.evaluation.findings import Summary, findings, standing, verdict
 from treeward.evaluation.report.blocks import (
     bar_item,
     bars_block,
@@ -178,7 +178,7 @@ def _cards(summary: Summary, name: str) -> list[Block]:
     )
     gap = f"{longer} where the longer completion is right, {shorter} where the shorter is"
     cards.append(_card("Length gap in accuracy", length.accuracy_gap, None, gap) | {"format": "points"})
-    if has_worst_subset(result):
+    if len({subset.value for subset in result.subsets if subset.value is not None}) > 1:
         worst = statistics.worst_subset
         cards.append(_card("Worst subset", worst, summary.suite.chance(worst.note), worst.note or ""))
     if summary.perturbations is not None:
