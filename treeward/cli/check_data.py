@@ -3,7 +3,7 @@
 examples:
   treeward check-data train.jsonl
   treeward check-data train.jsonl --tokenizer Qwen/Qwen3-0.6B --out results/data
-  treeward check-data train.jsonl --validation val.jsonl --benchmark llmbar=downloads/llmbar
+  treeward check-data train.jsonl --validation val.jsonl --benchmark rewardbench=downloads/rewardbench
   treeward check-data --config run.yaml --out results/data
 
 Findings come with the number, why it matters and what to do, the gravest first. The exit

@@ -2,7 +2,7 @@
 
 examples:
   treeward eval results/quickstart/final --data held_out.jsonl --output results/eval
-  treeward eval MODEL --suite llmbar=downloads/llmbar,rmbench --output results/eval --perturbations 100
+  treeward eval MODEL --suite rewardbench=downloads/rewardbench,rmbench --output results/eval --perturbations 100
   treeward eval --checkpoints results/rm --data held_out.jsonl --output results/eval-checkpoints
   treeward eval MODEL OTHER_MODEL --ensemble worst --data held_out.jsonl --output results/eval-ensemble
   treeward eval MODEL "{type: judge, base_url: http://localhost:8000/v1, model: qwen, mode: pairwise}" --suite llmbar
