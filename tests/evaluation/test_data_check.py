@@ -121,10 +121,9 @@ def test_broken_rows_are_named_and_the_others_are_checked(checked: Callable[...,
     places = [str(error.where).rpartition(":")[2] for error in result.errors]
     assert places == ["1", "5", "6", "7", "21"] and result.findings[0].severity == "error"
     assert [error.field for error in result.errors] == [*("chosen",), None, "rejected", None, "margin"]
-    page = write_check(tmp_path / "out", result)
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    results = json.loads(write_check(tmp_path / "out", result).read_text())
     assert [one["where"] for one in results["broken"]] == [error.where for error in result.errors]
-    assert results["findings"][0]["fix"] and "train.jsonl:1, train.jsonl:5" in page.read_text()
+    assert results["findings"][0]["fix"] and "train.jsonl:1, train.jsonl:5" in result.findings[0].places
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ examples:
   treeward check-data --config run.yaml --out results/data
 
 Findings come with the number, why it matters and what to do, the gravest first. The exit
-code is 1 where rows are broken. --out keeps a page, every number and the rows concerned.
+code is 1 where rows are broken. --out keeps every number and the rows concerned.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(
     validation: Annotated[_Files, typer.Option(metavar="FILE", help="Look for its examples in the data.")] = None,
     benchmark: Annotated[_Files, typer.Option(metavar="NAME[=FOLDER]|FILE", help="Likewise, a suite of eval.")] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="NAME", help="Whose tokens count; else of its own.")] = None,
-    out: Annotated[str | None, typer.Option("--out", "--output", metavar="DIR", help="Where the page goes.")] = None,
+    out: Annotated[str | None, typer.Option("--out", "--output", metavar="DIR", help="For results.json.")] = None,
 ) -> int:
     loaded = None if config is None else load_config(config, [])
     if not files and dataset_name is None and loaded is None:
@@ -76,7 +76,7 @@ def run(
         raise checked.errors[0].but(summary=f"no row can be read; the first: {checked.errors[0].summary}", fix=fix)
     _tell(checked)
     if out is not None:
-        sys.stdout.write(f"\nThe page is {write_check(Path(out), checked)}\n")
+        sys.stdout.write(f"\nEvery number is in {write_check(Path(out), checked)}\n")
     return 1 if checked.errors else 0
 
 

@@ -117,7 +117,7 @@ def _sections(blocks: Sequence[Block], examples: Examples) -> Iterator[Block]:
         if block["kind"] in ("bars", "curves"):
             section["figure"] = draw(block)
         elif block["kind"] == "table":
-            section["long"] = len(block["rows"]) > block.get("most", _MOST_ROWS)
+            section["long"] = len(block["rows"]) > _MOST_ROWS
         elif block["kind"] == "examples":
             section["examples"] = example_rows(examples[block["source"]])
         yield section
