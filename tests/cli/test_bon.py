@@ -38,11 +38,11 @@ def test_a_model_against_numbers_of_the_rows(
     proxy = [[score.score for score in scorer.score_completions(row["prompt"], row["responses"])] for row in rows]
     expected = analyse(proxy, [row["gold_scores"] for row in rows])
     assert found["n"] == [1, 2, 3, 4, 5]
-    for name in ("gold", "proxy", "regret"):
+    for name in ("gold", "proxy", "best"):
         assert found["curves"][name]["mean"] == pytest.approx(expected.curves[name].mean, abs=1e-5)
     assert found["sentence"] == expected.sentence
     assert (found["proxy"], found["gold"]) == (model_folder.name, "gold_scores")
-    assert found["sentence"] in ended.out and "regret" in ended.out
+    assert found["sentence"] in ended.out and "best gold" in ended.out
     assert "gold_scores" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 

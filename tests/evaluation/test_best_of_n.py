@@ -20,7 +20,6 @@ from treeward.evaluation.best_of_n.analysis import (
     analyse,
     curve_sizes,
     expected_best_of,
-    legend,
     report_blocks,
     selection_weights,
     table,
@@ -91,17 +90,11 @@ def test_kl_and_the_sizes_of_curves() -> None:
     assert {128, 256, 512, 1024, 2048} <= set(sizes)
 
 
-def test_gold_as_proxy_has_no_regret_and_none_or_less_has_more() -> None:
+def test_gold_as_proxy_chooses_the_best_and_a_constant_one_at_random() -> None:
     gold = np.random.default_rng(1).normal(size=(30, 8))
-
-    def regret(proxy: Any) -> list[float]:
-        first, *others = analysed(proxy, gold, num_resamples=20).curves["normalised_regret"].mean
-        assert first is None  # of one there is nothing to choose
-        return [float(value) for value in others if value is not None]
-
-    assert regret(gold) == pytest.approx([0.0] * 7, abs=1e-12)
-    assert regret(np.zeros_like(gold)) == pytest.approx([1.0] * 7)
-    assert all(value > 1.5 for value in regret(-gold))
+    by_gold, at_random = (analysed(proxy, gold, num_resamples=20).curves for proxy in (gold, np.zeros_like(gold)))
+    assert by_gold["gold"].mean == by_gold["best"].mean
+    assert at_random["gold"].mean == pytest.approx([gold.mean()] * 8)
 
 
 def test_curves_are_means_over_prompts_in_their_units() -> None:
@@ -109,10 +102,10 @@ def test_curves_are_means_over_prompts_in_their_units() -> None:
     a = analysed(proxy, gold, num_resamples=100)
     b = analysed(10 * proxy + 3, 100 * gold - 7, num_resamples=100)
     last, best = gold[np.arange(20), proxy.argmax(axis=1)], gold.max(axis=1)
-    values = [a.at(name, n).value for name, n in (("gold", 1), ("gold", 6), ("best", 6), ("regret", 6))]
-    assert values == pytest.approx([gold.mean(), last.mean(), best.mean(), (best - last).mean()])
+    values = [a.at(name, n).value for name, n in (("gold", 1), ("gold", 6), ("best", 6))]
+    assert values == pytest.approx([gold.mean(), last.mean(), best.mean()])
     assert b.at("gold", 3).value == pytest.approx(100 * (a.at("gold", 3).value or 0) - 7)
-    for name in ("gold_gain", "proxy_gain", "normalised_regret"):
+    for name in ("gold_gain", "proxy_gain", "best_gain"):
         one, other = a.at(name, 6), b.at(name, 6)
         assert (one.value, one.low, one.high) == pytest.approx((other.value, other.low, other.high))
     assert a.correlation.value == pytest.approx(b.correlation.value)
@@ -198,14 +191,13 @@ def test_numbers_that_are_all_equal() -> None:
 def test_the_report() -> None:
     proxy, gold = (scores.tolist() for scores in peaked_prompts())
     result = analyse([[None, *row] for row in proxy], [[1.0, *row] for row in gold], num_resamples=50)
-    blocks = list(report_blocks(result, "length", "rank"))
+    blocks = list(report_blocks(result, "length", "grades"))
     text = blocks[0]["markdown"]
-    assert result.sentence in text and "12 samples without a proxy score" in text and "gold is `rank`" in text
+    assert result.sentence in text and "12 samples without a proxy score" in text and "gold is `grades`" in text
     build_report("Best of n", blocks, {})
     rows, columns = table(result)
     assert [row["n"] for row in rows] == [1, 2, 4, 8, 12]
     assert [column.key for column in columns][:3] == ["n", "kl", "proxy"]
-    assert "other sign" in legend("rank") and "other sign" not in legend("gold_scores")
     content = json.loads(json.dumps(to_json(result), allow_nan=False))
     assert content["n"] == list(range(1, 13)) and len(content["curves"]["gold"]["mean"]) == 12
     assert content["peak"] == 5
