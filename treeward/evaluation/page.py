@@ -60,7 +60,6 @@ LABELS: Mapping[str, tuple[str, str, str]] = {
     # of any comparisons
     "pair_accuracy": ("Pairs in the right order", "percent", "ties and missing scores count as wrong"),
     "ties": ("Ties", "percent", "pairs whose two scores are the same"),
-    "auroc": ("AUROC", "number", "how often a best completion outscores any other of any prompt: 0.5 is chance"),
     "kendall_tau": ("Kendall's tau", "signed", "order of three completions or more: 1 right, 0 random, -1 reversed"),
     "group_accuracy": ("Comparisons all in order", "percent", "every pair of the comparison is right"),
     "best_of_k": ("Best completion scores highest", "percent", "a missing score or a tie with others is wrong"),
@@ -68,7 +67,6 @@ LABELS: Mapping[str, tuple[str, str, str]] = {
     "pearson": ("Correlation with grades", "signed", "1 is a straight line; mean over attributes"),
     "ece": ("Calibration error (ECE)", "percent", "mean distance of sigmoid(margin) from how often it holds"),
     "ece_fitted": ("Calibration error, rescaled", "percent", "the same, with margins divided by the temperature"),
-    "brier": ("Brier score", "number", "squared error of sigmoid(margin): 0 is perfect, 0.25 a coin"),
     "temperature": ("Fitted temperature", "number", "above 1 the margins are overconfident, below 1 underconfident"),
     "worst_subset": ("Worst subset", "percent", "the lowest accuracy of all subsets"),
     "score_mean": ("Mean score", "number", "of all completions"),

@@ -120,6 +120,3 @@ def test_groups_worked_by_hand() -> None:
     assert gates["group_accuracy"].count == gates["best_of_k"].count == 5
     # tau-b of the first four, which have more than two scores: C - D over the root of the untied pairs of both sides
     assert gates["kendall_tau"].value == pytest.approx((1 + 1 / 3 + 1 / 2 + 2 / math.sqrt(6)) / 4)
-    margins = np.array([1, 2, 1, 2, 1, -1, 0, 1, 1, 2, 1])
-    outcomes = np.where(margins == 0, 0.5, margins > 0)
-    assert gates["brier"].value == pytest.approx(np.mean((1 / (1 + np.exp(-np.abs(margins))) - outcomes) ** 2))
