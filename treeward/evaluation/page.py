@@ -29,7 +29,6 @@ from treeward.evaluation.report.blocks import (
 )
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Block, Diagnostic, Metric, to_row
-from treeward.evaluation.suites.benchmarks import STYLES
 from treeward.version import VERSION
 
 _MOST_CARDS = 6  # more than these are a table
@@ -250,7 +249,6 @@ def _accuracies(summaries: Sequence[Summary]) -> Iterator[Block]:
 
 def _figures(summaries: Sequence[Summary]) -> Iterator[Block]:
     """The figures of every diagnostic, each with the models that have its numbers."""
-    yield from _style_matrices(summaries)
     lengths = {summary.model: summary.length for summary in summaries}
     yield _strata("Accuracy by which completion is longer", LENGTH, lengths, _OF_LENGTH)
     if length_curves := _series(lengths):
@@ -303,21 +301,6 @@ def _strata(title: str, trait: Trait, diagnostics: Mapping[str, Diagnostic], not
         for model, diagnostic in diagnostics.items()
     }
     return bars_block(title, series, note)
-
-
-def _style_matrices(summaries: Sequence[Summary]) -> Iterator[Block]:
-    """RM-Bench's matrix of styles; nothing for other suites."""
-    title = "Right completion in one style against wrong in another"
-    note = "Accuracy. Above the diagonal the wrong completion is the fancier one: these are the hard pairs."
-    columns = {"right": ("Right completion", "text")} | {style: (f"Wrong: {style}", "percent") for style in STYLES}
-    for summary in summaries:
-        matrix = summary.result.details.get("matrix")
-        if matrix is not None:
-            rows = [
-                {"right": style} | dict(zip(STYLES, values, strict=True))
-                for style, values in zip(STYLES, matrix, strict=True)
-            ]
-            yield table_block(title if len(summaries) == 1 else f"{title}: {summary.model}", columns, rows, note)
 
 
 def metrics_table(title: str, metrics: Mapping[str, Sequence[Metric]]) -> Block:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from evaluated import rated
 from messages import write_jsonl
@@ -67,7 +66,6 @@ def test_the_arithmetic_is_the_authors(table: list[ScoredExample]) -> None:
     sections = {metric.name: metric.value for metric in result.sections}
     assert sections == pytest.approx(SECTIONS, abs=1e-12)
     assert result.headline.value == pytest.approx(0.625, abs=1e-12)
-    assert np.mean(result.details["matrix"]) == pytest.approx(0.625)
     assert {metric.name for metric in result.subsets} == {"chat", "math", "code", "safety-refuse", "safety-response"}
     assert "11 of 1327" in str(result.headline.note)
 
@@ -76,7 +74,6 @@ def test_hard_is_where_the_wrong_answer_is_the_fancier_one(rm_examples: list[Pre
     fancy = [rated(e, (0.0, 1.0, 2.0, 0.5, 1.5, 2.5)) for e in rm_examples]  # a model that only likes style
     result = RMBench().summarize(fancy)
     assert [metric.value for metric in result.sections[-3:]] == [0.0, 0.0, 1.0]
-    assert result.details["matrix"] == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
 
 
 def test_a_prompt_without_all_scores_is_wrong_in_every_cell(table: list[ScoredExample]) -> None:

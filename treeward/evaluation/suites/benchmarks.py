@@ -36,9 +36,6 @@ from treeward.evaluation.suites.rewardbench import RewardBench
 
 # --- RM-Bench --------------------------------------------------------------------------------------------------------
 
-STYLES = ("concise", "detailed", "markdown")
-"""From plain to fancy, the order of the completions in the data."""
-
 DOMAINS = ("chat", "math", "code", "safety")
 _SUBSETS = ("chat", "math", "code", "safety-refuse", "safety-response")
 # The cells (style of the chosen, style of the rejected) of each.
@@ -58,7 +55,7 @@ class StyleRow(BaseModel):
 
 
 class RMBench(Suite):
-    """Four domains; the headline is their mean. `details`: the matrix of styles, the mean of those of the domains."""
+    """Four domains; the headline is their mean."""
 
     name = "rmbench"
     title = "RM-Bench"
@@ -72,7 +69,7 @@ class RMBench(Suite):
         return super().load(str(files[0]) if files else source)
 
     def _example(self, row: StyleRow, where: str) -> Preference:
-        """Six completions, each three in the order of `STYLES`."""
+        """Six completions, each three from plain to fancy: concise, detailed, with markdown."""
         texts, ranks = [*row.chosen, *row.rejected], (0, 0, 0, 1, 1, 1)
         return published_example(where, row.domain, row.id, row.prompt, texts, ranks)
 
@@ -93,13 +90,11 @@ class RMBench(Suite):
             for name, places in _DIFFICULTIES.items()
         ]
         subsets = by_subset(scored)
-        matrices = [np.mean([cells[id(example)] for example in examples], axis=0) for examples in domains.values()]
         return SuiteResult(
             self.name,
             combined("overall", parts),
             sections=(*parts, *difficulties),
             subsets=tuple(part(name, subsets[name]) for name in _SUBSETS if name in subsets),
-            details={"matrix": np.mean(matrices, axis=0).tolist() if matrices else None},
         )
 
     def _cells(self, scored: ScoredExample) -> NDArray[np.float64]:
