@@ -133,5 +133,5 @@ def test_real_data(shared_data: Path, tiny_tokenizer: Any) -> None:
     style = {name: one.value for name, one in result.numbers["style"].items()}
     assert result.numbers["rows"] == 1700 and not result.errors
     assert 0.5 < result.numbers["tree_tokens"] / result.numbers["tokens"] < 0.7
-    assert style["more_refusals"] > 0.6 and style["longer"] < 0.5  # the harmless completion declines, briefly
-    assert {"style", "empty"} == {finding.name for finding in result.findings}
+    assert style["longer"] < 0.5  # the harmless completion is brief
+    assert {"empty"} == {finding.name for finding in result.findings}
