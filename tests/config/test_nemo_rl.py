@@ -74,7 +74,7 @@ def test_the_first_file_means_what_it_meant(caplog):
     assert parts(config.data.train) == [("OpenMathInstruct-2", "train", 0.05)]
     assert parts(config.data.validation) == [("OpenMathInstruct-2", "validation", 0.05)]
     assert {one.prompt_file for one in (*config.data.train, *config.data.validation)} == {"examples/prompts/cot.txt"}
-    assert "RewardModelEnvironmentConfig: no effect here: max_grad_norm" in caplog.text
+    assert "RewardModelEnvironmentConfig: no effect here: logprob_batch_size, max_grad_norm" in caplog.text
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1 and "the policy itself samples" in warnings[0]
 

@@ -10,7 +10,7 @@ from treeward.config.data import DataConfig, PromptDataConfig
 from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.load import load_section
-from treeward.config.loss import LabelConfig, LossConfig, RewardModelType, readers
+from treeward.config.loss import READ_BY, LabelConfig, RewardModelType
 from treeward.config.nemo_gym import NemoGymConfig
 from treeward.config.policy import OptimizerConfig, PolicyConfig
 from treeward.config.reward_environments import (
@@ -259,7 +259,7 @@ def test_a_loss_that_does_not_fit_is_refused(mistake, overrides, field):
 def test_an_option_reaches_its_losses_and_is_refused_with_others(load, mistake, loss, option, value):
     attributes = "[help]" if loss == "attributes" else "[]"
     overrides = (OF_TYPE + loss, f"policy.reward_model_cfg.attributes={attributes}", f"rm.loss.{option}={value}")
-    if loss not in readers(LossConfig.model_fields[option]):
+    if loss not in READ_BY[option]:
         assert mistake("rm", *overrides).field == f"rm.loss.{option}"
         return
     config = load("rm", *overrides)
