@@ -91,22 +91,6 @@ def test_a_deadline_in_days_hours_minutes_seconds(days, hours, minutes, seconds)
 
 
 @pytest.mark.parametrize(
-    ("data", "fix"),
-    [
-        ("{dataset_name: my.module.Pairs}", "as {dataset_name: my.module.Pairs},"),
-        ("{train_data_path: t.jsonl}", "Give data.validation or"),
-    ],
-)
-def test_a_run_without_validation_says_so(load, caplog, data, fix):
-    text = f"policy: {{model_name: m}}\ndata: {data}\n"
-    config = load(text + "rm: {val_period: 10}\n")
-    assert len(config.remarks) == 1 and fix in config.remarks[0]
-    assert "nothing is validated, although rm.val_period is 10" in caplog.text
-    assert load(text, "rm.val_period=null").remarks == []
-    assert load(text, "data.validation={dataset_name: Bundled}").remarks == []
-
-
-@pytest.mark.parametrize(
     ("keys", "want"),
     [
         ({}, ("grpo", False, True)),

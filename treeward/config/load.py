@@ -41,17 +41,19 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "int": lambda a: int(a),
 }
 _Section = TypeVar("_Section", bound=Strict)
-_Run = TypeVar("_Run", RewardModelRunConfig, GRPORunConfig)
 
 
 def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RewardModelRunConfig:
     """Read, override, resolve and check. Raises one `ConfigError` that lists every mistake found."""
-    return _with_remarks(load_file(RewardModelRunConfig, path, overrides))
+    return load_file(RewardModelRunConfig, path, overrides)
 
 
 def load_grpo_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> GRPORunConfig:
-    """A run of GRPO, as `load_config` reads one that trains a reward model."""
-    return _with_remarks(load_file(GRPORunConfig, path, overrides))
+    """A run of GRPO, as `load_config` reads one that trains a reward model; its remarks are logged."""
+    config = load_file(GRPORunConfig, path, overrides)
+    for remark in config.remarks:
+        logger.warning("%s", remark)
+    return config
 
 
 def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RewardModelRunConfig | GRPORunConfig:
@@ -59,12 +61,6 @@ def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Reward
     if any("env" in tree for _, tree in _layers(Path(path), ())):
         return load_file(GRPORunConfig, path, overrides)
     return load_file(RewardModelRunConfig, path, overrides)
-
-
-def _with_remarks(config: _Run) -> _Run:
-    for remark in config.remarks:
-        logger.warning("%s", remark)
-    return config
 
 
 def load_file(

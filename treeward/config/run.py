@@ -200,18 +200,6 @@ class RewardModelRunConfig(Strict):
         words = re.findall(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*", folder)  # the hub allows no other names
         return self.hub.repo_id or "-".join(words)[:96].rstrip("-.") or "reward-model"
 
-    @property
-    def remarks(self) -> list[str]:
-        """Warnings about settings that are valid and may surprise."""
-        if self.data.validation or self.rm.val_period is None:
-            return []
-        custom = [dataset.dataset_name for dataset in self.data.train if "." in dataset.dataset_name]
-        fix = f", as {{dataset_name: {custom[0]}}}," if custom else ""
-        return [
-            f"data has no validation set: nothing is validated, although rm.val_period is {self.rm.val_period}. Give "
-            f"data.validation{fix} or set rm.val_period=null"
-        ]
-
     def check(self) -> None:
         if (self.data.max_input_seq_length or 0) > self.policy.max_total_sequence_length:
             keys = "data.max_input_seq_length policy.max_total_sequence_length"
