@@ -54,6 +54,17 @@ def test_a_line_of_training_has_numbers_rate_and_time_left_of_this_session(
     assert caplog.messages == [first, last, "set  accuracy", "plain  0.9"]
 
 
+def test_a_later_task_of_the_same_name_has_its_own_start(now: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "treeward")
+    with ShownProgress(unit="steps") as shown:
+        for _ in range(2):
+            shown.show("training", 0, 2)
+            for step in (1, 2):
+                now[0] += 3.0
+                shown.show("training", step, 2, {"loss": 0.5})
+    assert caplog.messages[0].endswith("0:00:03 left") and caplog.messages[:2] == caplog.messages[2:]
+
+
 def test_disabled_shows_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "treeward")
     with ShownProgress(enabled=False) as hidden:

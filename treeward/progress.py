@@ -44,6 +44,7 @@ class ShownProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._what = None  # a later task of the same name begins anew
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -65,6 +65,7 @@ def test_mistakes_are_errors(check: Callable[..., Ended], write_rows: Write, tmp
         ([], "there is nothing to check"),
         ([write_rows("b.jsonl", ["[", "{"])], "b.jsonl:1"),
         ([write_rows("a.jsonl", ROWS), "--benchmark", tmp_path / "none.jsonl"], "there is no such file"),
+        ([write_rows("a.jsonl", ROWS), "--benchmark", "rewardbnch"], "did you mean rewardbench?"),
     ):
         ended = check(*words)
         assert ended.code == 2 and said in ended.err

@@ -126,6 +126,13 @@ def test_broken_rows_are_named_and_the_others_are_checked(checked: Callable[...,
     assert results["findings"][0]["fix"] and "train.jsonl:1, train.jsonl:5" in result.findings[0].places
 
 
+def test_broken_rows_of_a_validation_set_are_not_the_datas(checked: Callable[..., DataCheck]) -> None:
+    result = checked(clean(), [*clean(80)[60:], {"prompt": "a", "chosen": "b"}])
+    assert names(result) == {"broken": (1, 21)} and result.numbers["broken"] == 0
+    assert "1 of 21 rows of the validation sets" in result.findings[0].text
+    assert [Path(str(error.where)).name for error in result.errors] == ["held.jsonl:21"]
+
+
 @pytest.mark.slow
 def test_real_data(shared_data: Path, tiny_tokenizer: Any) -> None:
     path = shared_data / "hh_harmless" / "train.jsonl.gz"

@@ -22,7 +22,7 @@ import typer
 
 from treeward.cli.comparisons import DataOptions, DatasetName, Split, dataset_config
 from treeward.config.load import load_config
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, nearest_name
 from treeward.progress import ShownProgress
 from treeward.tables import Column, results_table
 
@@ -103,7 +103,7 @@ def _benchmark(text: str) -> Sequence[Preference]:
     from treeward.evaluation.suites import SUITES, PreferenceSuite, get_suite
 
     name, _, folder = text.partition("=")
-    if name in SUITES:
+    if name in SUITES or (nearest_name(name, SUITES) and not Path(text).exists()):  # a misspelt one is an error there
         return get_suite(name).load(folder or None)
     return PreferenceSuite(text, dataset_config(text, None, None)).load()
 
@@ -114,7 +114,7 @@ def _tell(checked: DataCheck) -> None:
     columns = [Column("what", ", ".join(checked.files)), Column("number"), Column("share", format=".1%")]
     lines = [results_table(summary_rows(checked), columns), f"Tokens of {checked.tokenizer}.", ""]
     lines += [str(error) for error in checked.errors[:_MOST_ERRORS]]
-    if (more := checked.numbers["broken"] - _MOST_ERRORS) > 0:
+    if (more := sum(one.count for one in checked.findings if one.name == "broken") - _MOST_ERRORS) > 0:
         lines.append(f"... and {more:,} more broken rows")
     lines.append("" if checked.errors else "Nothing was found." if not checked.findings else "Findings:")
     for finding in checked.findings:

@@ -24,7 +24,15 @@ from treeward.data.preference import Preference
 from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.errors import DataError
-from treeward.evaluation.data_check.findings import Finding, findings_of, numbers_of, read_data, rows_of
+from treeward.evaluation.data_check.findings import (
+    DataRead,
+    Finding,
+    broken_rows,
+    findings_of,
+    numbers_of,
+    read_data,
+    rows_of,
+)
 from treeward.evaluation.data_check.overlap import Overlap, find_overlap
 from treeward.storage import write_text
 from treeward.version import VERSION
@@ -72,11 +80,12 @@ def check_data(
     `renderer`: without a limit of the length. `tokenizer`: its name, for the reader.
     """
     data = read_data(streams, renderer, ties=ties, on_progress=lambda done: on_progress("reading", done))
-    benchmarks = benchmarks or {}
+    benchmarks, held_out = benchmarks or {}, DataRead()
     sets = [
-        (stream.name.rpartition("/")[2], [preference for preference, _ in rows_of([stream], data)])
+        (stream.name.rpartition("/")[2], [preference for preference, _ in rows_of([stream], held_out)])
         for stream in validation
     ]
+    broken = broken_rows(held_out, sum(len(of_set) for _, of_set in sets), "rows of the validation sets")
     sets += [(name, list(examples)) for name, examples in benchmarks.items()]
     overlaps: list[Overlap] = []
     if sets:
@@ -86,12 +95,13 @@ def check_data(
         flags = iter(find_overlap(examples, training, on_progress=progress))
         overlaps = [Overlap(name, tuple(islice(flags, len(of_set)))) for name, of_set in sets]
     numbers = numbers_of(data)
+    findings = findings_of(data, numbers, overlaps=overlaps, benchmarks=benchmarks)
     return DataCheck(
         files=tuple(stream.name for stream in streams),
         tokenizer=tokenizer,
         numbers=numbers,
-        findings=findings_of(data, numbers, overlaps=overlaps, benchmarks=benchmarks),
-        errors=data.errors,
+        findings=[broken, *findings] if broken.count else findings,
+        errors=[*data.errors, *held_out.errors],
         overlaps=overlaps,
     )
 

@@ -305,15 +305,21 @@ def _finding(
 
 
 def _of_labels(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
-    rows, broken = data.sums["rows"], data.sums["broken"]
-    stopped = f" {', '.join(data.stopped)}: the rest could not be read." if data.stopped else ""
-    places = [str(error.where) for error in data.errors]
-    yield _finding("broken", broken, rows + broken, "rows", f"cannot be read.{stopped}", places, "error")
+    rows = data.sums["rows"]
+    yield broken_rows(data, rows, "rows")
     pairs = _contradicting(data)
     in_order = data.column("row")[pairs[np.argsort(data.column("pair")[pairs], kind="stable")]]
     verb = "rank two completions one way that another ranks the other way."
     count = numbers["contradictions"]
     yield _finding("contradictions", count, rows, "comparisons", verb, _wheres(data, in_order), "warning")
+
+
+def broken_rows(data: DataRead, num_sound: int, what: str) -> Finding:
+    """The finding of the rows that could not be read, beside so many sound ones; `what`: "rows", or of which sets."""
+    broken = data.sums["broken"]
+    stopped = f" {', '.join(data.stopped)}: the rest could not be read." if data.stopped else ""
+    places = [str(error.where) for error in data.errors]
+    return _finding("broken", broken, num_sound + broken, what, f"cannot be read.{stopped}", places, "error")
 
 
 def _of_overlap(overlap: Overlap, is_benchmark: bool) -> Finding:

@@ -75,7 +75,7 @@ def statistics_of(
 
 def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """`mse` and `pearson` of the values of heads and the grades of their names, over all of them and of each, as in
-    `metrics.grade_metrics`; empty where no example has both."""
+    `losses.grade_metrics`; empty where no example has both."""
     names = sorted({name for example in scored for heads in example.heads for name in heads})
     sums = GradeSums()
     for example in scored:
