@@ -71,7 +71,6 @@ LABELS: Mapping[str, tuple[str, str, str]] = {
     "score_mean": ("Mean score", "number", "of all completions"),
     "score_std": ("Standard deviation of the scores", "number", "of all completions"),
     # length
-    "slope_given_rank": ("Length: score per 100 characters", "signed", "the bias itself, at equal rank: 0 is fair"),
     "longer_is_right": ("Better completion is the longer", "percent", "of the data alone"),
     "accuracy_longer_right": ("Longer completion is right", "percent", "accuracy: high if it likes length"),
     "accuracy_shorter_right": ("Shorter completion is right", "percent", "accuracy: low if it likes length"),
@@ -251,16 +250,6 @@ def _figures(summaries: Sequence[Summary]) -> Iterator[Block]:
     """The figures of every diagnostic, each with the models that have its numbers."""
     lengths = {summary.model: summary.length for summary in summaries}
     yield _strata("Accuracy by which completion is longer", LENGTH, lengths, _OF_LENGTH)
-    if length_curves := _series(lengths):
-        count = summaries[0].length.slope_given_rank.count or 0
-        yield curves_block(
-            "Score against length",
-            length_curves,
-            "Of completions of one prompt, at equal rank: flat without a bias. Each point is the mean of as many "
-            f"completions, {count:,} in all; the band is a 95 % interval.",
-            x_label="characters above the prompt's mean",
-            y_label="score above the prompt's mean",
-        )
     styles = {summary.model: summary.style for summary in summaries}
     yield _strata("Accuracy by which completion has more markdown", STYLE, styles, _OF_STYLE)
     rewritten = {summary.model: summary.perturbations for summary in summaries if summary.perturbations is not None}
