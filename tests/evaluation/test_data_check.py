@@ -15,7 +15,6 @@ from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.encoding import encode_dataset
 from treeward.data.rendering import Renderer
-from treeward.evaluation.data_check import findings
 from treeward.evaluation.data_check.check import DataCheck, check_data, open_sets, write_check
 
 Write = Callable[..., Path]
@@ -63,14 +62,6 @@ def test_clean_data_has_no_finding(checked: Callable[..., DataCheck], tmp_path: 
     assert (numbers["rows"], numbers["completions"], numbers["turns"], numbers["prompts"]) == (60, 120, 60, 60)
     assert repr(checked(rows[:1]).numbers["ties"]) == "0"
     assert numbers["tokens_longest"] == counts.longest and numbers["style"]["longer"].count <= 60
-
-
-def test_a_huge_text_is_read_as_far_as_limits_go(checked: Callable[..., DataCheck], monkeypatch: Any) -> None:
-    rows: list[Row | str] = [*clean()]
-    rows[3] = {**clean()[3], "rejected": "moon " * 200_000}
-    monkeypatch.setattr(findings, "_MOST_CHARACTERS", 2000)
-    numbers = checked(rows).numbers
-    assert numbers["rows"] == 60 and 400 < numbers["tokens_longest"] < 2100
 
 
 def edited(*changes: tuple[int, Row]) -> list[Row]:

@@ -16,7 +16,6 @@ from treeward.evaluation.diagnostics.biases import (
     length_strata,
     markdown_density,
 )
-from treeward.evaluation.results import ScoredExample
 from treeward.user_code import import_object
 
 gold_quality = import_object(f"{REPOSITORY}/examples/gold.py:gold_quality", field="gold")
@@ -106,19 +105,3 @@ def test_a_liking_of_markdown_costs_style_controlled_accuracy(dressed: Any, scor
     assert biased.accuracy_more_markdown_right.value == 1 and biased.accuracy_less_markdown_right.value < 0.9
     only = diagnose_style(score_with(dressed, lambda context, text: markdown_density(text)))
     assert only.style_controlled_accuracy.value == 0.5
-
-
-def test_a_shared_prompt_does_not_make_a_stratum_that_is_all_right_certain() -> None:
-    """30 pairs whose better completion is longer, all right, and 30 whose better one is shorter, 29 of them right."""
-
-    def pair(i: int, prompt: int) -> ScoredExample:
-        example = preference(str(i), "s", str(prompt), ["a", "b"])
-        return ScoredExample(example, (float(i < 59), 0.5), (200 if i < 30 else 50, 100), ())
-
-    apart, shared = (length_strata([*map(pair, range(60), prompts)]) for prompts in ([*range(60)], [*range(59), 0]))
-    # Resampling alone can hardly make the 59 right ones wrong, and says 0.95 and more.
-    for name, value in (("length_controlled_accuracy", 59 / 60), ("accuracy_gap", 1 / 30)):
-        one, other = apart[name], shared[name]
-        assert one.value == other.value == pytest.approx(value)
-        assert one.low is not None and one.high is not None and other.low is not None and other.high is not None
-        assert other.low <= one.low + 0.01 and other.high >= one.high - 0.01

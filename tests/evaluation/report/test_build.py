@@ -17,7 +17,6 @@ from report_sample import HOSTILE, sample_report
 
 from treeward.evaluation.report.blocks import format_number, plain
 from treeward.evaluation.report.build import build_report, write_report
-from treeward.evaluation.report.charts import draw
 
 
 class Page(html.parser.HTMLParser):
@@ -142,14 +141,3 @@ def test_numbers_read_as_numbers() -> None:
         (0.0, "signed"): "0.000",
     }
     assert {case: format_number(*case) for case in cases} == cases
-
-
-def test_figures_have_descriptions_and_tables() -> None:
-    blocks = [block for block in plain(sample_report()["blocks"]) if block["kind"] in ("bars", "curves")]
-    figures = [draw(block) for block in blocks]
-    assert "NaN" not in json.dumps([one.chart for one in figures])
-    assert [len(figure.rows) for figure in figures] == [10, 18, 24]
-    for block, figure in zip(blocks, figures, strict=True):
-        assert block["title"] in figure.description
-        assert all(column["key"] in row for column in figure.columns for row in figure.rows)
-        assert [name for *_, name in figure.legend] == [series["name"] for series in block["series"]]

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluated import RuleScorer, preference, rated
+from evaluated import RuleScorer
 from report_sample import EMPTY, BestOf, by_length, perfect, scored, summary, three_in_eight
 
-from treeward.config.data import DatasetConfig
 from treeward.evaluation.diagnostics.perturbations import diagnose_perturbations, perturbed
 from treeward.evaluation.findings import Summary, findings, length_finding, standing, summarize, verdict
 from treeward.evaluation.page import LABELS, metrics_table, report_blocks, write_results
 from treeward.evaluation.results import Metric, score_examples
-from treeward.evaluation.suites import PreferenceSuite
 
 
 class Coin(BestOf):
@@ -50,13 +48,6 @@ def test_the_length_bias_is_named() -> None:
     assert "likes" not in findings(summary(perfect))
     shorter = summary(lambda n, text: -float(len(text))).length.numbers
     assert "It likes shorter" in str(length_finding(shorter)) and "points (-" not in str(length_finding(shorter))
-
-
-def test_bars_have_chance_where_it_is_known() -> None:
-    bars = block(report_blocks([summary(perfect)]), "Accuracy by subset")
-    assert bars["reference"] == 0.25
-    same = block(report_blocks([summary(perfect, suite=Coin())]), "Accuracy by subset")
-    assert same["reference"] == 0.5
 
 
 def test_the_opening_has_verdict_interval_length_and_worst_subset() -> None:
@@ -144,20 +135,3 @@ def test_missing_scores_of_long_completions_are_no_length_bias() -> None:
     made = summary(lambda n, text: None if n % 2 and n < 60 else perfect(n, text), suite=Coin())
     assert made.length.accuracy_gap.value == 0 and made.length.length_controlled_accuracy.value == 1
     assert "likes" not in findings(made)
-
-
-def many(scores: list[tuple[float | None, ...]]) -> Summary:
-    """Examples of three completions each, best first, as a set of preferences."""
-    texts = ("short", "a longer reply", "the longest reply of all")
-    examples = []
-    for n, own in enumerate(scores):
-        examples.append(rated(preference(str(n), "s", f"{n}?", texts), own))
-    suite = PreferenceSuite("mine", DatasetConfig(data_path="x"))
-    return summarize(suite, tuple(examples), "m")
-
-
-def test_pairs_and_examples_are_told_apart_where_both_are_counted() -> None:
-    made = many([(2.0, 1.0, 0.0)] * 6 + [(2.0, 0.0, 1.0)] * 2 + [(1.0, 2.0, 0.0)] * 2)
-    assert made.result.unit == "pairs" and made.result.headline.value == 26 / 30
-    assert "of 30 pairs" in verdict(made)
-    assert cards(made)["Accuracy"]["note"] == "30 pairs of 10 examples"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from evaluated import preference, rated
 from messages import assistant, chat, user, write_jsonl
@@ -15,9 +13,8 @@ from messages import assistant, chat, user, write_jsonl
 from treeward.config.data import DatasetConfig
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.results import Metric
-from treeward.evaluation.statistics import combined, wilson
+from treeward.evaluation.statistics import combined
 from treeward.evaluation.suites import SUITES, PreferenceSuite, get_suite
-from treeward.evaluation.suites.interface import suite_rows
 
 
 def test_names() -> None:
@@ -33,13 +30,6 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize("name", list(SUITES))
-def test_nothing_to_summarize_is_no_number(name: str) -> None:
-    result = get_suite(name).summarize([])
-    assert result.headline.value is None and result.headline.low is None
-    assert json.loads(json.dumps(result.details)) == result.details
-
-
-@pytest.mark.parametrize("name", list(SUITES))
 def test_the_data_of_another_suite_and_no_data_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         get_suite(name).load(str(tmp_path / "nowhere" / "at all.jsonl"))
@@ -49,24 +39,6 @@ def test_the_data_of_another_suite_and_no_data_are_refused(name: str, tmp_path: 
     assert caught.value.where == f"{file}:1"
 
 
-def test_rows_are_those_of_the_split(tmp_path: Path, write_parquet: Any) -> None:
-    import datasets  # type: ignore[import-untyped]
-
-    def values(source: Path, split: str = "filtered") -> list[int]:
-        return [row.values["a"] for row in suite_rows(str(source), "org/name", split=split)]
-
-    for shard in (1, 0):
-        write_parquet(tmp_path / "data" / f"test-0000{shard}-of-00002.parquet", [{"a": shard}])
-    write_parquet(tmp_path / "data" / "testing-00000-of-00001.parquet", [{"a": 7}])
-    assert values(tmp_path, "test") == [0, 1]
-    (tmp_path / "filtered.jsonl").write_text('{"a": 1}\n')
-    (tmp_path / "raw.jsonl").write_text('{"a": 2}\n')
-    assert values(tmp_path) == [1] and values(tmp_path / "f*.jsonl") == [1]
-    saved = {name: datasets.Dataset.from_list([{"a": i}]) for i, name in enumerate(("raw", "filtered"))}
-    datasets.DatasetDict(saved).save_to_disk(tmp_path / "d")
-    assert values(tmp_path / "d") == [1]
-
-
 def test_the_interval_of_parts_by_hand() -> None:
     parts = [Metric("a", 0.5, 0.25, 0.75, 4), Metric("c", 1.0, 0.5, 1.0, 2)]
     metrics = combined("headline", parts, [1, 3])
@@ -74,18 +46,6 @@ def test_the_interval_of_parts_by_hand() -> None:
     assert (metrics.value, metrics.count) == (0.875, 6) and combined("headline", []).value is None
     assert metrics.low == pytest.approx(0.875 - math.hypot(0.25 * 0.25, 0.75 * 0.5))
     assert metrics.high == pytest.approx(0.875 + 0.25 * 0.25)
-
-
-@pytest.mark.parametrize("accuracy", [0.95, 0.99])
-def test_the_interval_of_many_parts_that_are_nearly_all_right_covers(accuracy: float) -> None:
-    """A part that is all right reaches nowhere above itself, so the sum of 23 of them reached too low."""
-    rng, held = np.random.default_rng(14), 0
-    for _ in range(400):
-        counts = rng.binomial(100, accuracy, size=23)
-        metrics = combined("c", [Metric("p", k / 100, *wilson(int(k), 100), 100) for k in counts])
-        assert metrics.low is not None and metrics.high is not None and metrics.high <= 1.0
-        held += metrics.low <= accuracy <= metrics.high
-    assert held / 400 > 0.935
 
 
 # --- preference data of one's own -------------------------------------------------------------------------------------
