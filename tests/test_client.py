@@ -13,7 +13,7 @@ import pytest
 from loopback import Asked, Loopback
 
 from treeward.client.rewards import RewardClient
-from treeward.errors import ConfigError, DataError, TreewardError
+from treeward.errors import DataError, TreewardError
 from treeward.http import RewardServerError
 from treeward.scoring.score import Score
 
@@ -83,29 +83,6 @@ def test_completions_of_one_context(serve: Callable[..., Loopback]) -> None:
                 client.score_completions(chat(0)[:1], completions)
     assert [score.score for score in scores] == [4.0, 5.0]
     assert server.requests[0].json["conversations"] == [chat(4), chat(5)]
-
-
-def test_a_large_list_is_split_and_comes_back_in_order(serve: Callable[..., Loopback]) -> None:
-    now, most, lock = 0, 0, threading.Lock()
-    together = threading.Barrier(3)
-
-    def slowly(asked: Asked) -> Any:
-        nonlocal now, most
-        with lock:
-            now += 1
-            most = max(most, now)
-        if len(server.requests) <= 3:
-            together.wait(timeout=20)  # three requests at a time, or this breaks
-        with lock:
-            now -= 1
-        return scored(asked)
-
-    server = serve(slowly)
-    with RewardClient(server.url, max_conversations=4, max_concurrency=3) as client:
-        scores = client.score([chat(i) for i in range(25)])
-    assert [score.score for score in scores] == [float(i) for i in range(25)]
-    assert sorted(len(request.json["conversations"]) for request in server.requests) == [1, 4, 4, 4, 4, 4, 4]
-    assert most == 3
 
 
 def test_long_conversations_are_sent_in_bodies_that_a_server_takes(serve: Callable[..., Loopback]) -> None:
@@ -188,25 +165,6 @@ def test_a_malformed_conversation_is_not_sent(wrong: Any, serve: Callable[..., L
     scores = client.score([chat(1), wrong, chat(2)], on_error="mask")
     assert [score.score for score in scores] == [1.0, None, 2.0] and scores[1].error
     assert server.requests[0].json["conversations"] == [chat(1), chat(2)]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"url": "localhost:8000"}, {"token": "two words"}],
-)
-def test_impossible_arguments(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        RewardClient(**({"url": "http://host"} | arguments))
-    assert [caught.value.field] == list(arguments)
-    assert "two words" not in str(caught.value)  # a token is secret
-
-
-def test_models(serve: Callable[..., Loopback]) -> None:
-    server = serve((200, {"data": [{"id": "rm"}]}), (200, {"data": [1]}))
-    client = RewardClient(server.url)
-    assert client.models() == [{"id": "rm"}] and server.requests[0].path == "/v1/models"
-    with pytest.raises(RewardServerError, match="cannot be read"):
-        client.models()
 
 
 def test_connections_are_kept(serve: Callable[..., Loopback]) -> None:

@@ -65,14 +65,6 @@ def test_a_later_task_of_the_same_name_has_its_own_start(now: list[float], caplo
     assert caplog.messages[0].endswith("0:00:03 left") and caplog.messages[:2] == caplog.messages[2:]
 
 
-def test_disabled_shows_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "treeward")
-    with ShownProgress(enabled=False) as hidden:
-        hidden.show("training", 1, 2, {"loss": 0.5})
-        hidden.message("text")
-    assert caplog.messages == []
-
-
 SCRIPT = """
 import logging
 from treeward.progress import ShownProgress, show_logs

@@ -97,18 +97,3 @@ def test_a_wrong_row_is_told_before_anything_else(treeward: Command, samples: Pa
     ended = treeward("bon", "--proxy", "n", "--data", samples, "--output", tmp_path / "out")
     assert f"{samples}:13: " in ended.err and "has no gold_scores with a number for each" in ended.err
     assert ended.code == 2 and not (tmp_path / "out").exists()
-
-
-def test_scores_of_another_shaping_model_or_file_are_not_mixed(
-    treeward: Command, model_folder: Path, samples: Path, tmp_path: Path
-) -> None:
-    def said(*words: str, threshold: int = 0) -> str:
-        section = {"name": "p", "model": str(model_folder), "shaping": {"length_penalty": {"threshold": threshold}}}
-        return treeward("bon", "--proxy", json.dumps(section), "--data", samples, "--output", tmp_path, *words).err
-
-    assert "Traceback" not in said() and (tmp_path / "bon.json").exists()
-    assert "another shaping" in said(threshold=9)
-    assert "dtype float32 -> bfloat16" in said("--dtype", "bfloat16")
-    with samples.open("a", encoding="utf-8") as stream:
-        stream.write(samples.read_text(encoding="utf-8").splitlines()[0] + "\n")
-    assert "another data" in said()

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -134,18 +133,6 @@ def test_mistakes_are_told_first(
     before, places = data.read_bytes(), {"MODEL": model_folder, "DATA": data}
     ended = treeward("score", "--data", data, *(places.get(word, word) for word in words))
     assert ended.code == 2 and said in ended.err and data.read_bytes() == before
-
-
-def test_a_reader_that_has_enough_is_no_error(
-    model_folder: Path, write_rows: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write_rows("in.jsonl", [SHAPES["messages"] | {"note": "x" * 9000}] * 3)  # more than a buffer
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        assert main(["score", str(model_folder), "--data", str(data)]) == 0
-    assert "BrokenPipe" not in capsys.readouterr().err
 
 
 def test_rewards_beside_the_scores_and_reasons_where_there_are_none(

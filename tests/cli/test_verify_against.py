@@ -24,7 +24,7 @@ from verbs import Command, Ended
 from treeward.client.dialects import DIALECTS
 from treeward.client.verification import verify_server
 from treeward.data.rendering import Renderer
-from treeward.model.contract import CONTRACT_FILE, HeadContract, write_contract
+from treeward.model.contract import HeadContract, write_contract
 from treeward.model.export import export_model
 from treeward.model.loading import build_reward_model
 from treeward.model.reward_model import RewardModel
@@ -178,25 +178,6 @@ def test_a_token(served: Served, serve: Any, verify: Callable[..., Ended], monke
     assert ended.code == 2 and "asks for a bearer token" in ended.err and "--token-env" in ended.err
     monkeypatch.setenv("RM_TOKEN", "open-sesame")
     assert verify(url, "--token-env", "RM_TOKEN").code == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--against", "localhost:8000"], "no address of a server"),
-        (["--against", "http://x", "--write"], "does not go with --against"),
-        (["--dialect", "vllm"], "the option needs --against URL"),
-    ],
-)
-def test_mistakes(words: list[str], message: str, served: Served, treeward: Command) -> None:
-    ended = treeward("verify", served.folder, *words)
-    assert ended.code == 2 and message in ended.err
-
-
-def test_a_folder_that_cannot_be_replayed(treeward: Command, own_model: Path) -> None:
-    (own_model / CONTRACT_FILE).unlink()
-    ended = treeward("verify", own_model, "--against", "http://127.0.0.1:1")
-    assert ended.code == 2 and "no golden conversations" in ended.err
 
 
 @pytest.fixture(scope="module")

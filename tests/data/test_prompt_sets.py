@@ -124,12 +124,6 @@ def test_a_row_chooses_its_environment(tmp_path: Path) -> None:
     assert [prompt.info["environment"] for prompt in unknown][2:] == ["math"] * 3
 
 
-@pytest.mark.parametrize("wrong", [3, ["math"], ""])
-def test_environments_that_are_none(tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises(DataError, match=r"rows.jsonl:1: environment is not a name"):
-        opened(tmp_path, "PromptDataset", {"prompt": "1", "environment": wrong})
-
-
 def test_rows_are_held_out_for_validation(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n % 40}", "ground_truth": str(n)} for n in range(100)]
     share: dict[str, Any] = {"split_validation_size": 0.25, "seed": 3}

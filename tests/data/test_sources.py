@@ -175,16 +175,6 @@ def test_the_split_of_a_file_may_say_what_it_is_for(tmp_path: Path) -> None:
     assert "no split 'test'" in str(refused(tmp_path / "mine.jsonl", split="test"))
 
 
-def test_saved_dataset(tmp_path: Path) -> None:
-    rows = [{"messages": [{"role": "user", "content": str(i)}], "score": i / 2} for i in range(4)]
-    datasets.Dataset.from_list(rows).select([2, 0]).with_format("numpy").save_to_disk(tmp_path / "one")
-    assert values(tmp_path / "one") == [rows[2], rows[0]]
-    assert {type(row["score"]) for row in values(tmp_path / "one")} == {float}  # and not numpy's
-    assert "no split" in str(refused(tmp_path / "one", split="validation"))
-    shard = next((tmp_path / "one").glob("*.arrow"))
-    assert values(shard) == [rows[2], rows[0]]
-
-
 def test_saved_dataset_dict(tmp_path: Path) -> None:
     parts = {"train": datasets.Dataset.from_list(ROWS), "validation": datasets.Dataset.from_list(ROWS[:1])}
     datasets.DatasetDict(parts).save_to_disk(tmp_path)
@@ -220,21 +210,3 @@ def test_local_copy_of_a_hub_dataset(hub_copy: Path) -> None:
     assert fingerprint(str(hub_copy), split="train") == before and len(before) == 32
     write(hub_copy / "data" / "train.jsonl", ROWS[:1])
     assert fingerprint(str(hub_copy), split="train") != before
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "lines"),
-    [
-        ("a.jsonl", b'{"n": 1}\n{"n": \n[3]\n{"n": "\xff"}\n\n{"n": 6}\n', ["2", "3", "4"]),
-        ("a.json", b'[{"n": 1}, 2, {"n": 6}]', ["row 2"]),
-        ("a.csv", b"n,m\n1,1\n2\n6,6\n", ["3"]),
-    ],
-)
-def test_reading_goes_on_after_a_broken_row_where_its_error_is_received(
-    tmp_path: Path, name: str, content: bytes, lines: list[str]
-) -> None:
-    path, errors = tmp_path / name, list[DataError]()
-    path.write_bytes(content)
-    assert [int(row.values["n"]) for row in read_rows(str(path), broken=errors.append)] == [1, 6]
-    assert [str(error.where) for error in errors] == [f"{path}:{line}" for line in lines]
-    assert str(refused(path)) == str(errors[0])
