@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -72,17 +71,6 @@ def test_what_is_sent_and_read(serve: Callable[..., Loopback]) -> None:
     assert first.json == sent | {"conversations": [chat(1), chat(2)]}
     assert second.json["shaped"] is True
     assert 0 < float(first.headers["x-deadline-seconds"]) <= 50
-
-
-def test_completions_of_one_context(serve: Callable[..., Loopback]) -> None:
-    server = serve(scored)
-    with RewardClient(server.url) as client:
-        scores = client.score_completions(chat(0)[:1], ["4", chat(5)[1:]])
-        for completions in ("4", []):
-            with pytest.raises(DataError, match="not a list of completions"):
-                client.score_completions(chat(0)[:1], completions)
-    assert [score.score for score in scores] == [4.0, 5.0]
-    assert server.requests[0].json["conversations"] == [chat(4), chat(5)]
 
 
 def test_long_conversations_are_sent_in_bodies_that_a_server_takes(serve: Callable[..., Loopback]) -> None:
@@ -165,15 +153,3 @@ def test_a_malformed_conversation_is_not_sent(wrong: Any, serve: Callable[..., L
     scores = client.score([chat(1), wrong, chat(2)], on_error="mask")
     assert [score.score for score in scores] == [1.0, None, 2.0] and scores[1].error
     assert server.requests[0].json["conversations"] == [chat(1), chat(2)]
-
-
-def test_connections_are_kept(serve: Callable[..., Loopback]) -> None:
-    server = serve(scored)
-
-    async def within_a_loop() -> float | None:
-        return client.score([chat(5)])[0].score
-
-    with RewardClient(server.url) as client:
-        assert [client.score([chat(i)])[0].score for i in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
-        assert asyncio.run(within_a_loop()) == 5.0
-    assert server.num_connections == 1

@@ -4,19 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from treeward.storage import atomic_file, folder_lock, write_text
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    write_text(path, "old\n")
-    with pytest.raises(RuntimeError), atomic_file(path) as stream:
-        stream.write("half")
-        raise RuntimeError
-    assert path.read_text() == "old\n"
-    assert [found.name for found in tmp_path.iterdir()] == ["run.json"]
+from treeward.storage import folder_lock, write_text
 
 
 def test_a_kill_while_writing_leaves_the_old_file(tmp_path: Path) -> None:

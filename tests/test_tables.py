@@ -1,7 +1,3 @@
-from hypothesis import given
-from hypothesis import strategies as st
-from rich.cells import cell_len
-
 from treeward import tables as results
 from treeward.tables import Column, markdown_table, results_table
 
@@ -47,14 +43,3 @@ def test_markdown():
         "| a\\|b | 0.5 |",
         "| c d | – |",
     ]
-
-
-@given(st.lists(st.tuples(st.text(), st.floats() | st.integers() | st.none()), max_size=6))
-def test_every_row_is_one_line_and_the_columns_stand_below_each_other(pairs):
-    table = results_table([{"name": name, "value": value} for name, value in pairs], ["name", Column("value")])
-    lines = table.split("\n")
-    assert len(lines) == 2 + len(pairs)
-    assert table.splitlines() == lines
-    assert all(cell_len(line) <= cell_len(lines[1]) for line in lines)
-    numeric = [line for line, (_, value) in zip(lines[2:], pairs, strict=True) if value is not None]
-    assert all(cell_len(line) == cell_len(lines[1]) for line in numeric)

@@ -68,14 +68,6 @@ def test_a_path_that_is_not_there_names_the_nearest(
     assert ended.code == 2 and f"did you mean {near}?" in ended.err
 
 
-def test_options_may_stand_between_overrides_and_debug_anywhere(treeward: Command) -> None:
-    words = ["train", "rm.seed=1", "--config", "no_such.yaml", "rm.max_num_steps=2"]
-    for more in (["--debug", *words], [*words, "--debug"], words):
-        ended = treeward(*more)
-        assert ended.code == 2 and "no_such.yaml" in ended.err
-        assert ("Traceback" in ended.err) is ("--debug" in more)
-
-
 def test_the_log_has_one_handler_and_names_levels(restored_logging: None, capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging()
     configure_logging()  # replaces, does not double

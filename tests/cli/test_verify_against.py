@@ -30,7 +30,6 @@ from treeward.model.loading import build_reward_model
 from treeward.model.reward_model import RewardModel
 from treeward.scoring.golden import sign_exported
 
-OTHER_TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
 FIELDS = {"model_type": "llama", **SIZES}
 
 Rows = list[list[int]]
@@ -75,7 +74,6 @@ class Mistaken:
     activation: Callable[[float], float] = lambda x: x
     model: RewardModel | None = None
     pads: bool = False
-    template: str | None = None
     most: int = 10_000
 
     def __call__(self, asked: Asked) -> Any:
@@ -88,11 +86,6 @@ class Mistaken:
         return 200, {"object": "list", "data": rows[::-1], "usage": {"prompt_tokens": total, "total_tokens": total}}
 
     def _ids(self, sent: dict[str, Any]) -> Rows:
-        if "messages" in sent:
-            renderer = self.served.renderer
-            if self.template is not None:
-                renderer = Renderer(renderer.tokenizer, chat_template=self.template)
-            return [renderer.encode(sent["messages"])]
         tokenize = self.tokenize if sent.get("add_special_tokens", True) else None
         texts = [sent["input"]] if isinstance(sent["input"], str) else sent["input"]
         return [(tokenize or self._plain)(text) for text in texts]
@@ -156,13 +149,6 @@ def test_each_mistake_is_named(mistake: str, served: Served, serve: Any, verify:
     last = ended.out.split("\n\n")[-1]
     assert f"what differs first is the {part}: " in last and words in last, last
     assert all(f"  {name}: " in last for name in ("got", "need", "fix")), last
-
-
-def test_another_template(served: Served, serve: Any, verify: Callable[..., Ended]) -> None:
-    url = serve(Mistaken(served, template=OTHER_TEMPLATE)).url
-    assert verify(url).code == 0, "it is not used for text"
-    ended = verify(url, "--send", "messages")
-    assert ended.code == 1 and "the template: conversations are rendered in another way" in ended.out
 
 
 def test_a_token(served: Served, serve: Any, verify: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> None:

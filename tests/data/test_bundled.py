@@ -1,4 +1,4 @@
-"""The bundled data is what its generator writes, its gold grades any text, and its biases are as documented."""
+"""The bundled data is what its generator writes, ranked by gold."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from treeward.data.preference import preference_from_dict
 from treeward.user_code import import_object
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "bundled_data.py"
-gold_quality, parse_question, known_words, words_of = (
+gold_quality, known_words, words_of = (
     import_object(f"{SCRIPT.with_name('gold.py')}:{name}", field="gold")
-    for name in ("gold_quality", "parse_question", "known_words", "words_of")
+    for name in ("gold_quality", "known_words", "words_of")
 )
 
 

@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeward.data.sources import Row
-from treeward.errors import ConfigError, DataError
 from treeward.evaluation.best_of_n.analysis import (
     BestOfN,
     analyse,
-    curve_sizes,
     expected_best_of,
     report_blocks,
     selection_weights,
@@ -67,16 +65,6 @@ def test_the_estimate_is_the_mean_over_all_subsets(samples: list[tuple[int, int]
     assert expected_best_of(*zip(*samples, strict=True), sizes) == pytest.approx(expected, abs=1e-12)
 
 
-def test_kl_and_the_sizes_of_curves() -> None:
-    assert analysed([[1.0, 2.0, 3.0, 4.0]], [[1.0] * 4]).kl == pytest.approx(
-        [math.log(n) - (n - 1) / n for n in (1, 2, 3, 4)]
-    )
-    assert curve_sizes(2) == (1, 2)
-    sizes = curve_sizes(4096)
-    assert sizes[:64] == tuple(range(1, 65)) and sizes[-1] == 4096 and len(sizes) == 64 + 16 * 6
-    assert {128, 256, 512, 1024, 2048} <= set(sizes)
-
-
 def test_gold_as_proxy_chooses_the_best_and_a_constant_one_at_random() -> None:
     gold = np.random.default_rng(1).normal(size=(30, 8))
     by_gold, at_random = (analysed(proxy, gold, num_resamples=20).curves for proxy in (gold, np.zeros_like(gold)))
@@ -110,14 +98,6 @@ def test_samples_and_prompts_that_are_left_out_are_counted() -> None:
     ten = [*proxy[:9], few[0]], [*gold[:9], few[1]]
     assert analysed(*ten, num_resamples=20).max_n == 2  # a tenth is too much to leave out
     assert analysed(*ten, max_n=6, num_resamples=20).counts["num_prompts"] == 9
-
-
-def test_what_cannot_be_analysed() -> None:
-    for proxy, gold in (([[1.0, None]], [[0.5, 0.5]]), ([], [])):
-        with pytest.raises(DataError, match="no prompt has two samples"):
-            analysed(proxy, gold)
-    with pytest.raises(ConfigError, match="max_n"):
-        analysed([[1.0] * 6], [[0.5] * 6], max_n=7)
 
 
 def test_rows_of_one_prompt_are_drawn_together() -> None:

@@ -2,14 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from evaluated import preference, rated
 from messages import write_jsonl
 
-from treeward.errors import DataError
 from treeward.evaluation.comparison import Comparison, Evaluation, compare, read_evaluation
 from treeward.evaluation.results import ScoredExample, to_row
 from treeward.evaluation.statistics import paired_bootstrap, paired_test
@@ -144,17 +142,3 @@ def test_folders_and_files_are_one_evaluation(tmp_path: Path) -> None:
         read = read_evaluation(path)
         assert (read.name, list(read.suites)) == ("mine", ["llmbar"])
         assert list(read.suites["llmbar"]) == [scored(1, 1.0), scored(2, None)]
-
-
-def test_errors_of_files_name_the_place(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no evaluation here"):
-        read_evaluation(tmp_path / "absent")
-    with pytest.raises(DataError, match="no evaluation here"):
-        read_evaluation(tmp_path)
-    twice = write(tmp_path / "twice", [scored(1, 1.0), scored(1, -1.0)])
-    with pytest.raises(DataError, match=r"examples.jsonl:2: two examples have one id"):
-        read_evaluation(twice)
-    row: dict[str, Any] = to_row(scored(1, 1.0))
-    del row["ranks"]
-    with pytest.raises(DataError, match=r"broken.jsonl:1: this is no row"):
-        read_evaluation(write_jsonl(tmp_path / "broken.jsonl", row))

@@ -13,7 +13,6 @@ from treeward.data.preference import Preference
 from treeward.evaluation.diagnostics.perturbations import (
     REWRITES,
     diagnose_perturbations,
-    perturb,
     perturbed,
     rewrite,
     sample_examples,
@@ -82,15 +81,6 @@ def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: An
     assert scored(RuleScorer(by_letters), first[23:]) == scored(RuleScorer(by_letters), first)[23:]
     unusable = [preference("a", "s", "p", ["x", "y"], ranks=[0, 0]), preference("b", "s", "p", ["x", " "])]
     assert sample_examples(unusable, 5) == []
-
-
-def test_where_a_refusal_is_right_none_is_put_in_its_place() -> None:
-    refused = preference("a", "s", "How do I steal?", ["I’m sorry, but I cannot help with theft.", "Take it and run."])
-    answered = preference("b", "s", "How do I bake?", ["Mix flour and water.", "I can't help."])
-    assert perturb(refused)["refusal"] == (None, None)
-    assert perturb(refused)["padding"][0] is not None
-    first, second = perturb(answered)["refusal"]
-    assert first is not None and first == second
 
 
 # --- single rewrites -------------------------------------------------------------------------------------------------

@@ -126,18 +126,3 @@ def test_an_unknown_number_is_null_in_the_json_and_a_dash_on_the_page(absent: An
     assert written["blocks"][0]["items"][0]["value"] is None and written["blocks"][1]["rows"] == [{"a": None}]
     texts = [text.strip() for text in Page((tmp_path / "report.html").read_text()).texts]
     assert texts.count("–") == 2 and "95% interval 25.0% to –" in texts
-
-
-def test_numbers_read_as_numbers() -> None:
-    cases = {
-        (0.7142, "percent"): "71.4%",
-        (-0.031, "points"): "−3.1 points",
-        (1234567, "integer"): "1,234,567",
-        (152.0, "number"): "152",
-        (0.0025, "signed"): "+0.00250",
-        (-1.5, "number"): "−1.500",
-        (-0.00000001, "percent"): "0.0%",
-        (2.5e-6, "number"): "2.50e−6",
-        (0.0, "signed"): "0.000",
-    }
-    assert {case: format_number(*case) for case in cases} == cases

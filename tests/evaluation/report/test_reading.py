@@ -128,10 +128,3 @@ def test_missing_scores_make_no_model_worse_than_chance(tmp_path: Path) -> None:
 def test_without_any_score_nothing_is_said_of_chance() -> None:
     none = summary(lambda n, text: None, suite=Coin())
     assert standing(none.result, 0.5) is None and "chance" not in verdict(none)
-
-
-def test_missing_scores_of_long_completions_are_no_length_bias() -> None:
-    # Where the longer one is right (n odd) many have no score: right in few of these pairs, without any bias.
-    made = summary(lambda n, text: None if n % 2 and n < 60 else perfect(n, text), suite=Coin())
-    assert made.length.accuracy_gap.value == 0 and made.length.length_controlled_accuracy.value == 1
-    assert "likes" not in findings(made)

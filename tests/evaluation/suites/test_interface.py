@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from evaluated import preference, rated
-from messages import assistant, chat, user, write_jsonl
+from messages import write_jsonl
 
 from treeward.config.data import DatasetConfig
 from treeward.errors import ConfigError, DataError
@@ -49,21 +49,6 @@ def test_the_interval_of_parts_by_hand() -> None:
 
 
 # --- preference data of one's own -------------------------------------------------------------------------------------
-
-
-def ranked(prompt: str, *ranks: int, **more: Any) -> dict[str, Any]:
-    completions = [{"rank": rank, "completion": [assistant(f"answer {i}")]} for i, rank in enumerate(ranks)]
-    return {"context": [user(prompt)], "completions": completions, **more}
-
-
-def test_rows_become_examples(tmp_path: Path) -> None:
-    file = write_jsonl(
-        tmp_path / "rows.jsonl", ranked("a", 0, 1), ranked("b", 2, 0, 2, 1, task_name="hard", margin=0.5)
-    )
-    first, second = PreferenceSuite("mine", DatasetConfig(data_path=file)).load()
-    assert (first.id, second.id) == ("1", "2") and second.task_name == "hard" and second.ranks == (2, 0, 2, 1)
-    assert second.strength == 0.5 and str(second.where).endswith("rows.jsonl:2")
-    assert second.conversations[3] == chat("b", "answer 3")
 
 
 @pytest.mark.parametrize(
