@@ -267,7 +267,10 @@ def _figures(summaries: Sequence[Summary]) -> Iterator[Block]:
         yield bars_block("Score shift by rewrite", shifts, _OF_SHIFT, format="signed", reference=0, x_range=span)
         title = "Right pairs lost when the worse completion is rewritten"
         yield bars_block(title, flips, _OF_FLIPS, reference=None)
-    if reliabilities := _series({summary.model: summary.statistics for summary in summaries}):
+    reliabilities = [
+        {"name": summary.model} | summary.statistics.points for summary in summaries if summary.statistics.points
+    ]
+    if reliabilities:
         yield curves_block(
             "How sure, and how often right",
             reliabilities,
@@ -277,11 +280,6 @@ def _figures(summaries: Sequence[Summary]) -> Iterator[Block]:
             format="percent",
             is_square=True,
         )
-
-
-def _series(diagnostics: Mapping[str, Diagnostic]) -> list[Block]:
-    """The curves of a diagnostic, of the models that have one."""
-    return [{"name": model} | diagnostic.points for model, diagnostic in diagnostics.items() if diagnostic.points]
 
 
 def _strata(title: str, trait: Trait, diagnostics: Mapping[str, Diagnostic], note: str) -> Block:

@@ -58,18 +58,14 @@ class Pairs:
 def collect_pairs(scored: Sequence[ScoredExample]) -> Pairs:
     """The ordered pairs of scored examples; those without a score are among them."""
     rows = []
-    for i, (example, prompt) in enumerate(zip(scored, prompt_numbers(scored), strict=True)):
+    numbers: dict[str, int] = {}
+    for i, example in enumerate(scored):
+        prompt = numbers.setdefault(example.example.context_key, len(numbers))
         scores = np.array(example.scores, dtype=np.float64)  # None becomes NaN
         rows += [(scores[a] - scores[b], prompt, i, a, b) for a, b in example.pairs()]
     table = np.asarray(rows, dtype=np.float64).reshape(-1, 5)
     integers = table[:, 1:].astype(np.int64)
     return Pairs(margins=table[:, 0], prompts=integers[:, 0], examples=integers[:, 1], sides=integers[:, 2:])
-
-
-def prompt_numbers(scored: Sequence[ScoredExample]) -> list[int]:
-    """A number for each example, the same for those with the same context."""
-    numbers: dict[str, int] = {}
-    return [numbers.setdefault(example.example.context_key, len(numbers)) for example in scored]
 
 
 _SIMILAR = 0.1  # of the larger amount
