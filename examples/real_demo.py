@@ -71,7 +71,7 @@ Next, optimise SmolLM2 itself against this reward model, a quarter of an hour:
 
 def run() -> int:
     llmbar = prepare_data()
-    if llmbar is None:
+    if not llmbar:
         return 1
     base = ["train", "--config", str(CONFIG), f"policy.model_name={smollm2(Path('.models'))}", *SHORTER]
     evaluate = ["eval", f"{WHOLE}/final", f"{FROZEN}/final", "--data", str(DATA / "validation.jsonl")]
@@ -79,7 +79,7 @@ def run() -> int:
         [*base, *HEAD_ONLY],
         base,
         ["verify", f"{WHOLE}/final"],
-        [*evaluate, "--suite", llmbar, "--perturbations", "20", "--output", str(EVALUATION)],
+        [*evaluate, *llmbar, "--perturbations", "20", "--output", str(EVALUATION)],
     ):
         code = main(command)
         if code != 0:
@@ -89,28 +89,39 @@ def run() -> int:
     return 0
 
 
-def prepare_data() -> str | None:
-    """Write the comparisons and the prompts for `grpo`; returns the suite LLMBar. None, said why, without data."""
+def prepare_data() -> list[str]:
+    """Write the comparisons and the prompts for `grpo`; returns the options of `eval` for LLMBar, none without data."""
     folder = os.environ.get("TREEWARD_SHARED_DATA")
     files = {split: Path(folder or "") / "hh_harmless" / f"{split}.jsonl.gz" for split in SIZES}
-    suite = "llmbar" if folder is None else f"llmbar={Path(folder) / 'llmbar'}"
+    natural = Path(folder or "") / "llmbar" / "natural.jsonl.gz"
     if folder is None:
         try:
             for split, name in (("train", "train"), ("validation", "test")):
                 files[split] = Path(hf_hub_download(HUB_NAME, HUB_FILE.format(name), repo_type="dataset"))
         except Exception as error:  # no network, a proxy, no such host: the library's errors are of many kinds
             say(f"{HUB_NAME} cannot be had from the hub ({type(error).__name__}): {NEEDED}")
-            return None
-    elif missing := [str(file) for file in (*files.values(), Path(folder) / "llmbar") if not file.exists()]:
+            return []
+    elif missing := [str(file) for file in (*files.values(), natural) if not file.exists()]:
         say(f"There is no {' and no '.join(missing)}: {NEEDED}")
-        return None
+        return []
     DATA.mkdir(parents=True, exist_ok=True)
     for split, count in SIZES.items():
         with gzip.open(files[split], "rt", encoding="utf-8") as stream:
             (DATA / f"{split}.jsonl").write_text("".join(islice(stream, count)), encoding="utf-8")
         lines = [json.dumps({"messages": prompt}) for prompt in islice(prompts(split), NUM_PROMPTS[split])]
         (DATA / f"{split}_prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return suite
+    if folder is None:
+        return ["--suite", "llmbar"]
+    (DATA / "llmbar.jsonl").write_text("\n".join(map(json.dumps, instructions(natural))) + "\n", encoding="utf-8")
+    return ["--data", str(DATA / "llmbar.jsonl")]
+
+
+def instructions(file: Path) -> Iterator[dict[str, str]]:
+    """The comparisons of a set of LLMBar, as its authors write it: `label` says which output is the better one."""
+    for row in read_rows(str(file)):
+        first, second, is_first = row.values["output_1"], row.values["output_2"], str(row.values["label"]) == "1"
+        better, worse = (first, second) if is_first else (second, first)
+        yield {"prompt": row.values["input"], "chosen": better, "rejected": worse}
 
 
 def prompts(split: str) -> Iterator[list[dict[str, Any]]]:

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import re
-import shlex
 import tomllib
 from pathlib import Path
 
-import pytest
-
-from treeward.cli.main import main
-
 REPOSITORY = Path(__file__).parent.parent
 TEXT = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8")
-GUIDE = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
-COMMANDS = [line.lstrip("# ") for line in (TEXT + GUIDE).splitlines() if line.lstrip("# ").startswith("docker ")]
 
 
 def test_what_it_copies_and_installs_is_there() -> None:
@@ -30,13 +23,3 @@ def test_what_it_copies_and_installs_is_there() -> None:
     python = re.findall(r"^FROM python:([\d.]+)", TEXT, re.MULTILINE)[0]
     assert project["requires-python"] == f">={python}"
     assert re.findall(r"^ENTRYPOINT \[\"(\w+)\"\]", TEXT, re.MULTILINE)[0] in project["scripts"]
-
-
-@pytest.mark.parametrize("command", [one for one in COMMANDS if one.startswith("docker run")])
-def test_its_commands_are_verbs_with_their_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = shlex.split(command)
-    verb, *rest = words[words.index("treeward") + 1 :]
-    assert main([verb, "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert all(word in shown for word in rest if word.startswith("--"))
-    assert all((REPOSITORY / word).is_file() for word in rest if word.endswith(".yaml"))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from treeward.config.loss import LabelConfig, LossConfig, readers
+from treeward.config.loss import READ_BY, LabelConfig, LossConfig
 from treeward.losses import (
     LOSSES,
     METRIC_NAMES,
@@ -211,8 +211,8 @@ def test_an_option_of_a_loss_is_a_key_and_reaches_it(name: str) -> None:
 
 
 def test_every_loss_of_the_configuration_is_there() -> None:
-    named = {loss for option in LossConfig.model_fields.values() for loss in readers(option)}
-    assert named <= LOSSES.keys()
+    assert READ_BY.keys() == LossConfig.model_fields.keys()
+    assert {loss for losses in READ_BY.values() for loss in losses} <= LOSSES.keys()
     assert LabelConfig.model_fields.keys() <= inspect.signature(ranked_pairs).parameters.keys()
 
 

@@ -54,19 +54,23 @@ def test_a_line_of_training_has_numbers_rate_and_time_left_of_this_session(
     assert caplog.messages == [first, last, "set  accuracy", "plain  0.9"]
 
 
-def test_disabled_shows_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_later_task_of_the_same_name_has_its_own_start(now: list[float], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "treeward")
-    with ShownProgress(enabled=False) as hidden:
-        hidden.show("training", 1, 2, {"loss": 0.5})
-        hidden.message("text")
-    assert caplog.messages == []
+    with ShownProgress(unit="steps") as shown:
+        for _ in range(2):
+            shown.show("training", 0, 2)
+            for step in (1, 2):
+                now[0] += 3.0
+                shown.show("training", step, 2, {"loss": 0.5})
+    assert caplog.messages[0].endswith("0:00:03 left") and caplog.messages[:2] == caplog.messages[2:]
 
 
 SCRIPT = """
 import logging
-from treeward.progress import ShownProgress, logs_shown
+from treeward.progress import ShownProgress, show_logs
 {configure}
-with logs_shown(), ShownProgress(unit="steps") as shown:
+show_logs()
+with ShownProgress(unit="steps") as shown:
     shown.show("training", 1, 4)
     for step in (2, 3, 4):
         logging.getLogger("treeward").info("logged %d", step)
@@ -77,7 +81,7 @@ logging.getLogger("treeward").info("after")
 
 
 @pytest.mark.parametrize("configured", [True, False])
-def test_where_nothing_configured_logging_progress_is_seen_and_logging_stays_as_it_was(configured: bool) -> None:
+def test_where_nothing_configured_logging_progress_is_seen_and_else_logging_stays_as_it_was(configured: bool) -> None:
     configure = "logging.basicConfig(level=logging.INFO, format='mine %(message)s')" if configured else ""
     script = SCRIPT.format(configure=configure)
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
@@ -85,7 +89,7 @@ def test_where_nothing_configured_logging_progress_is_seen_and_logging_stays_as_
     if configured:
         assert all(line.startswith("mine ") for line in lines) and lines[-1] == "mine after"
         return
-    assert [line for line in lines if "steps" not in line] == ["logged 2", "logged 3", "logged 4", "said"]
+    assert [line for line in lines if "steps" not in line] == ["logged 2", "logged 3", "logged 4", "said", "after"]
     assert len([line for line in lines if line.startswith("training: ") and "loss 0.5000" in line]) == 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeward.errors import CheckpointError, DataError
+from treeward.errors import CheckpointError
 from treeward.resumable import resumable_rows
-from treeward.storage import write_text
 
 IDENTITY = {"model": "a" * 64, "truncation": "drop", "seed": 0}
 
@@ -63,17 +61,6 @@ def test_rows_of_another_identity_are_refused_and_left_alone(change: dict[str, A
         run(path, 3)
 
 
-def test_a_lone_surrogate_is_written_as_json_escapes_it(tmp_path: Path) -> None:
-    """A row of data may have one, whose example `eval` keeps without a score."""
-    texts: list[str] = []
-    for _ in range(2):
-        with resumable_rows(tmp_path / "rows.jsonl", IDENTITY, lambda row, where: str(row["text"])) as rows:
-            texts += rows.kept
-            rows.add({"text": "one \ud800 half"})
-    write_text(tmp_path / "whole.json", json.dumps(texts, ensure_ascii=False))
-    assert texts == json.loads((tmp_path / "whole.json").read_text(encoding="utf-8")) == ["one \ud800 half"]
-
-
 def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     with resumable_rows(path, IDENTITY, number):
@@ -82,25 +69,3 @@ def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
         assert "--output" in str(raised.value.fix)
         assert run(tmp_path / "others.jsonl") == list(range(20))
     assert run(path) == list(range(20))
-
-
-def test_a_finished_file_has_its_own_name_and_nothing_is_left(tmp_path: Path) -> None:
-    path = tmp_path / "scores.jsonl.partial"
-    with resumable_rows(path, IDENTITY, number) as rows:
-        rows.add({"number": 1})
-        rows.finish(tmp_path / "scores.jsonl")
-    assert [file.name for file in tmp_path.iterdir()] == ["scores.jsonl"]
-    assert json.loads((tmp_path / "scores.jsonl").read_text()) == {"number": 1}
-
-
-def test_a_damaged_row_and_a_place_that_cannot_be_written_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    run(path, 2)
-    path.write_text('{"number": 0}\n{"number": \n')
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: the row is damaged"):
-        run(path)
-    with pytest.raises(DataError, match="cannot be written"):
-        run(path / "below.jsonl")
-    with resumable_rows(None, IDENTITY, number) as nowhere:
-        nowhere.add({"number": 1})
-    assert nowhere.kept == []

@@ -1,24 +1,10 @@
 from __future__ import annotations
 
-import os
-import stat
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from treeward.storage import atomic_file, folder_lock, write_text
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    write_text(path, "old\n")
-    with pytest.raises(RuntimeError), atomic_file(path) as stream:
-        stream.write("half")
-        raise RuntimeError
-    assert path.read_text() == "old\n"
-    assert [found.name for found in tmp_path.iterdir()] == ["run.json"]
+from treeward.storage import folder_lock, write_text
 
 
 def test_a_kill_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
@@ -31,15 +17,6 @@ def test_a_kill_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
     )
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -9
     assert path.read_text() == "old\n"
-
-
-def test_permissions_stay_and_new_files_are_readable(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    write_text(path, "a")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
-    os.chmod(path, 0o600)
-    write_text(path, "b")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_one_holder_of_a_folder(tmp_path: Path) -> None:

@@ -1,11 +1,3 @@
-import math
-
-import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from rich.cells import cell_len
-
 from treeward import tables as results
 from treeward.tables import Column, markdown_table, results_table
 
@@ -39,21 +31,6 @@ def test_an_absent_value_and_none_are_dashes_and_keep_the_column_numeric():
     ]
 
 
-@pytest.mark.parametrize(
-    ("values", "cells"),
-    [
-        ([0.5, 0.123456, 3e-6], ["0.5", "0.1235", "3e-06"]),
-        ([math.nan, math.inf], ["nan", "inf"]),
-        ([1234567], ["1,234,567"]),
-        ([np.int64(1234), np.float32(0.5)], ["1,234", "0.5"]),
-        ([True, False], ["yes", "no"]),
-    ],
-)
-def test_numbers(values, cells):
-    table = results_table([{"x": value} for value in values], ["x"])
-    assert [line.strip() for line in table.splitlines()[2:]] == cells
-
-
 def test_cells_cannot_move_the_cursor_or_break_the_line():
     table = results_table([{"name": "a\nb\x1b[31m\u202e|c"}], ["name"])
     assert table.splitlines()[2] == "a b[31m|c"
@@ -66,20 +43,3 @@ def test_markdown():
         "| a\\|b | 0.5 |",
         "| c d | – |",
     ]
-
-
-def test_no_rows_leave_the_heading_and_no_columns_are_refused():
-    assert results_table([], ["set"]).splitlines() == ["set", "───"]
-    with pytest.raises(ValueError, match="at least one column"):
-        results_table(ROWS, [])
-
-
-@given(st.lists(st.tuples(st.text(), st.floats() | st.integers() | st.none()), max_size=6))
-def test_every_row_is_one_line_and_the_columns_stand_below_each_other(pairs):
-    table = results_table([{"name": name, "value": value} for name, value in pairs], ["name", Column("value")])
-    lines = table.split("\n")
-    assert len(lines) == 2 + len(pairs)
-    assert table.splitlines() == lines
-    assert all(cell_len(line) <= cell_len(lines[1]) for line in lines)
-    numeric = [line for line, (_, value) in zip(lines[2:], pairs, strict=True) if value is not None]
-    assert all(cell_len(line) == cell_len(lines[1]) for line in numeric)

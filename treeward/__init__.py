@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from treeward.data.datasets import register_dataset as register_dataset
     from treeward.data.preference import Completion as Completion
     from treeward.data.preference import Preference as Preference
-    from treeward.data.prompt_sets import open_prompts as open_prompts
     from treeward.data.prompt_sets import register_prompt_dataset as register_prompt_dataset
     from treeward.data.rendering import Renderer as Renderer
     from treeward.environments.interface import Environment as Environment
@@ -31,31 +30,18 @@ if TYPE_CHECKING:
     from treeward.environments.registry import register_environment as register_environment
     from treeward.environments.reward_model import RewardModelEnvironment as RewardModelEnvironment
     from treeward.environments.trl import as_trl as as_trl
-    from treeward.errors import CheckpointError as CheckpointError
     from treeward.errors import ConfigError as ConfigError
     from treeward.errors import DataError as DataError
     from treeward.errors import ModelError as ModelError
     from treeward.errors import TreewardError as TreewardError
     from treeward.http import RewardServerError as RewardServerError
-    from treeward.losses import bradley_terry as bradley_terry
-    from treeward.losses import plackett_luce as plackett_luce
-    from treeward.losses import ranked_pairs as ranked_pairs
-    from treeward.model.loading import load_policy as load_policy
-    from treeward.model.policy_model import PolicyModel as PolicyModel
     from treeward.model.reward_model import RewardModel as RewardModel
-    from treeward.rl.grpo import GRPOOutcome as GRPOOutcome
     from treeward.rl.grpo import grpo as grpo
-    from treeward.scoring.ensemble import EnsembleScorer as EnsembleScorer
     from treeward.scoring.score import Score as Score
     from treeward.scoring.scorer import Scorer as Scorer
     from treeward.scoring.scorer import load_reward_model as load_reward_model
-    from treeward.scoring.shaping import Shaper as Shaper
     from treeward.scoring.verification import verify as verify
-    from treeward.training.train import TrainingOutcome as TrainingOutcome
     from treeward.training.train import train as train
-    from treeward.tree.batch import RowBatch as RowBatch
-    from treeward.tree.batch import TreeBatch as TreeBatch
-    from treeward.tree.token_tree import TokenTree as TokenTree
 
 __version__ = VERSION
 
@@ -64,27 +50,20 @@ _HOMES = {
     "config.load": ("load_config", "load_grpo_config"),
     "data.datasets": ("open_dataset", "register_dataset"),
     "data.preference": ("Completion", "Preference"),
-    "data.prompt_sets": ("open_prompts", "register_prompt_dataset"),
+    "data.prompt_sets": ("register_prompt_dataset",),
     "data.rendering": ("Renderer",),
     "environments.interface": ("Environment",),
     "environments.registry": ("make_environment", "register_environment"),
     "environments.reward_model": ("RewardModelEnvironment",),
     "environments.trl": ("as_trl",),
-    "errors": ("CheckpointError", "ConfigError", "DataError", "ModelError", "TreewardError"),
+    "errors": ("ConfigError", "DataError", "ModelError", "TreewardError"),
     "http": ("RewardServerError",),
-    "losses": ("bradley_terry", "plackett_luce", "ranked_pairs"),
-    "model.loading": ("load_policy",),
-    "model.policy_model": ("PolicyModel",),
     "model.reward_model": ("RewardModel",),
-    "rl.grpo": ("GRPOOutcome", "grpo"),
-    "scoring.ensemble": ("EnsembleScorer",),
+    "rl.grpo": ("grpo",),
     "scoring.score": ("Score",),
     "scoring.scorer": ("Scorer", "load_reward_model"),
-    "scoring.shaping": ("Shaper",),
     "scoring.verification": ("verify",),
-    "training.train": ("TrainingOutcome", "train"),
-    "tree.batch": ("RowBatch", "TreeBatch"),
-    "tree.token_tree": ("TokenTree",),
+    "training.train": ("train",),
 }
 _HOME_OF = {name: f"treeward.{home}" for home, names in _HOMES.items() for name in names}
 

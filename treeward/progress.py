@@ -3,7 +3,7 @@
 with ShownProgress(unit="rows") as shown:
     shown.show("scoring", 3, 10)                                       # scoring: 3 of 10 rows
 
-with ShownProgress(unit="steps") as shown, logs_shown():
+with ShownProgress(unit="steps") as shown:
     shown.show("training", resumed_at, total_steps)                    # rate and time left count from here
     shown.show("training", step, total_steps, {"loss": 0.41}, tokens=16_384)
     with shown.paused("validating"):                                   # validation does not lower tokens per second
@@ -44,6 +44,7 @@ class ShownProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._what = None  # a later task of the same name begins anew
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -147,26 +148,10 @@ class _Formatter(logging.Formatter):
         return f"{self.formatTime(record, self.datefmt)} {level}{record.message}"
 
 
-@contextlib.contextmanager
-def logs_shown() -> Iterator[None]:
-    """Write treeward's log to standard error inside the block, if nobody has configured logging.
-
-    A run that is called from Python would else be silent: Python shows no message below WARNING by itself.
-    """
-    ours = logging.getLogger("treeward")
-    if ours.hasHandlers():
-        yield
-        return
-    handler, level = StandardErrorHandler(), ours.level
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    ours.addHandler(handler)
-    if level == logging.NOTSET:
-        ours.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        ours.removeHandler(handler)
-        ours.setLevel(level)
+def show_logs() -> None:
+    """`configure_logging`, if nobody has configured logging: Python alone shows no message below WARNING."""
+    if not logging.getLogger("treeward").hasHandlers():
+        configure_logging()
 
 
 class StandardErrorHandler(logging.StreamHandler):  # type: ignore[type-arg]

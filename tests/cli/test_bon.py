@@ -38,11 +38,11 @@ def test_a_model_against_numbers_of_the_rows(
     proxy = [[score.score for score in scorer.score_completions(row["prompt"], row["responses"])] for row in rows]
     expected = analyse(proxy, [row["gold_scores"] for row in rows])
     assert found["n"] == [1, 2, 3, 4, 5]
-    for name in ("gold", "proxy", "regret"):
+    for name in ("gold", "proxy", "best"):
         assert found["curves"][name]["mean"] == pytest.approx(expected.curves[name].mean, abs=1e-5)
     assert found["sentence"] == expected.sentence
     assert (found["proxy"], found["gold"]) == (model_folder.name, "gold_scores")
-    assert found["sentence"] in ended.out and "regret" in ended.out
+    assert found["sentence"] in ended.out and "best gold" in ended.out
     assert "gold_scores" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
@@ -75,10 +75,8 @@ def test_what_has_no_score_is_counted_and_never_a_number(
     ("proxy", "gold", "message"),
     [
         ("{modle: M}", "n", "did you mean model"),
-        ("{model: M, ensemble: wurst}", "n", "worst"),
         ("n", "n", "proxy and gold are the same"),
         ("gold_score", "n", "did you mean gold_scores"),
-        ("n", "{type: rules", "is no section"),
         ("n", "{type: ruless, rule: math}", "did you mean rules"),
     ],
 )
@@ -97,18 +95,3 @@ def test_a_wrong_row_is_told_before_anything_else(treeward: Command, samples: Pa
     ended = treeward("bon", "--proxy", "n", "--data", samples, "--output", tmp_path / "out")
     assert f"{samples}:13: " in ended.err and "has no gold_scores with a number for each" in ended.err
     assert ended.code == 2 and not (tmp_path / "out").exists()
-
-
-def test_scores_of_another_shaping_model_or_file_are_not_mixed(
-    treeward: Command, model_folder: Path, samples: Path, tmp_path: Path
-) -> None:
-    def said(*words: str, threshold: int = 0) -> str:
-        section = {"name": "p", "model": str(model_folder), "shaping": {"length_penalty": {"threshold": threshold}}}
-        return treeward("bon", "--proxy", json.dumps(section), "--data", samples, "--output", tmp_path, *words).err
-
-    assert "Traceback" not in said() and (tmp_path / "bon.json").exists()
-    assert "another shaping" in said(threshold=9)
-    assert "dtype float32 -> bfloat16" in said("--dtype", "bfloat16")
-    with samples.open("a", encoding="utf-8") as stream:
-        stream.write(samples.read_text(encoding="utf-8").splitlines()[0] + "\n")
-    assert "another data" in said()

@@ -33,7 +33,7 @@ def test_a_run_is_checked_with_its_own_sets_and_tokenizer(
     found = {one["name"]: one for one in json.loads((tmp_path / "out" / "results.json").read_text())["findings"]}
     assert ended.code == 0 and found["validation_overlap"]["count"] == 2
     assert f"Tokens of {policy_folder}" in ended.out
-    assert str(tmp_path / "out" / "report.html") in ended.out
+    assert str(tmp_path / "out" / "results.json") in ended.out
 
 
 def test_formats_are_recognised_and_broken_rows_shown(
@@ -65,6 +65,7 @@ def test_mistakes_are_errors(check: Callable[..., Ended], write_rows: Write, tmp
         ([], "there is nothing to check"),
         ([write_rows("b.jsonl", ["[", "{"])], "b.jsonl:1"),
         ([write_rows("a.jsonl", ROWS), "--benchmark", tmp_path / "none.jsonl"], "there is no such file"),
+        ([write_rows("a.jsonl", ROWS), "--benchmark", "rewardbnch"], "did you mean rewardbench?"),
     ):
         ended = check(*words)
         assert ended.code == 2 and said in ended.err

@@ -63,28 +63,10 @@ def test_a_conversation_without_a_score_counts_as_wrong_and_is_told(
     assert ended.code == 1 and "no result, 0 of 1 scored" in ended.out
 
 
-def test_the_checkpoints_of_a_run_in_the_order_of_their_steps(
-    treeward: Command, model_folder: Path, write_rows: Write, tmp_path: Path
-) -> None:
-    run, output = tmp_path / "run", tmp_path / "eval"
-    for name in ("step_10/model", "step_9/model", "final"):
-        (run / name).parent.mkdir(parents=True, exist_ok=True)
-        (run / name).symlink_to(model_folder)
-    (run / "report").mkdir()
-    words = ("eval", model_folder, "--checkpoints", run, "--data", write_rows("held_out.jsonl", ROWS[:12]))
-    assert treeward(*words, "--output", output).code == 0
-    *checkpoints, _ = [one["model"] for one in results_of(output)]  # the last is none of the checkpoints
-    assert checkpoints == ["step_9", "step_10", "run"]
-    (run / "step_9" / "model").unlink()
-    ended = treeward(*words)
-    assert ended.code == 2 and "there is no such folder" in ended.err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["MODEL", "--ensemble", "mean"], "one model is no ensemble"),
-        (["MODEL", "--checkpoints", "nowhere"], "the folder has no checkpoints"),
         ([], "there are no models"),
         (["MODEL", "/nowhere/model"], "there is no such folder"),
         (["MODEL", "--suite", "rewardbnch"], "did you mean rewardbench"),

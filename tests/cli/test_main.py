@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shlex
 import subprocess
@@ -11,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from verbs import Command
 
 from treeward import __version__
@@ -48,11 +46,6 @@ def test_the_help_of_a_verb_shows_examples_that_parse(verb: str, treeward: Comma
         assert all(getattr(parameter, "help", None) for parameter in command.params)
 
 
-def test_a_misspelt_verb_gets_a_suggestion(treeward: Command) -> None:
-    ended = treeward("trian")
-    assert ended.code == 2 and "Did you mean 'train'?" in ended.err
-
-
 @pytest.mark.parametrize(
     ("words", "near"),
     [
@@ -75,44 +68,6 @@ def test_a_path_that_is_not_there_names_the_nearest(
     assert ended.code == 2 and f"did you mean {near}?" in ended.err
 
 
-def test_several_mistakes_in_a_file_keep_their_own_fields(tmp_path: Path, treeward: Command) -> None:
-    (tmp_path / "rm.yaml").write_text("policy: {model_name: 3}\nrm: {max_num_stepz: 5}\n")
-    said = treeward("train", "--config", tmp_path / "rm.yaml").err
-    assert "mistakes" in said and "field: rm.max_num_stepz" in said
-
-
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [("treeward ev", {"eval"}), ("treeward eval --da", {"--data", "--dataset-name", "--data-option"})],
-)
-def test_a_shell_completes_verbs_and_their_options(line: str, offered: set[str]) -> None:
-    words = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_TREEWARD_COMPLETE": "complete_bash"}
-    command = [sys.executable, "-c", "from treeward.cli.main import main; main()"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **words})
-    assert set(done.stdout.split()) == offered
-
-
-def test_options_may_stand_between_overrides_and_debug_anywhere(treeward: Command) -> None:
-    words = ["train", "rm.seed=1", "--config", "no_such.yaml", "rm.max_num_steps=2"]
-    for more in (["--debug", *words], [*words, "--debug"], words):
-        ended = treeward(*more)
-        assert ended.code == 2 and "no_such.yaml" in ended.err
-        assert ("Traceback" in ended.err) is ("--debug" in more)
-
-
-@pytest.mark.parametrize("error", [FileNotFoundError(2, "of golden.json"), BrokenPipeError("of golden.json")])
-def test_a_fault_of_the_system_is_one_message_that_names_debug(
-    error: OSError, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fault() -> int:
-        raise error
-
-    with pytest.raises(typer.Exit) as ended:
-        entry._reporting("verify", fault)()
-    said = capsys.readouterr().err
-    assert ended.value.exit_code == 2 and "golden.json" in said and "--debug verify" in said
-
-
 def test_the_log_has_one_handler_and_names_levels(restored_logging: None, capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging()
     configure_logging()  # replaces, does not double
@@ -121,15 +76,3 @@ def test_the_log_has_one_handler_and_names_levels(restored_logging: None, capsys
         logging.getLogger(name).warning("of %s", name)
     lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in capsys.readouterr().err.splitlines()]
     assert lines == ["of treeward.training", "WARNING of treeward.training", "WARNING of other"]
-
-
-@pytest.mark.parametrize(("rank", "shown"), [({"RANK": "0"}, 1), ({"RANK": "1"}, 0)])
-def test_of_several_processes_one_shows_its_log(
-    rank: dict[str, str], shown: int, restored_logging: None, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    for name, value in rank.items():
-        monkeypatch.setenv(name, value)
-    configure_logging()
-    logging.getLogger("treeward").warning("once")
-    assert capsys.readouterr().err.count("once") == shown

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from messages import assistant, chat, read_jsonl, user
+from messages import assistant, read_jsonl, user
 from signed import contract_of
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from verbs import Command, Ended
@@ -67,22 +66,6 @@ def test_every_shape_of_row_is_scored_in_order_as_transformers_does(
     for row, expected in [(binary, [good, bad]), (responses, [good, bad, good])]:
         assert row.pop("scores") == pytest.approx(expected, abs=1e-5)
     assert rows == list(SHAPES.values())  # each row is written as it came
-
-
-def test_columns_of_ones_own_are_named(score: Callable[..., Any], model_folder: Path, tmp_path: Path) -> None:
-    data = tmp_path / "own.csv"
-    data.write_text("question,answer\n2 + 2?,Four.\n", encoding="utf-8")
-    ended, (row,) = score(data, "--data-option", "prompt_key=question", "--data-option", "response_key=answer")
-    want = plain_scores(model_folder, [chat("2 + 2?", "Four.")])
-    assert ended.code == 0 and [row.pop("score")] == pytest.approx(want, abs=1e-5)
-    assert row == {"question": "2 + 2?", "answer": "Four."}, "the row stays as it is"
-    for option, said in (
-        ("prompt_key=questoin", "is it question?"),
-        ("promt_key=question", "did you mean prompt_key?"),
-        ("prompt", "this is no KEY=VALUE"),
-    ):
-        ended, _ = score(data, "--data-option", option)
-        assert ended.code == 2 and said in ended.err
 
 
 def test_standard_streams_are_utf_8(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,18 +133,6 @@ def test_mistakes_are_told_first(
     before, places = data.read_bytes(), {"MODEL": model_folder, "DATA": data}
     ended = treeward("score", "--data", data, *(places.get(word, word) for word in words))
     assert ended.code == 2 and said in ended.err and data.read_bytes() == before
-
-
-def test_a_reader_that_has_enough_is_no_error(
-    model_folder: Path, write_rows: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write_rows("in.jsonl", [SHAPES["messages"] | {"note": "x" * 9000}] * 3)  # more than a buffer
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        assert main(["score", str(model_folder), "--data", str(data)]) == 0
-    assert "BrokenPipe" not in capsys.readouterr().err
 
 
 def test_rewards_beside_the_scores_and_reasons_where_there_are_none(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,12 +67,6 @@ def test_what_is_told_before_anything_is_loaded(words: list[str], says: str, tre
     """A model that is not there would be the first error, if it were looked at."""
     ended = treeward("serve", *words)
     assert ended.code == 2 and says in ended.err
-
-
-def test_without_the_packages_of_the_server(treeward: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    ended = treeward("serve", "a")
-    assert ended.code == 2 and "pip install 'treeward[serve]'" in ended.err
 
 
 def test_a_model_that_does_not_keep_its_contract(treeward: Command, own_model: Path) -> None:

@@ -1,6 +1,5 @@
 """Configurations of NeMo RL, with the keys and values that its files have had, load unchanged."""
 
-import json
 import logging
 from pathlib import Path
 
@@ -24,9 +23,8 @@ def test_it_loads_and_survives_saving(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["grpo_math_1B", "grpo_rm_1B", "rm"])
-def test_the_keys_of_its_files_of_august_2026_are_known(name, caplog):
+def test_the_keys_of_its_files_of_august_2026_are_known(name):
     (load_config if name == "rm" else load_grpo_config)(FILES / "2026-08" / f"{name}.yaml")
-    assert "unknown keys" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -41,59 +39,8 @@ def test_the_keys_of_its_files_of_august_2026_are_known(name, caplog):
         "policy.dtensor_cfg.lora_cfg={enabled: true, match_all_linear: false, exclude_modules: ['*out_proj*']}",
     ],
 )
-def test_what_its_recipes_change_is_known(override, caplog):
+def test_what_its_recipes_change_is_known(override):
     load_grpo_config(FILES / "2026-08" / "grpo_math_1B.yaml", [override])
-    assert "unknown keys" not in caplog.text
-
-
-NEWER = {
-    "policy.generation": {"use_streams": True, "wholly_new": {"inside": 1}},
-    "cluster": {"fabric": None},
-    "grpo": {"zigzag": 2},
-}
-
-
-def newer_file(tmp_path, **more):
-    """One that a later version of NeMo RL may have."""
-    tree = {"policy": {"generation": NEWER["policy.generation"]}, "cluster": NEWER["cluster"], "grpo": NEWER["grpo"]}
-    tree = {"defaults": f"{FILES}/2026-08/grpo_rm_1B.yaml"} | tree | more
-    (tmp_path / "newer.yaml").write_text(json.dumps(tree), encoding="utf-8")
-    return tmp_path / "newer.yaml"
-
-
-def test_keys_that_are_newer_are_a_warning_with_their_list(tmp_path, caplog):
-    path = newer_file(tmp_path)
-    assert load_grpo_config(path) == load_grpo_config(FILES / "2026-08" / "grpo_rm_1B.yaml")
-    (warning,) = [record.message for record in caplog.records if "unknown keys" in record.message]
-    for section, keys in NEWER.items():
-        assert all(f"{section}.{key} ({path})" in warning for key in keys)
-
-
-@pytest.mark.parametrize(
-    ("more", "override", "field"),
-    [
-        ({"grpo": {"num_promts_per_step": 4}}, None, "grpo.num_promts_per_step"),  # a misspelt key of ours
-        ({"grpo": {"watch": {"zigzag": 1}}}, None, "grpo.watch.zigzag"),  # a section of ours
-        ({"grpo": {"beta": 0.1}}, None, "grpo.beta"),  # TRL's name of a key
-        ({}, "+policy.zigzag=1", "policy.zigzag"),  # typed for this run
-        ({}, "++policy.dynamic_batching.train_mb_token=4", "policy.dynamic_batching.train_mb_token"),
-    ],
-)
-def test_other_unknown_keys_stay_errors(more, override, field, tmp_path):
-    with pytest.raises(ConfigError, match=rf"field: {field}"):
-        load_grpo_config(newer_file(tmp_path, **more), [override] if override else [])
-
-
-def test_a_file_without_keys_of_nemo_rl_is_ours(tmp_path):
-    text = "policy: {model_name: m, zigzag: 1, nought: 2}\ncluster: {fabric: 1}\ndata: {train_data_path: t.jsonl}\n"
-    (tmp_path / "base.yaml").write_text(text, encoding="utf-8")
-    (tmp_path / "run.yaml").write_text("defaults: base.yaml\nrm: {seed: 1}\nlogger: {fabric: 1}\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="4 mistakes") as caught:
-        load_config(tmp_path / "run.yaml")
-    text = str(caught.value)
-    for key, file in {"policy.zigzag": "base", "cluster.fabric": "base", "logger.fabric": "run"}.items():
-        assert f"{tmp_path}/{file}.yaml: there is no such key\n    field: {key}\n" in text, "the file that has it"
-    assert text.count("one of model_name, ") == 1, "the names of a section's keys once"
 
 
 def test_the_reward_model_example_means_what_it_meant(tmp_path, caplog):
@@ -107,7 +54,8 @@ def test_the_reward_model_example_means_what_it_meant(tmp_path, caplog):
     assert config.ranking_metric == ("default", "loss")
     sets = [(d.split, d.name) for d in (*config.data.train, *config.data.validation)]
     assert sets == [("train", None), ("validation", "default")]
-    assert "have no effect here" in caplog.text and "monitor_gpus" in caplog.text and "_v2" in caplog.text
+    assert "PolicyDTensorConfig: no effect here: " in caplog.text
+    assert "monitor_gpus" in caplog.text and "_v2" in caplog.text
     save_config(config, tmp_path / "resolved.yaml")
     assert load_config(tmp_path / "resolved.yaml") == config
 
@@ -126,7 +74,7 @@ def test_the_first_file_means_what_it_meant(caplog):
     assert parts(config.data.train) == [("OpenMathInstruct-2", "train", 0.05)]
     assert parts(config.data.validation) == [("OpenMathInstruct-2", "validation", 0.05)]
     assert {one.prompt_file for one in (*config.data.train, *config.data.validation)} == {"examples/prompts/cot.txt"}
-    assert "env.reward_model.max_grad_norm" in caplog.text, "the whole name of a key that has no effect"
+    assert "RewardModelEnvironmentConfig: no effect here: logprob_batch_size, max_grad_norm" in caplog.text
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1 and "the policy itself samples" in warnings[0]
 
@@ -146,9 +94,8 @@ def test_newer_names_mean_ours():
     assert config.grpo.num_val_generations == 4
 
 
-def test_a_section_may_replace_that_of_the_defaults(tmp_path, caplog):
+def test_a_section_may_replace_that_of_the_defaults(tmp_path):
     config = load_grpo_config(FILES / "multiple.yaml")
-    assert "unknown keys" not in caplog.text
     assert parts(config.data.train) == [("OpenMathInstruct-2", "train", 0.05), ("DeepScaler", None, 0.0)]
     assert [one.name for one in config.data.validation] == ["AIME2024", "DAPOMathAIME2024", "held_out"]
     assert [one.dataset_name for one in config.data.validation[1:]] == ["DAPOMathAIME2024", "OpenMathInstruct-2"]
@@ -164,20 +111,15 @@ def test_a_section_may_replace_that_of_the_defaults(tmp_path, caplog):
     [
         ("grpo.async_grpo.enabled=true", "grpo.async_grpo.enabled"),
         ("grpo.max_rollout_turns=3", "grpo.max_rollout_turns"),
-        ("grpo.advantage_clip_low=-5.0", "grpo.advantage_clip_low"),
         ("grpo.reward_shaping.stop_properly_penalty_coef=0.5", "grpo.reward_shaping.stop_properly_penalty_coef"),
         ("grpo.adv_estimator.name=gdpo", "grpo.adv_estimator.name"),
-        ("loss_fn.use_cispo=true", "loss_fn.use_cispo"),
         ("policy.megatron_cfg.enabled=true", "policy.megatron_cfg.enabled"),
         ("policy.dtensor_cfg.context_parallel_size=2", "policy.dtensor_cfg.context_parallel_size"),
-        ("policy.draft.enabled=true", "policy.draft.enabled"),
         ("policy.reward_model_cfg.enabled=true", "policy.reward_model_cfg.enabled"),
         ("reward_penalties.penalize_unwanted_tokens=true", "reward_penalties"),
         ("data_plane.enabled=true", "data_plane.enabled"),
         ("++data.use_multiple_dataloader=true", "data.use_multiple_dataloader"),
         ("++policy.generation.val_temperature=0.6", "policy.generation.val_temperature"),
-        ("++policy.generation.val_top_p=0.95", "policy.generation.val_top_p"),
-        ("++policy.generation.val_top_k=50", "policy.generation.val_top_k"),
     ],
 )
 def test_what_cannot_be_done_is_refused_where_it_is_switched_on(override, field):

@@ -43,13 +43,10 @@ def plain_environment(monkeypatch):
         (RM, "data.train_data_path=pears.jsonl", "data.train[0].data_path", "did you mean"),
         (RM, "policy.model_name=./nowhere", "policy.model_name", "relative paths"),
         (RM, "policy.use_liger_kernel=true", "policy.use_liger_kernel", r"treeward\[liger\]"),
-        (RM, "logger.tensorboard_enabled=true", "logger.tensorboard_enabled", r"treeward\[tensorboard\]"),
         (GRPO, "data.env_name=judge", "env.judge", r"treeward\[judge\]"),
         (GRPO, "env.reward_model.resources.gpus_per_node=2", "env.reward_model", r"treeward\[ray\]"),
         (GRPO, "env.reward_model.model_name=results/nowhere/final", "env.reward_model.model_name", "relative paths"),
-        (GRPO, "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.enabled", r"treeward\[lora\]"),
         (RM, "policy={load_in_4bit: true, dtensor_cfg: {lora_cfg: {enabled: true}}}", "policy.load_in_4bit", "qlora"),
-        (RM, "policy.optimizer.name=torchao.optim.AdamW8bit", "policy.optimizer.name", r"treeward\[lowbit\]"),
     ],
 )
 def test_what_is_missing_is_named(load, plain_environment, monkeypatch, tmp_path, text, override, field, fix):

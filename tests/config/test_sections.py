@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from treeward.config.checkpointing import (
     CheckpointingConfig,
     GRPOCheckpointingConfig,
-    parse_grpo_metric_name,
 )
 from treeward.config.grpo import GRPOConfig
 from treeward.config.load import load_section
@@ -79,31 +78,10 @@ def test_whether_a_metric_is_better_when_it_is_higher():
     assert config.metric_is_better_when_higher
 
 
-@pytest.mark.parametrize("name", ["val_reward", "val:reward", "validation/reward", "val:accuracy", "val:val_reward"])
-def test_names_of_the_reward(name):
-    assert parse_grpo_metric_name(name) == "reward"
-
-
 @given(st.integers(0, 99), st.integers(0, 23), st.integers(0, 59), st.integers(1, 59))
 def test_a_deadline_in_days_hours_minutes_seconds(days, hours, minutes, seconds):
     config = CheckpointingConfig(checkpoint_must_save_by=f"{days:02}:{hours:02}:{minutes:02}:{seconds:02}")
     assert config.checkpoint_must_save_by == 86400 * days + 3600 * hours + 60 * minutes + seconds
-
-
-@pytest.mark.parametrize(
-    ("data", "fix"),
-    [
-        ("{dataset_name: my.module.Pairs}", "as {dataset_name: my.module.Pairs},"),
-        ("{train_data_path: t.jsonl}", "Give data.validation or"),
-    ],
-)
-def test_a_run_without_validation_says_so(load, caplog, data, fix):
-    text = f"policy: {{model_name: m}}\ndata: {data}\n"
-    config = load(text + "rm: {val_period: 10}\n")
-    assert len(config.remarks) == 1 and fix in config.remarks[0]
-    assert "nothing is validated, although rm.val_period is 10" in caplog.text
-    assert load(text, "rm.val_period=null").remarks == []
-    assert load(text, "data.validation={dataset_name: Bundled}").remarks == []
 
 
 @pytest.mark.parametrize(
@@ -120,11 +98,6 @@ def test_a_run_without_validation_says_so(load, caplog, data, fix):
 def test_keys_of_the_estimator_stand_in_either_place(keys, want):
     config = GRPOConfig(**keys)
     assert (config.adv_estimator.name, config.use_leave_one_out_baseline, config.normalize_rewards) == want
-
-
-def test_either_spelling_switches_recomputation_on():
-    for section in ({}, {"activation_checkpointing": False}):
-        assert policy(activation_checkpointing_enabled=True, dtensor_cfg=section).dtensor_cfg.activation_checkpointing
 
 
 def test_environments_of_a_run(load):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,8 @@ from hypothesis import strategies as st
 from messages import assistant, user, write_jsonl
 
 from treeward.config.data import DatasetConfig
-from treeward.data.datasets import RowDataset, open_dataset, register_dataset
-from treeward.data.preference import Preference, parse_transcript, preference_from_dict
-from treeward.data.sources import Row
+from treeward.data.datasets import open_dataset
+from treeward.data.preference import Preference, parse_transcript
 from treeward.errors import ConfigError, DataError
 
 Parse = Callable[..., Preference]
@@ -56,18 +54,6 @@ def test_bad_rank_rows(parse: Parse, more: dict[str, Any], field: str, words: st
     with pytest.raises(DataError, match=words) as caught:
         parse("PreferenceDataset", rank_row() | more)
     assert caught.value.field == field and str(caught.value.where).endswith("rows.jsonl:1")
-
-
-def test_rank_format_in_csv(tmp_path: Path) -> None:
-    rows = [rank_row(margin=1.5), rank_row("vier", "fünf")]
-    with (tmp_path / "rows.csv").open("w", newline="") as handle:
-        writer = csv.DictWriter(handle, ["context", "completions", "margin"])
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({key: value if key == "margin" else json.dumps(value) for key, value in row.items()})
-    stream = open_dataset(DatasetConfig(data_path=str(tmp_path / "rows.csv")))
-    expected = [preference_from_dict(row, task_name="PreferenceDataset") for row in rows]
-    assert [preference for preference, _ in stream] == [preference for preference, _ in stream] == expected
 
 
 CONTEXT = [user("Hi"), assistant("Hello"), user("2 + 2?")]
@@ -161,21 +147,6 @@ def join(messages: Any) -> str:
     return "".join(f"\n\n{speakers[message['role']]}: {message['content']}" for message in messages)
 
 
-def test_speakers_named_inside_a_turn_stay_inside() -> None:
-    text = "\n\nHuman: Is\nHuman: a tag?\n\nAssistant: Yes.  Human: Why?\n\nAssistant: Because  \n\nHuman: Ok"
-    messages = parse_transcript(text)
-    assert [message["role"] for message in messages] == ["user", "assistant", "user"]
-    assert messages[1]["content"] == "Yes.  Human: Why?\n\nAssistant: Because  "
-    assert join(messages) == text
-
-
-@pytest.mark.parametrize("text", ["Hi", "", "x\n\nHuman: Hi", [user("a")]])
-def test_bad_transcripts(parse: Parse, text: Any) -> None:
-    with pytest.raises(DataError, match="not text that begins with a turn") as caught:
-        parse("HHTranscripts", {"chosen": text, "rejected": "\n\nHuman: Hi\n\nAssistant: Hello"})
-    assert caught.value.field == "chosen" and str(caught.value.where).endswith("rows.jsonl:1")
-
-
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=9), min_size=1, max_size=5))
 def test_a_transcript_joins_again(texts: list[str]) -> None:
     transcript = join([(assistant if i % 2 else user)(text) for i, text in enumerate(texts)])
@@ -199,15 +170,6 @@ def test_prompt_files(parse: Parse, tmp_path: Path) -> None:
     before = open_dataset(config).fingerprint
     (tmp_path / "system.txt").write_text("Be long.")
     assert open_dataset(config).fingerprint != before
-
-
-@pytest.mark.parametrize("text", ["{} and {}", "{name}", "{"])
-def test_bad_templates(parse: Parse, tmp_path: Path, text: str) -> None:
-    (tmp_path / "prompt.txt").write_text(text)
-    with pytest.raises(ConfigError, match="exactly one {}"):
-        parse("PreferenceDataset", rank_row(), prompt_file=str(tmp_path / "prompt.txt"))
-    with pytest.raises(ConfigError, match="cannot be read"):
-        parse("PreferenceDataset", rank_row(), system_prompt_file=str(tmp_path / "none.txt"))
 
 
 def test_a_share_of_the_prompts_is_held_out(tmp_path: Path) -> None:
@@ -246,16 +208,6 @@ def test_fingerprints_follow_content_and_parsing(tmp_path: Path) -> None:
     assert open_dataset(config).fingerprint != digests[0]
 
 
-def test_registered_datasets(parse: Parse) -> None:
-    @register_dataset("Arithmetic", "arithmetic")
-    class Arithmetic(RowDataset):
-        def to_preference(self, row: Row) -> Preference:
-            return preference_from_dict(rank_row(row.values["good"], row.values["bad"]), where=row.where)
-
-    for name in ("Arithmetic", "arithmetic"):
-        assert shape(parse(name, {"good": "4", "bad": "5"})) == shape(preference_from_dict(rank_row()))
-
-
 _MODULE = """
 from types import SimpleNamespace as Spec
 
@@ -266,7 +218,7 @@ def rows(word):
 
 class Old:
     def __init__(self, word="yes"):
-        self.formatted_ds = {"train": rows(word), "validation": rows("held"), "none": None}
+        self.formatted_ds = {"train": rows(word), "validation": rows("held")}
         self.task_spec = Spec(task_name="old")
 
 class WithPath:
@@ -278,13 +230,6 @@ class New:
     def __init__(self, data_path, subset=None, **more):
         self.dataset, self.task_name = rows(f"{data_path} {subset} {sorted(more.items())}"), "new"
 
-class Closed:
-    def __init__(self):
-        self.dataset, self.task_name = rows("closed"), "closed"
-
-class NoRows: task_name = "x"
-class OneShot(NoRows): dataset = iter(rows("x"))
-function = len
 """
 
 
@@ -315,22 +260,3 @@ def test_custom_classes(custom: str) -> None:
     assert list(stream) == list(stream) and next(iter(stream))[0].task_name == "old"
     other = open_dataset(config.model_copy(update={"kwargs": {"word": "other"}}))
     assert stream.name == f"{custom}.Old[train]" and stream.fingerprint != other.fingerprint
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "words"),
-    [
-        ("Oold", {}, "did you mean .*Old"),
-        ("function", {}, "not a class"),
-        ("Old", {"kwargs": {"wordy": 1}}, "wordy"),
-        ("WithPath", {}, "missing a required argument: 'train_data_path'"),
-        ("Closed", {"data_path": "x"}, "takes no data_path"),
-        ("Old", {"split": "test"}, "train, validation"),
-        ("NoRows", {}, "offers no rows"),
-        ("OneShot", {}, "again and again"),
-        ("Closed", {"split": "held"}, "no rows for held"),
-    ],
-)
-def test_bad_custom_classes(custom: str, name: str, more: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        open_dataset(DatasetConfig(dataset_name=f"{custom}.{name}", **more))

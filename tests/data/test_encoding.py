@@ -6,7 +6,6 @@ import itertools
 import logging
 import pickle
 import re
-import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -157,14 +156,6 @@ def test_an_overlong_completion_leaves_the_others(encode: Any, caplog: pytest.Lo
     assert not encode(preference("Paris.", "Lyon.")).counts.is_much_dropped
 
 
-def test_memory_does_not_follow_the_lengths_of_rows(encode: Any) -> None:
-    rows = [preference("Paris.", "Lyon.", prompt="Capital? " * 200_000)] * 30
-    tracemalloc.start()
-    assert encode(*rows, renderer=renderer_of(60)).counts.dropped_too_long == 30
-    assert tracemalloc.get_traced_memory()[1] < 40_000_000  # of 108 million characters
-    tracemalloc.stop()
-
-
 def test_counts_and_costs_are_those_of_the_rows(encode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "_ROWS_AT_ONCE", 16)
     monkeypatch.setattr(encoding, "_ROWS_IN_BATCH", 40)
@@ -195,18 +186,6 @@ def test_counts_and_costs_are_those_of_the_rows(encode: Any, monkeypatch: pytest
         dataset[len(dataset)]
     copy = pickle.loads(pickle.dumps(dataset))
     assert copy.counts == counts and copy.fingerprint == dataset.fingerprint and copy[-1].where == dataset[-1].where
-
-
-def test_digests_find_the_same_comparison_in_any_order(encode: Any) -> None:
-    dataset = encode(
-        preference("Paris.", "Lyon."),
-        preference("Lyon.", "Paris.", ranks=(1, 0), task_name="other"),
-        preference("Lyon.", "Paris."),
-        preference("Paris.", "Lyon.", prompt="?"),
-        preference("Paris.", "Lyon.", "Nice."),
-    )
-    first, same, *others = dataset.digests.tolist()
-    assert first == same and len({first, *others}) == 5
 
 
 def test_the_cache_is_reused_for_the_same_content_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -198,12 +198,6 @@ def test_a_part_of_the_prompt_is_not_lost(parse: Callable[..., Preference], writ
         conversations_of({"instruction": "Add.", "input": "2 and 2", "response": "4"}, "x:1")
 
 
-def test_rows_of_one_prompt_that_are_apart_are_told(write_rows: Write, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"prompt": prompt, "response": prompt, "helpfulness": n} for n in (1, 2) for prompt in ("a", "b", "b")]
-    assert len(list(open_dataset(DatasetConfig(data_path=str(write_rows("rows.jsonl", rows)))))) == 2
-    assert "2 times a prompt comes back" in caplog.text
-
-
 def test_an_unknown_format_names_the_ways_out(parse: Callable[..., Preference]) -> None:
     with pytest.raises(DataError, match=r"rows\.jsonl:1(?s:.*)no known format(?s:.*)\['good'\](?s:.*)data\.prompt_key"):
         parse("auto", {"good": "4"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 from messages import assistant, user
@@ -73,14 +72,3 @@ def test_prompts_that_are_too_long_are_left_out_counted_and_named(
     assert f"2 of 4 prompts have more than {limit} tokens" in record.message and "the first: set:2" in record.message
     with pytest.raises(DataError, match="set: no prompt is short enough"):
         encode_prompts(sets, renderer, max_length=2)
-
-
-def test_the_fingerprint_is_of_what_is_asked_and_told(renderer: Renderer) -> None:
-    def fingerprint(*texts: str, like: Renderer = renderer, **more: Any) -> str:
-        return encode_prompts([prompts_of(*texts, **more)], like).fingerprint
-
-    other_template = Renderer(byte_bpe(), chat_template="Q: " + WITH_GENERATION_PROMPT)
-    plain = fingerprint("a", "b")
-    assert plain == fingerprint("a", "b", name="set elsewhere")
-    different = [fingerprint("b", "a"), fingerprint("a", "c"), fingerprint("a", "b", weight=2.0)]
-    assert len({plain, *different, fingerprint("a", "b", like=other_template)}) == 5

@@ -78,16 +78,6 @@ def test_schemas(tmp_path: Path, name: str, row: dict[str, Any], messages: Any, 
     assert prompt.where == str(tmp_path / "rows.jsonl") + ":1"
 
 
-def test_named_keys(tmp_path: Path) -> None:
-    (named,) = opened(tmp_path, "ResponseDataset", {"q": "2 + 3?", "a": "5"}, input_key="q", output_key="a")
-    assert (named.messages, named.info["ground_truth"]) == (SUM, "5")
-    row = {"q": "2?", "ground_truth": "5"}
-    (own,) = opened(tmp_path, "ResponseDataset", row, input_key="q", output_key="ground_truth")
-    assert own.info == REFERENCE
-    request = {"input": "2?", "output": "2", "responses_create_params": "text", "tools": ["f"]}
-    assert opened(tmp_path, "ResponseDataset", request)[0].info["tools"] == ["f"]
-
-
 def test_bundled() -> None:
     prompts = open_prompts(PromptSetConfig(dataset_name="Bundled", split="length_controlled", env_name="rm"))
     rows = read_jsonl(bundled_path("length_controlled"))
@@ -122,12 +112,6 @@ def test_a_row_chooses_its_environment(tmp_path: Path) -> None:
     assert prompts[3].info["task_name"] == "preference"
     unknown = open_prompts(config)  # without the names nothing is known of task names
     assert [prompt.info["environment"] for prompt in unknown][2:] == ["math"] * 3
-
-
-@pytest.mark.parametrize("wrong", [3, ["math"], ""])
-def test_environments_that_are_none(tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises(DataError, match=r"rows.jsonl:1: environment is not a name"):
-        opened(tmp_path, "PromptDataset", {"prompt": "1", "environment": wrong})
 
 
 def test_rows_are_held_out_for_validation(tmp_path: Path) -> None:
@@ -192,13 +176,6 @@ class Contract:
         self.formatted_ds = {"train": rows, "validation": [{"prompt": "held out"}]}
         self.task_spec = SimpleNamespace(task_name="mine", prompt_file=None, system_prompt_file=None)
 
-class Ready:
-    task_name = "mine"
-    dataset = [Prompt(({"role": "user", "content": "2?"},), {"ground_truth": "2"})]
-
-class Texts:
-    dataset = ["2?"]
-
 class Rows(RowPrompts):
     def to_prompt(self, row):
         return Prompt(({"role": "user", "content": row.values["x"]},), {}, row.where)
@@ -217,8 +194,3 @@ def test_classes_by_dotted_path(tmp_path: Path) -> None:
     assert texts("Contract", data_path="p", input_key="q") == ["p q 0"]
     assert texts("Contract", name="own", kwargs={"data_path": "p"}) == ["held out"]
     assert texts("Rows", data_path=write_jsonl(tmp_path / "x.jsonl", {"x": "9?"})) == ["9?"]
-    (ready,) = open_prompts(PromptSetConfig(dataset_name="prompts_of_mine.Ready", env_name="math"))
-    assert ready.info == {"ground_truth": "2", "environment": "math"}
-    assert ready.where == "prompts_of_mine.Ready[train]:row 1"
-    with pytest.raises(DataError, match="a row is not an object"):
-        texts("Texts")

@@ -16,7 +16,6 @@ from templates import CASES, CHATML, SENTENCES, TEMPLATES, byte_bpe, family_rend
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from treeward.data import rendering as templates
 from treeward.data.rendering import DEFAULT_CHAT_TEMPLATE, Renderer
 from treeward.errors import ConfigError, DataError
 
@@ -139,13 +138,6 @@ def test_a_refused_conversation_names_row_roles_and_reason() -> None:
         renderer.encode([])
 
 
-def test_text_that_is_no_unicode_is_an_error() -> None:
-    renderer = Renderer(byte_bpe())
-    with pytest.raises(DataError, match=r"c.jsonl:3: .*not valid Unicode(?s:.)*got:   '\\ud") as caught:
-        renderer.encode([user("Hi"), assistant("fine but \udfff not quite")], where="c.jsonl:3")
-    str(caught.value).encode()  # it can be printed
-
-
 def test_content_parts() -> None:
     parts = [user([{"type": "text", "text": "What "}, {"type": "text", "text": "now?"}]), assistant("Wait.")]
     plain = [user("What now?"), assistant("Wait.")]
@@ -237,23 +229,3 @@ def test_fingerprint_follows_what_changes_the_ids() -> None:
     assert before.fingerprint != base.fingerprint
     padded(["a", "a b c"], padding=True, truncation=True, max_length=3)
     assert after.fingerprint == before.fingerprint
-
-
-FAILING = {
-    "{{ 1 / 0 }}": "division by zero",
-    "{% for i in range(1000000000) %}x{% endfor %}": "Range too big",
-    "{% for i in range(99) %}{{ 'x' * 99999 }}{% endfor %}": "writes a text",
-}
-
-
-@pytest.mark.parametrize(("text", "reason"), FAILING.items(), ids=range(len(FAILING)))
-def test_a_template_that_fails_is_an_error_with_its_reason(
-    text: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(templates, "MAX_CHARACTERS", 2**20)
-    with pytest.raises(ConfigError, match=f"the chat template fails: .*{reason}"):
-        Renderer(byte_bpe(), chat_template=text)
-    later = CHATML + "{% if messages | length > 2 %}" + text + "{% endif %}"
-    renderer = Renderer(byte_bpe(), chat_template=later)
-    with pytest.raises(DataError, match=f"a.jsonl:7: the chat template refused the conversation.*{reason}"):
-        renderer.encode(CHAT, where="a.jsonl:7")

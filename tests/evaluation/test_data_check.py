@@ -15,7 +15,6 @@ from treeward.config.data import DatasetConfig
 from treeward.data.datasets import open_dataset
 from treeward.data.encoding import encode_dataset
 from treeward.data.rendering import Renderer
-from treeward.evaluation.data_check import findings
 from treeward.evaluation.data_check.check import DataCheck, check_data, open_sets, write_check
 
 Write = Callable[..., Path]
@@ -63,14 +62,6 @@ def test_clean_data_has_no_finding(checked: Callable[..., DataCheck], tmp_path: 
     assert (numbers["rows"], numbers["completions"], numbers["turns"], numbers["prompts"]) == (60, 120, 60, 60)
     assert repr(checked(rows[:1]).numbers["ties"]) == "0"
     assert numbers["tokens_longest"] == counts.longest and numbers["style"]["longer"].count <= 60
-
-
-def test_a_huge_text_is_read_as_far_as_limits_go(checked: Callable[..., DataCheck], monkeypatch: Any) -> None:
-    rows: list[Row | str] = [*clean()]
-    rows[3] = {**clean()[3], "rejected": "moon " * 200_000}
-    monkeypatch.setattr(findings, "_MOST_CHARACTERS", 2000)
-    numbers = checked(rows).numbers
-    assert numbers["rows"] == 60 and 400 < numbers["tokens_longest"] < 2100
 
 
 def edited(*changes: tuple[int, Row]) -> list[Row]:
@@ -121,10 +112,16 @@ def test_broken_rows_are_named_and_the_others_are_checked(checked: Callable[...,
     places = [str(error.where).rpartition(":")[2] for error in result.errors]
     assert places == ["1", "5", "6", "7", "21"] and result.findings[0].severity == "error"
     assert [error.field for error in result.errors] == [*("chosen",), None, "rejected", None, "margin"]
-    page = write_check(tmp_path / "out", result)
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    results = json.loads(write_check(tmp_path / "out", result).read_text())
     assert [one["where"] for one in results["broken"]] == [error.where for error in result.errors]
-    assert results["findings"][0]["fix"] and "train.jsonl:1, train.jsonl:5" in page.read_text()
+    assert results["findings"][0]["fix"] and "train.jsonl:1, train.jsonl:5" in result.findings[0].places
+
+
+def test_broken_rows_of_a_validation_set_are_not_the_datas(checked: Callable[..., DataCheck]) -> None:
+    result = checked(clean(), [*clean(80)[60:], {"prompt": "a", "chosen": "b"}])
+    assert names(result) == {"broken": (1, 21)} and result.numbers["broken"] == 0
+    assert "1 of 21 rows of the validation sets" in result.findings[0].text
+    assert [Path(str(error.where)).name for error in result.errors] == ["held.jsonl:21"]
 
 
 @pytest.mark.slow
@@ -134,5 +131,5 @@ def test_real_data(shared_data: Path, tiny_tokenizer: Any) -> None:
     style = {name: one.value for name, one in result.numbers["style"].items()}
     assert result.numbers["rows"] == 1700 and not result.errors
     assert 0.5 < result.numbers["tree_tokens"] / result.numbers["tokens"] < 0.7
-    assert style["more_refusals"] > 0.6 and style["longer"] < 0.5  # the harmless completion declines, briefly
-    assert {"style", "empty"} == {finding.name for finding in result.findings}
+    assert style["longer"] < 0.5  # the harmless completion is brief
+    assert {"empty"} == {finding.name for finding in result.findings}

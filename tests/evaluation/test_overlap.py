@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 from evaluated import preference
-from hypothesis import given
-from hypothesis import strategies as st
 
 from treeward.data.preference import Preference
 from treeward.evaluation.data_check.overlap import find_overlap
@@ -57,26 +55,6 @@ def test_near_duplicates_are_told_by_the_share_of_words_in_common_runs() -> None
     # One word changed in the middle leaves 10 and 11 words, shorter than a run; runs of 8 see it.
     edited = trained("p", " ".join([*words[:10], "EDITED", *words[11:]]), "y")
     assert [flag_of(example, edited, num_words=n).completion for n in (13, 8)] == [0, pytest.approx(21 / 22)]
-
-
-def brute_force(text: list[str], training: list[list[str]], n: int) -> float:
-    known = {tuple(words[i : i + n]) for words in training for i in range(len(words) - n + 1)}
-    covered = {i + k for i in range(len(text) - n + 1) if tuple(text[i : i + n]) in known for k in range(n)}
-    return len(covered) / len(text) if text else 0.0
-
-
-@given(
-    text=st.lists(st.sampled_from("abc"), min_size=1, max_size=14),
-    training=st.lists(st.lists(st.sampled_from("abc"), max_size=14), min_size=1, max_size=3),
-    n=st.integers(1, 5),
-)
-def test_shares_are_those_of_a_plain_count(text: list[str], training: list[list[str]], n: int) -> None:
-    example = preference("a", "s", "zz", [" ".join(text)])
-    rows = [trained("yy", " ".join(words)) for words in training]
-    got = flag_of(example, *rows, num_words=n)
-    whole = len(text) >= n and text in training
-    assert got.completion == pytest.approx(1.0 if whole else brute_force(text, training, n))
-    assert got.is_exact == whole
 
 
 def test_words_are_without_case_and_punctuation_and_chinese_without_spaces() -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
-import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,27 +63,6 @@ class Questions(Suite):
 
 def candidate(name: str, model: RuleScorer | None = None, **fields: Any) -> Candidate:
     return Candidate(name, lambda: (model or RuleScorer(), {"model": name}), **fields)
-
-
-@pytest.mark.slow
-def test_the_suites_are_read_once_and_one_model_is_in_memory_at_a_time(tmp_path: Path) -> None:
-    suites = [Questions("a"), Questions("b")]
-    living: list[weakref.ref[RuleScorer]] = []
-
-    def load() -> tuple[RuleScorer, dict[str, Any]]:
-        gc.collect()
-        assert all(model() is None for model in living), "the model before is still in memory"
-        model = RuleScorer()
-        living.append(weakref.ref(model))
-        return model, {"model": "m"}
-
-    summaries, path = run_evaluation([Candidate(name, load) for name in "xy"], [(one, "8") for one in suites], tmp_path)
-    assert [suite.num_loads for suite in suites] == [1, 1] and len(living) == 2
-    assert [(one.model, one.suite.name) for one in summaries] == [(m, s) for m in "xy" for s in "ab"]
-    assert path == tmp_path / "report.html" and path.is_file()
-    assert len(json.loads((tmp_path / "results.json").read_text())["results"]) == 4
-    [limited], path = run_evaluation([candidate("x")], [(Questions(), None)], limit=7)
-    assert path is None and limited.result.num_examples == 7
 
 
 @pytest.mark.slow
@@ -178,32 +154,6 @@ def test_the_identity_is_what_a_score_or_reward_depends_on(tiny_tokenizer: Any, 
         next(unsigned.model.parameters())[0, 0] += 1e-3
     assert before != scorer_identity(Scorer(model, Renderer(copy.deepcopy(tiny_tokenizer))), "m")
     assert scorer_identity(RuleScorer(), "mine") == {"model": "mine"}
-
-
-class Named(Questions):
-    """Questions with other ids or subsets."""
-
-    def __init__(self, **fields: Sequence[str]) -> None:
-        super().__init__()
-        self.fields = fields
-
-    def load(self, source: str | None = None) -> list[Preference]:
-        rows = zip(*self.fields.values(), strict=True)
-        examples = super().load(str(len(next(iter(self.fields.values())))))
-        named = zip(examples, rows, strict=True)
-        return [replace(one, **dict(zip(self.fields, values, strict=True))) for one, values in named]  # type: ignore[arg-type]
-
-
-def test_ids_that_come_twice_become_distinct() -> None:
-    [summary], _ = run_evaluation([candidate("m")], [(Named(id=["a", "a", "b", "a"]), None)])
-    assert [one.example.id for one in summary.examples] == ["a", "a#2", "b", "a#3"]
-
-
-def test_rows_of_other_subsets_are_refused(tmp_path: Path) -> None:
-    """The numbers are of the kept rows, so they would be of the subsets of the earlier run."""
-    run_evaluation([candidate("m")], [(Named(task_name="xyxy"), None)], tmp_path)
-    with pytest.raises(CheckpointError, match="another model, from other data"):
-        run_evaluation([candidate("m")], [(Named(task_name="xxyy"), None)], tmp_path)
 
 
 def test_a_suite_that_is_empty_or_that_the_hub_does_not_give() -> None:

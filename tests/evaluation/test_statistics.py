@@ -14,7 +14,6 @@ from treeward.evaluation.statistics import (
     expanded_tail,
     expected_calibration_error,
     pair_confidences,
-    paired_bootstrap,
     paired_test,
     reliability_curve,
     wilson,
@@ -78,18 +77,6 @@ def test_accuracy_metric_chooses_the_interval() -> None:
     assert accuracy_metric([], "accuracy").value is None
 
 
-def paired_outcomes(
-    rng: np.random.Generator, num_clusters: int
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_], list[int]]:
-    """Two equally good models that differ on whole prompts: on half of the prompts one of them is better."""
-    outcomes, clusters = clustered_outcomes(rng, num_clusters)
-    codes = np.array(clusters)
-    first_better, differ = rng.random(num_clusters)[codes] < 0.5, rng.random(num_clusters)[codes] < 0.5
-    differ &= rng.random(len(codes)) < 0.8
-    right = outcomes.astype(bool)
-    return np.where(differ, first_better, right), np.where(differ, ~first_better, right), clusters
-
-
 def test_the_paired_test_counts_every_sign() -> None:
     differences, clusters = [1, 1, -1, 1, 0, 1, 1, -1], [0, 0, 1, 2, 3, 2, 4, 5]
     sums = np.bincount(clusters, weights=differences)
@@ -100,24 +87,6 @@ def test_the_paired_test_counts_every_sign() -> None:
     assert paired_test([], []) == paired_test([0, 0], [1, 2]) == 1.0
     assert paired_test([1] * 10, range(10)) == pytest.approx(2 / 2**10)
     assert paired_test([1] * 5 + [-1] + [0] * 9, range(15)) == pytest.approx(14 / 64)
-
-
-def test_tests_of_equal_models_reject_seldom_if_prompts_are_the_draws() -> None:
-    rng = np.random.default_rng(4)
-    held = rejected = 0
-    for seed in range(NUM_DATA_SETS):
-        a, b, clusters = paired_outcomes(rng, 40)
-        low, high = paired_bootstrap(a, b, clusters, num_resamples=500, seed=seed)
-        assert low is not None and high is not None
-        held += low <= 0 <= high
-        rejected += paired_test(a.astype(int) - b.astype(int), clusters, num_resamples=500) < 0.05
-    assert LOWEST_COVERAGE < held / NUM_DATA_SETS < 0.985
-    assert 0.015 < rejected / NUM_DATA_SETS < 0.085
-
-
-def test_a_difference_that_resampling_cannot_judge_has_no_interval() -> None:
-    assert paired_bootstrap([1, 0] * 20, [1, 0] * 20, range(40)) == (None, None)
-    assert paired_bootstrap([1, 0, 1], [0, 0, 1], range(3)) == (None, None)
 
 
 # --- calibration ---

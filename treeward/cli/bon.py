@@ -3,12 +3,12 @@ r"""`treeward bon`: what best-of-n by a proxy does to gold, from samples of a fi
 examples:
   treeward bon --proxy results/quickstart/final --gold other/model --data samples.jsonl --output results/bon
   treeward bon --proxy MODEL --gold "{type: rules, rule: math}" --data samples.jsonl
-  treeward bon --proxy scores --gold rank --data comparisons.jsonl
+  treeward bon --proxy scores --gold gold_scores --data samples.jsonl
   treeward bon --proxy "{models: [A, B], ensemble: worst}" --gold OTHER --data samples.jsonl --output results/bon
 
 Rows hold `prompt` (or as docs/data.md has it) or `messages`, with N samples as `responses`
-or `completions`. A proxy and a gold are each a reward model, a field of the rows with a
-number for each sample, or an environment as {type: ..., ...}.
+or `completions`. A proxy and a gold are each a reward model, a column of the rows with a
+list of numbers, one for each sample, or an environment as {type: ..., ...}.
 With --output an interrupted run goes on where it stopped.
 """
 
@@ -45,7 +45,7 @@ def run(
     options: ModelOptions,
 ) -> int:
     from treeward.data.sources import read_rows
-    from treeward.evaluation.best_of_n.analysis import analyse, legend, table, write
+    from treeward.evaluation.best_of_n.analysis import LEGEND, analyse, table, write
     from treeward.evaluation.best_of_n.samples import sampled_rows, scores_of
 
     samples = list(sampled_rows(read_rows(data)))  # an error in the last row comes before anything is loaded
@@ -65,8 +65,7 @@ def run(
             scores[role] = _score(model, examples, data, folder, progress)
     prompts = [example.context_key for example in examples]
     result = analyse(scores["proxy"], scores["gold"], prompts, max_n=max_n)
-    sys.stdout.write(results_table(*table(result)) + "\n")
-    sys.stdout.write("\n".join(["", legend(names["gold"]), "", result.sentence]) + "\n")
+    sys.stdout.write(f"{results_table(*table(result))}\n\n{LEGEND}\n\n{result.sentence}\n")
     missing = {role: count for role in raters if (count := result.counts[f"num_without_{role}"])}
     for role, count in missing.items():
         logger.warning("%d samples have no score of %s, left out.", count, names[role])

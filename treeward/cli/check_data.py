@@ -3,11 +3,11 @@
 examples:
   treeward check-data train.jsonl
   treeward check-data train.jsonl --tokenizer Qwen/Qwen3-0.6B --out results/data
-  treeward check-data train.jsonl --validation val.jsonl --benchmark llmbar=downloads/llmbar
+  treeward check-data train.jsonl --validation val.jsonl --benchmark rewardbench=downloads/rewardbench
   treeward check-data --config run.yaml --out results/data
 
 Findings come with the number, why it matters and what to do, the gravest first. The exit
-code is 1 where rows are broken. --out keeps a page, every number and the rows concerned.
+code is 1 where rows are broken. --out keeps every number and the rows concerned.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import typer
 
 from treeward.cli.comparisons import DataOptions, DatasetName, Split, dataset_config
 from treeward.config.load import load_config
-from treeward.errors import ConfigError
+from treeward.errors import ConfigError, nearest_name
 from treeward.progress import ShownProgress
 from treeward.tables import Column, results_table
 
@@ -46,7 +46,7 @@ def run(
     validation: Annotated[_Files, typer.Option(metavar="FILE", help="Look for its examples in the data.")] = None,
     benchmark: Annotated[_Files, typer.Option(metavar="NAME[=FOLDER]|FILE", help="Likewise, a suite of eval.")] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="NAME", help="Whose tokens count; else of its own.")] = None,
-    out: Annotated[str | None, typer.Option("--out", "--output", metavar="DIR", help="Where the page goes.")] = None,
+    out: Annotated[str | None, typer.Option("--out", "--output", metavar="DIR", help="For results.json.")] = None,
 ) -> int:
     loaded = None if config is None else load_config(config, [])
     if not files and dataset_name is None and loaded is None:
@@ -76,7 +76,7 @@ def run(
         raise checked.errors[0].but(summary=f"no row can be read; the first: {checked.errors[0].summary}", fix=fix)
     _tell(checked)
     if out is not None:
-        sys.stdout.write(f"\nThe page is {write_check(Path(out), checked)}\n")
+        sys.stdout.write(f"\nEvery number is in {write_check(Path(out), checked)}\n")
     return 1 if checked.errors else 0
 
 
@@ -103,7 +103,7 @@ def _benchmark(text: str) -> Sequence[Preference]:
     from treeward.evaluation.suites import SUITES, PreferenceSuite, get_suite
 
     name, _, folder = text.partition("=")
-    if name in SUITES:
+    if name in SUITES or (nearest_name(name, SUITES) and not Path(text).exists()):  # a misspelt one is an error there
         return get_suite(name).load(folder or None)
     return PreferenceSuite(text, dataset_config(text, None, None)).load()
 
@@ -114,7 +114,7 @@ def _tell(checked: DataCheck) -> None:
     columns = [Column("what", ", ".join(checked.files)), Column("number"), Column("share", format=".1%")]
     lines = [results_table(summary_rows(checked), columns), f"Tokens of {checked.tokenizer}.", ""]
     lines += [str(error) for error in checked.errors[:_MOST_ERRORS]]
-    if (more := checked.numbers["broken"] - _MOST_ERRORS) > 0:
+    if (more := sum(one.count for one in checked.findings if one.name == "broken") - _MOST_ERRORS) > 0:
         lines.append(f"... and {more:,} more broken rows")
     lines.append("" if checked.errors else "Nothing was found." if not checked.findings else "Findings:")
     for finding in checked.findings:

@@ -1,8 +1,8 @@
-"""`treeward compare`: whether one reward model is better than another on the same examples, and where they differ.
+"""`treeward compare`: whether one reward model is better than another on the same examples.
 
 examples:
   treeward compare results/eval/mine results/eval/other
-  treeward compare results/eval/mine/llmbar/examples.jsonl results/eval/other/llmbar/examples.jsonl --disagreements 30
+  treeward compare results/eval/mine/llmbar/examples.jsonl results/eval/other/llmbar/examples.jsonl
 
 A and B are folders that `treeward eval` wrote for one model each, or one
 examples.jsonl of them. Examples are matched by suite and id; the difference is
@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treeward.data.preference import last_text
 from treeward.errors import ConfigError
 from treeward.tables import Column, results_table
 
@@ -32,14 +30,13 @@ def run(
     first: Annotated[str, typer.Argument(metavar="A", help="Evaluation of a model: a folder, or its examples.jsonl.")],
     second: Annotated[str, typer.Argument(metavar="B", help="Evaluation of another model on the same examples.")],
     as_json: Annotated[bool, typer.Option("--json", help="Every number as JSON on standard output.")] = False,
-    disagreements: Annotated[int, typer.Option(min=0, help="How many examples to show that only one has right.")] = 10,
 ) -> int:
     if Path(first).exists() and Path(second).exists() and Path(first).samefile(second):
         raise ConfigError("A and B are the same evaluation", where=first, need="two models")
 
     from treeward.evaluation.comparison import compare, read_evaluation
 
-    comparison = compare(read_evaluation(first), read_evaluation(second), num_disagreements=disagreements)
+    comparison = compare(read_evaluation(first), read_evaluation(second))
     if as_json:
         sys.stdout.write(json.dumps(asdict(comparison), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
         return 0
@@ -49,14 +46,8 @@ def run(
     verdict = "Neither is shown to be better"
     if overall.p_value < 0.05:
         verdict = f"{better} is right more often than {worse}"
-    lines = [
-        _table(comparison),
-        "",
-        f"{verdict}: p = {overall.p_value:.2g} over {overall.count} examples.",
-        *comparison.notes,
-        *_disagreements(comparison),
-    ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    sentence = f"{verdict}: p = {overall.p_value:.2g} over {overall.count} examples."
+    sys.stdout.write("\n".join([_table(comparison), "", sentence, *comparison.notes]) + "\n")
     return 0
 
 
@@ -81,26 +72,3 @@ def _table(comparison: Comparison) -> str:
         values = {"a": result.first.value, "b": result.second.value, "less": result.difference.value}
         rows.append(asdict(result) | values | {"interval": interval})
     return results_table(rows, columns)
-
-
-def _disagreements(comparison: Comparison) -> list[str]:
-    """Each in a few lines: whose choice is right, the prompt, and its best and its worst completion."""
-    if not comparison.disagreements:
-        return []
-    lines = [
-        "",
-        f"The {len(comparison.disagreements)} of {comparison.num_disagreements} examples furthest apart that only one "
-        "has right (margins in units of each model's root mean square; a negative one prefers the worse completion).",
-    ]
-    for item in comparison.disagreements:
-        example, right = item.example, comparison.names[0 if item.first_is_right else 1]
-        pairs = zip(comparison.names, item.standardized_margins, strict=True)
-        margins = ", ".join(f"{name} {margin:+.2f}" for name, margin in pairs)
-        place = " / ".join(dict.fromkeys((item.suite, example.task_name)))
-        lines += ["", f"{place}, id {example.id}: only {right} is right ({margins})"]
-        ranked = sorted(example.completions, key=lambda completion: completion.rank)
-        texts = {"prompt": example.context, "better": ranked[0].messages, "worse": ranked[-1].messages}
-        for name, messages in texts.items():
-            text = textwrap.shorten(last_text(messages), 100, placeholder="...")
-            lines.append(f"  {name + ':':<7} {text}")
-    return lines

@@ -22,13 +22,6 @@ Split = Annotated[str | None, typer.Option(help="Split of the data.")]
 DataOptions = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Its keys, as prompt_key=question.")]
 
 
-def data_options(options: Sequence[str] | None) -> dict[str, str]:
-    """The values of `--data-option KEY=VALUE`. Raises `ConfigError`."""
-    if wrong := [text for text in options or () if "=" not in text]:
-        raise ConfigError("this is no KEY=VALUE", where="--data-option", got=wrong[0], need="as prompt_key=question")
-    return dict(text.split("=", 1) for text in options or ())
-
-
 def dataset_config(
     data: str | None, dataset_name: str | None, split: str | None, options: Sequence[str] | None = None
 ) -> DatasetConfig:
@@ -37,7 +30,9 @@ def dataset_config(
     `options`: further keys as KEY=VALUE. Raises `ConfigError` where neither is given and for options that are not those
     of a dataset.
     """
-    pairs = data_options(options)
+    if wrong := [text for text in options or () if "=" not in text]:
+        raise ConfigError("this is no KEY=VALUE", where="--data-option", got=wrong[0], need="as prompt_key=question")
+    pairs = dict(text.split("=", 1) for text in options or ())
     keys: Any = {key: pairs[key] for key in pairs if "." not in key}  # text as it is: a column may be called yes
     keys |= OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={pairs[key]}" for key in pairs if "." in key]))
     if dataset_name is None and data is None:

@@ -2,8 +2,8 @@
 
 examples:
   treeward eval results/quickstart/final --data held_out.jsonl --output results/eval
-  treeward eval MODEL --suite llmbar=downloads/llmbar,rmbench --output results/eval --perturbations 100
-  treeward eval --checkpoints results/rm --data held_out.jsonl --output results/eval-checkpoints
+  treeward eval MODEL --suite rewardbench=downloads/rewardbench,rmbench --output results/eval --perturbations 100
+  treeward eval results/rm/step_*/model results/rm/final --data held_out.jsonl --output results/eval-checkpoints
   treeward eval MODEL OTHER_MODEL --ensemble worst --data held_out.jsonl --output results/eval-ensemble
   treeward eval MODEL "{type: judge, base_url: http://localhost:8000/v1, model: qwen, mode: pairwise}" --suite llmbar
 
@@ -32,7 +32,7 @@ from treeward.cli.options import (
     parse_yaml,
     with_model_options,
 )
-from treeward.errors import ConfigError, nearest_path
+from treeward.errors import ConfigError
 from treeward.progress import ShownProgress
 from treeward.tables import Column, results_table
 
@@ -49,7 +49,6 @@ def run(
         list[str] | None,
         typer.Argument(metavar="MODEL", help="Folders, hub names, or sections as {type: judge, ...}."),
     ] = None,
-    checkpoints: Annotated[str | None, typer.Option(metavar="RUN_DIR", help="The checkpoints of a run.")] = None,
     suite: Annotated[list[str] | None, typer.Option(metavar="NAME[=FOLDER],...", help="Suites to run.")] = None,
     data: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Comparisons, as training reads them.")] = None,
     dataset_name: DatasetName = None,
@@ -75,8 +74,6 @@ def run(
     if perturbations and any("type" in section for section in sections):
         problem = "an environment may reward by comparing, and is not asked about rewritten completions"
         raise ConfigError(problem, where="--perturbations", need="reward models alone")
-    checkpoint_models = [] if checkpoints is None else _checkpoints(Path(checkpoints))
-    named = [*checkpoint_models, *(model for model in named if model not in checkpoint_models)]
     sections = [*named_models(named, ensemble, shaping), *sections]
     candidates = [candidate(section, "MODEL", options) for section in sections]  # errors before suites are read
 
@@ -132,15 +129,3 @@ def _suites(
         need = "suites, as --suite rewardbench, or comparisons, as --data FILE"
         raise ConfigError("there is nothing to evaluate on", where="--suite, --data", got="neither", need=need)
     return suites
-
-
-def _checkpoints(folder: Path) -> list[str]:
-    """The models of a run's checkpoints in the order of their steps, and `final` last. Raises `ConfigError`."""
-    steps = {int(path.name[5:]): path for path in folder.glob("step_*") if path.name[5:].isdecimal()}
-    models = [str(path / "model") for _, path in sorted(steps.items())]
-    models += [str(folder / "final")] if (folder / "final").is_dir() else []
-    if not models:
-        need, near = "a run's checkpoint_dir, with folders step_N", nearest_path(folder)
-        fix = f"did you mean {near}?" if near else None
-        raise ConfigError("the folder has no checkpoints", where="--checkpoints", got=str(folder), need=need, fix=fix)
-    return models

@@ -4,7 +4,6 @@ examples:
   treeward score results/quickstart/final --data conversations.jsonl --output scores.jsonl
   echo '{"prompt": "What is 7 plus 5?", "responses": ["12", "13"]}' | treeward score MODEL --data -
   treeward score MODEL --data conversations.jsonl --shaping "{length_penalty: {coefficient: 0.001}}"
-  treeward score MODEL --data own.csv --data-option prompt_key=question --data-option response_key=answer
   treeward score MODEL OTHER_MODEL --data conversations.jsonl --ensemble worst
   treeward score MODEL --data conversations.jsonl --output scores.jsonl --workers 8
 
@@ -17,7 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,9 +24,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from treeward.cli.comparisons import DataOptions, data_options
 from treeward.cli.options import Ensemble, ModelOptions, Shaping, checked_model, load, named_models, with_model_options
-from treeward.errors import CheckpointError, ConfigError, DataError, nearest_name
+from treeward.errors import CheckpointError, ConfigError
 from treeward.progress import ShownProgress
 from treeward.resumable import ResumableRows, num_rows, resumable_rows
 
@@ -43,7 +41,6 @@ def run(
     models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Folder or hub name of a reward model.")],
     data: Annotated[str, typer.Option(metavar="FILE", help="jsonl, json, csv, parquet or arrow; - is stdin.")],
     output: Annotated[str, typer.Option(metavar="FILE", help="Where rows go as JSON lines; - is stdout.")] = "-",
-    data_option: DataOptions = None,
     shaping: Shaping = None,
     ensemble: Ensemble = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of Ray Data, each with a GPU if any.")] = None,
@@ -56,7 +53,6 @@ def run(
         raise ConfigError("nothing says how several models score as one", where="MODEL", got=models, need=need)
     section = checked_model(sections[0], "MODEL", options)
 
-    from treeward.data.formats import SCORED_KEYS
     from treeward.data.sources import fingerprint
 
     if data == "-" and workers is not None:
@@ -66,27 +62,21 @@ def run(
     partial_file = Path(output).with_name(f"{Path(output).stem}.partial{Path(output).suffix}")
     if output != "-" and data == "-":  # which cannot be read again, so a part of it is not resumed
         partial_file.unlink(missing_ok=True)
-    columns = {key.removesuffix("_key"): name for key, name in data_options(data_option).items()}
-    for key in columns.keys() - SCORED_KEYS:
-        near, need = nearest_name(key, SCORED_KEYS), f"KEY_key=COLUMN; KEY is one of {', '.join(sorted(SCORED_KEYS))}"
-        fix = f"did you mean {near}_key?" if near else None
-        raise ConfigError("no such column is read", where="--data-option", got=f"{key}_key", need=need, fix=fix)
     load_model = partial(load, section, options.batch_tokens)
     before = 0 if output == "-" else num_rows(partial_file)
-    read = partial(_rows, data, columns)
+    read = partial(_rows, data)
     with closing(_scored(load_model, read, workers, options.device or "auto", skip=before)) as chunks:
         first = next(chunks)
         if first.error is not None and first.identity is None:
             raise first.error
         identity = {**(first.identity or {}), "data": fingerprint(data) if data != "-" and output != "-" else None}
-        identity |= {"columns": columns} if columns else {}
         opened: AbstractContextManager[ResumableRows[bool]] = nullcontext(ResumableRows([], sys.stdout))
         if output != "-":  # the file gets its name when it is complete
             opened = resumable_rows(partial_file, identity, lambda row, _: "error" in row)
         with opened as kept:
             if len(kept.kept) != before:
                 raise CheckpointError("another process has written these rows", where=str(partial_file))
-            failed, first_error = _write(itertools.chain([first], chunks), kept, columns)
+            failed, first_error = _write(itertools.chain([first], chunks), kept)
             if output != "-":
                 kept.finish(Path(output))
     if failed:
@@ -95,9 +85,7 @@ def run(
     return 1 if failed else 0
 
 
-def _write(
-    chunks: Iterator[ScoredChunk], kept: ResumableRows[bool], columns: Mapping[str, str]
-) -> tuple[int, str | None]:
+def _write(chunks: Iterator[ScoredChunk], kept: ResumableRows[bool]) -> tuple[int, str | None]:
     """How many rows have failed, those kept before among them, and why the first one did."""
     done, failed, computed, plain = len(kept.kept), sum(kept.kept), 0, 0
     first_error: str | None = None
@@ -106,7 +94,7 @@ def _write(
     with ShownProgress(unit="rows") as progress:
         for chunk in chunks:
             for row in chunk.rows:
-                kept.add({key: value for key, value in row.items() if key not in columns})
+                kept.add(row)
                 done += 1
                 failed += "error" in row
                 first_error = first_error or row.get("error")
@@ -118,17 +106,10 @@ def _write(
     return failed, first_error
 
 
-def _rows(data: str, columns: Mapping[str, str]) -> Iterator[Row]:
-    """The rows of a file or of standard input, with the named columns under the keys that are read too."""
-    from treeward.data.preference import required
-    from treeward.data.sources import Row, read_jsonl_stream, read_rows
+def _rows(data: str) -> Iterator[Row]:
+    from treeward.data.sources import read_jsonl_stream, read_rows
 
-    for row in read_jsonl_stream(sys.stdin.buffer, "<stdin>") if data == "-" else read_rows(data):
-        if taken := next((key for key in columns if key in row.values), None):
-            summary, got = "a named column stands for one that the row has", f"{taken}_key={columns[taken]}"
-            raise DataError(summary, where=row.where, field=taken, got=got, fix=f"rename the column {taken}")
-        named = {key: required(row.values, name, row.where, "a column") for key, name in columns.items()}
-        yield Row(row.values | named, row.where)
+    return read_jsonl_stream(sys.stdin.buffer, "<stdin>") if data == "-" else read_rows(data)
 
 
 def _scored(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import UnionType
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 else:
     ModelMetaclass = type(BaseModel)  # it has no public name
 
+
+logger = logging.getLogger(__name__)
 
 Location = tuple[str, ...]
 """The keys that lead to a value, as ("policy", "optimizer", "kwargs")."""
@@ -95,11 +98,13 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
     def _accept_keys_of_other_toolkits(cls, raw: Any) -> Any:
         if not isinstance(raw, Mapping):
             return raw
-        accepted = dict(raw)
+        accepted, ignored = dict(raw), list[str]()
         for key in raw:
             if (foreign := cls.foreign_key(key)) is None:
                 continue
             value, rule = accepted.pop(key), cls.foreign_keys()[foreign]
+            if rule is None:
+                ignored.append(str(key))
             values, fix = rule if isinstance(rule, Only) else ((), rule)
             if fix is None or _is_off(value) or value in values:
                 continue
@@ -107,6 +112,8 @@ class Strict(BaseModel, metaclass=_ReadableErrors):
             need = f"{' or '.join(map(str, values))}, or no such key" if values else need
             field, got = (f"{key}.enabled", "true") if is_section else (key, _shown(value))
             raise ConfigError(f"{key} is not supported", field=field, got=got, need=need, fix=fix)
+        if ignored:
+            logger.info("%s: no effect here: %s", cls.__name__, ", ".join(ignored))
         for alias, name in cls.other_names.items():
             if alias in accepted and accepted.setdefault(name, accepted[alias]) != accepted[alias]:
                 summary, got = f"{name} and {alias} contradict each other", f"{accepted[name]} and {accepted[alias]}"
@@ -190,20 +197,6 @@ def config_error(
         return problems[0]
     listed = "\n".join(f"  {line}" for problem in problems for line in str(problem).splitlines())
     return ConfigError(f"the configuration has {len(problems)} mistakes\n{listed}", where=where)
-
-
-def unlike_ours(error: ValidationError, root: type[Strict]) -> list[Location]:
-    """The unknown keys in sections that NeMo RL has too which cannot be misspelt names of keys of this run."""
-    keys = dict(_keys(root))
-    locations = [_location(details) for details in error.errors() if details["type"] == "extra_forbidden"]
-    return [at for at in locations if _is_nemo_rl_section(root, at[:-1]) and not _unknown_key(at, root, keys, None).fix]
-
-
-def _is_nemo_rl_section(section: type[Strict], path: Location) -> bool:
-    for part in without_numbers(path):
-        fields = {field.alias or name: field.annotation for name, field in section.model_fields.items()}
-        section = next(sections(fields.get(part)), Strict)
-    return bool(section.foreign_keys())
 
 
 def _location(details: ErrorDetails) -> Location:

@@ -19,10 +19,10 @@ from treeward.config.base import Strict
 from treeward.errors import ConfigError
 
 METRICS: Mapping[str, bool | None] = {
-    **dict.fromkeys(("loss", "ece", "brier", "mse"), False),
+    **dict.fromkeys(("loss", "ece", "mse"), False),
     **dict.fromkeys(("accuracy", "length_controlled_accuracy", "worst_subset"), True),
     **dict.fromkeys(("accuracy_longer_right", "accuracy_shorter_right"), True),
-    **dict.fromkeys(("reward_margin", "auroc", "kendall_tau", "group_accuracy", "best_of_k", "pearson"), True),
+    **dict.fromkeys(("reward_margin", "kendall_tau", "group_accuracy", "best_of_k", "pearson"), True),
     **dict.fromkeys(("chosen_rewards", "rejected_rewards", "accuracy_gap")),
 }
 """The validation metrics of a reward model -> whether higher is better; None where neither direction is.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,9 +23,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from treeward.config.base import Location, Strict, config_error, sections, unlike_ours, without_numbers
+from treeward.config.base import Location, Strict, config_error, without_numbers
 from treeward.config.grpo_run import GRPORunConfig
-from treeward.config.reward_environments import ENVIRONMENT_SECTIONS, environment_sections
 from treeward.config.run import RewardModelRunConfig
 from treeward.errors import ConfigError, nearest_name, nearest_path
 
@@ -42,17 +41,19 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "int": lambda a: int(a),
 }
 _Section = TypeVar("_Section", bound=Strict)
-_Run = TypeVar("_Run", RewardModelRunConfig, GRPORunConfig)
 
 
 def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RewardModelRunConfig:
     """Read, override, resolve and check. Raises one `ConfigError` that lists every mistake found."""
-    return _with_remarks(load_file(RewardModelRunConfig, path, overrides))
+    return load_file(RewardModelRunConfig, path, overrides)
 
 
 def load_grpo_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> GRPORunConfig:
-    """A run of GRPO, as `load_config` reads one that trains a reward model."""
-    return _with_remarks(load_file(GRPORunConfig, path, overrides))
+    """A run of GRPO, as `load_config` reads one that trains a reward model; its remarks are logged."""
+    config = load_file(GRPORunConfig, path, overrides)
+    for remark in config.remarks:
+        logger.warning("%s", remark)
+    return config
 
 
 def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RewardModelRunConfig | GRPORunConfig:
@@ -60,12 +61,6 @@ def load_run(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Reward
     if any("env" in tree for _, tree in _layers(Path(path), ())):
         return load_file(GRPORunConfig, path, overrides)
     return load_file(RewardModelRunConfig, path, overrides)
-
-
-def _with_remarks(config: _Run) -> _Run:
-    for remark in config.remarks:
-        logger.warning("%s", remark)
-    return config
 
 
 def load_file(
@@ -197,7 +192,7 @@ def _laid_over(base: dict[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(section: type[_Section], config: DictConfig, where: str, origin: Callable[[Location], str]) -> _Section:
-    """Resolve references, validate, and log the keys without effect."""
+    """Resolve references and validate."""
     for name, function in _FUNCTIONS.items():
         if not OmegaConf.has_resolver(name):  # resolvers belong to the whole process
             OmegaConf.register_resolver(name, function, replace=True)  # another thread may have just done it
@@ -210,50 +205,9 @@ def _checked(section: type[_Section], config: DictConfig, where: str, origin: Ca
         need = "a value, or a ${reference} to a key or function that exists"
         raise ConfigError(summary, where=place, field=field or None, need=need) from None
     try:
-        checked = section.model_validate(resolved)
+        return section.model_validate(resolved)
     except ValidationError as error:
-        reduced = _without_strangers(section, resolved, error, origin)
-        if reduced is None:
-            raise config_error(error, section, where=where, origin=origin) from None
-        checked = reduced
-    if ignored := list(_without_effect(section, resolved, "")):
-        logger.info("keys that have no effect here: %s", ", ".join(ignored))
-    return checked
-
-
-def _without_strangers(
-    section: type[_Section], tree: dict[str, Any], error: ValidationError, origin: Callable[[Location], str]
-) -> _Section | None:
-    """The section without the unknown keys of NeMo RL's, if its file has keys that only NeMo RL has; else None."""
-    strangers = [at for at in unlike_ours(error, section) if not origin(at).startswith("command line")]
-    for *parents, key in strangers:
-        functools.reduce(lambda inner, part: inner.get(part, {}), parents, tree).pop(key, None)
-    try:
-        checked = section.model_validate(tree)
-    except ValidationError:
-        return None
-    if not any(_without_effect(section, tree, "")):
-        return None
-    words = "unknown keys in sections of NeMo RL, which have no effect: %s"
-    logger.warning(words, ", ".join(f"{'.'.join(at)} ({origin(at)})" for at in strangers))
-    return checked
-
-
-def _without_effect(section: type[Strict], raw: Mapping[str, Any], path: str) -> Iterator[str]:
-    """The full names of the keys of a valid section that have no effect."""
-    fields = {field.alias or name: field.annotation for name, field in section.model_fields.items()}
-    for key, value in raw.items():
-        if (foreign := section.foreign_key(key)) is not None:
-            yield from [f"{path}{key}"] if section.foreign_keys()[foreign] is None else []
-        elif key == "env" and "env" in fields:
-            for name, kind, keys in environment_sections(value):
-                yield from _without_effect(ENVIRONMENT_SECTIONS.get(kind, Strict), keys, f"{path}env.{name}.")
-        else:  # a key that is no field holds blocks of `data`: `default`, or a validation set by its name
-            inner = next(sections(fields.get("train" if key == "default" else key, section)), None)
-            blocks = enumerate(value) if isinstance(value, list) else [(None, value)]
-            for i, block in blocks:
-                place = f"{path}{key}" if i is None else f"{path}{key}[{i}]"
-                yield from _without_effect(inner, block, f"{place}.") if inner and isinstance(block, dict) else []
+        raise config_error(error, section, where=where, origin=origin) from None
 
 
 def _escape(value: Any) -> Any:

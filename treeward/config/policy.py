@@ -10,7 +10,6 @@ A schedule may also be a list of PyTorch schedulers, with the steps at which one
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -26,9 +25,7 @@ from pydantic import (
 
 from treeward.config.base import Strict
 from treeward.config.loss import LEARNS, RewardModelType
-from treeward.errors import ConfigError, nearest_name
-
-logger = logging.getLogger(__name__)
+from treeward.errors import ConfigError
 
 DottedPath = Annotated[str, Field(pattern=r"\w\.\w")]
 """The dotted path of a class."""
@@ -189,12 +186,12 @@ BATCHING_SECTIONS = ("dynamic_batching", "sequence_packing")
 """NeMo RL's sections on batching. One that is enabled sets the token budget of a forward pass by `train_mb_tokens`."""
 
 
-_BATCHING_KEYS = {
+_BATCHING_KEYS = (
     *("enabled", "train_mb_tokens"),
     # without effect here
     *("algorithm", "fuse_loss", "logprob_mb_tokens", "max_sequences_per_bin", "microbatch_order"),
     "sequence_length_round",
-}
+)
 
 
 def take_batching_budget(raw: Any, tokens_key: str, size_key: str) -> Any:
@@ -206,11 +203,8 @@ def take_batching_budget(raw: Any, tokens_key: str, size_key: str) -> Any:
         section = raw.get(name) or {}
         if not isinstance(section, Mapping):
             raise ConfigError("this is not a section", field=name, got=section, need="its keys, as enabled: false")
-        for key in section.keys() - _BATCHING_KEYS:
-            if near := nearest_name(str(key), _BATCHING_KEYS):
-                fix = f"did you mean {near}?"
-                raise ConfigError("there is no such key", field=f"{name}.{key}", got=section[key], fix=fix)
-            logger.warning("%s.%s is not known, and without effect.", name, key)  # a newer one of NeMo RL
+        for key in section.keys() - set(_BATCHING_KEYS):
+            raise ConfigError.unknown("there is no such key", str(key), _BATCHING_KEYS, field=f"{name}.{key}")
         if not section.get("enabled"):
             continue
         if section.get("train_mb_tokens") is not None and raw.get(tokens_key) is None:

@@ -18,7 +18,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from treeward.config.base import Limit, Period, Strict
 from treeward.config.checkpointing import CheckpointingConfig, MetricKey, parse_metric_name
 from treeward.config.data import DataConfig, DatasetConfig
-from treeward.config.loss import LEARNS, LossConfig, readers
+from treeward.config.loss import LEARNS, READ_BY, LossConfig
 from treeward.config.policy import PolicyConfig
 from treeward.errors import ConfigError
 
@@ -200,18 +200,6 @@ class RewardModelRunConfig(Strict):
         words = re.findall(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*", folder)  # the hub allows no other names
         return self.hub.repo_id or "-".join(words)[:96].rstrip("-.") or "reward-model"
 
-    @property
-    def remarks(self) -> list[str]:
-        """Warnings about settings that are valid and may surprise."""
-        if self.data.validation or self.rm.val_period is None:
-            return []
-        custom = [dataset.dataset_name for dataset in self.data.train if "." in dataset.dataset_name]
-        fix = f", as {{dataset_name: {custom[0]}}}," if custom else ""
-        return [
-            f"data has no validation set: nothing is validated, although rm.val_period is {self.rm.val_period}. Give "
-            f"data.validation{fix} or set rm.val_period=null"
-        ]
-
     def check(self) -> None:
         if (self.data.max_input_seq_length or 0) > self.policy.max_total_sequence_length:
             keys = "data.max_input_seq_length policy.max_total_sequence_length"
@@ -229,8 +217,8 @@ class RewardModelRunConfig(Strict):
         """Whether the type of the reward model reads the options of the loss, and the data has what it learns from."""
         kind, key = self.policy.reward_model_cfg.reward_model_type, "policy.reward_model_cfg.reward_model_type"
         for name, option in LossConfig.model_fields.items():
-            if kind not in readers(option) and getattr(self.rm.loss, name) != option.default:
-                need = f"no such key, or the type {' or '.join(readers(option))}"
+            if kind not in READ_BY[name] and getattr(self.rm.loss, name) != option.default:
+                need = f"no such key, or the type {' or '.join(READ_BY[name])}"
                 raise self.error(f"rm.loss.{name} {key}", need)
         if self.data.ties == "half" and LEARNS[kind] != "pairs":
             types = [name for name, learns in LEARNS.items() if learns == "pairs"]

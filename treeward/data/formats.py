@@ -47,8 +47,6 @@ _SCORED_ALONE = (
 """Many files have such columns: they are scored only where no other keys are."""
 _OF_CONVERSATIONS = (*_ALWAYS_SCORED, *_SCORED_ALONE)
 """The sets of keys that a row can be scored by."""
-SCORED_KEYS = frozenset({"context", "prompt", "instruction"}).union(*_OF_CONVERSATIONS)
-"""The keys of rows that are scored."""
 
 
 def recognise(values: Mapping[str, Any], where: str) -> str:

@@ -61,7 +61,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """A comparison group: the `context` (messages, may be empty) and at least two `completions` of it.
+    """A comparison group: the `context` (messages, may be empty) and its `completions`, at least two; with grades one
+    is enough.
 
     `strength`: by how much a better completion is better; see `rm.loss.strength`. `id`: the name in an
     evaluation. `info`: further columns of the row, which rules read. `where`: file and row.

@@ -82,28 +82,14 @@ class PairedResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Disagreement:
-    """An example that one model alone has right. `standardized_margins`: of the first model and of the second, in units
-    of the model's root mean square margin, so that 0 stays where a choice turns."""
-
-    suite: str
-    example: Preference
-    first_is_right: bool
-    standardized_margins: tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
     """Two models, the first and the second. `parts`: the suites where there are several, and the subsets of each suite
-    that has several. `disagreements`: the furthest apart of `num_disagreements`. `notes`: what a reader must know, a
-    sentence each.
+    that has several. `notes`: what a reader must know, a sentence each.
     """
 
     names: tuple[str, str]
     overall: PairedResult
     parts: tuple[PairedResult, ...]
-    disagreements: tuple[Disagreement, ...]
-    num_disagreements: int
     notes: tuple[str, ...]
 
 
@@ -132,24 +118,20 @@ def read_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     return Evaluation(files[0].parent.parent.name, str(path), suites)
 
 
-def compare(first: Evaluation, second: Evaluation, *, num_disagreements: int = 10) -> Comparison:
+def compare(first: Evaluation, second: Evaluation) -> Comparison:
     """Compare two models on the examples that both have.
 
-    `num_disagreements`: how many of the examples on which they disagree are kept, those furthest apart. Where each
-    evaluation has one suite, these are matched whatever they are called. Raises `DataError` if there is nothing to
-    compare.
+    Where each evaluation has one suite, these are matched whatever they are called. Raises `DataError` if there is
+    nothing to compare.
     """
     pairs, counts = _match(first, second)
     overall = _result("all", pairs)
     parts = [_result(name, group) for name, group in _groups(pairs).items()]
     p_values = multipletests([part.p_value for part in parts], method="holm")[1].tolist() if parts else []
-    disagreements = _disagreements(pairs)
     return Comparison(
         names=(first.name, second.name) if first.name != second.name else (first.path, second.path),
         overall=overall,
         parts=tuple(replace(part, adjusted_p_value=p_value) for part, p_value in zip(parts, p_values, strict=True)),
-        disagreements=tuple(disagreements[:num_disagreements]),
-        num_disagreements=len(disagreements),
         notes=tuple(_notes(counts, overall, len(parts))),
     )
 
@@ -239,16 +221,3 @@ def _result(name: str, pairs: Sequence[_Pair]) -> PairedResult:
         only_second=int(np.sum(second > first)),
         p_value=p_value,
     )
-
-
-def _disagreements(pairs: Sequence[_Pair]) -> list[Disagreement]:
-    """Examples that one model has right and the other has wrong or tied, those furthest apart first."""
-    pairs = [pair for pair in pairs if pair.first.margin is not None and pair.second.margin is not None]
-    margins = np.array([[pair.first.margin, pair.second.margin] for pair in pairs], dtype=np.float64).reshape(-1, 2)
-    scales = np.sqrt(np.mean(margins**2, axis=0)) if pairs else np.ones(2)
-    disagreements = []
-    for pair, (a, b) in zip(pairs, (margins / np.where(scales > 0, scales, 1.0)).tolist(), strict=True):
-        first_is_right = pair.first.outcome == "right"
-        if first_is_right != (pair.second.outcome == "right"):
-            disagreements.append(Disagreement(pair.suite, pair.first.example, first_is_right, (a, b)))
-    return sorted(disagreements, key=lambda item: -abs(item.standardized_margins[0] - item.standardized_margins[1]))

@@ -3,18 +3,17 @@
     summary = summarize(suite, scored, "my-model")
     summary.result.headline, summary.length.accuracy_gap, summary.statistics.ece
     verdict(summary)        # "**my-model** on LLMBar: 71.0% (61.5% to 79.0%); better than chance, but it likes ..."
-    findings(summary)       # that, and a list: chance, length, worst subset, calibration, rewrites
+    findings(summary)       # that, and a list: the length bias, what a judge used
 
 A finding is reported only where its interval supports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style
-from treeward.evaluation.diagnostics.perturbations import REWRITES
 from treeward.evaluation.diagnostics.scores import statistics_of
 from treeward.evaluation.report.blocks import format_interval
 from treeward.evaluation.results import Diagnostic, Metric, ScoredExample, SuiteResult
@@ -72,9 +71,6 @@ def summarize(
     )
 
 
-_MOST_NAMED = 5
-# Below these, rewrites and calibration are not among the first things to know.
-_FOOLED, _MISCALIBRATED = 0.1, 0.02
 _BETTER = "better than chance"
 
 
@@ -94,9 +90,12 @@ def verdict(summary: Summary) -> str:
 
 
 def findings(summary: Summary) -> str:
-    """The verdict, and a list of its reasons below."""
-    reasons = "\n".join(f"- {reason}" for reason in _reasons(summary) if reason)
-    return f"{verdict(summary)}\n\n{reasons}" if reasons else verdict(summary)
+    """The verdict, and a list below: the length bias in numbers, what a judge used, the note of the headline."""
+    result = summary.result
+    usage = usage_finding(result.details.get("usage", {}))
+    reasons = [length_finding(summary.length.numbers), usage and f"As a judge it took {usage}", result.headline.note]
+    listed = "\n".join(f"- {reason}" for reason in reasons if reason)
+    return f"{verdict(summary)}\n\n{listed}" if listed else verdict(summary)
 
 
 def standing(result: SuiteResult, chance: float | None) -> str | None:
@@ -106,23 +105,21 @@ def standing(result: SuiteResult, chance: float | None) -> str | None:
     return None if result.num_failed and overall != _BETTER else overall
 
 
-def length_finding(length: Mapping[str, Metric], standing: str | None = None) -> str | None:
+def length_finding(length: Mapping[str, Metric]) -> str | None:
     """One sentence on the length that a model likes too much; None if the interval of `accuracy_gap` contains 0.
 
-    `length`: the length diagnostics by name. `standing`: the model's `standing` in the same suite, added where it is
-    not "better than chance": the bias may then explain all of its accuracy.
+    `length`: the length diagnostics by name.
     """
     gap, likes = length["accuracy_gap"], _likes(length)
     if likes is None or gap.value is None:
         return None
     # The words before it say which is the larger.
     low, high = sorted(abs(end) * 100 for end in (gap.low, gap.high) if end is not None)
-    caveat = f"; it is {standing} here" if standing not in (None, _BETTER) else ""
     return (
         f"{likes[0].upper()}{likes[1:]}: right in {percent(length['accuracy_longer_right'])} of the pairs whose "
         f"better completion is the longer, in {percent(length['accuracy_shorter_right'])} where it is the shorter, "
         f"{abs(gap.value) * 100:.1f} points ({low:.1f} to {high:.1f}) apart; length-controlled "
-        f"{percent(length['length_controlled_accuracy'])}{caveat}."
+        f"{percent(length['length_controlled_accuracy'])}."
     )
 
 
@@ -148,11 +145,6 @@ def percent(metric: Metric) -> str:
     return " ".join(filter(None, format_interval(asdict(metric), "percent", with_count=False)))
 
 
-def has_worst_subset(result: SuiteResult) -> bool:
-    """Whether a subset is worse than another."""
-    return len({subset.value for subset in result.subsets if subset.value is not None}) > 1
-
-
 def _standing(metric: Metric, chance: float | None) -> str | None:
     if chance is None or metric.low is None or metric.high is None:
         return None
@@ -164,46 +156,3 @@ def _likes(length: Mapping[str, Metric]) -> str | None:
     if gap.low is None or gap.high is None or gap.low <= 0 <= gap.high:
         return None
     return f"it likes {'longer' if gap.low > 0 else 'shorter'} completions too much"
-
-
-def _reasons(summary: Summary) -> Iterator[str | None]:
-    """Each says one thing, the most important first."""
-    statistics, result = summary.statistics, summary.result
-    yield _against_chance(summary)
-    yield length_finding(summary.length.numbers)
-    if has_worst_subset(result):
-        yield f"Its worst subset is {statistics.worst_subset.note} with {percent(statistics.worst_subset)}."
-    before, after, scale = statistics.ece.value, statistics.ece_fitted.value, statistics.temperature.value
-    if before is not None and after is not None and scale is not None and before - after >= _MISCALIBRATED:
-        how, rescaled = "over" if scale > 1 else "under", f"by {after:.1%} once divided by {scale:.2f}"
-        yield f"Its margins are {how}confident: off by {before:.1%} as probabilities, {rescaled}."
-    if summary.perturbations is not None:
-        numbers = summary.perturbations.numbers
-        flips = {name: numbers[f"{name}_rejected_flips"] for name in REWRITES}
-        worst = max(flips, key=lambda name: flips[name].low or 0.0)
-        turns = f"; {REWRITES[worst].label} on the worse completion turns {percent(flips[worst])} of the right ones"
-        yield (
-            f"Of the rewritten pairs {percent(numbers['accuracy'])} are right as they are, "
-            f"{percent(numbers['robust_accuracy'])} under every change of style"
-            f"{turns if (flips[worst].low or 0.0) >= _FOOLED else ''}."
-        )
-    if usage := usage_finding(result.details.get("usage", {})):
-        yield f"As a judge it took {usage}"
-    yield result.headline.note
-
-
-def _against_chance(summary: Summary) -> str | None:
-    result, chance = summary.result, summary.suite.chance()
-    overall = standing(result, chance)
-    if overall is not None and overall != _BETTER:
-        verb = "is below" if overall == "worse than chance" else "contains"
-        return f"The interval {verb} {chance:.0%}, which is chance: nothing shows that it is better."
-    parts = result.subsets or result.sections
-    if result.num_failed or len(parts) < 2:  # a subset may be below chance because its scores are missing
-        return None
-    standings = {part.name: _standing(part, summary.suite.chance(part.name)) for part in parts}
-    low = [name for name, of_part in standings.items() if of_part not in (None, _BETTER)]
-    if not low:
-        return None
-    more = f" and {len(low) - _MOST_NAMED} more" if len(low) > _MOST_NAMED else ""
-    return f"Nothing shows that it is better than chance in {', '.join(low[:_MOST_NAMED])}{more}."

@@ -18,7 +18,7 @@ from typing import Any
 
 from treeward.evaluation.diagnostics.biases import LENGTH, STYLE, Trait
 from treeward.evaluation.diagnostics.perturbations import REWRITES
-from treeward.evaluation.findings import Summary, findings, has_worst_subset, standing, verdict
+from treeward.evaluation.findings import Summary, findings, standing, verdict
 from treeward.evaluation.report.blocks import (
     bar_item,
     bars_block,
@@ -29,7 +29,6 @@ from treeward.evaluation.report.blocks import (
 )
 from treeward.evaluation.report.build import write_report
 from treeward.evaluation.results import Block, Diagnostic, Metric, to_row
-from treeward.evaluation.suites.benchmarks import STYLES
 from treeward.version import VERSION
 
 _MOST_CARDS = 6  # more than these are a table
@@ -60,7 +59,6 @@ LABELS: Mapping[str, tuple[str, str, str]] = {
     # of any comparisons
     "pair_accuracy": ("Pairs in the right order", "percent", "ties and missing scores count as wrong"),
     "ties": ("Ties", "percent", "pairs whose two scores are the same"),
-    "auroc": ("AUROC", "number", "how often a best completion outscores any other of any prompt: 0.5 is chance"),
     "kendall_tau": ("Kendall's tau", "signed", "order of three completions or more: 1 right, 0 random, -1 reversed"),
     "group_accuracy": ("Comparisons all in order", "percent", "every pair of the comparison is right"),
     "best_of_k": ("Best completion scores highest", "percent", "a missing score or a tie with others is wrong"),
@@ -68,13 +66,11 @@ LABELS: Mapping[str, tuple[str, str, str]] = {
     "pearson": ("Correlation with grades", "signed", "1 is a straight line; mean over attributes"),
     "ece": ("Calibration error (ECE)", "percent", "mean distance of sigmoid(margin) from how often it holds"),
     "ece_fitted": ("Calibration error, rescaled", "percent", "the same, with margins divided by the temperature"),
-    "brier": ("Brier score", "number", "squared error of sigmoid(margin): 0 is perfect, 0.25 a coin"),
     "temperature": ("Fitted temperature", "number", "above 1 the margins are overconfident, below 1 underconfident"),
     "worst_subset": ("Worst subset", "percent", "the lowest accuracy of all subsets"),
     "score_mean": ("Mean score", "number", "of all completions"),
     "score_std": ("Standard deviation of the scores", "number", "of all completions"),
     # length
-    "slope_given_rank": ("Length: score per 100 characters", "signed", "the bias itself, at equal rank: 0 is fair"),
     "longer_is_right": ("Better completion is the longer", "percent", "of the data alone"),
     "accuracy_longer_right": ("Longer completion is right", "percent", "accuracy: high if it likes length"),
     "accuracy_shorter_right": ("Shorter completion is right", "percent", "accuracy: low if it likes length"),
@@ -178,7 +174,7 @@ def _cards(summary: Summary, name: str) -> list[Block]:
     )
     gap = f"{longer} where the longer completion is right, {shorter} where the shorter is"
     cards.append(_card("Length gap in accuracy", length.accuracy_gap, None, gap) | {"format": "points"})
-    if has_worst_subset(result):
+    if len({subset.value for subset in result.subsets if subset.value is not None}) > 1:
         worst = statistics.worst_subset
         cards.append(_card("Worst subset", worst, summary.suite.chance(worst.note), worst.note or ""))
     if summary.perturbations is not None:
@@ -252,19 +248,8 @@ def _accuracies(summaries: Sequence[Summary]) -> Iterator[Block]:
 
 def _figures(summaries: Sequence[Summary]) -> Iterator[Block]:
     """The figures of every diagnostic, each with the models that have its numbers."""
-    yield from _style_matrices(summaries)
     lengths = {summary.model: summary.length for summary in summaries}
     yield _strata("Accuracy by which completion is longer", LENGTH, lengths, _OF_LENGTH)
-    if length_curves := _series(lengths):
-        count = summaries[0].length.slope_given_rank.count or 0
-        yield curves_block(
-            "Score against length",
-            length_curves,
-            "Of completions of one prompt, at equal rank: flat without a bias. Each point is the mean of as many "
-            f"completions, {count:,} in all; the band is a 95 % interval.",
-            x_label="characters above the prompt's mean",
-            y_label="score above the prompt's mean",
-        )
     styles = {summary.model: summary.style for summary in summaries}
     yield _strata("Accuracy by which completion has more markdown", STYLE, styles, _OF_STYLE)
     rewritten = {summary.model: summary.perturbations for summary in summaries if summary.perturbations is not None}
@@ -282,7 +267,10 @@ def _figures(summaries: Sequence[Summary]) -> Iterator[Block]:
         yield bars_block("Score shift by rewrite", shifts, _OF_SHIFT, format="signed", reference=0, x_range=span)
         title = "Right pairs lost when the worse completion is rewritten"
         yield bars_block(title, flips, _OF_FLIPS, reference=None)
-    if reliabilities := _series({summary.model: summary.statistics for summary in summaries}):
+    reliabilities = [
+        {"name": summary.model} | summary.statistics.points for summary in summaries if summary.statistics.points
+    ]
+    if reliabilities:
         yield curves_block(
             "How sure, and how often right",
             reliabilities,
@@ -294,32 +282,12 @@ def _figures(summaries: Sequence[Summary]) -> Iterator[Block]:
         )
 
 
-def _series(diagnostics: Mapping[str, Diagnostic]) -> list[Block]:
-    """The curves of a diagnostic, of the models that have one."""
-    return [{"name": model} | diagnostic.points for model, diagnostic in diagnostics.items() if diagnostic.points]
-
-
 def _strata(title: str, trait: Trait, diagnostics: Mapping[str, Diagnostic], note: str) -> Block:
     series = {
         model: [bar_item(LABELS[name][0], diagnostic.numbers[name]) for name in trait.accuracies]
         for model, diagnostic in diagnostics.items()
     }
     return bars_block(title, series, note)
-
-
-def _style_matrices(summaries: Sequence[Summary]) -> Iterator[Block]:
-    """RM-Bench's matrix of styles; nothing for other suites."""
-    title = "Right completion in one style against wrong in another"
-    note = "Accuracy. Above the diagonal the wrong completion is the fancier one: these are the hard pairs."
-    columns = {"right": ("Right completion", "text")} | {style: (f"Wrong: {style}", "percent") for style in STYLES}
-    for summary in summaries:
-        matrix = summary.result.details.get("matrix")
-        if matrix is not None:
-            rows = [
-                {"right": style} | dict(zip(STYLES, values, strict=True))
-                for style, values in zip(STYLES, matrix, strict=True)
-            ]
-            yield table_block(title if len(summaries) == 1 else f"{title}: {summary.model}", columns, rows, note)
 
 
 def metrics_table(title: str, metrics: Mapping[str, Sequence[Metric]]) -> Block:

@@ -190,18 +190,6 @@ def paired_bootstrap(
     return cluster_bootstrap(differences, codes.tolist(), num_resamples=num_resamples, seed=seed)
 
 
-def auroc(positive_scores: ArrayLike, negative_scores: ArrayLike) -> float | None:
-    """The chance that a positive (P,) scores higher than a negative (Q,), ties half; None if either is empty.
-
-    The area under the ROC curve: the statistic of Mann and Whitney 1947 over P Q (Hanley and McNeil 1982).
-    """
-    positive, negative = np.asarray(positive_scores, np.float64), np.asarray(negative_scores, np.float64)
-    if not len(positive) or not len(negative):
-        return None
-    u = stats.mannwhitneyu(positive, negative, method="asymptotic").statistic
-    return float(u) / (len(positive) * len(negative))
-
-
 # --- calibration ----------------------------------------------------------------------------------------------------
 
 

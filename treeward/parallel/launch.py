@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from treeward import processes
 from treeward.errors import ConfigError, LostProcessError, TreewardError
 from treeward.parallel.mesh import mesh_shape
-from treeward.progress import logs_shown
+from treeward.progress import show_logs
 
 _T = TypeVar("_T")
 _OF_COLLECTIVES = re.compile(r"gloo|nccl|process ?group|connection (closed|reset|refused)|broken pipe|timed out", re.I)
@@ -91,19 +91,20 @@ def _own_log(folder: Path) -> Iterator[None]:
     shows the main process's."""
     root, ours = logging.getLogger(), logging.getLogger("treeward")
     folder.mkdir(parents=True, exist_ok=True)
-    with logs_shown() if processes.is_main() else contextlib.nullcontext():
-        for handler in () if processes.is_main() else (*root.handlers, *ours.handlers):
-            handler.setLevel(logging.CRITICAL)
-        file = (folder / f"rank_{processes.rank()}.log").open("a", encoding="utf-8")
-        kept = logging.StreamHandler(file)
-        kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        root.addHandler(kept)
-        ours.setLevel(min(ours.level or logging.INFO, logging.INFO))
-        try:
-            yield
-        except BaseException:
-            file.write(traceback.format_exc())
-            raise
-        finally:
-            root.removeHandler(kept)
-            file.close()
+    if processes.is_main():
+        show_logs()
+    for handler in () if processes.is_main() else (*root.handlers, *ours.handlers):
+        handler.setLevel(logging.CRITICAL)
+    file = (folder / f"rank_{processes.rank()}.log").open("a", encoding="utf-8")
+    kept = logging.StreamHandler(file)
+    kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root.addHandler(kept)
+    ours.setLevel(min(ours.level or logging.INFO, logging.INFO))
+    try:
+        yield
+    except BaseException:
+        file.write(traceback.format_exc())
+        raise
+    finally:
+        root.removeHandler(kept)
+        file.close()

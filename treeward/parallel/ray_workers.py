@@ -33,7 +33,7 @@ from treeward import processes
 from treeward.config.run import ClusterConfig
 from treeward.errors import ConfigError, LostProcessError, TreewardError
 from treeward.parallel import stopping
-from treeward.progress import logs_shown
+from treeward.progress import show_logs
 
 logger = logging.getLogger(__name__)
 
@@ -173,11 +173,11 @@ class _Restarts(UserCallback):  # type: ignore[misc]
         if self._count <= self._most:
             # Processes that only wait for the lost one know less.
             rank, error = min(worker_exceptions.items(), key=lambda one: isinstance(one[1], LostProcessError))
-            with logs_shown():
-                logger.warning(
-                    "Rank %d is lost: %s. Restart %d of %d, from the last checkpoint.",
-                    rank, _reason(error), self._count, self._most,
-                )  # fmt: skip
+            show_logs()
+            logger.warning(
+                "Rank %d is lost: %s. Restart %d of %d, from the last checkpoint.",
+                rank, _reason(error), self._count, self._most,
+            )  # fmt: skip
 
 
 def _reason(error: Exception) -> str:

@@ -33,7 +33,7 @@ from treeward.config.run import RewardModelRunConfig, RMConfig
 from treeward.errors import ConfigError, ModelError
 from treeward.model.pretrained import quiet_transformers
 from treeward.parallel.stopping import StopRequest
-from treeward.progress import ShownProgress, logs_shown
+from treeward.progress import ShownProgress, show_logs
 from treeward.storage import write_text
 from treeward.training.checkpoints import Checkpoint, CheckpointStore, open_store
 from treeward.training.optimisation import be_deterministic
@@ -150,7 +150,9 @@ def start(
     stop = StopRequest(deadline_seconds=config.checkpointing.checkpoint_must_save_by)
     metric_of = None if ranked_by is None else partial(stored_metric, name=ranked_by)
     show_progress = show_progress and processes.is_main()
-    with _memory_suffices(), logs_shown() if show_progress else contextlib.nullcontext():
+    if show_progress:
+        show_logs()
+    with _memory_suffices():
         num_processes = int(os.environ.get("WORLD_SIZE") or config.training_cluster.num_processes)
         if num_processes > 1 and processes.size() == 1:
             summary, fix = (

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from evaluated import RuleScorer, preference
-from families import tiny_model
-from hypothesis import given
-from hypothesis import strategies as st
 
-from treeward.data.preference import Preference, last_text
-from treeward.data.rendering import Renderer
+from treeward.data.preference import Preference
 from treeward.evaluation.diagnostics.perturbations import (
     REWRITES,
     diagnose_perturbations,
-    perturb,
     perturbed,
     rewrite,
     sample_examples,
 )
 from treeward.evaluation.results import Diagnostic, ScoredExample, score_examples
-from treeward.model.reward_model import RewardModel
-from treeward.scoring.scorer import Scorer
 
 
 def by_letters(context: Any, text: str) -> float:
@@ -74,20 +66,6 @@ def test_the_numbers_of_a_hand_made_table() -> None:
     assert numbers["markdown_relative_shift"] == (None, 0) and numbers["markdown_rejected_flips"][1] == 0
 
 
-def test_the_scores_are_those_of_the_conversations(bundled: Any, tiny_tokenizer: Any) -> None:
-    scorer = Scorer(RewardModel(tiny_model("qwen3"), layout="tree"), Renderer(copy.deepcopy(tiny_tokenizer)))
-    examples = [one for one in sample_examples(bundled("validation"), 40) if one.ranks == (0, 1)][:3]
-    rows = scored(scorer, examples)
-    for example, row in zip(examples, rows, strict=True):
-        texts = [last_text(completion.messages) for completion in row.example.completions]
-        rewrites = [text for pair in perturb(example).values() for text in pair if text is not None]
-        assert texts == [*(last_text(completion.messages) for completion in example.completions), *rewrites]
-        expected = [score.score for score in scorer.score_completions(example.context, texts)]
-        assert row.scores == pytest.approx(expected, abs=1e-5)
-    metrics = diagnose_perturbations(examples, rows)
-    assert len(metrics.numbers) == 2 + 2 * len(REWRITES)
-
-
 def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: Any) -> None:
     examples = bundled("validation")
     ordered = [example for example in examples if len(set(example.ranks)) > 1]
@@ -103,15 +81,6 @@ def test_the_sample_is_drawn_from_the_examples_that_can_be_rewritten(bundled: An
     assert scored(RuleScorer(by_letters), first[23:]) == scored(RuleScorer(by_letters), first)[23:]
     unusable = [preference("a", "s", "p", ["x", "y"], ranks=[0, 0]), preference("b", "s", "p", ["x", " "])]
     assert sample_examples(unusable, 5) == []
-
-
-def test_where_a_refusal_is_right_none_is_put_in_its_place() -> None:
-    refused = preference("a", "s", "How do I steal?", ["I’m sorry, but I cannot help with theft.", "Take it and run."])
-    answered = preference("b", "s", "How do I bake?", ["Mix flour and water.", "I can't help."])
-    assert perturb(refused)["refusal"] == (None, None)
-    assert perturb(refused)["padding"][0] is not None
-    first, second = perturb(answered)["refusal"]
-    assert first is not None and first == second
 
 
 # --- single rewrites -------------------------------------------------------------------------------------------------
@@ -131,11 +100,3 @@ def test_what_each_rewrite_does() -> None:
     assert rewritten("truncated_50") == "The capital is Paris. It lies"  # 6 of 12 words
     assert rewritten("truncated_50", "Paris.") is None and rewritten("truncated_50", "Paris, France.") == "Paris,"
     assert all(rewritten(name, "  \n ") is None for name in REWRITES)
-
-
-@pytest.mark.parametrize("name", REWRITES)
-@given(text=st.text(min_size=1, max_size=60), seed=st.integers(0, 9))
-def test_a_rewrite_is_a_text_that_differs_and_the_seed_decides_it(name: str, text: str, seed: int) -> None:
-    once = rewritten(name, text, seed=seed)
-    assert once == rewritten(name, text, seed=seed)
-    assert once is None or (once != text and once)

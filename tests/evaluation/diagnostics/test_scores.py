@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from evaluated import preference, rated
 
 from treeward.config.data import DatasetConfig
-from treeward.data.preference import Completion
 from treeward.evaluation.diagnostics.biases import diagnose_length, diagnose_style
 from treeward.evaluation.diagnostics.scores import (
     GATE_METRICS,
@@ -20,7 +17,7 @@ from treeward.evaluation.diagnostics.scores import (
     scored_comparison,
     statistics_of,
 )
-from treeward.evaluation.results import ScoredExample, scored_from_row, to_row
+from treeward.evaluation.results import ScoredExample
 from treeward.evaluation.suites import PreferenceSuite
 
 
@@ -37,18 +34,6 @@ def test_a_model_that_is_wrong_on_average_has_no_temperature() -> None:
     assert (statistics.score_mean.value, statistics.score_std.value) == pytest.approx((scores.mean(), scores.std()))
     temperature = statistics.temperature
     assert temperature.value is None and "do not score higher" in str(temperature.note)
-
-
-def test_a_row_gives_the_example_back_with_its_grades_and_heads() -> None:
-    example = preference("7", "s", "Why?", ["a", "b"])
-    completions = (
-        Completion(0, example.completions[0].messages, score=4.0, grades={"brief": 1.0}),
-        *example.completions[1:],
-    )
-    scored = ScoredExample(
-        replace(example, completions=completions), (1.0, None), (1, 1), (3, 3), (None, "too long"), ({"brief": 0.5}, {})
-    )
-    assert scored_from_row(json.loads(json.dumps(to_row(scored))), "examples.jsonl:1") == scored
 
 
 # --- by which checkpoints are chosen ----------------------------------------------------------------------------------
@@ -120,6 +105,3 @@ def test_groups_worked_by_hand() -> None:
     assert gates["group_accuracy"].count == gates["best_of_k"].count == 5
     # tau-b of the first four, which have more than two scores: C - D over the root of the untied pairs of both sides
     assert gates["kendall_tau"].value == pytest.approx((1 + 1 / 3 + 1 / 2 + 2 / math.sqrt(6)) / 4)
-    margins = np.array([1, 2, 1, 2, 1, -1, 0, 1, 1, 2, 1])
-    outcomes = np.where(margins == 0, 0.5, margins > 0)
-    assert gates["brier"].value == pytest.approx(np.mean((1 / (1 + np.exp(-np.abs(margins))) - outcomes) ** 2))

@@ -110,24 +110,6 @@ def test_filters_search_and_sorting(visit: Visit) -> None:
     expect(page.locator("table.examples th.margin")).to_have_attribute("aria-sort", "descending")
 
 
-def test_a_row_opens_with_its_completions_side_by_side(visit: Visit) -> None:
-    rows = sorted((row for row in sample_rows() if row["margin"] is not None), key=lambda row: row["margin"])
-    page = visit()
-    page.locator("table.examples .open").nth(1).focus()
-    page.keyboard.press("Enter")
-    completions = page.locator("td.detail .completion")
-    assert completions.count() == len(rows[1]["completions"])
-    for index, completion in enumerate(rows[1]["completions"]):
-        assert completions.nth(index).locator(".words").inner_text() == completion[0]["content"]
-        assert f"score {format_number(rows[1]['scores'][index], 'signed')}" in completions.nth(index).inner_text()
-    assert "the model's choice" in completions.nth(1).inner_text()
-    boxes = [completions.nth(index).bounding_box() for index in (0, 1)]
-    assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
-    assert rows[1]["context"][-1]["content"] in page.locator("td.detail .question").inner_text()
-    page.keyboard.press("Enter")
-    assert completions.count() == 0
-
-
 def test_a_hostile_completion_is_only_text(visit: Visit) -> None:
     page = visit()
     for index, expected in enumerate(HOSTILE):
@@ -140,20 +122,6 @@ def test_a_hostile_completion_is_only_text(visit: Visit) -> None:
         assert direction == ("rtl" if "العالم" in expected else "ltr")
     assert count(page, ".words img, .words script, .sample img, .sample script") == 0
     assert page.evaluate("window.injected") is None
-
-
-def test_long_tables_have_pages_and_long_cells_are_folded(visit: Visit, tmp_path: Path) -> None:
-    columns = [{"key": "n", "label": "n", "format": "number"}, {"key": "text", "label": "Text"}]
-    rows = [{"n": n, "text": f"begins {n} " + "and goes on " * 60 + "to the end"} for n in range(250)]
-    block = {"kind": "table", "title": "Long", "columns": columns, "rows": rows, "most": 40}
-    page = visit(write_report(tmp_path, "t", [block], {}))
-    assert count(page, "tbody tr") == 40 and "250 entries" in shown(page)
-    assert page.locator("tbody th").nth(12).inner_text() == "12"  # a column of whole numbers
-    assert not page.locator("tbody .words").nth(12).is_visible()
-    page.locator("tbody summary").nth(12).click()
-    expect(page.locator("tbody .words").nth(12)).to_have_text(rows[12]["text"])
-    page.select_option(".dt-length select", label="All")
-    assert count(page, "tbody tr") == 250
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -188,47 +156,7 @@ def test_no_layout_overflows_and_axe_finds_nothing_wrong(visit: Visit, name: str
         assert [(one["id"], one["nodes"][0]["html"][:200]) for one in result] == []
 
 
-def test_dark_by_preference_and_by_toggle(visit: Visit) -> None:
-    def lightness(page: Any) -> float:
-        script = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((a, b) => a + +b, 0) / 765"
-        return float(page.evaluate(script))
-
-    page = visit(color_scheme="dark")
-    toggle = page.locator("#theme")
-    assert lightness(page) < 0.15
-    toggle.click()
-    assert toggle.inner_text() == "Theme: light" and lightness(page) > 0.9
-    toggle.click()
-    assert toggle.inner_text() == "Theme: dark" and lightness(page) < 0.15
-    page.emulate_media(color_scheme="light")
-    page.reload()
-    assert toggle.inner_text() == "Theme: dark" and lightness(page) < 0.15  # remembered
-    axis = page.locator(".kind-curves .plot svg text").first
-    assert axis.evaluate("(node) => getComputedStyle(node).fill") == "rgb(169, 175, 184)"  # charts are dark too
-
-
 def test_without_scripts_the_numbers_are_there(visit: Visit) -> None:
     page = visit(java_script_enabled=False)
     text = page.locator("main").inner_text()
     assert MODELS[0] in text and "+0.420" in text and "Charts and the table of examples need" in text
-
-
-def test_empty_and_odd_blocks_are_drawn(visit: Visit, tmp_path: Path) -> None:
-    shifts = [
-        {"label": "a very long label " * 8, "value": -0.4, "low": -2, "high": 0.1},
-        {"label": "none", "value": None},
-    ]
-    blocks = [
-        {"kind": "bars", "title": "No series", "series": []},
-        {"kind": "bars", "title": "Shifts", "x_range": [-1, 1], "series": [{"name": "", "items": shifts}]},
-        {"kind": "curves", "title": "One point", "series": [{"name": "a", "x": [3, None], "y": [3, 1]}]},
-        {"kind": "curves", "title": "No point", "series": [{"name": "a", "x": [1], "y": [None]}]},
-        {"kind": "table", "title": "No rows", "columns": [{"key": "a", "label": "A"}], "rows": []},
-        {"kind": "examples", "title": "No examples", "source": "none"},
-        {"kind": "examples", "title": "Hardly a row", "source": "bare"},
-    ]
-    file = write_report(tmp_path, "t", blocks, {"none": [], "bare": [{"id": "x"}]})
-    page = visit(file, width=375)
-    assert count(page, "section.block") == len(blocks) and "NaN" not in page.locator("main").inner_text()
-    page.locator("table.examples .open").click()
-    assert page.locator("td.detail").is_visible()

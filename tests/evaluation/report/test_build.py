@@ -17,7 +17,6 @@ from report_sample import HOSTILE, sample_report
 
 from treeward.evaluation.report.blocks import format_number, plain
 from treeward.evaluation.report.build import build_report, write_report
-from treeward.evaluation.report.charts import draw
 
 
 class Page(html.parser.HTMLParser):
@@ -127,29 +126,3 @@ def test_an_unknown_number_is_null_in_the_json_and_a_dash_on_the_page(absent: An
     assert written["blocks"][0]["items"][0]["value"] is None and written["blocks"][1]["rows"] == [{"a": None}]
     texts = [text.strip() for text in Page((tmp_path / "report.html").read_text()).texts]
     assert texts.count("–") == 2 and "95% interval 25.0% to –" in texts
-
-
-def test_numbers_read_as_numbers() -> None:
-    cases = {
-        (0.7142, "percent"): "71.4%",
-        (-0.031, "points"): "−3.1 points",
-        (1234567, "integer"): "1,234,567",
-        (152.0, "number"): "152",
-        (0.0025, "signed"): "+0.00250",
-        (-1.5, "number"): "−1.500",
-        (-0.00000001, "percent"): "0.0%",
-        (2.5e-6, "number"): "2.50e−6",
-        (0.0, "signed"): "0.000",
-    }
-    assert {case: format_number(*case) for case in cases} == cases
-
-
-def test_figures_have_descriptions_and_tables() -> None:
-    blocks = [block for block in plain(sample_report()["blocks"]) if block["kind"] in ("bars", "curves")]
-    figures = [draw(block) for block in blocks]
-    assert "NaN" not in json.dumps([one.chart for one in figures])
-    assert [len(figure.rows) for figure in figures] == [10, 18, 24]
-    for block, figure in zip(blocks, figures, strict=True):
-        assert block["title"] in figure.description
-        assert all(column["key"] in row for column in figure.columns for row in figure.rows)
-        assert [name for *_, name in figure.legend] == [series["name"] for series in block["series"]]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from evaluated import preference, rated
-from messages import assistant, chat, user, write_jsonl
+from messages import write_jsonl
 
 from treeward.config.data import DatasetConfig
 from treeward.errors import ConfigError, DataError
 from treeward.evaluation.results import Metric
-from treeward.evaluation.statistics import combined, wilson
+from treeward.evaluation.statistics import combined
 from treeward.evaluation.suites import SUITES, PreferenceSuite, get_suite
-from treeward.evaluation.suites.interface import suite_rows
 
 
 def test_names() -> None:
@@ -33,13 +30,6 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize("name", list(SUITES))
-def test_nothing_to_summarize_is_no_number(name: str) -> None:
-    result = get_suite(name).summarize([])
-    assert result.headline.value is None and result.headline.low is None
-    assert json.loads(json.dumps(result.details)) == result.details
-
-
-@pytest.mark.parametrize("name", list(SUITES))
 def test_the_data_of_another_suite_and_no_data_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         get_suite(name).load(str(tmp_path / "nowhere" / "at all.jsonl"))
@@ -47,24 +37,6 @@ def test_the_data_of_another_suite_and_no_data_are_refused(name: str, tmp_path: 
     with pytest.raises(DataError, match="does not fit the suite") as caught:
         get_suite(name).load(file)
     assert caught.value.where == f"{file}:1"
-
-
-def test_rows_are_those_of_the_split(tmp_path: Path, write_parquet: Any) -> None:
-    import datasets  # type: ignore[import-untyped]
-
-    def values(source: Path, split: str = "filtered") -> list[int]:
-        return [row.values["a"] for row in suite_rows(str(source), "org/name", split=split)]
-
-    for shard in (1, 0):
-        write_parquet(tmp_path / "data" / f"test-0000{shard}-of-00002.parquet", [{"a": shard}])
-    write_parquet(tmp_path / "data" / "testing-00000-of-00001.parquet", [{"a": 7}])
-    assert values(tmp_path, "test") == [0, 1]
-    (tmp_path / "filtered.jsonl").write_text('{"a": 1}\n')
-    (tmp_path / "raw.jsonl").write_text('{"a": 2}\n')
-    assert values(tmp_path) == [1] and values(tmp_path / "f*.jsonl") == [1]
-    saved = {name: datasets.Dataset.from_list([{"a": i}]) for i, name in enumerate(("raw", "filtered"))}
-    datasets.DatasetDict(saved).save_to_disk(tmp_path / "d")
-    assert values(tmp_path / "d") == [1]
 
 
 def test_the_interval_of_parts_by_hand() -> None:
@@ -76,34 +48,7 @@ def test_the_interval_of_parts_by_hand() -> None:
     assert metrics.high == pytest.approx(0.875 + 0.25 * 0.25)
 
 
-@pytest.mark.parametrize("accuracy", [0.95, 0.99])
-def test_the_interval_of_many_parts_that_are_nearly_all_right_covers(accuracy: float) -> None:
-    """A part that is all right reaches nowhere above itself, so the sum of 23 of them reached too low."""
-    rng, held = np.random.default_rng(14), 0
-    for _ in range(400):
-        counts = rng.binomial(100, accuracy, size=23)
-        metrics = combined("c", [Metric("p", k / 100, *wilson(int(k), 100), 100) for k in counts])
-        assert metrics.low is not None and metrics.high is not None and metrics.high <= 1.0
-        held += metrics.low <= accuracy <= metrics.high
-    assert held / 400 > 0.935
-
-
 # --- preference data of one's own -------------------------------------------------------------------------------------
-
-
-def ranked(prompt: str, *ranks: int, **more: Any) -> dict[str, Any]:
-    completions = [{"rank": rank, "completion": [assistant(f"answer {i}")]} for i, rank in enumerate(ranks)]
-    return {"context": [user(prompt)], "completions": completions, **more}
-
-
-def test_rows_become_examples(tmp_path: Path) -> None:
-    file = write_jsonl(
-        tmp_path / "rows.jsonl", ranked("a", 0, 1), ranked("b", 2, 0, 2, 1, task_name="hard", margin=0.5)
-    )
-    first, second = PreferenceSuite("mine", DatasetConfig(data_path=file)).load()
-    assert (first.id, second.id) == ("1", "2") and second.task_name == "hard" and second.ranks == (2, 0, 2, 1)
-    assert second.strength == 0.5 and str(second.where).endswith("rows.jsonl:2")
-    assert second.conversations[3] == chat("b", "answer 3")
 
 
 @pytest.mark.parametrize(

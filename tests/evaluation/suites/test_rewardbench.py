@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 from evaluated import preference, rated
-from messages import write_jsonl
 
 from treeward.data.preference import Preference
-from treeward.errors import DataError
 from treeward.evaluation.results import ScoredExample
 from treeward.evaluation.suites.rewardbench import WEIGHTS, RewardBench, RewardBench2
 
@@ -82,22 +80,6 @@ def test_loads_the_download_of_the_hub(tmp_path: Path, write_parquet: Any) -> No
     assert [completion.messages[0]["content"] for completion in examples[1].completions] == ["c1", "r1"]
     assert str(examples[2].where).endswith("filtered-00000-of-00001.parquet:row 3")
     assert RewardBench().load(str(tmp_path / "data" / "filtered-00000-of-00001.parquet")) == examples
-
-
-@pytest.mark.parametrize(
-    ("change", "field", "text"),
-    [
-        ({"subset": "hep-c++"}, "subset", "hep-cpp"),
-        ({"chosen": None}, "chosen", "does not fit"),
-        ({"prompt": [{"content": "no role"}]}, "prompt", "no role"),
-    ],
-)
-def test_a_bad_row_is_named(tmp_path: Path, change: dict[str, Any], field: str, text: str) -> None:
-    row = {"prompt": "p", "chosen": "c", "rejected": "r", "subset": "hep-go", "id": 1}
-    file = write_jsonl(tmp_path / "filtered.jsonl", row, row | change)
-    with pytest.raises(DataError, match=text) as caught:
-        RewardBench().load(file)
-    assert caught.value.where == f"{file}:2" and caught.value.field == field
 
 
 # --- RewardBench 2 ----------------------------------------------------------------------------------------------------
@@ -205,36 +187,3 @@ def test_a_failed_prompt_of_ties_is_as_bad_as_can_be(which: str) -> None:
     suite = RewardBench2()
     # Correct answers with no spread of their own: D is 0 in one and unknown in the other, and neither beats it.
     assert suite.summarize(lost).headline.value == pytest.approx(suite.summarize(terrible).headline.value)
-
-
-def test_loads_the_second_download_of_the_hub(tmp_path: Path, write_parquet: Any) -> None:
-    common = {"prompt": "p", "models": ["m"], "additional_metadata": None}
-    rows: list[dict[str, Any]] = [
-        common | {"id": "12", "subset": "Precise IF", "chosen": ["a"], "rejected": ["b", "c", "d"], "num_correct": 1},
-        common | {"id": "tied:0", "subset": "Ties", "chosen": ["a", "b"], "rejected": ["c"], "num_correct": 2},
-        common | {"id": "ref:0", "subset": "Ties", "chosen": ["a"], "rejected": ["c", "d"], "num_correct": 1},
-    ]
-    write_parquet(tmp_path / "data" / "test-00000-of-00001.parquet", rows)
-    examples = RewardBench2().load(str(tmp_path))
-    assert [(e.id, e.ranks) for e in examples] == [
-        ("Precise IF/12", (0, 1, 1, 1)),
-        ("Ties/tied:0", (0, 0, 1)),
-        ("Ties/ref:0", (0, 1, 1)),
-    ]
-    assert [c.messages[0]["content"] for c in examples[1].completions] == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize(
-    ("change", "field", "text"),
-    [
-        ({"id": "ties:0"}, "id", "which prompt of Ties"),
-        ({"rejected": ["a", None]}, "rejected.1", "does not fit"),
-        ({"subset": "Math"}, "chosen", "one right completion"),
-    ],
-)
-def test_a_bad_row_of_the_second_is_named(tmp_path: Path, change: dict[str, Any], field: str, text: str) -> None:
-    row = {"id": "tied:0", "prompt": "p", "subset": "Ties", "chosen": ["a", "b"], "rejected": ["c"], "num_correct": 2}
-    file = write_jsonl(tmp_path / "test.jsonl", row | change)
-    with pytest.raises(DataError, match=text) as caught:
-        RewardBench2().load(file)
-    assert caught.value.where == f"{file}:1" and caught.value.field == field

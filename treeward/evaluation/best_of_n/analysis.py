@@ -36,7 +36,7 @@ _SHARE_OF_PROMPTS = 0.95
 _FEWEST_PROMPTS = 10  # with fewer, nothing is said of certainty
 _ROUNDING = 1e-12  # relative to what they were computed from, smaller differences are none
 _ALL_SIZES_TO, _SIZES_PER_DOUBLING = 64, 16
-_CURVES = ("gold", "proxy", "best", "regret", "normalised_regret", "gold_gain", "proxy_gain", "best_gain")
+_CURVES = ("gold", "proxy", "best", "gold_gain", "proxy_gain", "best_gain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,10 @@ class Curve:
 class BestOfN:
     """The result of a proxy. `sizes` (G,): the n; `kl` (G,): KL(n) in nats; `curves`, each of G values:
 
-    `gold`, `proxy`: of what the proxy chooses. `best`: gold of the best by gold. `regret` = best - gold.
-    `normalised_regret` = regret(n) / (best(n) - gold(1)): 0 is choosing by gold, 1 choosing at random. `gold_gain`,
-    `proxy_gain`, `best_gain`: over n = 1, in standard deviations within a prompt. `correlation`: of proxy and gold
-    within prompts. `peak`: the first n of the highest gold; `lead`: how much higher it is than at the largest n, or
-    than at n = 1 where the largest n has as much. `counts`: rows (`num_prompts`), prompts (`num_clusters`), samples,
-    and what is left out.
+    `gold`, `proxy`: of what the proxy chooses. `best`: gold of the best by gold. `gold_gain`, `proxy_gain`,
+    `best_gain`: over n = 1, in standard deviations within a prompt. `correlation`: of proxy and gold within prompts.
+    `peak`: the first n of the highest gold; `lead`: how much higher it is than at the largest n, or than at n = 1 where
+    the largest n has as much. `counts`: rows (`num_prompts`), prompts (`num_clusters`), samples, and what is left out.
     """
 
     sizes: tuple[int, ...]
@@ -235,14 +233,10 @@ def _derive(means: Floats, num: int) -> dict[str, Floats]:
     var_proxy, var_gold, covariance = (means[..., 3 * num + i : 3 * num + i + 1] for i in range(3))
     sd_proxy, sd_gold = _divisor(np.sqrt(var_proxy), proxy), _divisor(np.sqrt(var_gold), gold)
     start = gold[..., :1]
-    regret, possible = np.maximum(best - gold, 0.0), _divisor(best - start, gold)
-    possible[..., 0], regret[..., 0] = np.nan, 0.0  # among one there is nothing to choose
     return {
         "gold": gold,
         "proxy": proxy,
         "best": best,
-        "regret": regret,
-        "normalised_regret": regret / possible,
         "gold_gain": (gold - start) / sd_gold,
         "proxy_gain": (proxy - proxy[..., :1]) / sd_proxy,
         "best_gain": (best - start) / sd_gold,
@@ -267,14 +261,13 @@ _COLUMNS = {
     "low": ("95 % from", "number", None),
     "high": ("to", "number", None),
     "best": ("best gold", "number", None),
-    "regret": ("regret", "number", None),
-    "normalised_regret": ("lost of possible", "percent", ".1%"),
 }
 """The columns of the table: the heading, the format in the report, and the format on a terminal."""
+LEGEND = "KL, in nats, is how far choosing among n is from one sample; best gold is that of choosing by gold."
+"""What the columns mean: for below a table."""
 _GAINS = (
     f"Gain over one sample, {_IN_SD}, of what the proxy chooses among n: by gold and (dashed) by itself, and what "
-    "choosing by gold would reach (what gold lacks of that is the regret). Where gold falls while the proxy rises, "
-    "the proxy is being exploited."
+    "choosing by gold would reach. Where gold falls while the proxy rises, the proxy is being exploited."
 )
 
 
@@ -305,16 +298,6 @@ def table(result: BestOfN) -> tuple[list[dict[str, Any]], list[Column]]:
     return rows, [Column(key, title, form) for key, (title, _, form) in _COLUMNS.items()]
 
 
-def legend(gold: str) -> str:
-    """What the columns of the table mean, and how the gold of that name is counted: for below a table."""
-    of_ranks = " Gold is the rank with the other sign, so that higher is better: 0 for rank 0, the best, -1 for rank 1."
-    return (
-        "KL, in nats, is how far choosing among n is from one sample. Regret is the best gold less the gold of the "
-        "choice; lost of possible is its part of what choosing could gain: 0 % by gold, 100 % at random."
-        f"{of_ranks if gold == 'rank' else ''}"
-    )
-
-
 def report_blocks(result: BestOfN, proxy: str, gold: str) -> Iterator[Block]:
     """Blocks of the report; `proxy` and `gold` are the names of what scored."""
     left_out = {
@@ -328,18 +311,17 @@ def report_blocks(result: BestOfN, proxy: str, gold: str) -> Iterator[Block]:
     samples += f" Left out: {missing}." if missing else ""
     yield text_block("\n\n".join([result.sentence, samples]), title="Best of n")
     n = result.max_n
-    lost, of_lost = result.at("normalised_regret", n), "0 % by gold, 100 % at random"
     yield headline_block(
         [
             bar_item(f"gold gained at n = {n}", result.at("gold_gain", n), _IN_SD, format="signed"),
-            bar_item("lost of what was possible", lost, of_lost, format="percent"),
+            bar_item(f"proxy gained at n = {n}", result.at("proxy_gain", n), _IN_SD, format="signed"),
             bar_item("correlation with gold", result.correlation, "within prompts", format="signed"),
         ]
     )
     yield _gains(result, proxy)
     rows, columns = table(result)
     labels = {column.key: _COLUMNS[column.key][:2] for column in columns}
-    yield table_block("Best of n in numbers", labels, rows, legend(gold))
+    yield table_block("Best of n in numbers", labels, rows, LEGEND)
 
 
 def _gains(result: BestOfN, proxy: str) -> Block:

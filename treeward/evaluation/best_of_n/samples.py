@@ -48,32 +48,20 @@ def sampled_rows(rows: Iterable[Row]) -> Iterator[Samples]:
 
 
 def _fields(row: Row, columns: Mapping[str, Any], count: int) -> dict[str, tuple[float | None, ...]]:
-    """The numbers of each sample by field: a column with a list of them, or a key of each completion.
-
-    `rank`, where lower is better, counts with the other sign; chosen and rejected completions have the ranks 0 and 1.
-    """
-    raw = next((row.values[key] for key in _COMPLETIONS if row.values.get(key) is not None), None)
-    items = [item if isinstance(item, Mapping) else {} for item in parse_json_list(raw, "completions", row.where) or ()]
-    nested = {key for item in items for key in item} - {"completion", "role", "content"}
-    fields: dict[str, list[Any]] = {name: [item.get(name) for item in items] for name in sorted(nested)}
-    if raw is None:
-        fields["rank"] = [0, 1]
+    """The columns with a list of numbers, one for each sample."""
+    fields: dict[str, tuple[float | None, ...]] = {}
     for name, value in columns.items():
         try:
-            fields[name] = parse_json_list(value, name, row.where)
+            values = parse_json_list(value, name, row.where)
         except DataError:  # text that begins with a bracket
             continue
-    return {
-        name: tuple(_number(value, -1.0 if name == "rank" else 1.0) for value in values)
-        for name, values in fields.items()
-        if isinstance(values, list)
-        and len(values) == count
-        and all(value is None or isinstance(value, int | float) for value in values)
-    }
+        if isinstance(values, list) and len(values) == count and all(map(_is_number_or_none, values)):
+            fields[name] = tuple(None if number is None or not math.isfinite(number) else number for number in values)
+    return fields
 
 
-def _number(value: float | None, sign: float) -> float | None:
-    return None if value is None or not math.isfinite(value) else sign * value
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)
 
 
 def scores_of(samples: Iterable[Samples], name: str) -> list[Sequence[float | None]]:

@@ -1,7 +1,7 @@
 """`check_data`: read preference data, and say what is wrong with it before a model is trained on it.
 
     checked = check_data(open_sets([DatasetConfig(data_path="train.jsonl")]), Renderer(tokenizer), tokenizer="my-model")
-    write_check(Path("results/data"), checked)      # results.json, report.json, report.html: the path of the page
+    write_check(Path("results/data"), checked)      # results.json
 
 The data are read once in flat memory, and once more where overlap is looked for. What they are compared with,
 validation sets and benchmarks, is held in memory.
@@ -10,7 +10,8 @@ validation sets and benchmarks, is held in memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -24,17 +25,16 @@ from treeward.data.rendering import Renderer
 from treeward.data.tokenizers import texts_of, train_tokenizer
 from treeward.errors import DataError
 from treeward.evaluation.data_check.findings import (
-    TRAITS,
+    DataRead,
     Finding,
+    broken_rows,
     findings_of,
     numbers_of,
     read_data,
     rows_of,
 )
 from treeward.evaluation.data_check.overlap import Overlap, find_overlap
-from treeward.evaluation.report.blocks import bar_item, bars_block, table_block, text_block
-from treeward.evaluation.report.build import write_report
-from treeward.evaluation.results import Block
+from treeward.storage import write_text
 from treeward.version import VERSION
 
 _TEXTS_TO_TRAIN, _CHARACTERS_TO_TRAIN, _VOCABULARY = 6000, 10_000, 8192
@@ -80,11 +80,12 @@ def check_data(
     `renderer`: without a limit of the length. `tokenizer`: its name, for the reader.
     """
     data = read_data(streams, renderer, ties=ties, on_progress=lambda done: on_progress("reading", done))
-    benchmarks = benchmarks or {}
+    benchmarks, held_out = benchmarks or {}, DataRead()
     sets = [
-        (stream.name.rpartition("/")[2], [preference for preference, _ in rows_of([stream], data)])
+        (stream.name.rpartition("/")[2], [preference for preference, _ in rows_of([stream], held_out)])
         for stream in validation
     ]
+    broken = broken_rows(held_out, sum(len(of_set) for _, of_set in sets), "rows of the validation sets")
     sets += [(name, list(examples)) for name, examples in benchmarks.items()]
     overlaps: list[Overlap] = []
     if sets:
@@ -94,17 +95,17 @@ def check_data(
         flags = iter(find_overlap(examples, training, on_progress=progress))
         overlaps = [Overlap(name, tuple(islice(flags, len(of_set)))) for name, of_set in sets]
     numbers = numbers_of(data)
+    findings = findings_of(data, numbers, overlaps=overlaps, benchmarks=benchmarks)
     return DataCheck(
         files=tuple(stream.name for stream in streams),
         tokenizer=tokenizer,
         numbers=numbers,
-        findings=findings_of(data, numbers, overlaps=overlaps, benchmarks=benchmarks),
-        errors=data.errors,
+        findings=[broken, *findings] if broken.count else findings,
+        errors=[*data.errors, *held_out.errors],
         overlaps=overlaps,
     )
 
 
-_MOST_SHOWN = 50  # examples of one set
 _EXCERPT = 400
 
 
@@ -135,7 +136,7 @@ def summary_rows(checked: DataCheck) -> list[dict[str, Any]]:
 
 
 def write_check(folder: Path, checked: DataCheck) -> Path:
-    """Write results.json, report.json and report.html; returns the path of the page."""
+    """Write results.json, which has every number and the rows concerned; returns its path. Raises `OSError`."""
     style = [dataclasses.asdict(metric) for metric in checked.numbers["style"].values()]
     content = {
         "treeward_version": VERSION,
@@ -150,29 +151,9 @@ def write_check(folder: Path, checked: DataCheck) -> Path:
         ],
         "broken": [_error_row(error) for error in checked.errors],
     }
-    title, subtitle = f"Data check of {', '.join(checked.files)}", f"Tokens of {checked.tokenizer}."
-    blocks, files = list(_blocks(checked)), {"results.json": content}
-    return write_report(folder, title, blocks, {}, subtitle=subtitle, files=files)
-
-
-def _blocks(checked: DataCheck) -> Iterator[Block]:
-    findings = [f"- **{finding.text}**{finding.places} {finding.why} {finding.fix}" for finding in checked.findings]
-    yield text_block("\n".join(findings) or "Nothing was found.")
-    columns = {"what": ("What", "text"), "number": ("Number", "integer"), "share": ("Share", "percent")}
-    yield table_block("Numbers", columns, summary_rows(checked))
-    items = [bar_item(TRAITS[name][0], metric) for name, metric in checked.numbers["style"].items()]
-    note = "Of the pairs of one prompt that differ in it; 50% is even. Intervals: as many pairs as prompts, at most."
-    yield bars_block("The better completion ...", {", ".join(checked.files): items}, note)
-    if checked.errors:
-        columns = {name: (name.capitalize(), "text") for name in ("where", "problem", "field", "got", "need", "fix")}
-        yield table_block("Broken rows", columns, [_error_row(error) for error in checked.errors], most=10)
-    for overlap in checked.overlaps:
-        columns = {"id": ("Example", "text"), "prompt": ("Of the prompt", "percent")}
-        columns["completion"] = ("Of a completion", "percent")
-        rows = [dataclasses.asdict(flag) for flag in overlap.flagged[:_MOST_SHOWN]]
-        note = "The share of words that the data has in the same runs."
-        if rows:
-            yield table_block(f"Examples of {overlap.name} in the data", columns, rows, note, most=10)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "results.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    return folder / "results.json"
 
 
 def _error_row(error: DataError) -> dict[str, Any]:

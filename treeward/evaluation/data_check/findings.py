@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -40,16 +39,9 @@ MOST_KEPT = 1000
 _MOST_CHARACTERS = 2**20
 """A longer text is read as far as this: it is beyond all limits, and to count the tokens of 50 MB took a minute."""
 
-_REFUSAL = re.compile(
-    r"\b(?:sorry|apologi[sz]e|unable to|I (?:can(?:'|’)?t|cannot|won(?:'|’)t)|as an AI)\b", re.IGNORECASE
-)
-
 TRAITS: Mapping[str, tuple[str, Callable[[str], float]]] = {
     "longer": ("is the longer", len),
     "more_markdown": ("has more markdown", markdown_density),
-    "more_refusals": ("apologises or refuses more", lambda text: len(_REFUSAL.findall(text))),
-    "more_questions": ("asks more questions", lambda text: text.count("?")),
-    "more_exclamations": ("has more exclamation marks", lambda text: text.count("!")),
 }
 """What may tell the better completion from the worse one without being quality: by name, in words, and of a text."""
 
@@ -313,15 +305,21 @@ def _finding(
 
 
 def _of_labels(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
-    rows, broken = data.sums["rows"], data.sums["broken"]
-    stopped = f" {', '.join(data.stopped)}: the rest could not be read." if data.stopped else ""
-    places = [str(error.where) for error in data.errors]
-    yield _finding("broken", broken, rows + broken, "rows", f"cannot be read.{stopped}", places, "error")
+    rows = data.sums["rows"]
+    yield broken_rows(data, rows, "rows")
     pairs = _contradicting(data)
     in_order = data.column("row")[pairs[np.argsort(data.column("pair")[pairs], kind="stable")]]
     verb = "rank two completions one way that another ranks the other way."
     count = numbers["contradictions"]
     yield _finding("contradictions", count, rows, "comparisons", verb, _wheres(data, in_order), "warning")
+
+
+def broken_rows(data: DataRead, num_sound: int, what: str) -> Finding:
+    """The finding of the rows that could not be read, beside so many sound ones; `what`: "rows", or of which sets."""
+    broken = data.sums["broken"]
+    stopped = f" {', '.join(data.stopped)}: the rest could not be read." if data.stopped else ""
+    places = [str(error.where) for error in data.errors]
+    return _finding("broken", broken, num_sound + broken, what, f"cannot be read.{stopped}", places, "error")
 
 
 def _of_overlap(overlap: Overlap, is_benchmark: bool) -> Finding:
@@ -350,22 +348,14 @@ def _of_rows(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _of_style(numbers: dict[str, Any]) -> Iterator[Finding]:
-    """Length alone, and all other traits in one sentence."""
-    skewed = {name: metric for name, metric in numbers["style"].items() if _imbalance(metric) > _IMBALANCED}
-    for finding in ("longer", "style"):
-        traits = {name: metric for name, metric in skewed.items() if (name == "longer") == (finding == "longer")}
-        if traits:
-            strongest = max(traits.values(), key=_imbalance)
-            severity: Severity = "warning" if _imbalance(strongest) > _VERY_IMBALANCED else "note"
-            sentences = []
-            for name, metric in traits.items():
-                more = metric.value or 0.0
-                side, share = ("better", more) if more > 0.5 else ("worse", 1 - more)
-                differ = f"{share:.1%} of {metric.count:,} pairs that differ in it"
-                sentences.append(f"{side} completion {TRAITS[name][0]} in {differ}")
-            count = round((strongest.value or 0.0) * (strongest.count or 0))
-            text = f"The {'; the '.join(sentences)}."
-            yield Finding(finding, severity, count, strongest.count or 0, text)
+    for finding, trait in (("longer", "longer"), ("style", "more_markdown")):
+        metric: Metric = numbers["style"][trait]
+        if _imbalance(metric) > _IMBALANCED:
+            more, count = metric.value or 0.0, metric.count or 0
+            side, share = ("better", more) if more > 0.5 else ("worse", 1 - more)
+            text = f"The {side} completion {TRAITS[trait][0]} in {share:.1%} of {count:,} pairs that differ in it."
+            severity: Severity = "warning" if _imbalance(metric) > _VERY_IMBALANCED else "note"
+            yield Finding(finding, severity, round(more * count), count, text)
 
 
 def _imbalance(metric: Metric) -> float:

@@ -1,20 +1,18 @@
 """`diagnose_length`, `diagnose_style`: how much of a score is the length or the markdown of a completion.
 
     length, style = diagnose_length(scored), diagnose_style(scored)
-    length.slope_given_rank             # Metric: score per 100 characters, between equally good completions
+    length.accuracy_gap                 # Metric: how much more often it is right where the longer completion is
     length.length_controlled_accuracy   # Metric: 0.5 for a model that always prefers the longer completion
 
-Biases are looked for among the completions of one prompt. Slopes are those of a regression that holds the rank fixed,
-as better completions are longer in most data. A bias also lifts the accuracy where the better completion has more of
-the trait and lowers it where it has less (`stratify`); the mean of both is the accuracy on data in which the trait
-tells nothing. A pair with a missing score is left out: it is mostly the longest completions that lack one.
+A bias lifts the accuracy where the better completion of a prompt has more of the trait and lowers it where it has less
+(`stratify`); the mean of both is the accuracy on data in which the trait tells nothing. A pair with a missing score is
+left out: it is mostly the longest completions that lack one.
 
-Shapes: N completions with a score, P pairs of a better and a worse completion of one prompt, F features, G prompts.
+Shapes: P pairs of a better and a worse completion of one prompt.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,17 +20,13 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 from treeward.data.preference import last_text
-from treeward.evaluation.results import Block, Diagnostic, Metric, ScoredExample
-from treeward.evaluation.statistics import accuracy_metric, cluster_bootstrap, combined
+from treeward.evaluation.results import Diagnostic, Metric, ScoredExample
+from treeward.evaluation.statistics import accuracy_metric, combined
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-
-FEWEST_PROMPTS = 10
-"""With fewer prompts slopes have no interval: it would hold the truth less often than it says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +58,9 @@ class Pairs:
 def collect_pairs(scored: Sequence[ScoredExample]) -> Pairs:
     """The ordered pairs of scored examples; those without a score are among them."""
     rows = []
-    for i, (example, prompt) in enumerate(zip(scored, prompt_numbers(scored), strict=True)):
+    numbers: dict[str, int] = {}
+    for i, example in enumerate(scored):
+        prompt = numbers.setdefault(example.example.context_key, len(numbers))
         scores = np.array(example.scores, dtype=np.float64)  # None becomes NaN
         rows += [(scores[a] - scores[b], prompt, i, a, b) for a, b in example.pairs()]
     table = np.asarray(rows, dtype=np.float64).reshape(-1, 5)
@@ -72,65 +68,7 @@ def collect_pairs(scored: Sequence[ScoredExample]) -> Pairs:
     return Pairs(margins=table[:, 0], prompts=integers[:, 0], examples=integers[:, 1], sides=integers[:, 2:])
 
 
-def prompt_numbers(scored: Sequence[ScoredExample]) -> list[int]:
-    """A number for each example, the same for those with the same context."""
-    numbers: dict[str, int] = {}
-    return [numbers.setdefault(example.example.context_key, len(numbers)) for example in scored]
-
-
-def residuals_within_prompts(scores: Floats, features_NF: Floats, prompts: Integers) -> tuple[Floats, Floats, Integers]:
-    """What prompts and the other features leave of the first feature and of the scores (Frisch and Waugh 1933).
-
-    Three arrays of the completions that have another of the same prompt: the first feature and the scores, both less
-    the mean of their prompt and what the other features say of them; and their prompts, numbered from 0.
-    """
-    kept = np.bincount(prompts, minlength=1)[prompts] > 1
-    groups = np.unique(prompts[kept], return_inverse=True)[1]
-    x, y = _demeaned(features_NF[kept], groups), _demeaned(scores[kept, None], groups)[:, 0]
-
-    def unexplained(column: Floats) -> Floats:
-        return column - x[:, 1:] @ np.linalg.lstsq(x[:, 1:], column, rcond=None)[0]
-
-    return unexplained(x[:, 0]), unexplained(y), groups
-
-
-def slope_within_prompts(name: str, scores: Floats, features_NF: Floats, prompts: Integers) -> Metric:
-    """The coefficient b_1 of the first feature in s_ij = a_i + x_ij b + e_ij, with an intercept a_i for each prompt i.
-
-    `count`: completions that have another of the same prompt. No value where the feature does not vary within prompts,
-    or only together with the others.
-
-    The interval is 95 %, of Student's t with G - 1 degrees of freedom, by the jackknife over prompts (CV3: MacKinnon,
-    Nielsen and Webb 2023, Journal of Applied Econometrics 38, page 671; the usual CR1 is too narrow for skewed
-    lengths). There is none for fewer than `FEWEST_PROMPTS`, or where one prompt alone decides.
-    """
-    feature, residuals, groups = residuals_within_prompts(scores, features_NF, prompts)
-    count, num_prompts = len(groups), len(np.unique(groups))
-    xy_G, xx_G = (np.bincount(groups, weights=feature * column, minlength=1) for column in (residuals, feature))
-    xy, xx = float(xy_G.sum()), float(xx_G.sum())
-    note = f"{num_prompts} prompts"
-    if xx <= 1e-12 * float(np.abs(features_NF[:, 0]).max(initial=1.0)) ** 2:
-        note += ": it does not vary within them, or only with the others"
-        return Metric(name, None, count=count, note=note)
-    value, low, high = xy / xx, None, None
-    if num_prompts < FEWEST_PROMPTS:
-        note += ": too few for an interval"
-    elif (xx - xx_G).min() > 1e-9 * xx:
-        changes_G = (xy - xy_G) / (xx - xx_G) - value
-        error = math.sqrt((num_prompts - 1) / num_prompts * float(changes_G @ changes_G))
-        half = float(special.stdtrit(num_prompts - 1, 0.975)) * error
-        low, high = value - half, value + half
-    return Metric(name, value, low, high, count, note)
-
-
-def _demeaned(values_NF: Floats, groups: Integers) -> Floats:
-    counts = np.maximum(np.bincount(groups, minlength=1), 1)
-    means = np.stack([np.bincount(groups, weights=column, minlength=1) / counts for column in values_NF.T], axis=1)
-    return np.asarray(values_NF - means[groups])
-
-
 _SIMILAR = 0.1  # of the larger amount
-_MOST_POINTS, _FEWEST_FOR_A_POINT = 10, 20
 
 _FENCED = re.compile(r"^[ \t]*(```|~~~).*?(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _MARKS = (
@@ -182,9 +120,7 @@ STYLE = Trait(
 
 def diagnose_length(scored: Sequence[ScoredExample]) -> Diagnostic:
     """The length bias of scored examples."""
-    regression = _regression(scored)
-    slope = slope_within_prompts("slope_given_rank", *regression)
-    return Diagnostic({slope.name: slope} | length_strata(scored), _score_against_length(*regression))
+    return Diagnostic(length_strata(scored))
 
 
 def diagnose_style(scored: Sequence[ScoredExample]) -> Diagnostic:
@@ -199,42 +135,6 @@ def diagnose_style(scored: Sequence[ScoredExample]) -> Diagnostic:
 def length_strata(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """The numbers of `stratify` by length alone."""
     return stratify(scored, [example.lengths for example in scored], LENGTH)
-
-
-def _regression(scored: Sequence[ScoredExample]) -> tuple[Floats, Floats, Integers]:
-    """The scores (N,), the features (N, 2) and the prompts (N,) of all completions with a score.
-
-    The features: the length in hundreds of characters, and the place among the ranks of the example (0 for the best, 1
-    for the worst).
-    """
-    rows = []
-    for example, prompt in zip(scored, prompt_numbers(scored), strict=True):
-        ranks = example.example.ranks
-        distinct = sorted(set(ranks))
-        for score, length, rank in zip(example.scores, example.lengths, ranks, strict=True):
-            place = distinct.index(rank) / (len(distinct) - 1) if len(distinct) > 1 else 0.5
-            if score is not None:
-                rows.append((score, length / 100, place, prompt))
-    table = np.array(rows, dtype=np.float64).reshape(-1, 4)
-    return table[:, 0], table[:, 1:3], table[:, 3].astype(np.int64)
-
-
-def _score_against_length(scores: Floats, features: Floats, prompts: Integers) -> Block | None:
-    """Mean score by length between equally good completions of a prompt: the curve that `slope_given_rank` is of.
-
-    Each point is the mean of as many completions. None where there are not enough for three points.
-    """
-    lengths, residuals, prompts = residuals_within_prompts(scores, features, prompts)
-    num_points = min(_MOST_POINTS, len(lengths) // _FEWEST_FOR_A_POINT)
-    if num_points < 3 or not np.ptp(lengths):
-        return None
-    points: Block = {"x": [], "y": [], "low": [], "high": []}
-    for part in np.array_split(np.argsort(lengths, kind="stable"), num_points):
-        low, high = cluster_bootstrap(residuals[part], prompts[part].tolist())
-        point = {"x": float((100 * lengths)[part].mean()), "y": float(residuals[part].mean()), "low": low, "high": high}
-        for name, value in point.items():
-            points[name].append(value)
-    return points
 
 
 def markdown_density(text: str) -> float:

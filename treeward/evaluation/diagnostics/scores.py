@@ -1,7 +1,7 @@
 """`statistics_of`: the numbers of any scored comparisons; `gate_metrics`: those by which a checkpoint may be chosen.
 
     statistics = statistics_of(scored, suite.summarize(scored))
-    statistics.pair_accuracy, statistics.auroc, statistics.ece, statistics.temperature
+    statistics.pair_accuracy, statistics.kendall_tau, statistics.ece, statistics.temperature
     gate_metrics(scored)["length_controlled_accuracy"].value      # as `treeward eval` says it of the same scores
 
 Bradley and Terry's model reads a margin m as the probability sigma(m / T). Gates have no intervals: those are over
@@ -22,9 +22,7 @@ from treeward.data.preference import Completion, Preference
 from treeward.evaluation.diagnostics.biases import collect_pairs, length_strata
 from treeward.evaluation.results import Block, Diagnostic, Metric, ScoredExample, SuiteResult, by_subset
 from treeward.evaluation.statistics import (
-    Floats,
     accuracy_metric,
-    auroc,
     expected_calibration_error,
     pair_confidences,
     reliability_curve,
@@ -77,7 +75,7 @@ def statistics_of(
 
 def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """`mse` and `pearson` of the values of heads and the grades of their names, over all of them and of each, as in
-    `metrics.grade_metrics`; empty where no example has both."""
+    `losses.grade_metrics`; empty where no example has both."""
     names = sorted({name for example in scored for heads in example.heads for name in heads})
     sums = GradeSums()
     for example in scored:
@@ -99,14 +97,11 @@ def grade_errors(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
 def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]:
     """The numbers that cost no resampling; the note of one that has no value says why.
 
-    `auroc`: of best-ranked completions against the others over all prompts, which asks more than pairs do.
     `kendall_tau`: mean of tau-b (Kendall 1945, Biometrika 33, page 239) over examples with more than two scores.
     `group_accuracy`: examples every pair of which is in the right order; `best_of_k`: those whose highest score is that
-    of a best completion, and of no other; a missing score counts as wrong in both. `ece`, `brier`: of sigma(|margin|)
-    as the chance that the higher score is right, of pairs with both scores.
+    of a best completion, and of no other; a missing score counts as wrong in both. `ece`: of sigma(|margin|) as the
+    chance that the higher score is right, of pairs with both scores.
     """
-    right: list[float] = []
-    wrong: list[float] = []
     taus: list[float] = []
     all_right: list[bool] = []
     best_wins: list[bool] = []
@@ -115,8 +110,6 @@ def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]
         ranked = [(score, rank) for score, rank in zip(example.scores, ranks, strict=True) if score is not None]
         best = min(ranks, default=0)
         if max(ranks, default=0) != best:
-            right += [score for score, rank in ranked if rank == best]
-            wrong += [score for score, rank in ranked if rank != best]
             all_right.append(not example.failed and all(s > t for s, a in ranked for t, b in ranked if a < b))
             highest = max((score for score, _ in ranked), default=None)
             best_wins.append(not example.failed and {rank for score, rank in ranked if score == highest} == {best})
@@ -125,16 +118,13 @@ def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]
             tau = float(stats.kendalltau(scores, np.negative(kept_ranks), variant="b").statistic)
             taus += [tau] if math.isfinite(tau) else []
     margins = collect_pairs(scored).with_scores.margins
-    probabilities, outcomes = predictions = pair_confidences(margins)
     no_pairs = "There is no pair of a better and a worse completion that both have a score."
     no_taus = "There is no example of more than two completions with different scores."
     values = {
-        "auroc": (auroc(right, wrong), len(right) + len(wrong), no_pairs),
         "kendall_tau": (_mean(taus), len(taus), no_taus),
         "group_accuracy": (_mean(all_right), len(all_right), no_pairs),
         "best_of_k": (_mean(best_wins), len(best_wins), no_pairs),
-        "ece": (expected_calibration_error(*predictions), len(margins), no_pairs),
-        "brier": (_mean((probabilities - outcomes) ** 2), len(margins), no_pairs),
+        "ece": (expected_calibration_error(*pair_confidences(margins)), len(margins), no_pairs),
     }
     return {
         name: Metric(name, value, count=count, note=missing if value is None else None)
@@ -142,13 +132,13 @@ def orders_and_confidences(scored: Sequence[ScoredExample]) -> dict[str, Metric]
     }
 
 
-def _mean(values: Sequence[float] | Floats) -> float | None:
+def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if len(values) else None
 
 
 GATE_METRICS = (
     "length_controlled_accuracy", "accuracy_longer_right", "accuracy_shorter_right", "accuracy_gap",
-    "ece", "brier", "auroc", "kendall_tau", "group_accuracy", "best_of_k", "worst_subset",
+    "ece", "kendall_tau", "group_accuracy", "best_of_k", "worst_subset",
 )  # fmt: skip
 """The names of `gate_metrics`, in order."""
 

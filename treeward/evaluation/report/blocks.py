@@ -61,16 +61,15 @@ def curves_block(title: str, series: Sequence[Block], note: str | None = None, *
 
 
 def table_block(
-    title: str, columns: Mapping[str, tuple[str, str]], rows: Sequence[Block], note: str | None = None, **more: Any
+    title: str, columns: Mapping[str, tuple[str, str]], rows: Sequence[Block], note: str | None = None
 ) -> Block:
     """Rows as a table; `columns`: label and format by key.
 
     A cell may be an object {"value", "low", "high", "count"}, with its own "format" where it is not the column's. A
-    column may name the column that it `explains`: narrow screens show it below that one's cells. `more`: as `most`, the
-    number of rows on the first page.
+    column may name the column that it `explains`: narrow screens show it below that one's cells.
     """
     labelled = [{"key": key, "label": label, "format": format} for key, (label, format) in columns.items()]
-    return {"kind": "table", "title": title, "note": note, "columns": labelled, "rows": list(rows)} | more
+    return {"kind": "table", "title": title, "note": note, "columns": labelled, "rows": list(rows)}
 
 
 def plain(value: Any, of_text: Callable[[str], str] = str) -> Any:

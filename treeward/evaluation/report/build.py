@@ -3,8 +3,9 @@
     write_report("out", "my-model", [{"kind": "headline", "items": [{"label": "accuracy", "value": 0.71}]}], {})
     # out/report.html (open it from the disk, send it by mail) and out/report.json with the same numbers
 
-`charts` makes figures of blocks, `page.html` is the page. Charts are drawn by Vega (from vl-convert), and long tables
-by DataTables (from itables), both embedded. The content security policy lets the page load nothing, and run only these.
+`charts` makes figures of blocks, `page.html` is the page. Charts are drawn by Vega (from vl-convert), and the table of
+examples by DataTables (from itables), both embedded. The content security policy lets the page load nothing, and run
+only these.
 """
 
 from __future__ import annotations
@@ -34,9 +35,8 @@ from treeward.storage import write_text
 
 Examples = Mapping[str, Sequence[Mapping[str, Any]]]
 
-_MOST_ROWS = 50
 _MOST_NUMBERS = 200
-_LONG_TEXT, _LONG_COMPLETION = 280, 900
+_LONG_COMPLETION = 900
 _WIDE_COLUMNS = 3
 # Characters that are invisible or reorder their neighbours, and halves of surrogate pairs; not the joiners of emoji.
 _HIDDEN = re.compile(
@@ -84,9 +84,9 @@ def build_report(
     """
     shown = plain({"title": title, "subtitle": subtitle, "blocks": blocks, "examples": examples}, _visible)
     sections = list(_sections(shown["blocks"], shown["examples"]))
-    has_tables = any(section.get("long") or section["kind"] == "examples" for section in sections)
+    has_examples = any(section["kind"] == "examples" for section in sections)
     scripts = [_vega()] if any("figure" in section for section in sections) else []
-    scripts += [*([_datatables()] if has_tables else []), _resource("page.js")]
+    scripts += [*([_datatables()] if has_examples else []), _resource("page.js")]
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     return _environment().get_template("page.html").render(
@@ -95,7 +95,7 @@ def build_report(
         sections=sections,
         theme=THEME,
         style=Markup(_resource("page.css")),
-        table_style=Markup(_bundled("dt_bundle.css") if has_tables else ""),
+        table_style=Markup(_bundled("dt_bundle.css") if has_examples else ""),
         scripts=[Markup(script) for script in scripts],
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; "
         "img-src data:; base-uri 'none'; form-action 'none'",
@@ -116,8 +116,6 @@ def _sections(blocks: Sequence[Block], examples: Examples) -> Iterator[Block]:
         chapter = section["id"] if opens else chapter
         if block["kind"] in ("bars", "curves"):
             section["figure"] = draw(block)
-        elif block["kind"] == "table":
-            section["long"] = len(block["rows"]) > block.get("most", _MOST_ROWS)
         elif block["kind"] == "examples":
             section["examples"] = example_rows(examples[block["source"]])
         yield section
@@ -135,7 +133,7 @@ def _environment() -> jinja2.Environment:
     environment.globals |= {
         "cell": _cell, "is_number": is_number, "interval": format_interval, "messages": messages,
         "table_layout": _table_layout, "prompt_text": prompt_text, "LONG": _LONG_COMPLETION, "MOST": _MOST_NUMBERS,
-        "PAGE": _MOST_ROWS, "OUTCOMES": OUTCOMES,
+        "OUTCOMES": OUTCOMES,
     }  # fmt: skip
     return environment
 
@@ -158,15 +156,13 @@ def _table_layout(columns: Sequence[Block], rows: Sequence[Block]) -> list[Block
 
 
 def _cell(value: Any, column: Block) -> Block:
-    """A table's cell: its `value` and `range` as text, what it is ordered by, and the `rest` of a long text."""
+    """A table's cell: its `value` and `range` as text."""
     if isinstance(value, str):
-        is_long = len(value) > _LONG_TEXT
-        shown = f"{' '.join(value[:_LONG_TEXT].split())}…" if is_long else value
-        return {"value": shown, "range": "", "order": None, "rest": value if is_long else None}
+        return {"value": value, "range": ""}
     item = value if isinstance(value, Mapping) else {"value": value}
     form = item.get("format") or ("number" if column["is_text"] else column["format"])
     shown, interval = format_interval(item, form)
-    return {"value": shown, "range": interval, "order": item.get("value"), "rest": None}
+    return {"value": shown, "range": interval}
 
 
 @cache

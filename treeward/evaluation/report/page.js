@@ -59,12 +59,6 @@ function examplesTable(element) {
   });
 }
 
-function longTable(element) {
-  const some = +element.dataset.page;
-  new DataTable(element, { autoWidth: false, pageLength: some, order: [], lengthMenu: [some, -1],
-    layout: { topStart: null, topEnd: null, bottomStart: ["search", "pageLength"], bottomEnd: ["info", "paging"] } });
-}
-
 // Automatic, light or dark; remembered where the browser lets a file remember.
 function theming() {
   const names = ["auto", "light", "dark"];
@@ -86,7 +80,6 @@ function theming() {
 
 theming();
 all("table.examples").forEach(examplesTable);
-all("table.long").forEach(longTable);
 addEventListener("toggle", (event) => all(".plot", event.target).forEach(draw), true);
 const contents = document.querySelector(".contents > details");
 if (contents && !matchMedia("(min-width: 1100px)").matches) contents.open = false;

@@ -1,4 +1,4 @@
-"""The suites by name: `get_suite("llmbar").load("llmbar/")`."""
+"""The suites by name: `get_suite("rewardbench").load("downloads/rewardbench")`."""
 
 from __future__ import annotations
 

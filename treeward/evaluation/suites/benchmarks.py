@@ -13,7 +13,7 @@ scores higher. The pairs are the 350 that GPT-4o wrote, of which the headline is
 
 LLMBar: 419 expert comparisons of who follows the instruction (Zeng et al. 2023, arXiv 2310.07641). The headline is the
 plain mean of the sets in the data, the section Adversarial that of its four (princeton-nlp/LLMBar at caa7bee,
-`Metrics_Reference`). On the hub LLMBar is only a program, so without a source it is read from RewardBench's data.
+`Metrics_Reference`). On the hub LLMBar is only a program, so it is read from RewardBench's data.
 """
 
 from __future__ import annotations
@@ -25,20 +25,16 @@ from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from treeward.data.preference import Preference
-from treeward.data.sources import read_rows
 from treeward.errors import DataError
 from treeward.evaluation.results import Metric, ScoredExample, SuiteResult, by_subset
 from treeward.evaluation.statistics import combined
-from treeward.evaluation.suites.interface import Prompt, Suite, one_of, published_example, read_as
+from treeward.evaluation.suites.interface import Prompt, Suite, one_of, published_example
 from treeward.evaluation.suites.rewardbench import RewardBench
 
 # --- RM-Bench --------------------------------------------------------------------------------------------------------
-
-STYLES = ("concise", "detailed", "markdown")
-"""From plain to fancy, the order of the completions in the data."""
 
 DOMAINS = ("chat", "math", "code", "safety")
 _SUBSETS = ("chat", "math", "code", "safety-refuse", "safety-response")
@@ -59,7 +55,7 @@ class StyleRow(BaseModel):
 
 
 class RMBench(Suite):
-    """Four domains; the headline is their mean. `details`: the matrix of styles, the mean of those of the domains."""
+    """Four domains; the headline is their mean."""
 
     name = "rmbench"
     title = "RM-Bench"
@@ -73,7 +69,7 @@ class RMBench(Suite):
         return super().load(str(files[0]) if files else source)
 
     def _example(self, row: StyleRow, where: str) -> Preference:
-        """Six completions, each three in the order of `STYLES`."""
+        """Six completions, each three from plain to fancy: concise, detailed, with markdown."""
         texts, ranks = [*row.chosen, *row.rejected], (0, 0, 0, 1, 1, 1)
         return published_example(where, row.domain, row.id, row.prompt, texts, ranks)
 
@@ -94,13 +90,11 @@ class RMBench(Suite):
             for name, places in _DIFFICULTIES.items()
         ]
         subsets = by_subset(scored)
-        matrices = [np.mean([cells[id(example)] for example in examples], axis=0) for examples in domains.values()]
         return SuiteResult(
             self.name,
             combined("overall", parts),
             sections=(*parts, *difficulties),
             subsets=tuple(part(name, subsets[name]) for name in _SUBSETS if name in subsets),
-            details={"matrix": np.mean(matrices, axis=0).tolist() if matrices else None},
         )
 
     def _cells(self, scored: ScoredExample) -> NDArray[np.float64]:
@@ -164,18 +158,6 @@ class JudgeBench(Suite):
 SETS = ("Natural", "Neighbor", "GPTInst", "GPTOut", "Manual")
 """All but Natural are adversarial."""
 
-_OTHERS = {"evaluators", "CaseStudy", "Processed"}  # the repository's results, and data of other benchmarks
-
-
-class InstructionRow(BaseModel):
-    """A row of a set."""
-
-    input: Prompt
-    output_1: str
-    output_2: str
-    label: Annotated[str, one_of("1", "2")]
-    model_config = ConfigDict(coerce_numbers_to_str=True)
-
 
 class LLMBar(Suite):
     """Natural and four adversarial sets; the headline is their mean."""
@@ -186,21 +168,10 @@ class LLMBar(Suite):
     num_published = 419
 
     def load(self, source: str | None = None) -> list[Preference]:
-        """The sets of a file, of a folder, or of RewardBench's data; see `Suite.load`.
-
-        The path of a file names its set (`Adversarial/GPTOut/dataset.json`, `natural.jsonl.gz`); a path that names none
-        is one set called after the file. A folder may be the authors' repository or any part of it, or RewardBench's
-        data, of which the subsets `llmbar-...` are taken.
-        """
-        path = Path(source or "").absolute()
-        if source is not None and path.is_file():
-            return _read_set(path, _set_of(path) or path.name.split(".")[0])
-        if source is not None and path.is_dir():
-            files = [file for file in sorted(path.rglob("*.json*")) if not _OTHERS & set(file.relative_to(path).parts)]
-            if sets := {name: file for file in files if (name := _set_of(file))}:
-                return [pair for name in SETS if name in sets for pair in _read_set(sets[name], name)]
+        """The subsets `llmbar-...` of RewardBench's data, set by set; `source` as of `Suite.load`."""
         pairs = [pair for pair in RewardBench().load(source) if pair.task_name.startswith("llmbar-")]
-        named = [replace(pair, task_name=_named(pair.task_name) or "") for pair in pairs]
+        sets = {name.lower(): name for name in SETS}
+        named = [replace(pair, task_name=sets[pair.task_name.lower().split("-")[-1]]) for pair in pairs]
         return sorted(named, key=lambda pair: SETS.index(pair.task_name))
 
     def _compute(self, scored: Sequence[ScoredExample]) -> SuiteResult:
@@ -210,26 +181,3 @@ class LLMBar(Suite):
         sections += [combined("Adversarial", adversarial)] if adversarial else []
         subsets = tuple(parts.values())
         return SuiteResult(self.name, combined("accuracy", subsets), sections=tuple(sections), subsets=subsets)
-
-
-def _set_of(file: Path) -> str | None:
-    """The set of `Adversarial/GPTOut/dataset.json`, `natural.jsonl.gz` or `Adversarial_GPTInst.jsonl`, if it is one."""
-    stem = file.name.split(".")[0]
-    return _named(file.parent.name if stem == "dataset" else stem)
-
-
-def _named(text: str) -> str | None:
-    """The set of a name such as `GPTInst`, `Adversarial_GPTInst` or `llmbar-adver-GPTInst`."""
-    last = text.lower().replace("_", "-").split("-")[-1]
-    return next((name for name in SETS if name.lower() == last), None)
-
-
-def _read_set(file: Path, name: str) -> list[Preference]:
-    examples = []
-    for number, row in enumerate(read_rows(str(file)), 1):
-        values = read_as(InstructionRow, row)
-        ranks = (0, 1) if values.label == "1" else (1, 0)
-        examples.append(
-            published_example(row.where, name, number, values.input, (values.output_1, values.output_2), ranks)
-        )
-    return examples
