@@ -29,7 +29,7 @@ from treeward.data.encoding import Rules, encode_rows, portions
 from treeward.data.preference import Message, Messages, Preference, last_text
 from treeward.data.rendering import Renderer
 from treeward.errors import DataError
-from treeward.evaluation.data_check.overlap import NUM_WORDS, Overlap
+from treeward.evaluation.data_check.overlap import Overlap
 from treeward.evaluation.diagnostics.biases import markdown_density
 from treeward.evaluation.results import Metric
 from treeward.evaluation.statistics import wilson
@@ -191,7 +191,7 @@ Severity = Literal["error", "warning", "note"]
 
 _SEVERITIES = ("error", "warning", "note")
 _MOST_NAMED = 3
-_SOME, _MUCH, _TEMPLATED = 0.01, 0.1, 0.25  # shares
+_SOME, _MUCH = 0.01, 0.1  # shares
 _IMBALANCED, _VERY_IMBALANCED = 0.55, 0.6
 
 _LEARNT = "A model that knows only this is right as often, and a policy that is optimised against it exploits it."
@@ -324,15 +324,11 @@ def broken_rows(data: DataRead, num_sound: int, what: str) -> Finding:
 
 def _of_overlap(overlap: Overlap, is_benchmark: bool) -> Finding:
     flagged, total = overlap.flagged, len(overlap.flags)
-    exact = sum(flag.is_exact for flag in flagged)
-    verb = f"are in the data too, {f'{exact:,}' if exact else 'none'} word for word"
-    verb += f", the others in runs of {NUM_WORDS} words." if exact < len(flagged) else "."
-    is_templated = len(flagged) > _TEMPLATED * total and exact < len(flagged) / 2
-    verb += " So many near duplicates with few exact ones are expected of templated data." if is_templated else ""
+    whole = sum(max(flag.prompt, flag.completion) == 1 for flag in flagged)
+    verb = f"are in the data too, {whole:,} with a whole prompt or completion, the others in most of its words."
     name = "benchmark_overlap" if is_benchmark else "validation_overlap"
     places = [flag.id for flag in flagged[:MOST_KEPT]]
-    severity: Severity = "note" if is_templated and not exact else "warning"
-    return _finding(name, len(flagged), total, f"examples of {overlap.name}", verb, places, severity)
+    return _finding(name, len(flagged), total, f"examples of {overlap.name}", verb, places, "warning")
 
 
 def _of_rows(data: DataRead, numbers: dict[str, Any]) -> Iterator[Finding]:
