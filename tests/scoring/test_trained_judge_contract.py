@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from treeward.cli.main import main
 from treeward.config.reward_environments import JUDGE_FILE, JudgeEnvironmentConfig, PreferenceVerdictConfig
-from treeward.errors import CheckpointError
+from treeward.config.scoring import ScoringConfig
+from treeward.errors import CheckpointError, ConfigError
+from treeward.scoring.ensemble import load_scorer
 from treeward.scoring.trained_judge import (
     read_judge_contract,
     verify_judge,
@@ -64,6 +66,11 @@ def test_a_judge_is_asked_as_it_was_trained_unless_it_is_told_otherwise(judge: P
     other = JudgeEnvironmentConfig(model=str(judge), mode="rating", template="{completion}?")
     assert (other.mode, other.template, other.system_prompt) == ("rating", "{completion}?", "Judge.")
     assert JudgeEnvironmentConfig(model=str(judge.parent)).mode == "rating"  # of a model without a contract
+
+
+def test_a_judge_is_no_reward_model(judge: Path) -> None:
+    with pytest.raises(ConfigError, match="type: judge"):
+        load_scorer(ScoringConfig(models=(str(judge),)))
 
 
 def test_a_damaged_contract_is_named(judge: Path) -> None:

@@ -41,7 +41,6 @@ from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.openai_client import key_from
 from treeward.scoring.score import Conversation, Score
-from treeward.scoring.scorer import Scorer
 from treeward.scoring.shaping import Shaper, load_shaper, rewards_of
 
 if TYPE_CHECKING:
@@ -92,8 +91,8 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
     def reward_model_policy(self) -> RewardModel:
         """The model, if one runs in this process: its `score(preprocess_data(logs))["scores"]` are unshaped scores."""
         members = self._here("reward_model_policy").scorer.members
-        if len(members) > 1 or not isinstance(members[0], Scorer) or members[0].steps is not None:
-            summary = "an ensemble, a judge and a process reward model are no model with a value of a conversation"
+        if len(members) > 1 or members[0].steps is not None:
+            summary = "an ensemble and a process reward model are no model with a value of a conversation"
             raise ConfigError(summary, field="model_name", got=list(self.config.models))
         return members[0].model
 

@@ -44,14 +44,10 @@ _ROOM_FOR_A_LABEL = 16
 
 
 class LocalJudge:
-    """Loads the model. `batch_tokens`, `max_questions`: about the most in one forward pass for probabilities. Raises
-    `ModelError` if the model cannot be loaded or is not causal."""
+    """Loads the model. Raises `ModelError` if it cannot be loaded or is not causal."""
 
-    def __init__(
-        self, config: JudgeEnvironmentConfig, *, batch_tokens: int | None = None, max_questions: int | None = None
-    ) -> None:
-        self.config, self.batch_tokens = config, batch_tokens or DEFAULT_BATCH_TOKENS
-        self.max_questions = max_questions
+    def __init__(self, config: JudgeEnvironmentConfig) -> None:
+        self.config = config
         self.cost = Cost()
         dtype, device = getattr(torch, config.dtype), choose_device(config.device)
         loaded = load_policy(config.model, dtype=dtype, device=device)
@@ -111,7 +107,7 @@ class LocalJudge:
         for rows in questions:
             again = 0 if self.policy.layout == "rows" else shared_length(rows)
             cost = sum(len(row) - again for row in rows) + again
-            if together and (num_tokens + cost > self.batch_tokens or len(together) == self.max_questions):
+            if together and num_tokens + cost > DEFAULT_BATCH_TOKENS:
                 verdicts += self._expected(together)
                 together, num_tokens = [], 0
             together.append(rows)
