@@ -58,7 +58,6 @@ def test_every_face_gives_the_scores_of_the_model(served: str, scores: list[floa
 
 
 CONSTANTS = {"normalize_rewards": True, "reward_mean": 3.0, "reward_std": 2.0}
-BY_LENGTH = {"length_penalty": {"coefficient": 10.0, "threshold": 0, "unit": "tokens"}}
 
 
 @pytest.mark.parametrize(
@@ -69,16 +68,11 @@ BY_LENGTH = {"length_penalty": {"coefficient": 10.0, "threshold": 0, "unit": "to
             {"normalize_rewards": True, "reward_mean": 1.0, "reward_std": 0.5},
         ),  # the server's
         ({"served_model": "shaped", "reward_shaping": CONSTANTS}, CONSTANTS),  # ours alone
-        ({"reward_shaping": BY_LENGTH}, BY_LENGTH),
     ],
 )
 def test_shaping_is_ours_or_the_servers(
     keys: dict[str, Any], shaping: dict[str, Any], served: str, signed_folder: Path, scores: list[float]
 ) -> None:
-    if shaping is BY_LENGTH:  # counted by a tokenizer that is named
-        with pytest.raises(ConfigError, match="there is no tokenizer"):
-            RewardModelEnvironment(section(served, **keys))
-        keys = keys | {"tokenizer": {"name": str(signed_folder)}}
     local = RewardModelEnvironment(
         {"model_name": str(signed_folder), "precision": "float32", "reward_shaping": shaping}
     )

@@ -56,7 +56,7 @@ def planted(count: int, seed: int = 0) -> list[Preference]:
 
 
 def calibrated(rows: list[Preference], **options: Any) -> RewardCalibration:
-    return calibrate(length_lover(), iter(rows), name="planted", length_unit="characters", **options)
+    return calibrate(length_lover(), iter(rows), name="planted", **options)
 
 
 def test_a_planted_length_bias_is_found_and_taken_away() -> None:
@@ -95,7 +95,7 @@ def test_a_nonlinear_curve_is_followed_and_outliers_are_not() -> None:
     truth = 3 * np.log1p(lengths / 50)
     scores = truth + draw.normal(scale=0.2, size=800)
     scores[draw.choice(800, 20, replace=False)] += 40
-    curve = fit_length_curve(scores, lengths, unit="tokens")
+    curve = fit_length_curve(scores, lengths)
     assert curve is not None
     errors = np.abs(np.interp(range(20, 380), curve.lengths, curve.values) - 3 * np.log1p(np.arange(20, 380) / 50))
     line = np.polyval(np.polyfit(lengths, scores, 1), np.arange(20, 380))

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -44,7 +44,6 @@ def run(
     dataset_name: DatasetName = None,
     split: Split = None,
     data_option: DataOptions = None,
-    length_unit: Annotated[Literal["tokens", "characters"], typer.Option(help="Of a completion's length.")] = "tokens",
     shaping: Annotated[str | None, typer.Option(metavar="YAML", help="A reward_shaping section to keep too.")] = None,
     *,
     options: ModelOptions,
@@ -81,7 +80,7 @@ def run(
                 progress.show("calibrating", number, 0)
                 yield preference
 
-        calibration = calibrate(scorer, counted(), name=name, length_unit=length_unit)
+        calibration = calibrate(scorer, counted(), name=name)
     constants = flattened(calibration.model_dump(exclude=_NOT_SHOWN))
     rows = [{"constant": key, "value": f"{x:.4f}" if isinstance(x, float) else x} for key, x in constants]
     sys.stdout.write(results_table(rows, ["constant", "value"]) + "\n")

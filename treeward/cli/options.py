@@ -134,7 +134,7 @@ def load(
     logger.info("Loading %s.", ", ".join(section.models))
     capacity = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
     scorer = load_scorer(section, device=section.device, **capacity)
-    shaper = load_shaper(section, tokenizer=scorer.renderer.tokenizer)
+    shaper = load_shaper(section)
     rewards = scorer if shaper is None else RewardScorer(scorer, shaper)
     return scorer, shaper, scorer_identity(rewards, section.models[0])
 

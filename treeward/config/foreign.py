@@ -74,6 +74,8 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
         "sglang_* mcore_generation_config port_range_* real_quant_* refit_* use_async_rollouts "
         "val_temperature val_top_?"
     ),
+    "LengthCurve": _unread("unit"),
+    "LengthPenaltyConfig": {"unit": Only(("characters",), "give characters, about 4 to a token of English")},
     "LoggerConfig": _unread("num_val_samples_to_print monitor_gpus gpu_monitoring swanlab")
     | {"swanlab_enabled": "set it to false; enable tensorboard, wandb or mlflow, metrics.jsonl is always written"},
     "LoraConfig": _unread("use_triton dropout_position lora_A_init")

@@ -20,10 +20,6 @@ from pydantic import BeforeValidator, Discriminator, Field, NonNegativeFloat, Po
 from treeward.config.base import Strict, TextOrTexts
 from treeward.config.policy import ScoringPrecision, ScoringTokenizerConfig
 
-LengthUnit = Literal["characters", "tokens"]
-"""Unit of the length of a completion: characters, or tokens without special ones."""
-
-
 _is_text = Discriminator(lambda raw: "<text>" if isinstance(raw, str) else "<other>")
 _Temperature = Annotated[
     Annotated[PositiveFloat, Tag("<other>")] | Annotated[Literal["calibrated"], Tag("<text>")], _is_text
@@ -31,14 +27,12 @@ _Temperature = Annotated[
 
 
 class LengthPenaltyConfig(Strict):
-    """A deduction from the score for each unit of length above a threshold: `score - alpha * max(0, length - L0)`."""
+    """A deduction from the score for each character above a threshold: `score - alpha * max(0, length - L0)`."""
 
     coefficient: PositiveFloat = 0.001
-    """alpha: deducted per unit of length above the threshold, in units of the model's score."""
+    """alpha: deducted per character above the threshold, in units of the model's score."""
     threshold: NonNegativeFloat = 500
-    """L0: completions up to this length lose nothing."""
-    unit: LengthUnit = "characters"
-    """Unit of length, `characters` or `tokens`."""
+    """L0: completions up to this length, in characters, lose nothing."""
 
 
 class RewardShapingConfig(Strict):

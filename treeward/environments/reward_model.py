@@ -37,7 +37,6 @@ from treeward.environments.interface import (
 from treeward.environments.scoring_worker import ScoringWorker
 from treeward.errors import ConfigError, ModelError
 from treeward.http import RewardServerError
-from treeward.model.pretrained import load_tokenizer
 from treeward.model.reward_model import RewardModel
 from treeward.openai_client import key_from
 from treeward.scoring.score import Conversation, Score
@@ -122,12 +121,8 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
 def _shaper(config: RewardModelEnvironmentConfig) -> Shaper | None:
     if config.url is None or config.shaping is None:
         return load_shaper(config)
-    # The contract is at the server; a tokenizer name that repeats the address means none.
-    name = config.tokenizer.name
-    has_tokenizer = name is not None and name not in config.models
-    tokenizer = load_tokenizer(str(name), trust_remote_code=config.trust_remote_code) if has_tokenizer else None
-    assert config.shaping != "contract", "the section refuses it"
-    return Shaper(config.shaping, tokenizer=tokenizer)
+    assert config.shaping != "contract", "the section refuses it: the contract is at the server"
+    return Shaper(config.shaping)
 
 
 def _needs_ray(config: RewardModelEnvironmentConfig) -> bool:
