@@ -128,9 +128,9 @@ class RewardModelEnvironmentConfig(ScoringConfig):
         if needs_server and (self.url is None or len(self.models) > 1):
             raise self.error("models served_model token_env", "the address of a server as the only model_name")
         has_template = self.tokenizer.chat_template or self.tokenizer.chat_template_kwargs
-        if self.url is not None and (self.has_other_score or has_template or self.shaping == "contract"):
+        if self.url is not None and (self.has_other_score or has_template or self.shaping is not None):
             keys = "models head_weights ensemble tokenizer.chat_template tokenizer.chat_template_kwargs shaping"
-            need = "a model alone: its server is started with the others, as `treeward serve --shaping contract`"
+            need = "a model alone: its server is started with the others, as `treeward serve MODEL --shaping YAML`"
             raise self.error(keys, need)
 
 

@@ -40,7 +40,7 @@ from treeward.http import RewardServerError
 from treeward.model.reward_model import RewardModel
 from treeward.openai_client import key_from
 from treeward.scoring.score import Conversation, Score
-from treeward.scoring.shaping import Shaper, load_shaper, rewards_of
+from treeward.scoring.shaping import load_shaper, rewards_of
 
 if TYPE_CHECKING:
     from treeward.environments.replicas import ReplicaPool
@@ -60,7 +60,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
     def __init__(self, env_config: Mapping[str, Any] | RewardModelEnvironmentConfig) -> None:
         super().__init__(env_config)
         self._lock = threading.Lock()  # steps may come from several threads; the model takes one at a time
-        self._shaper = _shaper(self.config)
+        self._shaper = None if self.config.url else load_shaper(self.config)
         self._model: ScoringWorker | ReplicaPool | RewardServer | None
         if self.config.url is not None:
             self._model = RewardServer(self.config)
@@ -74,7 +74,7 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
 
     def _rewards(self, conversations: Conversations) -> list[Reward]:
         model = self._running()
-        if isinstance(model, RewardServer) and self.config.shaping is None:
+        if isinstance(model, RewardServer):
             return model.rewards(conversations)
         return rewards_of(model.score(conversations), conversations, self._shaper)
 
@@ -118,13 +118,6 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
         )
 
 
-def _shaper(config: RewardModelEnvironmentConfig) -> Shaper | None:
-    if config.url is None or config.shaping is None:
-        return load_shaper(config)
-    assert config.shaping != "contract", "the section refuses it: the contract is at the server"
-    return Shaper(config.shaping)
-
-
 def _needs_ray(config: RewardModelEnvironmentConfig) -> bool:
     if config.needs_ray:
         return True
@@ -166,16 +159,12 @@ class RewardServer:
         token = key_from(config.token_env, where=WHERE, field="token_env")
         limits = {"max_retries": config.max_retries, "timeout_seconds": config.worker_timeout_seconds or 600.0}
         self.client = RewardClient(str(config.url), token=token, model=config.served_model, **limits)  # type: ignore[arg-type]
-        self.model, self._is_shaped = self._described(), config.shaping is None
-
-    def score(self, conversations: Sequence[Conversation]) -> list[Score]:
-        """Scores in order; a failed one is None with the reason in `Score.error`."""
-        return [reward.score for reward in self.rewards(conversations)]
+        self.model = self._described()
 
     def rewards(self, conversations: Sequence[Conversation]) -> list[Reward]:
         """The server's rewards in order; None with the reason."""
         try:
-            rewards = self.client.rewards(conversations, shaped=self._is_shaped, on_error="mask")
+            rewards = self.client.rewards(conversations, on_error="mask")
             description = self._described()  # afterwards, to describe the model that has scored
         except RewardServerError as error:
             if error.status in (401, 403, 404):  # it would refuse every later request too
