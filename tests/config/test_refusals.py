@@ -111,7 +111,6 @@ SECTIONS = [
     (RewardModelEnvironmentConfig, "model_name: m, checkpoint_path: weights", "checkpoint_path"),
     (RewardModelEnvironmentConfig, "model_name: [a, b]", "models"),
     (RewardModelEnvironmentConfig, "model_name: [a, b], ensemble: {}, tokenizer: {name: a}", "tokenizer"),
-    (RewardModelEnvironmentConfig, "model_name: m, reward_shaping: contracts", "shaping"),
     (RewardShapingConfig, "reward_mean: 1.0", "reward_std"),
     (RewardShapingConfig, "preference_score: true, reference: par", "reference"),
     (RewardShapingConfig, "temperature: fitted", "temperature"),

@@ -14,7 +14,6 @@ import torch
 from environments.conftest import details
 from messages import chat
 
-from treeward.config.scoring import RewardShapingConfig
 from treeward.data.rendering import Renderer
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, DataError
@@ -99,19 +98,16 @@ def test_what_cannot_be_scored_is_masked_and_counted(
     assert metrics["reward_model_env/mean_reward"] == pytest.approx(sum(scores[:2]) / 2, abs=CLOSE)
 
 
-def test_the_contract_may_say_how(make_folder: Callable[..., str], scores: list[float]) -> None:
+def test_the_constants_are_those_of_the_contract(make_folder: Callable[..., str], scores: list[float]) -> None:
     name = make_folder()
-    with pytest.raises(ConfigError, match="no reward shaping"):
-        make(name, reward_shaping="contract")
     with pytest.raises(ConfigError, match="treeward calibrate"):
         make(name, reward_shaping={"normalize_rewards": True})
     calibration = RewardCalibration.model_validate({"normalization": {"mean": 0.25, "std": 0.5}})
     contract = sign_folder(Path(name))
-    shaping = RewardShapingConfig(normalize_rewards=True)
-    write_contract(contract.model_copy(update={"calibration": calibration, "reward_shaping": shaping}), Path(name))
+    write_contract(contract.model_copy(update={"calibration": calibration}), Path(name))
     want = ((np.array(scores) - 0.25) / 0.5).clip(-5, 5).tolist()
-    for asked in ("contract", {"normalize_rewards": True}):
-        assert make(name, reward_shaping=asked).step(LOGS, INFOS).rewards.tolist() == pytest.approx(want, abs=1e-4)
+    step = make(name, reward_shaping={"normalize_rewards": True}).step(LOGS, INFOS)
+    assert step.rewards.tolist() == pytest.approx(want, abs=1e-4)
     assert make(name).step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
 
 

@@ -117,6 +117,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
         "megatron_cfg": "set megatron_cfg.enabled=false: the model runs on PyTorch",
     },
     "RewardModelRunConfig": {"evaluation": "remove the section: `treeward eval MODEL --data FILE` writes the report"},
+    "ScoringContract": _unread("reward_shaping"),
     "ScoringDTensorConfig": {
         "lora_cfg": "set lora_cfg.enabled=false; merge adapters into their model with peft's merge_and_unload, and "
         "give that folder as model_name"

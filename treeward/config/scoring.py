@@ -20,9 +20,9 @@ from pydantic import BeforeValidator, Discriminator, Field, NonNegativeFloat, Po
 from treeward.config.base import Strict, TextOrTexts
 from treeward.config.policy import ScoringPrecision, ScoringTokenizerConfig
 
-_is_text = Discriminator(lambda raw: "<text>" if isinstance(raw, str) else "<other>")
 _Temperature = Annotated[
-    Annotated[PositiveFloat, Tag("<other>")] | Annotated[Literal["calibrated"], Tag("<text>")], _is_text
+    Annotated[PositiveFloat, Tag("<number>")] | Annotated[Literal["calibrated"], Tag("<text>")],
+    Discriminator(lambda raw: "<text>" if isinstance(raw, str) else "<number>"),
 ]
 
 
@@ -75,12 +75,6 @@ class RewardShapingConfig(Strict):
             raise self.error("preference_score normalize_rewards", "rewards in [0, 1] as they are")
 
 
-ShapingOrContract = Annotated[
-    Annotated[RewardShapingConfig, Tag("<other>")] | Annotated[Literal["contract"], Tag("<text>")], _is_text
-]
-"""A section, or `contract` for the section in the model's scoring contract."""
-
-
 Truncation = Literal["drop", "truncate_left", "error"]
 HeadWeights = Literal["mean", "product", "min"] | dict[str, float] | tuple[float, ...]
 EnsembleMethod = Literal["mean", "worst", "uncertainty"]
@@ -130,8 +124,8 @@ class ScoringConfig(Strict):
     """Weight of each head in the score, for a model with several: numbers in order or by the names of its labels (those
     not named have none), or `mean`. None: as in its scoring contract. Of a process reward model: the `product` of the
     probabilities of its steps (None), or the least (`min`)."""
-    shaping: ShapingOrContract | None = None
-    """How scores become rewards; `contract`: as the model's scoring contract says. None: a reward is the score."""
+    shaping: RewardShapingConfig | None = None
+    """How scores become rewards. None: a reward is the score."""
 
     @property
     def has_other_score(self) -> bool:

@@ -18,7 +18,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from transformers.utils.hub import cached_file
 
 from treeward.config.base import Strict
-from treeward.config.scoring import RewardShapingConfig
 from treeward.errors import ModelError
 from treeward.model.pretrained import check_local
 from treeward.storage import write_text
@@ -208,7 +207,6 @@ class ScoringContract(Strict):
     activation: Literal["none"] = "none"
     problem_type: str | None = None
     calibration: RewardCalibration | None = None
-    reward_shaping: RewardShapingConfig | None = None
     weights: WeightsContract
     golden: list[GoldenExample]
     tolerance: ToleranceContract
@@ -220,9 +218,10 @@ class ScoringContract(Strict):
 
     @property
     def scores_sha256(self) -> str:
-        """Identifies everything that a score depends on; calibration and shaping do not change it."""
-        decisive = self.model_copy(update={"calibration": None, "reward_shaping": None})
-        return text_sha256(json.dumps(decisive.model_dump(mode="json"), sort_keys=True))
+        """Identifies everything that a score depends on; the calibration does not change it."""
+        # With a key that contracts had when the first hashes were taken.
+        decisive = self.model_dump(mode="json") | {"calibration": None, "reward_shaping": None}
+        return text_sha256(json.dumps(decisive, sort_keys=True))
 
 
 def read_contract(name: str | Path) -> ScoringContract | None:

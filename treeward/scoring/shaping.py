@@ -27,7 +27,7 @@ from scipy.special import expit
 from treeward.config.scoring import RewardShapingConfig, ScoringConfig
 from treeward.data.preference import last_text
 from treeward.errors import ConfigError, ModelError
-from treeward.model.contract import CONTRACT_FILE, LengthCurve, RewardCalibration, read_contract
+from treeward.model.contract import LengthCurve, RewardCalibration, read_contract
 from treeward.scoring.score import Conversation, ConversationScorer, OnError, Reward, Score
 
 _T = TypeVar("_T")
@@ -135,22 +135,10 @@ def load_shaper(config: ScoringConfig) -> Shaper | None:
 
     Raises `ConfigError` for constants that are needed and missing.
     """
-    shaping, model = config.shaping, config.models[0]
-    if shaping is None:
+    if config.shaping is None:
         return None
-    contract = None if config.has_other_score else read_contract(model)
-    if shaping == "contract":
-        shaping = contract.reward_shaping if contract else None
-    if shaping is None:
-        raise ConfigError(
-            "the model's scoring contract has no reward shaping",
-            where=model,
-            field="reward_shaping",
-            got="an ensemble, or weights of heads" if config.has_other_score else f"none in {CONTRACT_FILE}",
-            fix="give the section itself, as {length_penalty: {coefficient: 0.001}}; or fit one and keep it in the "
-            f'contract: treeward calibrate {model} --data FILE.jsonl --shaping "{{length_calibration: true}}"',
-        )
-    return Shaper(shaping, calibration=contract.calibration if contract else None)
+    contract = None if config.has_other_score else read_contract(config.models[0])
+    return Shaper(config.shaping, calibration=contract.calibration if contract else None)
 
 
 def _fitted(value: _T | None, field: str, what: str) -> _T:
