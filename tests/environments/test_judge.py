@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from treeward.data.rendering import Renderer
 from treeward.environments.judge import JudgeEnvironment
 from treeward.errors import ModelError
-from treeward.scoring.verdicts import Answer, TokenChoice, Verdict, make_question, read_answer, reminded
+from treeward.scoring.verdicts import Answer, TokenChoice, Verdict, make_question, read_answer
 
 
 @pytest.fixture
@@ -96,20 +96,15 @@ def test_verdicts_are_read_strictly() -> None:
             assert (verdict.value if isinstance(verdict, Verdict) else None) == value, text
 
 
-def test_garbage_is_asked_about_once_more_and_then_no_reward(endpoint: FakeJudge) -> None:
-    endpoint.answer = lambda request: "Rating: [[8]]" if len(request["messages"]) > 2 else "Well, it depends."
-    assert details(judge(endpoint).step([chat("4")], [{}]), "components") == [{"rating": 8}]
-    assert [m["role"] for m in endpoint.requests[1]["messages"]] == ["system", "user", "assistant", "user"]
+def test_garbage_is_no_reward(endpoint: FakeJudge) -> None:
     endpoint.answer = lambda request: "Well, it depends."
     result = judge(endpoint).step([chat("4")], [{}])
-    assert math.isnan(result.rewards[0]) and len(endpoint.requests) == 4
-    assert details(result, "error") == ["the judge gave no verdict, also after a reminder"]
+    assert math.isnan(result.rewards[0]) and len(endpoint.requests) == 1
+    assert details(result, "error") == ["the judge gave no verdict"]
     cut = completion("Let me think. Rating: [[8]] or")
     cut["choices"][0]["finish_reason"] = "length"
     endpoint.answer = lambda request: (200, cut)
-    assert details(judge(endpoint).step([chat("4")], [{}]), "error")[0] == (
-        "the judge's message was cut: longer than max_tokens, also after a reminder"
-    )
+    assert "longer than max_tokens" in details(judge(endpoint).step([chat("4")], [{}]), "error")[0]
 
 
 def test_what_the_judge_wrote_is_kept(endpoint: FakeJudge) -> None:
@@ -129,7 +124,7 @@ def test_a_judge_that_writes_no_verdicts_ends_the_run_at_once(endpoint: FakeJudg
     environment = judge(endpoint)
     with pytest.raises(ModelError, match="none on its first 4 questions") as caught:
         environment.step([chat(str(n)) for n in range(20)], [{}] * 20)
-    assert len(endpoint.requests) == 8 and caught.value.got == "Well, it depends."  # with a reminder each
+    assert len(endpoint.requests) == 4 and caught.value.got == "Well, it depends."
     endpoint.answer = lambda request: "Rating: [[7]]" if "0" in between_tags(request, "completion") else "Hm."
     assert len(details(environment.step([chat(str(n)) for n in range(20)], [{}] * 20), "error")) == 20
 
@@ -388,10 +383,8 @@ def test_a_model_in_the_process_writes_its_verdict(policy_folder: Path, tmp_path
     for own, reference in (("four", "five"), ("five", "four"), ("4", "five"), ("five", "4")):
         verdict = "[[B]]" if reference == "five" else "[[A]]"  # always the reference
         messages = make_question(config, "user: 2 + 2?", [own, reference], 0).messages
-        for text in ("Hm.", verdict):  # the verdict after the reminder alone
-            prompt = renderer.render(messages, generation_prompt=True)
-            rows.append(renderer.encode_texts([prompt + text + tokenizer.eos_token])[0])
-            messages = reminded(messages, Answer(text), config)
+        prompt = renderer.render(messages, generation_prompt=True)
+        rows.append(renderer.encode_texts([prompt + verdict + tokenizer.eos_token])[0])
     optimizer = torch.optim.AdamW(hf.parameters(), lr=3e-3)
     for _ in range(160):
         loss = sum(hf(torch.tensor([row]), labels=torch.tensor([row])).loss for row in rows)
@@ -404,4 +397,4 @@ def test_a_model_in_the_process_writes_its_verdict(policy_folder: Path, tmp_path
     result = environment.step([chat("four"), chat("4")], [{"reference_answers": "five"}] * 2)
     assert result.rewards.tolist() == [0, 0], details(result, "error")
     assert [one["inconsistent"] for one in details(result, "components")] == [0, 0]
-    assert environment.cost.num_requests == 8
+    assert environment.cost.num_requests == 4

@@ -4,8 +4,7 @@
     judge.ask(questions)           # a `Verdict` for each, or the reason for none
     judge.cost                     # requests, tokens and seconds of all of them
 
-A message without a verdict gets one reminder. With `use_logprobs` verdicts count by their expected value, if the
-endpoint sends log-probabilities.
+With `use_logprobs` verdicts count by their expected value, if the endpoint sends log-probabilities.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from treeward.errors import ModelError
 from treeward.http import ServerError, run_async
 from treeward.openai_client import check_openai, key_from, openai_client, post
 from treeward.scoring.score import Cost
-from treeward.scoring.verdicts import Answer, NoVerdict, Question, TokenChoice, Verdict, read_answer, reminded
+from treeward.scoring.verdicts import Answer, NoVerdict, Question, TokenChoice, Verdict, read_answer
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -68,20 +67,14 @@ class EndpointJudge:
         self, client: AsyncOpenAI, slots: asyncio.Semaphore, question: Question
     ) -> Verdict | NoVerdict | ServerError:
         """The verdict, or the reason for none; a server's error is returned unless it concerns every request."""
-        messages = question.messages
         try:
-            for _ in range(2):
-                async with slots:
-                    answer = await self._message(client, messages)
-                verdict = read_answer(answer, self.config)
-                if isinstance(verdict, Verdict):
-                    break
-                messages = reminded(messages, answer, self.config)
+            async with slots:
+                answer = await self._message(client, question.messages)
         except ServerError as error:
             if error.status in (401, 403, 404):
                 raise self._refusal(error) from error
             return error
-        return verdict
+        return read_answer(answer, self.config)
 
     async def _message(self, client: AsyncOpenAI, messages: Sequence[Mapping[str, Any]]) -> Answer:
         """The judge's message, empty if it is not text."""

@@ -143,33 +143,20 @@ def make_question(config: JudgePromptConfig, conversation: str, texts: Sequence[
     return Question(about, messages)
 
 
-def reminded(messages: Sequence[Message], answer: Answer, config: JudgePromptConfig) -> tuple[Message, ...]:
-    """The messages of a question with an answer that had no verdict, and the request to give one."""
-    form = {
-        "pairwise": "[[A]], [[B]] or [[C]]",
-        "equivalence": "[[A=B]] or [[A!=B]]",
-        "rating": f"a line of the form `Rating: [[{_example(config)}]]`",
-    }[config.mode]
-    request = f"Your message had no valid verdict. Answer with nothing but {form}."
-    # Templates ask for roles in turn, and servers for a content.
-    return (*messages, {"role": "assistant", "content": answer.text or "..."}, {"role": "user", "content": request})
-
-
 def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdict:
     """The last verdict in a judge's message, by log-probabilities where it has them.
 
     A message that was cut has none, nor one with a rating beyond the scale.
     """
     if answer.is_cut:
-        reason = "the judge's message was cut: longer than max_tokens, also after a reminder"
-        return NoVerdict(reason, answer.text)
+        return NoVerdict("the judge's message was cut: longer than max_tokens", answer.text)
     match = _last(answer.text, config)
     label = "" if match is None else match[1]
     value = math.nan if not label else float(label) if config.mode == "rating" else _OUTCOMES[label]
     if config.mode == "rating" and not config.lowest_rating <= value <= config.highest_rating:
         value = math.nan
     if math.isnan(value):
-        return NoVerdict("the judge gave no verdict, also after a reminder", answer.text)
+        return NoVerdict("the judge gave no verdict", answer.text)
     expected = _expected(answer.tokens, config)
     return Verdict(value, label, text=answer.text) if expected is None else replace(expected, text=answer.text)
 
