@@ -153,32 +153,20 @@ def test_a_request_that_hangs(endpoint: FakeJudge) -> None:
     release.set()
 
 
-@pytest.mark.parametrize(("status", "field"), [(401, "api_key_env"), (403, "api_key_env"), (404, "model"), (400, None)])
-def test_an_endpoint_that_refuses_everything_raises(endpoint: FakeJudge, status: int, field: str | None) -> None:
+@pytest.mark.parametrize(("status", "field"), [(401, "api_key_env"), (404, "model"), (400, "max_tokens")])
+def test_an_endpoint_that_refuses_everything_raises(endpoint: FakeJudge, status: int, field: str) -> None:
     endpoint.answer = lambda request: (status, {"error": {"message": "no such luck"}})
     with pytest.raises(ModelError, match="no such luck") as caught:
-        judge(endpoint, mode="pairwise").step([chat("4")] * 3, [{"reference_answers": "5"}] * 3)
-    assert caught.value.field == field
+        judge(endpoint).step([chat("4")] * 9, [{}] * 9)
+    assert field in str(caught.value.field)
+    assert status != 400 or len(endpoint.requests) == 4
 
 
-def test_a_request_that_is_refused_costs_its_sample_unless_a_setting_is_to_blame(endpoint: FakeJudge) -> None:
-    def refuse(param: str | None) -> None:
-        body = {"error": {"message": "Too much.\nMore of it.", "param": param}}
-        endpoint.answer = lambda request: (
-            (400, body) if "long" in request["messages"][1]["content"] else "Rating: [[7]]"
-        )
-
-    refuse("messages")
-    for logs in ([chat("long"), chat("4")], [chat("long")]):
-        result = judge(endpoint).step(logs, [{}] * len(logs))
-        assert details(result, "error") == ["judge: the server refuses the request: 400: Too much.", None][: len(logs)]
-    for param, settings in (("temperature", {}), ("top_k", {"extra_body": {"top_k": 5}})):
-        refuse(param)
-        with pytest.raises(ModelError, match=r"refuses the requests(?s:.)*Too much."):
-            judge(endpoint, **settings).step([chat("long"), chat("4")], [{}, {}])
-    refuse("temperature")
-    result = judge(endpoint, temperature=None).step([chat("long"), chat("4")], [{}, {}])  # it is not sent
-    assert details(result, "error")[1] is None
+def test_a_request_that_is_refused_costs_its_sample(endpoint: FakeJudge) -> None:
+    body = {"error": {"message": "Too much.\nMore of it.", "param": "messages"}}
+    endpoint.answer = lambda request: (400, body) if "long" in request["messages"][1]["content"] else "Rating: [[7]]"
+    result = judge(endpoint).step([chat("long"), chat("4")], [{}, {}])
+    assert details(result, "error") == ["judge: the server refuses the request: 400: Too much.", None]
 
 
 def test_equivalence_is_asked_in_both_orders(endpoint: FakeJudge) -> None:
@@ -360,10 +348,10 @@ def test_a_model_in_the_process_compares_by_expectation(policy_folder: Path) -> 
     values, beginnings = [], set()
     labels, renderer = ["[[A]]", "[[B]]", "[[C]]"], Renderer(AutoTokenizer.from_pretrained(policy_folder))
     for texts in (["four", "4"], ["4", "four"]):
-        question = make_question(environment.config, "user: 2 + 2?", texts, 0)
-        a, _, tie = by_hand(policy_folder, question.messages[1]["content"], labels)
+        question = make_question(environment.config, "user: 2 + 2?", texts)
+        a, _, tie = by_hand(policy_folder, question[1]["content"], labels)
         values.append(a + tie / 2)
-        prompt = renderer.render(question.messages, generation_prompt=True)
+        prompt = renderer.render(question, generation_prompt=True)
         rows = renderer.encode_texts([prompt + label for label in labels])
         beginnings |= {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
     assert environment.cost.num_prompt_tokens == len(beginnings)  # both orders share the conversation
@@ -382,7 +370,7 @@ def test_a_model_in_the_process_writes_its_verdict(policy_folder: Path, tmp_path
     renderer = Renderer(tokenizer)
     for own, reference in (("four", "five"), ("five", "four"), ("4", "five"), ("five", "4")):
         verdict = "[[B]]" if reference == "five" else "[[A]]"  # always the reference
-        messages = make_question(config, "user: 2 + 2?", [own, reference], 0).messages
+        messages = make_question(config, "user: 2 + 2?", [own, reference])
         prompt = renderer.render(messages, generation_prompt=True)
         rows.append(renderer.encode_texts([prompt + verdict + tokenizer.eos_token])[0])
     optimizer = torch.optim.AdamW(hf.parameters(), lr=3e-3)

@@ -61,8 +61,7 @@ def test_a_judge_is_asked_as_it_was_trained_unless_it_is_told_otherwise(judge: P
     assert (asked.num_samples, asked.temperature) == (3, 0.7)
     for once in ({"use_logprobs": True}, {"temperature": 0}):  # nothing is sampled
         assert JudgeEnvironmentConfig(model=str(judge), **once).num_samples == 1
-    trained = make_question(SHORT, "user: Hi", ("a", "b"), about=0)
-    assert make_question(asked, "user: Hi", ("a", "b"), about=0).messages == trained.messages
+    assert make_question(asked, "user: Hi", ("a", "b")) == make_question(SHORT, "user: Hi", ("a", "b"))
     other = JudgeEnvironmentConfig(model=str(judge), mode="rating", template="{completion}?")
     assert (other.mode, other.template, other.system_prompt) == ("rating", "{completion}?", "Judge.")
     assert JudgeEnvironmentConfig(model=str(judge.parent)).mode == "rating"  # of a model without a contract

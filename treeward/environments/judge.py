@@ -31,12 +31,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from treeward.config.reward_environments import JudgeEnvironmentConfig
+from treeward.data.preference import Message
 from treeward.environments.interface import GROUP, ConfiguredEnvironment, Conversations, Infos, Reward
 from treeward.environments.judge_endpoint import EndpointJudge
 from treeward.errors import ModelError
 from treeward.scoring.judge_local import LocalJudge
 from treeward.scoring.score import NO_COMPLETION, Cost, Score, completion_text, message_text, plain, transcript
-from treeward.scoring.verdicts import NoVerdict, Question, Verdict, make_question, share_of_scale
+from treeward.scoring.verdicts import NoVerdict, Verdict, make_question, share_of_scale
 
 _FIRST_QUESTIONS = 4
 
@@ -45,7 +46,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
     """A language model as judge. The key `GROUP` of `env_infos`, or else the messages, group completions by prompt.
 
     Raises `ConfigError` if the package openai or the key is missing, `ModelError` for a model that cannot be loaded,
-    and in a step if the endpoint refuses the key, the model, or every request.
+    and in a step if the endpoint refuses the key or the model, or none of the first questions has a verdict.
     """
 
     name = "judge_env"
@@ -72,10 +73,9 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         alone = ", and it is the only one of its prompt" if self.config.mode == "pairwise" else ""
         missing = f"the sample has no reference completion: no text in {self.config.reference_key}{alone}"
         errors |= {i: missing for i in texts if i not in compared}
-        prompts = [(match.samples[0], transcript(conversations[match.samples[0]][:-1])) for match in matches]
+        prompts = [transcript(conversations[match.samples[0]][:-1]) for match in matches]
         questions = [
-            make_question(self.config, prompt, match.texts, sample)
-            for match, (sample, prompt) in zip(matches, prompts, strict=True)
+            make_question(self.config, prompt, match.texts) for match, prompt in zip(matches, prompts, strict=True)
         ]
         outcomes: dict[int, list[_Outcome]] = defaultdict(list)
         messages: dict[int, list[str]] = defaultdict(list)
@@ -118,7 +118,7 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             for ordered in ((first, second), (second, first)):
                 yield _Match(number, *zip(*ordered, strict=True))
 
-    def _answers(self, questions: Sequence[Question]) -> list[list[Verdict | NoVerdict]]:
+    def _answers(self, questions: Sequence[Sequence[Message]]) -> list[list[Verdict | NoVerdict]]:
         """The answers to each question, which is asked `num_samples` times.
 
         Raises `ModelError` where none of the first questions has a verdict: the others would be asked in vain.
@@ -127,15 +127,16 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
         asked = [question for question in questions for _ in range(count)]
         first = 0 if self._has_begun else _FIRST_QUESTIONS * count
         answers = self._judge.ask(asked[:first]) if len(asked) >= first > 0 else []
-        reasons = [answer for answer in answers if isinstance(answer, NoVerdict) and answer.text is not None]
+        reasons = [answer for answer in answers if isinstance(answer, NoVerdict)]
         if answers and len(reasons) == len(answers):
             raise ModelError(
                 f"{reasons[0].reason}: none on its first {_FIRST_QUESTIONS} questions",
                 where=self.config.model,
                 field="model max_tokens use_logprobs",
-                got=reasons[0].text,
+                got=reasons[0].text or reasons[0].reason,
                 fix="take a larger model; or use_logprobs: true, which compares the probabilities of the verdicts; or "
-                "hold an endpoint to the form, as by extra_body: {structured_outputs: {regex: ...}} of vLLM",
+                "hold an endpoint to the form, as by extra_body: {structured_outputs: {regex: ...}} of vLLM; or send "
+                "only settings that it knows (null: not sent)",
             )
         answers += self._judge.ask(asked[len(answers) :])
         self._has_begun = self._has_begun or bool(answers)

@@ -29,7 +29,6 @@ from treeward.scoring.score import Cost
 from treeward.scoring.verdicts import (
     Answer,
     NoVerdict,
-    Question,
     Verdict,
     labels,
     read_answer,
@@ -55,9 +54,9 @@ class LocalJudge:
         self._max_tokens = config.max_tokens or 1024
 
     @torch.no_grad()
-    def ask(self, questions: Sequence[Question]) -> list[Verdict | NoVerdict]:
+    def ask(self, questions: Sequence[Sequence[Message]]) -> list[Verdict | NoVerdict]:
         """A verdict for each question, or the reason for none."""
-        prompts = [self._prompt(question.messages) for question in questions]
+        prompts = list(map(self._prompt, questions))
         readable = [prompt for prompt in prompts if isinstance(prompt, str)]
         self.cost += Cost(num_requests=len(readable))
         verdicts = iter(self._expected(readable) if self.config.use_logprobs else self._written(readable))

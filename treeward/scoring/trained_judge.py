@@ -123,5 +123,5 @@ def _on_cpu(folder: Path, prompt: JudgePromptConfig, chat_template_kwargs: Mappi
 
 
 def _values(judge: LocalJudge, asked: _Asked) -> list[float | None]:
-    questions = [make_question(judge.config, conversation, texts, about=0) for conversation, texts in asked]
+    questions = [make_question(judge.config, conversation, texts) for conversation, texts in asked]
     return [None if isinstance(verdict, NoVerdict) else verdict.value for verdict in judge.ask(questions)]

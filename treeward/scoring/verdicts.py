@@ -1,6 +1,6 @@
 """A judge's questions and verdicts: templates, prompts, parsing.
 
-    question = make_question(config, "user: 2 + 2?", ["5", "4"], about=0)     # "5" stands at place A
+    question = make_question(config, "user: 2 + 2?", ["5", "4"])              # "5" stands at place A
     read_answer(Answer("Wrong. [[B]]"), config).value                         # 0.0, for place A
 
 A completion may imitate a verdict. So the texts stand between tags with an unpredictable number (a digest of all texts
@@ -82,13 +82,6 @@ _OUTCOMES = {"A": 1.0, "B": 0.0, "C": 0.5, "A=B": 1.0, "A!=B": 0.0}
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
-class Question(NamedTuple):
-    """A prompt for a judge; `about`: the index of the judged sample."""
-
-    about: int
-    messages: tuple[Message, ...]
-
-
 class TokenChoice(NamedTuple):
     """A token of a judge's message, and the log-probabilities of its alternatives and itself."""
 
@@ -126,8 +119,8 @@ class NoVerdict:
     text: str | None = None
 
 
-def make_question(config: JudgePromptConfig, conversation: str, texts: Sequence[str], about: int) -> Question:
-    """`texts`: the completions at places A and B, or the one to rate."""
+def make_question(config: JudgePromptConfig, conversation: str, texts: Sequence[str]) -> tuple[Message, ...]:
+    """The messages to a judge. `texts`: the completions at places A and B, or the one to rate."""
     # Sorted: both orders of two texts have one number, and so a common beginning, which is computed once.
     digest = hashlib.sha256("\0".join([conversation, *sorted(texts)]).encode("utf-8", "surrogatepass"))
     nonce = str(int.from_bytes(digest.digest()[:8]))
@@ -139,8 +132,7 @@ def make_question(config: JudgePromptConfig, conversation: str, texts: Sequence[
         values["example"] = _example(config)
     # In one pass: a placeholder in a completion is part of the completion.
     text = _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), config.template or TEMPLATES[config.mode])
-    messages = ({"role": "system", "content": config.system_prompt or SYSTEM_PROMPT}, {"role": "user", "content": text})
-    return Question(about, messages)
+    return {"role": "system", "content": config.system_prompt or SYSTEM_PROMPT}, {"role": "user", "content": text}
 
 
 def read_answer(answer: Answer, config: JudgePromptConfig) -> Verdict | NoVerdict:
