@@ -119,7 +119,6 @@ SECTIONS = [
     (JudgeEnvironmentConfig, "base_url: u, model: m, template: Rate it.", "template"),
     (JudgeEnvironmentConfig, "base_url: u, model: m, mode: pairwise, template: '{completion_a}'", "template"),
     (JudgeEnvironmentConfig, "base_url: u, model: m, num_samples: 3", "num_samples"),
-    (JudgeEnvironmentConfig, "model: m, num_samples: 3, temperature: 0.0", "num_samples"),
     (JudgeEnvironmentConfig, "base_url: u, model: m, use_logprobs: true, highest_rating: 10", "highest_rating"),
     (JudgeEnvironmentConfig, "base_url: u, model: m, mode: equivalence, use_logprobs: true", "mode"),
     (JudgeEnvironmentConfig, "base_url: u, model: m, lowest_rating: 10", "lowest_rating"),

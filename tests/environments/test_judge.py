@@ -227,26 +227,6 @@ def test_groups_are_of_one_prompt_or_as_the_loop_says(endpoint: FakeJudge) -> No
     assert mixed.rewards.tolist() == [1, 0.5, 0.5] and len(endpoint.requests) == 12
 
 
-def test_the_majority_of_several_samples(endpoint: FakeJudge) -> None:
-    said = {"a": ["[[A]]", "[[B]]", "[[A]]"], "b": ["[[A]]", "[[C]]", "what?", "what?"]}
-    counts = dict.fromkeys(said, 0)
-
-    def answer(request: dict[str, Any]) -> str:
-        first = places(request)[0]
-        counts[first] += 1
-        return said[first][counts[first] - 1]
-
-    endpoint.answer = answer
-    settings: dict[str, Any] = {"num_samples": 3, "temperature": 1.0, "max_concurrency": 1}
-    result = judge(endpoint, mode="pairwise", **settings).step([chat("a")], [{"reference_answers": "b"}])
-    # first: A of A, B, A; last: A and C are a draw, of which the reference gets 1 and 0.5
-    assert result.rewards.tolist() == [(1 + 0.25) / 2]
-    assert details(result, "components")[0]["agreement"] == pytest.approx((2 / 3 + 1 / 2) / 2)
-    ratings = iter(["Rating: [[4]]", "Rating: [[9]]", "Rating: [[2]]"])
-    endpoint.answer = lambda request: next(ratings)
-    assert judge(endpoint, **settings).step([chat("a")], [{}]).rewards.tolist() == pytest.approx([4 / 8])
-
-
 # --- log-probabilities -----------------------------------------------------------------------------------------------
 
 

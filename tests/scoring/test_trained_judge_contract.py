@@ -55,12 +55,10 @@ def test_questions_that_a_model_is_too_short_for_are_no_golden_ones(judge: Path)
 
 
 def test_a_judge_is_asked_as_it_was_trained_unless_it_is_told_otherwise(judge: Path) -> None:
-    write_judge_contract(judge, SHORT.model_copy(update={"num_samples": 3, "temperature": 0.7}))
+    write_judge_contract(judge, SHORT.model_copy(update={"temperature": 0.7}))
     asked = JudgeEnvironmentConfig(model=str(judge))
     assert (asked.mode, asked.system_prompt, asked.highest_rating) == ("pairwise", "Judge.", 9.0)
-    assert (asked.num_samples, asked.temperature) == (3, 0.7)
-    for once in ({"use_logprobs": True}, {"temperature": 0}):  # nothing is sampled
-        assert JudgeEnvironmentConfig(model=str(judge), **once).num_samples == 1
+    assert asked.temperature == 0.7
     assert make_question(asked, "user: Hi", ("a", "b")) == make_question(SHORT, "user: Hi", ("a", "b"))
     other = JudgeEnvironmentConfig(model=str(judge), mode="rating", template="{completion}?")
     assert (other.mode, other.template, other.system_prompt) == ("rating", "{completion}?", "Judge.")

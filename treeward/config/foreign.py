@@ -74,6 +74,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, Rule]] = {
         "sglang_* mcore_generation_config port_range_* real_quant_* refit_* use_async_rollouts "
         "val_temperature val_top_?"
     ),
+    "JudgePromptConfig": {"num_samples": Only((1,), "a question is asked once; use_logprobs takes the expectation")},
     "LengthCurve": _unread("unit"),
     "LengthPenaltyConfig": {"unit": Only(("characters",), "give characters, about 4 to a token of English")},
     "LoggerConfig": _unread("num_val_samples_to_print monitor_gpus gpu_monitoring swanlab")

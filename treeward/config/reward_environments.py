@@ -172,7 +172,7 @@ JUDGE_FILE = "judge_contract.json"
 
 
 class JudgePromptConfig(Strict):
-    """What a judge is asked, and how often. A policy that learns to judge keeps this in its contract, for its use."""
+    """What a judge is asked. A policy that learns to judge keeps this in its contract, for its use."""
 
     mode: Literal["rating", "pairwise", "equivalence"] = "rating"
     """`rating`: for a number. `pairwise`: which of two is better. `equivalence`: whether two answers are the same."""
@@ -186,9 +186,6 @@ class JudgePromptConfig(Strict):
     highest_rating: float = 9.0
     """A higher rating is not a verdict. At most 9 with `use_logprobs` and for a policy that learns to judge: the
     probabilities are of one digit."""
-    num_samples: PositiveInt = 1
-    """How often each question is asked, at a temperature: the majority of verdicts, the mean of ratings. A policy that
-    learns to judge is asked so when it is used; in training `num_generations_per_prompt` times."""
     temperature: float | None = 0.0
     """Temperature of the judge. None: not sent, for models that refuse it; in the process 1."""
 
@@ -199,9 +196,6 @@ class JudgePromptConfig(Strict):
             raise self.error("template mode", need)
         if self.lowest_rating >= self.highest_rating:
             raise self.error("lowest_rating highest_rating", "lowest_rating below highest_rating")
-        if self.num_samples > 1 and self.temperature == 0:
-            need = "a temperature above 0, without which every answer is the same"
-            raise self.error("num_samples temperature", need)
 
 
 class JudgeEnvironmentConfig(JudgePromptConfig):
@@ -227,7 +221,8 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
     """The key of `env_infos` with the reference completion, or with a list of them: `pairwise` averages, and for
     `equivalence` one is enough."""
     max_tokens: PositiveInt | None = 1024
-    """Longest message of the judge, in tokens; a truncated message is not a verdict. None: not sent."""
+    """Longest message of the judge, in tokens; a truncated message is not a verdict. None: not sent; in the process
+    1024."""
     extra_body: dict[str, Any] = {}
     """Further fields of the request, as `{max_completion_tokens: 1024}`."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -247,18 +242,14 @@ class JudgeEnvironmentConfig(JudgePromptConfig):
         if contract is None or not contract.is_file():
             return raw
         trained = json.loads(contract.read_text("utf-8"))
-        is_sampled = not raw.get("use_logprobs") and raw.get("temperature") != 0
-        once = {} if is_sampled else {"num_samples": 1}
-        variables = {"chat_template_kwargs": trained.get("chat_template_kwargs", {})}
-        return trained.get("prompt", {}) | variables | once | dict(raw)
+        prompt = trained.get("prompt", {})
+        prompt.pop("num_samples", None)  # of an earlier version, in which a question could be asked several times
+        return prompt | {"chat_template_kwargs": trained.get("chat_template_kwargs", {})} | dict(raw)
 
     def check(self) -> None:
         super().check()
         if not self.use_logprobs:
             return
-        if self.num_samples > 1 and self.base_url is None:
-            need = "one sample: nothing is drawn where the model in the process is asked for probabilities"
-            raise self.error("num_samples use_logprobs", need)
         if self.mode == "equivalence":
             raise self.error("mode use_logprobs", "mode: rating or pairwise")
         if self.mode == "rating" and not 0 <= self.lowest_rating < self.highest_rating <= 9:

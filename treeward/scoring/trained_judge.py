@@ -44,8 +44,7 @@ class GoldenQuestion(Strict):
 
 
 class JudgeContract(Strict):
-    """How a judge is asked: `prompt` with its texts in full and its number of samples, variables of its template, and
-    `golden` questions."""
+    """How a judge is asked: `prompt` with its texts in full, variables of its template, and `golden` questions."""
 
     version: Literal[1] = 1
     prompt: JudgePromptConfig
@@ -117,7 +116,7 @@ def _golden(prompt: JudgePromptConfig) -> _Asked:
 
 
 def _on_cpu(folder: Path, prompt: JudgePromptConfig, chat_template_kwargs: Mapping[str, Any]) -> LocalJudge:
-    keys = prompt.model_dump() | {"chat_template_kwargs": chat_template_kwargs, "use_logprobs": True, "num_samples": 1}
+    keys = prompt.model_dump() | {"chat_template_kwargs": chat_template_kwargs, "use_logprobs": True}
     keys |= {"model": str(folder), "device": "cpu", "dtype": "float32"}
     return LocalJudge(JudgeEnvironmentConfig.model_validate(keys))
 
