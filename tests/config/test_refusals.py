@@ -11,7 +11,6 @@ from treeward.config.grpo import GRPOConfig, PolicyLossConfig
 from treeward.config.grpo_policy import GRPOPolicyConfig
 from treeward.config.load import load_section
 from treeward.config.loss import LabelConfig, LossConfig, RewardModelType, readers
-from treeward.config.nemo_gym import NemoGymConfig
 from treeward.config.policy import OptimizerConfig, PolicyConfig
 from treeward.config.reward_environments import (
     HybridEnvironmentConfig,
@@ -127,7 +126,6 @@ SECTIONS = [
     (ServerConfig, "models: [{}]", "models[0].models"),
     (ServerConfig, "models: [{model: a, models: [b]}]", "models[0].models"),
     (ServerConfig, "models: [{model: a}, {model: b/a}, {model: x, name: a}]", "models"),
-    (NemoGymConfig, "model_path: m, running: true, normalize_rewards: true", "running"),
 ]  # fmt: skip
 
 

@@ -29,7 +29,6 @@ from starlette.testclient import TestClient
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import treeward
-from treeward.config.nemo_gym import NemoGymConfig
 from treeward.environments.registry import make_environment
 from treeward.environments.reward_model import RewardModelEnvironment
 from treeward.errors import ConfigError, DataError
@@ -41,6 +40,8 @@ from treeward.serving.app import create_app
 from treeward.serving.service import Service
 
 REPOSITORY = Path(__file__).parent.parent.parent
+APP = runpy.run_path(str(REPOSITORY / "resources_servers" / "reward_model" / "app.py"))
+NemoGymConfig = APP["NemoGymConfig"]
 PROMPT = "Explain quantum computing simply."
 RESPONSE = "It computes with waves of chance."
 CHAT = chat(PROMPT, RESPONSE)
@@ -348,7 +349,6 @@ def make_client(request: pytest.FixtureRequest) -> Callable[..., TestClient]:
 
 # The configuration: the page's first YAML and its table
 
-APP = runpy.run_path(str(REPOSITORY / "resources_servers" / "reward_model" / "app.py"))
 FIRST_YAML = """
 reward_model_server:
   resources_servers:

@@ -20,19 +20,21 @@ import importlib.util
 import inspect
 import logging
 import math
+import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 import torch
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from yaml import YAMLError
 
-from treeward.config.nemo_gym import handed_over
 from treeward.data.responses_items import conversation_of
 from treeward.errors import ConfigError, DataError, TreewardError
 from treeward.progress import configure_logging
@@ -134,6 +136,30 @@ class _Server(_Open):
             sys.exit(2)
         config = server.config
         uvicorn.run(app, host=config.host, port=config.port, log_level="warning")
+
+
+def handed_over() -> tuple[str, DictConfig]:
+    """What NeMo Gym gives a server in the environment: the name of its section, and the section in the merged whole.
+
+    Raises `ConfigError`.
+    """
+    name = os.environ.get("NEMO_GYM_CONFIG_PATH", "")
+    try:
+        [(implementation, section)] = OmegaConf.select(merged_config(), f"{name}.resources_servers").items()
+    except (OmegaConfBaseException, YAMLError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            "NeMo Gym has given no configuration of this server",
+            where="NEMO_GYM_CONFIG_DICT, NEMO_GYM_CONFIG_PATH",
+            got=f"{type(error).__name__}: {error}",
+            need=f"YAML with one server in {name or 'NAME'}.resources_servers",
+            fix="use ng_run, or treeward serve MODEL without NeMo Gym",
+        ) from error
+    return f"{name}.resources_servers.{implementation}", section
+
+
+def merged_config() -> DictConfig:
+    """The configuration of all servers, as NeMo Gym gives it to each."""
+    return cast(DictConfig, OmegaConf.create(os.environ.get("NEMO_GYM_CONFIG_DICT", "")))
 
 
 def _masking(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[JSONResponse]]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from messages import chat
+from pydantic import ValidationError
 
-from treeward.config.nemo_gym import NemoGymConfig
 from treeward.data.responses_items import conversation_of
 from treeward.scoring.scorer import Scorer
 
@@ -198,7 +198,7 @@ def test_calls_belong_to_the_message_before_them() -> None:
 
 
 def config_of(**section: Any) -> Any:
-    return NemoGymConfig.model_validate({"device": "cpu", **section}).server_config
+    return APP["NemoGymConfig"].model_validate({"device": "cpu", **section}).server_config
 
 
 def test_the_seeds_options() -> None:
@@ -212,6 +212,8 @@ def test_the_seeds_options() -> None:
     shaping = model.shaping
     assert (shaping.reward_mean, shaping.reward_std, shaping.length_penalty.coefficient) == (0.5, 2.0, 0.01)
     assert model.ensemble.method == "mean"
+    with pytest.raises(ValidationError, match="running"):
+        config_of(model_path="m", running=True, normalize_rewards=True)
 
 
 def test_the_section_of_the_instance_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
