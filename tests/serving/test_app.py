@@ -51,9 +51,9 @@ def test_a_form_is_read_as_json(client: Any) -> None:
 @pytest.mark.parametrize(
     ("content", "status", "code"),
     [
-        (b'{"conversations": ', 400, "invalid_json"),
+        (b'{"conversations": ', 422, "invalid_json"),
         (b"", 422, "invalid_request"),
-        (b'{"conversations": [[{"role": "assistant", "content": Infinity}]]}', 400, "invalid_json"),
+        (b'{"conversations": [[{"role": "assistant", "content": Infinity}]]}', 422, "invalid_json"),
         (b'{"conversations": [[{"role": "assistant", "content": 5}]]}', 422, "invalid_request"),
         (b'{"conversations": [[{"role": "user", "content": "no completion"}]]}', 422, "cannot_be_scored"),
         (b'{"conversations": [], "model": "other"}', 404, "model_not_found"),
@@ -205,8 +205,8 @@ def test_an_error_of_memory_forgets_the_prompts(
 
 
 def test_health_and_the_models(own_client: Any, service: Service, served_scorer: Scorer) -> None:
-    assert own_client.get("/health").json() == {"status": "ok"}
-    assert own_client.get("/ready").json() == {"status": "ready", "models": ["tiny"]}
+    for path in ("/health", "/ready"):
+        assert own_client.get(path).json() == {"status": "ready", "models": ["tiny"]}
     [listed] = own_client.get("/v1/models").json()["data"]
     assert (listed["id"], listed["max_model_len"]) == ("tiny", 160)
     assert listed["contract"] == served_scorer.contract.scores_sha256

@@ -38,11 +38,6 @@ class ServedModelConfig(ScoringConfig):
         names = [model_name(model) for model in self.models]
         return names[0] if self.ensemble is None else f"{self.ensemble.method}-of-{'-'.join(names)}"
 
-    def check(self) -> None:
-        super().check()
-        if "," in self.device:
-            raise self.error("device", "one device; with `replicas` each GPU has a copy of the model")
-
 
 class ServerConfig(Strict):
     """What `treeward serve` reads."""
