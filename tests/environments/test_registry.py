@@ -9,33 +9,10 @@ from messages import chat
 from omegaconf import OmegaConf
 
 from treeward.environments.hybrid import HybridEnvironment
-from treeward.environments.interface import Environment, Reward
-from treeward.environments.registry import make_environment, make_environments, register_environment
+from treeward.environments.registry import make_environments
 from treeward.environments.rules import RuleEnvironment
-from treeward.errors import ConfigError
 
 CHATS = [chat("Hi", "Hello")]
-
-
-class Ones(Environment):
-    def __init__(self, config: Any) -> None:
-        pass
-
-    def rewards(self, conversations: Any, env_infos: Any) -> list[Reward]:
-        return [Reward(1.0) for _ in conversations]
-
-
-def test_registration(monkeypatch: pytest.MonkeyPatch) -> None:
-    from treeward.environments import registry
-
-    monkeypatch.setattr(registry, "_CLASSES", dict(registry._CLASSES))
-    register_environment("ones", Ones)
-    register_environment("ones", Ones)
-    assert type(make_environment("ones", {})) is Ones
-    with pytest.raises(ConfigError, match="taken"):
-        register_environment("rules", Ones)
-    with pytest.raises(ConfigError, match="not an environment"):
-        register_environment("text", str)  # type: ignore[arg-type]
 
 
 def test_the_env_section_of_a_file() -> None:

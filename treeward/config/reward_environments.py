@@ -38,7 +38,7 @@ from treeward.config.policy import (
     take_batching_budget,
 )
 from treeward.config.scoring import ScoringConfig
-from treeward.errors import ConfigError, nearest_name
+from treeward.errors import ConfigError
 
 
 class ScoringDTensorConfig(ShardingConfig):
@@ -359,8 +359,7 @@ def environment_sections(env: Mapping[str, Any], prefix: str = "") -> Iterator[t
 def check_environments(env: Mapping[str, Any]) -> None:
     """Raise `ConfigError`, its `field` relative to `env`, for a section that its environment would refuse.
 
-    A section with `enabled: false` may hold anything. A kind that is not in `ENVIRONMENT_SECTIONS` may be registered in
-    Python; it is refused if it is nearly a known name.
+    A section with `enabled: false` may hold anything, and so may one whose kind is the dotted path of a class.
     """
     for name, kind, keys in environment_sections(env):
         schema = ENVIRONMENT_SECTIONS.get(kind)
@@ -370,8 +369,11 @@ def check_environments(env: Mapping[str, Any]) -> None:
             except ValidationError as error:
                 detailed = config_error(error, schema, where=name)
                 raise detailed.but(field=".".join(part for part in (name, detailed.field) if part)) from None
-        elif near := nearest_name(kind, () if "." in kind else ENVIRONMENT_SECTIONS):
+        elif "." not in kind:
             field = name if name.split(".")[-1] == kind else f"{name}.type"
-            need = f"one of {', '.join(ENVIRONMENT_SECTIONS)}"
-            fix = f"did you mean {near}? Say `type: {near}` where the name is meant to be another"
-            raise ConfigError("there is no such kind of environment", field=field, got=kind, need=need, fix=fix)
+            need = (
+                f"one of {', '.join(ENVIRONMENT_SECTIONS)}, or the dotted path of a class; as `type` under another name"
+            )
+            raise ConfigError.unknown(
+                "there is no such kind of environment", kind, ENVIRONMENT_SECTIONS, field=field, need=need
+            )
