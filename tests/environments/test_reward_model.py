@@ -88,8 +88,6 @@ def test_what_cannot_be_scored_is_masked_and_counted(
     assert "no completion" in str(reasons[2]) and "too long" in str(reasons[3])
     assert [metadata["id"] for metadata in step.metadata] == list(range(6))
     assert "4 of 6 samples have no reward" in caplog.text
-    environment.step(["no list", LOGS[0]], [{}, {}])  # type: ignore[list-item]
-    assert "1 of 2 samples have no reward; the first: sample 0: the message log is not a list" in caplog.text
     batch, metrics = environment.global_post_process_and_metrics(
         {"rewards": step.rewards, "loss_multiplier": torch.ones(6)}
     )
