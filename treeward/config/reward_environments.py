@@ -288,8 +288,8 @@ class HybridMember(Strict):
 
     model_config = ConfigDict(extra="allow")
 
-    weight: float | None = None
-    """With `weighted`: factor of its reward. None: 1."""
+    weight: float = 1.0
+    """With `weighted`: factor of its reward."""
 
     @property
     def section(self) -> dict[str, Any]:
@@ -303,16 +303,14 @@ class HybridEnvironmentConfig(Strict):
     members: dict[str, HybridMember] = Field(min_length=1)
     """The environments by name, in order."""
     mode: Literal["weighted", "fallback"] = "weighted"
-    """The sum of weight times reward, where all members give one (`weighted`), or the reward of the first member with a
-    valid one (`fallback`)."""
-    fallback_on: tuple[Literal["failed", "wrong"], ...] = ("failed", "wrong")
-    """With `fallback`: the next member gets samples without a reward (`failed`), and with a wrong answer (`wrong`)."""
+    """The sum of weight times reward, where all members give one (`weighted`), or the reward of the first member for
+    which a sample neither fails nor is wrong (`fallback`)."""
 
     def check(self) -> None:
-        weights = {name: member.weight for name, member in self.members.items() if member.weight is not None}
-        for name, weight in weights.items() if self.mode == "fallback" else ():
-            need = "no weights in mode fallback"
-            raise ConfigError("this weight cannot be", field=f"members.{name}.weight", got=weight, need=need)
+        for name, member in self.members.items():
+            if self.mode == "fallback" and "weight" in member.model_fields_set:
+                need = "no weights in mode fallback"
+                raise ConfigError("this weight cannot be", field=f"members.{name}.weight", got=member.weight, need=need)
 
 
 ENVIRONMENT_SECTIONS: Mapping[str, type[Strict]] = {
