@@ -144,7 +144,6 @@ MISTAKES: dict[str, tuple[Callable[[Served], dict[str, Any]], str, str]] = {
     "two BOS": (lambda s: {"tokenize": lambda x: s.renderer.tokenizer(x)["input_ids"]}, "tokens", "two BOS tokens"),
     "another model": (lambda s: {"model": s.other}, "weights", "no known mistake explains them"),
     "padding": (lambda s: {"pads": True}, "read position", "beside others it has not: padding is read"),
-    "too short a limit": (lambda s: {"most": 100}, "tokens", "the server refuses"),
 }
 
 
@@ -156,6 +155,11 @@ def test_each_mistake_is_named(mistake: str, served: Served, serve: Any, verify:
     last = ended.out.split("\n\n")[-1]
     assert f"what differs first is the {part}: " in last and words in last, last
     assert all(f"  {name}: " in last for name in ("got", "need", "fix")), last
+
+
+def test_too_short_a_limit_of_the_server(served: Served, serve: Any, verify: Callable[..., Ended]) -> None:
+    ended = verify(serve(Mistaken(served, most=100)).url)
+    assert ended.code == 2 and "longer than 100 tokens" in ended.err
 
 
 def test_another_template(served: Served, serve: Any, verify: Callable[..., Ended]) -> None:
