@@ -71,7 +71,6 @@ def test_what_is_sent_and_read(serve: Callable[..., Loopback]) -> None:
     sent = {"model": "rm", "on_error": "mask", "shaped": False}
     assert first.json == sent | {"conversations": [chat(1), chat(2)]}
     assert second.json["shaped"] is True
-    assert 0 < float(first.headers["x-deadline-seconds"]) <= 50
 
 
 def test_completions_of_one_context(serve: Callable[..., Loopback]) -> None:
@@ -120,8 +119,7 @@ def test_it_asks_again_where_that_may_help(serve: Callable[..., Loopback]) -> No
     busy = 429, {"error": {"message": "many wait", "code": "queue_full"}}, {"retry-after": "0"}
     server = serve(busy, (503, b"<html>restarting</html>"), None, scored)
     assert RewardClient(server.url, timeout_seconds=60).score([chat(4)])[0].score == 4.0
-    left = [float(request.headers["x-deadline-seconds"]) for request in server.requests]
-    assert len(left) == 4 and left == sorted(left, reverse=True) and left[0] <= 60 and left[-1] < left[0] - 0.2
+    assert len(server.requests) == 4
 
 
 @pytest.mark.parametrize("status", [401, 413, 422, 500])

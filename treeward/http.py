@@ -118,7 +118,6 @@ class Connection:
                 "GET" if content is None else "POST",
                 url,
                 content=content,
-                headers={"X-Deadline-Seconds": f"{seconds_left:.3f}"},
                 timeout=httpx.Timeout(seconds_left, connect=min(seconds_left, 10.0)),
             )
         except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout):

@@ -63,7 +63,7 @@ class ServerConfig(Strict):
     max_body_bytes: PositiveInt = 2**25
     """The largest request body, by its Content-Length; a larger one gets 413."""
     deadline_seconds: PositiveFloat = 120.0
-    """Time limit of a request; beyond it 504. A request may ask for less by X-Deadline-Seconds."""
+    """Time limit of a request; beyond it 504."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of requests. None: requests need no token."""
     access_log: bool = True

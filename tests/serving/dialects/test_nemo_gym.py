@@ -108,8 +108,11 @@ def test_no_reward_is_the_masked_form(client: Any, output: list[Any], why: str) 
     assert got == body | masked
 
 
-def test_a_server_that_does_not_score_in_time_masks_too(own_client: Any, service: Any) -> None:
-    reply = own_client.post("/verify", json=rollout(), headers={"X-Deadline-Seconds": "0"})
+def test_a_server_that_does_not_score_in_time_masks_too(
+    make_service: Callable[..., Any], asgi_client: Callable[..., Any]
+) -> None:
+    service = make_service(deadline_seconds=1e-6)
+    reply = asgi_client(service).post("/verify", json=rollout())
     assert reply.status_code == 200
     assert reply.json()["mask_sample"] is True and "not scored in time" in reply.json()["failure_reason"]
     registry = service.metrics.registry

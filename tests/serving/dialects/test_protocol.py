@@ -120,7 +120,7 @@ def test_a_full_queue_is_told_in_teis_form(serve: Any) -> None:
     refused = served.client.post("/predict", json={"inputs": [["a"], ["b"], ["c"]]})
     assert refused.status_code == 413
     assert refused.json()["error_type"] == "Validation"
-    late = served.client.post("/predict", json={"inputs": "a"}, headers={"X-Deadline-Seconds": "0"})
+    late = serve(deadline_seconds=1e-6).client.post("/predict", json={"inputs": "a"})
     assert late.status_code == 504
     assert late.json()["error_type"] == "Overloaded"
     assert int(late.headers["Retry-After"]) >= 1
