@@ -221,7 +221,8 @@ def test_groups_are_of_one_prompt_or_as_the_loop_says(endpoint: FakeJudge) -> No
     result = environment.step(logs, [{}] * 6)
     assert result.rewards.tolist()[:4] == [1, 1, 0, 0] and len(endpoint.requests) == 4
     assert "the only one of its prompt" in str(details(result, "error")[4]) and details(result, "error")[5] is not None
-    apart = environment.step([chat("a"), chat("b")] * 2, [{"reward_group": i} for i in ("x", "x", "y", "y")])
+    pair = [chat("a"), chat("b", "3 + 3?")]
+    apart = environment.step(pair * 2, [{"reward_group": i} for i in (0, 0, 1, 1)])
     assert apart.rewards.tolist() == [1, 0, 1, 0] and len(endpoint.requests) == 8
     mixed = environment.step([chat("a"), chat("b"), chat("b")], [{"reference_answers": "five"}, {}, {}])
     assert mixed.rewards.tolist() == [1, 0.5, 0.5] and len(endpoint.requests) == 12

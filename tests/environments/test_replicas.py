@@ -80,6 +80,11 @@ def test_replicas_and_the_death_of_one(folder: str, scores: list[float], ray: An
     assert step.rewards[~masked].tolist() == pytest.approx(torch.tensor(scores)[~masked].tolist(), abs=CLOSE)
     assert "its replica died" in step.metadata[int(masked.nonzero()[0])][DETAILS]["error"]
     assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
+    pool: Any = environment._model
+    patient, pool._config = pool._config, pool._config.model_copy(update={"worker_timeout_seconds": 1e-3})
+    assert "within worker_timeout_seconds: 0.001" in environment.step(LOGS, INFOS).metadata[0][DETAILS]["error"]
+    pool._config = patient
+    assert environment.step(LOGS, INFOS).rewards.tolist() == pytest.approx(scores, abs=CLOSE)
     environment.shutdown()
     with pytest.raises(ModelError, match="was shut down"):
         environment.step(LOGS[:1], [{}])

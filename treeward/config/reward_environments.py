@@ -80,7 +80,7 @@ class RewardModelEnvironmentConfig(ScoringConfig):
     max_retries: NonNegativeInt = 3
     """Further attempts of a part of a step whose replica died or took too long."""
     worker_timeout_seconds: PositiveFloat | None = None
-    """Time limit of a part of a step. None: no limit."""
+    """Time limit of a part of a step. None: no limit; of a step at a server 600."""
     dtensor_cfg: ScoringDTensorConfig = ScoringDTensorConfig()
 
     @property

@@ -88,13 +88,14 @@ def _weighted_sum(parts: Mapping[str, Reward], weights: Mapping[str, float]) -> 
     There is none where a part has none. Names of components, and reasons, begin with the name of their part.
     """
     components = _components(parts)
+    judgement = "\n\n".join(part.score.judgement for part in parts.values() if part.score.judgement) or None
     if error := _errors(parts):
-        return Reward(None, components=components, error=error)
+        return Reward(None, Score(None, judgement=judgement), components=components, error=error)
     total = sum(weights[name] * (part.value or 0.0) for name, part in parts.items())
     if not math.isfinite(total):
         return Reward(None, components=components, error="the weighted sum is not finite")
     raw = sum(weights[name] * (part.raw or 0.0) for name, part in parts.items())
-    return Reward(total, Score(raw), components=components)
+    return Reward(total, Score(raw, judgement=judgement), components=components)
 
 
 def _last(parts: Mapping[str, Reward]) -> Reward:

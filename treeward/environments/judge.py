@@ -106,7 +106,8 @@ class JudgeEnvironment(ConfiguredEnvironment[JudgeEnvironmentConfig]):
             pairs += [((i, text), (None, reference)) for reference in references]
             if not references and self.config.mode == "pairwise":
                 prompt = json.dumps(conversations[i][:-1], sort_keys=True, default=str)
-                groups[env_infos[i].get(GROUP) or prompt].append(i)
+                group = env_infos[i].get(GROUP)
+                groups[prompt if group is None else group].append(i)
         for members in groups.values():
             neighbours = zip(members, members[1:] + members[:1], strict=True)
             pairs += [((i, texts[i]), (j, texts[j])) for i, j in [*neighbours][: None if len(members) > 2 else -1]]
