@@ -69,14 +69,12 @@ class RewardModelEnvironment(ConfiguredEnvironment[RewardModelEnvironmentConfig]
 
     def rewards(self, conversations: Conversations, env_infos: Infos) -> list[Reward]:
         with self._lock:
-            rewards = self._rewards(conversations)
+            model = self._running()
+            if isinstance(model, RewardServer):
+                rewards = model.rewards(conversations)
+            else:
+                rewards = rewards_of(model.score(conversations), conversations, self._shaper)
         return [replace(reward, components={**reward.components, **reward.score.parts}) for reward in rewards]
-
-    def _rewards(self, conversations: Conversations) -> list[Reward]:
-        model = self._running()
-        if isinstance(model, RewardServer):
-            return model.rewards(conversations)
-        return rewards_of(model.score(conversations), conversations, self._shaper)
 
     def preprocess_data(self, message_logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
         """The model's input: `{"input_ids": int64 (B, L), "input_lengths": int64 (B,)}`, right-padded.

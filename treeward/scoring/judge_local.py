@@ -84,7 +84,7 @@ class LocalJudge:
         together: list[Sequence[TokenIds]] = []
         num_tokens = 0
         for rows in map(self._rows, prompts):
-            again = 0 if self.policy.layout == "rows" else shared_length(rows)
+            again = 0 if self.policy.layout == "rows" else _shared_length(rows)
             cost = sum(len(row) - again for row in rows) + again
             if together and num_tokens + cost > DEFAULT_BATCH_TOKENS:
                 verdicts += self._expected_of(together)
@@ -96,7 +96,7 @@ class LocalJudge:
     def _expected_of(self, groups: Sequence[Sequence[TokenIds]]) -> list[Verdict | NoVerdict]:
         """The same for the rows of each question, in one forward pass."""
         values = labels(self.config)
-        shared = [length for group in groups for length in [shared_length(group)] * len(values)]
+        shared = [length for group in groups for length in [_shared_length(group)] * len(values)]
         # One tree: all questions share the judge's instructions, and the two orders of a pair its conversation too.
         result = self.policy.log_probs([[row for group in groups for row in group]], [shared])
         self.cost += Cost(num_prompt_tokens=result.num_computed_tokens)
@@ -142,7 +142,7 @@ class LocalJudge:
         return answers
 
 
-def shared_length(rows: Sequence[TokenIds]) -> int:
+def _shared_length(rows: Sequence[TokenIds]) -> int:
     """Tokens that all rows begin with."""
     first = np.asarray(rows[0])
     return min(common_prefix_length(first, np.asarray(row)) for row in rows[1:])

@@ -129,7 +129,7 @@ def make_question(config: JudgePromptConfig, conversation: str, texts: Sequence[
     values = {name: f"<{name} {nonce}>\n{text}\n</{name} {nonce}>" for name, text in parts}
     if config.mode == "rating":
         values |= {"lowest": f"{config.lowest_rating:g}", "highest": f"{config.highest_rating:g}"}
-        values["example"] = _example(config)
+        values["example"] = str(math.floor((config.lowest_rating + config.highest_rating) / 2))
     # In one pass: a placeholder in a completion is part of the completion.
     text = _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), config.template or TEMPLATES[config.mode])
     return {"role": "system", "content": config.system_prompt or SYSTEM_PROMPT}, {"role": "user", "content": text}
@@ -191,10 +191,6 @@ def share_of_scale(rating: float, config: JudgePromptConfig) -> float:
 def verdict_line(label: str, config: JudgePromptConfig) -> str:
     """A label as the last line of a judge's message."""
     return f"Rating: [[{label}]]" if config.mode == "rating" else f"[[{label}]]"
-
-
-def _example(config: JudgePromptConfig) -> str:
-    return str(math.floor((config.lowest_rating + config.highest_rating) / 2))
 
 
 def _last(text: str, config: JudgePromptConfig) -> re.Match[str] | None:
