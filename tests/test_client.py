@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import pytest
 from loopback import Asked, Loopback
 
 from treeward.client.rewards import RewardClient
-from treeward.errors import ConfigError, DataError, TreewardError
+from treeward.errors import DataError, TreewardError
 from treeward.http import RewardServerError
 from treeward.scoring.score import Score
 
@@ -71,17 +70,6 @@ def test_what_is_sent_and_read(serve: Callable[..., Loopback]) -> None:
     sent = {"model": "rm", "on_error": "mask", "shaped": False}
     assert first.json == sent | {"conversations": [chat(1), chat(2)]}
     assert second.json["shaped"] is True
-
-
-def test_completions_of_one_context(serve: Callable[..., Loopback]) -> None:
-    server = serve(scored)
-    with RewardClient(server.url) as client:
-        scores = client.score_completions(chat(0)[:1], ["4", chat(5)[1:]])
-        for completions in ("4", []):
-            with pytest.raises(DataError, match="not a list of completions"):
-                client.score_completions(chat(0)[:1], completions)
-    assert [score.score for score in scores] == [4.0, 5.0]
-    assert server.requests[0].json["conversations"] == [chat(4), chat(5)]
 
 
 def test_a_large_list_is_split_and_comes_back_in_order(serve: Callable[..., Loopback]) -> None:
@@ -186,34 +174,3 @@ def test_a_malformed_conversation_is_not_sent(wrong: Any, serve: Callable[..., L
     scores = client.score([chat(1), wrong, chat(2)], on_error="mask")
     assert [score.score for score in scores] == [1.0, None, 2.0] and scores[1].error
     assert server.requests[0].json["conversations"] == [chat(1), chat(2)]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"url": "localhost:8000"}, {"token": "two words"}],
-)
-def test_impossible_arguments(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        RewardClient(**({"url": "http://host"} | arguments))
-    assert [caught.value.field] == list(arguments)
-    assert "two words" not in str(caught.value)  # a token is secret
-
-
-def test_models(serve: Callable[..., Loopback]) -> None:
-    server = serve((200, {"data": [{"id": "rm"}]}), (200, {"data": [1]}))
-    client = RewardClient(server.url)
-    assert client.models() == [{"id": "rm"}] and server.requests[0].path == "/v1/models"
-    with pytest.raises(RewardServerError, match="cannot be read"):
-        client.models()
-
-
-def test_connections_are_kept(serve: Callable[..., Loopback]) -> None:
-    server = serve(scored)
-
-    async def within_a_loop() -> float | None:
-        return client.score([chat(5)])[0].score
-
-    with RewardClient(server.url) as client:
-        assert [client.score([chat(i)])[0].score for i in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
-        assert asyncio.run(within_a_loop()) == 5.0
-    assert server.num_connections == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,16 +140,6 @@ def test_failures_are_retried_and_those_that_stay_cost_only_their_samples(endpoi
     result = judge(endpoint, max_retries=1).step([chat("bad"), chat("good")], [{}, {}])
     assert details(result, "error") == ["judge: the server refuses the request: 503: come back later", None]
     assert len(endpoint.requests) == 4
-
-
-def test_a_request_that_hangs(endpoint: FakeJudge) -> None:
-    release = threading.Event()
-    endpoint.answer = lambda request: (
-        (release.wait(20) if "slow" in request["messages"][1]["content"] else None) or "Rating: [[7]]"
-    )
-    result = judge(endpoint, timeout_seconds=0.3, max_retries=0).step([chat("slow"), chat("fast")], [{}, {}])
-    assert details(result, "error") == ["judge: the server has not responded in time: no response", None]
-    release.set()
 
 
 @pytest.mark.parametrize(("status", "field"), [(401, "api_key_env"), (404, "model"), (400, "max_tokens")])

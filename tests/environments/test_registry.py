@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 from messages import chat
 from omegaconf import OmegaConf
 
-from treeward.environments.hybrid import HybridEnvironment
 from treeward.environments.registry import make_environments
-from treeward.environments.rules import RuleEnvironment
 
 CHATS = [chat("Hi", "Hello")]
 
@@ -32,16 +27,3 @@ def test_the_env_section_of_a_file() -> None:
         assert environment.step(CHATS, [None]).rewards.tolist() == [1]
     batch = {"rewards": environments["other"].step(CHATS, [None]).rewards}
     assert environments["other"].global_post_process_and_metrics(batch)[1]["other_env/mean_reward"] == 1
-
-
-@pytest.mark.slow
-def test_as_a_ray_actor(ray: Any) -> None:
-    unfit = RuleEnvironment.remote({"rule": "maths"})
-    with pytest.raises(ray.exceptions.ActorDiedError, match="maths"):
-        ray.get(unfit.step.remote(CHATS, [None]))
-    members = {"math": {"type": "rules", "rule": "math", "workers": 1, "weight": 2}}
-    environment = HybridEnvironment.remote({"members": members})
-    chats = [chat("1/2", text) for text in ("0.5", "2")]
-    assert ray.get(environment.step.remote(chats, [{"ground_truth": "1/2"}] * 2)).rewards.tolist() == [2, 0]
-    assert ray.get(environment.step.remote(chats, [{}, {}])).rewards.isnan().all()
-    assert ray.get(environment.shutdown.remote())

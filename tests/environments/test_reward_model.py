@@ -14,9 +14,8 @@ import torch
 from environments.conftest import details
 from messages import chat
 
-from treeward.data.rendering import Renderer
 from treeward.environments.reward_model import RewardModelEnvironment
-from treeward.errors import ConfigError, DataError
+from treeward.errors import ConfigError
 from treeward.model.contract import RewardCalibration, write_contract
 from treeward.scoring.golden import sign_folder
 from treeward.scoring.scorer import Scorer
@@ -55,23 +54,6 @@ def test_the_metrics_of_a_batch_and_the_precision_of_the_weights(folder: str) ->
     assert batch["rewards"] is rewards
     assert metrics == pytest.approx({f"reward_model_env/{name}": float(value) for name, value in values.items()})
     assert environment.shutdown()
-
-
-def test_the_input_of_the_model(folder: str) -> None:
-    """`tests/documents/test_nemo_gym_rlhf.py` scores it."""
-    environment = make(folder)
-    reward_data = environment.preprocess_data(LOGS)
-    lengths = reward_data["input_lengths"]
-    assert reward_data["input_ids"].shape == (len(LOGS), int(lengths.max())) and lengths.dtype == torch.int64
-    ids = Renderer(Scorer.load(folder, device="cpu").renderer.tokenizer).encode(LOGS[0])
-    assert reward_data["input_ids"][0, : lengths[0]].tolist() == ids
-    noted = [[message | {"token_ids": [1, 2]} for message in log] for log in LOGS]
-    assert torch.equal(environment.preprocess_data(noted)["input_ids"], reward_data["input_ids"])
-    with pytest.raises(DataError, match="no completion to score") as caught:  # what a step masks has no score here
-        environment.preprocess_data([LOGS[0], LOGS[0][:1]])
-    assert caught.value.where == "conversation 1"
-    none = environment.preprocess_data([])
-    assert none["input_ids"].shape == (0, 0) and environment.reward_model_policy.score(none)["scores"].shape == (0,)
 
 
 def test_what_cannot_be_scored_is_masked_and_counted(

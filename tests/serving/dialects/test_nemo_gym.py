@@ -119,38 +119,11 @@ def test_a_server_that_does_not_score_in_time_masks_too(
     assert registry.get_sample_value("treeward_refused_requests_total", {"code": "deadline_exceeded"}) == 1
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"[]",
-        b'{"responses_create_params": {"input": "x"}, "response": {"output": [NaN]}}',
-        b'{"responses_create_params": {"input": 3}, "response": {"output": []}}',
-    ],
-)
-def test_what_is_no_rollout_is_refused(client: Any, content: bytes) -> None:
-    reply = client.post("/verify", content=content)
-    assert reply.status_code == 422
-    assert reply.json()["error"]["code"] in ("invalid_json", "invalid_request")
-
-
 def test_a_threshold_says_whether_it_is_reached(client: Any, served_scorer: Scorer) -> None:
     score = score_of(served_scorer)
     assert client.post("/verify", json=rollout(reward_threshold=score - 0.1)).json()["reward_passed"] is True
     assert client.post("/verify", json=rollout(reward_threshold=score + 0.1)).json()["reward_passed"] is False
     assert "reward_passed" not in client.post("/verify", json=rollout(reward_threshold=None)).json()
-
-
-def test_sessions(client: Any) -> None:
-    assert client.post("/seed_session", json=rollout()).json() == {}
-    for path in ("/seed_session", "/ng-rollout/r1/seed_session"):
-        seeded = client.post(path, json={"resources_session_id": 'a b;"', "episode_id": {}, "task_data": {}})
-        assert seeded.json() == {"resources_session_id": 'a b;"'}
-        assert seeded.headers["set-cookie"].startswith("treeward_session=")
-    for _ in range(2):
-        assert client.post("/close_session", json={"resources_session_id": "x"}).json() == {"resources_session_id": "x"}
-    assert client.post("/close_session", json={}).status_code == 422
-    assert client.post("/seed_session", json={"resources_session_id": 3}).status_code == 422
-    assert client.get("/reverify_mode").json() == "stateless"
 
 
 def test_aggregate_metrics(client: Any) -> None:
