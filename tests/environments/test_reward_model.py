@@ -93,7 +93,7 @@ def test_the_constants_are_those_of_the_contract(make_folder: Callable[..., str]
 
 @pytest.mark.gpu
 def test_offloaded_weights_are_on_the_gpu_for_a_step_only(folder: str, scores: list[float]) -> None:
-    environment = make(folder, cpu_offload=True)
+    environment = make(folder, dtensor_cfg={"cpu_offload": True})
     model = environment.reward_model_policy
     seen: list[str] = []
     model.hf.register_forward_pre_hook(lambda *_: seen.append(model.device.type))

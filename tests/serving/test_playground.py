@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from chromium import chromium
-from playground import COMPLETIONS, PROMPT, Visits, answered, expect, score, serving, settled, visiting, write
+from playground import COMPLETIONS, PROMPT, Visits, expect, score, serving, settled, visiting, write
 
 from treeward.config.scoring import EnsembleConfig
 from treeward.config.server import ServedModelConfig
@@ -106,28 +106,6 @@ def test_the_model_is_chosen_and_its_temperature_is_used(visit: Visits, url: str
     expect(page.locator("#stale")).to_be_hidden()
     members = page.locator(".card").first.locator(".values li").all_inner_texts()
     assert [text.partition(":")[0] for text in members] == ["a", "b"]
-
-
-def test_the_reward_decides_and_the_score_is_named_beside_it(visit: Visits) -> None:
-    page = visit()
-    rows = [
-        {"score": 1.2, "reward": -1.0},
-        {"score": 0.4, "reward": 0.3},
-        {"score": 2.0, "reward": None, "error": "no reference"},
-    ]
-    answered(page, rows, shaped=True)
-    write(page)
-    score(page)
-    assert shown(page) == [-1.0, 0.3]
-    assert [text.split()[1] for text in page.locator(".card dl").all_inner_texts()] == ["1.200", "0.400", "2.000"]
-    expect(page.locator(".card.best h3")).to_have_text("Completion 2preferred")
-    chance = 100 / (1 + math.exp(0.4 - 2.0))
-    expect(page.locator("#verdict")).to_have_text(
-        "Completion 2 is preferred, as its reward is the highest; by score completion 3 would be preferred over it, "
-        f"with a probability of {chance:.1f}%."
-    )
-    expect(page.locator(".card").nth(2)).to_contain_text("No reward: no reference")
-    expect(page.locator(".portion").first).to_contain_text("by score")
 
 
 def test_a_link_restores_the_text_and_tells_the_server_nothing(visit: Visits, url: str) -> None:

@@ -55,15 +55,11 @@ class ScoringDTensorConfig(ShardingConfig):
             raise self.error("cpu_offload tensor_parallel_size", need)
 
 
-_SHARDING_KEYS = ("cpu_offload", "activation_checkpointing")
-"""Keys of `dtensor_cfg` that may stand beside it."""
-
-
 class RewardModelEnvironmentConfig(ScoringConfig):
     """A reward model as the environment of an RL loop. Its model may also be the address of a `treeward serve`, as
     `http://host:8000`."""
 
-    other_forms: ClassVar[tuple[str, ...]] = (*_SHARDING_KEYS, *BATCHING_SECTIONS)
+    other_forms: ClassVar[tuple[str, ...]] = BATCHING_SECTIONS
 
     served_model: str | None = None
     """Which model of the server at `model_name`, by its name there. None: its first."""
@@ -106,14 +102,7 @@ class RewardModelEnvironmentConfig(ScoringConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_other_forms(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping):
-            return raw
-        sharding = raw.get("dtensor_cfg") or {}
-        moved = {key: raw[key] for key in _SHARDING_KEYS if key in raw}
-        if moved and isinstance(sharding, Mapping):
-            others = {key: value for key, value in raw.items() if key not in moved}
-            raw = {**others, "dtensor_cfg": {**moved, **sharding}}
+    def _take_budget(cls, raw: Any) -> Any:
         return take_batching_budget(raw, "batch_tokens", "batch_size")
 
     def check(self) -> None:
